@@ -6,6 +6,7 @@ it: the request was right; whether to try again is in the class. `jaxllm_server/
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from typing import Any
 
@@ -148,3 +149,14 @@ def _rebuild(cls: type[UserError], message: str, attributes: dict[str, Any]) -> 
     ValueError.__init__(error, message)
     vars(error).update(attributes)
     return error
+
+
+def is_exhaustion(error: BaseException) -> bool:
+    """Whether something failed for want of memory, descriptors, processes or threads, and may succeed later."""
+    if isinstance(error, OSError):
+        return error.errno in _EXHAUSTED
+    return isinstance(error, MemoryError) or any(words in str(error) for words in _OF_EXHAUSTION)
+
+
+_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOBUFS, errno.ENOSPC}
+_OF_EXHAUSTION = ("RESOURCE_EXHAUSTED", "can't start new thread")  # XLA's word, and Python's

@@ -79,6 +79,18 @@ def nothing_is_compiled_in_front_of_a_request(monkeypatch: pytest.MonkeyPatch) -
     assert not late, f"compiled in front of a request: {late}"
 
 
+@pytest.fixture(autouse=True)
+def accounts_are_sums() -> Iterator[None]:
+    """Fail the test in which an account was not what it counts."""
+    from tests.support import accounts
+
+    accounts.watch()
+    accounts.differences.clear()
+    yield
+    accounts.watch()
+    assert not accounts.differences, accounts.differences
+
+
 @pytest.fixture
 def run_jaxllm(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """Call the command line; give the exit code, standard output and standard error."""

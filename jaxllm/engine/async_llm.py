@@ -112,7 +112,11 @@ class AsyncLLM(StreamingEngine):
             parts=self._parts,
             adapters=self._adapters,
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # no thread can be had; the next call may get one
+            self._thread = self._started = self._death = None
+            raise
 
     async def close(self, timeout: float = 30.0) -> bool:
         """Stop the engine and free the device's memory; requests that still run fail.

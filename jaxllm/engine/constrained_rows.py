@@ -1,7 +1,8 @@
 """The rows of steps whose sequences obey a grammar: their masks, and the tokens that a grammar forces.
 
 Between a plan and its masks all earlier steps are committed, so a constraint has always read the tokens that its row
-continues. Knows plans, sequences and constraints; knows no device and no text.
+continues. Masks have a time in each step. A row whose mask is not made by then is late: it yields no token and is
+computed again. Knows plans, sequences and constraints; knows no device and no text.
 
 Letters: R rows of a plan, W words of a mask, V vocabulary.
 """
@@ -9,8 +10,9 @@ Letters: R rows of a plan, W words of a mask, V vocabulary.
 from __future__ import annotations
 
 import logging
+import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -24,12 +26,16 @@ from jaxllm.scheduler import scheduler
 from jaxllm.scheduler.state import Plan, State
 from jaxllm.structured_output.constraint import Constraint
 from jaxllm.structured_output.grammars import Grammars
+from jaxllm.structured_output.slow_masks import SlowMasks
 
 _log = logging.getLogger(__name__)
 LEAST_FORCED = 2  # tokens worth a row of their own: the row that is in flight for the first of them is lost
 # Tokens of all rows, by row of the step, that are worth a step of chunks: with 32 rows on two cores it takes 65 ms, and
 # one of a token each takes 36. Fewer are sampled one by one, from masks that allow nothing else.
 FORCED_PER_ROW = 0.5
+# For a step's masks, and the one that is being made then: an expensive one takes 0.1 to 0.2 s, once, because the next
+# ones of its request are made beside the loop. Beside 126 such outputs a stream's tokens come TO_BE_MEASURED apart.
+MASK_SECONDS = 0.05
 Stuck = list[tuple[Sequence, str]]  # whose grammar cannot go on, and why
 
 
@@ -37,7 +43,7 @@ class Masks(NamedTuple):
     """What a step may sample."""
 
     words: np.ndarray  # int32[R, W], a bit for each token
-    is_masked: np.ndarray  # bool[R]: the rows that they hold for
+    is_masked: np.ndarray  # bool[R]: the rows that they hold for; no live row's is missing but one that is late
     stuck: Stuck  # such a row of words is zero
 
 
@@ -48,6 +54,8 @@ class ConstrainedRows:
         self._batch = batch
         self._grammars = grammars
         self._num_words = -(-vocab_size // 32)
+        self._slow = SlowMasks()
+        self._late: tuple[int, list[int]] = (0, [])  # number of the plan that masks were made for, its late rows
 
     def any(self, plan: Plan) -> bool:
         """Whether a plan samples a row that obeys a grammar."""
@@ -61,19 +69,21 @@ class ConstrainedRows:
         constrained = self._batch.is_constrained[plan.slots]
         if not constrained.any():
             return result.tokens, None
+        late = self._late[1] if self._late[0] == plan.number else []
         rows = (constrained & result.is_finite & scheduler.is_live(state, plan)).nonzero()[0].tolist()
-        owners = {row: self._batch.owner(int(plan.slots[row])) for row in rows}
-        found = {row: _advance(own, int(result.tokens[row])) for row, own in owners.items()}
+        owners = {row: self._batch.owner(int(plan.slots[row])) for row in rows if row not in late}
+        found = {row: self._advance(own, int(result.tokens[row])) for row, own in owners.items()}
         worth = sum(map(len, found.values())) >= FORCED_PER_ROW * len(plan.slots)
         # What bans tokens would ban those that a mask leaves, too: such rows never have forced ones sampled.
         yielded = {
             row: forced for row, forced in found.items() if forced and (worth or owners[row].variant is Variant.FULL)
         }
         yielded = {row: forced for row, forced in yielded.items() if _take(owners[row], forced)}
-        if not yielded:
+        if not yielded and not late:
             return result.tokens, None
         counts = np.ones(len(plan.slots), np.int32)
-        tokens = np.zeros((len(plan.slots), 1 + max(map(len, yielded.values()))), np.int32)
+        counts[late] = 0
+        tokens = np.zeros((len(plan.slots), 1 + max(map(len, yielded.values()), default=0)), np.int32)
         tokens[:, 0] = result.tokens
         for row, forced in yielded.items():
             counts[row] += len(forced)
@@ -86,16 +96,15 @@ class ConstrainedRows:
         words, is_masked = np.zeros((num_rows, self._num_words), np.int32), np.zeros(num_rows, np.bool_)
         live = self._batch.is_constrained[plan.slots] & scheduler.is_live(state, plan)
         owners = {row: self._batch.owner(int(plan.slots[row])) for row in live.nonzero()[0].tolist()}
-        wanted: dict[Grammars, list[tuple[Constraint, int]]] = defaultdict(list)
-        for row, own in owners.items():
-            if own.constraint is not None:
-                adapter = own.group.adapter
-                grammars = self._grammars if adapter is None else adapter.language.grammars
-                wanted[grammars].append((own.constraint, row))
-        for grammars, some in wanted.items():
-            grammars.fill(some, words)
+        late = self._fill(owners, words)
+        if len(late) == num_rows:  # the step is of no use yet: wait for what it lacks
+            self._slow.wait(MASK_SECONDS)
+            late = self._fill(owners, words)
+        self._late = plan.number, late
         stuck: Stuck = []
         for row, own in owners.items():
+            if row in late:
+                continue
             is_masked[row] = True
             assert own.constraint is not None
             if own.constraint.error is not None:
@@ -103,6 +112,63 @@ class ConstrainedRows:
             with blaming(own):
                 _hold_back(words[row], own)
         return Masks(words, is_masked, stuck)
+
+    def close(self) -> None:
+        """Make no more masks."""
+        self._slow.close()
+
+    def _fill(self, owners: Mapping[int, Sequence], words: np.ndarray) -> list[int]:
+        """Write the masks of rows in the time of a step; return the rows whose masks are not there."""
+        until = time.perf_counter() + MASK_SECONDS
+        late: list[int] = []
+        wanted: dict[Grammars, list[tuple[Constraint, int]]] = defaultdict(list)
+        for row, own in owners.items():
+            constraint = own.constraint
+            assert constraint is not None
+            if constraint.job is None and constraint.pace.is_slow and constraint.error is None:
+                self._begin(own, None)
+            if constraint.job is None:
+                wanted[self._grammars_of(own)].append((constraint, row))
+            elif constraint.job.is_done:
+                words[row], constraint.job = constraint.job.words, None
+            else:
+                late.append(row)
+        if late:
+            self._slow.start()
+        for grammars, some in wanted.items():
+            late += grammars.fill(some, words, until)
+        return late
+
+    def _grammars_of(self, own: Sequence) -> Grammars:
+        adapter = own.group.adapter
+        return self._grammars if adapter is None else adapter.language.grammars
+
+    def _advance(self, own: Sequence, token: int) -> list[int]:
+        """Let a sequence's grammar read a token; return what it forces behind it, if that is worth a row.
+
+        What takes long is done beside the loop. Tokens that are forced there come one by one, from their masks.
+        """
+        assert own.constraint is not None
+        if not own.constraint.pace.is_slow:
+            return _advance(own, token)
+        self._begin(own, token)
+        return []
+
+    def _begin(self, own: Sequence, token: int | None) -> None:
+        """Let a sequence's grammar read a token, if there is a new one, and make the next mask, beside the loop."""
+        constraint, grammars = own.constraint, self._grammars_of(own)
+        assert constraint is not None
+        words = np.zeros((1, self._num_words), np.int32)
+
+        def work() -> None:
+            if own.finish_reason is not None:
+                return
+            if token is not None:
+                _advance(own, token)
+            with _failing(own):
+                grammars.fill([(constraint, 0)], words)
+
+        constraint.job = self._slow.begin(own.group, work, words[0])
 
 
 def _advance(own: Sequence, token: int) -> list[int]:

@@ -419,6 +419,7 @@ class LLMEngine:
         if self._profile is not None:
             self._profile.stop()
         self._in_flight.clear()
+        self._constrained.close()
         self.scheduler.close()
         self.runner.close()
 

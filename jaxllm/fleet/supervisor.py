@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 from jaxllm.checks import shown
-from jaxllm.errors import EngineDeadError, UnavailableError, UserError
+from jaxllm.errors import EngineDeadError, UnavailableError, UserError, is_exhaustion
 from jaxllm.fleet import messages, node
 from jaxllm.fleet.door import Door, DoorListener, Greeting, is_same_key, read_greeting
 from jaxllm.fleet.replica import Replica
@@ -133,18 +133,19 @@ class Supervisor:
         wait, num_failed = FIRST_WAIT, 0
         settings, environment = self._settings_of(replica.number, path)
         while True:
-            began = time.monotonic()
+            began, is_short = time.monotonic(), False
             try:
                 replica.start(settings, environment, self._module)
                 end = await self._until_lost(replica)
             except OSError as error:
                 end = End(f"it cannot be started: {error}", was_loaded=False, is_planned=False)
+                is_short = is_exhaustion(error)  # which is no fault of the replica's
             finally:
                 await replica.reap()
             if replica.error is not None and not any(each.model is not None for each in self._replicas):
                 self._listener.hopeless(replica.error)  # as a rule the user's mistake: others will fail as well
                 return
-            num_failed = 0 if end.was_loaded else num_failed + 1
+            num_failed = 0 if end.was_loaded else num_failed + (not is_short)
             if num_failed == MOST_FAILED_STARTS:
                 _log.error("replica %d is given up: %s", replica.number, end.why)
                 replica.is_given_up = True

@@ -63,7 +63,11 @@ class _StandardError:
             if self._num_inside > 1:
                 return
             sys.stderr.flush()
-            self._original = os.dup(2)
+            try:
+                self._original = os.dup(2)
+            except OSError:  # for want of descriptors: the lines are seen
+                self._original = -1
+                return
             command = [sys.executable, "-S", "-E", "-c", _FILTER]
             try:
                 filtering = subprocess.Popen(
@@ -78,7 +82,7 @@ class _StandardError:
     def _leave(self) -> None:
         with self._lock:
             self._num_inside -= 1
-            if not self._num_inside:
+            if not self._num_inside and self._original >= 0:
                 sys.stderr.flush()
                 os.dup2(self._original, 2)  # closes the pipe: the other process writes the rest, and ends
                 os.close(self._original)

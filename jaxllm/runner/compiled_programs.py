@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
+from jaxllm.errors import is_exhaustion
 from jaxllm.freed_memory import return_freed_memory
 from jaxllm.metrics import Metrics
 from jaxllm.runner import batch
@@ -43,6 +44,7 @@ VARIANTS = tuple(Variant)
 PAUSE = 14  # while steps run: seconds of rest after a program, for each second that tracing it took
 IDLE_SECONDS = 0.1  # without a step, after which tracing disturbs no request
 _MOST_TRIES = 2  # to compile a program in the background
+RETRY_SECONDS = 30.0  # after which a program is wanted again that failed for want of threads, memory or descriptors
 NOTE_SECONDS = 10.0  # between two lines in the log about programs that a start waits for
 EXIT_SECONDS = 2.0  # that a process waits at its end for a running compilation before it prints a line
 
@@ -103,6 +105,7 @@ class ProgramTable:
         self._queue: list[Key] = []
         self._wanted: set[Key] = set()  # all keys ever queued
         self._failures: Counter[Key] = Counter()
+        self._rests_until: dict[Key, float] = {}  # those that failed for want of something
         self._followers = self._max_followers = 0  # background threads
         self._only_when_idle = False
         self._failure: BaseException | None = None
@@ -140,11 +143,14 @@ class ProgramTable:
             missing = [key for key in way if key not in self._ready]
             if not missing:
                 return way
-            if is_wanted and all(self._failures[key] < _MOST_TRIES for key in missing):
+            if is_wanted and all(self._may_try(key) for key in missing):
                 for key in missing:
                     self.want(key)
                 is_wanted = False
         return None
+
+    def _may_try(self, key: Key) -> bool:
+        return self._failures[key] < _MOST_TRIES and self._last_step >= self._rests_until.get(key, 0.0)
 
     def begin_kept(self, num_threads: int) -> None:
         """Start to read the programs that an earlier start kept; `wait` ends it."""
@@ -193,6 +199,7 @@ class ProgramTable:
         except RuntimeError as failure:  # no thread can be started: steps go on in the ready programs
             with self._lock:
                 self._followers -= 1
+            self._put_off(key)
             warnings.warn(f"nothing can be compiled: {failure}", stacklevel=1)
 
     def wait(self, progress: bool = False) -> None:
@@ -265,6 +272,10 @@ class ProgramTable:
         if self._is_over:
             return  # it failed because the process ends
         self._metrics.programs_failed += 1
+        if is_exhaustion(failure):
+            self._put_off(key)
+            _log.warning("program %s could not be compiled for now: %.300s", key, failure)
+            return
         self._failures[key] += 1
         if self._failures[key] < _MOST_TRIES:
             _log.info("program %s could not be compiled and is tried again", key, exc_info=failure)
@@ -272,6 +283,13 @@ class ProgramTable:
                 self._queue.append(key)
         else:
             warnings.warn(f"program {key} could not be compiled: {failure}", stacklevel=1)
+
+    def _put_off(self, key: Key) -> None:
+        """Let a program be wanted again, later."""
+        with self._lock:
+            self._rests_until[key] = time.monotonic() + RETRY_SECONDS
+            self._wanted.discard(key)
+            self._queue[:] = [other for other in self._queue if other != key]
 
     def _make(self, key: Key, in_background: bool) -> Any:
         """Read a program that an earlier start kept, or trace and compile it; None after `close`."""

@@ -56,7 +56,8 @@ def vacate(editor: StateEditor, limits: Limits, slots: Sequence[int], may_publis
         if may_publish:
             editor.describe(record.request, digests, range(first, len(digests)), limits.block_size)
             editor.pool.publish(zip(digests[first:], table[first:], strict=False))
-        editor.pool.release(table, digests)
+        # The block of a prompt's end is in the index, even if its last token is to be computed again.
+        editor.pool.release(table, max(digests, record.digests, key=len))
         editor.running[slot], editor.tables[slot] = None, ()
     if editor.gangs:
         gangs.disband(editor, slots)

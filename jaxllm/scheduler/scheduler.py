@@ -186,6 +186,7 @@ def commit(
     A result whose request has gone, was preempted or got further tokens since is dropped: the request samples that
     token again, and gets the same one because randomness depends on its seed and position only. A row whose logits were
     not finite ends its request, and its gang with it. The rows of gangs yield no tokens here: see `fork`.
+    A row whose count is 0 could not be sampled in time: its last token is computed again, and sampled behind, later.
     """
     slots = state.slots
     editor = StateEditor(state)
@@ -194,6 +195,10 @@ def commit(
     if is_finite is not None and not is_finite.all():
         failed_slots = step.slots[live & ~is_finite].tolist()
         live &= is_finite
+    if counts is not None:
+        late = live & (counts == 0)
+        live &= ~late
+        _plan_again(editor, limits, step.slots[late])
     answered, complete = NO_ROWS, ()
     if editor.gangs:
         if failed_slots:
@@ -296,6 +301,18 @@ def _give(editor: StateEditor, slots: np.ndarray) -> None:
         return
     own = editor.own_slots
     own.given[slots] = own.length[slots] = own.known[slots]
+    own.done[slots] = own.turn[slots]
+
+
+def _plan_again(editor: StateEditor, limits: Limits, slots: np.ndarray) -> None:
+    """Let the last known tokens of slots be computed again; steps in flight, which continued others, are dropped."""
+    if not len(slots):
+        return
+    own = editor.own_slots
+    own.length[slots] = own.known[slots]
+    own.issued[slots] = own.known[slots] - 1
+    # A device that drafts begins decode rows where its own lengths end, and chunks where the host says.
+    own.given[slots] = own.known[slots] if limits.max_drafts else own.issued[slots]
     own.done[slots] = own.turn[slots]
 
 

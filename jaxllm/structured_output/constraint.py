@@ -9,8 +9,10 @@ import numpy as np
 from llguidance import LLMatcher
 
 from jaxllm.errors import printable
+from jaxllm.structured_output.slow_masks import SLOW_SECONDS, Job, Pace
 
 _MOST_SAID = 300  # characters of an error
+_GUESS = 0.001  # seconds that the first mask of an output takes: more than usual ones, and less than slow ones
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,12 @@ class Constraint:
         allowed: np.ndarray,
         bytes_of: Callable[[int], bytes],
         eos_ids: Collection[int],
+        pace: Pace,
     ) -> None:
+        self.pace = pace
+        self.job: Job | None = None  # its next mask, if that is made beside the engine's loop
+        self.num_late = 0  # steps since its last mask in which there was no time for the next
+        self._seconds = _GUESS  # that its last mask took
         self.origins = (*origins, *(each for _, found in way.marks for each in found))
         self.allowed = allowed  # the mask of all tokens that a grammar can allow: int32[W]
         self._marks = way.marks
@@ -60,6 +67,17 @@ class Constraint:
     def error(self) -> str | None:
         """Why it cannot go on, on one line."""
         return self._error
+
+    @property
+    def turn(self) -> float:
+        """By which masks of a step are ordered: those that are quick go first, and those that have waited."""
+        return self._seconds / (1 << self.num_late)
+
+    def note_filled(self, seconds: float) -> None:
+        """Take in that its mask was made, and how long that took."""
+        self.num_late, self._seconds = 0, seconds
+        if seconds > SLOW_SECONDS or self.pace.is_slow:
+            self.pace.note(seconds)
 
     def fail(self, reason: str) -> None:
         """Let it go no further."""

@@ -7,12 +7,13 @@ Knows tokens; knows no request and no device.
 from __future__ import annotations
 
 import json
-import os
+import math
 import re
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from jaxllm.structured_output.ebnf import of_the_server, to_lark
 from jaxllm.structured_output.exactness import exact
 from jaxllm.structured_output.expressions import translate, translate_whitespace
 from jaxllm.structured_output.schemas import check_size, prepare
+from jaxllm.structured_output.slow_masks import NUM_THREADS, SLOW_SECONDS, Pace
 from jaxllm.structured_output.vocabulary import Vocabulary
 from jaxllm.structured_outputs_params import StructuredOutputsParams
 from jaxllm.text.tokenizer import Tokenizer
@@ -42,7 +44,7 @@ _BYTES_A_UNIT = 20
 _MOST_BYTES = 50 * 2**20
 _WORK = re.compile(r'^  "lexer_cost": (\d+),$', re.MULTILINE)
 _MANY_TOKENS = 2**31 - 1
-_SLOW_SECONDS = 0.002  # of a step's masks: lexers that grow by 100 kB take that long
+_WEIGHED_SECONDS = 0.002  # of a step's masks: lexers that grow by 100 kB take that long
 _STEPS_UNWEIGHED = 32
 # Requests that share one that is kept: states of its lexer are kept for all its outputs and count against their limit.
 MAX_USES = 64
@@ -50,6 +52,7 @@ MAX_USES = 64
 _WHITESPACE = r"[ \n\r\t]{1,8}"
 
 _MOST_TEXT = 2**13  # characters of one choice: what must come next is tokenized anew in each step
+_LONG_SECONDS = 0.001  # of a step's masks, behind which the others are made on several threads
 _NUM_TRIED = 3  # steps: JSON's bracket, what follows it, and one more
 
 # Measured on one core of two, llguidance 1.9.1. Of 128,000 tokens: the first use 1.9 s and 86 MB; a schema of three
@@ -81,11 +84,13 @@ class Grammar:
         self._way = way
         self._allowed = allowed
         self._vocabulary = vocabulary
+        self._pace = Pace()
 
     def begin(self) -> Constraint:
         """Give the constraint of a new output."""
         vocabulary = self._vocabulary
-        return Constraint(self._matchers, self._way, self._allowed, vocabulary.bytes_of, vocabulary.eos_ids)
+        given = self._matchers, self._way, self._allowed, vocabulary.bytes_of, vocabulary.eos_ids
+        return Constraint(*given, self._pace)
 
 
 class Grammars:
@@ -143,13 +148,13 @@ class Grammars:
         self._keep(key, matcher)
         return matcher
 
-    def fill(self, wanted: Sequence[tuple[Constraint, int]], masks: np.ndarray) -> None:
-        """Write rows of int32[R, ceil(V/32)]: a bit for each token that may come next. One call a step.
+    def fill(self, wanted: Sequence[tuple[Constraint, int]], masks: np.ndarray, until: float = math.inf) -> list[int]:
+        """Write rows of int32[R, ceil(V/32)]: a bit for each token that may come next.
 
-        The row of a constraint in error, or that comes into error here, is all zeros.
+        Begins no more of them once the time of `time.perf_counter` is `until`, but for the first ones; returns the rows
+        that are left. The row of a constraint in error, or that comes into error here, is all zeros.
         """
-        computed: list[tuple[Constraint, int]] = []
-        joined: list[tuple[Constraint, int]] = []
+        work: list[tuple[Constraint, int]] = []
         for constraint, row in wanted:
             if constraint.error is not None:
                 masks[row] = 0
@@ -159,34 +164,63 @@ class Grammars:
                 masks[row] = 0
                 masks[row].view(np.uint32)[constraint.expected[0] // 32] = 1 << constraint.expected[0] % 32
             else:
-                (joined if constraint.openings or len(constraint.matchers) != 1 else computed).append((constraint, row))
-        begun = time.perf_counter()
-        try:
-            self._compute(computed, masks)
-        except Exception:  # in one of them
-            for constraint, row in computed:
-                try:
-                    self._compute([(constraint, row)], masks)
-                except Exception as error:
-                    constraint.fail(one_line(str(error)))
-        for constraint, row in joined:
-            self._join(constraint, masks[row])
-        for constraint, row in computed:
-            masks[row] &= constraint.allowed
-        computed += joined
-        rows = [row for _, row in computed]
-        for (constraint, row), allows in zip(computed, np.asarray(masks[rows].any(axis=1)).tolist(), strict=True):
+                work.append((constraint, row))
+        work.sort(key=lambda each: each[0].turn)
+        at, began, used = 0, time.perf_counter(), time.thread_time()
+        now = began
+        while at < len(work) and (not at or now < until):
+            # A call for several rows takes as long as ten short masks; behind long ones more are likely to come.
+            size = 1 if now - began < _LONG_SECONDS else NUM_THREADS
+            some, before = work[at : at + size], now
+            self._make(some, masks)
+            at, now = at + len(some), time.perf_counter()
+            seconds = now - before
+            if seconds > SLOW_SECONDS and len(some) == 1:  # on a busy machine, perhaps, where no thread runs
+                used, before_used = time.thread_time(), used
+                seconds = min(seconds, used - before_used)
+            for constraint, _ in some:
+                constraint.note_filled(seconds)
+        self._check(work[:at], masks)
+        for constraint, _ in work[at:]:
+            constraint.num_late += 1
+        for constraint, _ in wanted:
+            if constraint.error is not None:
+                self._forget(constraint)
+        self._num_fills += 1
+        if now - began > _WEIGHED_SECONDS or not self._num_fills % _STEPS_UNWEIGHED:
+            self._weigh([constraint for constraint, _ in work[:at]])
+        return [row for _, row in work[at:]]
+
+    def _make(self, wanted: Sequence[tuple[Constraint, int]], masks: np.ndarray) -> None:
+        """Write rows for constraints that are active and in no error, as llguidance makes them."""
+        if len(wanted) > 1:
+            computed = [each for each in wanted if not each[0].openings and len(each[0].matchers) == 1]
+            with suppress(Exception):  # of one of them, which is found below
+                pairs = [(constraint.matchers[0], row) for constraint, row in computed]
+                self._executor = self._executor or LLExecutor(NUM_THREADS)
+                fill_next_token_bitmask_par(self._executor, pairs, masks)
+                wanted = [each for each in wanted if each not in computed]
+        for constraint, row in wanted:
+            if constraint.openings or len(constraint.matchers) != 1:
+                self._join(constraint, masks[row])
+                continue
+            try:
+                fill_next_token_bitmask(constraint.matchers[0], masks, row)
+            except Exception as error:
+                constraint.fail(one_line(str(error)))
+
+    def _check(self, made: Sequence[tuple[Constraint, int]], masks: np.ndarray) -> None:
+        """Leave in rows what constraints may allow, and end those that allow nothing."""
+        for constraint, row in made:
+            if not constraint.openings:
+                masks[row] &= constraint.allowed
+        rows = [row for _, row in made]
+        for (constraint, row), allows in zip(made, np.asarray(masks[rows].any(axis=1)).tolist(), strict=True):
             constraint.check()
             if constraint.error is None and not allows:
                 constraint.fail("The grammar allows no token here.")
             if constraint.error is not None:
                 masks[row] = 0
-        for constraint, _ in wanted:
-            if constraint.error is not None:
-                self._forget(constraint)
-        self._num_fills += 1
-        if time.perf_counter() - begun > _SLOW_SECONDS or not self._num_fills % _STEPS_UNWEIGHED:
-            self._weigh([constraint for constraint, _ in computed])
 
     def _join(self, constraint: Constraint, mask: np.ndarray) -> None:
         """Write the union of the masks of several grammars and openings."""
@@ -224,16 +258,6 @@ class Grammars:
                     kept.num_bytes += more
                     self._kept_bytes += more
             self._drop_oldest()
-
-    def _compute(self, wanted: Sequence[tuple[Constraint, int]], masks: np.ndarray) -> None:
-        if len(wanted) == 1:
-            ((constraint, row),) = wanted
-            fill_next_token_bitmask(constraint.matchers[0], masks, row)
-        elif wanted:
-            if self._executor is None:
-                self._executor = LLExecutor(max(1, (os.cpu_count() or 1) - 1))
-            pairs = [(constraint.matchers[0], row) for constraint, row in wanted]
-            fill_next_token_bitmask_par(self._executor, pairs, masks)
 
     def _vocabulary(self) -> Vocabulary:
         if self._made_vocabulary is None:

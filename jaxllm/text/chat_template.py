@@ -8,7 +8,6 @@ have transformers' names. Independent of tokenizers and files.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -101,8 +100,12 @@ def compile_template(source: str, variables: Mapping[str, Any] = MappingProxyTyp
     def show(messages: list[Message]) -> str | None:
         arguments = {"documents": None, **variables, "messages": messages, "add_generation_prompt": True}
         for tools in ([TOOL], None):
-            with suppress(Exception):  # whatever a template raises for a conversation that it does not take
+            try:
                 return _generated(program, arguments | {"tools": tools}, _MAX_TRIAL)
+            except MemoryError:  # says nothing of the template
+                raise
+            except Exception:  # whatever a template raises for a conversation that it does not take
+                continue
         return None
 
     return ChatTemplate(program, find_shape(show, source), words)

@@ -12,14 +12,17 @@ import functools
 import hashlib
 import importlib.metadata
 import logging
+import math
 import os
 import platform
 import shutil
 import stat
 import subprocess
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax.ffi
@@ -36,10 +39,20 @@ _LONGEST_BUILD = 300  # seconds; the longer source takes 10 on a core of 3 GHz
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _log = logging.getLogger(__name__)
 _building = threading.Lock()
+RETRY_SECONDS = 60.0  # for which a refusal holds
 
 
 class Refused(Exception):
     """There are no kernels here; the text says why, in a line."""
+
+
+@dataclass
+class _Refusal:
+    reason: str | None = None
+    until: float = 0.0  # of `time.monotonic`
+
+
+_refused = _Refusal()
 
 
 @functools.cache
@@ -54,18 +67,22 @@ def target(handler: str) -> str:
     return f"{handler}_{digest()}"
 
 
-@functools.cache
 def refusal() -> str | None:
-    """Make the kernels ready, building them if need be; say why there are none, or None. Asked once in a process."""
+    """Make the kernels ready, building them if need be; say why there are none, or None.
+
+    Found once in a process; a reason holds for a while only, since memory or descriptors may have been short.
+    """
     with _building:
-        return _ready()
+        if time.monotonic() >= _refused.until:
+            _refused.reason = _ready()
+            _refused.until = time.monotonic() + RETRY_SECONDS if _refused.reason else math.inf
+        return _refused.reason
 
 
-@functools.cache
-def _ready() -> str | None:  # a cache of its own: two threads may ask at once
+def _ready() -> str | None:
     try:
         library = loaded(cache_folder())
-    except Refused as error:
+    except (Refused, OSError, RuntimeError) as error:  # for want of descriptors, or of threads
         return str(error)
     for handler in HANDLERS:
         jax.ffi.register_ffi_target(target(handler), jax.ffi.pycapsule(getattr(library, handler)), platform="cpu")

@@ -5,12 +5,21 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from llguidance.numpy import fill_next_token_bitmask
 
 from jaxllm import LLM, RequestOutput, SamplingParams
+from jaxllm.structured_output import grammars
+from jaxllm.structured_output.grammars import Grammars
+from jaxllm.structured_output.slow_masks import Pace
 from tests.engine import structured_requests
 from tests.engine.structured_requests import KINDS, asked, check_equal, is_ended_by_itself, is_valid
 from tests.support import paths
@@ -83,6 +92,60 @@ def check(llm: LLM, alone: Alone, numbers: range) -> None:
 def test_a_constrained_request_gets_in_a_busy_batch_what_it_gets_alone(llm: LLM, alone: Alone) -> None:
     check(llm, alone, FEW)
     assert llm.engine.metrics.compilations_after_ready == 0
+
+
+def test_masks_that_are_late_or_made_beside_the_loop_change_nothing(
+    llm: LLM, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever rows have no mask in time, and whichever thread makes it."""
+    chance = Random(5)
+    fill = Grammars.fill
+    num_late = 0
+
+    def some(self: Grammars, wanted: list[tuple[Any, int]], masks: Any, until: float = math.inf) -> list[int]:
+        nonlocal num_late
+        late = [each for each in wanted if until < math.inf and chance.random() < 0.3]
+        num_late += len(late)
+        return [row for _, row in late] + fill(self, [each for each in wanted if each not in late], masks, until)
+
+    expected = {number: alone(number) for number in FEW}
+    monkeypatch.setattr(Grammars, "fill", some)
+    monkeypatch.setattr(Pace, "is_slow", property(lambda _: chance.random() < 0.5))
+    told = structured_requests.run(llm.engine, FEW, aborts=True)
+    assert num_late > 20 and not llm.engine.outputs.sequences
+    for number, output in told.items():
+        check_equal(number, output, expected[number])
+
+
+def test_long_masks_of_one_request_hold_up_no_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of six rows gets its tokens, and another request's come meanwhile: together the masks take 0.6 s a step."""
+    num_made = 0
+
+    def slow(matcher: Any, masks: Any, row: int) -> None:
+        nonlocal num_made
+        num_made += 1
+        time.sleep(0.1)
+        fill_next_token_bitmask(matcher, masks, row)
+
+    monkeypatch.setattr(grammars, "fill_next_token_bitmask", slow)
+    monkeypatch.setattr(grammars, "NUM_THREADS", 1)
+    clocks = SimpleNamespace(perf_counter=time.perf_counter, thread_time=time.perf_counter)
+    monkeypatch.setattr(grammars, "time", clocks)
+    engine = llm.engine
+    plain = SamplingParams(temperature=1.0, max_tokens=500, ignore_eos=True)
+    engine.add_request("other", "Once", plain)
+    engine.add_request("slow", "Once", replace(plain, n=6, structured_outputs={"regex": "[a-z ]{400}"}))
+    seconds, counts = [], [0] * 7
+    while min(counts) < 2:
+        began = time.perf_counter()
+        outputs = engine.step()
+        seconds.append(time.perf_counter() - began)
+        for output in outputs:
+            for one in output.outputs:
+                counts[one.index + (output.request_id == "slow")] = len(one.token_ids)
+    engine.abort_request(["other", "slow"])
+    assert max(seconds) < 0.4, seconds
+    assert counts[0] > 2 * max(counts[1:]), counts
 
 
 def test_bad_words_ban_no_token_that_a_grammar_forces(llm: LLM) -> None:

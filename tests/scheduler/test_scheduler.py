@@ -459,6 +459,25 @@ def run(state: State, token: int = 1, limits: Limits = LIMITS) -> tuple[State, P
     return state, plan
 
 
+@pytest.mark.parametrize("has_drafts", [False, True])
+def test_a_row_that_is_not_sampled_in_time_is_computed_again_and_keeps_its_blocks(has_drafts: bool) -> None:
+    limits = dataclasses.replace(LIMITS, max_drafts=2, max_verified=8) if has_drafts else LIMITS
+    state, first = scheduler.plan(start(request(1, may_draft=False), limits=limits), limits, 0.0)
+    state, ahead = scheduler.plan(state, limits, 0.0)
+    late = np.array([[5]], np.int32), None, np.zeros(1, np.int32)
+    state, events = scheduler.commit(state, limits, first, *late)
+    assert not len(events.ids) and not events.finished
+    assert not scheduler.is_live(state, ahead).any(), "it continues a token that is none"
+    gone = scheduler.abort(state, limits, [1])
+    check_accounts(gone, limits)
+    assert len(gone.pool.index) == gone.pool.num_cached == 2, "both blocks of the prompt can be hit"
+    state, again = scheduler.plan(state, limits, 0.0)
+    assert (again.starts.tolist(), again.lengths.tolist(), again.samples.tolist()) == ([7], [1], [True])
+    assert again.num_decodes == (not has_drafts), "a device that drafts is told where the row begins"
+    state, events = scheduler.commit(state, limits, again, np.array([6], np.int32))
+    assert events.tokens.tolist() == [6]
+
+
 def test_a_prompt_longer_than_the_budget_is_computed_in_chunks() -> None:
     state, first = run(start(request(1, length=40)))
     state, second = run(state)

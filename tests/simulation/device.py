@@ -63,6 +63,7 @@ class Faults(Protocol):
     def before_dispatch(self, shape: Shape) -> None: ...
     def before_sample(self) -> None: ...
     def is_wanted(self, number: int, row: int) -> bool: ...
+    def is_late(self, slot: int) -> bool: ...
     def while_in_flight(self, flight: Flight) -> None: ...
     def not_finite(self, samples: Sequence[bool]) -> Sequence[int]: ...
     def strikes_score(self) -> bool: ...
@@ -147,6 +148,7 @@ class Device:
         self.drafts = np.zeros((slots, self.max_drafts), np.int32)
         self.owners: list[Truth | None] = [None] * slots
         self._with_extras: list[Truth | None] = [None] * slots  # whose extras were found to be right
+        self.astray: dict[int, int] = {}  # by slot: where a token stands that was sampled without its mask
         self._versions = [-1] * slots  # of the owners' truths
         # Of the owners' truths, as far as they are made:
         self._chains = np.zeros((slots, longest + 2), np.uint64)
@@ -295,6 +297,7 @@ class Device:
         if any(offsets):
             self._put_drafts(slots, positions, offsets, tokens, content)
             is_wrong &= np.array(offsets) == 0
+        astray = self._follow_astray(token_slots, positions, tokens, content, is_wrong) if self.astray else []
         if np.count_nonzero(is_wrong):
             raise Violation("a row holds tokens that are not its request's")
         places = self.tables[token_slots, positions // size] * size + positions % size
@@ -320,6 +323,8 @@ class Device:
         if len(firsts) > 1:
             wrong &= self._positions[:longest] < row_ends[:, None]
         poisoned: set[int] = set()
+        for slot in astray:
+            wrong[row_slots == slot, self.astray[slot]] = False
         if np.count_nonzero(wrong):
             for row in wrong.any(1).nonzero()[0].tolist():
                 if (found[row][wrong[row]] != POISON).any():
@@ -395,6 +400,19 @@ class Device:
             drafts.append(token if draw < share else NO_DRAFT if share < 0 or draw % 4 == 0 else token ^ 1)
         return drafts
 
+    def _follow_astray(
+        self, slots: np.ndarray, positions: np.ndarray, tokens: np.ndarray, content: np.ndarray, is_wrong: np.ndarray
+    ) -> list[int]:
+        """Compute what follows tokens that were sampled without a mask; return the slots that are still there."""
+        rows = {slot: row for row, slot in enumerate(slots.tolist())}
+        for slot, row in rows.items():
+            if self.astray.get(slot, -1) == positions[row]:
+                content[row] = mix(int(self._chains[slot, positions[row] - 1]), int(tokens[row]))
+                is_wrong[row] = False
+            else:
+                self.astray.pop(slot, None)
+        return [slot for slot in self.astray if slot in rows]
+
     def _check_adapters(self, chosen: np.ndarray, token_slots: np.ndarray, adapters: Sequence[int]) -> None:
         """Check that each token of a step is computed with the adapter of its request, and with no other."""
         weights = [*adapters, 0]
@@ -463,7 +481,12 @@ class Device:
                 counts[first] += 1
             mask = None if masks is None else masks[row]
             if owner.is_constrained:
-                if masks is not None and not self.faults.is_wanted(self.sampling, row):
+                is_wanted = masks is None or self.faults.is_wanted(self.sampling, row)
+                if is_wanted and slot in self.astray:
+                    raise Violation("the result of a row is wanted that continues a token sampled without a mask")
+                if not is_wanted or (mask is None and self.faults.is_late(slot)):
+                    if is_wanted:
+                        self.astray[slot] = end
                     self.tokens[slot, end] = joined[row, 0] = (token + 1) % VOCABULARY  # whatever its mask allows
                     continue
                 joined[row, 1] = _check_mask(owner, end, mask)
@@ -562,6 +585,7 @@ class Device:
                 raise Violation("a slot's sampling row is no living request's")
             if self.owners[slot] is not truth:
                 self.owners[slot] = truth
+                self.astray.pop(slot, None)
                 self._versions[slot] = -1
                 self._chains[slot] = 0
                 self._truths[slot] = -1

@@ -121,6 +121,20 @@ class StepFaults:
         world.loop.run()
         world.failures, world.most_failures = 0, MAX_FAILURES
 
+    def leaves_late(self, place: int) -> bool:
+        """Whether the mask of a row, of those that a step wants, is not made in time."""
+        return bool(self.world.armed.get("masks_late", 0) >> place % 8 & 1)
+
+    def note_filled(self, num_late: int) -> None:
+        """Count the masks that were not made in time; the next ones are."""
+        if self.world.armed.pop("masks_late", None) is not None:
+            self.world.fired["masks_late"] += num_late
+
+    def is_late(self, slot: int) -> bool:
+        """Whether the mask of the row of a slot was not made in time."""
+        constraint: Any = self.world.engine._batch.owner(slot).constraint
+        return constraint.is_late
+
     def not_finite(self, samples: Sequence[bool]) -> Sequence[int]:
         """Strike a row that samples."""
         world = self.world

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from jaxllm.errors import UserError
+from jaxllm.structured_output.slow_masks import Pace
 from jaxllm.structured_outputs_params import StructuredOutputsParams
 from tests.simulation.oracle import Place, seed_of
 
@@ -19,6 +20,8 @@ class Faults(Protocol):
 
     def in_consume(self, constraint: Constraint) -> None: ...
     def before_fill(self) -> None: ...
+    def leaves_late(self, place: int) -> bool: ...
+    def note_filled(self, num_late: int) -> None: ...
 
 
 class Constraint:
@@ -28,6 +31,9 @@ class Constraint:
         self.place = place
         self.error: str | None = None
         self.expected: list[int] = []
+        self.job = None
+        self.pace = Pace()
+        self.is_late = False  # the mask of its last row was not made
         self._faults = faults
         self._check()
 
@@ -76,13 +82,20 @@ class Grammars:
             raise UserError("regex cannot be compiled: a toy", "structured_outputs")
         return Grammar(asked, self._faults)
 
-    def fill(self, wanted: Sequence[tuple[Constraint, int]], masks: np.ndarray) -> None:
+    def fill(self, wanted: Sequence[tuple[Constraint, int]], masks: np.ndarray, until: float = 0.0) -> list[int]:
         self._faults.before_fill()
-        for constraint, row in wanted:
+        late = []
+        for place, (constraint, row) in enumerate(wanted):
+            constraint.is_late = self._faults.leaves_late(place)
+            if constraint.is_late:
+                late.append(row)
+                continue
             mask = 0 if constraint.error is not None else constraint.place.allowed()
             if not mask:
                 constraint.fail("the toy allows no token here")
             masks[row] = np.array([mask], np.uint64).view(np.int32)
+        self._faults.note_filled(len(late))
+        return late
 
 
 def is_refused(asked: StructuredOutputsParams | None) -> bool:

@@ -131,6 +131,24 @@ HISTORY = [
         "plan.samples",
     ),
     Mutant(
+        "what was sampled without its mask is taken",
+        "engine.constrained_rows.ConstrainedRows.take_in",
+        "counts[late] = 0",
+        "pass",
+    ),
+    Mutant(
+        "what continues a token sampled without its mask is taken",
+        "scheduler.scheduler._plan_again",
+        "own.done[slots] = own.turn[slots]",
+        "pass",
+    ),
+    Mutant(
+        "a row whose mask was late is computed from a token too far on",
+        "scheduler.scheduler._plan_again",
+        "own.issued[slots] = own.known[slots] - 1",
+        "own.issued[slots] = own.known[slots]",
+    ),
+    Mutant(
         "an adapter is not in the key",
         "engine.input_processor.InputProcessor._root",
         'content_root(accepted.salt, b"" if accepted.adapter is None else accepted.adapter.digest)',

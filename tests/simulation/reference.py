@@ -89,7 +89,7 @@ class Reference:
         self.running: dict[int, Entry] = {}  # by slot
         self.num_added = 0
         self.num_planned = 0
-        self.num_generated = self.num_forced = 0
+        self.num_generated = self.num_forced = self.num_late = 0
         self.num_preempted = 0
         self.num_resets = self.num_skipped = 0
         self.drafting: Counter[str] = Counter()  # what has happened in it
@@ -358,6 +358,11 @@ class Reference:
             entry.done = turn
             if entry.gang:
                 answered.append(row)
+                continue
+            if counts is not None and not counts[row]:  # late: its last token is computed again
+                entry.done, entry.length, entry.issued = entry.turn, entry.known, entry.known - 1
+                entry.given = entry.known if self.limits.max_drafts else entry.issued
+                self.num_late += 1
                 continue
             given = [int(tokens[row])] if counts is None else tokens[row, : counts[row]].tolist()
             got, own = 0, 1 if sampled is None else int(sampled[row])
@@ -660,7 +665,7 @@ class Reference:
         full = written // self.limits.block_size
         if publishes:
             self._publish(entry, range(min(entry.brought, full), full))
-        self._release(entry, entry.table, full)
+        self._release(entry, entry.table, max(full, entry.brought))
         del self.running[entry.slot]
         self.gangs.pop(entry.gang, None)
         self.entries = [each for each in self.entries if each[0] is not entry]

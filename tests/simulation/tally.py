@@ -78,7 +78,9 @@ def play(seed: int) -> Tally:
 def prepare() -> None:
     """Make a process ready: what is imported is never looked at again by the collector of cycles."""
     import tests.simulation.world  # noqa: F401
+    from tests.support import accounts
 
+    accounts.watch()
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -23,7 +23,7 @@ STEPS = 130_000  # in all, within which every rare fault happens; `make test` pl
 PARTS = 16
 MUTANT_STEPS = 100_000  # within which a planted bug must be found
 # What seeds 0 to 5 come to, in any process; it changes with the scheduler's plans, the traces, or what requests get.
-DIGEST = "4bfdc795"
+DIGEST = "b571d2cb"
 PRINT_DIGEST = """
 from tests.simulation.trace import make_trace
 from tests.simulation.world import World

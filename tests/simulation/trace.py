@@ -19,7 +19,7 @@ FAULTS = (
     *("compile_stall", "tokenizer_error", "detokenizer_error", "same_prefix", "prefix_thrash", "priority_inversion"),
     *("burst", "drain", "restart", "reset_cache", "pause", "dies", "request_fault", "leave_early"),
     *("sample_raises_before", "sample_raises_after", "fill_raises", "grammar_raises", "sample_out_of_memory"),
-    *("reload_adapter", "put_raises"),
+    *("reload_adapter", "put_raises", "masks_late"),
 )
 # What a prompt may end in: characters that it has begun, of two bytes, three and four.
 HALVES = tuple(tuple(PIECES.index(bytes([byte])) for byte in end) for end in (b"ab\xc3", b"a\xe2\x82", b"\xf0\x9f\x98"))
@@ -128,6 +128,7 @@ class _Maker:
             "request_fault": 0.01, "leave_early": 0.01,
             "sample_raises_before": 0.008, "sample_raises_after": 0.008, "sample_out_of_memory": 0.008,
             "fill_raises": 0.008, "grammar_raises": 0.015, "reload_adapter": 0.04, "put_raises": 0.01,
+            "masks_late": 0.1,
             "resume_reading": 0.2,
         }  # fmt: skip
         is_on = [(kind, rate) for kind, rate in rates.items() if kind in faults or kind == "resume_reading"]
@@ -159,6 +160,8 @@ class _Maker:
                 return [chance.randrange(8)]
             case "out_of_memory" | "sample_out_of_memory":
                 return [chance.choice((1, 4, 16))]
+            case "masks_late":
+                return [chance.randint(1, 255)]
             case "reload_adapter":
                 return [chance.randrange(1000), chance.random() < 0.8, chance.random() < 0.3]
             case "leave_early":

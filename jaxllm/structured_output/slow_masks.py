@@ -1,0 +1,108 @@
+"""Work on masks that take long, in threads beside the engine's, which requests take in turns.
+
+llguidance gives up the interpreter's lock while it makes a mask, so the engine's loop goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+
+import numpy as np
+
+from jaxllm.threads import start_thread
+
+NUM_THREADS = max(1, (os.cpu_count() or 1) - 1)  # that make masks
+# Of a mask. Those of usual grammars take 10 to 200 us, at their limits 10 ms; those of ambiguous ones 100 ms and more.
+SLOW_SECONDS = 0.005
+PATIENCE = 16  # quick masks of a request in a row after which the engine's loop makes them again
+
+
+class Pace:
+    """How long the masks of one request's outputs have taken."""
+
+    def __init__(self) -> None:
+        self._left = 0
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether its masks belong beside the loop."""
+        return self._left > 0
+
+    def note(self, seconds: float) -> None:
+        """Take in how long a mask took."""
+        if seconds > SLOW_SECONDS:
+            self._left = PATIENCE
+        elif self._left:
+            self._left -= 1
+
+
+class Job:
+    """A mask that is being made."""
+
+    def __init__(self, work: Callable[[], None], words: np.ndarray) -> None:
+        self.work = work
+        self.words = words  # int32[W], to be read once it is done
+        self.is_done = False
+
+
+class SlowMasks:
+    """Threads that live while there is work, and do a piece for each request in turn."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: OrderedDict[Hashable, deque[Job]] = OrderedDict()  # by request, the next one first
+        self._num_undone = 0
+        self._threads: list[threading.Thread] = []
+
+    def begin(self, request: Hashable, work: Callable[[], None], words: np.ndarray) -> Job:
+        """Queue `work`, which raises nothing and writes `words`, for a request's turn."""
+        job = Job(work, words)
+        with self._changed:
+            self._waiting.setdefault(request, deque()).append(job)
+            self._num_undone += 1
+        self.start()
+        return job
+
+    def start(self) -> None:
+        """Have threads for what is queued. Where none can be had, what is queued waits for the next call."""
+        with self._changed:
+            if self._waiting and len(self._threads) < NUM_THREADS:
+                with suppress(RuntimeError):
+                    self._threads.append(start_thread(self._run, "jaxllm-masks"))
+
+    def wait(self, seconds: float) -> None:
+        """Wait until all is done, at most so long."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_undone, seconds)
+
+    def close(self) -> None:
+        """Begin nothing more, and wait for what is being done."""
+        with self._changed:
+            self._num_undone -= sum(map(len, self._waiting.values()))
+            self._waiting.clear()
+            threads = [*self._threads]
+        for thread in threads:
+            thread.join()
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            job.work()
+            with self._changed:
+                job.is_done = True
+                self._num_undone -= 1
+                self._changed.notify_all()
+
+    def _next(self) -> Job | None:
+        with self._changed:
+            if not self._waiting:
+                self._threads.remove(threading.current_thread())
+                return None
+            request, jobs = self._waiting.popitem(last=False)
+            job = jobs.popleft()
+            if jobs:
+                self._waiting[request] = jobs  # behind the others
+            return job

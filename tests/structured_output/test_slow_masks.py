@@ -1,0 +1,80 @@
+"""Masks that are made beside the loop: requests take turns, a thread that cannot be had is tried again, all can end."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from jaxllm.structured_output import slow_masks
+from jaxllm.structured_output.slow_masks import Job, Pace, SlowMasks
+
+WORDS = np.zeros(1, np.int32)
+
+
+def held_by(masks: SlowMasks, request: str) -> tuple[Job, threading.Event]:
+    """Begin a piece of work that ends when an event is set; return both once it has begun."""
+    begun, end = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        end.wait()
+
+    job = masks.begin(request, work, WORDS)
+    begun.wait()
+    return job, end
+
+
+def test_requests_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slow_masks, "NUM_THREADS", 1)
+    masks, done = SlowMasks(), []
+    _, held = held_by(masks, "many")
+    for number in range(3):
+        masks.begin("many", lambda number=number: done.append(f"many {number}"), WORDS)
+    masks.begin("one", lambda: done.append("one"), WORDS)
+    held.set()
+    masks.wait(10)
+    assert done == ["many 0", "one", "many 1", "many 2"]
+
+
+def test_a_thread_that_cannot_be_had_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks = SlowMasks()
+    with monkeypatch.context() as without:
+
+        def start(*_: object) -> None:
+            raise RuntimeError("can't start new thread")
+
+        without.setattr(slow_masks, "start_thread", start)
+        job = masks.begin("one", lambda: None, WORDS)
+        masks.start()
+        assert not job.is_done
+    masks.start()
+    masks.wait(10)
+    assert job.is_done
+
+
+def test_closing_ends_what_is_begun_and_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slow_masks, "NUM_THREADS", 1)
+    masks = SlowMasks()
+    first, held = held_by(masks, "one")
+    second = masks.begin("two", lambda: None, WORDS)
+    closing = threading.Thread(target=masks.close)
+    closing.start()
+    while masks._waiting:
+        pass
+    held.set()
+    closing.join(10)
+    masks.wait(0)
+    assert first.is_done and not second.is_done and not masks._threads and not masks._num_undone
+
+
+def test_a_request_is_slow_until_its_masks_have_been_quick_for_long() -> None:
+    pace = Pace()
+    pace.note(slow_masks.SLOW_SECONDS / 2)
+    assert not pace.is_slow
+    pace.note(slow_masks.SLOW_SECONDS * 2)
+    for _ in range(slow_masks.PATIENCE):
+        assert pace.is_slow
+        pace.note(0.0)
+    assert not pace.is_slow
