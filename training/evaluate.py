@@ -54,6 +54,7 @@ def main() -> None:
         scores = score(small, *answers_of_engine(llm, small, greedy)) | scores | drawn_score(llm, options.seed)
     path = options.model / "score.json"
     noted = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    noted.pop("scores", None)  # those of an earlier run
     report(scores, options, options.model, PROMISED, **noted | {"answered_by": "engine"})
 
 
