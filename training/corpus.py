@@ -6,7 +6,7 @@ Everything is drawn from the `random.Random` that the caller passes, so one seed
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from training import facts, stories, words
@@ -35,6 +35,21 @@ SUM_PHRASINGS: dict[str, tuple[str, ...]] = {
         "What is {a} - {b}?", "{a} - {b}", "{a}-{b}", "{a} - {b} = ?", "How much is {a} minus {b}?",
         "Subtract {b} from {a}.", "What is {a} minus {b}?", "Calculate {a} - {b}.", "Take {b} away from {a}.",
         "{a} minus {b}",
+    ),
+}  # fmt: skip
+
+# More of what people type; in the last phase of the training alone.
+ASKED_PHRASINGS: dict[str, tuple[str, ...]] = {
+    "+": (
+        *SUM_PHRASINGS["+"],
+        "What is {a}+{b}?", "What's {a} + {b}?", "What's {a}+{b}?", "{a} + {b} =", "{a}+{b}=", "{a}+{b}=?",
+        "How much is {a} + {b}?", "What does {a} + {b} equal?", "Compute {a} + {b}.", "Can you add {a} and {b}?",
+    ),
+    "-": (
+        *SUM_PHRASINGS["-"],
+        "What is {a}-{b}?", "What's {a} - {b}?", "What's {a}-{b}?", "{a} - {b} =", "{a}-{b}=", "{a}-{b}=?",
+        "How much is {a} - {b}?", "What does {a} - {b} equal?", "Compute {a} - {b}.",
+        "Can you subtract {b} from {a}?",
     ),
 }  # fmt: skip
 
@@ -107,6 +122,15 @@ def draw_sum(rng: random.Random, held_out: bool) -> tuple[int, str, int]:
             return a, operator, b
 
 
+def draw_small_sum(rng: random.Random) -> tuple[int, str, int]:
+    """Draw a sum of a number below ten and one of one or two digits, in either order."""
+    a, b = rng.sample((rng.randrange(10), rng.randrange(rng.choice((10, 100)))), 2)
+    operator = rng.choice("+-")
+    if operator == "-" and a < b and rng.random() < 0.5:
+        a, b = b, a
+    return a, operator, b
+
+
 def draw_person(rng: random.Random, held_out: bool) -> tuple[str, int]:
     """Draw a name and an age."""
     while True:
@@ -133,6 +157,12 @@ def sum_turn(rng: random.Random, held_out: bool = False) -> Turn:
     """Ask a sum."""
     a, operator, b = draw_sum(rng, held_out)
     return Turn(rng.choice(SUM_PHRASINGS[operator]).format(a=a, b=b), sum_answer(a, operator, b))
+
+
+def asked_sum_turn(rng: random.Random) -> Turn:
+    """Ask a sum as people do: in most cases a small one."""
+    a, operator, b = draw_small_sum(rng) if rng.random() < 0.75 else draw_sum(rng, held_out=False)
+    return Turn(rng.choice(ASKED_PHRASINGS[operator]).format(a=a, b=b), sum_answer(a, operator, b))
 
 
 def fact_turn(rng: random.Random) -> Turn:
@@ -165,7 +195,7 @@ def story_turn(rng: random.Random) -> Turn:
     if rng.random() < 0.2:
         return Turn(rng.choice(ANY_STORY_PHRASINGS), stories.story(rng))
     hero = rng.choice(stories.HEROES)[0]
-    subject = f"{'an' if hero[0] in 'aeiou' else 'a'} {hero}"
+    subject = stories.with_article(hero)
     return Turn(rng.choice(STORY_PHRASINGS).format(hero=subject), stories.story(rng, hero))
 
 
@@ -213,11 +243,11 @@ def memory_turns(rng: random.Random, name: str) -> tuple[Turn, Turn]:
     return Turn(given.format(name=name), f"Nice to meet you, {name}!"), Turn(asked, f"Your name is {name}.")
 
 
-def conversation(rng: random.Random, longest: int) -> list[Message]:
+def conversation(rng: random.Random, longest: int, draw: Callable[[random.Random], Turn] = turn) -> list[Message]:
     """Write a chat of at most `longest` drawn turns, with a system message in one of four."""
     turns: list[Turn] = []
     for _ in range(rng.randint(1, longest)):
-        turns += follow_up_turns(rng) if rng.random() < 0.02 else [turn(rng)]
+        turns += follow_up_turns(rng) if rng.random() < 0.02 else [draw(rng)]
     if rng.random() < 0.06:
         given, asked = memory_turns(rng, rng.choice(words.PERSONS))
         turns = [given, *turns[:4], asked, *turns[4:]] if rng.random() < 0.7 else [given, asked, *turns]
@@ -238,11 +268,13 @@ def page_of_sums(rng: random.Random) -> str:
     return "\n".join(sum_answer(*draw_sum(rng, held_out=False)) for _ in range(rng.randint(3, 10)))
 
 
-def documents(rng: random.Random, longest: int = 5, sums_share: float = 0.35) -> Iterator[str]:
+def documents(
+    rng: random.Random, longest: int = 5, sums_share: float = 0.35, asked_share: float = 0.0
+) -> Iterator[str]:
     """Yield training documents without end: chats of at most `longest` drawn turns, pages of sums, plain stories.
 
     A sum takes 12 tokens on a page of sums and 33 in a chat, so the pages give three times as many sums for the same
-    time of training.
+    time of training. `asked_share` of the documents are chats about sums that people ask.
     """
     while True:
         lot = rng.random()
@@ -250,6 +282,8 @@ def documents(rng: random.Random, longest: int = 5, sums_share: float = 0.35) ->
             text = page_of_sums(rng)
         elif lot < sums_share + STORY_SHARE:
             text = stories.story(rng)
+        elif lot < sums_share + STORY_SHARE + asked_share:
+            text = render_chat(conversation(rng, longest, asked_sum_turn))
         else:
             text = render_chat(conversation(rng, longest))
         yield text + END_OF_TEXT

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from safetensors import safe_open
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
@@ -17,12 +18,23 @@ from training.packing import END_OF_TEXT_ID, TURN_END_ID
 
 # Rotary positions beyond the longest training row are never seen, so the model promises no more than that row.
 MAX_POSITIONS = 512
+TEMPERATURE = 0.5  # for generation_config.json: at it, sums are right and stories differ
 
 
 def round_to_bfloat16(model: Llama) -> None:
     """Round every weight to what the folder stores, so that a score taken afterwards is the score of the folder."""
     for _, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         leaf[...] = leaf[...].astype(jnp.bfloat16).astype(jnp.float32)
+
+
+def read_weights(model: Llama, folder: Path) -> None:
+    """Give the network the weights that `write_folder` wrote."""
+    with safe_open(folder / "model.safetensors", "flax") as file:
+        for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+            name = ".".join(map(str, path))
+            value = file.get_tensor(f"model.{name}" if name != "embed_tokens" else "model.embed_tokens.weight")
+            turned = value.T if value.ndim == 2 and name != "embed_tokens" else value
+            leaf[...] = turned.astype(jnp.float32)
 
 
 def parameter_count(model: Llama) -> int:
@@ -87,6 +99,7 @@ def write_folder(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
         "bos_token_id": END_OF_TEXT_ID,
         "eos_token_id": [TURN_END_ID, END_OF_TEXT_ID],
         "pad_token_id": END_OF_TEXT_ID,
+        "temperature": TEMPERATURE,
     }
     write_json(folder / "config.json", llama_config(model.shape))
     write_json(folder / "tokenizer_config.json", tokenizer_config())

@@ -8,8 +8,18 @@ def bucket(key: str, count: int) -> int:
     return (zlib.crc32(key.encode()) * 2654435761 >> 7) % count
 
 
+def is_small(a: int, b: int) -> bool:
+    """Tell whether one of the two numbers has one digit."""
+    return min(a, b) < 10
+
+
 def sum_held_out(a: int, operator: str, b: int) -> bool:
-    """Tell whether a sum is kept for the evaluation; a + b and b + a share their fate, so neither gives the other."""
+    """Tell whether a sum is kept for the evaluation; a + b and b + a share their fate, so neither gives the other.
+
+    Sums with a number below ten are what people ask, and too few to show what was learnt: none of them is kept.
+    """
+    if is_small(a, b):
+        return False
     if operator == "+":
         a, b = min(a, b), max(a, b)
     return bucket(f"sum:{a}{operator}{b}", 10) == 0

@@ -1,6 +1,7 @@
 """The held-out questions of the embedded model, and the score of a set of answers to them."""
 
 import argparse
+import itertools
 import json
 import random
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ import jax
 
 from training import corpus, facts, words
 from training.corpus import Message
+from training.holdout import is_small
 
 Score = dict[str, dict[str, float | int]]
 
@@ -51,6 +53,21 @@ def held_out_questions(seed: int, sums: int = 1000, others: int = 100) -> list[Q
     questions += [_asked("talk", corpus.talk_turn(rng)) for _ in range(others)]
     stories = [_asked("stories", corpus.story_turn(rng)) for _ in range(others)]
     return questions + [story._replace(answer=None) for story in stories]
+
+
+def small_questions(first: int = 0, kind: str = "small") -> list[Question]:
+    """Return all sums, then all differences, of a number below ten and one below a hundred, in either order.
+
+    They are not held out. The phrasings take turns from the one of this number on; the first is "What is 2 + 2?".
+    """
+    questions = []
+    for operator, what in (("+", "sums"), ("-", "differences")):
+        phrasings = corpus.ASKED_PHRASINGS[operator]
+        small = [(a, b) for a, b in itertools.product(range(100), repeat=2) if is_small(a, b)]
+        for number, (a, b) in enumerate(small, first):
+            asked = phrasings[number % len(phrasings)].format(a=a, b=b)
+            questions.append(_asked(f"{kind} {what}", corpus.Turn(asked, corpus.sum_answer(a, operator, b))))
+    return questions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

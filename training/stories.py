@@ -23,9 +23,9 @@ PLACES: tuple[str, ...] = (
 )  # fmt: skip
 
 _OPENINGS: tuple[str, ...] = (
-    "Once upon a time there was a {adjective} {hero} named {name}. {name} lived in a {home}.",
-    "Once upon a time, in a {home}, there lived a {adjective} {hero} named {name}.",
-    "There was once a {adjective} {hero} who lived in a {home}. The name of the {hero} was {name}.",
+    "Once upon a time there was a {adjective} {hero} named {name}. {name} lived in {a_home}.",
+    "Once upon a time, in {a_home}, there lived a {adjective} {hero} named {name}.",
+    "There was once a {adjective} {hero} who lived in {a_home}. The name of the {hero} was {name}.",
 )
 
 _LOST: tuple[tuple[str, ...], ...] = (
@@ -68,23 +68,27 @@ _ADJECTIVES: tuple[str, ...] = ("little", "brave", "kind", "clever", "shy", "hap
 _SKILLS: tuple[str, ...] = ("sing", "swim", "dance", "paint", "read", "bake bread", "climb")
 
 
+def with_article(noun: str) -> str:
+    """Return the noun behind "a" or "an"."""
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
+
+
 def story(rng: random.Random, hero: str | None = None) -> str:
     """Write one story, about the given hero if there is one."""
     homes = dict(HEROES)
     hero = hero or rng.choice(HEROES)[0]
     friend = rng.choice([other for other, _ in HEROES if other != hero])
-    article = "an" if friend[0] in "aeiou" else "a"
     words = {
         "hero": hero,
-        "home": homes[hero],
+        "a_home": with_article(homes[hero]),
         "name": rng.choice(NAMES),
         "thing": rng.choice(THINGS),
         "place": rng.choice(PLACES),
         "adjective": rng.choice(_ADJECTIVES),
         "skill": rng.choice(_SKILLS),
         "friend": friend,
-        "a_friend": f"{article} {friend}",
-        "A_friend": f"{article.capitalize()} {friend}",
+        "a_friend": with_article(friend),
+        "A_friend": with_article(friend).capitalize(),
     }
     plot = rng.choice((_LOST, _FOUND, _LEARNED))
     sentences = [rng.choice(_OPENINGS), *(rng.choice(choices) for choices in plot), rng.choice(_ENDINGS)]

@@ -24,7 +24,7 @@ from training.encoder import Encoder, Shape
 from training.evaluate_embedder import report
 from training.export import write_embedder
 from training.meanings import Text
-from training.train import Phase, make_optimizer
+from training.train import PEAK_RATE, Phase, falling_rate, make_optimizer
 
 SPECIAL_TOKENS = ("[PAD]", "[CLS]", "[SEP]")
 SIZES = (32, 64, 128)  # of the embeddings that are trained
@@ -120,7 +120,8 @@ def embed(model: Encoder, tokenizer: Tokenizer, texts: list[str], rows: int = 51
 
 def train(model: Encoder, tokenizer: Tokenizer, phases: tuple[Phase, ...], seed: int) -> float:
     """Train through the phases and return the seconds."""
-    optimizer, rng, started = make_optimizer(model, phases), random.Random(f"pairs {seed}"), time.monotonic()
+    rate = falling_rate(PEAK_RATE, *(phase.steps for phase in phases))
+    optimizer, rng, started = make_optimizer(model, rate), random.Random(f"pairs {seed}"), time.monotonic()
     source, shifts = meanings.pairs(rng), np.random.default_rng(seed)
     with tqdm(total=sum(phase.steps for phase in phases), unit="step", mininterval=5) as bar:
         for phase in phases:
