@@ -8,14 +8,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from jaxllm.errors import OverloadedError, RequestFailedError, UserError
 from jaxllm_server.shared import pooling
 from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
-
-if TYPE_CHECKING:
-    from jaxllm_server.shared.serving import Serving
+from jaxllm_server.shared.pool_site import PoolSite
 
 Request = TypeVar("Request")
 Failure: TypeAlias = UserError | RequestFailedError
@@ -30,7 +28,7 @@ class Answer(NamedTuple, Generic[Request]):
 
 
 async def answers(
-    serving: Serving, requests: AsyncIterator[Request], read: Callable[[Request], PoolCall], client: str
+    serving: PoolSite, requests: AsyncIterator[Request], read: Callable[[Request], PoolCall], client: str
 ) -> AsyncGenerator[Answer[Request]]:
     """Answer each request of one input, in any order; what is wrong with one is its own answer.
 
@@ -93,7 +91,7 @@ async def answers(
         await asyncio.gather(*left, return_exceptions=True)
 
 
-async def _pooled(serving: Serving, call: PoolCall) -> PoolResult:
+async def _pooled(serving: PoolSite, call: PoolCall) -> PoolResult:
     while True:
         try:
             async with aclosing(serving.pool(call)) as results:

@@ -14,7 +14,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,10 +36,8 @@ from jaxllm.pooling_params import PoolingParams, PoolingTask
 from jaxllm.text.tokenizer import TOKENS_AT_A_CUT
 from jaxllm_server.observability.tracing import REQUEST_SPAN, current_span
 from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
+from jaxllm_server.shared.pool_site import PoolSite
 from jaxllm_server.shared.truncation import cut_ids
-
-if TYPE_CHECKING:
-    from jaxllm_server.shared.serving import Serving
 
 _log = logging.getLogger("jaxllm.server")
 _STEPS = 3  # for which the engine has prompts of a call: the two that are in flight, and the one after them
@@ -72,7 +70,7 @@ def check_kind(model: ModelInfo, name: str, pools: bool) -> None:
         raise FeatureDisabledError(f"The model {name} generates text; it does not embed, classify or score.", "model")
 
 
-async def pool(serving: Serving, call: PoolCall) -> AsyncGenerator[PoolResult]:
+async def pool(serving: PoolSite, call: PoolCall) -> AsyncGenerator[PoolResult]:
     """Answer a call: results come as they are ready. To close the iterator aborts what is left.
 
     What is wrong with any input is raised before anything is computed.
@@ -101,7 +99,7 @@ async def pool(serving: Serving, call: PoolCall) -> AsyncGenerator[PoolResult]:
     current_span().set({**facts, "gen_ai.usage.prompt_tokens": num_tokens}, name=REQUEST_SPAN)
 
 
-async def _each(serving: Serving, call: PoolCall, params: PoolingParams) -> AsyncGenerator[PoolResult]:
+async def _each(serving: PoolSite, call: PoolCall, params: PoolingParams) -> AsyncGenerator[PoolResult]:
     """Give what the model makes of each input, or of each pair."""
     seconds = call.pairs or [None] * len(call.inputs)
     both = zip(call.inputs, seconds, strict=True)
@@ -111,7 +109,7 @@ async def _each(serving: Serving, call: PoolCall, params: PoolingParams) -> Asyn
             yield PoolResult(at, output.outputs.data, len(output.prompt_token_ids))
 
 
-async def _cosines(serving: Serving, call: PoolCall, params: PoolingParams) -> AsyncGenerator[PoolResult]:
+async def _cosines(serving: PoolSite, call: PoolCall, params: PoolingParams) -> AsyncGenerator[PoolResult]:
     """Give the cosine of each pair, of embeddings of length 1; a text is embedded once."""
     pairs: list[Any] = list(zip(call.inputs, call.pairs or (), strict=True))
     items: dict[str, _Item] = {}
@@ -133,7 +131,7 @@ async def _cosines(serving: Serving, call: PoolCall, params: PoolingParams) -> A
 
 
 async def _outputs(
-    serving: Serving, call: PoolCall, params: PoolingParams, items: Sequence[_Item]
+    serving: PoolSite, call: PoolCall, params: PoolingParams, items: Sequence[_Item]
 ) -> AsyncGenerator[tuple[int, PoolingRequestOutput]]:
     """Give the engine's outputs as they come, each with its item's number."""
     arrival, engine = time.monotonic(), serving.engine
@@ -249,7 +247,7 @@ def _check_inputs(call: PoolCall, most: int) -> None:
         raise UserError("score compares texts: give as many second as first ones.", "pairs")
 
 
-def has_room(serving: Serving, client: str, num_running: int) -> bool:
+def has_room(serving: PoolSite, client: str, num_running: int) -> bool:
     """Whether a client that has so many prompts of a stream under way may begin another; its only one, always."""
     if not num_running:
         return True
