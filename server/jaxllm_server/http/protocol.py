@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
 READ_BYTES = 32 * 1024  # at once from a connection: what a body may be longer than its bound before that is seen
-MAX_PIPELINED = 16  # requests behind the one that is answered; uvicorn would queue as many as fit through the network
+MAX_PIPELINED = 64  # requests after the one being answered; uvicorn would queue all in READ_BYTES
 TRANSPORT = "jaxllm.transport"  # extension of the ASGI scope: the connection's asyncio.Transport
 
 
@@ -120,6 +120,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _num_bytes = 0  # of the message that is being received, roughly: the next one may begin in the same segment
     _num_body_bytes = 0  # of them, what is body
     _segment = b""  # that is being parsed
+    _is_last = False  # the newest request is the connection's last; further bytes are dropped
     parser: Any  # httptools' parser; None when the connection is lost
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -138,12 +139,12 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse more of a request, unless it is too much."""
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._is_last:
             return
         self._num_bytes += len(data)
         self._parse(data)
         self._segment = b""
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._is_last:
             return
         if self._is_in_head and self._num_bytes > self.max_head_bytes:
             self._refuse(
@@ -266,13 +267,13 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(Refusal(408, message, "REQUEST_TIMEOUT", "timeout"))
 
     def _refuse(self, refusal: Refusal) -> None:
-        """Answer without the app, and close."""
+        """Answer without the app, and close. Earlier requests that are complete are answered first."""
         self._cancel_late()
-        status, headers, body = answer_of(refusal)
-        is_answered = self.cycle is not None and self.cycle.response_started
-        if self._is_in_head:  # of a request of its own
-            is_answered = is_answered and not self.cycle.response_complete
-        if not is_answered and not self.pipeline:  # otherwise it would stand in or behind another answer
+        if self._is_in_head and self.cycle is not None and not self.cycle.response_complete:
+            self._is_last, self.cycle.keep_alive = True, False
+            return
+        if self._is_in_head or not (self.cycle.response_started or self.pipeline):  # else it would be in another answer
+            status, headers, body = answer_of(refusal)
             lines = [b"%b: %b\r\n" % header for header in (*headers, (b"connection", b"close"))]
             self.transport.write(b"".join([STATUS_LINE[status], *lines, b"\r\n", body]))
         self.transport.close()

@@ -15,7 +15,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from jaxllm.errors import UserError
-from jaxllm_server.http.protocol import protocol_of
+from jaxllm_server.http.protocol import MAX_PIPELINED, protocol_of
 from jaxllm_server.shared.auth import Keys
 from jaxllm_server.shared.error_table import AdminRequiredError, AuthError
 from jaxllm_server.shared.options import ServerOptions
@@ -274,6 +274,22 @@ def test_a_flood_of_pipelined_requests_is_cut_off(bounded):
         with pytest.raises(ConnectionError):
             for _ in range(10_000):
                 connection.sendall(question * 100)
+
+
+@pytest.mark.parametrize("ending", ["", "garbage", "too many"])
+def test_pipelined_requests_are_answered_in_order(bounded, ending):
+    """Also if the connection ends because of the bytes after them: a client can count the answers."""
+    answers = {"/version": b'"version"', "/health": b"", "/v1/models": b'"list"', "/nothing": b"There is nothing"}
+    paths = [list(answers)[number % 4] for number in range(100 if ending == "too many" else 20)]
+    sent = b"".join(get(path).replace(b"Connection: close\r\n", b"") for path in paths)
+    sent += {"": get("/version"), "garbage": b"garbage\r\n\r\n", "too many": b""}[ending]
+    whole = raw_exchange(bounded, sent, timeout=5)
+    found = whole.split(b"HTTP/1.1 ")[1:]
+    count = MAX_PIPELINED + 1 if ending == "too many" else 20 + (not ending)
+    assert len(found) == count and b"connection: close" in found[-1].lower()
+    assert not any(b"connection: close" in answer.lower() for answer in found[:-1])
+    for path, answer in zip(paths, found, strict=False):
+        assert answer.startswith(b"404" if path == "/nothing" else b"200") and answers[path] in answer
 
 
 def test_options_say_what_is_wrong():
