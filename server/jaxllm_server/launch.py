@@ -1,4 +1,4 @@
-"""`jaxllm serve`: one process, one event loop for gRPC and HTTP, one engine; from the first port to the last stream.
+"""`jaxllm serve`: one event loop for gRPC and HTTP, one engine, a filter process before gRPC; from port to last stream.
 
 Owns the order of starting and stopping, signals and exit codes. Ports are open before the model is loaded, so that
 probes are answered ("not ready") from the first second.
@@ -13,7 +13,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import ssl
 import sys
 import time
@@ -29,7 +28,7 @@ from jaxllm.log_lines import LineFormatter
 from jaxllm.replay.recording import FileRecorder
 from jaxllm_server.observability.log_limit import Seldom
 from jaxllm_server.shared.options import ServerOptions
-from jaxllm_server.shared.sockets import check_uds
+from jaxllm_server.shared.sockets import listen
 
 if TYPE_CHECKING:
     from jaxllm_server.grpc.server import GrpcServer
@@ -39,7 +38,6 @@ _log = logging.getLogger("jaxllm.server")
 WATCH_SECONDS = 0.2  # between two looks at the engine's state
 CLOSE_SECONDS = 3.0  # that the step which is running may take when the process ends
 FAREWELL_SECONDS = 1.0  # for the last errors to reach their clients before the process ends
-BACKLOG = 2048  # connections of HTTP that may wait to be taken
 SECOND_SIGNAL = 130  # exit code, a shell's for ^C
 
 
@@ -67,7 +65,9 @@ def serve(server: Server) -> int:
 def configure_logging() -> None:
     """Write the log to standard error, without what libraries write about themselves and clients."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.addFilter(Seldom("uvicorn.error", "jaxllm.server.http"))  # what any connection makes them say
+    handler.addFilter(
+        Seldom("uvicorn.error", "jaxllm.server.http", "jaxllm.server.listener")
+    )  # what any connection makes them say
     handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # writes about every back end that is missing
@@ -159,7 +159,7 @@ class Server:
         from jaxllm_server.http.server import HttpServer
 
         options = self.options
-        listener = _listen(options)
+        listener = listen(options.host, options.port, options.uds, ("HTTP", "port", "uds"))
         self.http_port = None if options.uds else listener.getsockname()[1]
         config = server_config(make_app(self.serving, options, self.observer, self.tracer), options)
         try:
@@ -167,7 +167,7 @@ class Server:
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             listener.close()
             raise UserError(f"ssl_certfile and ssl_keyfile cannot be used: {error}", "ssl_certfile") from error
-        self.http = HttpServer(config)
+        self.http = HttpServer(config, options.stall_timeout or None)
         self._http_task = asyncio.ensure_future(self.http.serve(sockets=[listener]))
 
     def _handle_signals(self) -> None:
@@ -295,26 +295,3 @@ def _recorder(config: EngineConfig, options: ServerOptions) -> FileRecorder | No
     if config.kv_cache_dtype != "auto":
         about["kv_cache_dtype"] = config.kv_cache_dtype
     return FileRecorder(options.record, options.record_max_bytes, options.record_redacted, about)
-
-
-def _listen(options: ServerOptions) -> socket.socket:
-    """Open the socket of the HTTP front end."""
-    if options.uds is not None:
-        check_uds(options.uds, "uds")
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        address: Any = options.uds
-    else:
-        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        address = (options.host, options.port)
-    try:
-        listener.bind(address)
-        if options.uds is not None:
-            Path(options.uds).chmod(0o700)  # before a client can connect
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        where = options.uds or f"{options.host}:{options.port}"
-        raise UserError(f"HTTP cannot listen on {where}: {error.strerror}. Choose another --port.", "port") from error
-    return listener

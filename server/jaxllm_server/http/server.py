@@ -1,4 +1,4 @@
-"""uvicorn's server, without its handling of signals, and with a listener that outlives a want of file descriptors.
+"""uvicorn's server, without its handling of signals, and with our listener.
 
 Knows no route and no protocol.
 """
@@ -7,88 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import socket
-import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 
 import uvicorn
 
-_log = logging.getLogger("jaxllm.server.http")
-RETRY_SECONDS = 1.0  # until a listener tries again; asyncio's own servers and gRPC wait as long
-_MOST_AT_ONCE = 64  # connections that are accepted before the loop's other work
-
-
-class Listener:
-    """Takes a socket's connections. While there is no descriptor for one it waits, and they wait in the backlog.
-
-    uvloop would ask again at once, for ever: libuv holds a descriptor in reserve to turn such connections away, and
-    does not get it back when another thread, gRPC's for one, was faster (a whole core in every second try, measured).
-    """
-
-    def __init__(
-        self, listening: socket.socket, make_protocol: Callable[[], asyncio.BaseProtocol], tls: ssl.SSLContext | None
-    ) -> None:
-        self._socket = listening
-        self._make_protocol = make_protocol
-        self._tls = tls
-        self._loop = asyncio.get_running_loop()
-        self._opening: set[asyncio.Task[None]] = set()  # with TLS a connection is first agreed upon
-        self._retrying: asyncio.TimerHandle | None = None
-        self._is_short = False  # since the last connection
-        listening.setblocking(False)
-        self._resume()
-
-    def close(self) -> None:
-        """Take no more connections; the socket is its owner's to close."""
-        if self._retrying is not None:
-            self._retrying.cancel()
-        self._loop.remove_reader(self._socket)
-        for task in self._opening:
-            task.cancel()
-
-    async def wait_closed(self) -> None:
-        """Wait until no connection is being opened."""
-        await asyncio.gather(*self._opening, return_exceptions=True)
-
-    def _resume(self) -> None:
-        self._retrying = None
-        self._loop.add_reader(self._socket, self._accept)
-
-    def _accept(self) -> None:
-        for _ in range(_MOST_AT_ONCE):
-            try:
-                connection, _ = self._socket.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return  # none is left, or its client has gone: if another waits, this is called again
-            except OSError as error:
-                self._pause(error)
-                return
-            self._is_short = False
-            task = self._loop.create_task(self._open(connection))
-            self._opening.add(task)
-            task.add_done_callback(self._opening.discard)
-
-    def _pause(self, error: OSError) -> None:
-        if not self._is_short:
-            _log.warning("connections cannot be taken: %s", error.strerror)
-        self._is_short = True
-        self._loop.remove_reader(self._socket)
-        self._retrying = self._loop.call_later(RETRY_SECONDS, self._resume)
-
-    async def _open(self, connection: socket.socket) -> None:
-        try:
-            await self._loop.connect_accepted_socket(self._make_protocol, connection, ssl=self._tls)
-        except OSError:  # the client has gone, or speaks no TLS
-            connection.close()
-        except Exception:
-            connection.close()
-            _log.exception("a connection could not be opened")
+from jaxllm_server.shared.listener import Listener
 
 
 class HttpServer(uvicorn.Server):
     """uvicorn's server on sockets that listen already."""
+
+    def __init__(self, config: uvicorn.Config, handshake_seconds: float | None = None) -> None:
+        super().__init__(config)
+        self._handshake_seconds = handshake_seconds  # until TLS is agreed upon
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -104,4 +37,5 @@ class HttpServer(uvicorn.Server):
         def make_protocol() -> asyncio.BaseProtocol:
             return make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state, _loop=loop)
 
-        self.servers += [cast(Any, Listener(each, make_protocol, self.config.ssl)) for each in sockets or ()]
+        for each in sockets or ():
+            self.servers.append(cast(Any, Listener(each, make_protocol, self.config.ssl, self._handshake_seconds)))

@@ -1,4 +1,4 @@
-"""Unix sockets that either front end listens on: whether a path is free. Knows no protocol."""
+"""The listening sockets of both front ends."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import socket
 from pathlib import Path
 
 from jaxllm.errors import UserError
+
+BACKLOG = 2048  # connections that may wait to be taken
 
 
 def check_uds(path: str, flag: str) -> None:
@@ -30,3 +32,31 @@ def check_uds(path: str, flag: str) -> None:
         except OSError:
             return
     raise UserError(f"{path} is in use: another server listens on it. Choose another path.", flag)
+
+
+def listen(host: str, port: int | None, uds: str | None, names: tuple[str, str, str]) -> socket.socket:
+    """Open a socket of TCP, or a Unix socket; `names` are those of the front end and of the flags of both.
+
+    Raises:
+        UserError: why it cannot be opened.
+    """
+    name, port_flag, uds_flag = names
+    if uds is not None:
+        check_uds(uds, uds_flag)
+    family = socket.AF_UNIX if uds is not None else socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if uds is None:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((host, port))
+        else:
+            listening.bind(uds)
+            Path(uds).chmod(0o700)  # before a client can connect
+        listening.listen(BACKLOG)
+    except OSError as error:
+        listening.close()
+        where, flag = (f"{host}:{port}", port_flag) if uds is None else (uds, uds_flag)
+        reason = "its folder is missing" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
+        message = f"{name} cannot listen on {where}: {reason}. Choose another --{flag.replace('_', '-')}."
+        raise UserError(message, flag) from error
+    return listening

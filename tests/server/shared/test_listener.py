@@ -1,4 +1,4 @@
-"""The listener of the HTTP front end: what it does when no connection can be taken, and when it ends."""
+"""The listener of the front ends: what it does when no connection can be taken, and when it ends."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from jaxllm_server.http import server
-from jaxllm_server.http.server import Listener
+from jaxllm_server.shared import listener as module
+from jaxllm_server.shared.listener import Listener
 
 
 class Scarce:
@@ -49,7 +49,7 @@ async def test_it_waits_where_no_connection_can_be_taken(
     listening: socket.socket, number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And takes all that have waited, afterwards; one line tells of it."""
-    monkeypatch.setattr(server, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(module, "RETRY_SECONDS", 0.1)
     scarce: Any = Scarce(listening, 3, number)
     made: list[asyncio.BaseProtocol] = []
 
@@ -66,6 +66,21 @@ async def test_it_waits_where_no_connection_can_be_taken(
     await listener.wait_closed()
     assert all(later - earlier > 0.09 for earlier, later in zip(scarce.asked, scarce.asked[1:4], strict=False))
     assert [record.getMessage() for record in caplog.records] == ["connections cannot be taken: short of something"]
+
+
+async def test_half_of_a_handshake_has_its_time(listening: socket.socket, certificates: Path) -> None:
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificates / "server.pem", certificates / "server.key")
+    listener = Listener(listening, asyncio.Protocol, tls, handshake_seconds=0.2)
+    for sent in (b"", b"\x16\x03\x01\x02\x00\x01"):
+        reader, writer = await asyncio.open_connection(*listening.getsockname())
+        writer.write(sent)
+        began = time.monotonic()
+        assert await asyncio.wait_for(reader.read(), 5.0) == b""
+        assert 0.1 < time.monotonic() - began < 1.0
+        writer.close()
+    listener.close()
+    await listener.wait_closed()
 
 
 async def test_it_ends_at_once_while_a_client_says_nothing_of_tls(listening: socket.socket, certificates: Path) -> None:
