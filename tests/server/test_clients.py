@@ -20,7 +20,7 @@ from jaxllm.text.tokenizer import load_tokenizer
 from jaxllm.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from jaxllm_server.shared.auth import Keys
 from jaxllm_server.shared.calls import Call
-from jaxllm_server.shared.client_quota import Places, Shares, client_of, host_of_peer
+from jaxllm_server.shared.client_quota import Places, Shares, client_of, host_of_peer, peer_of
 from jaxllm_server.shared.options import ServerOptions
 from jaxllm_server.shared.serving import Serving
 from tests.faults import fairness
@@ -59,14 +59,17 @@ def test_a_client_is_its_key_or_else_its_address(key: str | None, host: str | No
     [
         ("ipv4:127.0.0.1:5000", "127.0.0.1"),
         ("ipv6:[::1]:5000", "[::1]"),
-        ("ipv6:%5B::1%5D:5000", "::1"),
+        ("ipv6:%5B::1%5D:5000", "[::1]"),
         ("unix:", None),
         ("unix:/tmp/a:b", None),
+        ("unix:/tmp/jaxllm-grpc-a/ipv4:10.0.0.1:5000", "10.0.0.1"),  # behind the filter
+        ("unix:/tmp/jaxllm-grpc-a/ipv6:%5B::1%5D:5000", "[::1]"),
+        ("unix:/tmp/jaxllm-grpc-a/unix:17", None),
         ("", None),
     ],
 )
 def test_what_grpc_calls_a_peer(peer: str, host: str | None) -> None:
-    assert host_of_peer(peer) == host
+    assert host_of_peer(peer_of(peer)) == host
 
 
 def test_a_share_is_held_as_long_as_the_work_and_no_client_is_remembered() -> None:

@@ -51,10 +51,11 @@ def test_two_replicas_behind_one_server() -> None:
             assert http.post("/drain", params={"replica": "two"}).status_code == 400
             assert http.get("/ready").json() == {"state": "serving"}
             assert complete(http, 1) == texts[1]
-        replicas = psutil.Process(server.process.pid).children()
+        children = psutil.Process(server.process.pid).children()
         server.signal()
         assert server.wait() == 0
-        assert len(replicas) == 2 and not any(each.is_running() for each in replicas)
+        assert len(children) == 3, "two replicas, and the filter of gRPC"
+        assert not any(each.is_running() for each in children)
 
 
 def test_a_replica_of_another_machine(certificates: Path) -> None:

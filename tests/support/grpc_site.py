@@ -256,7 +256,7 @@ class Site:
 async def site(
     script: Callable[[Call], AsyncIterator[Chunk]] | None = None, keys: Keys | None = None, **options: Any
 ) -> AsyncIterator[Site]:
-    chosen = ServerOptions(**({"port": None, "grpc_port": 0} | options))
+    chosen = ServerOptions(**({"port": None, "grpc_port": 0, "grpc_filter": False} | options))
     own = Site(ScriptedServing(chosen, script), f"unix:{chosen.grpc_uds}")
     fakes: Any = (own.serving, chosen, keys or Keys(), own.tracer, own.observer)
     own.server = await start_grpc(*fakes)

@@ -25,7 +25,7 @@ from jaxllm_server.grpc.error_details import Failure, failure_of
 from jaxllm_server.grpc.health import CONTROL, HEALTH
 from jaxllm_server.grpc.service import REQUEST_ID, first
 from jaxllm_server.shared.auth import only_header
-from jaxllm_server.shared.client_quota import Places
+from jaxllm_server.shared.client_quota import Places, peer_of
 
 if TYPE_CHECKING:
     from jaxllm_server.observability.prometheus import PrometheusObserver
@@ -209,7 +209,7 @@ class Gate(grpc.aio.ServerInterceptor):
         place = ExitStack()
         try:
             if is_counted:
-                place.enter_context(self._calls.place(context.peer()))
+                place.enter_context(self._calls.place(peer_of(context.peer())))
             return await respond(raws, context, asked)
         except (grpc.aio.AbortError, grpc.aio.InternalError) as ended:  # a status was sent, or the client has gone
             error, code = ended, "CANCELLED"

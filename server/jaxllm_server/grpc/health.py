@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxllm.v1 import control_pb2, inference_pb2
-from jaxllm_server.shared.client_quota import Places
+from jaxllm_server.shared.client_quota import Places, peer_of
 
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 CONTROL = control_pb2.DESCRIPTOR.services_by_name["ControlService"].full_name
@@ -70,7 +70,7 @@ class Health(health_pb2_grpc.HealthServicer):
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:
         """Answer for one service now and whenever that changes."""
         sent: Status | None = None
-        with self._watches.place(context.peer()):
+        with self._watches.place(peer_of(context.peer())):
             while True:
                 changed = self._changed
                 status = self._statuses.get(request.service, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)

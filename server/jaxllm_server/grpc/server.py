@@ -19,10 +19,11 @@ from grpc_reflection.v1alpha._async import ReflectionServicer
 
 from jaxllm.errors import UserError
 from jaxllm.v1 import control_pb2_grpc, inference_pb2_grpc
+from jaxllm_server.grpc.filter_process import FilterProcess
 from jaxllm_server.grpc.gate import CHANNELZ, Gate
 from jaxllm_server.grpc.health import CONTROL, HEALTH, INFERENCE, Health
 from jaxllm_server.grpc.service import ControlService, InferenceService
-from jaxllm_server.shared.sockets import check_uds
+from jaxllm_server.shared.sockets import check_uds, listen
 
 if TYPE_CHECKING:
     from jaxllm_server.observability.prometheus import PrometheusObserver
@@ -38,11 +39,14 @@ REFLECTION = "grpc.reflection.v1.ServerReflection"
 class GrpcServer:
     """A server that listens; made by `start_grpc`."""
 
-    def __init__(self, server: grpc.aio.Server, health: Health, port: int | None, uds: str | None) -> None:
+    def __init__(
+        self, server: grpc.aio.Server, health: Health, port: int | None, uds: str | None, front: FilterProcess | None
+    ) -> None:
         self.port = port  # None on a Unix socket
         self._server = server
         self._health = health
         self._uds = uds
+        self._front = front
 
     async def set_state(self, state: str) -> None:
         """Set what health checks report: a state of `AsyncLLM.state`."""
@@ -50,8 +54,12 @@ class GrpcServer:
 
     async def stop(self, grace: float | None) -> None:
         """Take no more calls, let those that run finish for `grace` seconds, end the rest with UNAVAILABLE."""
+        if self._front is not None:
+            self._front.close_listener()
         self._health.close()  # an open Watch would hold the server for the whole grace
         await self._server.stop(grace)
+        if self._front is not None:
+            await self._front.end()
         if self._uds is not None:
             Path(self._uds).unlink(missing_ok=True)
 
@@ -76,15 +84,30 @@ async def start_grpc(
         _add_channelz(server)
         names.append(CHANNELZ)
     _add_reflection(server, names)
-    port = _listen(server, options)
-    if options.grpc_uds is not None:
-        Path(options.grpc_uds).chmod(0o700)
+    if not options.grpc_filter:
+        port = _listen(server, options)
+        if options.grpc_uds is not None:
+            Path(options.grpc_uds).chmod(0o700)
+        await server.start()
+        return GrpcServer(server, health, port, options.grpc_uds, None)
+    listening = listen(options.host, options.grpc_port, options.grpc_uds, ("gRPC", "grpc_port", "grpc_uds"))
+    port = None if options.grpc_uds is not None else listening.getsockname()[1]
+    try:
+        front = FilterProcess(listening, options)
+    except UserError:
+        listening.close()
+        raise
+    server.add_insecure_port(front.address)
     await server.start()
-    return GrpcServer(server, health, port, options.grpc_uds)
+    front.start()
+    return GrpcServer(server, health, port, options.grpc_uds, front)
 
 
 def channel_options(options: ServerOptions) -> list[tuple[str, int]]:
     """Return the settings of gRPC's core."""
+    # Calls that Python has not seen yet, 7 KB each. By default a burst of 3,000 calls loses some 530 of them; the
+    # filter lets a burst wait.
+    most_pending = 8192 if options.grpc_filter else 100_000
     return [
         # A second server on the same port would start without a word and take a share of the connections.
         ("grpc.so_reuseport", 0),
@@ -92,9 +115,8 @@ def channel_options(options: ServerOptions) -> list[tuple[str, int]]:
         ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", options.max_header_bytes),
         ("grpc.absolute_max_metadata_size", options.max_header_bytes),
-        # By default a burst of 3,000 calls loses some 530 of them.
-        ("grpc.server.max_pending_requests", 100_000),
-        ("grpc.server.max_pending_requests_hard_limit", 100_000),
+        ("grpc.server.max_pending_requests", most_pending),
+        ("grpc.server.max_pending_requests_hard_limit", most_pending),
         # Streams of a connection, those included that are about to be refused: far more than the calls it may have, for
         # of a burst beyond it all fail as UNAVAILABLE that a client asks for before it has heard of the bound (1,948
         # of 3,000 calls with 1,024, none with 4,096; measured).

@@ -31,7 +31,7 @@ from jaxllm.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb
 from jaxllm.version import __version__
 from jaxllm_server.grpc import messages, replies
 from jaxllm_server.grpc.error_details import failure_of
-from jaxllm_server.shared.client_quota import client_of, host_of_peer
+from jaxllm_server.shared.client_quota import client_of, host_of_peer, peer_of
 
 if TYPE_CHECKING:
     from jaxllm.engine.async_llm import PauseMode
@@ -244,7 +244,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     def _client_of(self, context: ServicerContext) -> str:
         key = self._keys.check(first(context.invocation_metadata(), "authorization"))  # the gate has let it in
-        return client_of(key, host_of_peer(context.peer()))
+        return client_of(key, host_of_peer(peer_of(context.peer())))
 
     async def _hinted(
         self, answer: Callable[[Asked], AsyncGenerator[Item, None]], call: Asked

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from urllib.parse import unquote
 
 from jaxllm.errors import OverloadedError
 
@@ -33,10 +34,15 @@ def client_of(key: str | None, host: str | None) -> str:
     return str(address if address.version == 4 else ipaddress.ip_network((address, 64), strict=False))
 
 
+def peer_of(context_peer: str) -> str:
+    """Return the client's address from gRPC's name of the peer, in which the filter puts it at the end of a path."""
+    return unquote(context_peer).rpartition("/")[2]
+
+
 def host_of_peer(peer: str) -> str | None:
-    """Return the address in what gRPC calls a peer: "ipv4:127.0.0.1:1234", "ipv6:[::1]:1234" ("%5B::1%5D"), "unix:"."""
+    """Return the host of a peer's address: "ipv4:127.0.0.1:1234", "ipv6:[::1]:1234", "unix:"."""
     family, _, rest = peer.partition(":")
-    return rest.rpartition(":")[0].replace("%5B", "").replace("%5D", "") if family in ("ipv4", "ipv6") else None
+    return rest.rpartition(":")[0] if family in ("ipv4", "ipv6") else None
 
 
 class Bound:

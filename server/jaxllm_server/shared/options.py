@@ -167,6 +167,9 @@ class ServerOptions:
         None, "where OpenTelemetry traces go, as http://localhost:4318/v1/traces", "URL"
     )
     enable_channelz: bool = setting(False, "gRPC's own debugging service")
+    grpc_filter: bool = setting(
+        True, "let a process of its own take gRPC's connections, which checks their frames and ends what floods"
+    )
     profile: str | None = setting(
         None, "write a trace of the first steps into this folder, for ui.perfetto.dev; streams wait meanwhile", "DIR"
     )

@@ -5,6 +5,8 @@ import sys
 
 def _tell(event: str, arguments: tuple) -> None:
     if event in ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto", "urllib.Request"):
+        if event == "socket.connect" and "/jaxllm-grpc-" in str(arguments[-1]):
+            return  # from the process in front of gRPC to the server
         print("outbound", event, arguments[-1] if event == "socket.connect" else arguments[:2], file=sys.stderr)
 
 

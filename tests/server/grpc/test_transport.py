@@ -44,20 +44,21 @@ from tests.support.grpc_site import (
 )
 
 BUF = Path(sys.executable).with_name("buf")
+with_and_without_filter = pytest.mark.parametrize("grpc_filter", [False, pytest.param(True, marks=pytest.mark.ci)])
 
 
 # Bursts and connections.
 
 
-@pytest.mark.parametrize("max_rpcs", [10_000, 64])
+@pytest.mark.parametrize(("max_rpcs", "grpc_filter"), [(10_000, True), (64, False)])
 @pytest.mark.ci
-async def test_a_burst_of_calls_all_get_a_status(run: Any, max_rpcs: int) -> None:
+async def test_a_burst_of_calls_all_get_a_status(run: Any, max_rpcs: int, grpc_filter: bool) -> None:
     async def script(call: Call) -> AsyncIterator[Chunk]:
         await asyncio.sleep(0.2)  # so that all of them are there at once
         async for own in answer(call):
             yield own
 
-    async with site(script, max_rpcs=max_rpcs) as own, own.channel() as channel:
+    async with site(script, max_rpcs=max_rpcs, grpc_filter=grpc_filter) as own, own.channel() as channel:
         stub = InferenceServiceStub(channel)
         unary = [stub.Generate(ask()) for _ in range(1500)]
         streams = [drained(stub.StreamGenerate(ask())) for _ in range(1500)]
@@ -87,35 +88,37 @@ async def test_pings_during_a_silent_call_are_no_offence(run: Any) -> None:
         assert (await InferenceServiceStub(channel).Generate(ask())).outputs[0].text == "late"
 
 
-async def test_a_port_that_is_taken(run: Any) -> None:
-    async with site() as own:
+@with_and_without_filter
+async def test_a_port_that_is_taken(run: Any, grpc_filter: bool) -> None:
+    async with site(grpc_filter=grpc_filter) as own:
         with pytest.raises(errors.UserError, match="already in use") as caught:
-            async with site(grpc_port=own.server.port):
+            async with site(grpc_filter=grpc_filter, grpc_port=own.server.port):
                 pass
         assert caught.value.parameter == "grpc_port" and str(own.server.port) in str(caught.value)
     with pytest.raises(errors.UserError, match=r"192\.0\.2\.1"):
-        async with site(host="192.0.2.1"):
+        async with site(grpc_filter=grpc_filter, host="192.0.2.1"):
             pass
 
 
-async def test_a_unix_socket(run: Any, tmp_path: Path) -> None:
+@with_and_without_filter
+async def test_a_unix_socket(run: Any, tmp_path: Path, grpc_filter: bool) -> None:
     path = tmp_path / "s"
-    async with site(answer, grpc_uds=str(path)) as own, own.channel() as channel:
+    async with site(answer, grpc_uds=str(path), grpc_filter=grpc_filter) as own, own.channel() as channel:
         assert own.server.port is None and path.stat().st_mode & 0o777 == 0o700
         assert (await InferenceServiceStub(channel).Generate(ask())).outputs[0].text == "one two"
         with pytest.raises(errors.UserError, match="another server"):
-            async with site(grpc_uds=str(path)):
+            async with site(grpc_uds=str(path), grpc_filter=grpc_filter):
                 pass
         assert (await InferenceServiceStub(channel).Generate(ask())).outputs[0].text == "one two"
     assert not path.exists()
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(str(path))  # left over by a process that was killed
-    async with site(answer, grpc_uds=str(path)) as own, own.channel() as channel:
+    async with site(answer, grpc_uds=str(path), grpc_filter=grpc_filter) as own, own.channel() as channel:
         # Channels of one process share what they know of an address, here that the server before has gone.
         unary = InferenceServiceStub(channel).Generate(ask(), wait_for_ready=True)
         assert (await unary).outputs[0].text == "one two"
     with pytest.raises(errors.UserError, match="folder is missing"):
-        async with site(grpc_uds=str(tmp_path / "none" / "s")):
+        async with site(grpc_uds=str(tmp_path / "none" / "s"), grpc_filter=grpc_filter):
             pass
 
 
@@ -144,9 +147,11 @@ def test_only_a_socket_that_nobody_answers_is_removed(tmp_path: Path) -> None:
 # TLS.
 
 
+@with_and_without_filter
 @pytest.mark.parametrize("mutual", [False, True], ids=["TLS", "mTLS"])
-async def test_tls(run: Any, certificates: Path, mutual: bool) -> None:
+async def test_tls(run: Any, certificates: Path, mutual: bool, grpc_filter: bool) -> None:
     options: dict[str, Any] = {
+        "grpc_filter": grpc_filter,
         "ssl_keyfile": str(certificates / "server.key"),
         "ssl_certfile": str(certificates / "server.pem"),
     }
@@ -167,10 +172,11 @@ async def test_tls(run: Any, certificates: Path, mutual: bool) -> None:
         assert len(own.serving.calls) == (1 if mutual else 3)
 
 
-async def test_a_key_of_another_certificate_is_refused(run: Any, certificates: Path) -> None:
+@pytest.mark.parametrize("grpc_filter", [False, True])
+async def test_a_key_of_another_certificate_is_refused(run: Any, certificates: Path, grpc_filter: bool) -> None:
     pair = {"ssl_keyfile": str(certificates / "client.key"), "ssl_certfile": str(certificates / "server.pem")}
     with pytest.raises(errors.UserError, match="ssl_keyfile"):
-        async with site(**pair):
+        async with site(**pair, grpc_filter=grpc_filter):
             pass
 
 
@@ -221,11 +227,16 @@ async def test_health_follows_the_engine(run: Any) -> None:
         unknown.cancel()
 
 
-async def test_watches_are_few(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@with_and_without_filter
+async def test_watches_are_few(run: Any, monkeypatch: pytest.MonkeyPatch, grpc_filter: bool) -> None:
     monkeypatch.setattr("jaxllm_server.grpc.health.MAX_WATCHES", 3)
     monkeypatch.setattr("jaxllm_server.grpc.health.MAX_WATCHES_EACH", 2)
     own_connection = {"grpc.use_local_subchannel_pool": 1}
-    async with site() as own, own.channel(**own_connection) as one, own.channel(**own_connection) as other:
+    async with (
+        site(grpc_filter=grpc_filter) as own,
+        own.channel(**own_connection) as one,
+        own.channel(**own_connection) as other,
+    ):
         stubs = [health_pb2_grpc.HealthStub(channel) for channel in (one, other)]
         watches = []
         for stub, words in ((0, None), (0, None), (0, "This connection has 2"), (1, None), (1, "is answering 3")):
@@ -248,8 +259,9 @@ async def test_watches_are_few(run: Any, monkeypatch: pytest.MonkeyPatch) -> Non
                     await asyncio.sleep(0.01)
 
 
-async def test_stopping_lets_calls_finish_and_does_not_wait_for_watches(run: Any) -> None:
-    async with site(lambda call: words("a", "b", wait=0.2)) as own, own.channel() as channel:
+@with_and_without_filter
+async def test_stopping_lets_calls_finish_and_does_not_wait_for_watches(run: Any, grpc_filter: bool) -> None:
+    async with site(lambda call: words("a", "b", wait=0.2), grpc_filter=grpc_filter) as own, own.channel() as channel:
         await own.server.set_state("serving")
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == SERVING
@@ -264,8 +276,9 @@ async def test_stopping_lets_calls_finish_and_does_not_wait_for_watches(run: Any
         assert time.monotonic() - began < 2.0
 
 
-async def test_stopping_ends_what_does_not_finish(run: Any) -> None:
-    async with site(lambda call: silent(1)) as own, own.channel() as channel:
+@with_and_without_filter
+async def test_stopping_ends_what_does_not_finish(run: Any, grpc_filter: bool) -> None:
+    async with site(lambda call: silent(1), grpc_filter=grpc_filter) as own, own.channel() as channel:
         stream = InferenceServiceStub(channel).StreamGenerate(ask())
         await stream.read()
         await own.server.stop(0.1)
@@ -327,9 +340,10 @@ async def test_channelz_is_off_unless_it_can_be_on(run: Any) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs Linux's /proc")
-async def test_no_file_descriptor_is_left(run: Any) -> None:
+@with_and_without_filter
+async def test_no_file_descriptor_is_left(run: Any, grpc_filter: bool) -> None:
     async def one() -> None:
-        async with site(answer) as own, own.channel() as channel:
+        async with site(answer, grpc_filter=grpc_filter) as own, own.channel() as channel:
             await InferenceServiceStub(channel).Generate(ask())
 
     await one()
@@ -339,3 +353,45 @@ async def test_no_file_descriptor_is_left(run: Any) -> None:
         await one()
     await asyncio.sleep(0.2)
     assert len(os.listdir("/proc/self/fd")) <= before + 2
+
+
+# The process in front.
+
+
+@pytest.mark.ci
+async def test_the_process_in_front_is_started_again(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxllm_server.grpc.filter_process._RESTART_SECONDS", 0.1)
+    async with site(lambda call: words("a", "b", wait=0.05), grpc_filter=True) as own, own.channel() as channel:
+        generate = InferenceServiceStub(channel).Generate
+        assert await generate(ask())
+        front: Any = own.server._front
+        folder = Path(front._folder)
+        own.serving.started.clear()
+        call = generate(ask())
+        await own.serving.started.wait()
+        front._process.kill()
+        assert (await error_of(call)).code() == grpc.StatusCode.UNAVAILABLE
+        assert await generate(ask(), wait_for_ready=True, timeout=SOON)
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert not folder.exists()
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("with_tls", [False, True])
+async def test_a_connection_that_does_not_begin_is_ended(run: Any, certificates: Path, with_tls: bool) -> None:
+    """Half of a handshake, half of HTTP/2's preface: it has as long as a call."""
+    options: dict[str, Any] = {"grpc_filter": True, "stall_timeout": 0.5}
+    if with_tls:
+        options |= {
+            "ssl_keyfile": str(certificates / "server.key"),
+            "ssl_certfile": str(certificates / "server.pem"),
+        }
+    async with site(**options) as own:
+        for sent in (b"", b"\x16\x03\x01\x02\x00\x01" if with_tls else b"PRI * HTTP/2.0"):
+            began = time.monotonic()
+            reader, writer = await asyncio.open_connection("127.0.0.1", own.server.port)
+            writer.write(sent)
+            with contextlib.suppress(ConnectionError):
+                await asyncio.wait_for(reader.read(), SOON)  # perhaps the server's half of the preface
+            assert time.monotonic() - began < 1.5
+            writer.close()

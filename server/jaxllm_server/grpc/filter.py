@@ -1,0 +1,279 @@
+"""The process in front of gRPC's core: takes connections, ends TLS, checks frames and passes them on.
+
+gRPC's core parses on any thread that calls it, also on Python's while that holds the interpreter's lock: header blocks
+of 4 MB in small pieces stopped the whole server for 2.5 s (measured). This process passes on only short header blocks,
+and only a bounded number of calls a second. It does not read messages or keys.
+
+    python -m jaxllm_server.grpc.filter SETTINGS-AS-JSON
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import ssl
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxllm_server.grpc.frames import FrameCheck, FrameError
+from jaxllm_server.shared.listener import Listener
+
+READ_BYTES = 32 * 1024  # at once from a connection
+CORE = "core"  # name of gRPC's socket in the folder
+# In prices. All connections share a rate of 6,144 calls a second and a burst of 2,048; beyond it a connection waits
+# until earlier ones are paid. No connection waits for 16 calls, or 64 a second: floods do not delay clients with few.
+RATE = 3 << 20
+BURST = 1 << 20
+OWN_RATE = 32 << 10
+OWN_BURST = 8 << 10
+MAX_DEBT = 4 << 20  # bounds the wait, since many connections may be within their own rate
+_FLUSH_SECONDS = 2.0  # for a client to read the last bytes
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The argument of the process."""
+
+    listening: int  # descriptor of the socket for clients
+    control: int  # descriptor: a byte closes the listener, the end of the file ends the process
+    folder: str  # of the socket of gRPC's core; the process removes it at its end
+    max_block_bytes: int
+    stall_seconds: float | None
+    certfile: str | None = None
+    keyfile: str | None = None
+    ca_certs: str | None = None
+    client_auth: bool = False
+
+    def to_json(self) -> str:
+        """Return it as the process's argument."""
+        return json.dumps(asdict(self))
+
+    def tls(self) -> ssl.SSLContext | None:
+        """Make the context of TLS; OSError where a file cannot be used."""
+        if self.certfile is None:
+            return None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self.certfile, self.keyfile)
+        context.set_alpn_protocols(["h2"])
+        if self.ca_certs is not None:
+            context.load_verify_locations(self.ca_certs)
+        if self.client_auth:
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+
+class Filter:
+    """All connections."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.buffer = memoryview(bytearray(READ_BYTES))  # of all connections: it is read at once into, and out of
+        self.clients: set[Client] = set()
+        self._debt = 0.0  # prices that are not worked off, …
+        self._counted = 0.0  # … at this time
+        self._num_unnamed = 0
+
+    async def run(self) -> None:
+        """Take connections until the server ends."""
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        tls, seconds = self.settings.tls(), self.settings.stall_seconds
+        listening = socket.socket(fileno=self.settings.listening)
+        listener = Listener(listening, lambda: Client(self), tls, seconds)
+
+        def on_control() -> None:
+            if listening.fileno() >= 0:
+                listener.close()
+                listening.close()
+            if not os.read(self.settings.control, 1):
+                loop.remove_reader(self.settings.control)
+                ended.set()
+
+        loop.add_reader(self.settings.control, on_control)
+        await ended.wait()
+        end = loop.time() + _FLUSH_SECONDS
+        while self.clients and loop.time() < end:
+            await asyncio.sleep(0.01)
+        shutil.rmtree(self.settings.folder, ignore_errors=True)
+
+    def pay(self, price: int, now: float) -> float:
+        """Count a price; return the seconds that the connection has to wait for."""
+        self._debt = min(MAX_DEBT, max(0.0, self._debt - RATE * (now - self._counted)) + price)
+        self._counted = now
+        return (self._debt - BURST) / RATE
+
+    def connect(self, peer: Any) -> socket.socket:
+        """Connect to gRPC's core, under a name from which it learns the client's address."""
+        if isinstance(peer, tuple):
+            name = f"ipv6:[{peer[0]}]:{peer[1]}" if ":" in peer[0] else f"ipv4:{peer[0]}:{peer[1]}"
+        else:
+            self._num_unnamed += 1
+            name = f"unix:{self._num_unnamed}"
+        own = Path(self.settings.folder, name)
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.setblocking(False)
+            connection.bind(str(own))
+            connection.connect(str(own.with_name(CORE)))
+        except OSError:
+            connection.close()
+            raise
+        finally:
+            own.unlink(missing_ok=True)
+        return connection
+
+
+class Client(asyncio.BufferedProtocol):
+    """The client's end of a connection."""
+
+    transport: Any
+    core: Any = None  # the transport of the other end
+
+    def __init__(self, own: Filter) -> None:
+        self._filter = own
+        self._loop = asyncio.get_running_loop()
+        self._frames = FrameCheck(own.settings.max_block_bytes)
+        self._credit = float(OWN_BURST)
+        self._counted = self._loop.time()  # when the credit was
+        self._pauses = 0
+        self._timers: list[asyncio.TimerHandle] = []
+        self._connecting: asyncio.Task[None] | None = None
+        self._early = b""  # bytes from before the other end was connected
+
+    def connection_made(self, transport: Any) -> None:
+        """Connect the other end."""
+        self.transport = transport
+        tls = transport.get_extra_info("ssl_object")
+        if tls is not None and tls.selected_alpn_protocol() != "h2":
+            transport.abort()
+            return
+        self._filter.clients.add(self)
+        if self._filter.settings.stall_seconds is not None:
+            self._timers.append(self._loop.call_later(self._filter.settings.stall_seconds, self._on_late))
+        self._connecting = self._loop.create_task(self._connect())
+
+    async def _connect(self) -> None:
+        try:
+            connection = self._filter.connect(self.transport.get_extra_info("peername"))
+            self.core, _ = await self._loop.create_unix_connection(lambda: Core(self), sock=connection)
+        except OSError:  # the server is ending
+            self.transport.abort()
+            return
+        if self.transport.is_closing():
+            self.core.abort()
+        elif self._early:
+            self.core.write(self._early)
+            self._early = b""
+            self.resume()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Close the other end."""
+        self._filter.clients.discard(self)
+        for timer in self._timers:
+            timer.cancel()
+        if self.core is not None:
+            self.core.close()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Return the place for the next bytes."""
+        return self._filter.buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Pass on the bytes, and pause for their price."""
+        data = bytes(self._filter.buffer[:nbytes])
+        try:
+            price = self._frames.price(data)
+        except FrameError:
+            self.transport.abort()
+            return
+        if self.core is not None:
+            self.core.write(data)
+        else:  # pausing has no effect before the first bytes
+            if not self._early:
+                self.pause()
+            self._early += data
+        now = self._loop.time()
+        seconds = self._filter.pay(price, now)
+        self._credit = min(OWN_BURST, self._credit + OWN_RATE * (now - self._counted)) - price
+        self._counted = now
+        if self._credit < 0:
+            self._credit = 0.0
+            if seconds > 0:
+                self.pause()
+                self._loop.call_later(seconds, self.resume)
+
+    def pause(self) -> None:
+        """Read no more, for one reason more."""
+        self._pauses += 1
+        if self._pauses == 1 and not self.transport.is_closing():
+            self.transport.pause_reading()
+
+    def resume(self) -> None:
+        """Take one reason back; without any, read on."""
+        self._pauses -= 1
+        if not self._pauses and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def pause_writing(self) -> None:
+        """The client reads too slowly."""
+        if not self.core.is_closing():
+            self.core.pause_reading()
+
+    def resume_writing(self) -> None:
+        """The client has read."""
+        if not self.core.is_closing():
+            self.core.resume_reading()
+
+    def end(self) -> None:
+        """Close, once the client has read all."""
+        self.transport.close()
+        self._timers.append(self._loop.call_later(_FLUSH_SECONDS, self.transport.abort))
+
+    def _on_late(self) -> None:
+        if not self._frames.has_begun:
+            self.transport.abort()
+
+
+class Core(asyncio.Protocol):
+    """The end of a connection at gRPC's core."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def data_received(self, data: bytes) -> None:
+        """Pass on the server's bytes."""
+        if not self._client.transport.is_closing():
+            self._client.transport.write(data)
+
+    def pause_writing(self) -> None:
+        """The core reads too slowly."""
+        self._client.pause()
+
+    def resume_writing(self) -> None:
+        """The core has read."""
+        self._client.resume()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Close the other end."""
+        self._client.end()
+
+
+def main() -> None:
+    """Run until the server ends."""
+    import uvloop
+
+    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal sends them to all processes; the server ends this one
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    settings = Settings(**json.loads(sys.argv[1]))
+    uvloop.run(Filter(settings).run())
+
+
+if __name__ == "__main__":
+    main()

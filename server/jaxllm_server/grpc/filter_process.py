@@ -1,0 +1,112 @@
+"""Starts the process of `filter.py`, starts it again if it dies, and ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from tempfile import gettempdir, mkdtemp
+from typing import TYPE_CHECKING, Any
+
+from jaxllm.errors import UserError
+from jaxllm_server.grpc.filter import CORE, Settings
+
+if TYPE_CHECKING:
+    from jaxllm_server.shared.options import ServerOptions
+
+_log = logging.getLogger("jaxllm.server.grpc")
+_RESTART_SECONDS = 1.0
+_END_SECONDS = 4.0
+_LONGEST_DIR = 30  # the path of a Unix socket has 103 bytes on some systems, and one holds an IPv6 address
+_MORE_BLOCK_BYTES = 64 << 10  # beyond max_header_bytes: up to here gRPC's core answers with a status
+
+
+class FilterProcess:
+    """The process in front of a server's core, which has to listen at `address` before `start`."""
+
+    def __init__(self, listening: socket.socket, options: ServerOptions) -> None:
+        self._listening = listening
+        try:
+            self._folder = mkdtemp(prefix="jaxllm-grpc-", dir=None if len(gettempdir()) < _LONGEST_DIR else "/tmp")
+        except OSError as error:
+            message = f"gRPC's sockets need a folder for temporary files ({error.strerror}), or --no-grpc-filter."
+            raise UserError(message, "grpc_filter") from error
+        self.address = f"unix:{self._folder}/{CORE}"
+        self._given: dict[str, Any] = {
+            "folder": self._folder,
+            "max_block_bytes": options.max_header_bytes + _MORE_BLOCK_BYTES,
+            "stall_seconds": options.stall_timeout or None,
+            "certfile": options.ssl_certfile,
+            "keyfile": options.ssl_keyfile,
+            "ca_certs": options.ssl_ca_certs,
+            "client_auth": options.ssl_client_auth,
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._restarting: asyncio.TimerHandle | None = None
+        try:
+            Settings(listening=-1, control=-1, **self._given).tls()
+        except OSError as error:
+            self._forget()
+            message = f"ssl_keyfile and ssl_certfile cannot be used: {error.strerror}."
+            raise UserError(message, "ssl_certfile") from error
+
+    def start(self) -> None:
+        """Start it; earlier connections wait in the backlog."""
+        self._restarting = None
+        self._control, control = socket.socketpair()
+        with control:
+            settings = Settings(listening=self._listening.fileno(), control=control.fileno(), **self._given)
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "jaxllm_server.grpc.filter", settings.to_json()],
+                pass_fds=(settings.listening, settings.control),
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        asyncio.get_running_loop().add_reader(self._control, self._on_death)
+
+    def close_listener(self) -> None:
+        """Take no more connections."""
+        if self._listening.fileno() < 0:
+            return  # for the second time
+        self._listening.close()
+        if self._restarting is not None:
+            self._restarting.cancel()
+        if self._control is not None:
+            asyncio.get_running_loop().remove_reader(self._control)
+            try:
+                self._control.send(b"\0")
+            except OSError:
+                pass
+
+    async def end(self) -> None:
+        """End it once clients have read all, or a few seconds later."""
+        process, self._process = self._process, None
+        if process is not None and self._control is not None:
+            self._control.close()
+            await asyncio.to_thread(self._wait, process)
+        self._forget()
+
+    def _on_death(self) -> None:
+        assert self._control is not None and self._process is not None
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._control)
+        self._control.close()
+        self._wait(self._process, 0.1)
+        self._control = self._process = None
+        _log.error("the process in front of gRPC has died: all its connections are lost, another one starts")
+        self._restarting = loop.call_later(_RESTART_SECONDS, self.start)
+
+    def _wait(self, process: subprocess.Popen[bytes], seconds: float = _END_SECONDS) -> None:
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _forget(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
