@@ -43,6 +43,7 @@ UNSAFE_METHODS = frozenset(
 STARTS_PROCESSES = (
     *("jaxllm/bench/", "jaxllm/fleet/replica.py", "jaxllm/runner/compile_noise.py", "pallas_kernels/native/build.py"),
     "jaxllm/text/confinement.py",
+    "server/jaxllm_server/grpc/filter_process.py",
 )
 # Which unpickles compiled programs: from files that no other user could have written.
 UNPICKLES = "jaxllm/runner/kept_programs.py"

@@ -1,4 +1,4 @@
-"""`jaxllm serve`: one process, one event loop for gRPC and HTTP, one engine; from the first port to the last stream.
+"""`jaxllm serve`: one event loop for gRPC and HTTP, one engine, a filter process before gRPC; from port to last stream.
 
 Owns the order of starting and stopping, signals and exit codes. Ports are open before the model is loaded, so that
 probes are answered ("not ready") from the first second.

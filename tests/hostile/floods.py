@@ -80,8 +80,8 @@ KINDS: dict[str, Callable[[], Iterator[bytes]]] = {
 }
 
 
-def flood(address: tuple[str, int], kind: str, end: float) -> None:
-    """Send as fast as it is taken; connect again where the server ends it."""
+def flood(address: tuple[str, int], kind: str, end: float, sent: list[int]) -> None:
+    """Send as fast as the server reads; connect again if it ends the connection. Note the bytes."""
     while time.monotonic() < end:
         with socket.create_connection(address) as connection:
             connection.settimeout(1.0)
@@ -89,6 +89,7 @@ def flood(address: tuple[str, int], kind: str, end: float) -> None:
                 connection.sendall(PREFACE)
                 for piece in KINDS[kind]():
                     connection.sendall(piece)
+                    sent.append(len(piece))
                     if time.monotonic() > end:
                         return
             except OSError:
@@ -97,15 +98,16 @@ def flood(address: tuple[str, int], kind: str, end: float) -> None:
 
 def main() -> None:
     host, port, kind, connections, seconds = sys.argv[1:]
-    end = time.monotonic() + float(seconds)
+    end, sent = time.monotonic() + float(seconds), list[int]()
     threads = [
-        threading.Thread(target=flood, args=((host, int(port)), kind, end), daemon=True)
+        threading.Thread(target=flood, args=((host, int(port)), kind, end, sent), daemon=True)
         for _ in range(int(connections))
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(max(0.0, end + 0.2 - time.monotonic()))
+    print(sum(sent))
 
 
 if __name__ == "__main__":

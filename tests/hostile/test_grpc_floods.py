@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import http.client
+import json
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 
 from jaxllm.v1 import inference_pb2
+from tests.hostile.conftest import FakeSite
 from tests.hostile.floods import KINDS
 from tests.hostile.machine import growth
 from tests.hostile.wire import address_of
@@ -73,14 +77,32 @@ def is_bearable(fake: ServingProcess, kind: str, connections: int) -> bool:
     host, _, port = fake.grpc.rpartition(":")
     with growth(fake.process.pid) as grown:
         command = [sys.executable, "-m", "tests.hostile.floods", host, port, kind, str(connections), str(SECONDS)]
-        with subprocess.Popen(command, cwd=ROOT) as attacker:
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as attacker:
             for thread in threads:
                 thread.start()
-            assert attacker.wait(20) == 0
+            sent = int(attacker.communicate(timeout=20)[0])
         end.set()
         for thread in threads:
             thread.join(20)
         mib = grown() >> 20
     most = {name: max(times) for name, times in waits.items()}
-    print(kind, connections, {name: f"{1e3 * seconds:.0f} ms" for name, seconds in most.items()}, f"{mib} MiB")
+    print(
+        kind,
+        connections,
+        {name: f"{1e3 * seconds:.0f} ms" for name, seconds in most.items()},
+        f"{mib} MiB held, {sent >> 20} sent",
+    )
+    assert sent > 1 << 20
     return max(most.values()) < MOST_SECONDS and mib < MOST_MIB
+
+
+@pytest.mark.ci
+def test_a_server_that_is_killed_leaves_no_process_and_no_folder() -> None:
+    with FakeSite() as server:
+        asked_by(server)["gRPC"]()
+        (child,) = psutil.Process(server.process.pid).children()
+        folder = Path(json.loads(child.cmdline()[-1])["folder"])
+        assert folder.is_dir()
+        server.process.kill()
+        child.wait(5)
+        assert not folder.exists()

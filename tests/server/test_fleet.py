@@ -56,10 +56,11 @@ def test_two_replicas_behind_one_server() -> None:
             assert complete(http, 1) == texts[1]
             turns = [turn["output"][0]["content"][0]["text"] for turn in over_a_web_socket(server.http)]
             assert turns[0] and turns[1]
-        replicas = psutil.Process(server.process.pid).children()
+        children = psutil.Process(server.process.pid).children()
         server.signal()
         assert server.wait() == 0
-        assert len(replicas) == 2 and not any(each.is_running() for each in replicas)
+        assert len(children) == 3, "two replicas, and the filter of gRPC"
+        assert not any(each.is_running() for each in children)
 
 
 def test_a_replica_of_another_machine(certificates: Path) -> None:

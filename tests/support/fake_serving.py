@@ -107,10 +107,10 @@ class FakeServing:
         self.width = 2  # numbers of a result
         self.tasks: tuple[str, ...] = ("generate",)
 
-    async def off_loop(self, client, function, *arguments):
+    async def off_loop(self, client, function, *arguments, language=None):
         return await self._off_loop(function, *arguments)
 
-    async def _off_loop(self, function, *arguments, client=None):
+    async def _off_loop(self, function, *arguments, client=None, language=None):
         self.num_off_loop += 1
         return await asyncio.to_thread(function, *arguments)
 

@@ -27,8 +27,8 @@ from jaxllm_server.shared.listener import Listener
 
 READ_BYTES = 32 * 1024  # at once from a connection
 CORE = "core"  # name of gRPC's socket in the folder
-# In prices. All connections share a rate of 6,144 calls a second and a burst of 2,048; beyond it a connection waits until
-# earlier ones are paid. No connection waits for 16 calls, or 64 a second, so a flood does not delay a client with few.
+# In prices. All connections share a rate of 6,144 calls a second and a burst of 2,048; beyond it a connection waits
+# until earlier ones are paid. No connection waits for 16 calls, or 64 a second: floods do not delay clients with few.
 RATE = 3 << 20
 BURST = 1 << 20
 OWN_RATE = 32 << 10
@@ -194,9 +194,10 @@ class Client(asyncio.BufferedProtocol):
             return
         if self.core is not None:
             self.core.write(data)
-        else:  # once: pausing has no effect before the first bytes
-            self._early = data
-            self.pause()
+        else:  # pausing has no effect before the first bytes
+            if not self._early:
+                self.pause()
+            self._early += data
         now = self._loop.time()
         seconds = self._filter.pay(price, now)
         self._credit = min(OWN_BURST, self._credit + OWN_RATE * (now - self._counted)) - price

@@ -9,7 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from tempfile import mkdtemp
+from tempfile import gettempdir, mkdtemp
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.errors import UserError
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("jaxllm.server.grpc")
 _RESTART_SECONDS = 1.0
 _END_SECONDS = 4.0
+_LONGEST_DIR = 30  # the path of a Unix socket has 103 bytes on some systems, and one holds an IPv6 address
 _MORE_BLOCK_BYTES = 64 << 10  # beyond max_header_bytes: up to here gRPC's core answers with a status
 
 
@@ -29,7 +30,11 @@ class FilterProcess:
 
     def __init__(self, listening: socket.socket, options: ServerOptions) -> None:
         self._listening = listening
-        self._folder = mkdtemp(prefix="jaxllm-grpc-")
+        try:
+            self._folder = mkdtemp(prefix="jaxllm-grpc-", dir=None if len(gettempdir()) < _LONGEST_DIR else "/tmp")
+        except OSError as error:
+            message = f"gRPC's sockets need a folder for temporary files ({error.strerror}), or --no-grpc-filter."
+            raise UserError(message, "grpc_filter") from error
         self.address = f"unix:{self._folder}/{CORE}"
         self._given: dict[str, Any] = {
             "folder": self._folder,

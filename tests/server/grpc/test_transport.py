@@ -50,15 +50,15 @@ with_and_without_filter = pytest.mark.parametrize("grpc_filter", [False, pytest.
 # Bursts and connections.
 
 
-@pytest.mark.parametrize("max_rpcs", [10_000, 64])
+@pytest.mark.parametrize(("max_rpcs", "grpc_filter"), [(10_000, True), (64, False)])
 @pytest.mark.ci
-async def test_a_burst_of_calls_all_get_a_status(run: Any, max_rpcs: int) -> None:
+async def test_a_burst_of_calls_all_get_a_status(run: Any, max_rpcs: int, grpc_filter: bool) -> None:
     async def script(call: Call) -> AsyncIterator[Chunk]:
         await asyncio.sleep(0.2)  # so that all of them are there at once
         async for own in answer(call):
             yield own
 
-    async with site(script, max_rpcs=max_rpcs) as own, own.channel() as channel:
+    async with site(script, max_rpcs=max_rpcs, grpc_filter=grpc_filter) as own, own.channel() as channel:
         stub = InferenceServiceStub(channel)
         unary = [stub.Generate(ask()) for _ in range(1500)]
         streams = [drained(stub.StreamGenerate(ask())) for _ in range(1500)]

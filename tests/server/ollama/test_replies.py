@@ -149,7 +149,7 @@ def test_every_path_answers_and_fails_in_ollamas_form(server: Any) -> None:
 
 
 def test_a_stream_that_fails_ends_with_an_error(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def generate(call: Any) -> Any:
+    async def generate(call: Any, params: Any = None) -> Any:
         yield written(0).chunks(Random(0))[0]
         raise RequestFailedError("The step failed.")
 
