@@ -70,7 +70,7 @@ class ScriptedServing:
             raise errors.NotFoundError(f"The model `{name}` does not exist.", "model")
         return self.names[0]
 
-    async def generate(self, call: Call) -> AsyncGenerator[Chunk, None]:
+    async def generate(self, call: Call, params: Any = None) -> AsyncGenerator[Chunk, None]:
         self.calls.append(call)
         self.num_open += 1
         self.started.set()

@@ -88,7 +88,7 @@ def written(seed: int) -> Written:
 class WritingServing(FakeServing):
     """Answers the request whose `cache_salt` is a number with the answer of that seed."""
 
-    async def generate(self, call: Any) -> Any:
+    async def generate(self, call: Any, params: Any = None) -> Any:
         self.calls.append(call)
         self.num_live += 1
         try:
