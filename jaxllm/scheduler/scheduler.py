@@ -186,7 +186,7 @@ def commit(
     A result whose request has gone, was preempted or got further tokens since is dropped: the request samples that
     token again, and gets the same one because randomness depends on its seed and position only. A row whose logits were
     not finite ends its request, and its gang with it. The rows of gangs yield no tokens here: see `fork`.
-    A row whose count is 0 could not be sampled in time: its last token is computed again, and sampled behind, later.
+    A row with a count of 0 was not sampled in time: a later plan computes its last token again.
     """
     slots = state.slots
     editor = StateEditor(state)

@@ -38,7 +38,7 @@ class Constraint:
         pace: Pace,
     ) -> None:
         self.pace = pace
-        self.job: Job | None = None  # its next mask, if that is made beside the engine's loop
+        self.job: Job | None = None  # that makes its next mask in another thread
         self.num_late = 0  # steps since its last mask in which there was no time for the next
         self._seconds = _GUESS  # that its last mask took
         self.origins = (*origins, *(each for _, found in way.marks for each in found))
@@ -70,7 +70,7 @@ class Constraint:
 
     @property
     def turn(self) -> float:
-        """By which masks of a step are ordered: those that are quick go first, and those that have waited."""
+        """Return the place of its mask in a step: quick ones go first, and those that have waited."""
         return self._seconds / (1 << self.num_late)
 
     def note_filled(self, seconds: float) -> None:

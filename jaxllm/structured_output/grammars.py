@@ -169,7 +169,7 @@ class Grammars:
         at, began, used = 0, time.perf_counter(), time.thread_time()
         now = began
         while at < len(work) and (not at or now < until):
-            # A call for several rows takes as long as ten short masks; behind long ones more are likely to come.
+            # A call for several rows takes as long as ten short masks; after long ones more are likely.
             size = 1 if now - began < _LONG_SECONDS else NUM_THREADS
             some, before = work[at : at + size], now
             self._make(some, masks)

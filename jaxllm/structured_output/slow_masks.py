@@ -1,14 +1,15 @@
-"""Work on masks that take long, in threads beside the engine's, which requests take in turns.
+"""Threads that make slow masks, so that the engine's loop does not wait for them; requests share their time.
 
-llguidance gives up the interpreter's lock while it makes a mask, so the engine's loop goes on meanwhile.
+llguidance releases the interpreter's lock while it makes a mask.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
+import time
+from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 
 import numpy as np
@@ -26,10 +27,11 @@ class Pace:
 
     def __init__(self) -> None:
         self._left = 0
+        self.used = 0.0  # seconds of threads
 
     @property
     def is_slow(self) -> bool:
-        """Whether its masks belong beside the loop."""
+        """Whether threads make its masks."""
         return self._left > 0
 
     def note(self, seconds: float) -> None:
@@ -50,16 +52,16 @@ class Job:
 
 
 class SlowMasks:
-    """Threads that live while there is work, and do a piece for each request in turn."""
+    """Threads that live while masks are queued. The next mask is one of the request that has used them least."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._waiting: OrderedDict[Hashable, deque[Job]] = OrderedDict()  # by request, the next one first
+        self._waiting: dict[Pace, deque[Job]] = {}  # by request
         self._num_undone = 0
         self._threads: list[threading.Thread] = []
 
-    def begin(self, request: Hashable, work: Callable[[], None], words: np.ndarray) -> Job:
-        """Queue `work`, which raises nothing and writes `words`, for a request's turn."""
+    def begin(self, request: Pace, work: Callable[[], None], words: np.ndarray) -> Job:
+        """Queue `work`, which raises nothing and writes `words`."""
         job = Job(work, words)
         with self._changed:
             self._waiting.setdefault(request, deque()).append(job)
@@ -68,7 +70,7 @@ class SlowMasks:
         return job
 
     def start(self) -> None:
-        """Have threads for what is queued. Where none can be had, what is queued waits for the next call."""
+        """Start a thread if the queue needs one. If the system has none, the queue waits for the next call."""
         with self._changed:
             if self._waiting and len(self._threads) < NUM_THREADS:
                 with suppress(RuntimeError):
@@ -89,20 +91,22 @@ class SlowMasks:
             thread.join()
 
     def _run(self) -> None:
-        while (job := self._next()) is not None:
+        while (following := self._next()) is not None:
+            (request, job), began = following, time.perf_counter()
             job.work()
             with self._changed:
+                request.used += time.perf_counter() - began
                 job.is_done = True
                 self._num_undone -= 1
                 self._changed.notify_all()
 
-    def _next(self) -> Job | None:
+    def _next(self) -> tuple[Pace, Job] | None:
         with self._changed:
             if not self._waiting:
                 self._threads.remove(threading.current_thread())
                 return None
-            request, jobs = self._waiting.popitem(last=False)
-            job = jobs.popleft()
-            if jobs:
-                self._waiting[request] = jobs  # behind the others
-            return job
+            request = min(self._waiting, key=lambda each: each.used)
+            job = self._waiting[request].popleft()
+            if not self._waiting[request]:
+                del self._waiting[request]
+            return request, job

@@ -68,9 +68,9 @@ def target(handler: str) -> str:
 
 
 def refusal() -> str | None:
-    """Make the kernels ready, building them if need be; say why there are none, or None.
+    """Make the kernels ready, building them if need be; return why they cannot be used, or None.
 
-    Found once in a process; a reason holds for a while only, since memory or descriptors may have been short.
+    A reason holds for a minute: memory or descriptors may have been short.
     """
     with _building:
         if time.monotonic() >= _refused.until:

@@ -24,7 +24,7 @@ class Mutant:
     target: str  # "room.module.function" or "room.module.Class.method" of jaxllm
     old: str
     new: str
-    is_rare: bool = False  # found behind tens of thousands of steps: `make test-slow` looks for it
+    focus: str = ""  # of the traces that find it, see focus.py: random ones would play tens of thousands of steps
 
 
 HISTORY = [
@@ -282,7 +282,42 @@ HISTORY = [
         "scheduler.scheduler._grow",
         "victims = gangs.members(editor.gangs, victim)",
         "victims = gangs.members(editor.gangs, victim)[-1:]",
-        is_rare=True,
+        focus="searches",
+    ),
+    Mutant(
+        "beams that come back do not share the blocks of those before them",
+        "scheduler.admission._admit_gang",
+        "            editor.pool.share(shared)\n",
+        "            pass\n",
+        focus="searches",
+    ),
+    Mutant(
+        "the last that came is preempted, whatever its priority",
+        "scheduler.scheduler._grow",
+        "key=lambda slot: editor.owner(slot).rank)",
+        "key=lambda slot: editor.owner(slot).order)",
+        focus="preempted",
+    ),
+    Mutant(
+        "drafts fill the block that the next token needs",
+        "scheduler.drafting.issue",
+        "np.maximum(0, room - 1)",
+        "np.maximum(0, room)",
+        focus="drafts",
+    ),
+    Mutant(
+        "a prompt whose last token is computed again loses its block",
+        "scheduler.occupancy.vacate",
+        "max(digests, record.digests, key=len)",
+        "digests",
+        focus="late masks",
+    ),
+    Mutant(
+        "a device that drafts is not told where a late row begins",
+        "scheduler.scheduler._plan_again",
+        "own.known[slots] if limits.max_drafts else own.issued[slots]",
+        "own.issued[slots]",
+        focus="late masks",
     ),
     Mutant(
         "a beam goes on with the token that the device sampled",

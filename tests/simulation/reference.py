@@ -42,6 +42,7 @@ class Entry:
     gang: int = 0  # id of the first beam of its search, 0: it is no beam
     is_idle: bool = False  # a beam that has no tokens of its own yet
     seen: int = 0  # of `known`, when it was last looked at whether its reader has them
+    is_late: bool = False  # its last token is to be computed again
     brought: int = 0  # full blocks that it brought when it was queued
     slot: int = -1  # -1: waits, -2: has ended
     admission: int = 0  # counts those of this request
@@ -89,7 +90,8 @@ class Reference:
         self.running: dict[int, Entry] = {}  # by slot
         self.num_added = 0
         self.num_planned = 0
-        self.num_generated = self.num_forced = self.num_late = 0
+        self.num_generated = self.num_forced = 0
+        self.late: Counter[str] = Counter()  # rows that were to be computed again, by what came first
         self.num_preempted = 0
         self.num_resets = self.num_skipped = 0
         self.drafting: Counter[str] = Counter()  # what has happened in it
@@ -181,6 +183,8 @@ class Reference:
             victims = self.gangs.get(victim.gang, [victim])
             for each in list(victims):
                 preempted.append(each.id)
+                self.late["late_preempted"] += each.is_late
+                each.is_late = False
                 self._vacate(each)
                 self._requeue(each)
             self.places.settle(self.running.values())
@@ -290,6 +294,7 @@ class Reference:
             entry.length += count + (samples and entry.length < entry.limit)
             entry.unsettled += count
             entry.turn += samples
+            entry.is_late = False
             expected.append((entry.slot, start, length + count, samples))
             record.append((entry, entry.turn, samples, entry.admission, count))
         self.num_planned += 1
@@ -362,7 +367,7 @@ class Reference:
             if counts is not None and not counts[row]:  # late: its last token is computed again
                 entry.done, entry.length, entry.issued = entry.turn, entry.known, entry.known - 1
                 entry.given = entry.known if self.limits.max_drafts else entry.issued
-                self.num_late += 1
+                entry.is_late = True
                 continue
             given = [int(tokens[row])] if counts is None else tokens[row, : counts[row]].tolist()
             got, own = 0, 1 if sampled is None else int(sampled[row])
@@ -661,6 +666,8 @@ class Reference:
 
     def _vacate(self, entry: Entry, publishes: bool = True, fresh: int = 0) -> None:
         """Empty a slot; `fresh` tokens of it are committed in this very call, and not the request's yet."""
+        self.late["late_ended"] += entry.is_late
+        entry.is_late = False
         written = min(entry.issued, entry.known - fresh)
         full = written // self.limits.block_size
         if publishes:

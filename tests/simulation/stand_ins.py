@@ -85,8 +85,9 @@ class Recorder(Reference):
             strict=True,
         ):
             world.fired[kind] += after > before
-        world.fired += self.drafting
+        world.fired += self.drafting + self.late
         self.drafting.clear()
+        self.late.clear()
         for part in (plan.slots, plan.starts, plan.lengths, plan.table, plan.copies):
             world.digest = zlib.crc32(part.tobytes(), world.digest)
         world.fired["beam_copies"] += len(plan.copies)

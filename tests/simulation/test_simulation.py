@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +14,16 @@ from pathlib import Path
 import pytest
 
 from tests.simulation.__main__ import explain, main
+from tests.simulation.focus import FOCUS
 from tests.simulation.mutants import HISTORY, Mutant, planted
 from tests.simulation.shrink import failure, shrink
 from tests.simulation.tally import RARE, Tally, play
 from tests.simulation.trace import Trace, make_trace
 from tests.simulation.world import World
 
-STEPS = 130_000  # in all, within which every rare fault happens; `make test` plays the first part, CI the others
-PARTS = 16
+STEPS = 65_000  # in all, within which every kind of fault happens; `make test` plays the first part, CI the others
+PARTS = 8
+FOCUSED_STEPS = 1_500  # of each focus
 MUTANT_STEPS = 100_000  # within which a planted bug must be found
 # What seeds 0 to 5 come to, in any process; it changes with the scheduler's plans, the traces, or what requests get.
 DIGEST = "b571d2cb"
@@ -77,6 +80,18 @@ def test_every_kind_of_fault_happens(total: Tally) -> None:
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize("name", FOCUS)
+def test_traces_with_a_focus_reach_their_states(name: str) -> None:
+    """Random traces of the same length reach these states hardly once."""
+    steps, seed, fired = 0, 0, Counter[str]()
+    while steps < FOCUSED_STEPS:
+        world = World(make_trace(seed, 300, FOCUS[name]))
+        world.play()
+        steps, seed, fired = steps + world.num_steps, seed + 1, fired + world.fired
+    assert all(fired[kind] for kind in FOCUS[name].reaches), fired
+
+
+@pytest.mark.ci
 @pytest.mark.parametrize("hash_seed", ["4711", pytest.param("0", marks=pytest.mark.slow)])
 def test_a_seed_gives_the_same_states_in_every_process(hash_seed: str) -> None:
     """T51 and I14."""
@@ -96,7 +111,7 @@ def found_after(mutant: Mutant, most: int) -> int | None:
     steps = 0
     with planted(mutant):
         for seed in range(10**6):
-            world = World(make_trace(seed))
+            world = World(make_trace(seed, focus=FOCUS.get(mutant.focus)))
             try:
                 world.play()
             except Exception:
@@ -108,9 +123,7 @@ def found_after(mutant: Mutant, most: int) -> int | None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    "mutant", [pytest.param(mutant, id=mutant.name, marks=[pytest.mark.slow] * mutant.is_rare) for mutant in HISTORY]
-)
+@pytest.mark.parametrize("mutant", [pytest.param(mutant, id=mutant.name) for mutant in HISTORY])
 def test_bugs_of_other_engines_are_found(mutant: Mutant) -> None:
     assert found_after(mutant, MUTANT_STEPS) is not None
 

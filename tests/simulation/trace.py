@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.simulation.focus import Focus
 from tests.simulation.oracle import BROKEN, PIECES, VOCABULARY
 
 # Every kind of fault that can be switched on for a seed. What is not a fault (an edge of lengths, a fork) is always on.
@@ -43,12 +44,14 @@ class Trace:
         return cls(**json.loads(path.read_text()))
 
 
-def make_trace(seed: int, num_turns: int = 600) -> Trace:
-    """Make a trace; equal seeds make equal ones, in any process."""
+def make_trace(seed: int, num_turns: int = 600, focus: Focus | None = None) -> Trace:
+    """Make a trace; equal seeds make equal ones, in any process. One with a focus goes to a state that is rare."""
     chance = random.Random(seed)
-    faults = [name for name in FAULTS if chance.random() < 0.4]
+    faults = [name for name in FAULTS if chance.random() < 0.4] if focus is None else [*focus.rates]
     setting = _setting(chance, faults)
-    return Trace(seed, setting, _Maker(chance, setting, faults).events(num_turns), num_turns)
+    if focus is not None:
+        setting |= focus.setting(chance)
+    return Trace(seed, setting, _Maker(chance, setting, faults, focus).events(num_turns), num_turns)
 
 
 def _setting(chance: random.Random, faults: Sequence[str]) -> dict[str, Any]:
@@ -101,8 +104,11 @@ def _setting(chance: random.Random, faults: Sequence[str]) -> dict[str, Any]:
 class _Maker:
     """Draws the events of one trace."""
 
-    def __init__(self, chance: random.Random, setting: dict[str, Any], faults: Sequence[str]) -> None:
+    def __init__(
+        self, chance: random.Random, setting: dict[str, Any], faults: Sequence[str], focus: Focus | None = None
+    ) -> None:
         self.chance = chance
+        self.focus = focus
         self.setting = setting
         self.faults = set(faults)
         self.num_names = 0
@@ -131,6 +137,7 @@ class _Maker:
             "masks_late": 0.1,
             "resume_reading": 0.2,
         }  # fmt: skip
+        rates |= {} if self.focus is None else self.focus.rates
         is_on = [(kind, rate) for kind, rate in rates.items() if kind in faults or kind == "resume_reading"]
         events: list[list[Any]] = []
         for turn in range(num_turns):
@@ -146,7 +153,8 @@ class _Maker:
         match kind:
             case "disconnect" | "abort":
                 # Phases: any name that may live, at rest or while a step is in flight; once or twice.
-                phase = chance.choice((None, "prefill", "prefill", "preempted", "ended", "unseen"))
+                phases = (None, "prefill", "prefill", "preempted", "ended", "unseen")
+                phase = chance.choice(phases if self.focus is None else self.focus.phases)
                 return [chance.randrange(1000), chance.random() < 0.5, chance.random() < 0.2, phase]
             case "duplicate_id":
                 return [chance.randrange(1000), self._request()]

@@ -1,4 +1,4 @@
-"""Masks that are made beside the loop: requests take turns, a thread that cannot be had is tried again, all can end."""
+"""Masks that other threads make: requests share the time, a thread that does not start is tried again, all can end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxllm.structured_output.slow_masks import Job, Pace, SlowMasks
 WORDS = np.zeros(1, np.int32)
 
 
-def held_by(masks: SlowMasks, request: str) -> tuple[Job, threading.Event]:
+def held_by(masks: SlowMasks, request: Pace) -> tuple[Job, threading.Event]:
     """Begin a piece of work that ends when an event is set; return both once it has begun."""
     begun, end = threading.Event(), threading.Event()
 
@@ -26,16 +26,16 @@ def held_by(masks: SlowMasks, request: str) -> tuple[Job, threading.Event]:
     return job, end
 
 
-def test_requests_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_has_used_less_time_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slow_masks, "NUM_THREADS", 1)
-    masks, done = SlowMasks(), []
-    _, held = held_by(masks, "many")
-    for number in range(3):
-        masks.begin("many", lambda number=number: done.append(f"many {number}"), WORDS)
-    masks.begin("one", lambda: done.append("one"), WORDS)
+    masks, done, many = SlowMasks(), [], Pace()
+    _, held = held_by(masks, many)
+    for number in range(2):
+        masks.begin(many, lambda number=number: done.append(f"many {number}"), WORDS)
+    masks.begin(Pace(), lambda: done.append("one"), WORDS)
     held.set()
     masks.wait(10)
-    assert done == ["many 0", "one", "many 1", "many 2"]
+    assert done == ["one", "many 0", "many 1"]
 
 
 def test_a_thread_that_cannot_be_had_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +46,7 @@ def test_a_thread_that_cannot_be_had_is_tried_again(monkeypatch: pytest.MonkeyPa
             raise RuntimeError("can't start new thread")
 
         without.setattr(slow_masks, "start_thread", start)
-        job = masks.begin("one", lambda: None, WORDS)
+        job = masks.begin(Pace(), lambda: None, WORDS)
         masks.start()
         assert not job.is_done
     masks.start()
@@ -57,8 +57,8 @@ def test_a_thread_that_cannot_be_had_is_tried_again(monkeypatch: pytest.MonkeyPa
 def test_closing_ends_what_is_begun_and_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slow_masks, "NUM_THREADS", 1)
     masks = SlowMasks()
-    first, held = held_by(masks, "one")
-    second = masks.begin("two", lambda: None, WORDS)
+    first, held = held_by(masks, Pace())
+    second = masks.begin(Pace(), lambda: None, WORDS)
     closing = threading.Thread(target=masks.close)
     closing.start()
     while masks._waiting:

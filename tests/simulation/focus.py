@@ -1,0 +1,75 @@
+"""Traces that go straight to states too rare for random ones: settings and events under which such a state comes often.
+
+Random draws reach what two things at once lead to some times in ten thousand steps; here each trace reaches it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Focus:
+    """How a trace gets to a state."""
+
+    setting: Callable[[random.Random], dict[str, Any]]  # what replaces the setting that was drawn
+    rates: Mapping[str, float]  # of the only kinds of events, beside requests, in a turn
+    reaches: tuple[str, ...]  # what a thousand steps must count, see `World.fired`
+    phases: tuple[str | None, ...] = (None,)  # of the requests that are ended from outside
+
+
+def _tight(chance: random.Random, slots: int, spare: int, **others: Any) -> dict[str, Any]:
+    """Return the setting of a pool that holds a long request, and not all that run."""
+    size = chance.choice((1, 2, 2, 4))
+    length = size * chance.choice((6, 8))
+    own = {"block_size": size, "max_model_len": length, "num_blocks": length // size + chance.randint(1, spare)}
+    return own | {"num_slots": slots, "max_step_tokens": max(slots, 8), "most_queued": 4 * slots} | others
+
+
+FOCUS = {
+    # Searches that are preempted, come back to a pool that is as tight as before, fork and end there.
+    "searches": Focus(
+        lambda chance: _tight(chance, 6, 6, beams=0.8, max_drafts=0, grammars=0.0, most_queued_tokens=None),
+        {"abort": 0.05, "disconnect": 0.05, "result_lost": 0.01, "not_finite": 0.02},
+        ("gang_preempted", "gang_readmitted", "beam_forks", "beam_copies"),
+        (None, "preempted"),
+    ),
+    # Rows whose mask is late, and that end, are preempted or lose the device before they are computed again.
+    "late masks": Focus(
+        lambda chance: _tight(chance, 5, 8, beams=0.0, max_drafts=chance.choice((0, 0, 3)), grammars=0.9),
+        {"masks_late": 0.7, "abort": 0.2, "disconnect": 0.1, "result_lost": 0.02, "allocation_refused": 0.02},
+        ("masks_late", "late_ended", "late_preempted"),
+    ),
+    # Requests that are ended from outside while they wait with the tokens that they had.
+    "preempted": Focus(
+        lambda chance: _tight(chance, 8, 4, beams=0.1, grammars=0.1, policy="priority"),
+        {"abort": 0.3, "disconnect": 0.3, "allocation_refused": 0.02},
+        ("abort_preempted", "disconnect_preempted", "preemption"),
+        ("preempted",),
+    ),
+    # More adapters than places, and files that change under those that wait.
+    "adapters": Focus(
+        lambda chance: _tight(chance, 4, 20, max_adapters=chance.choice((1, 2)), num_adapters=6, max_kept=2, beams=0.1),
+        {"reload_adapter": 0.3, "put_raises": 0.03, "abort": 0.05},
+        ("adapter_skipped", "adapter_drained", "adapter_evicted", "reload_adapter", "put_raises"),
+    ),
+    # Drafts in a pool that has hardly a block for them, and steps that fail with drafts in flight.
+    "drafts": Focus(
+        lambda chance: _tight(
+            chance, 5, 4, max_drafts=4, costs=[0, 0], beams=0.0, grammars=0.05, most_verified=chance.choice((256, 6))
+        ),
+        {"result_lost": 0.02, "raise_after": 0.02, "not_finite": 0.02, "abort": 0.05},
+        ("draft_scarce", "draft_limited", "draft_blocks", "drafts_all_kept", "drafts_all_wrong", "result_lost"),
+    ),
+    # Steps that fail in every way, one behind the other.
+    "failures": Focus(
+        lambda chance: _tight(chance, 4, 20, beams=0.2, grammars=0.4),
+        dict.fromkeys(("raise_before", "raise_after", "result_lost", "fill_raises", "grammar_raises"), 0.02)
+        | dict.fromkeys(("sample_raises_before", "sample_raises_after", "request_fault", "not_finite"), 0.02)
+        | {"allocation_refused": 0.02, "out_of_memory": 0.01, "sample_out_of_memory": 0.01},
+        ("raise_before", "raise_after", "result_lost", "sample_raises_before", "fill_raises", "request_fault"),
+    ),
+}
