@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any, Protocol, TypeVar
 
 from jaxllm.engine.engine_client import EngineClient
-from jaxllm_server.shared.client_quota import FairShares, Shares
+from jaxllm_server.shared.client_quota import FairPlaces, Shares
 from jaxllm_server.shared.options import ServerOptions
 from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
 
@@ -19,7 +19,7 @@ class PoolSite(Protocol):
     engine: EngineClient
     options: ServerOptions
     shares: Shares  # of sequences, by client
-    pool_shares: FairShares  # of the engine's queue, by call
+    pool_places: FairPlaces  # of the engine's queue, by client
 
     def check_model(self, name: str, adapter: str = "") -> str:
         """Return the name that answers give; NotFoundError for one that is not served."""
