@@ -190,7 +190,7 @@ BODIES: Mapping[str, Body] = {
     ),
 }
 
-_SOCKETS = ("/v1/responses",)  # paths whose GET begins a WebSocket
+_SOCKETS = ("/v1/responses",)  # paths where GET begins a WebSocket
 _OTHER_FORMS = ("/v1/messages", "/api/")  # than OpenAI's, of errors too
 _ERROR_REFERENCE = {"$ref": "#/components/schemas/Error"}
 _INTEGER, _NUMBER, _FLAG, _TEXT = ({"type": kind} for kind in ("integer", "number", "boolean", "string"))

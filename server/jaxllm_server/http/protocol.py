@@ -129,7 +129,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _num_body_bytes = 0  # of them, what is body
     _segment = b""  # that is being parsed
     _offers_socket = False  # the request whose head is parsed again
-    _socket: WebSocket | None = None  # what the connection speaks instead of HTTP
+    _socket: WebSocket | None = None  # set once the connection has switched to it
     parser: Any  # httptools' parser; None when the connection is lost
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -240,10 +240,10 @@ class BoundedProtocol(HttpToolsProtocol):
         headers: Headers,
         make: Callable[[asyncio.Transport, FlowControl], WebSocket],
     ) -> WebSocket:
-        """Accept a request's offer with these headers; what comes from then on is for the WebSocket that `make` makes.
+        """Accept a request's offer with these headers; later bytes are for the WebSocket that `make` makes.
 
         Raises:
-            Refusal: if another request stands behind this one.
+            Refusal: if the client has sent another request already.
         """
         if self.cycle.scope is not scope or self.cycle.response_started:
             raise Refusal(400, "Nothing may follow an offer to upgrade.", "BAD_HEADER", closes=True)
@@ -257,7 +257,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return socket
 
     def shutdown(self) -> None:
-        """Begin to end: a WebSocket is told."""
+        """Begin to end; a WebSocket gets a close frame."""
         if self._socket is None:
             super().shutdown()
         else:

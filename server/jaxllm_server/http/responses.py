@@ -165,7 +165,7 @@ class ResponseEndpoints:
         return TextAnswer(**parts, writer=NamedWriter(reply, self._head_of(reply) | self._sampling_of(reply)))
 
     async def _reply_of(self, request: Request, reply_type: type[OwnReply]) -> tuple[OwnReply, dict[str, Stored]]:
-        """Read a body; return what it asks for, and the responses by their names that it goes on from."""
+        """Read a body; return its reply, and the earlier responses of its conversation by their names in the store."""
         client, kept_here = request.scope[CLIENT], request.scope.get(KEPT)
         body = await self._bodies.json(request)
         if kept_here is not None:

@@ -1,4 +1,4 @@
-"""Frames of any shape, cut anywhere, are the messages that they hold; what is too much, too slow or wrong ends it."""
+"""Frames of any shape, cut anywhere, give the messages in them; large, slow or wrong ones end the connection."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def frame(opcode: int, data: bytes = b"", is_last: bool = True, key: bytes = b"\
 
 
 class Wire:
-    """What asyncio and uvicorn have of a connection: it takes what is written, and tells what was asked of it."""
+    """A stand-in for a transport and its flow control: records the calls."""
 
     def __init__(self) -> None:
         self.written = b""

@@ -1,4 +1,4 @@
-"""Responses over a WebSocket: the events of POST, what a connection may go on from, its bounds and its end."""
+"""Responses over a WebSocket: the same events as of POST, continuation within a connection, its bounds and its end."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def plain(value: Any) -> str:
 
 
 class Known:
-    """What may be gone on from: a naive copy of what Open Responses says."""
+    """The responses that may be continued: a naive copy of the rules of Open Responses."""
 
     def __init__(self) -> None:
         self.parents: dict[str, str | None] = {}
