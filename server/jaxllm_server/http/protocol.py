@@ -2,7 +2,7 @@
 time in which a client has to read what is sent.
 
 `server_config` has all settings of uvicorn. The protocol also hands the connection's transport to the app, which
-closes it where an answer broke off, and an offer to speak WebSocket from then on. Knows no route.
+closes it where an answer broke off, and the offer of a WebSocket. Independent of routes.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _num_bytes = 0  # of the message that is being received, roughly: the next one may begin in the same segment
     _num_body_bytes = 0  # of them, what is body
     _segment = b""  # that is being parsed
-    _offers_socket = False  # the request whose head is parsed again
+    _offers_socket = False  # in the head that is parsed again
     _socket: WebSocket | None = None  # set once the connection has switched to it
     parser: Any  # httptools' parser; None when the connection is lost
 

@@ -242,7 +242,7 @@ class ResponseEndpoints:
         return {**{name: getattr(params, name) for name in REPEATED_NUMBERS}, "clock": time.time}
 
     def _chain(self, body: Body, client: str, kept_here: OfConnection | None) -> dict[str, Stored]:
-        """Return the responses from which a request goes on, by their names in the store."""
+        """Return the earlier responses of a request's conversation, by their names in the store."""
         previous = text(body, "previous_response_id")
         if previous is None:
             return {}

@@ -1,7 +1,7 @@
 """A WebSocket (RFC 6455) on a connection of the HTTP front end: receives one message at a time, sends texts.
 
-`websockets` reads and writes frames. This module adds bounds: bytes and time of a message, the number of frames, clients
-that do not read or do not answer. Independent of routes.
+`websockets` reads and writes frames. This module adds bounds: bytes and time of a message, the number of frames,
+clients that do not read or do not answer. Independent of routes.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class WebSocket:
         self._loop = asyncio.get_running_loop()
         self._protocol = Protocol(Side.SERVER, state=State.OPEN, max_size=max_bytes)
         self._pieces: list[BytesLike] = []  # of the message that is coming
-        self._messages: deque[bytes] = deque()  # that nobody has taken
+        self._messages: deque[bytes] = deque()  # not taken yet
         self._arrived = asyncio.Event()  # a message, or the end
-        self._held = ExitStack()  # counts bytes that have come and are not taken
+        self._held = ExitStack()  # counts received bytes until they are taken
         self._grow = self._held.enter_context(place())
         self._is_silent = False  # since the last ping
         self._late: asyncio.TimerHandle | None = None
@@ -112,7 +112,7 @@ class WebSocket:
                 self._grow = self._held.enter_context(self._place())
 
     async def send(self, text: bytes) -> None:
-        """Send a text, once there is room; nothing at the end."""
+        """Send a text when the client has read enough; after the end, do nothing."""
         for start in range(0, len(text), _FRAME):
             if self._flow.write_paused:
                 await self._flow.drain()

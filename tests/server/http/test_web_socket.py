@@ -67,7 +67,7 @@ class Wire:
             await asyncio.sleep(0)
 
     def frames(self) -> Iterator[tuple[int, bytes]]:
-        """Read what was written: frames without masks."""
+        """Parse the written bytes: frames without masks."""
         data = self.written
         while data:
             size, start = data[1], 2

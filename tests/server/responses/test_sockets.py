@@ -60,7 +60,7 @@ def posted(http: httpx.Client, body: dict[str, Any]) -> tuple[int, list[dict[str
 
 
 def plain(value: Any) -> str:
-    """Write a value without what differs between two answers: ids and times."""
+    """Write a value without ids and times, which differ between two answers."""
     return re.sub(r'_[0-9a-f]{32}|_at": \d+', "", json.dumps(value))
 
 
