@@ -272,6 +272,21 @@ def test_a_large_message_has_the_bounds_of_bodies() -> None:
             assert asked(own, input="Hi")[-1]["type"] == "response.completed"
 
 
+def test_what_a_connection_kept_takes_no_room_after_it() -> None:
+    with serving(max_stored_response_bytes=30_000) as (_, port):
+        url = f"http://127.0.0.1:{port}/v1/responses"
+        kept = httpx.post(url, json={"input": "Hi"}).json()["id"]
+        for _ in range(20):
+            with opened(port) as own:
+                for _ in range(2):
+                    assert asked(own, input="Hi", store=False)[-1]["type"] == "response.completed"
+        assert httpx.get(f"{url}/{kept}").status_code == 200
+        with opened(port) as own:
+            for _ in range(20):
+                asked(own, input="Hi", store=False)
+            assert httpx.get(f"{url}/{kept}").status_code == 200, "it keeps its last response alone"
+
+
 def test_a_connection_ends_after_an_hour_and_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     with ExitStack() as open_now:
         with serving() as (_, port):
