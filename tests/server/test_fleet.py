@@ -100,7 +100,7 @@ def test_a_replica_of_another_machine(certificates: Path) -> None:
 
 
 def over_a_web_socket(base: str, **options: Any) -> list[dict[str, Any]]:
-    """Ask two questions, the second about the first one's answer, which is kept for the connection alone."""
+    """Return the responses to two questions; the second continues the first, which only the connection keeps."""
     ends: list[dict[str, Any]] = []
     with connect(f"{base.replace('http', 'ws', 1)}/v1/responses", **options) as socket:
         for question in ("What is 2 + 2?", "And 3 more?"):

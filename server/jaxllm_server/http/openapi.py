@@ -199,7 +199,7 @@ BODIES: Mapping[str, Body] = {
     ),
 }
 
-_SOCKETS = ("/v1/responses",)  # paths whose GET begins a WebSocket
+_SOCKETS = ("/v1/responses",)  # paths where GET begins a WebSocket
 _EMPTY = ("/health", "/live", "/ping")  # answers without a body
 _OTHER_FORMS = ("/v1/messages", "/api/")  # than OpenAI's, of errors too
 _ERROR_REFERENCE = {"$ref": "#/components/schemas/Error"}

@@ -2,7 +2,7 @@
 time in which a client has to read what is sent.
 
 `server_config` has all settings of uvicorn. The protocol also hands the connection's transport to the app, which
-closes it where an answer broke off, and an offer to speak WebSocket from then on. Knows no route.
+closes it where an answer broke off, and the offer of a WebSocket. Independent of routes.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ class BoundedProtocol(HttpToolsProtocol):
     _num_bytes = 0  # of the message that is being received, roughly: the next one may begin in the same segment
     _num_body_bytes = 0  # of them, what is body
     _segment = b""  # that is being parsed
-    _offers_socket = False  # the request whose head is parsed again
-    _socket: WebSocket | None = None  # what the connection speaks instead of HTTP
+    _offers_socket = False  # in the head that is parsed again
+    _socket: WebSocket | None = None  # set once the connection has switched to it
     _is_last = False  # the newest request is the connection's last; further bytes are dropped
     parser: Any  # httptools' parser; None when the connection is lost
 
@@ -241,10 +241,10 @@ class BoundedProtocol(HttpToolsProtocol):
         headers: Headers,
         make: Callable[[asyncio.Transport, FlowControl], WebSocket],
     ) -> WebSocket:
-        """Accept a request's offer with these headers; what comes from then on is for the WebSocket that `make` makes.
+        """Accept a request's offer with these headers; later bytes are for the WebSocket that `make` makes.
 
         Raises:
-            Refusal: if another request stands behind this one.
+            Refusal: if the client has sent another request already.
         """
         if self.cycle.scope is not scope or self.cycle.response_started:
             raise Refusal(400, "Nothing may follow an offer to upgrade.", "BAD_HEADER", closes=True)
@@ -258,7 +258,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return socket
 
     def shutdown(self) -> None:
-        """Begin to end: a WebSocket is told."""
+        """Begin to end; a WebSocket gets a close frame."""
         if self._socket is None:
             super().shutdown()
         else:

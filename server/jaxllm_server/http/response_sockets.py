@@ -1,7 +1,7 @@
 """`/v1/responses` over a WebSocket: each message is a request to the app itself, and its events are sent as texts.
 
-So keys, quotas, bounds, metrics, logs and errors are those of POST. What is added is the connection: one request at a
-time, the responses that are kept for it alone, and its own bounds.
+So keys, quotas, bounds, metrics, logs and errors are those of POST. A connection adds: one request at a time, responses
+that are kept for it alone, and bounds of connections.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from jaxllm_server.shared.options import ServerOptions
 if TYPE_CHECKING:
     from jaxllm_server.http.web_socket import WebSocket
 
-ROUTE = "/v1/responses (WebSocket)"  # as what connections are counted
-MOST_SECONDS = 3600.0  # of a connection, as OpenAI's server and Open Responses say
+ROUTE = "/v1/responses (WebSocket)"  # label of connections in the metrics
+MOST_SECONDS = 3600.0  # of a connection, as in OpenAI's server and Open Responses
 KEPT = "jaxllm.kept"  # in the scope of a message's request: `OfConnection`
 _TOO_OLD = {
     "type": "invalid_request_error",
@@ -128,21 +128,21 @@ class _Turn:
         self._socket = socket
         self._message: bytes | None = message
         self._status = 0
-        self._rest = b""  # of what is not whole yet
+        self._rest = b""  # of an event that is not whole yet
         self.has_failed = False
         self.is_through = False
 
     async def receive(self) -> Message:
-        """Give the message, then wait for the client to go."""
+        """Return the message, then wait for the client to leave."""
         if self._message is not None:
             body, self._message = self._message, None
-            self._socket.release()  # the reader of bodies counts it from here on
+            self._socket.release()  # from here on the reader of bodies counts it
             return {"type": "http.request", "body": body, "more_body": False}
         await self._socket.ended.wait()
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
-        """Send the events of an answer as texts, or what is wrong as one."""
+        """Send the events of an answer as texts, or its error as one."""
         if message["type"] == "http.response.start":
             self._status = message["status"]
             return
@@ -157,7 +157,7 @@ class _Turn:
             await self._socket.send(_error(self._status, json.loads(self._rest)["error"]))
 
     async def _send_event(self, event: bytes) -> None:
-        """Send an event. Of a response that failed there is the one that ends it, as of others."""
+        """Send an event; of a failed response only the last one, so that every response has one terminal event."""
         self.has_failed |= event.startswith(_FAILED)
         if not event.startswith(_ERROR):
             await self._socket.send(event.partition(b"\ndata: ")[2])

@@ -170,7 +170,7 @@ class ResponseEndpoints:
         return TextAnswer(**parts, writer=NamedWriter(reply, head))
 
     async def _reply_of(self, request: Request, reply_type: type[OwnReply]) -> tuple[OwnReply, dict[str, Stored]]:
-        """Read a body; return what it asks for, and the responses by their names that it goes on from."""
+        """Read a body; return its reply, and the earlier responses of its conversation by their names in the store."""
         client, kept_here = request.scope[CLIENT], request.scope.get(KEPT)
         body = await self._bodies.json(request)
         if kept_here is not None:
@@ -249,7 +249,7 @@ class ResponseEndpoints:
         return {**{name: getattr(params, name) for name in REPEATED_NUMBERS}, "clock": time.time}
 
     def _chain(self, body: Body, client: str, kept_here: OfConnection | None) -> dict[str, Stored]:
-        """Return the responses from which a request goes on, by their names in the store."""
+        """Return the earlier responses of a request's conversation, by their names in the store."""
         previous = text(body, "previous_response_id")
         if previous is None:
             return {}

@@ -1,7 +1,7 @@
-"""A WebSocket (RFC 6455) on a connection of the HTTP front end: one message at a time in, texts out.
+"""A WebSocket (RFC 6455) on a connection of the HTTP front end: receives one message at a time, sends texts.
 
-Frames are read and written by `websockets`. Here are its bounds: the bytes of a message and the time in which it comes,
-a client that reads or answers nothing, and how many frames one read may hold. Knows no route.
+`websockets` reads and writes frames. This module adds bounds: bytes and time of a message, the number of frames,
+clients that do not read or do not answer. Independent of routes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def answer_headers(headers: Sequence[tuple[bytes, bytes]]) -> Headers:
     """Return the headers of the answer that accepts an offer to speak WebSocket.
 
     Raises:
-        Refusal: if the offer is of another version, or lacks what it must have.
+        Refusal: if the offer is of another version, or lacks its key.
     """
     given = {name: value for name, value in headers if name.startswith(b"sec-websocket-")}
     if given.get(b"sec-websocket-version") != b"13":
@@ -65,7 +65,7 @@ class WebSocket:
         flow: FlowControl,
         *,
         max_bytes: int,  # of a message
-        stall_seconds: float | None,  # for a message to come whole, and for a silent client to answer a ping
+        stall_seconds: float | None,  # for a message to arrive whole, and for a silent client to answer a ping
         place: Place,
     ) -> None:
         self._transport = transport
@@ -75,9 +75,9 @@ class WebSocket:
         self._loop = asyncio.get_running_loop()
         self._protocol = Protocol(Side.SERVER, state=State.OPEN, max_size=max_bytes)
         self._pieces: list[BytesLike] = []  # of the message that is coming
-        self._messages: deque[bytes] = deque()  # that nobody has taken
+        self._messages: deque[bytes] = deque()  # not taken yet
         self._arrived = asyncio.Event()  # a message, or the end
-        self._held = ExitStack()  # counts bytes that have come and are not taken
+        self._held = ExitStack()  # counts received bytes until they are taken
         self._grow = self._held.enter_context(place())
         self._is_silent = False  # since the last ping
         self._late: asyncio.TimerHandle | None = None
@@ -85,8 +85,8 @@ class WebSocket:
         self._watch: asyncio.TimerHandle | None = None
         if stall_seconds is not None:
             self._watch = self._loop.call_later(stall_seconds, self._expect_more)
-        self._room, self._room_at = _MOST_FRAMES, self._loop.time()  # for frames, and when that was
-        self.ended = asyncio.Event()  # for the side that takes messages; the client may not have heard of it
+        self._room, self._room_at = _MOST_FRAMES, self._loop.time()  # for frames, at that time
+        self.ended = asyncio.Event()  # no more messages; the client may not have answered yet
 
     async def receive(self) -> bytes | None:
         """Wait for a message's text; None at the end. Its bytes are counted until `release`."""
@@ -95,7 +95,7 @@ class WebSocket:
                 return None
             self._arrived.clear()
             await self._arrived.wait()
-        await asyncio.sleep(0)  # a client that sends many waits for others between them
+        await asyncio.sleep(0)  # other tasks run between the messages of one client
         if not self._messages:
             return None
         message = self._messages.popleft()
@@ -112,7 +112,7 @@ class WebSocket:
                 self._grow = self._held.enter_context(self._place())
 
     async def send(self, text: bytes) -> None:
-        """Send a text, once there is room; nothing at the end."""
+        """Send a text when the client has read enough; after the end, do nothing."""
         for start in range(0, len(text), _FRAME):
             if self._flow.write_paused:
                 await self._flow.drain()
@@ -134,7 +134,7 @@ class WebSocket:
         for start in range(0, len(data), _PIECE):
             self._read(data[start : start + _PIECE])
         if not self.ended.is_set() and (self._messages or self._flow.write_paused):
-            self._flow.pause_reading()  # answers to pings must not pile up either
+            self._flow.pause_reading()  # or answers to pings would pile up
 
     def resume(self) -> None:
         """Read again, after the client has read."""
@@ -142,7 +142,7 @@ class WebSocket:
             self._flow.resume_reading()
 
     def lost(self) -> None:
-        """Note that the connection has gone."""
+        """Note the end of the connection."""
         self._end()
         for timer in (self._late, self._watch, self._aborting):
             if timer is not None:
@@ -188,7 +188,7 @@ class WebSocket:
             self._arrived.set()
 
     def _write(self) -> None:
-        """Send what the protocol wants to be sent, and end where it has ended."""
+        """Send what the protocol has written, and end with it."""
         for data in self._protocol.data_to_send():
             if data:
                 self._transport.write(data)
@@ -203,7 +203,7 @@ class WebSocket:
         self.close(CloseCode.POLICY_VIOLATION, f"a message did not come within {self._stall_seconds:g} seconds")
 
     def _expect_more(self) -> None:
-        """Ask a client that is silent whether it is there, and cut off one that has not answered."""
+        """Ping a silent client, and cut off one that has not answered the last ping."""
         assert self._stall_seconds is not None
         reads = not self._messages and not self._flow.write_paused
         if reads and self._is_silent:

@@ -1,7 +1,7 @@
-"""`/v1/responses/compact`: of a conversation its users' messages stay, and the model sums up all of it.
+"""`/v1/responses/compact`: keeps the users' messages of a conversation, and has the model sum up all of it.
 
-OpenAI's server returns such a list too: the messages of users, then one item that nobody else can read. Ours holds the
-summary as it is, so that it is of use to every server and after a restart. Pure.
+OpenAI's server returns such a list too: the messages of users, then one encrypted item. Ours holds the summary
+readably, so that every server can continue from it, after a restart too. Pure.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FIELDS = frozenset(
 
 
 class CompactionReply(ResponseReply):
-    """What a body of `/v1/responses/compact` asks for, and how it is answered; as of `ResponseReply`."""
+    """Reads a body of `/v1/responses/compact` and writes its answer, as `ResponseReply` does."""
 
     fields, unbuilt = _FIELDS, MappingProxyType({})
 

@@ -109,7 +109,7 @@ def continues_answer(items: Sequence[Item]) -> bool:
 
 
 def check_outputs(items: Iterable[Item]) -> None:
-    """Refuse the output of a tool that was not called before, as OpenAI's server does."""
+    """Refuse the output of a tool without an earlier call, as OpenAI's server does."""
     called = set()
     for item in items:
         if item["type"] == "function_call":
@@ -119,7 +119,7 @@ def check_outputs(items: Iterable[Item]) -> None:
 
 
 def packed(summary: str) -> str:
-    """Return a summary as the content of a compaction: it holds nothing that its client may not read.
+    """Return a summary as the content of a compaction, in base64: its client has read the conversation.
 
     >>> unpacked(packed("Sum up."))
     'Sum up.'
@@ -131,7 +131,7 @@ def unpacked(content: str) -> str:
     """Return the summary in the content of a compaction.
 
     Raises:
-        ValueError: if it is none of ours.
+        ValueError: if another server made it.
     """
     if not content.startswith(_PACKED):
         raise ValueError("another server's")

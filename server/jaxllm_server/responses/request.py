@@ -56,7 +56,7 @@ def check_names(body: Body) -> None:
 
 
 def of_message(message: Body) -> dict[str, Any]:
-    """Return the body that a message of a WebSocket stands for: its answer is always a stream."""
+    """Return the body of POST that is equal to a message of a WebSocket, always with a stream."""
     kind = message.get("type")
     if kind != "response.create":
         raise UserError("The messages of a WebSocket are objects of type response.create.", "type")

@@ -39,7 +39,7 @@ class LostError(LookupError):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.response_id = name[name.find(RESPONSE_PREFIX) :]  # without what tells those of one connection apart
+        self.response_id = name[name.find(RESPONSE_PREFIX) :]  # without the prefix of a connection
 
 
 class ResponseStore:
@@ -105,9 +105,9 @@ class ResponseStore:
 
 
 class OfConnection:
-    """The last response of one connection that is not kept beyond it, and those that led to it.
+    """Keeps the last response of a connection with `store` off, and those that led to it, until the connection ends.
 
-    They are in the store like others, under names that no request can give.
+    They are in the store like others, under names that no request can contain.
     """
 
     def __init__(self, store: ResponseStore, client: str) -> None:
@@ -115,26 +115,26 @@ class OfConnection:
         self._client = client
         self._prefix = f"{next(_connections)}:"
         self._names: set[str] = set()
-        self.used: str | None = None  # the name of the one that the request under way goes on from
+        self.used: str | None = None  # the name of the response that the current request continues
 
     def name_of(self, response_id: str) -> str:
-        """Return under which name a response is in the store."""
+        """Return the name of a response in the store."""
         own = self._prefix + response_id
         return own if own in self._names else response_id
 
     def put(self, response_id: str, stored: Stored) -> None:
-        """Keep a response, and of the others those that led to it."""
+        """Keep a response and those that led to it; forget the others."""
         name = self._prefix + response_id
         self._names.add(name)
         self._store.put(self._client, name, stored)
         try:
             chain = self._store.chain(self._client, name)
-        except LostError:  # there is no room for it, or for one before it
+        except LostError:  # no room was left for it or an earlier one
             chain = {}
         self._forget(self._names - chain.keys())
 
     def forget_used(self) -> None:
-        """Forget the response from which a request that has failed went on."""
+        """Forget the response that a failed request was to continue."""
         if self.used is not None:
             self._forget({self.used})
 

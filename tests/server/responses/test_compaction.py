@@ -1,4 +1,4 @@
-"""What `/v1/responses/compact` makes of a conversation, and what a later request makes of that."""
+"""`/v1/responses/compact` of generated conversations, and requests that continue from its answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Responses over a WebSocket: the events of POST, what a connection may go on from, its bounds and its end."""
+"""Responses over a WebSocket: the same events as of POST, continuation within a connection, its bounds and its end."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def posted(http: httpx.Client, body: dict[str, Any]) -> tuple[int, list[dict[str
 
 
 def plain(value: Any) -> str:
-    """Write a value without what differs between two answers: ids and times."""
+    """Write a value without ids and times, which differ between two answers."""
     return re.sub(r'_[0-9a-f]{32}|_at": \d+', "", json.dumps(value))
 
 
 class Known:
-    """What may be gone on from: a naive copy of what Open Responses says."""
+    """The responses that may be continued: a naive copy of the rules of Open Responses."""
 
     def __init__(self) -> None:
         self.parents: dict[str, str | None] = {}
@@ -270,6 +270,21 @@ def test_a_large_message_has_the_bounds_of_bodies() -> None:
                 other.recv(timeout=5)
             assert caught.value.rcvd is not None and caught.value.rcvd.code == 1009
             assert asked(own, input="Hi")[-1]["type"] == "response.completed"
+
+
+def test_what_a_connection_kept_takes_no_room_after_it() -> None:
+    with serving(max_stored_response_bytes=30_000) as (_, port):
+        url = f"http://127.0.0.1:{port}/v1/responses"
+        kept = httpx.post(url, json={"input": "Hi"}).json()["id"]
+        for _ in range(20):
+            with opened(port) as own:
+                for _ in range(2):
+                    assert asked(own, input="Hi", store=False)[-1]["type"] == "response.completed"
+        assert httpx.get(f"{url}/{kept}").status_code == 200
+        with opened(port) as own:
+            for _ in range(20):
+                asked(own, input="Hi", store=False)
+            assert httpx.get(f"{url}/{kept}").status_code == 200, "it keeps its last response alone"
 
 
 def test_a_connection_ends_after_an_hour_and_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
