@@ -93,7 +93,11 @@ class ChatReply:
         self.names: Mapping[str, str] = names
         if num_logprobs is None and fields.get("logprob_token_ids"):
             num_logprobs = 0  # as in completions: they and the sampled tokens are reported
-        self.form = form_of(fields, options, num_logprobs)
+        includes_reasoning = bool(flag(fields, "include_reasoning", True))
+        # Tokens would show the reasoning that is left out, as in vLLM.
+        hides_tokens = options.reasoning_parser is not None and not includes_reasoning
+        self.form = form_of(fields, options, None if hides_tokens else num_logprobs)
+        self._shows_ids = self.form.return_token_ids and not hides_tokens
         self.is_stream = self.form.stream
         own_id = text(fields, "request_id")
         self.request_id = request_id if own_id is None else own_id
@@ -121,7 +125,7 @@ class ChatReply:
                 takes_one_call=self._takes_one_call,
                 sampling=sampling,
                 request_id=self.request_id,
-                include_reasoning=bool(flag(fields, "include_reasoning", True)),
+                include_reasoning=includes_reasoning,
                 **shared_call_fields(fields),
             )
         ]
@@ -143,7 +147,7 @@ class ChatReply:
                 "logprobs": logprobs_of(part.logprobs, self.form),
                 "finish_reason": self._finish_reason(part),
                 "stop_reason": part.stop_reason,
-                "token_ids": list(part.token_ids) if self.form.return_token_ids else None,
+                "token_ids": list(part.token_ids) if self._shows_ids else None,
             }
             choices.append(choice)
         answer: dict[str, Any] = {"choices": choices, "usage": usage_fields([chunk.usage], self.form)}
@@ -168,11 +172,12 @@ class ChatReply:
                     tails.append({"choices": [_choice(part.index, {"content": self._echo})]})
                     self._add_usage(tails[-1], chunk, place)
             delta = self._delta(part)
-            has_ids = self.form.return_token_ids and bool(part.token_ids)
+            has_ids = self._shows_ids and bool(part.token_ids)
+            has_logprobs = self.form.num_logprobs is not None and bool(part.logprobs)
             # Text may be held back while it could become a stop string or a tool call.
-            if delta or part.finish_reason or part.logprobs or has_ids:
+            if delta or part.finish_reason or has_logprobs or has_ids:
                 choice = _choice(part.index, delta)
-                if part.logprobs:
+                if has_logprobs:
                     choice["logprobs"] = logprobs_of(part.logprobs, self.form)
                 if part.finish_reason:
                     choice["finish_reason"] = self._finish_reason(part)

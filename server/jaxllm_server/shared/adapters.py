@@ -148,7 +148,9 @@ class ServedAdapters:
             try:
                 await self._engine.off_loop(self._engine.read_adapter, request, client=client, language=b"")
             except UserError as error:
-                told = str(error).replace(f"{root}/", "").replace(str(root), path)
+                told = str(error)
+                if root != root.parent:  # of the whole file system nothing is hidden, and every path holds "/"
+                    told = told.replace(f"{root}/", "").replace(str(root), path)
                 raise UserError(told, "lora_path") from error
             before = self._served.get(name)
             self._served[name] = Served(request, path, 0 if before is None else before.num_finished)

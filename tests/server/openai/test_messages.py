@@ -616,6 +616,20 @@ def test_a_conversation_that_its_client_has_written():
         chat(kv_transfer_params={"prompt_token_ids": [1, 2]}, prompt_token_ids=[1])
 
 
+@pytest.mark.parametrize("parser", [None, "qwen3"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_of_reasoning_that_is_left_out_are_hidden(parser, stream):
+    body = {"include_reasoning": False, "return_token_ids": True, "logprobs": True, "stream": stream}
+    reply = chat(ServerOptions(reasoning_parser=parser), **body)
+    row = {5: entry(-3.0, "hm")}
+    chunks = [chunk(part("", token_ids=[5], logprobs=[row])), chunk(part("a", token_ids=[6], logprobs=[row]))]
+    tails = [tail for piece in chunks for tail in reply.events(0, piece)] if stream else [reply.response(chunks[:1])]
+    choices = [tail["choices"][0] for tail in tails]
+    assert any(choice.get("token_ids") for choice in choices) == any(choice["logprobs"] for choice in choices)
+    assert any(choice.get("token_ids") for choice in choices) == (parser is None)
+    assert len(choices) == ((2 if parser else 3) if stream else 1), "a hidden token makes no event"
+
+
 def test_a_prompt_of_nothing():
     for body in ({"prompt": None, "prompt_embeds": []}, {"prompt_embeds": []}):
         with pytest.raises(UserError, match="Either prompt or prompt_embeds must be provided and non-empty") as caught:

@@ -133,6 +133,12 @@ def test_nothing_is_loaded_that_the_server_was_not_started_for(root: Path) -> No
         adapters(root).unload("x")
 
 
+def test_an_error_is_readable_where_the_folder_is_the_whole_file_system(root: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        asyncio.run(adapters(Path("/")).load("x", str(root / "bad")))
+    assert str(caught.value).count(str(root)) == 1, str(caught.value)
+
+
 def test_an_unloaded_adapter_stays_with_the_engine_until_its_requests_have_ended(root: Path) -> None:
     async def check() -> None:
         engine = Engine()
