@@ -1,4 +1,4 @@
-"""What people ask a small model first: sums with a number below ten, as the package's own model answers them."""
+"""The embedded model adds small numbers without an error, the usual first question to a model."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def llm() -> Iterator[LLM]:
 
 
 def wrong(llm: LLM, questions: list[Question], params: SamplingParams) -> list[str]:
-    """Return the wrong answers, each drawn with a seed of its own."""
+    """Return the wrong answers; every question has its own seed."""
     every = [dataclasses.replace(params, max_tokens=24, seed=number) for number in range(len(questions))]
     outputs = llm.chat([question.messages for question in questions], every, use_tqdm=False)
     texts = [output.outputs[0].text for output in outputs]
     return [text for text, question in zip(texts, questions, strict=True) if text != question.answer]
 
 
-def test_all_small_sums_are_right_in_every_phrasing_that_has_its_turn(llm: LLM) -> None:
+def test_all_small_sums_are_right(llm: LLM) -> None:
     questions = [question for question in small_questions() if question.kind == "small sums"]
     assert len(questions) == 1900
     assert wrong(llm, questions, SamplingParams(temperature=0)) == []
