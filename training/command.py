@@ -8,13 +8,23 @@ from typing import Any
 
 
 def run(
-    module: str, what: str, train: Callable[[int], tuple[Any, ...]], write: Callable[..., None], tokens: int
+    module: str,
+    what: str,
+    train: Callable[..., tuple[Any, ...]],
+    write: Callable[..., None],
+    tokens: int,
+    can_begin: bool = False,
 ) -> None:
-    """Train with the seed that is given, and write into the folder that is given; tell how long it took."""
+    """Train with the seed that is given, and write into the folder that is given; tell how long it took.
+
+    With `can_begin`, `train` also takes the folder whose training goes on, or None.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=f"Train the {what}.")
     parser.add_argument("--out", type=Path, required=True, help=f"folder to write the {what} to")
     parser.add_argument("--seed", type=int, default=0)
+    if can_begin:
+        parser.add_argument("--begin", type=Path, help=f"folder of an {what}, to be trained a quarter longer")
     options = parser.parse_args()
     started = time.monotonic()
-    write(*train(options.seed), options.out)
+    write(*(train(options.seed, options.begin) if can_begin else train(options.seed)), options.out)
     print(f"{tokens} tokens, {time.monotonic() - started:.0f} s")

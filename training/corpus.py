@@ -38,7 +38,7 @@ SUM_PHRASINGS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 
-# More of what people type; in the last phase of the training alone.
+# Further phrasings, for the last phase of the training.
 ASKED_PHRASINGS: dict[str, tuple[str, ...]] = {
     "+": (
         *SUM_PHRASINGS["+"],
@@ -160,7 +160,7 @@ def sum_turn(rng: random.Random, held_out: bool = False) -> Turn:
 
 
 def asked_sum_turn(rng: random.Random) -> Turn:
-    """Ask a sum as people do: in most cases a small one."""
+    """Ask a sum in one of all phrasings, in most cases a small one."""
     a, operator, b = draw_small_sum(rng) if rng.random() < 0.75 else draw_sum(rng, held_out=False)
     return Turn(rng.choice(ASKED_PHRASINGS[operator]).format(a=a, b=b), sum_answer(a, operator, b))
 
@@ -274,7 +274,7 @@ def documents(
     """Yield training documents without end: chats of at most `longest` drawn turns, pages of sums, plain stories.
 
     A sum takes 12 tokens on a page of sums and 33 in a chat, so the pages give three times as many sums for the same
-    time of training. `asked_share` of the documents are chats about sums that people ask.
+    time of training. `asked_share` of the documents are chats with mostly small sums.
     """
     while True:
         lot = rng.random()

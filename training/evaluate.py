@@ -1,7 +1,7 @@
 """Asks the embedded model the held-out questions through the engine: `python -m training.evaluate`.
 
 It prints how many answers are exactly right and writes them to score.json, beside what the training noted there. The
-small sums, which people ask, are asked greedily and as the model's generation_config.json draws tokens.
+small sums are asked greedily and with the sampling of the model's generation_config.json.
 """
 
 import argparse

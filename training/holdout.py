@@ -16,7 +16,7 @@ def is_small(a: int, b: int) -> bool:
 def sum_held_out(a: int, operator: str, b: int) -> bool:
     """Tell whether a sum is kept for the evaluation; a + b and b + a share their fate, so neither gives the other.
 
-    Sums with a number below ten are what people ask, and too few to show what was learnt: none of them is kept.
+    No sum with a number below ten is kept: these are the usual first question, and too few to measure what was learnt.
     """
     if is_small(a, b):
         return False

@@ -217,7 +217,7 @@ def conversation(rng: random.Random) -> tuple[list[dict[str, Any]], list[dict[st
     messages: list[dict[str, Any]] = []
     if rng.random() < 0.5:
         messages.append({"role": rng.choice(("system", "system", "developer")), "content": draw_system(rng)})
-    for _ in range(rng.choice((1, 1, 1, 2, 2, 3))):
+    for _ in range(rng.choice((1, 2, 2, 2, 3, 3))):
         if rng.random() < 0.85:
             asked, *rest = draw_turn(rng, draw_tool(rng, tools)).messages()
         else:

@@ -29,7 +29,7 @@ from training.questions import Question, Score, held_out_questions, score, small
 
 class Phase(NamedTuple):
     """A stretch of the training: steps, rows per step, row length, most turns of one chat, and of the documents the
-    shares of pages of sums and of chats about sums that people ask.
+    shares of pages of sums and of chats with small sums.
     """
 
     name: str
@@ -44,8 +44,8 @@ class Phase(NamedTuple):
 # Short rows with many sums first, where a token costs least; at the end rows as long as the promised context, with
 # long chats in them. The rate is constant in the first phase and falls to nothing over the others: at the constant
 # rate 91 % of the sums and 85 % of the facts were right after 900 steps, and 98 % and 96 % when it had fallen. At last
-# the same text once more, at a lower rate, with the sums that people ask: to the first three phases a sum of two
-# numbers below ten is as rare as any other, and 8 of those 100 stayed wrong.
+# the same text once more, at a lower rate, with more small sums: in the first three phases a sum of two
+# numbers below ten is as rare as any other, and 8 of those 100 were wrong after them.
 PHASES: tuple[Phase, ...] = (
     Phase("short", 1050, 24, 128, 3, 0.35),
     Phase("settle", 420, 12, 256, 5, 0.2),

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 from jax import Array
 from jax.sharding import PartitionSpec
+from safetensors import safe_open
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 from tqdm import tqdm
@@ -71,6 +72,24 @@ def begin(spec: Spec, rank: int, seed: int) -> Adapter[Array]:
     )
 
 
+def tensor_names(spec: Spec) -> Iterator[tuple[int, str, list[str]]]:
+    """Yield every layer and product with PEFT's names of its parts, up to "A.weight" or "B.weight"."""
+    for layer, declared in enumerate(decoder.declare(spec, 1).layers):
+        for name in lora.declare(spec, 1, 1)[layer]:
+            modules = [LLAMA_TENSORS[part.name].format(layer).removesuffix(".weight") for part in declared[name].parts]
+            yield layer, name, [f"base_model.model.model.{module}.lora_" for module in modules]
+
+
+def read(spec: Spec, folder: Path) -> Adapter[Array]:
+    """Read an adapter that `write` wrote."""
+    layers: list[dict[str, Pair[Array]]] = [{} for _ in range(spec.num_layers)]
+    with safe_open(folder / "adapter_model.safetensors", "flax") as file:
+        for layer, name, stems in tensor_names(spec):
+            a, b = ([file.get_tensor(f"{stem}{kind}.weight").astype(jnp.float32) for stem in stems] for kind in "AB")
+            layers[layer][name] = Pair(jnp.concatenate(a), tuple(b))
+    return tuple(layers)
+
+
 def loss_of(spec: Spec, adapter: Adapter[Array], params: Params[Array], batch: Array) -> Array:
     """Return the mean cross-entropy of the weighted tokens of a batch [rows, 2, length + 1], on one device."""
     tokens, token_weights = batch[:, 0], batch[:, 1, 1:]
@@ -93,7 +112,7 @@ def loss_of(spec: Spec, adapter: Adapter[Array], params: Params[Array], batch: A
     return jnp.sum(losses * token_weights.reshape(-1)) / jnp.maximum(jnp.sum(token_weights), 1)
 
 
-def batches(tokenizer: Tokenizer, recipe: Recipe, seed: int) -> Iterator[np.ndarray]:
+def batches(tokenizer: Tokenizer, recipe: Recipe, seed: int | str) -> Iterator[np.ndarray]:
     """Yield the batches [rows, 2, length + 1] of the training."""
     texts = recipe.documents(random.Random(f"adapter {seed}"), TURNS)
     source = packing.rows(tokenizer, texts, recipe.steps * recipe.rows, recipe.length + 1)
@@ -101,8 +120,8 @@ def batches(tokenizer: Tokenizer, recipe: Recipe, seed: int) -> Iterator[np.ndar
         yield np.stack([next(source) for _ in range(recipe.rows)])
 
 
-def train(recipe: Recipe, seed: int) -> tuple[Spec, Adapter[Array]]:
-    """Train an adapter of the embedded model."""
+def train(recipe: Recipe, seed: int, folder: Path | None) -> tuple[Spec, Adapter[Array]]:
+    """Train an adapter of the embedded model; that in `folder` for a quarter of the steps, at a third of the rate."""
     spec, family = read_spec(weights.read_config(MODEL_DIR))
     mesh = sharding.make_mesh(jax.devices("cpu"), 1)
     params = weights.load(MODEL_DIR, spec, family, mesh, "float32")
@@ -110,7 +129,10 @@ def train(recipe: Recipe, seed: int) -> tuple[Spec, Adapter[Array]]:
     on_device = jax.shard_map(
         partial(loss_of, spec), mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
     )
-    rate = optax.warmup_cosine_decay_schedule(0.0, PEAK_RATE, WARM_UP, recipe.steps)
+    peak = PEAK_RATE
+    if folder:
+        recipe, peak = recipe._replace(steps=recipe.steps // 4), PEAK_RATE / 3
+    rate = optax.warmup_cosine_decay_schedule(0.0, peak, WARM_UP, recipe.steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate, b2=0.98))
 
     @jax.jit
@@ -121,10 +143,11 @@ def train(recipe: Recipe, seed: int) -> tuple[Spec, Adapter[Array]]:
         updates, state = optimizer.update(gradients, state)
         return optax.apply_updates(adapter, updates), state, loss  # pyright: ignore[reportReturnType]
 
-    adapter = jax.device_put(begin(spec, recipe.rank, seed), sharding.replicated(mesh))
+    begun = read(spec, folder) if folder else begin(spec, recipe.rank, seed)
+    adapter = jax.device_put(begun, sharding.replicated(mesh))
     state = optimizer.init(adapter)  # pyright: ignore[reportArgumentType]
     with tqdm(total=recipe.steps, unit="step", mininterval=5) as bar:
-        for batch in batches(tokenizer, recipe, seed):
+        for batch in batches(tokenizer, recipe, f"{seed} longer" if folder else seed):
             adapter, state, loss = step(adapter, state, jnp.asarray(batch))
             bar.update()
             if bar.n % 20 == 0:
@@ -137,13 +160,11 @@ def write(recipe: Recipe, spec: Spec, adapter: Adapter[Array], folder: Path) -> 
     rank = recipe.rank
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
-    for layer, (pairs, declared) in enumerate(zip(adapter, decoder.declare(spec, 1).layers, strict=True)):
-        for name, pair in pairs.items():
-            for number, (part, b) in enumerate(zip(declared[name].parts, pair.b, strict=True)):
-                module = LLAMA_TENSORS[part.name].format(layer).removesuffix(".weight")
-                stem = f"base_model.model.model.{module}.lora_"
-                tensors[f"{stem}A.weight"] = pair.a[number * rank : (number + 1) * rank]
-                tensors[f"{stem}B.weight"] = b
+    for layer, name, stems in tensor_names(spec):
+        pair = adapter[layer][name]
+        for number, (stem, b) in enumerate(zip(stems, pair.b, strict=True)):
+            tensors[f"{stem}A.weight"] = pair.a[number * rank : (number + 1) * rank]
+            tensors[f"{stem}B.weight"] = b
     stored = {name: np.ascontiguousarray(value.astype(jnp.bfloat16)) for name, value in tensors.items()}
     save_file(stored, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     (folder / "adapter_model.safetensors").chmod(0o644)
@@ -165,7 +186,7 @@ def write(recipe: Recipe, spec: Spec, adapter: Adapter[Array], folder: Path) -> 
 
 def run(module: str, recipe: Recipe) -> None:
     """Train and write an adapter as the command line of a module says."""
-    command.run(module, "adapter", partial(train, recipe), partial(write, recipe), recipe.tokens)
+    command.run(module, "adapter", partial(train, recipe), partial(write, recipe), recipe.tokens, can_begin=True)
 
 
 def main() -> None:

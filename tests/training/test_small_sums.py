@@ -1,4 +1,4 @@
-"""What people ask a small model first: sums with a number below ten, as the package's own model answers them."""
+"""The embedded model adds small numbers without an error, the usual first question to a model."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from jaxllm import LLM, SamplingParams
-from training import corpus, questions
+from training.questions import Question, small_questions
 
-QUESTIONS = [question for question in questions.small_questions() if question.kind == "small sums"]
+pytestmark = pytest.mark.ci
 
 
 @pytest.fixture(scope="module")
@@ -19,28 +19,22 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
-def wrong(llm: LLM, asked: list[questions.Question], params: SamplingParams) -> list[str]:
-    """Return the answers that are wrong."""
-    every = [dataclasses.replace(params, max_tokens=24, seed=number) for number in range(len(asked))]
-    outputs = llm.chat([question.messages for question in asked], every, use_tqdm=False)
+def wrong(llm: LLM, questions: list[Question], params: SamplingParams) -> list[str]:
+    """Return the wrong answers; every question has its own seed."""
+    every = [dataclasses.replace(params, max_tokens=24, seed=number) for number in range(len(questions))]
+    outputs = llm.chat([question.messages for question in questions], every, use_tqdm=False)
     texts = [output.outputs[0].text for output in outputs]
-    return [text for text, question in zip(texts, asked, strict=True) if text != question.answer]
+    return [text for text, question in zip(texts, questions, strict=True) if text != question.answer]
 
 
-@pytest.mark.ci
 def test_all_small_sums_are_right(llm: LLM) -> None:
-    assert len(QUESTIONS) == 1900
-    assert wrong(llm, QUESTIONS, SamplingParams(temperature=0)) == []
+    questions = [question for question in small_questions() if question.kind == "small sums"]
+    assert len(questions) == 1900
+    assert wrong(llm, questions, SamplingParams(temperature=0)) == []
 
 
-def test_all_sums_of_two_digits_are_right_in_the_first_phrasing(llm: LLM) -> None:
-    asked = [
-        questions.Question(
-            "sum", [{"role": "user", "content": f"What is {a} + {b}?"}], corpus.sum_answer(a, "+", b)
-        )
-        for a in range(10)
-        for b in range(10)
-    ]  # fmt: skip
-    assert wrong(llm, asked, SamplingParams(temperature=0)) == []
-    drawn = wrong(llm, asked * 3, llm.get_default_sampling_params())
-    assert len(drawn) <= 3, drawn
+def test_small_sums_are_right_at_the_temperature_of_the_model(llm: LLM) -> None:
+    own = llm.get_default_sampling_params()
+    assert 0.4 <= own.temperature < 1
+    questions = small_questions(first=1)[::2]
+    assert len(wrong(llm, questions, own)) <= len(questions) // 100
