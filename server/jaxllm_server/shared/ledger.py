@@ -26,6 +26,7 @@ _REFUSALS = {
     BODIES: "The server is receiving too many large bodies.",
     REQUESTS: "The server is answering too many large requests.",
 }
+_LEAST_BYTES = 24 << 10  # of any request: its tasks, its call, its place in the queue (measured)
 _NUMBER_BYTES = 32  # of an integer above 256, or a float
 _MANY_NUMBERS = 1024  # of a list, from which on a few are looked at
 _LOOKED_AT = 256
@@ -41,8 +42,10 @@ class Ledger:
         self._watched: dict[str, Callable[[], int]] = {}
 
     def entry(self, client: str) -> Entry:
-        """Begin a request's entry."""
-        return Entry(self, client)
+        """Begin a request's entry, with what any request takes."""
+        entry = Entry(self, client)
+        entry.charge(REQUESTS, _LEAST_BYTES)
+        return entry
 
     def watch(self, account: str, read: Callable[[], int]) -> None:
         """Add an account of what another part of the server holds and bounds; `read` returns its bytes."""
@@ -117,7 +120,7 @@ def size_of(document: Any) -> int:
             num_bytes += sys.getsizeof(value)
             new = [name for name in value if id(name) not in names]
             names.update(map(id, new))
-            num_bytes += sum(map(sys.getsizeof, new))
+            num_bytes += sum(map(_size_of_text, new))
             waiting += value.values()
         elif isinstance(value, list):
             num_bytes += sys.getsizeof(value)
@@ -127,10 +130,14 @@ def size_of(document: Any) -> int:
             else:
                 waiting += value
         elif isinstance(value, str):
-            num_bytes += sys.getsizeof(value)
+            num_bytes += _size_of_text(value)
         else:
             num_bytes += _size_of_number(value)
     return num_bytes
+
+
+def _size_of_text(text: str) -> int:
+    return (sys.getsizeof(text) + 15) // 16 * 16  # as Python's allocator hands it out
 
 
 def _size_of_number(value: object) -> int:

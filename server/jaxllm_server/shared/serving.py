@@ -148,7 +148,7 @@ class Serving:
                 model = self.engine.model if adapter is None else adapter.language.model
                 prompt = await self.prompt_of(call, params, model)
             self._check_length(call, params, prompt)
-            self._check_size(call, params, len(prompt["prompt_token_ids"]))
+            params = self._bounded(call, params, len(prompt["prompt_token_ids"]))
             if call.suffix is not None and not params.ignore_eos:
                 stop_ids = (*params.stop_token_ids, *fill_in_middle.stop_ids(model.tokenizer))
                 params = replace(params, stop_token_ids=stop_ids)
@@ -339,16 +339,25 @@ class Serving:
         if asked is not None and not is_cut and isinstance(ids, Sequence) and len(ids) + asked > longest:
             raise too_long(longest, len(ids), asked)
 
-    def _check_size(self, call: Call, params: SamplingParams, num_prompt: int) -> None:
-        """Refuse an answer that would hold too many log-probabilities; outputs of a stream are sent as they come."""
+    def _bounded(self, call: Call, params: SamplingParams, num_prompt: int) -> SamplingParams:
+        """Refuse an answer that would hold too many log-probabilities; outputs of a stream are sent as they come.
+
+        Where the client has named no number of tokens, the outputs end when the answer holds as many as it may.
+        """
         model = self.engine.model
         per_prompt, per_output = (
             0 if asked is None else 1 + (model.vocab_size if asked == -1 else asked)
             for asked in (params.prompt_logprobs, None if call.stream else params.logprobs)
         )
         room = max(1, model.max_model_len - num_prompt)
-        num_output = params.n * (room if params.max_tokens is None else min(room, params.max_tokens))
-        call.answer_size.add(num_prompt * per_prompt, num_output * per_output, model.max_model_len)
+        most = room if params.max_tokens is None else min(room, params.max_tokens)
+        values = num_prompt * per_prompt
+        if params.n * per_output and ("max_tokens" not in call.sampling or call.may_fill_context):
+            left = call.answer_size.left(values, model.max_model_len) // (params.n * per_output)
+            if max(1, params.min_tokens) <= left < most:
+                most, params = left, replace(params, max_tokens=left)
+        call.answer_size.add(values, params.n * most * per_output, model.max_model_len)
+        return params
 
 
 def given_of(params: SamplingParams) -> dict[str, Any]:
