@@ -14,6 +14,7 @@ from jaxllm import SamplingParams, UserError
 from jaxllm_server.http import sse
 from jaxllm_server.shared.answer_size import MOST_VALUES, AnswerSize
 from jaxllm_server.shared.calls import Call
+from jaxllm_server.shared.repeated import Continued, Repeated
 from tests.server.shared.test_serving import serving
 
 PLAIN = st.recursive(
@@ -33,6 +34,18 @@ def test_an_answer_in_pieces_is_the_same_bytes(value: object) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sse, "_FEW", 3)
         assert sse.dumps_large(value) == sse.dumps(value)
+
+
+@given(st.lists(PLAIN, max_size=9), st.lists(PLAIN, max_size=9))
+@settings(deadline=None, max_examples=100)
+def test_what_answers_repeat_is_the_same_bytes_and_is_written_once(beginning: list[Any], rest: list[Any]) -> None:
+    repeated = Repeated(beginning)
+    value = {"choices": [{"own": repeated, "all": Continued(repeated, rest)}, {"all": Continued(repeated, [])}] * 2}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sse, "_FEW", 3)
+        assert sse.dumps_large(value) == sse.dumps(value)
+        written = repeated.json
+        assert sse.dumps_large(value) == sse.dumps(value) and repeated.json is written
 
 
 def test_no_piece_is_large() -> None:
