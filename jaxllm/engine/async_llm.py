@@ -52,7 +52,7 @@ PauseMode = Literal["abort", "wait", "keep"]
 LEAST_SECONDS = 1e-9  # of a request: gRPC's durations count nanoseconds
 MAX_SECONDS = 10**9  # of a request: 30 years, which timers can hold
 _MOST_THREADS = 4  # for slow work beside the event loop, one for each core: more would wait for Python's lock
-_MANY_IDS = 2**16  # token ids of a prompt from which on they are checked off the event loop: 5 ms
+_MANY_IDS = 2**16  # token ids of a prompt that are checked in a thread: 5 ms
 LONG_TEXT = 4096  # characters from which on a prompt is tokenized off the event loop: about a millisecond
 # What may wait by default: 90 MB (measured with 4,000 prompts of 256 tokens).
 LEAST_QUEUED = 4096  # sequences: this, or …

@@ -2,8 +2,8 @@
 
     python -m tests.faults.soak [number of requests]
 
-What the process holds must not grow, and what it counted must be what its clients were told, to the token. With large
-requests under way it has grown by what its ledger says. Prints a line, and ends with 1 if a bound is broken.
+The memory of the process must not grow, and its counters must equal the clients', to the token. With large requests in
+flight its memory must have grown by the ledger's sum. Prints a line, and ends with 1 if a bound is broken.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MOST_BYTES = 100.0  # of memory that a request may leave behind
 AT_ONCE = 32
 NUM_SAMPLES = 25
 JSON = {"content-type": "application/json"}
-MOST_UNCOUNTED = 0.1  # of what the process grew by
+MOST_UNCOUNTED = 0.1  # of the process's growth
 NUM_LARGE = 16  # requests, of each of a few kinds
 ENDLESS = 480  # tokens of a request that a client ends
 FINISH = {
@@ -122,7 +122,7 @@ class Soak:
             self.books.surprises[code] += 1
 
     async def fill(self, server: ServingProcess, report: Path, bodies: Sequence[bytes]) -> tuple[int, int]:
-        """Hold large requests while a step hangs; return by how much the ledger grew, and the process; end all."""
+        """Hold large requests while a step hangs, then end them; return the growth of the ledger and of the process."""
         before = await self._ledger(), await _report(server, report)
         server.signal(signal.SIGUSR2)
         begun = []
@@ -266,14 +266,14 @@ async def _serve(server: ServingProcess, num_requests: int, report: Path) -> Boo
 
 
 def measure_ledger() -> tuple[int, int]:
-    """Return what the ledger of a server says of large requests under way, and what its process has grown by."""
+    """Return the growth of a server's ledger with large requests in flight, and that of its process."""
 
     async def measure() -> tuple[int, int]:
         async with aiohttp.ClientSession(server.http) as http, grpc.aio.insecure_channel(server.grpc) as channel:
             own, bodies = Soak(server, http, channel), list(_large_requests())
             for number in range(200):
                 await own.one(number)
-            await own.fill(server, report, bodies[:8])  # allocators keep some of what they once had
+            await own.fill(server, report, bodies[:8])  # the allocator keeps some freed memory
             return await own.fill(server, report, bodies)
 
     with tempfile.TemporaryDirectory() as folder:

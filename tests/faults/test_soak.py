@@ -25,7 +25,7 @@ def test_a_thousand_requests_with_faults_leave_nothing_and_every_token_is_accoun
 @pytest.mark.ci
 def test_the_ledger_counts_what_the_process_grows_by() -> None:
     tries = []
-    for _ in range(3):  # an allocator's rest is large or small as threads took their turns
+    for _ in range(3):  # the memory that the allocator keeps varies
         counted, grown = measure_ledger()
         tries.append(counted / grown)
         if abs(counted - grown) <= MOST_UNCOUNTED * grown:

@@ -109,7 +109,7 @@ class CompletionReply:
         self._usages: dict[int, Usage] = {}
         self._prompts: dict[int, PromptInfo] = {}  # by call; a choice may begin long after its call's first chunk
         self._offsets: dict[int, _Offset] = {}  # of choices that have begun
-        # What the choices of a call repeat of its prompt's log-probabilities.
+        # Log-probabilities of each call's prompt, which its choices share.
         self._echoes: dict[int, tuple[Mapping[str, Repeated], _Offset]] = {}
         self._shown: dict[int, Repeated] = {}
 
@@ -178,7 +178,7 @@ class CompletionReply:
             yield choice
 
     def _echoed(self, number: int, prompt: PromptInfo) -> tuple[Mapping[str, Repeated], _Offset]:
-        """Return the log-probabilities of a call's prompt, made once, and where the text behind it begins."""
+        """Return the log-probabilities of a call's prompt, made once, and the offset of the text that follows."""
         if number not in self._echoes:
             offset, first = _Offset(0), Logprob(0.0, None, prompt.first_text, prompt.first_bytes)
             lists = _logprobs(prompt.logprobs, offset, self.form, (prompt.token_ids[0], first)) or {}
@@ -294,7 +294,7 @@ class _Offset:
         self._decoder = getincrementaldecoder("utf-8")("replace")
 
     def copy(self) -> _Offset:
-        """Return another that goes on from here."""
+        """Return a copy."""
         copied = _Offset(self.characters)
         copied._decoder.setstate(self._decoder.getstate())
         return copied

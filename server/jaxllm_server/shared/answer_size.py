@@ -19,7 +19,7 @@ class AnswerSize:
         self._num_values = 0
 
     def left(self, prompt: int, max_model_len: int) -> int:
-        """Return how many outputs may hold beside those of a call's prompt, and of the calls before."""
+        """Return how many the outputs of a call may have, after its prompt's and those of earlier calls."""
         return _most(max_model_len) - self._num_values - self.copies * prompt
 
     def add(self, prompt: int, output: int, max_model_len: int) -> None:

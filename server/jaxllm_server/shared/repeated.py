@@ -1,4 +1,4 @@
-"""Lists that several parts of one answer repeat: each stands once in memory, and its JSON is written once. Pure."""
+"""Lists that an answer contains several times, kept in memory once and encoded once. Pure."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 
 class Repeated(list[Any]):
-    """A list that never changes; its JSON is kept here once it has been written."""
+    """A list that never changes, with its JSON after the first encoding."""
 
     json: bytes | None = None
 
 
 class Continued(list[Any]):
-    """A repeated list with more items behind it."""
+    """A repeated list followed by more items."""
 
     def __init__(self, beginning: Repeated, rest: Iterable[Any]) -> None:
         self.beginning, self.rest = beginning, list(rest)

@@ -124,11 +124,11 @@ class Serving:
             return replace(self.engine.model.default_params, **given, output_kind=kind)
 
     async def completed(self, call: Call) -> SamplingParams:
-        """Return what `params_of` does; of a large request it is made beside the event loop."""
+        """Call `params_of`; for a large request, in a thread."""
         return await self._large(call, self.params_of, call)
 
     async def generate(self, call: Call, params: SamplingParams | None = None) -> AsyncGenerator[Chunk]:
-        """Answer a call, in one chunk or as it comes; `params` are what `completed` returned for it.
+        """Answer a call, in one chunk or in several; `params` is the result of `completed` for it.
 
         To close the iterator aborts the request.
         """
@@ -198,12 +198,12 @@ class Serving:
 
     @contextmanager
     def _entry_of(self, call: Call) -> Iterator[Entry]:
-        """Give the entry of a call's request; that of one which came by gRPC begins here."""
+        """Give the entry of a call's request; a request over gRPC gets it here."""
         if call.entry is not None:
             yield call.entry
             return
         with self.ledger.entry(call.client) as entry:
-            entry.charge(REQUESTS, 2 * call.num_bytes)  # the message, and what was made of it
+            entry.charge(REQUESTS, 2 * call.num_bytes)  # the message and the call
             yield entry
 
     def pool(self, call: PoolCall) -> AsyncGenerator[PoolResult]:
@@ -252,7 +252,7 @@ class Serving:
             return self.engine.model if adapter is None else adapter.language.model
 
     async def _large(self, call: Call, function: Callable[..., Item], *arguments: Any) -> Item:
-        """Call a function, beside the event loop where a call's request is so large that it may take long."""
+        """Call a function; in a thread if the call's request is large."""
         if call.num_bytes > LARGE_REQUEST:
             return await self.off_loop(call.client, function, *arguments)
         return function(*arguments)
@@ -342,7 +342,7 @@ class Serving:
     def _bounded(self, call: Call, params: SamplingParams, num_prompt: int) -> SamplingParams:
         """Refuse an answer that would hold too many log-probabilities; outputs of a stream are sent as they come.
 
-        Where the client has named no number of tokens, the outputs end when the answer holds as many as it may.
+        If the client gave no max_tokens, the outputs end when the answer has reached its bound.
         """
         model = self.engine.model
         per_prompt, per_output = (

@@ -1,4 +1,4 @@
-"""The ledger's accounts are the sums of what its entries hold, whatever happens to them, and zero when none lives."""
+"""The ledger's accounts are the sums of its entries after any events, and zero when all entries are closed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_accounts_are_the_sums_of_their_entries(events: list[tuple[str, int, str
 
 
 def size_of_least(ledger: Ledger) -> int:
-    """Return what any entry holds."""
+    """Return the size of an empty entry."""
     with Ledger(OPTIONS).entry("") as entry:
         return entry._held[REQUESTS]
 
@@ -91,7 +91,7 @@ def test_small_requests_have_room_whatever_others_hold() -> None:
     ids=["text", "numbers", "texts", "objects", "integers"],
 )
 def test_a_document_is_counted_as_it_lies_in_memory(document: object) -> None:
-    """What is asked of Python's allocator is traced; it hands out multiples of 16 bytes."""
+    """tracemalloc does not see that the allocator rounds up to 16 bytes."""
     text = json.dumps(document)
     tracemalloc.start()
     try:
