@@ -159,7 +159,7 @@ def _schema_text(schema: object) -> str:
 
 
 def check_size(schema: object) -> None:
-    """Refuse what is nested too deeply, or whose values make a longer text than one may be, before it is written.
+    """Refuse a schema that is nested too deeply or too long, without writing it as JSON.
 
     Raises:
         UserError: naming `structured_outputs`.

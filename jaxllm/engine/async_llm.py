@@ -39,7 +39,7 @@ from jaxllm.scheduler.recorded import Recorder
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
-_MANY_IDS = 2**16  # token ids of a prompt from which on they are checked off the event loop: 5 ms
+_MANY_IDS = 2**16  # token ids of a prompt that are checked in a thread: 5 ms
 LONG_TEXT = 4096  # characters from which on a prompt is tokenized off the event loop: about a millisecond
 
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.faults.overload import REFUSALS, SERVER, measure, quantile
-from tests.faults.soak import faults_of, slope, soak
+from tests.faults.soak import MOST_UNCOUNTED, faults_of, measure_ledger, slope, soak
 from tests.support.serving_process import ServingProcess
 
 SMALL_MOST_BYTES = 16_000.0  # a request: what pools and caches take while they fill shows in so few
@@ -20,6 +20,17 @@ def test_a_thousand_requests_with_faults_leave_nothing_and_every_token_is_accoun
     assert not faults_of(summary, SMALL_MOST_BYTES), summary
     assert all(summary.books.ends[reason] for reason in ("stop", "length", "abort", "time_limit", "error"))
     assert summary.books.refused
+
+
+@pytest.mark.ci
+def test_the_ledger_counts_what_the_process_grows_by() -> None:
+    tries = []
+    for _ in range(3):  # the memory that the allocator keeps varies
+        counted, grown = measure_ledger()
+        tries.append(counted / grown)
+        if abs(counted - grown) <= MOST_UNCOUNTED * grown:
+            return
+    pytest.fail(f"in none of three tries: {tries}")
 
 
 def test_a_leak_is_seen() -> None:

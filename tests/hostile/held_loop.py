@@ -1,7 +1,7 @@
-"""`python -m tests.hostile.held_loop serve …`: jaxllm whose `/held` tells how long its event loop was kept from a turn.
+"""`python -m tests.hostile.held_loop serve …`: jaxllm with a path `/held`, which measures how its event loop is held.
 
-Only time counts in which a thread of this process worked, so that a machine which does other work changes nothing: the
-loop's own thread, or another that did not let go of the interpreter. To ask begins anew.
+`/held` answers with the longest processor time of one thread between two turns of the loop since the last request for
+it: of the loop's thread, or of another that held the interpreter. Other processes do not change that time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TURN = 0.0005  # seconds between two turns of the timer
 
 
 class Timer:
-    """Finds the longest work of one thread between two turns of the loop's timer."""
+    """Finds the longest processor time of a thread between two turns."""
 
     def __init__(self) -> None:
         self.longest = 0.0

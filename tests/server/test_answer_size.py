@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm import UserError
+from jaxllm import SamplingParams, UserError
 from jaxllm_server.http import sse
 from jaxllm_server.shared.answer_size import MOST_VALUES, AnswerSize
+from jaxllm_server.shared.calls import Call
+from jaxllm_server.shared.repeated import Continued, Repeated
+from tests.server.shared.test_serving import serving
 
 PLAIN = st.recursive(
     st.none()
@@ -29,6 +34,18 @@ def test_an_answer_in_pieces_is_the_same_bytes(value: object) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sse, "_FEW", 3)
         assert sse.dumps_large(value) == sse.dumps(value)
+
+
+@given(st.lists(PLAIN, max_size=9), st.lists(PLAIN, max_size=9))
+@settings(deadline=None, max_examples=100)
+def test_what_answers_repeat_is_the_same_bytes_and_is_written_once(beginning: list[Any], rest: list[Any]) -> None:
+    repeated = Repeated(beginning)
+    value = {"choices": [{"own": repeated, "all": Continued(repeated, rest)}, {"all": Continued(repeated, [])}] * 2}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sse, "_FEW", 3)
+        assert sse.dumps_large(value) == sse.dumps(value)
+        written = repeated.json
+        assert sse.dumps_large(value) == sse.dumps(value) and repeated.json is written
 
 
 def test_no_piece_is_large() -> None:
@@ -54,3 +71,19 @@ def test_all_calls_of_a_request_are_counted_together() -> None:
     with pytest.raises(UserError):
         AnswerSize().add(0, 128 * 21 * 2048, 2048)
     AnswerSize().add(MOST_VALUES, 0, 1)
+
+
+@pytest.mark.parametrize("length", [2048, 131_072])
+def test_outputs_whose_length_nobody_named_end_when_their_answer_is_full(length: int) -> None:
+    own: Any = serving()
+    own.engine.model = SimpleNamespace(max_model_len=length, vocab_size=1536)
+    values = max(MOST_VALUES, 21 * length)
+    for n in (1, 2, 40, 128):
+        asked = SamplingParams(n=n, logprobs=20, max_tokens=None)
+        most = min(length - 9, values // (21 * n))
+        assert own._bounded(Call(), asked, 9).max_tokens in (most, None if most == length - 9 else most)
+        assert own._bounded(Call(stream=True), asked, 9) is asked
+        named = Call(sampling={"max_tokens": length - 9})
+        if most < length - 9:
+            with pytest.raises(UserError):
+                own._bounded(named, SamplingParams(n=n, logprobs=20, max_tokens=length - 9), 9)

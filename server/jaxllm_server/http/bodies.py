@@ -66,7 +66,7 @@ class BodyReader:
         return result
 
     async def _receive(self, request: Request, entry: Entry) -> bytearray:
-        """Read a body; each piece is charged before it is kept."""
+        """Read a body and charge each piece."""
         body = bytearray()
         try:
             async with asyncio.timeout(self._options.stall_timeout or None):

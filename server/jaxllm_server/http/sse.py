@@ -9,6 +9,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jaxllm_server.shared.repeated import Continued, Repeated
+
 DONE = b"data: [DONE]\n\n"
 _END = b"\n\n"
 _FEW = 256  # items of a list that are written at once
@@ -26,8 +28,15 @@ def dumps_large(value: Any) -> bytes:
     return b"".join(_pieces(value))
 
 
-def _pieces(value: Any) -> Iterator[bytes]:
-    if isinstance(value, Mapping):
+def _pieces(value: Any) -> Iterator[bytes | memoryview]:
+    if isinstance(value, Repeated):
+        if value.json is None:
+            value.json = b"".join(_pieces(list(value)))
+        yield value.json
+    elif isinstance(value, Continued) and value.beginning and value.rest:
+        (beginning,) = _pieces(value.beginning)
+        yield from (memoryview(beginning)[:-1], b",", memoryview(b"".join(_pieces(value.rest)))[1:])
+    elif isinstance(value, Mapping):
         for number, (name, inner) in enumerate(value.items()):
             yield b"%b%b:" % (b"," if number else b"{", dumps(name))
             yield from _pieces(inner)

@@ -393,7 +393,7 @@ class PrometheusObserver(Collector):
         yield self._gauge("device_memory_bytes", "Memory of a device; of a CPU, this process'.", memory)
 
     def _handled_families(self) -> Iterator[Metric]:
-        """Report what the front ends answered and hold. Not by engine: most calls never reach one."""
+        """Report the calls that the front ends answered, and their memory; most calls never reach an engine."""
         held = GaugeMetricFamily("jaxllm:held_bytes", "Bytes held for requests, by kind.", labels=["account"])
         for account, num_bytes in self.held_bytes().items():
             held.add_metric([account], num_bytes)

@@ -38,6 +38,7 @@ from jaxllm_server.openai.messages import (
 from jaxllm_server.shared.answer_size import AnswerSize
 from jaxllm_server.shared.calls import Call, Chunk, Part, PromptInfo, Usage
 from jaxllm_server.shared.options import ServerOptions
+from jaxllm_server.shared.repeated import Continued, Repeated
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 _UNBUILT = {**UNBUILT, "prompt_embeds": ([],)}
@@ -116,6 +117,9 @@ class CompletionReply:
         self._usages: dict[int, Usage] = {}
         self._prompts: dict[int, PromptInfo] = {}  # by call; a choice may begin long after its call's first chunk
         self._offsets: dict[int, _Offset] = {}  # of choices that have begun
+        # Log-probabilities of each call's prompt, which its choices share.
+        self._echoes: dict[int, tuple[Mapping[str, Repeated], _Offset]] = {}
+        self._shown: dict[int, Repeated] = {}
 
     def response(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
         """Return choices and usage of the whole answer; one chunk for each call."""
@@ -156,13 +160,13 @@ class CompletionReply:
             if not (is_first and said) and not _says_something(part, self.form):
                 continue
             prompt = self._prompts.get(number) if is_first else None
-            entries: Sequence[dict[int, Logprob] | None] | None = reported(part.logprobs, self.form)
-            first = None
             if self._echoes_logprobs and prompt is not None and prompt.logprobs is not None:
-                entries, offset = [*prompt.logprobs, *(entries or ())], _Offset(0)
-                first = prompt.token_ids[0], Logprob(0.0, None, prompt.first_text, prompt.first_bytes)
+                echoed, offset = self._echoed(number, prompt)
+                own = _logprobs(reported(part.logprobs, self.form) or (), offset, self.form) or {}
+                logprobs: Any = {name: Continued(lists, own.get(name, ())) for name, lists in echoed.items()}
+            else:
+                logprobs = _logprobs(reported(part.logprobs, self.form), offset, self.form)
             self._offsets[index] = offset
-            logprobs = _logprobs(entries, offset, self.form, first)
             choice: dict[str, Any] = {
                 "index": index,
                 "text": said + part.text,
@@ -174,12 +178,23 @@ class CompletionReply:
             if part.finish_reason:
                 choice["stop_reason"] = part.stop_reason
             if self.form.shows_prompt_logprobs and prompt is not None:
-                choice["prompt_logprobs"] = prompt_logprobs_of(prompt.logprobs)
+                if number not in self._shown:
+                    self._shown[number] = Repeated(prompt_logprobs_of(prompt.logprobs) or ())
+                choice["prompt_logprobs"] = None if prompt.logprobs is None else self._shown[number]
             if self.form.return_token_ids:
                 choice["token_ids"] = list(part.token_ids)
                 if prompt is not None:
                     choice["prompt_token_ids"] = list(prompt.token_ids)
             yield choice
+
+    def _echoed(self, number: int, prompt: PromptInfo) -> tuple[Mapping[str, Repeated], _Offset]:
+        """Return the log-probabilities of a call's prompt, made once, and the offset of the text that follows."""
+        if number not in self._echoes:
+            offset, first = _Offset(0), Logprob(0.0, None, prompt.first_text, prompt.first_bytes)
+            lists = _logprobs(prompt.logprobs, offset, self.form, (prompt.token_ids[0], first)) or {}
+            self._echoes[number] = {name: Repeated(values) for name, values in lists.items()}, offset
+        lists, offset = self._echoes[number]
+        return lists, offset.copy()
 
 
 def numbered(request_id: str, number: int, most: int) -> str:
@@ -286,15 +301,24 @@ class _Offset:
 
     def __init__(self, start: int) -> None:
         self.characters = start
-        self._decode = getincrementaldecoder("utf-8")("replace").decode
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+
+    def copy(self) -> _Offset:
+        """Return a copy."""
+        copied = _Offset(self.characters)
+        copied._decoder.setstate(self._decoder.getstate())
+        return copied
 
     def add(self, new: bytes) -> None:
         """Take in a token's bytes."""
-        self.characters += len(self._decode(new))
+        self.characters += len(self._decoder.decode(new))
 
 
 def _logprobs(
-    entries: Sequence[dict[int, Logprob] | None] | None, offset: _Offset, form: Form, first: tuple[int, Logprob] | None
+    entries: Sequence[dict[int, Logprob] | None] | None,
+    offset: _Offset,
+    form: Form,
+    first: tuple[int, Logprob] | None = None,
 ) -> dict[str, list[Any]] | None:
     """Return log-probabilities in the form of this API; `offset` moves on.
 

@@ -18,13 +18,21 @@ class AnswerSize:
         self.copies = copies
         self._num_values = 0
 
+    def left(self, prompt: int, max_model_len: int) -> int:
+        """Return how many the outputs of a call may have, after its prompt's and those of earlier calls."""
+        return _most(max_model_len) - self._num_values - self.copies * prompt
+
     def add(self, prompt: int, output: int, max_model_len: int) -> None:
         """Count a call's, of its prompt and of its outputs together; UserError for too many."""
         self._num_values += self.copies * prompt + output
-        most = max(MOST_VALUES, _LIKELIEST * max_model_len)
+        most = _most(max_model_len)
         if self._num_values > most:
             raise UserError(
                 f"The answer could hold {self._num_values} log-probabilities; it may hold {most}: "
                 "ask for fewer prompts, outputs (n), tokens (max_tokens) or log-probabilities.",
                 "logprobs",
             )
+
+
+def _most(max_model_len: int) -> int:
+    return max(MOST_VALUES, _LIKELIEST * max_model_len)

@@ -14,7 +14,7 @@ from jaxllm_server.parsers.tool_parsers import ToolCallDelta
 from jaxllm_server.shared.answer_size import AnswerSize
 from jaxllm_server.shared.ledger import Entry
 
-LARGE_REQUEST = 1 << 16  # bytes from which on a request is read beside the event loop: it may take 5 ms
+LARGE_REQUEST = 1 << 16  # bytes; a larger request may take 5 ms to read, and is read in a thread
 Finish = Literal["stop", "length", "repetition", "context", "time_limit", "abort", "tool_calls"]
 
 
@@ -39,8 +39,8 @@ class Call:
     """What a client asks for, as its protocol said it; unchecked."""
 
     client: str = ""  # its name by `client_quota.client_of`
-    num_bytes: int = 0  # of the request that it came with
-    entry: Entry | None = field(default=None, compare=False, repr=False)  # in which what is held for it is counted
+    num_bytes: int = 0  # of its request
+    entry: Entry | None = field(default=None, compare=False, repr=False)  # its request's, in the ledger
     model: str = ""  # "" is the served one
     prompt: str | Sequence[int] | None = None  # this or messages
     suffix: str | None = None  # text behind the prompt, where the answer belongs between the two

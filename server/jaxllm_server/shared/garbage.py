@@ -1,7 +1,8 @@
-"""When the server looks for garbage in cycles: a full collection holds the interpreter for as long as it looks.
+"""Schedules full garbage collections, during which no other thread of the server runs.
 
-It takes 50 ms for half a million objects, and Python begins one whenever their number has grown by a quarter. Here
-those that were loaded are left out, and one begins when there are few objects, once in a while whatever there is.
+A full collection takes 50 ms with half a million objects, and Python runs one each time their number has grown by a
+quarter. The server excludes the objects that exist after loading, and collects when few others exist, at the latest
+once a minute.
 """
 
 from __future__ import annotations
@@ -9,20 +10,20 @@ from __future__ import annotations
 import asyncio
 import gc
 
-_SECONDS = 5.0  # between two looks
-_MANY_OBJECTS = 100_000  # with as many, a collection takes some 10 ms (measured)
-_PUT_OFF = 12  # looks at most: what is in cycles holds memory
+_SECONDS = 5.0  # between two decisions
+_MANY_OBJECTS = 100_000  # whose collection takes some 10 ms (measured)
+_PUT_OFF = 12  # intervals at most: garbage in cycles holds memory
 _NEVER = 2**31 - 1
 
 
 def keep_loaded_objects() -> None:
-    """Collect garbage once more and leave what is there now out of later collections."""
+    """Collect garbage, and exclude all objects that exist now from later collections."""
     gc.collect()
     gc.freeze()
 
 
 async def collect() -> None:
-    """Run full collections, in place of those that Python would begin, until cancelled."""
+    """Run full collections instead of Python, until cancelled."""
     youngest, young, oldest = gc.get_threshold()
     gc.set_threshold(youngest, young, _NEVER)
     put_off = 0

@@ -1,7 +1,7 @@
-"""What the server holds for requests in its memory, by kind: from a request's first byte to the end of its answer.
+"""Counts the memory that the server holds for requests, from a request's first byte to the end of its answer.
 
-A request has an entry, in which each kind of what is held is charged to an account; its end gives everything back.
-Accounts that clients fill are bounded, and so is what one client has of them. Belongs to one event loop.
+A request has an entry, which charges bytes to accounts and releases them when it closes. The accounts of bodies and
+parsed requests are bounded, in all and for each client. Belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from jaxllm_server.shared.client_quota import Bound
 from jaxllm_server.shared.options import ServerOptions
 
 BODIES = "bodies"  # bytes of bodies that are being received or parsed
-REQUESTS = "requests"  # what was parsed
+REQUESTS = "requests"  # parsed bodies
 PROMPTS = "prompts"  # texts and token ids
 OUTPUTS = "outputs"  # log-probabilities of whole answers
-ANSWERS = "answers"  # whole answers that are being sent
-RESPONSES = "responses"  # that clients may ask for again
-_FREE_BYTES = 64 << 10  # of an account of a request that count towards no bound: small requests have room
+ANSWERS = "answers"  # whole answers, as bytes
+RESPONSES = "responses"  # stored ones
+_FREE_BYTES = 64 << 10  # of each account of a request, which no bound counts: small requests are never refused
 _REFUSALS = {
     BODIES: "The server is receiving too many large bodies.",
     REQUESTS: "The server is answering too many large requests.",
 }
+_LEAST_BYTES = 24 << 10  # of any request: tasks, call, state in the engine (measured)
 _NUMBER_BYTES = 32  # of an integer above 256, or a float
-_MANY_NUMBERS = 1024  # of a list, from which on a few are looked at
+_MANY_NUMBERS = 1024  # in a list: from here on a sample is measured
 _LOOKED_AT = 256
 
 
@@ -42,10 +43,12 @@ class Ledger:
 
     def entry(self, client: str) -> Entry:
         """Begin a request's entry."""
-        return Entry(self, client)
+        entry = Entry(self, client)
+        entry.charge(REQUESTS, _LEAST_BYTES)
+        return entry
 
     def watch(self, account: str, read: Callable[[], int]) -> None:
-        """Add an account of what another part of the server holds and bounds; `read` returns its bytes."""
+        """Add an account that another part of the server bounds; `read` returns its bytes."""
         self._watched[account] = read
 
     def accounts(self) -> dict[str, int]:
@@ -55,7 +58,7 @@ class Ledger:
 
 
 class Entry:
-    """What is held for one request, until its block ends."""
+    """The bytes that one request holds; a context manager."""
 
     def __init__(self, ledger: Ledger, client: str) -> None:
         self._ledger = ledger
@@ -69,10 +72,10 @@ class Entry:
         self.close()
 
     def charge(self, account: str, num_bytes: int) -> None:
-        """Count bytes that are held now.
+        """Count bytes.
 
         Raises:
-            OverloadedError: if a bounded account has no room for them; none is counted.
+            OverloadedError: if the account's bound has no room for them; they are not counted then.
         """
         bound = self._ledger.bounds.get(account)
         if bound is not None:
@@ -85,7 +88,7 @@ class Entry:
         self._ledger.held[account] += num_bytes
 
     def release(self, account: str) -> None:
-        """Give back all of an account."""
+        """Release all bytes of an account."""
         num_bytes = self._held.pop(account, 0)
         self._ledger.held[account] -= num_bytes
         bound = self._ledger.bounds.get(account)
@@ -93,19 +96,19 @@ class Entry:
             bound.add(self._client, -max(0, num_bytes - _FREE_BYTES))
 
     def close(self) -> None:
-        """Give back everything."""
+        """Release the bytes of all accounts."""
         for account in tuple(self._held):
             self.release(account)
 
     def give(self) -> Entry:
-        """Return an entry that has everything which this one had: it goes on beyond this one's end."""
+        """Move all bytes to a new entry, which outlives this one."""
         given = Entry(self._ledger, self._client)
         given._held, self._held = self._held, Counter()
         return given
 
 
 def size_of(document: Any) -> int:
-    """Return how many bytes a parsed JSON value takes; equal names of its objects are one text.
+    """Return the size in bytes of a parsed JSON value, whose parser shares equal names of objects.
 
     >>> size_of([1.5] * 2000) - size_of([1] * 2000)
     64000
@@ -117,7 +120,7 @@ def size_of(document: Any) -> int:
             num_bytes += sys.getsizeof(value)
             new = [name for name in value if id(name) not in names]
             names.update(map(id, new))
-            num_bytes += sum(map(sys.getsizeof, new))
+            num_bytes += sum(map(_size_of_text, new))
             waiting += value.values()
         elif isinstance(value, list):
             num_bytes += sys.getsizeof(value)
@@ -127,10 +130,14 @@ def size_of(document: Any) -> int:
             else:
                 waiting += value
         elif isinstance(value, str):
-            num_bytes += sys.getsizeof(value)
+            num_bytes += _size_of_text(value)
         else:
             num_bytes += _size_of_number(value)
     return num_bytes
+
+
+def _size_of_text(text: str) -> int:
+    return (sys.getsizeof(text) + 15) // 16 * 16  # the allocator's step
 
 
 def _size_of_number(value: object) -> int:

@@ -29,7 +29,7 @@ async def merge(iterators: Sequence[AsyncGenerator[Item]]) -> AsyncGenerator[tup
     try:
         for number, iterator in enumerate(iterators):
             tasks.append(asyncio.ensure_future(read(number, iterator)))
-            await asyncio.sleep(0)  # lets others have a turn between the beginnings of two
+            await asyncio.sleep(0)  # let the event loop run other tasks
         while num_open:
             item = await queue.get()
             if isinstance(item, BaseException):

@@ -16,7 +16,7 @@ from jaxllm.errors import UserError
 from jaxllm.setting import setting
 
 _MAY_BE_ZERO = frozenset({"max_stored_response_bytes"})  # bounds of what there need not be
-_PARSED = 4  # bytes that parsed JSON takes for each of its own: 1 of texts, 4 to 20 of numbers and lists
+_PARSED = 4  # times the bytes of JSON: parsed texts take 1, numbers and lists 4 to 20
 _BODIES_AT_ONCE = 16  # of the largest kind, 128 MiB
 UNKNOWN_FIELDS = ("refuse", "warn", "ignore")
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
@@ -241,7 +241,7 @@ class ServerOptions:
 
     @property
     def most_request_bytes(self) -> int:
-        """The most that requests which were parsed may hold together until they are answered."""
+        """The most bytes that parsed requests may hold together."""
         return _PARSED * self.most_receiving_bytes
 
     @property

@@ -124,11 +124,11 @@ class Serving:
             return replace(self.engine.model.default_params, **given, output_kind=kind)
 
     async def completed(self, call: Call) -> SamplingParams:
-        """Return what `params_of` does; of a large request it is made beside the event loop."""
+        """Call `params_of`; for a large request, in a thread."""
         return await self._large(call, self.params_of, call)
 
     async def generate(self, call: Call, params: SamplingParams | None = None) -> AsyncGenerator[Chunk]:
-        """Answer a call, in one chunk or as it comes; `params` are what `completed` returned for it.
+        """Answer a call, in one chunk or in several; `params` is the result of `completed` for it.
 
         To close the iterator aborts the request.
         """
@@ -148,7 +148,7 @@ class Serving:
                 model = self.engine.model if adapter is None else adapter.language.model
                 prompt = await self.prompt_of(call, params, model)
             self._check_length(call, params, prompt)
-            self._check_size(call, params, len(prompt["prompt_token_ids"]))
+            params = self._bounded(call, params, len(prompt["prompt_token_ids"]))
             if call.suffix is not None and not params.ignore_eos:
                 stop_ids = (*params.stop_token_ids, *fill_in_middle.stop_ids(model.tokenizer))
                 params = replace(params, stop_token_ids=stop_ids)
@@ -199,12 +199,12 @@ class Serving:
 
     @contextmanager
     def _entry_of(self, call: Call) -> Iterator[Entry]:
-        """Give the entry of a call's request; that of one which came by gRPC begins here."""
+        """Give the entry of a call's request; a request over gRPC gets it here."""
         if call.entry is not None:
             yield call.entry
             return
         with self.ledger.entry(call.client) as entry:
-            entry.charge(REQUESTS, 2 * call.num_bytes)  # the message, and what was made of it
+            entry.charge(REQUESTS, 2 * call.num_bytes)  # the message and the call
             yield entry
 
     def pool(self, call: PoolCall) -> AsyncGenerator[PoolResult]:
@@ -253,7 +253,7 @@ class Serving:
             return self.engine.model if adapter is None else adapter.language.model
 
     async def _large(self, call: Call, function: Callable[..., Item], *arguments: Any) -> Item:
-        """Call a function, beside the event loop where a call's request is so large that it may take long."""
+        """Call a function; in a thread if the call's request is large."""
         if call.num_bytes > LARGE_REQUEST:
             return await self.off_loop(call.client, function, *arguments)
         return function(*arguments)
@@ -350,16 +350,25 @@ class Serving:
         if asked is not None and not is_cut and isinstance(ids, Sequence) and len(ids) + asked > longest:
             raise too_long(longest, len(ids), asked)
 
-    def _check_size(self, call: Call, params: SamplingParams, num_prompt: int) -> None:
-        """Refuse an answer that would hold too many log-probabilities; outputs of a stream are sent as they come."""
+    def _bounded(self, call: Call, params: SamplingParams, num_prompt: int) -> SamplingParams:
+        """Refuse an answer that would hold too many log-probabilities; outputs of a stream are sent as they come.
+
+        If the client gave no max_tokens, the outputs end when the answer has reached its bound.
+        """
         model = self.engine.model
         per_prompt, per_output = (
             0 if asked is None else 1 + (model.vocab_size if asked == -1 else asked)
             for asked in (params.prompt_logprobs, None if call.stream else params.logprobs)
         )
         room = max(1, model.max_model_len - num_prompt)
-        num_output = params.n * (room if params.max_tokens is None else min(room, params.max_tokens))
-        call.answer_size.add(num_prompt * per_prompt, num_output * per_output, model.max_model_len)
+        most = room if params.max_tokens is None else min(room, params.max_tokens)
+        values = num_prompt * per_prompt
+        if params.n * per_output and ("max_tokens" not in call.sampling or call.may_fill_context):
+            left = call.answer_size.left(values, model.max_model_len) // (params.n * per_output)
+            if max(1, params.min_tokens) <= left < most:
+                most, params = left, replace(params, max_tokens=left)
+        call.answer_size.add(values, params.n * most * per_output, model.max_model_len)
+        return params
 
 
 def given_of(params: SamplingParams) -> dict[str, Any]:

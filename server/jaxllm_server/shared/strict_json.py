@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from jaxllm.errors import UserError
 
-# Whole characters and escapes; it stops before an escape that is half of a surrogate pair.
+# Characters and escapes, up to half of a surrogate pair.
 _WHOLE = re.compile(
     rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89a-fA-F])|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F]){0,65536}+", re.DOTALL
 )
@@ -99,7 +99,7 @@ def _brackets_of(raw: bytes | bytearray) -> tuple[bytes, int]:
 
 
 def _has_whole_pairs(raw: bytes | bytearray) -> bool:
-    """Say whether no escape of a valid document is half of a surrogate pair; piece by piece, so that others may run."""
+    """Return whether a valid document has no half of a surrogate pair; other threads run between its pieces."""
     if b"\\ud" not in raw and b"\\uD" not in raw:
         return True
     end = 0
