@@ -57,7 +57,7 @@ class ScriptedServing:
         self.engine: Any = FakeEngine(has_adapters=options.lora_root is not None)
         self.adapters = ServedAdapters(self.engine, options, self.names)
 
-    async def off_loop(self, client: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    async def off_loop(self, client: str, function: Callable[..., Any], *arguments: Any, language: Any = None) -> Any:
         return await asyncio.to_thread(function, *arguments)
 
     def check_room(self, client: str) -> None:
@@ -145,7 +145,7 @@ class FakeEngine(FakeAdapters):
     async def check_health(self) -> None:
         pass
 
-    async def off_loop(self, function: Any, *arguments: Any, client: str | None) -> Any:
+    async def off_loop(self, function: Any, *arguments: Any, client: str | None, language: Any = None) -> Any:
         return function(*arguments)
 
     async def abort(self, ids: Any) -> None:
