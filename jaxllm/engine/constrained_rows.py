@@ -34,8 +34,8 @@ LEAST_FORCED = 2  # tokens worth a row of their own: the row that is in flight f
 # one of a token each takes 36. Fewer are sampled one by one, from masks that allow nothing else.
 FORCED_PER_ROW = 0.5
 # Seconds for the masks of a step; the last one may take longer, 0.1 to 0.2 s if its grammar is expensive, but the next
-# ones of its request are made by other threads. With 126 such outputs a stream's tokens are 0.05 to 0.12 s apart at the
-# median and at most 0.5 s, on two cores with a load of 12.
+# ones of its request are made by other threads. Beside 126 such outputs the tokens of a stream are 0.05 to 0.12 s apart
+# at the median and at most 0.5 s, on two cores with a load of 12.
 MASK_SECONDS = 0.05
 Stuck = list[tuple[Sequence, str]]  # whose grammar cannot go on, and why
 

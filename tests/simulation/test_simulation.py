@@ -92,6 +92,14 @@ def test_traces_with_a_focus_reach_their_states(name: str) -> None:
 
 
 @pytest.mark.ci
+def test_ten_thousand_requests_at_once() -> None:
+    request = {"name": "many", "ids": [5], "params": {"max_tokens": 1, "output_kind": 2}}
+    world = World(replace(make_trace(1), events=[[1, "burst", 10_000, request]], num_turns=5))
+    world.play()
+    assert world.fired["burst_10000"]
+
+
+@pytest.mark.ci
 @pytest.mark.parametrize("hash_seed", ["4711", pytest.param("0", marks=pytest.mark.slow)])
 def test_a_seed_gives_the_same_states_in_every_process(hash_seed: str) -> None:
     """T51 and I14."""
