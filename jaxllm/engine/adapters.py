@@ -7,10 +7,9 @@ takes it from a request that runs. Any thread may call this; reading takes as lo
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,8 +28,10 @@ from jaxllm.model.lora_files import LoraFiles, read_adapter
 from jaxllm.model.weights import resolve
 from jaxllm.runner.model_setup import Setup
 from jaxllm.structured_output.grammars import Grammars
-from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
-from jaxllm.text.tokenizer_files import TOKENIZER_FILES, has_tokenizer, read_chat_templates
+from jaxllm.text.confined_tokenizer import ConfinedTemplates, ConfinedTokenizer
+from jaxllm.text.confinement import ConfinedError, Confinement, Source
+from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.text.tokenizer_files import digest_of, has_tokenizer, read_chat_templates
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -87,6 +88,7 @@ class Adapters:
         self._names: dict[int, str] = {}  # by number, which is never given again
         self._num_read = 0
         self._readers: dict[int, set[object]] = {}  # by the caller's number, of what was not removed meanwhile
+        self._confinement = Confinement()  # tokenizers and chat templates of folders work there
         self._languages: WeakValueDictionary[bytes, Language] = WeakValueDictionary()  # by the digest of their files
 
     def find(self, request: LoRARequest) -> Adapter | None:
@@ -191,33 +193,54 @@ class Adapters:
 
     def _language_of(self, folder: Path) -> Language:
         """Return the language of an adapter's folder; folders with the same files share one."""
-        own = self.language.model
         templates = read_chat_templates(folder)
         brings = not self._config.skip_tokenizer_init and has_tokenizer(folder)
         if not brings and not templates:
             return self.language
-        digest = _digest(folder)
+        digest = digest_of(folder)
         language = self._languages.get(digest)
-        if language is not None:
-            return language
-        if not brings:
-            model = replace(own, tokenizer=own.tokenizer.with_chat_templates(templates))
-            language = Language(model=model, grammars=self.language.grammars)
-        else:
-            tokenizer = load_tokenizer(folder)
-            if tokenizer.vocab_size > own.vocab_size:
-                raise UserError(
-                    f"its tokenizer has {tokenizer.vocab_size} tokens, and the model only {own.vocab_size}; "
-                    "adapters that add tokens are not supported.",
-                    "lora_request",
-                )
-            if not templates:
-                tokenizer = tokenizer.with_chat_templates(own.tokenizer.chat_templates)
+        if language is None:
+            source = Source(str(folder), digest)
+            tokenizer = self._tokenizer_of(source, templates) if brings else None
+            language = self._language_with(tokenizer, templates, digest)
+            if language is not self.language:
+                self._languages[digest] = language
+        return language
+
+    def _tokenizer_of(self, source: Source, templates: Mapping[str, str]) -> ConfinedTokenizer | None:
+        """Return a folder's tokenizer, None if it is the model's own."""
+        own = self.language.model
+        told = self._confinement.call(source, "identity")
+        if told["fingerprint"] == own.tokenizer.fingerprint():
+            return None
+        if told["vocab_size"] > own.vocab_size:
+            raise UserError(
+                f"its tokenizer has {told['vocab_size']} tokens, and the model only {own.vocab_size}; "
+                "adapters that add tokens are not supported.",
+                "lora_request",
+            )
+        vocabulary = self._confinement.call(source, "vocabulary", own.vocab_size)
+        templates = templates or own.tokenizer.chat_templates
+        return ConfinedTokenizer(templates, self._confinement, source, told["vocab_size"], vocabulary)
+
+    def _language_with(
+        self, tokenizer: ConfinedTokenizer | None, templates: Mapping[str, str], digest: bytes
+    ) -> Language:
+        """Return the language of a folder with its tokenizer, or the model's with its templates."""
+        own = self.language.model
+        if tokenizer is not None:
             eos_ids = _eos_ids(tokenizer, own)
             model = replace(own, tokenizer=tokenizer, eos_ids=eos_ids)
-            language = Language(model=model, grammars=Grammars(tokenizer, own.vocab_size, eos_ids))
-        self._languages[digest] = language
-        return language
+            return Language(model=model, grammars=Grammars(tokenizer, own.vocab_size, eos_ids))
+        if not templates or templates == own.tokenizer.chat_templates:
+            return self.language
+        if self._config.skip_tokenizer_init:
+            model = replace(own, tokenizer=own.tokenizer.with_chat_templates(templates))
+        else:
+            source = Source(own.tokenizer.name)
+            own_tokenizer = ConfinedTemplates(own.tokenizer, templates, self._confinement, digest, source)
+            model = replace(own, tokenizer=own_tokenizer)
+        return Language(model=model, grammars=self.language.grammars)
 
 
 def folder_of(request: LoRARequest) -> Path:
@@ -231,7 +254,8 @@ def naming(request: LoRARequest) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(f"adapter {request.lora_name!r:.80}: {error}", "lora_request") from error
+        kind = ConfinedError if isinstance(error, ConfinedError) else UserError
+        raise kind(f"adapter {request.lora_name!r:.80}: {error}", "lora_request") from error
 
 
 def _eos_ids(tokenizer: Tokenizer, model: ModelInfo) -> frozenset[int]:
@@ -249,13 +273,3 @@ def weights_reader(setup: Setup, config: EngineConfig) -> Callable[[Path], LoraF
         return read_adapter(folder, setup.spec, setup.family, shards, config.max_lora_rank, setup.dtype)
 
     return read
-
-
-def _digest(folder: Path) -> bytes:
-    """Return a digest of a folder's tokenizer and chat templates."""
-    digest = hashlib.sha256()
-    files = (file for pattern in TOKENIZER_FILES if pattern != "config.json" for file in folder.glob(pattern))
-    for file in sorted(files):
-        content = file.read_bytes()
-        digest.update(f"{file.relative_to(folder)} {len(content)} ".encode() + content)
-    return digest.digest()

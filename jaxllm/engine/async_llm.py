@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 from jaxllm.config import EngineConfig, config_of
+from jaxllm.engine.adapter_threads import AdapterThreads
 from jaxllm.engine.engine_thread import EngineThread, Listeners
 from jaxllm.engine.fair_threads import FairThreads
 from jaxllm.engine.inbox import Inbox
@@ -108,6 +109,7 @@ class AsyncLLM:
         self._life = LifeCycle()
         self._num_resumed = 0  # calls of `resume`
         self._tokenizing: FairThreads | None = None
+        self._of_adapters: AdapterThreads | None = None
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig, **bounds: Any) -> AsyncLLM:
@@ -314,11 +316,22 @@ class AsyncLLM:
         finally:
             self._num_preparing -= num_sequences
 
-    async def off_loop(self, function: Callable[..., Result], *arguments: Any, client: str | None = None) -> Result:
+    async def off_loop(
+        self,
+        function: Callable[..., Result],
+        *arguments: Any,
+        client: str | None = None,
+        language: bytes | None = None,
+    ) -> Result:
         """Run something slow, as tokenizing a long text, in a thread beside the event loop.
 
-        Clients take turns by their names, `client`; one client never has all threads.
+        Clients take turns by their names, `client`; one client never has all threads. `language` is the `confined` of
+        the tokenizer that works there; b"" is to read an adapter.
         """
+        if language is not None:
+            if self._of_adapters is None:
+                self._of_adapters = AdapterThreads()
+            return await self._of_adapters.run(language, client, function, *arguments)
         if self._tokenizing is None:
             self._tokenizing = FairThreads(min(_MOST_THREADS, max(2, os.cpu_count() or 1)), "jaxllm-tokenize")
         return await self._tokenizing.run(client, function, *arguments)
@@ -344,7 +357,7 @@ class AsyncLLM:
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Read an adapter ahead of the requests that name it; what is wrong with it is a UserError."""
-        return await self.off_loop(self.engine.add_lora, lora_request)
+        return await self.off_loop(self.engine.add_lora, lora_request, language=b"")
 
     async def remove_lora(self, lora_id: int) -> bool:
         """Forget an adapter; whether it was known. Requests that have it end with it."""
@@ -440,8 +453,9 @@ class AsyncLLM:
         self._streams.fail_all(closed)
         self._blocks.end(closed)
         self._inbox.stop()
-        if self._tokenizing is not None:
-            self._tokenizing.shutdown()
+        for threads in (self._tokenizing, self._of_adapters):
+            if threads is not None:
+                threads.shutdown()
         if self._thread is None:
             return True
         has_ended = await asyncio.to_thread(self._thread.join, timeout)
@@ -475,13 +489,17 @@ class AsyncLLM:
         text = prompt.get("prompt") if isinstance(prompt, Mapping) and "prompt_token_ids" not in prompt else prompt
         is_slow = isinstance(text, str) and len(text) > LONG_TEXT
         is_slow |= isinstance(params, SamplingParams) and params.structured_outputs is not None
-        is_slow |= lora_request is not None and self.engine.adapters.find(lora_request) is None
+        language = None
+        if lora_request is not None:
+            adapter = self.engine.adapters.find(lora_request)
+            language = b"" if adapter is None else adapter.language.model.tokenizer.confined
+            is_slow |= language is not None
         given = request_id, prompt, params, priority, lora_request
         if not is_slow:
             return self.engine.accept(*given)
         try:
             async with asyncio.timeout(timeout):
-                return await self.off_loop(self.engine.accept, *given, client=client)
+                return await self.off_loop(self.engine.accept, *given, client=client, language=language)
         except TimeoutError as error:
             assert timeout is not None
             raise late(timeout) from error

@@ -1,32 +1,41 @@
 """A few threads for slow work beside the event loop, which clients take in turns.
 
 One client never has the last free thread, so that what another brings begins at once; the clients that wait have one
-turn each, again and again. What is cancelled before its turn never runs. Belongs to one event loop.
+turn each, again and again. Clients may be in groups, to which these shares apply then. What is cancelled before its
+turn never runs. Belongs to one event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
+_NOBODY = object()
 
 
 class FairThreads:
-    """At least two threads. A client is any name; None is work that is bounded by no share."""
+    """At least two threads. A client is any name; the group None is of work that is bounded by no share."""
 
-    def __init__(self, num_threads: int, name: str) -> None:
+    def __init__(
+        self,
+        num_threads: int,
+        name: str,
+        share: int | None = None,  # threads that a group may have at most; None: all but one
+        group_of: Callable[[Any], Hashable] = lambda client: client,
+    ) -> None:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._num_free = num_threads
-        self._share = num_threads - 1
-        self._running: Counter[str | None] = Counter()
-        self._waiting: dict[str | None, deque[asyncio.Future[None]]] = {}  # by client, the next one first
+        self._share = num_threads - 1 if share is None else share
+        self._group_of = group_of
+        self._running: Counter[Hashable] = Counter()  # by group
+        self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}  # by client, the next one first
 
-    async def run(self, client: str | None, function: Callable[..., Result], *arguments: Any) -> Result:
+    async def run(self, client: Hashable, function: Callable[..., Result], *arguments: Any) -> Result:
         """Run a function in a thread once it is the client's turn."""
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
@@ -51,10 +60,9 @@ class FairThreads:
 
     def _hand_out(self) -> None:
         while self._num_free:
-            ready = [name for name in self._waiting if name is None or self._running[name] < self._share]
-            if not ready:
+            client = next(filter(self._may_run, self._waiting), _NOBODY)
+            if client is _NOBODY:
                 return
-            client = ready[0]
             turns = self._waiting.pop(client)
             turn = turns.popleft()
             if turns:
@@ -63,9 +71,13 @@ class FairThreads:
                 continue  # cancelled, and `_withdraw` is still to come
             turn.set_result(None)
             self._num_free -= 1
-            self._running[client] += 1
+            self._running[self._group_of(client)] += 1
 
-    def _withdraw(self, client: str | None, turn: asyncio.Future[None]) -> None:
+    def _may_run(self, client: Hashable) -> bool:
+        group = self._group_of(client)
+        return group is None or self._running[group] < self._share
+
+    def _withdraw(self, client: Hashable, turn: asyncio.Future[None]) -> None:
         if not turn.cancelled():  # the turn came in the same moment
             self._give_back(client)
             return
@@ -75,13 +87,14 @@ class FairThreads:
             if not turns:
                 del self._waiting[client]
 
-    def _ended(self, client: str | None, work: asyncio.Future[Any]) -> None:
+    def _ended(self, client: Hashable, work: asyncio.Future[Any]) -> None:
         work.exception()  # read, or the loop would report what a reader that has gone no longer takes
         self._give_back(client)
 
-    def _give_back(self, client: str | None) -> None:
+    def _give_back(self, client: Hashable) -> None:
         self._num_free += 1
-        self._running[client] -= 1
-        if not self._running[client]:
-            del self._running[client]
+        group = self._group_of(client)
+        self._running[group] -= 1
+        if not self._running[group]:
+            del self._running[group]
         self._hand_out()

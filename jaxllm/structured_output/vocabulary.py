@@ -80,10 +80,10 @@ class Vocabulary:
         """Give the tokens of a text in the middle of an output, as the tokenizer would write it.
 
         Where that is not the same text, as with one that a normalizer changes or that spells a special token, the
-        longest token first.
+        longest token first. So it is with a confined tokenizer, which must not hold up a step.
         """
         wanted = text.encode()
-        for before in ("", _ANCHOR):
+        for before in ("", _ANCHOR) if self._tokenizer.confined is None else ():
             try:
                 ids = self._tokenizer.encode(before + text, add_special_tokens=False)
             except UserError:

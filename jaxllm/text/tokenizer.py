@@ -11,6 +11,7 @@ measured on two cores, that is ready in 0.05 s (0.15 s with a template) where `t
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -73,6 +74,10 @@ _CHARACTERS = 16  # a token of a long text has fewer, as a rule
 class Tokenizer:
     """A model's tokenizer. Safe to share between threads; build it with `load_tokenizer`."""
 
+    # Of one that works in another process (confined_tokenizer.py), and must not be called on an event loop: the digest
+    # of its files.
+    confined: bytes | None = None
+
     def __init__(
         self,
         backend: Any,
@@ -120,6 +125,11 @@ class Tokenizer:
         return self._named_id("eos_token")
 
     @property
+    def named_tokens(self) -> Mapping[str, str]:
+        """The special tokens that have names, as "eos_token": "</s>"."""
+        return self._named_tokens
+
+    @property
     def chat_templates(self) -> Mapping[str, str]:
         """The chat templates by name."""
         return self._chat_templates
@@ -138,16 +148,29 @@ class Tokenizer:
     def config(self) -> dict[str, Any]:
         """Return what a tokenizer_config.json says of it: named and added tokens, chat templates."""
         config: dict[str, Any] = dict(self._named_tokens)
-        flags = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
-        config["added_tokens_decoder"] = {
-            str(token_id): {name: getattr(token, name) for name in flags}
-            for token_id, token in self._backend.get_added_tokens_decoder().items()
-        }
+        config["added_tokens_decoder"] = self.added_tokens()
         config["tokenizer_class"] = "PreTrainedTokenizerFast"  # which reads any tokenizer.json
         if self._chat_templates:
             listed = [{"name": name, "template": text} for name, text in self._chat_templates.items()]
             config["chat_template"] = listed[0]["template"] if len(listed) == 1 else listed
         return config
+
+    def added_tokens(self) -> dict[str, dict[str, Any]]:
+        """Return the tokens that were added to the vocabulary, by their ids, and what is true of each."""
+        flags = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+        return {
+            str(token_id): {name: getattr(token, name) for name in flags}
+            for token_id, token in self._backend.get_added_tokens_decoder().items()
+        }
+
+    def fingerprint(self) -> bytes:
+        """Return a digest of all that two tokenizers can differ in, but for their names and chat templates."""
+        beside = [self._named_tokens, self._has_types, self._adds_eos, self._backend.encode_special_tokens]
+        return hashlib.sha256(json.dumps(beside, sort_keys=True).encode() + self._backend.to_str().encode()).digest()
+
+    def lengths(self) -> tuple[int, int | None]:
+        """Return the most characters that a token has, and those of a text that one can stand for."""
+        return self._most_characters, self._longest_token
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token as the vocabulary spells it, None if it has none."""

@@ -6,6 +6,7 @@ in tokenizer.py. No code of a model's repository is ever run.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -47,6 +48,16 @@ class TokenizerFiles(NamedTuple):
 def has_tokenizer(folder: Path) -> bool:
     """Whether a folder holds a tokenizer, one that has to be converted first included."""
     return any((folder / name).is_file() for name in ("tokenizer.json", *_CONVERTIBLE))
+
+
+def digest_of(folder: Path) -> bytes:
+    """Return a digest of a folder's tokenizer and chat templates."""
+    digest = hashlib.sha256()
+    files = (file for pattern in TOKENIZER_FILES if pattern != "config.json" for file in folder.glob(pattern))
+    for file in sorted(files):
+        content = file.read_bytes()
+        digest.update(f"{file.relative_to(folder)} {len(content)} ".encode() + content)
+    return digest.digest()
 
 
 def read_chat_templates(folder: Path) -> dict[str, str]:

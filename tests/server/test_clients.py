@@ -180,10 +180,12 @@ def test_where_there_are_several_keys_each_has_a_cache_of_its_own(options: dict[
 
 
 def test_the_wait_for_a_thread_takes_from_a_requests_time() -> None:
-    async def never(function: Any, *arguments: Any, client: str) -> None:
+    async def never(function: Any, *arguments: Any, client: str, language: bytes | None) -> None:
         await asyncio.Event().wait()
 
-    tokenizer = SimpleNamespace(has_chat_template=True, check_length=lambda text, most: None, encode=list)
+    tokenizer = SimpleNamespace(
+        has_chat_template=True, confined=None, check_length=lambda text, most: None, encode=list
+    )
     engine: Any = SimpleNamespace(
         config=SimpleNamespace(model="m"),
         model=SimpleNamespace(tokenizer=tokenizer, max_model_len=9),
@@ -207,7 +209,7 @@ def test_of_a_prompt_that_is_cut_only_the_end_is_tokenized(monkeypatch: pytest.M
     engine: Any = SimpleNamespace(
         config=SimpleNamespace(model="m"), model=SimpleNamespace(tokenizer=tokenizer, max_model_len=512)
     )
-    engine.off_loop = lambda function, *arguments, client: asyncio.to_thread(function, *arguments)
+    engine.off_loop = lambda function, *arguments, client, language: asyncio.to_thread(function, *arguments)
     text = "Once upon a time there was a fox. " * 10_000
     for kept in (8, -1):
         params = SamplingParams(truncate_prompt_tokens=kept)

@@ -69,6 +69,7 @@ class Tokenizer:
     special_ids = SPECIAL
     eos_token_id = EOS
     name = "simulated"
+    confined = None
     has_chat_template = False
     vocab_size = VOCABULARY
 

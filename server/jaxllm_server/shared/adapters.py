@@ -143,10 +143,10 @@ class ServedAdapters:
             if name in self._served and not in_place:
                 message = f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place"
                 raise UserError(f"{message}, set 'load_inplace' to True.", "lora_name")
-            folder = await self._engine.off_loop(_folder_of, root, name, path, client=client)
+            folder = await self._engine.off_loop(_folder_of, root, name, path, client=client, language=b"")
             request = LoRARequest(name, next(self._numbers), str(folder))
             try:
-                await self._engine.off_loop(self._engine.engine.add_lora, request, client=client)
+                await self._engine.off_loop(self._engine.engine.add_lora, request, client=client, language=b"")
             except UserError as error:
                 told = str(error).replace(f"{root}/", "").replace(str(root), path)
                 raise UserError(told, "lora_path") from error

@@ -86,7 +86,8 @@ class Prompts:
             # Templates may leave words out, old reasoning for one: what is far too long is no conversation.
             most = LEFT_OUT * longest + 4096
             check_messages(call.messages, longest, most)
-            text, ids = await self._off_loop(call.client, self._encode_chat, call, most, tokenizer)
+            given, language = (self._encode_chat, call, most, tokenizer), tokenizer.confined
+            text, ids = await self._off_loop(call.client, *given, language=language)
             if call.truncation_side == "right" and kept is not None and len(ids) > kept:
                 return {"prompt_token_ids": ids[:kept]}  # the text is another one now
             return {"prompt": text, "prompt_token_ids": ids}
@@ -109,7 +110,9 @@ class Prompts:
         else:
             text = text_to_encode(before, params, tokenizer, longest)
             encode = partial(tokenizer.encode, text, add)
-        return text, await self._off_loop(call.client, encode) if len(text) > LONG_TEXT else encode()
+        if len(text) <= LONG_TEXT and tokenizer.confined is None:
+            return text, encode()
+        return text, await self._off_loop(call.client, encode, language=tokenizer.confined)
 
     def _encode_chat(self, call: Call, most: int, tokenizer: Tokenizer) -> tuple[str, list[int]]:
         """Write out a conversation of `most` tokens, and return its token ids as well; slow.

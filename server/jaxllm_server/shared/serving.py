@@ -146,7 +146,8 @@ class Serving:
             said = prompt.get("prompt")
             if said is None and call.messages is not None and self.forms.reasoning_form is not None:
                 ids = prompt["prompt_token_ids"]  # by their text it is seen whether the prompt opens the reasoning
-                said = await self.off_loop(call.client, model.tokenizer.decode, ids, False)
+                confined = model.tokenizer.confined
+                said = await self.off_loop(call.client, model.tokenizer.decode, ids, False, language=confined)
             reader = self.forms.reader(call, params, said or "", model.tokenizer)
             if reader.shows_markers:
                 params = replace(params, skip_special_tokens=False)
@@ -220,7 +221,8 @@ class Serving:
             return None
         store = self.engine.engine.adapters
         try:
-            return store.find(served.request) or await self.off_loop(client, store.get, served.request)
+            found = store.find(served.request)
+            return found or await self.off_loop(client, store.get, served.request, language=b"")
         except UserError as error:  # it could be read once; its folder is not the client's business
             _log.error("%s", error)
             raise RequestFailedError("The adapter could not be read again; the server's log has the reason.") from error
@@ -232,11 +234,13 @@ class Serving:
             adapter = await self._adapter(served, client)
             return self.engine.model if adapter is None else adapter.language.model
 
-    async def off_loop(self, client: str, function: Callable[..., Item], *arguments: Any) -> Item:
+    async def off_loop(
+        self, client: str, function: Callable[..., Item], *arguments: Any, language: bytes | None = None
+    ) -> Item:
         """Run what makes a client's prompt beside the event loop; to wait for a thread takes from its time as well."""
         try:
             async with asyncio.timeout(self.options.request_timeout or None):
-                return await self.engine.off_loop(function, *arguments, client=client)
+                return await self.engine.off_loop(function, *arguments, client=client, language=language)
         except TimeoutError as error:
             raise late(self.options.request_timeout) from error
 
@@ -278,7 +282,7 @@ class Serving:
             raise UserError(f"tokens may hold at most {longest} ids, got {len(ids)}.", "tokens")
         if any(isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size for token in ids):
             raise UserError(f"tokens must be integers from 0 to {vocab_size - 1}.", "tokens")
-        return await self.engine.off_loop(tokenizer.decode, ids, False, client=client)
+        return await self.engine.off_loop(tokenizer.decode, ids, False, client=client, language=tokenizer.confined)
 
     def _check_bounds(self, given: Mapping[str, Any]) -> None:
         """Refuse what is more than this server takes, before anything of that size is made."""

@@ -32,7 +32,7 @@ class Engine:
     async def check_health(self) -> None:
         pass
 
-    async def off_loop(self, function: Any, *arguments: Any, client: str | None = None) -> Any:
+    async def off_loop(self, function: Any, *arguments: Any, client: str | None = None, language: bytes) -> Any:
         def run() -> Any:
             assert self.may_read.wait(10)
             return function(*arguments)

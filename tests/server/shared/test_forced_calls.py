@@ -48,6 +48,7 @@ class FakeEngine:
         self.asked: list[SamplingParams] = []
         self.text, self.said = text, '{"a": 1}'
         tokenizer = SimpleNamespace(
+            confined=None,
             has_chat_template=True,
             check_length=lambda *_: None,
             encode_chat=lambda *_, **__: (self.text, [1]),
@@ -71,7 +72,7 @@ class FakeEngine:
     def preparing(self, count: int) -> Any:
         return nullcontext()
 
-    async def off_loop(self, function: Any, *arguments: Any, client: str) -> Any:
+    async def off_loop(self, function: Any, *arguments: Any, client: str, language: bytes | None) -> Any:
         return function(*arguments)
 
     async def generate(self, prompt: Any, params: SamplingParams, *_: Any, **__: Any) -> Any:

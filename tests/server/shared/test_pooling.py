@@ -100,7 +100,7 @@ class Engine:
             raise OverloadedError("The queue is full.", retry_after=1.0)
         yield
 
-    async def off_loop(self, function, *arguments, client=None):
+    async def off_loop(self, function, *arguments, client=None, language=None):
         self.num_off_loop += 1
         return await asyncio.to_thread(function, *arguments)
 

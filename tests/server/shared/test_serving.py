@@ -26,7 +26,7 @@ TEXT = "Once upon a time there was a fox. "
 
 
 def serving(model: str = "some/model", **options: Any) -> Serving:
-    info = SimpleNamespace(tokenizer=SimpleNamespace(has_chat_template=False), max_model_len=64)
+    info = SimpleNamespace(tokenizer=SimpleNamespace(has_chat_template=False, confined=None), max_model_len=64)
     engine: Any = SimpleNamespace(config=SimpleNamespace(model=model), model=info)
     return Serving(engine, ServerOptions(**options))
 
@@ -50,7 +50,7 @@ def test_a_conversation_without_a_template_is_refused_in_words_of_both_protocols
 def prompt_of(call: Call, tokenizer: Any = TOKENIZER, **sampling: Any) -> list[int]:
     """Return the prompt that an engine gets, which has threads for long texts."""
 
-    async def off_loop(function: Any, *arguments: Any, client: str) -> Any:
+    async def off_loop(function: Any, *arguments: Any, client: str, language: bytes | None) -> Any:
         return await asyncio.to_thread(function, *arguments)
 
     own = serving()

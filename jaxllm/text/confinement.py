@@ -1,0 +1,210 @@
+"""A few processes that run tokenizers and chat templates of adapters within bounds.
+
+A template may loop, multiply a text, or exhaust memory, and so may a tokenizer's rules; nothing in this process could
+stop it. Each process does one task at a time, with a limit of memory and, for each task, of processor time: the kernel
+ends it at the limit, and only the caller of that task gets an error. Processes start at the first use and stay. What
+runs in them is confined_worker.py; they get pickles, and what they answer is read as plain data.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgpack
+
+from jaxllm import errors
+from jaxllm.errors import UserError
+
+MOST_PROCESSES = 4
+MOST_BYTES = 768 * 2**20  # of a process's memory: a tokenizer of 262,000 tokens takes 300 MB while it is read
+SECONDS = 1.0  # of processor time for a task …
+BYTES_A_SECOND = 100_000  # … and more for a long one: text is tokenized at 500,000 characters a second
+LOAD_SECONDS = 20.0  # of processor time to read a tokenizer, which may have to be converted first
+MOST_ANSWER = 64 * 2**20  # bytes
+_WAIT_FACTOR = 10  # times the processor time that a task may take on a machine that is busy
+_START = "import sys; sys.path.insert(0, {!r}); from jaxllm.text.confined_worker import main; main()"
+_ROOT = str(Path(__file__).resolve().parents[2])
+
+
+class ConfinedError(UserError):
+    """The tokenizer or the chat template of an adapter exceeded a limit; its process was ended."""
+
+
+def exceeded(what: str) -> ConfinedError:
+    """Return the error of an adapter that exceeds a limit."""
+    return ConfinedError(f"The adapter's tokenizer or chat template {what}.", "model")
+
+
+class Source(NamedTuple):
+    """Where a tokenizer is read from, and the digest that its files must have; b"" for the model's own."""
+
+    folder: str
+    digest: bytes = b""
+
+
+class Confinement:
+    """Runs tasks in processes; any thread may call it. Costs nothing until the first use."""
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self._changed = threading.Condition()
+        self._idle: list[_Process] = []  # the one used last at the end
+        self._alive: set[_Process] = set()
+        self._num_starting = 0
+        weakref.finalize(self, _end_all, self._alive)
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes there are."""
+        return len(self._alive)
+
+    def call(self, source: Source, method: str, *arguments: Any, **named: Any) -> Any:
+        """Call a method of a tokenizer, or one of `confined_worker.FUNCTIONS` for it, and return its result.
+
+        Raises:
+            ConfinedError: if it exceeded a limit.
+            UserError: as the method does.
+        """
+        try:
+            frame = pickle.dumps((source, method, arguments, named), pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            raise UserError("messages may hold text, numbers, lists and objects only.", "messages") from error
+        seconds = SECONDS + len(frame) / BYTES_A_SECOND
+        process = self._take(source)
+        is_usable = False
+        try:
+            answer = process.ask(frame, seconds, seconds if source in process.sources else seconds + LOAD_SECONDS)
+            process.sources.add(source)
+            is_usable = "failed" not in answer
+        finally:
+            self._give_back(process, is_usable)
+        if "failed" in answer:
+            raise exceeded(answer["failed"])
+        if "error" in answer:
+            raise _rebuilt(*answer["error"])
+        return answer["value"]
+
+    def _take(self, source: Source) -> _Process:
+        """Return a process that nobody else uses, if possible one that has read the tokenizer."""
+        with self._changed:
+            while True:
+                self._alive.difference_update([each for each in self._idle if not each.is_alive])
+                self._idle = [each for each in self._idle if each.is_alive]
+                if self._idle:
+                    has_read = (each for each in self._idle if source in each.sources)
+                    process = next(has_read, self._idle[-1])
+                    self._idle.remove(process)
+                    return process
+                if len(self._alive) + self._num_starting < MOST_PROCESSES:
+                    self._num_starting += 1
+                    break
+                self._changed.wait()
+        process = None
+        try:
+            process = _Process(self._most_bytes)
+            return process
+        finally:
+            with self._changed:
+                self._num_starting -= 1
+                if process is None:
+                    self._changed.notify()
+                else:
+                    self._alive.add(process)
+
+    def _give_back(self, process: _Process, is_usable: bool) -> None:
+        if not is_usable:
+            process.end()
+        with self._changed:
+            if is_usable:
+                self._idle.append(process)
+            else:
+                self._alive.discard(process)
+            self._changed.notify()
+
+
+class _Process:
+    """One process, and the pipes to it."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.sources: set[Source] = set()  # that it has read
+        command = [sys.executable, "-c", _START.format(_ROOT), str(most_bytes)]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        # In a session of its own, so that Ctrl-C at a terminal does not end it before its last task.
+        self._popen = subprocess.Popen(command, bufsize=0, start_new_session=True, **pipes)
+        assert self._popen.stdin is not None and self._popen.stdout is not None
+        self._input, self._output = self._popen.stdin, self._popen.stdout
+        self._answers = select.poll()
+        self._answers.register(self._output, select.POLLIN)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        return self._popen.poll() is None
+
+    def ask(self, frame: bytes, seconds: float, most: float) -> dict[str, Any]:
+        """Do a task that may take so many seconds of processor time, or `most` where files are read first."""
+        give_up = time.monotonic() + _WAIT_FACTOR * most
+        try:
+            rest = memoryview(len(frame).to_bytes(8) + int(1000 * seconds).to_bytes(8) + frame)
+            while rest:
+                rest = rest[self._input.write(rest) :]
+            length = int.from_bytes(self._read(8, give_up))
+            if length > MOST_ANSWER:
+                raise exceeded("makes too long a text")
+            return msgpack.unpackb(self._read(length, give_up), unicode_errors="surrogatepass", strict_map_key=False)
+        except BrokenPipeError:
+            raise self._ended() from None
+
+    def end(self) -> None:
+        """End the process, whatever it does."""
+        with suppress(OSError):
+            self._popen.kill()
+        self._popen.wait()
+        self._input.close()
+        self._output.close()
+
+    def _read(self, length: int, give_up: float) -> bytearray:
+        read = bytearray()
+        while len(read) < length:
+            left = give_up - time.monotonic()
+            if left <= 0:
+                raise exceeded("takes too long")
+            if self._answers.poll(1000 * left):
+                piece = os.read(self._output.fileno(), min(length - len(read), 2**20))
+                if not piece:
+                    raise self._ended()
+                read += piece
+        return read
+
+    def _ended(self) -> ConfinedError:
+        with suppress(subprocess.TimeoutExpired):
+            if self._popen.wait(5) in (-signal.SIGPROF, -signal.SIGXCPU):
+                return exceeded("takes too much processor time")
+        return exceeded("takes too much memory, or crashes")
+
+
+def _end_all(processes: set[_Process]) -> None:
+    for process in processes:
+        process.end()
+
+
+def _rebuilt(name: str, message: str, attributes: dict[str, Any]) -> UserError:
+    """Return the error of a process, one of errors.py."""
+    kind = getattr(errors, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, UserError)):
+        kind = UserError
+    error = kind.__new__(kind, message)
+    ValueError.__init__(error, message)
+    vars(error).update({"parameter": None, "value": None, **attributes})
+    return error
