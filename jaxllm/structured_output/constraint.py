@@ -131,6 +131,6 @@ class Constraint:
 
 def one_line(said: str) -> str:
     """Write what llguidance says on one line: it draws the place in the source, and repeats it."""
-    text = said.split("<backtrace>")[0].replace("<non-verbose/>", "").replace("\n", " ")
+    text = said.split("<backtrace>")[0].split("\n<state>")[0].replace("<non-verbose/>", "").replace("\n", " ")
     text = " ".join(printable(text).split())
     return text if len(text) <= _MOST_SAID else f"{text[: _MOST_SAID - 1]}…"

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -31,8 +32,18 @@ from jaxllm.structured_outputs_params import StructuredOutputsParams
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.threads import start_thread
 
-MAX_KEPT = 64  # grammars: one of few characters can take 10 MB
+MAX_KEPT = 64  # grammars
 MAX_KEPT_CHARS = 2**20  # of their sources, all together
+MAX_KEPT_BYTES = 2**28  # of their lexers, which grow while outputs are followed: one of few characters to 20 or 40 MB
+# A lexer counts its work, and its states take 1 to 20 bytes for each unit of that, of 22 kinds of grammars; but 50,000
+# states, the most, have a kilobyte each. Without states it has 0.1 to 0.3 MB.
+_LEAST_BYTES = 2**18
+_BYTES_A_UNIT = 20
+_MOST_BYTES = 50 * 2**20
+_WORK = re.compile(r'^  "lexer_cost": (\d+),$', re.MULTILINE)
+_MANY_TOKENS = 2**31 - 1
+_SLOW_SECONDS = 0.002  # of a step's masks: lexers that grow by 100 kB take that long
+_STEPS_UNWEIGHED = 32
 # Requests that share one that is kept: states of its lexer are kept for all its outputs and count against their limit.
 MAX_USES = 64
 # A model that prefers whitespace to an end would write it for ever.
@@ -51,13 +62,14 @@ _LIMITS = LLParserLimits(
     step_max_items=10_000,
     max_lexer_states=50_000,
     max_grammar_size=100_000,
-    verbose_errors=False,
+    verbose_errors=True,  # for `_bytes_of`
 )
 
 
 @dataclass
 class _Kept:
     matcher: LLMatcher
+    num_bytes: int
     uses: int = 1
 
 
@@ -86,7 +98,8 @@ class Grammars:
         self._refused: str | None = None  # why this model's vocabulary cannot follow grammars
         self._executor: LLExecutor | None = None
         self._kept: OrderedDict[StructuredOutputsParams | str, _Kept] = OrderedDict()
-        self._kept_chars = 0
+        self._kept_chars = self._kept_bytes = 0
+        self._num_fills = 0
 
     def compile(self, asked: StructuredOutputsParams) -> Grammar:
         """Compile a constraint, or find it among those that were; on any thread.
@@ -147,6 +160,7 @@ class Grammars:
                 masks[row].view(np.uint32)[constraint.expected[0] // 32] = 1 << constraint.expected[0] % 32
             else:
                 (joined if constraint.openings or len(constraint.matchers) != 1 else computed).append((constraint, row))
+        begun = time.perf_counter()
         try:
             self._compute(computed, masks)
         except Exception:  # in one of them
@@ -170,6 +184,9 @@ class Grammars:
         for constraint, _ in wanted:
             if constraint.error is not None:
                 self._forget(constraint)
+        self._num_fills += 1
+        if time.perf_counter() - begun > _SLOW_SECONDS or not self._num_fills % _STEPS_UNWEIGHED:
+            self._weigh([constraint for constraint, _ in computed])
 
     def _join(self, constraint: Constraint, mask: np.ndarray) -> None:
         """Write the union of the masks of several grammars and openings."""
@@ -191,6 +208,22 @@ class Grammars:
         with self._lock:
             for key in [key for key, kept in self._kept.items() if kept.matcher in constraint.origins]:
                 self._drop(key)
+
+    def _weigh(self, constraints: Sequence[Constraint]) -> None:
+        """Count what the grammars of some outputs hold by now, and drop those used longest ago if it is too much."""
+        found: dict[int, int] = {}
+        for constraint in constraints:
+            if any(id(origin) not in found for origin in constraint.origins):
+                num_bytes = max(map(_bytes_of, constraint.matchers), default=0)
+                for origin in constraint.origins:
+                    found[id(origin)] = max(num_bytes, found.get(id(origin), 0))
+        with self._lock:
+            for kept in self._kept.values():
+                more = found.get(id(kept.matcher), 0) - kept.num_bytes
+                if more > 0:
+                    kept.num_bytes += more
+                    self._kept_bytes += more
+            self._drop_oldest()
 
     def _compute(self, wanted: Sequence[tuple[Constraint, int]], masks: np.ndarray) -> None:
         if len(wanted) == 1:
@@ -216,15 +249,21 @@ class Grammars:
         return self._made_vocabulary
 
     def _keep(self, key: StructuredOutputsParams | str, matcher: LLMatcher) -> None:
+        num_bytes = _bytes_of(matcher)
         with self._lock:
-            if key not in self._kept:
-                self._kept_chars += _num_chars(key)
-            self._kept[key] = _Kept(matcher)
-            while len(self._kept) > MAX_KEPT or self._kept_chars > MAX_KEPT_CHARS:
-                self._drop(next(iter(self._kept)))
+            if key in self._kept:
+                self._drop(key)
+            self._kept[key] = _Kept(matcher, num_bytes)
+            self._kept_chars += _num_chars(key)
+            self._kept_bytes += num_bytes
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        while len(self._kept) > MAX_KEPT or self._kept_chars > MAX_KEPT_CHARS or self._kept_bytes > MAX_KEPT_BYTES:
+            self._drop(next(iter(self._kept)))
 
     def _drop(self, key: StructuredOutputsParams | str) -> None:
-        del self._kept[key]
+        self._kept_bytes -= self._kept.pop(key).num_bytes
         self._kept_chars -= _num_chars(key)
 
 
@@ -255,6 +294,14 @@ def _compiled(vocabulary: Vocabulary, source: str, kind: str) -> LLMatcher:
         said = one_line(failed.get_error()).replace("NoExtensionBias", "nothing can be its first token")
         raise UserError(f"{kind} cannot be compiled: {said}", _PARAMETER)
     return made[0]
+
+
+def _bytes_of(matcher: LLMatcher) -> int:
+    """Return about how much memory a grammar and its lexer take, rather too much; 60 µs, more for a long grammar."""
+    copy = matcher.deep_copy()
+    copy.rollback(_MANY_TOKENS)  # an error, which describes the lexer
+    work = max(map(int, _WORK.findall(copy.get_error())), default=_MOST_BYTES)
+    return _LEAST_BYTES + min(_MOST_BYTES, _BYTES_A_UNIT * work)
 
 
 def _num_chars(asked: StructuredOutputsParams | str) -> int:

@@ -7,10 +7,12 @@ import time
 from dataclasses import replace
 
 import numpy as np
+import psutil
 import pytest
 
 from jaxllm import embedded
 from jaxllm.errors import UserError
+from jaxllm.freed_memory import return_freed_memory
 from jaxllm.structured_output import grammars as grammars_module
 from jaxllm.structured_output.constraint import Constraint
 from jaxllm.structured_output.expressions import translate
@@ -461,6 +463,32 @@ def test_grammars_are_kept_within_bounds_and_shared_by_what_begins_after_somethi
     grammars.compile(Params(choice=("c" * 99,)))
     grammars.compile(Params(choice=("d" * 101,)))
     assert grammars._kept_chars <= 100
+
+
+@pytest.mark.parametrize(
+    ("count", "most"), [(5, 8 << 20), pytest.param(64, grammars_module.MAX_KEPT_BYTES, marks=pytest.mark.slow)]
+)
+def test_lexers_that_grow_hold_no_more_memory_than_their_bound(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, count: int, most: int
+) -> None:
+    monkeypatch.setattr(grammars_module, "MAX_KEPT_BYTES", most)
+    grammars, process, rng = Grammars(tokenizer, tokenizer.vocab_size, [2]), psutil.Process(), np.random.default_rng(0)
+    grammars.compile(Params(regex="a"))
+    return_freed_memory()
+    before = process.memory_info().rss
+    for number in range(count):
+        grammar = grammars.compile(Params(regex=f"([a-z]{{0,20}}[a-z0-9 ]{{0,20}}){{0,20}}{number:02}"))
+        for _ in range(2):
+            constraint = grammar.begin()
+            for _ in range(60):
+                if row := [token for token in _row(grammars, constraint, tokenizer.vocab_size) if token != 2]:
+                    constraint.consume(int(rng.choice(row)))
+        assert grammars._kept_bytes == sum(kept.num_bytes for kept in grammars._kept.values()) <= most
+    del grammar, constraint
+    return_freed_memory()
+    assert process.memory_info().rss - before < 1.25 * most
+    grammars.compile(Params(regex="a"))
+    assert grammars._kept, "there is room for others"
 
 
 def test_threads_compile_the_same_at_once(tokenizer):
