@@ -42,6 +42,7 @@ UNSAFE_METHODS = frozenset(
 # Where a command of our own, git or a compiler is started; with a list of arguments, never through a shell.
 STARTS_PROCESSES = (
     *("jaxllm/bench/", "jaxllm/fleet/replica.py", "jaxllm/runner/compile_noise.py", "pallas_kernels/native/build.py"),
+    "jaxllm/text/confinement.py",
 )
 # Which unpickles compiled programs: from files that no other user could have written.
 UNPICKLES = "jaxllm/runner/kept_programs.py"

@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from statistics import median
 from typing import Any, Literal
 
 from jaxllm.errors import EngineError
+from pallas_kernels.own_folders import OwnFolder
 
 Kind = Literal["cold", "warm"]
 WIDTH = 50  # of the report
@@ -88,7 +88,7 @@ def measure(
         EngineError: for a process that failed, with its last line.
     """
     starts = []
-    with tempfile.TemporaryDirectory() as temporary:
+    with OwnFolder() as temporary:
         both: tuple[Kind, ...] = ("warm",) if cache else ("cold", "warm")
         kinds: list[Kind] = [kind for kind in both for _ in range(num_iters)]
         folder = cache or temporary

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from jaxllm.bench.explain import Explanation, explain, programs_in, read_trace
 from jaxllm.sampling_params import SamplingParams
+from pallas_kernels.own_folders import OwnFolder
 
 if TYPE_CHECKING:
     from jaxllm.engine.input_processor import Prompt
@@ -32,8 +32,8 @@ def trace(
     try:
         for _ in range(num_skipped):
             engine.step()
-        with nullcontext(folder) if folder is not None else tempfile.TemporaryDirectory() as place:
-            profile = engine.start_profile(place, num_steps)
+        with nullcontext(folder) if folder is not None else OwnFolder() as place:
+            profile = engine.start_profile(str(place), num_steps)
             try:
                 for _ in range(num_steps):
                     engine.step()

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from jaxllm.checks import shown
@@ -20,6 +18,7 @@ from jaxllm.fleet import messages, node
 from jaxllm.fleet.door import Door, DoorListener, Greeting, is_same_key, read_greeting
 from jaxllm.fleet.replica import Replica
 from jaxllm.version import __version__
+from pallas_kernels.own_folders import OwnFolder
 
 _log = logging.getLogger(__name__)
 WARN_SECONDS = 1.0  # between two warnings about strangers
@@ -70,7 +69,7 @@ class Supervisor:
         """
         self._replicas, self._listener, self._settings_of = replicas, listener, settings_of
         self._hang_timeout, self._module, self._door = hang_timeout, module, door
-        self._folder = tempfile.TemporaryDirectory(prefix="jaxllm-fleet-")
+        self._folder = OwnFolder()
         self._servers: list[asyncio.Server] = []
         self._listener_from_afar: DoorListener | None = None
         self._warned = -WARN_SECONDS
@@ -78,7 +77,7 @@ class Supervisor:
 
     async def start(self) -> None:
         """Listen, and start the replicas of this machine; an address that cannot be had is a UserError."""
-        path = str(Path(self._folder.name) / "socket")
+        path = str(self._folder.path / "socket")
         self._servers.append(await asyncio.start_unix_server(self._connected, path))
         if self._door is not None:
             self._listener_from_afar = DoorListener(self._door, self._connected_from_afar)
@@ -115,7 +114,7 @@ class Supervisor:
             server.close()
         if self._listener_from_afar is not None:
             await self._listener_from_afar.close()
-        self._folder.cleanup()
+        self._folder.remove()
 
     async def drain(self, replica: Replica) -> None:
         """Give a replica no more work; return when it has none, and, of this machine, serves anew."""

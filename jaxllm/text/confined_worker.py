@@ -5,8 +5,8 @@ It must stay small and quick to start: no JAX, no numpy.
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
 import resource
 import signal
 import sys
@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import msgpack
 
 from jaxllm.errors import UserError
-from jaxllm.text.confinement import LOAD_SECONDS, Source
+from jaxllm.text.confinement import LOAD_SECONDS, TOO_DEEP, Source
 from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
 from jaxllm.text.tokenizer_files import digest_of
 
@@ -47,7 +47,8 @@ def _answer(frame: bytes, seconds: float, kept: OrderedDict[Source, Tokenizer]) 
     """Do a task. The kernel ends the process where it takes more processor time than it may."""
     try:
         signal.setitimer(signal.ITIMER_PROF, LOAD_SECONDS)
-        source, method, arguments, named = pickle.loads(frame)
+        folder, digest, method, arguments, named = json.loads(frame.decode("utf-8", "surrogatepass"))
+        source = Source(folder, bytes.fromhex(digest))
         tokenizer = kept.pop(source, None) or _load(source)
         kept[source] = tokenizer
         if len(kept) > _MOST_KEPT:
@@ -63,6 +64,8 @@ def _answer(frame: bytes, seconds: float, kept: OrderedDict[Source, Tokenizer]) 
         return {"error": [type(error).__name__, str(error), _plain(vars(error))]}
     except MemoryError:
         return {"failed": "takes too much memory"}
+    except RecursionError:
+        return {"error": ["UserError", TOO_DEEP, {"parameter": "messages"}]}
     except Exception as error:
         return {"failed": f"failed with {type(error).__name__}"}
     finally:

@@ -3,13 +3,13 @@
 A template may loop, multiply a text, or exhaust memory, and so may a tokenizer's rules; nothing in this process could
 stop it. Each process does one task at a time, with a limit of memory and, for each task, of processor time: the kernel
 ends it at the limit, and only the caller of that task gets an error. Processes start at the first use and stay. What
-runs in them is confined_worker.py; they get pickles, and what they answer is read as plain data.
+runs in them is confined_worker.py; tasks and answers are plain data.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
 import select
 import signal
 import subprocess
@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ SECONDS = 1.0  # of processor time for a task …
 BYTES_A_SECOND = 100_000  # … and more for a long one: text is tokenized at 500,000 characters a second
 LOAD_SECONDS = 20.0  # of processor time to read a tokenizer, which may have to be converted first
 MOST_ANSWER = 64 * 2**20  # bytes
+TOO_DEEP = "messages, tools or chat_template_kwargs are nested too deeply."
 _WAIT_FACTOR = 10  # times the processor time that a task may take on a machine that is busy
 _START = "import sys; sys.path.insert(0, {!r}); from jaxllm.text.confined_worker import main; main()"
 _ROOT = str(Path(__file__).resolve().parents[2])
@@ -76,10 +78,7 @@ class Confinement:
             ConfinedError: if it exceeded a limit.
             UserError: as the method does.
         """
-        try:
-            frame = pickle.dumps((source, method, arguments, named), pickle.HIGHEST_PROTOCOL)
-        except Exception as error:
-            raise UserError("messages may hold text, numbers, lists and objects only.", "messages") from error
+        frame = _framed([source.folder, source.digest.hex(), method, arguments, named])
         seconds = SECONDS + len(frame) / BYTES_A_SECOND
         process = self._take(source)
         is_usable = False
@@ -192,6 +191,22 @@ class _Process:
             if self._popen.wait(5) in (-signal.SIGPROF, -signal.SIGXCPU):
                 return exceeded("takes too much processor time")
         return exceeded("takes too much memory, or crashes")
+
+
+def _framed(task: list[Any]) -> bytes:
+    """Write a task as JSON, which has integers of any size, with half surrogate pairs as they are."""
+    try:
+        return json.dumps(task, ensure_ascii=False, default=_mapping).encode("utf-8", "surrogatepass")
+    except RecursionError:
+        raise UserError(TOO_DEEP, "messages") from None
+    except (TypeError, ValueError) as error:
+        raise UserError("messages may hold text, numbers, lists and objects only.", "messages") from error
+
+
+def _mapping(value: Any) -> dict[Any, Any]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is not JSON")
 
 
 def _end_all(processes: set[_Process]) -> None:

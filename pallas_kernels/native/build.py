@@ -17,13 +17,14 @@ import platform
 import shutil
 import stat
 import subprocess
-import tempfile
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax.ffi
+
+from pallas_kernels.own_folders import OwnFolder
 
 HERE = Path(__file__).parent
 SOURCES = ("linear.cc", "attention.cc")
@@ -123,7 +124,7 @@ def _own(folder: Path) -> Path:
         return folder
     if folder.exists():
         _log.warning("kernels are not kept in %s, which other users own or can write", folder)
-    return Path(tempfile.mkdtemp(prefix="jaxllm-"))
+    return OwnFolder().path
 
 
 def _is_safe(path: Path) -> bool:
@@ -158,12 +159,12 @@ def _build(command: list[str], sources: Sequence[Path], place: Path) -> Path:
     _log.warning("building kernels, once for this machine, which takes up to 20 seconds: %s", place)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.mkdtemp(dir=place.parent)
+        own = OwnFolder(place.parent)
     except OSError:
-        folder = tempfile.mkdtemp(prefix="jaxllm-")
-        place = Path(folder) / place.name
+        own = OwnFolder()
+        place = own.path / place.name
     try:
-        made = Path(folder) / "made.so"
+        made = own.path / "made.so"
         objects = [f"{made}.{source.name}.o" for source in sources]
         with ThreadPoolExecutor() as pool:
             compiled = pool.map(lambda source, into: _run([*command, "-c", str(source), "-o", into]), sources, objects)
@@ -174,8 +175,8 @@ def _build(command: list[str], sources: Sequence[Path], place: Path) -> Path:
         made.chmod(0o755)
         made.replace(place)
     finally:
-        if place.parent != Path(folder):
-            shutil.rmtree(folder, ignore_errors=True)
+        if place.parent != own.path:
+            own.remove()
     return place
 
 
