@@ -6,11 +6,12 @@ are bounded as well. Knows no protocol.
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import math
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 
 from jaxllm.errors import OverloadedError
 
@@ -110,28 +111,55 @@ class Places:
         return bound.counted(peer, 1)
 
 
-class FairShares:
-    """Divides places among calls: those that want few have them, the others as many as each other."""
+class FairPlaces:
+    """Places for prompts, which clients take in turns, one prompt a turn. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._wanted: dict[object, int] = {}
+        self._waiting: dict[str, deque[tuple[asyncio.Future[None], int]]] = {}  # by client, the next one first
+        self._num_taken = self._tokens_taken = 0
+        self._most, self._most_tokens = 1, 1
 
-    @contextmanager
-    def joined(self, wanted: int) -> Iterator[None]:
-        """Count a call, which wants so many places, while the body runs."""
-        call = object()
-        self._wanted[call] = wanted
+    @asynccontextmanager
+    async def place(self, client: str, num_tokens: int, most: int, most_tokens: int) -> AsyncIterator[None]:
+        """Wait for a place and hold it: of `most` places, in which all prompts have `most_tokens`, or one has more."""
+        self._most, self._most_tokens = most, most_tokens
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append((turn, num_tokens))
+        self._hand_out()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._withdraw(client, turn)
+            else:  # the turn came in the same moment
+                self._give_back(num_tokens)
+            raise
         try:
             yield
         finally:
-            del self._wanted[call]
+            self._give_back(num_tokens)
 
-    def share(self, total: int) -> int:
-        """Return how many of so many places a call may take, at least one."""
-        left, calls = total, sorted(self._wanted.values())
-        for number, wanted in enumerate(calls):
-            share = left // (len(calls) - number)
-            if wanted >= share:
-                return max(1, share)
-            left -= wanted
-        return total
+    def _hand_out(self) -> None:
+        while self._waiting:
+            client, turns = next(iter(self._waiting.items()))
+            turn, num_tokens = turns[0]
+            is_full = self._num_taken >= self._most or self._tokens_taken + num_tokens > self._most_tokens
+            if self._num_taken and is_full:
+                return
+            turns.popleft()
+            del self._waiting[client]
+            if turns:
+                self._waiting[client] = turns  # behind the others
+            if not turn.done():  # else it was cancelled, and `_withdraw` is still to come
+                turn.set_result(None)
+                self._num_taken, self._tokens_taken = self._num_taken + 1, self._tokens_taken + num_tokens
+
+    def _withdraw(self, client: str, turn: asyncio.Future[None]) -> None:
+        turns = deque(each for each in self._waiting.pop(client, ()) if each[0] is not turn)
+        if turns:
+            self._waiting[client] = turns
+        self._hand_out()
+
+    def _give_back(self, num_tokens: int) -> None:
+        self._num_taken, self._tokens_taken = self._num_taken - 1, self._tokens_taken - num_tokens
+        self._hand_out()

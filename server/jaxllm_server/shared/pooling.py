@@ -1,7 +1,8 @@
 """Embedding, classifying and scoring: a `PoolCall` is checked as a whole, computed a part at a time, and answered.
 
-The engine has as many of a call's prompts at once as keep it busy, and calls share half of its queue: the other half is
-for calls that come. Knows nothing of messages, status codes or connections.
+The engine has as many prompts at once as keep it busy, and half as many as its queue holds at most; clients take turns
+in giving it one, so that the only prompt of a client waits for a few steps, whatever others ask for. Knows nothing of
+messages, status codes or connections.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from jaxllm_server.shared.serving import Serving
 
 _log = logging.getLogger("jaxllm.server")
-_STEPS = 3  # for which the engine has prompts of a call: the two that are in flight, and the one after them
+_STEPS = 3  # for which the engine has prompts: the two that are in flight, and the one after them
 _FULL_SECONDS = 0.25  # until a prompt for which the queue had no room tries again
 _DOES = {"embed": "embeds texts", "classify": "classifies texts", "score": "scores pairs of texts"}
 
@@ -161,7 +162,8 @@ async def _outputs(
                     arrival=arrival,
                     name=f"{own_id} ({call.client_id})" if call.client_id else None,
                 )
-                async with aclosing(outputs):
+                place = serving.pool_places.place(call.client, prompts[number].num_tokens, most_prompts, most_tokens)
+                async with place, aclosing(outputs):
                     return _checked(await anext(outputs))
             except OverloadedError:
                 if timeout is not None and time.monotonic() > arrival + timeout:
@@ -178,9 +180,11 @@ async def _outputs(
         except Exception as error:
             said.put_nowait(error)
 
-    most_once = min(len(items), _STEPS * engine.get_load().max_running, serving.shares.room(call.client))
-    most_once = max(1, int(most_once))
-    with serving.shares.place(call.client, most_once), serving.pool_shares.joined(most_once):
+    most_prompts = max(1, min(_STEPS * engine.get_load().max_running, _places(engine) // 2))
+    most_tokens = most_queued_tokens(engine.max_queued_tokens, model.max_model_len)
+    most_tokens = min(most_tokens // 2, _STEPS * model.max_num_batched_tokens)
+    most_once = max(1, int(min(len(items), most_prompts, serving.shares.room(call.client))))
+    with serving.shares.place(call.client, most_once):
         with engine.preparing(1):
             num_units = sum(len(item.first) + len(item.second or "") for item in items)
             if num_units <= LONG_TEXT:
@@ -190,16 +194,13 @@ async def _outputs(
         num_tokens = sum(prompt.num_tokens for prompt in prompts)
         if serving.options.enable_log_requests:
             _log.info("request %s: %s, %d prompts of %d tokens", request_id, params.task, len(items), num_tokens)
-        most_tokens = most_queued_tokens(engine.max_queued_tokens, model.max_model_len)
-        most_tokens = min(most_tokens // 2, _STEPS * model.max_num_batched_tokens)
         # Prompts of like lengths run together: a step is padded by its longest.
         order = sorted(range(len(items)), key=lambda number: -prompts[number].num_tokens)
         tasks: set[asyncio.Task[None]] = set()
         num_begun = tokens_open = 0
         try:
             for num_ended in range(len(items)):
-                share = min(most_once, serving.pool_shares.share(_places(engine) // 2))
-                for number in order[num_begun : num_ended + share]:
+                for number in order[num_begun : num_ended + most_once]:
                     if tokens_open and tokens_open + prompts[number].num_tokens > most_tokens:
                         break
                     task = asyncio.create_task(work(number))

@@ -31,7 +31,7 @@ from jaxllm_server.shared.calls import Call, Chunk, is_forced
 from jaxllm_server.shared.chat_checks import (
     check_tools,
 )
-from jaxllm_server.shared.client_quota import FairShares, Shares
+from jaxllm_server.shared.client_quota import FairPlaces, Shares
 from jaxllm_server.shared.forced_calls import blaming_tools, with_forced_calls
 from jaxllm_server.shared.options import ServerOptions, template_kwargs
 from jaxllm_server.shared.output_forms import OutputForms
@@ -53,7 +53,7 @@ class Serving:
         self.names = options.served_model_name or (_model_name(self.root),)
         self.adapters = ServedAdapters(engine, options, self.names)
         self.shares = Shares(options.max_sequences_per_client)
-        self.pool_shares = FairShares()
+        self.pool_places = FairPlaces()
         num_keys = len(options.api_key) + len(options.admin_api_key)
         self._has_tenants = bool(options.api_key) and num_keys > 1
         self._template: str | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from contextlib import ExitStack, aclosing, contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ from jaxllm.text import tokenizer
 from jaxllm.text.tokenizer import load_tokenizer
 from jaxllm_server.shared import pooling
 from jaxllm_server.shared.calls import Call
-from jaxllm_server.shared.client_quota import FairShares
+from jaxllm_server.shared.client_quota import FairPlaces
 from jaxllm_server.shared.options import ServerOptions
 from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
 from jaxllm_server.shared.serving import Serving
@@ -332,19 +332,53 @@ def test_a_client_has_no_more_at_once_than_its_share() -> None:
     assert engine.most == 3
 
 
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=9), st.integers(1, 60))
-def test_shares_are_fair(wanted: list[int], total: int) -> None:
-    shares = FairShares()
-    with ExitStack() as stack:
-        for each in wanted:
-            stack.enter_context(shares.joined(each))
-        share = shares.share(total)
-        taken = sum(min(each, share) for each in wanted)
-        assert share >= 1 and taken <= max(total, len(wanted))
-        assert (
-            taken == sum(wanted) or share == 1 or taken + len(wanted) > total
-        )  # nothing is left that could be divided
-    assert shares.share(total) == total
+PROMPTS = st.tuples(st.sampled_from("abc"), st.integers(1, 30), st.integers(0, 9), st.booleans())
+
+
+@given(st.lists(PROMPTS, max_size=40), st.integers(1, 6), st.integers(1, 60))
+def test_places_are_taken_in_turns_within_both_bounds(prompts: list[Any], most: int, most_tokens: int) -> None:
+    """Each prompt has a client, tokens and a time, and its reader may leave; at the end nobody has a place."""
+    held: list[int] = []
+    waiting: list[tuple[str, int]] = []
+    turns: dict[tuple[str, int], Counter[str]] = {}  # that came while one waited, by client
+
+    async def work(number: int, places: FairPlaces) -> None:
+        client, num_tokens, seconds, _ = prompts[number]
+        waiting.append((client, number))
+        turns[client, number] = Counter()
+        try:
+            async with places.place(client, num_tokens, most, most_tokens):
+                waiting.remove((client, number))
+                held.append(num_tokens)
+                assert len(held) <= most and (len(held) == 1 or sum(held) <= most_tokens)
+                for other in waiting:
+                    turns[other][client] += 1
+                is_first = all(each != client or other > number for each, other in waiting)
+                seen = {each: count for each, count in turns[client, number].items() if each != client}
+                ahead = turns[client, number][client]
+                assert is_first and all(count <= ahead + 1 + most for count in seen.values())
+                try:
+                    for _ in range(seconds):
+                        await asyncio.sleep(0)
+                finally:
+                    held.remove(num_tokens)
+        finally:
+            if (client, number) in waiting:
+                waiting.remove((client, number))
+
+    async def play() -> None:
+        places = FairPlaces()
+        tasks = [asyncio.ensure_future(work(number, places)) for number in range(len(prompts))]
+        for task, (_, _, seconds, leaves) in zip(tasks, prompts, strict=True):
+            for _ in range(seconds):
+                await asyncio.sleep(0)
+            if leaves:
+                task.cancel()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        assert not [end for end in ends if isinstance(end, AssertionError)]
+        assert places._num_taken == places._tokens_taken == 0 and not places._waiting
+
+    asyncio.run(play())
 
 
 def test_many_calls_at_once_are_all_answered_and_leave_room_for_others() -> None:
