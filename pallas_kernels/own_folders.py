@@ -1,6 +1,6 @@
 """Temporary folders that outlive no process for long, even one that `kill -9` ends: the next process deletes them.
 
-A folder is locked while its process runs. Whoever makes one deletes those of this user that nobody locks. Standard
+A folder is locked while its process runs. To make one deletes this user's folders that are not locked. Standard
 library only.
 """
 
@@ -41,7 +41,7 @@ class OwnFolder:
         atexit.register(self.remove)
 
     def remove(self) -> None:
-        """Delete the folder and what is in it; a forked process has no folder of its own and does nothing."""
+        """Delete the folder with its files; in a forked process this does nothing."""
         if os.getpid() == self._pid:
             shutil.rmtree(self.path, ignore_errors=True)
             self._unlock()

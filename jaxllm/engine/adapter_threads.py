@@ -1,8 +1,8 @@
-"""Threads for the work of adapters: reading one, and the texts of those with a tokenizer or template of their own.
+"""Threads for the work of adapters: reading one, and the texts of those that bring a tokenizer or a template.
 
 Apart from the threads in which prompts of the model itself are made, so that an adapter never holds those up. Each
-language has one thread at most, in which clients take turns. A client whose work was ended twice is refused for a
-while, in this language. Belongs to one event loop.
+language has one thread at most, in which clients take turns. Work of a client in a language is refused for a while
+after two tasks were ended. Belongs to one event loop.
 """
 
 from __future__ import annotations

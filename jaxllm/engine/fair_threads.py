@@ -1,8 +1,8 @@
 """A few threads for slow work beside the event loop, which clients take in turns.
 
 One client never has the last free thread, so that what another brings begins at once; the clients that wait have one
-turn each, again and again. Clients may be in groups, to which these shares apply then. What is cancelled before its
-turn never runs. Belongs to one event loop.
+turn each, again and again. Where clients form groups, the shares are of groups. Work that is cancelled before
+its turn never runs. Belongs to one event loop.
 """
 
 from __future__ import annotations

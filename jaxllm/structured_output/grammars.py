@@ -210,7 +210,7 @@ class Grammars:
                 self._drop(key)
 
     def _weigh(self, constraints: Sequence[Constraint]) -> None:
-        """Count what the grammars of some outputs hold by now, and drop those used longest ago if it is too much."""
+        """Estimate the memory of the grammars of some outputs, and drop the least recently used above the bound."""
         found: dict[int, int] = {}
         for constraint in constraints:
             if any(id(origin) not in found for origin in constraint.origins):

@@ -107,7 +107,7 @@ class ConfinedTokenizer(ConfinedTemplates):
         return self._vocab_size
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a token as the vocabulary spells it, None if it has none."""
+        """Return the id of a token as the vocabulary spells it, None for an unknown one."""
         return self._ids_by_token.get(token)
 
     def token(self, token_id: int) -> str:
@@ -140,7 +140,7 @@ class ConfinedTokenizer(ConfinedTemplates):
         return self._ask("decode", list(ids), skip_special_tokens)
 
     def added_tokens(self) -> dict[str, dict[str, Any]]:
-        """Return the tokens that were added to the vocabulary, by their ids, and what is true of each."""
+        """Return the added tokens by id, with their flags."""
         return self._ask("added_tokens")
 
     @functools.cached_property
@@ -152,4 +152,4 @@ class ConfinedTokenizer(ConfinedTemplates):
         return None if token is None else self.token_id(token)
 
     def _is_foreign(self, template: str) -> bool:
-        return True  # even the model's own template, whose text this tokenizer reads
+        return True  # the model's own template too: this tokenizer reads its text

@@ -1,4 +1,4 @@
-"""The process of confinement.py: reads tasks for tokenizers from its input, and writes what became of them.
+"""The process of confinement.py: reads tasks for tokenizers from its input, and writes their results.
 
 It must stay small and quick to start: no JAX, no numpy.
 """
@@ -24,15 +24,15 @@ from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
 from jaxllm.text.tokenizer_files import digest_of
 
 _MOST_KEPT = 8  # tokenizers
-_MOST_TOKEN = 4096  # bytes that a token may read as: the longest of published vocabularies have 512
-_MOST_VOCABULARY = 32 * 2**20  # bytes of all tokens and of what they read as
+_MOST_TOKEN = 4096  # bytes of the text of a token: the longest of published vocabularies have 512
+_MOST_VOCABULARY = 32 * 2**20  # bytes of all tokens and their texts
 
 
 def main() -> None:
     """Work until the input ends."""
     tasks, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     for descriptor in (0, 1):
-        os.dup2(2, descriptor)  # what a library prints is no answer
+        os.dup2(2, descriptor)  # output of libraries is no answer
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     most_bytes = int(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))

@@ -2,8 +2,8 @@
 
 A template may loop, multiply a text, or exhaust memory, and so may a tokenizer's rules; nothing in this process could
 stop it. Each process does one task at a time, with a limit of memory and, for each task, of processor time: the kernel
-ends it at the limit, and only the caller of that task gets an error. Processes start at the first use and stay. What
-runs in them is confined_worker.py; tasks and answers are plain data.
+ends it at the limit, and only the caller of that task gets an error. Processes start at the first use and stay. They
+run confined_worker.py; tasks and answers are plain data.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Confinement:
 
     @property
     def num_processes(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         return len(self._alive)
 
     def call(self, source: Source, method: str, *arguments: Any, **named: Any) -> Any:
@@ -95,7 +95,7 @@ class Confinement:
         return answer["value"]
 
     def _take(self, source: Source) -> _Process:
-        """Return a process that nobody else uses, if possible one that has read the tokenizer."""
+        """Return an idle process, if possible one that has read the tokenizer."""
         with self._changed:
             while True:
                 self._alive.difference_update([each for each in self._idle if not each.is_alive])
@@ -139,7 +139,7 @@ class _Process:
         self.sources: set[Source] = set()  # that it has read
         command = [sys.executable, "-c", _START.format(_ROOT), str(most_bytes)]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        # In a session of its own, so that Ctrl-C at a terminal does not end it before its last task.
+        # In a new session, so that Ctrl-C at a terminal does not end it before its last task.
         self._popen = subprocess.Popen(command, bufsize=0, start_new_session=True, **pipes)
         assert self._popen.stdin is not None and self._popen.stdout is not None
         self._input, self._output = self._popen.stdin, self._popen.stdout
@@ -152,7 +152,7 @@ class _Process:
         return self._popen.poll() is None
 
     def ask(self, frame: bytes, seconds: float, most: float) -> dict[str, Any]:
-        """Do a task that may take so many seconds of processor time, or `most` where files are read first."""
+        """Do a task with a limit of processor time in seconds, which is `most` where files are read first."""
         give_up = time.monotonic() + _WAIT_FACTOR * most
         try:
             rest = memoryview(len(frame).to_bytes(8) + int(1000 * seconds).to_bytes(8) + frame)

@@ -156,7 +156,7 @@ class Tokenizer:
         return config
 
     def added_tokens(self) -> dict[str, dict[str, Any]]:
-        """Return the tokens that were added to the vocabulary, by their ids, and what is true of each."""
+        """Return the added tokens by id, with their flags."""
         flags = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
         return {
             str(token_id): {name: getattr(token, name) for name in flags}
@@ -164,12 +164,12 @@ class Tokenizer:
         }
 
     def fingerprint(self) -> bytes:
-        """Return a digest of all that two tokenizers can differ in, but for their names and chat templates."""
+        """Return a digest of the tokenizer without its name and chat templates."""
         beside = [self._named_tokens, self._has_types, self._adds_eos, self._backend.encode_special_tokens]
         return hashlib.sha256(json.dumps(beside, sort_keys=True).encode() + self._backend.to_str().encode()).digest()
 
     def lengths(self) -> tuple[int, int | None]:
-        """Return the most characters that a token has, and those of a text that one can stand for."""
+        """Return the characters of the longest token, and the most characters of a text for one token."""
         return self._most_characters, self._longest_token
 
     def token_id(self, token: str) -> int | None:

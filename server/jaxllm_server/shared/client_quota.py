@@ -111,7 +111,7 @@ class Places:
         return bound.counted(peer, 1)
 
 
-_TURNS_AT_ONCE = 4  # in a round of the event loop: a prompt takes it 0.3 ms, and others' work comes between
+_TURNS_AT_ONCE = 4  # in a round of the event loop: a prompt takes 0.3 ms of it, and other requests run between rounds
 
 
 class FairPlaces:
@@ -121,7 +121,7 @@ class FairPlaces:
         self._waiting: dict[str, deque[tuple[asyncio.Future[None], int]]] = {}  # by client, the next one first
         self._num_taken = self._tokens_taken = 0
         self._most, self._most_tokens = 1, 1
-        self._goes_on: asyncio.Handle | None = None  # what hands out further places in the loop's next round
+        self._goes_on: asyncio.Handle | None = None  # hands out further places in the loop's next round
 
     @asynccontextmanager
     async def place(self, client: str, num_tokens: int, most: int, most_tokens: int) -> AsyncIterator[None]:
@@ -156,7 +156,7 @@ class FairPlaces:
         self._hand_out()
 
     def _hand_out_one(self) -> bool:
-        """Give the next client a place for its next prompt; return whether there was one that fits."""
+        """Give the next client a place for its next prompt; return False if it does not fit."""
         if not self._waiting:
             return False
         client, turns = next(iter(self._waiting.items()))
