@@ -104,7 +104,7 @@ class FakeServing:
     async def off_loop(self, client, function, *arguments):
         return await self._off_loop(function, *arguments)
 
-    async def _off_loop(self, function, *arguments, client=None):
+    async def _off_loop(self, function, *arguments, client=None, language=None):
         self.num_off_loop += 1
         return await asyncio.to_thread(function, *arguments)
 

@@ -145,7 +145,7 @@ class FakeEngine:
     async def check_health(self) -> None:
         pass
 
-    async def off_loop(self, function: Any, *arguments: Any, client: str | None) -> Any:
+    async def off_loop(self, function: Any, *arguments: Any, client: str | None, language: bytes | None = None) -> Any:
         return function(*arguments)
 
     async def abort(self, ids: Any) -> None:
