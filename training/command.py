@@ -27,4 +27,5 @@ def run(
     options = parser.parse_args()
     started = time.monotonic()
     write(*(train(options.seed, options.begin) if can_begin else train(options.seed)), options.out)
-    print(f"{tokens} tokens, {time.monotonic() - started:.0f} s")
+    amount = f"a quarter of {tokens}" if can_begin and options.begin else str(tokens)
+    print(f"{amount} tokens, {time.monotonic() - started:.0f} s")
