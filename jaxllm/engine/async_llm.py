@@ -161,7 +161,7 @@ class AsyncLLM(StreamingEngine):
 
     async def drain_replica(self, number: int) -> None:
         """Raise FeatureDisabledError: there are no replicas."""
-        raise FeatureDisabledError("this server has one engine: SIGTERM drains it.", "replica")
+        raise FeatureDisabledError("there is one engine, and no replica.", "replica")
 
     def find_adapter(self, lora_request: LoRARequest) -> Adapter | None:
         """Return an adapter that is in memory; None if it must be read."""

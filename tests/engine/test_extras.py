@@ -237,7 +237,7 @@ def not_traceable(logits: jax.Array, arguments: jax.Array, positions: jax.Array)
         ("jaxllm.nowhere:scale", "'jaxllm.nowhere:scale' cannot be imported as package.module:function"),
         ("jaxllm.sampling_params:nothing", "cannot be imported"),
         ("nothing", "cannot be imported"),
-        ("jaxllm.sampling_params:INT32_MAX", "must hold named functions"),
+        ("jaxllm.checks:INT32_MAX", "must hold named functions"),
         (lambda logits, arguments, positions: logits, "must hold named functions"),
         (wrong_shape, "wrong_shape must return floats of the logits' shape"),
         (not_traceable, "not_traceable cannot be traced by JAX"),

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+from tests.support import accounts
+
 
 @dataclass(frozen=True)
 class Mutant:
@@ -364,4 +366,7 @@ def planted(mutant: Mutant) -> Iterator[None]:
                 for name, value in list(vars(other).items()):
                     if value is original:
                         stack.enter_context(mock.patch.object(other, name, changed))
-        yield
+        try:
+            yield
+        finally:
+            accounts.differences.clear()  # they are the bug's

@@ -46,7 +46,7 @@ def _of_blocks(log: Any) -> Iterator[Account]:
 
 def _of_threads(threads: Any) -> Iterator[Account]:
     running = sum(threads._running.values())
-    yield "free and running threads", threads._num_free + running, threads._share + 1
+    yield "free and running threads", threads._num_free + running, threads._pool._max_workers
     yield "clients without a running thread", [name for name, count in threads._running.items() if count < 1], []
     yield "clients without a turn", [name for name, turns in threads._waiting.items() if not turns], []
 
@@ -70,6 +70,7 @@ def _of_grammars(grammars: Any) -> Iterator[Account]:
     num_chars = sys.modules["jaxllm.structured_output.grammars"]._num_chars
     with grammars._lock:
         yield "characters", grammars._kept_chars, sum(map(num_chars, grammars._kept))
+        yield "bytes", grammars._kept_bytes, sum(kept.num_bytes for kept in grammars._kept.values())
 
 
 def _of_masks(masks: Any) -> Iterator[Account]:

@@ -18,7 +18,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxllm.errors import UnavailableError, UserError
+from jaxllm.errors import FeatureDisabledError, UnavailableError, UserError
 from jaxllm.pooling_params import TASKS as POOLING_TASKS
 from jaxllm.version import __version__
 from jaxllm_server.anthropic.messages import MessagesReply, count_call_of
@@ -269,9 +269,11 @@ class Endpoints:
     async def drain(self, request: Request) -> ASGIApp:
         """Give a replica no more work, and answer when it has none and serves anew."""
         engine, number = self._serving.engine, request.query_params.get("replica", "")
-        if engine.drains_replicas and not number.isdecimal():
+        if not engine.drains_replicas:
+            raise FeatureDisabledError("this server has one engine: SIGTERM drains it.", "replica")
+        if not number.isdecimal():
             raise UserError(f"replica must be the number of a replica, got {number!r}.", "replica")
-        await engine.drain_replica(int(number[:9] or 0))
+        await engine.drain_replica(int(number[:9]))
         return json_response({"replica": int(number[:9])})
 
     async def openapi(self, request: Request) -> ASGIApp:

@@ -167,6 +167,11 @@ class FairPlaces:
             return False
         client, turns = next(iter(self._waiting.items()))
         turn, num_tokens = turns[0]
+        if turn.done():  # it was cancelled, and `_withdraw` is still to come
+            turns.popleft()
+            if not turns:
+                del self._waiting[client]
+            return True
         is_full = self._num_taken >= self._most or self._tokens_taken + num_tokens > self._most_tokens
         if self._num_taken and is_full:
             return False
@@ -174,15 +179,17 @@ class FairPlaces:
         del self._waiting[client]
         if turns:
             self._waiting[client] = turns  # behind the others
-        if not turn.done():  # else it was cancelled, and `_withdraw` is still to come
-            turn.set_result(None)
-            self._num_taken, self._tokens_taken = self._num_taken + 1, self._tokens_taken + num_tokens
+        turn.set_result(None)
+        self._num_taken, self._tokens_taken = self._num_taken + 1, self._tokens_taken + num_tokens
         return True
 
     def _withdraw(self, client: str, turn: asyncio.Future[None]) -> None:
-        turns = deque(each for each in self._waiting.pop(client, ()) if each[0] is not turn)
+        """Take a prompt out; its client keeps its place among the others."""
+        turns = deque(each for each in self._waiting.get(client, ()) if each[0] is not turn)
         if turns:
             self._waiting[client] = turns
+        else:
+            self._waiting.pop(client, None)
         self._hand_out()
 
     def _give_back(self, num_tokens: int) -> None:
