@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 import grpc.aio
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxllm import Client, SamplingParams, errors
 from jaxllm.embedded import MODEL_DIR
@@ -20,7 +23,7 @@ from jaxllm.text.tokenizer import load_tokenizer
 from jaxllm.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from jaxllm_server.shared.auth import Keys
 from jaxllm_server.shared.calls import Call
-from jaxllm_server.shared.client_quota import Places, Shares, client_of, host_of_peer, peer_of
+from jaxllm_server.shared.client_quota import Places, Shares, UrgentShares, client_of, host_of_peer, peer_of
 from jaxllm_server.shared.options import ServerOptions
 from jaxllm_server.shared.serving import Serving
 from tests.faults import fairness
@@ -70,6 +73,35 @@ def test_a_client_is_its_key_or_else_its_address(key: str | None, host: str | No
 )
 def test_what_grpc_calls_a_peer(peer: str, host: str | None) -> None:
     assert host_of_peer(peer_of(peer)) == host
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("ab"), st.integers(-3, 3), st.integers(1, 5), st.integers(0, 9)), max_size=40)
+)
+def test_a_client_is_ahead_of_others_with_half_of_the_slots(calls: list[tuple[str, int, int, int]]) -> None:
+    """Calls of clients, priorities and sequences; each ends that many calls later."""
+    urgent, num_slots = UrgentShares(), 8
+    with ExitStack() as rest:
+        ends: list[tuple[int, ExitStack]] = []
+        ahead: Counter[str] = Counter()
+
+        def end(client: str, count: int) -> None:
+            ahead[client] -= count
+
+        for number, (client, asked, count, lasts) in enumerate(calls):
+            for at, ended in ends:
+                if at == number:
+                    ended.close()
+            stack = rest.enter_context(ExitStack())
+            given_one = stack.enter_context(urgent.place(client, asked, count, num_slots))
+            had_room = ahead[client] + count <= num_slots // 2
+            assert given_one == (asked if asked >= 0 or had_room else 0)
+            if given_one < 0:
+                ahead[client] += count
+                stack.callback(end, client, count)
+            assert max(ahead.values(), default=0) <= num_slots // 2
+            ends.append((number + 1 + lasts, stack))
+    assert not urgent.bound.held and not urgent.bound.total
 
 
 def test_a_share_is_held_as_long_as_the_work_and_no_client_is_remembered() -> None:

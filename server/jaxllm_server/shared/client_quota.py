@@ -99,6 +99,28 @@ class Shares:
         return self.bound.counted(client, num_sequences)
 
 
+class UrgentShares:
+    """Bounds the sequences that each client has ahead of other clients', by a priority below 0."""
+
+    def __init__(self) -> None:
+        self.bound = Bound()
+
+    @contextmanager
+    def place(self, client: str, priority: int, num_sequences: int, num_slots: int) -> Iterator[int]:
+        """Give the priority of a call, and count its sequences while the body runs.
+
+        A client may have half of the engine's slots by priorities below 0; what it asks for beyond that has 0.
+        """
+        self.bound.share = max(1, num_slots // 2)
+        if priority >= 0:
+            yield priority
+        elif not self.bound.has_room(client, num_sequences):
+            yield 0
+        else:
+            with self.bound.counted(client, num_sequences):
+                yield priority
+
+
 class Places:
     """Bounds the calls that are under way, on all connections together and on each."""
 

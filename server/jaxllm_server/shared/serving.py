@@ -11,7 +11,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,7 +31,7 @@ from jaxllm_server.shared.calls import LARGE_REQUEST, Call, Chunk, is_forced
 from jaxllm_server.shared.chat_checks import (
     check_tools,
 )
-from jaxllm_server.shared.client_quota import FairPlaces, Shares
+from jaxllm_server.shared.client_quota import FairPlaces, Shares, UrgentShares
 from jaxllm_server.shared.forced_calls import blaming_tools, with_forced_calls
 from jaxllm_server.shared.ledger import PROMPTS, REQUESTS, Entry, Ledger
 from jaxllm_server.shared.options import ServerOptions, template_kwargs
@@ -56,6 +56,7 @@ class Serving:
         self.adapters = ServedAdapters(engine, options, self.names)
         self.shares = Shares(options.max_sequences_per_client)
         self.pool_places = FairPlaces()
+        self.urgent = UrgentShares()
         self.ledger = Ledger(options)
         num_keys = len(options.api_key) + len(options.admin_api_key)
         self._has_tenants = bool(options.api_key) and num_keys > 1
@@ -142,7 +143,12 @@ class Serving:
         self.forms.check(call, params)
         beams = beam_calls.beams_of(call, params, self.engine.model.max_model_len)
         num_outputs = params.n if beams is None else beams.beam_width
-        with self.adapters.using(served), self.shares.place(call.client, num_outputs), self._entry_of(call) as entry:
+        with (
+            self.adapters.using(served),
+            self.shares.place(call.client, num_outputs),
+            self._entry_of(call) as entry,
+            self._priority_of(call, num_outputs) as priority,
+        ):
             with self.engine.preparing(num_outputs):
                 adapter = await self._adapter(served, call.client)
                 model = self.engine.model if adapter is None else adapter.language.model
@@ -173,7 +179,7 @@ class Serving:
                 request_id,
                 owner=self.owner_of(call.client),
                 client=call.client,
-                priority=call.priority,
+                priority=priority,
                 time_limit=call.time_limit,
                 timeout=self.options.request_timeout or None,
                 arrival=arrival,
@@ -196,6 +202,13 @@ class Serving:
                                 self.adapters.note_finished(served)
                             current_span().set(facts, name=REQUEST_SPAN)
                         yield chunk
+
+    def _priority_of(self, call: Call, num_outputs: int) -> AbstractContextManager[int]:
+        """Give a call's priority; where keys distinguish clients, one client's does not keep all others waiting."""
+        if call.priority >= 0 or not self._has_tenants:
+            return nullcontext(call.priority)
+        num_slots = self.engine.get_load().max_running
+        return self.urgent.place(call.client, call.priority, num_outputs, num_slots)
 
     @contextmanager
     def _entry_of(self, call: Call) -> Iterator[Entry]:
