@@ -8,6 +8,7 @@ F numbers of a slot's extras.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any, Generic
 
 import jax
@@ -21,8 +22,6 @@ from jaxllm.model.spec import Spec
 from jaxllm.runner.drafting import Drafted, Drafting
 from jaxllm.runner.kv_cache import Geometry, KvLayer, Leaf, abstract_kv
 from jaxllm.sampling.sampler import ROW_WIDTH, Extras
-
-TOKENS_AT, SAMPLING_AT, EXTRAS_AT = -4, -3, -2  # of the state's leaves in order
 
 
 @struct.dataclass
@@ -79,6 +78,12 @@ def abstract(
         extras=whole((geometry.num_slots, extras.width), int32),
         hidden=whole((max_tokens, spec.width), dtype),
     )
+
+
+def leaf_index(state: DeviceState[Any], name: str) -> int:
+    """Return the index of an array, by the name of its field, among the state's leaves."""
+    names = [own.name for own in fields(state)]
+    return len(jax.tree.leaves([getattr(state, before) for before in names[: names.index(name)]]))
 
 
 def lower_allocation(state: Any) -> jax.stages.Lowered:

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +26,6 @@ from jaxllm.model import decoder, lora, sharding, weights
 from jaxllm.runner import aot_manifest, batch, device_state, draft_setup, memory_plan, results, scoring, step
 from jaxllm.runner.compilation_cache import use_compilation_cache
 from jaxllm.runner.compiled_programs import VARIANTS, Key, Programs
-from jaxllm.runner.device_state import EXTRAS_AT, SAMPLING_AT, TOKENS_AT
 from jaxllm.runner.kept_programs import KeptPrograms
 from jaxllm.runner.kv_cache import Geometry
 from jaxllm.runner.memory_plan import MemoryPlan
@@ -270,8 +269,9 @@ class Runner:
                 self._state, joined = program(self._params, self._state, buffer, held.logits, packed)
             else:
                 leaves = list(self._state)
-                tokens, sampling, extras = (leaves[at] for at in (TOKENS_AT, SAMPLING_AT, EXTRAS_AT))
-                leaves[TOKENS_AT], joined = self.programs[key](tokens, sampling, extras, held.logits, packed)
+                tokens_at, sampling_at, extras_at = self._sampled_leaves
+                arrays = leaves[tokens_at], leaves[sampling_at], leaves[extras_at]
+                leaves[tokens_at], joined = self.programs[key](*arrays, held.logits, packed)
                 self._state = tuple(leaves)
             joined.copy_to_host_async()
         return self._in_flight(joined, plan, key, held.scores)
@@ -442,6 +442,11 @@ class Runner:
         """Return digests of the inputs of tracing, apart from shapes, and of the compiler with its options."""
         compiler = digest(digest_compiler(tuple(self._mesh.devices.flat)), self._options)
         return digest(digest_source(), self._step_model), compiler
+
+    @cached_property
+    def _sampled_leaves(self) -> list[int]:
+        """Indices of the state's arrays that the second half of a step reads."""
+        return [device_state.leaf_index(self._state_shapes, name) for name in ("tokens", "sampling", "extras")]
 
     def _describe_state(self) -> Any:
         """Describe the device's state."""
