@@ -39,7 +39,7 @@ class Constraint:
     ) -> None:
         self.pace = pace
         self.job: Job | None = None  # that makes its next mask in another thread
-        self.num_late = 0  # steps since its last mask in which there was no time for the next
+        self.num_late = 0  # steps since its last mask without time for the next
         self._seconds = _GUESS  # that its last mask took
         self.origins = (*origins, *(each for _, found in way.marks for each in found))
         self.allowed = allowed  # the mask of all tokens that a grammar can allow: int32[W]

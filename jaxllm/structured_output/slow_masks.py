@@ -70,7 +70,7 @@ class SlowMasks:
         return job
 
     def start(self) -> None:
-        """Start a thread if the queue needs one. If the system has none, the queue waits for the next call."""
+        """Start a thread if the queue needs one. If the system refuses one, the queue waits for the next call."""
         with self._changed:
             if self._waiting and len(self._threads) < NUM_THREADS:
                 with suppress(RuntimeError):
@@ -82,7 +82,7 @@ class SlowMasks:
             self._changed.wait_for(lambda: not self._num_undone, seconds)
 
     def close(self) -> None:
-        """Begin nothing more, and wait for what is being done."""
+        """Begin no more jobs, and wait for the running ones."""
         with self._changed:
             self._num_undone -= sum(map(len, self._waiting.values()))
             self._waiting.clear()

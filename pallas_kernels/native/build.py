@@ -68,7 +68,7 @@ def target(handler: str) -> str:
 
 
 def refusal() -> str | None:
-    """Make the kernels ready, building them if need be; return why they cannot be used, or None.
+    """Make the kernels ready, building them if need be; return why they cannot be used; None if they can.
 
     A reason holds for a minute: memory or descriptors may have been short.
     """

@@ -188,7 +188,7 @@ class WebSocket:
             self._arrived.set()
 
     def _write(self) -> None:
-        """Send what the protocol has written, and end with it."""
+        """Send the protocol's data, and close the transport after it."""
         for data in self._protocol.data_to_send():
             if data:
                 self._transport.write(data)

@@ -364,7 +364,7 @@ class Serving:
             raise too_long(longest, len(ids), asked)
 
     def _bounded(self, call: Call, params: SamplingParams, num_prompt: int) -> SamplingParams:
-        """Refuse an answer that would hold too many log-probabilities; outputs of a stream are sent as they come.
+        """Refuse an answer that would hold too many log-probabilities; outputs of a stream are not kept.
 
         If the client gave no max_tokens, the outputs end when the answer has reached its bound.
         """
