@@ -81,7 +81,7 @@ class EngineClient(EngineView, Protocol):
 
     @property
     def num_live(self) -> int:
-        """How many requests have not ended."""
+        """The number of requests that have not ended."""
         ...
 
     async def start(self) -> None:
@@ -160,7 +160,7 @@ class EngineClient(EngineView, Protocol):
         ...
 
     def forget_adapter(self, lora_id: int) -> bool:
-        """Do as `remove_lora`, at once."""
+        """Forget an adapter as `remove_lora` does, without waiting."""
         ...
 
     def read_adapter(self, lora_request: LoRARequest) -> Adapter:

@@ -49,7 +49,7 @@ LEAST_QUEUED_TOKENS = 2**20  # tokens of their prompts: this, or 16 contexts whe
 
 
 class Queue(Protocol):
-    """Where accepted requests go."""
+    """The queue of accepted requests."""
 
     def add(self, accepted: Any, /) -> None:
         """Queue a request."""
@@ -58,10 +58,10 @@ class Queue(Protocol):
         """End a request."""
 
     def set_paused(self, is_paused: bool) -> None:
-        """Stop computing, or go on."""
+        """Pause or resume the computation."""
 
     def stop(self) -> None:
-        """Take nothing more."""
+        """Accept no more requests."""
 
 
 class StreamingEngine:
@@ -137,7 +137,7 @@ class StreamingEngine:
         """Check a request; return it for `_queue`: a dataclass with prompt_token_ids, num_sequences and params."""
         raise UnavailableError(NOT_STARTED)
 
-    # Its life.
+    # Life cycle.
 
     async def start(self) -> None:
         """Load the model and wait for it; a problem with it is raised here."""
@@ -177,7 +177,7 @@ class StreamingEngine:
 
     @property
     def num_live(self) -> int:
-        """Requests that have not ended."""
+        """The number of requests that have not ended."""
         return len(self._streams)
 
     async def generate(

@@ -318,7 +318,7 @@ class FleetLLM(StreamingEngine):
     async def kv_events(self, start_sequence: int = 0) -> AsyncGenerator[BlockBatch]:
         """Raise FeatureDisabledError: replicas' events are read by the router alone."""
         raise FeatureDisabledError("kv_events is not supported with data_parallel_size above 1.", "data_parallel_size")
-        yield  # an iterator, as of one engine
+        yield  # makes it a generator
 
     async def start_profile(self, folder: str, num_steps: int) -> None:
         """Begin a trace of each replica's next steps, in folders of their own."""

@@ -74,7 +74,7 @@ class Constraint:
         return self._seconds / (1 << self.num_late)
 
     def note_filled(self, seconds: float) -> None:
-        """Take in that its mask was made, and how long that took."""
+        """Record the seconds that its mask took."""
         self.num_late, self._seconds = 0, seconds
         if seconds > SLOW_SECONDS or self.pace.is_slow:
             self.pace.note(seconds)

@@ -35,7 +35,7 @@ class Pace:
         return self._left > 0
 
     def note(self, seconds: float) -> None:
-        """Take in how long a mask took."""
+        """Record the seconds that a mask took."""
         if seconds > SLOW_SECONDS:
             self._left = PATIENCE
         elif self._left:
@@ -77,7 +77,7 @@ class SlowMasks:
                     self._threads.append(start_thread(self._run, "jaxllm-masks"))
 
     def wait(self, seconds: float) -> None:
-        """Wait until all is done, at most so long."""
+        """Wait until all jobs are done, `seconds` at most."""
         with self._changed:
             self._changed.wait_for(lambda: not self._num_undone, seconds)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Focus:
-    """How a trace gets to a state."""
+    """Settings and events that lead a trace to a state."""
 
     setting: Callable[[random.Random], dict[str, Any]]  # replaces the setting that was drawn
     rates: Mapping[str, float]  # of the only kinds of events, besides requests, in a turn

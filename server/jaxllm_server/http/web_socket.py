@@ -105,7 +105,7 @@ class WebSocket:
         return message
 
     def release(self) -> None:
-        """Count the bytes of the messages that were taken no more."""
+        """Stop counting the bytes of the messages that were taken."""
         if not self._messages and not self._pieces:
             self._held.close()
             if not self.ended.is_set():

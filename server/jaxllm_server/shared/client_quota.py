@@ -107,7 +107,7 @@ class UrgentShares:
 
     @contextmanager
     def place(self, client: str, priority: int, num_sequences: int, num_slots: int) -> Iterator[int]:
-        """Give the priority of a call, and count its sequences while the body runs.
+        """Yield the priority of a call, and count its sequences while the body runs.
 
         A client may have half of the engine's slots by priorities below 0; calls beyond that have 0.
         """
