@@ -152,11 +152,11 @@ def _rebuild(cls: type[UserError], message: str, attributes: dict[str, Any]) -> 
 
 
 def is_exhaustion(error: BaseException) -> bool:
-    """Whether something failed for want of memory, descriptors, processes or threads, and may succeed later."""
+    """Return whether an error is for want of memory, descriptors, processes or threads, and a retry may succeed."""
     if isinstance(error, OSError):
         return error.errno in _EXHAUSTED
     return isinstance(error, MemoryError) or any(words in str(error) for words in _OF_EXHAUSTION)
 
 
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOBUFS, errno.ENOSPC}
-_OF_EXHAUSTION = ("RESOURCE_EXHAUSTED", "can't start new thread")  # XLA's word, and Python's
+_OF_EXHAUSTION = ("RESOURCE_EXHAUSTED", "can't start new thread")  # in messages of XLA and of Python

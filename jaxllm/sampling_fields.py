@@ -18,7 +18,7 @@ from jaxllm.errors import UserError
 
 OPENAI, ANTHROPIC, OLLAMA = "openai", "anthropic", "ollama"  # bodies of HTTP
 GRPC = "grpc"  # names are paths in GenerateRequest, as "sampling.top_p"
-MODEL = "model"  # a model's generation_config.json, where the field's default may stand
+MODEL = "model"  # a model's generation_config.json, which may set the field's default
 MAX_IDS = 2**20  # of a list of token ids, repetitions counted: several times the largest vocabularies, 0.1 s to read
 
 Reader = Callable[[str, Any], Any]  # of a name and a value: the value in its one type, or a UserError
@@ -28,16 +28,16 @@ class Rule(NamedTuple):
     """A range: `holds` is a function of the value and of all values."""
 
     holds: Callable[[Any, Mapping[str, Any]], bool]
-    text: str  # what an error says; {max_tokens} and other fields are put in
+    text: str  # of an error; {max_tokens} and other fields are put in
 
 
 class Declaration(NamedTuple):
-    """What a field's metadata hold besides its help."""
+    """The metadata of a field besides its help."""
 
     read: Reader
     rules: tuple[Rule, ...]
     names: Mapping[str, str]  # by protocol; a protocol without a name does not have the field
-    shapes_distribution: bool  # a number that says how tokens are chosen
+    shapes_distribution: bool  # a number that changes how tokens are chosen
     given: str | None  # the type that callers may give, where it is wider than the field's own
 
 
@@ -61,11 +61,11 @@ def declared(
         metavar: The name of its value in `--help`; None: by its type.
         read: Checks the type.
         rules: Ranges, checked after the types of all fields.
-        shapes_distribution: Whether it is a number that says how tokens are chosen: `bench serve` has these flags.
+        shapes_distribution: Whether it is a number that changes how tokens are chosen: `bench serve` has these flags.
         given: The type that callers may give, where it is wider than the annotation.
-        openai: Its name in OpenAI's bodies; "": its own, None: it is not read from them like the others.
-        options: Its names in other protocols ("": its own; of gRPC a section, as "stop.", stands for its own name in
-            it), and options of `dataclasses.field`.
+        openai: Its name in OpenAI's bodies; "": the field's name, None: it is not read from them like the others.
+        options: Its names in other protocols ("": the field's name; for gRPC a section, as "stop.", means the
+            field's name in it), and options of `dataclasses.field`.
     """
     names = {protocol: options.pop(protocol) for protocol in (ANTHROPIC, OLLAMA, GRPC, MODEL) if protocol in options}
     if openai is not None:
@@ -126,7 +126,7 @@ def text_or_texts(name: str, value: object) -> tuple[str, ...]:
 def ids(name: str, value: object, most: int = MAX_IDS) -> tuple[int, ...]:
     """Return a list of token ids, each once, in the order given; None is an empty one."""
     found = () if value is None else checks.sequence(name, value, "integers", most)
-    kinds = set(map(type, found))  # what an abstract class says of each id takes 2 µs of it, and the ids are many
+    kinds = set(map(type, found))  # a check of each id against an abstract class takes 2 µs
     if any(kind is bool or not issubclass(kind, numbers.Integral) for kind in kinds):
         raise UserError(f"{name} must contain only integers, got {checks.shown(list(found))}.", name, value)
     unique: dict[int, None] = dict.fromkeys(found if kinds <= {int} else map(int, found))  # pyright: ignore

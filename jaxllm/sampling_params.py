@@ -110,7 +110,7 @@ def _extra_args(name: str, value: object) -> dict[str, tuple[float, ...]] | None
 
 
 def _repetition_detection(name: str, value: object) -> RepetitionDetectionParams | None:
-    """Read what may be a mapping, as in JSON; what looks for no pattern is None."""
+    """Read the parameters or a mapping of them, as in JSON; return None if they look for no pattern."""
     if isinstance(value, Mapping):
         known = [own.name for own in fields(RepetitionDetectionParams)]
         for key in value:
@@ -312,7 +312,7 @@ class SamplingParams:
         rules=(at_least(-1, "must be non-negative or -1"),),
         grpc="output.",
     )
-    # Tokens whose log-probabilities to report at every position, besides the sampled and the likeliest ones.
+    # Tokens to report with their log-probabilities at every position, besides the sampled and the likeliest ones.
     logprob_token_ids: Sequence[int] | None = declared(
         None,
         "token id whose log-probability to report for each token (with --json); may be repeated",
@@ -355,7 +355,7 @@ class SamplingParams:
         given="RepetitionDetectionParams | Mapping[str, int]",
         grpc="stop.",
     )
-    structured_outputs: StructuredOutputsParams | None = declared(  # what the output must look like
+    structured_outputs: StructuredOutputsParams | None = declared(  # the form of the output
         None,
         read=_structured_outputs,
         given="StructuredOutputsParams | Mapping[str, Any] | type",
@@ -494,7 +494,7 @@ def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingPar
         raise UserError(f"generation_config.json: {error}", error.parameter, error.value) from error
 
 
-# What every value goes through: name, how it is read, whether None is taken as it is.
+# Of every field: name, declaration, whether None is taken as it is.
 _DECLARED = [(own.name, declaration_of(own), own.default is None) for own in fields(SamplingParams)]
 _RULES = [(name, rule) for name, own, _ in _DECLARED for rule in own.rules]
 

@@ -81,7 +81,7 @@ def nothing_is_compiled_in_front_of_a_request(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture(autouse=True)
 def accounts_are_sums() -> Iterator[None]:
-    """Fail the test in which an account was not what it counts."""
+    """Fail the test in which an account differed from the sum of its entries."""
     from tests.support import accounts
 
     accounts.watch()

@@ -15,9 +15,9 @@ def run(
     tokens: int,
     can_begin: bool = False,
 ) -> None:
-    """Train with the seed that is given, and write into the folder that is given; tell how long it took.
+    """Train with the given seed, write into the given folder, and print the duration.
 
-    With `can_begin`, `train` also takes the folder whose training goes on, or None.
+    With `can_begin`, `train` also takes the folder to continue from, if any.
     """
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=f"Train the {what}.")
     parser.add_argument("--out", type=Path, required=True, help=f"folder to write the {what} to")

@@ -1,7 +1,7 @@
 """Asks the embedded model the held-out questions through the engine: `python -m training.evaluate`.
 
-It prints how many answers are exactly right and writes them to score.json, beside what the training noted there. The
-small sums are asked greedily and with the sampling of the model's generation_config.json.
+It prints how many answers are exactly right and writes them to score.json, which also has notes of the training. The
+small sums are evaluated greedily and with the sampling of the model's generation_config.json.
 """
 
 import argparse
@@ -19,7 +19,7 @@ PROMISED: dict[str, float] = {
     **{"drawn small sums": 0.99, "drawn small differences": 0.99},
 }
 MOST_NEW_TOKENS = 200
-PASSES = range(0, 20, 4)  # the phrasings in which all small sums are asked when tokens are drawn
+PASSES = range(0, 20, 4)  # the phrasings of all small sums when tokens are drawn
 
 
 def answers_of_engine(

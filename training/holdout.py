@@ -9,14 +9,14 @@ def bucket(key: str, count: int) -> int:
 
 
 def is_small(a: int, b: int) -> bool:
-    """Tell whether one of the two numbers has one digit."""
+    """Return whether one of the two numbers has one digit."""
     return min(a, b) < 10
 
 
 def sum_held_out(a: int, operator: str, b: int) -> bool:
-    """Tell whether a sum is kept for the evaluation; a + b and b + a share their fate, so neither gives the other.
+    """Return whether a sum is kept for the evaluation; a + b and b + a share their fate, so neither gives the other.
 
-    No sum with a number below ten is kept: these are the usual first question, and too few to measure what was learnt.
+    No sum with a number below ten is kept: these are the usual first question, and too few to measure generalisation.
     """
     if is_small(a, b):
         return False

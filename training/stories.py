@@ -69,7 +69,7 @@ _SKILLS: tuple[str, ...] = ("sing", "swim", "dance", "paint", "read", "bake brea
 
 
 def with_article(noun: str) -> str:
-    """Return the noun behind "a" or "an"."""
+    """Return the noun with "a" or "an" before it."""
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 

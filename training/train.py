@@ -43,8 +43,8 @@ class Phase(NamedTuple):
 
 # Short rows with many sums first, where a token costs least; at the end rows as long as the promised context, with
 # long chats in them. The rate is constant in the first phase and falls to nothing over the others: at the constant
-# rate 91 % of the sums and 85 % of the facts were right after 900 steps, and 98 % and 96 % when it had fallen. At last
-# the same text once more, at a lower rate, with more small sums: in the first three phases a sum of two
+# rate 91 % of the sums and 85 % of the facts were right after 900 steps, and 98 % and 96 % when it had fallen. The last
+# phase has the same text once more, at a lower rate, with more small sums: in the first three phases a sum of two
 # numbers below ten is as rare as any other, and 8 of those 100 were wrong after them.
 PHASES: tuple[Phase, ...] = (
     Phase("short", 1050, 24, 128, 3, 0.35),

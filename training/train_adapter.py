@@ -121,7 +121,7 @@ def batches(tokenizer: Tokenizer, recipe: Recipe, seed: int | str) -> Iterator[n
 
 
 def train(recipe: Recipe, seed: int, folder: Path | None) -> tuple[Spec, Adapter[Array]]:
-    """Train an adapter of the embedded model; that in `folder` for a quarter of the steps, at a third of the rate."""
+    """Train an adapter of the embedded model; from that in `folder`, a quarter of the steps at a third of the rate."""
     spec, family = read_spec(weights.read_config(MODEL_DIR))
     mesh = sharding.make_mesh(jax.devices("cpu"), 1)
     params = weights.load(MODEL_DIR, spec, family, mesh, "float32")

@@ -90,7 +90,7 @@ class ClassifyOptions(ScoreOptions, total=False):
     add_special_tokens: bool | None
 
 
-# Keyword to field of GenerateRequest: those of SamplingParams, but for what only a stream has, then others.
+# Keyword to field of GenerateRequest: those of SamplingParams without those of streams, then others.
 GENERATE_FIELDS = {
     **{name: path for path, name in names_in(SamplingParams, GRPC).items() if not path.startswith("stream.")},
     "time_limit": "stop.time_limit",

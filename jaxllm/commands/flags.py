@@ -27,7 +27,7 @@ _SHORT = {"tensor_parallel_size": ("-tp",), "n": ("-n",)}
 _SHORT |= {"pipeline_parallel_size": ("-pp",), "data_parallel_size": ("-dp",)}
 _UNITS = {"": 1, **{letter: 1000 ** (power + 1) for power, letter in enumerate("kmgt")}}
 _UNITS |= {letter: 1024 ** (power + 1) for power, letter in enumerate("KMGT")}
-_OF_THE_MODEL = {*names_in(SamplingParams, MODEL).values()} - {"max_tokens"}  # which the command's default is for
+_OF_THE_MODEL = {*names_in(SamplingParams, MODEL).values()} - {"max_tokens"}  # the command has a default for that one
 
 
 def flag_of(field: str, cls: type, has_sampling: bool = False) -> str:

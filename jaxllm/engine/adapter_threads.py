@@ -1,6 +1,6 @@
 """Threads for the work of adapters: reading one, and the texts of those that bring a tokenizer or a template.
 
-Apart from the threads in which prompts of the model itself are made, so that an adapter never holds those up. Each
+Separate from the threads in which prompts of the model itself are made, so that an adapter never delays those. Each
 language has one thread at most, in which clients take turns. Work of a client in a language is refused for a while
 after two tasks were ended. Belongs to one event loop.
 """
@@ -26,7 +26,7 @@ class AdapterThreads:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._threads = FairThreads(MOST_PROCESSES, "jaxllm-adapters", share=1, group_of=lambda pair: pair[0])
         self._clock = clock
-        self._ended: dict[tuple[bytes, str | None], tuple[int, float]] = {}  # how often work was ended, and when last
+        self._ended: dict[tuple[bytes, str | None], tuple[int, float]] = {}  # number of ended tasks, time of the last
 
     async def run(
         self, language: bytes, client: str | None, function: Callable[..., Result], *arguments: Any
@@ -46,7 +46,7 @@ class AdapterThreads:
         return await self._threads.run(pair, work)
 
     def shutdown(self) -> None:
-        """Begin nothing more, and wait for nothing."""
+        """Begin no more work, and do not wait for running work."""
         self._threads.shutdown()
 
     def _check(self, pair: tuple[bytes, str | None]) -> None:

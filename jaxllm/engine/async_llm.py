@@ -160,7 +160,7 @@ class AsyncLLM(StreamingEngine):
         self._observers.append(observer)
 
     async def drain_replica(self, number: int) -> None:
-        """Raise FeatureDisabledError: there are no replicas."""
+        """Raise FeatureDisabledError: one engine has no replicas."""
         raise FeatureDisabledError("there is one engine, and no replica.", "replica")
 
     def find_adapter(self, lora_request: LoRARequest) -> Adapter | None:
@@ -168,7 +168,7 @@ class AsyncLLM(StreamingEngine):
         return self.engine.adapters.find(lora_request)
 
     def known_adapter(self, lora_request: LoRARequest) -> Known | None:
-        """Return what is remembered of an adapter that was read, whether it is in memory or not."""
+        """Return the record of an adapter that was read, in memory or not."""
         return self.engine.adapters.known(lora_request)
 
     def forget_adapter(self, lora_id: int) -> bool:

@@ -1,8 +1,8 @@
 """The rows of steps whose sequences obey a grammar: their masks, and the tokens that a grammar forces.
 
 Between a plan and its masks all earlier steps are committed, so a constraint has always read the tokens that its row
-continues. Masks have a time in each step. A row whose mask is not made by then is late: it yields no token and is
-computed again. Knows plans, sequences and constraints; knows no device and no text.
+continues. Masks have a time in each step. A row without a mask by then is late: it yields no token and is
+computed again. Deals with plans, sequences and constraints, not with devices or text.
 
 Letters: R rows of a plan, W words of a mask, V vocabulary.
 """
@@ -34,7 +34,7 @@ LEAST_FORCED = 2  # tokens worth a row of their own: the row that is in flight f
 # one of a token each takes 36. Fewer are sampled one by one, from masks that allow nothing else.
 FORCED_PER_ROW = 0.5
 # Seconds for the masks of a step; the last one may take longer, 0.1 to 0.2 s if its grammar is expensive, but the next
-# ones of its request are made by other threads. Beside 126 such outputs the tokens of a stream are 0.05 to 0.12 s apart
+# ones of its request are made by other threads. With 126 such outputs the tokens of a stream are 0.05 to 0.12 s apart
 # at the median and at most 0.5 s, on two cores with a load of 12.
 MASK_SECONDS = 0.05
 Stuck = list[tuple[Sequence, str]]  # whose grammar cannot go on, and why
@@ -98,7 +98,7 @@ class ConstrainedRows:
         live = self._batch.is_constrained[plan.slots] & scheduler.is_live(state, plan)
         owners = {row: self._batch.owner(int(plan.slots[row])) for row in live.nonzero()[0].tolist()}
         late = self._fill(owners, words)
-        if len(late) == num_rows:  # the step is of no use yet: wait for what it lacks
+        if len(late) == num_rows:  # the step would yield nothing yet
             self._slow.wait(MASK_SECONDS)
             late = self._fill(owners, words)
         self._late = plan.number, late
@@ -119,7 +119,7 @@ class ConstrainedRows:
         self._slow.close()
 
     def _fill(self, owners: Mapping[int, Sequence], words: np.ndarray) -> list[int]:
-        """Write the masks of rows in the time of a step; return the rows whose masks are not there."""
+        """Write the masks of rows in the time of a step; return the rows without masks."""
         until = time.perf_counter() + MASK_SECONDS
         late: list[int] = []
         wanted: dict[Grammars, list[tuple[Constraint, int]]] = defaultdict(list)
@@ -145,7 +145,7 @@ class ConstrainedRows:
         return self._grammars if adapter is None else adapter.language.grammars
 
     def _advance(self, own: Sequence, token: int) -> list[int]:
-        """Let a sequence's grammar read a token; return what it forces behind it, if that is worth a row.
+        """Let a sequence's grammar read a token; return the tokens forced after it, if they are worth a row.
 
         Another thread does it for a request with slow masks: then forced tokens are sampled one by one.
         """
@@ -173,7 +173,7 @@ class ConstrainedRows:
 
 
 def _advance(own: Sequence, token: int) -> list[int]:
-    """Let a sequence's grammar read a token; return what it forces behind it, if that is worth a row."""
+    """Let a sequence's grammar read a token; return the tokens forced after it, if they are worth a row."""
     with _failing(own) as constraint:
         was_expected = bool(constraint.expected)
         constraint.consume(token)

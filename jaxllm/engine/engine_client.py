@@ -54,12 +54,12 @@ class EngineView(Protocol):
         ...
 
     def device_report(self) -> DeviceReport | None:
-        """Return what is compiled and the devices' memory; None where that is unknown."""
+        """Return the compiled programs and the devices' memory; None where they are unknown."""
         ...
 
 
 class EngineClient(EngineView, Protocol):
-    """An engine, or several behind one interface. All methods belong to the event loop that called `start`."""
+    """An engine, or several with one interface. All methods belong to the event loop that called `start`."""
 
     max_queued_requests: int | None
     max_queued_tokens: int | None
@@ -71,7 +71,7 @@ class EngineClient(EngineView, Protocol):
 
     @property
     def engines(self) -> Sequence[EngineView]:
-        """The engines behind it, by their numbers; an engine alone is its own."""
+        """The engines by their numbers; a single engine has itself."""
         ...
 
     @property
@@ -81,7 +81,7 @@ class EngineClient(EngineView, Protocol):
 
     @property
     def num_live(self) -> int:
-        """How many requests have not ended."""
+        """The number of requests that have not ended."""
         ...
 
     async def start(self) -> None:
@@ -156,11 +156,11 @@ class EngineClient(EngineView, Protocol):
         ...
 
     def known_adapter(self, lora_request: LoRARequest) -> Known | None:
-        """Return what is remembered of an adapter that was read, whether it is in memory or not."""
+        """Return the record of an adapter that was read, in memory or not."""
         ...
 
     def forget_adapter(self, lora_id: int) -> bool:
-        """Do as `remove_lora`, at once."""
+        """Forget an adapter as `remove_lora` does, without waiting."""
         ...
 
     def read_adapter(self, lora_request: LoRARequest) -> Adapter:
@@ -168,7 +168,7 @@ class EngineClient(EngineView, Protocol):
         ...
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Read an adapter ahead of the requests that name it."""
+        """Read an adapter before requests name it."""
         ...
 
     async def remove_lora(self, lora_id: int) -> bool:
@@ -187,7 +187,7 @@ class EngineClient(EngineView, Protocol):
         """Begin a trace of the next `num_steps` steps."""
 
     def kv_events(self, start_sequence: int = 0) -> AsyncGenerator[BlockBatch]:
-        """Stream what enters and leaves the prefix cache."""
+        """Stream the blocks that enter and leave the prefix cache."""
         ...
 
     async def pause(self, mode: PauseMode = "abort", clear_cache: bool | None = None) -> None:
@@ -204,7 +204,7 @@ class EngineClient(EngineView, Protocol):
         ...
 
     async def drain_replica(self, number: int) -> None:
-        """Start one of `engines` anew when it has no more work; FeatureDisabledError without `drains_replicas`."""
+        """Restart one of `engines` when it has no more work; FeatureDisabledError without `drains_replicas`."""
 
 
 class SteppedEngine(Protocol):
@@ -263,7 +263,7 @@ class SteppedEngine(Protocol):
         ...
 
     def abort_request(self, request_ids: str, reason: FinishReason = "abort") -> RequestOutput | None:
-        """Drop a request; return its last output, where there is one."""
+        """Drop a request; return its last output, if any."""
         ...
 
     def start_profile(self, folder: str | Path, num_steps: int = DEFAULT_STEPS) -> Profile:

@@ -19,7 +19,7 @@ _NOBODY = object()
 
 
 class FairThreads:
-    """At least two threads. A client is any name; the group None is of work that is bounded by no share."""
+    """At least two threads. A client is any name; work of the group None has no bound."""
 
     def __init__(
         self,

@@ -42,14 +42,14 @@ Result = TypeVar("Result")
 LEAST_SECONDS = 1e-9  # of a request: gRPC's durations count nanoseconds
 MAX_SECONDS = 10**9  # of a request: 30 years, which timers can hold
 _MOST_THREADS = 4  # for slow work off the event loop, one for each core: more would wait for Python's lock
-# What may wait by default: 90 MB (measured with 4,000 prompts of 256 tokens).
+# Default bounds of the queue: 90 MB (measured with 4,000 prompts of 256 tokens).
 LEAST_QUEUED = 4096  # sequences: this, or …
-QUEUED_PER_SLOT = 4  # … so many for each that runs, where that is more
+QUEUED_PER_SLOT = 4  # … this for each that runs, if that is more
 LEAST_QUEUED_TOKENS = 2**20  # tokens of their prompts: this, or 16 contexts where that is more
 
 
 class Queue(Protocol):
-    """Where accepted requests go."""
+    """The queue of accepted requests."""
 
     def add(self, accepted: Any, /) -> None:
         """Queue a request."""
@@ -58,14 +58,14 @@ class Queue(Protocol):
         """End a request."""
 
     def set_paused(self, is_paused: bool) -> None:
-        """Stop computing, or go on."""
+        """Pause or resume the computation."""
 
     def stop(self) -> None:
-        """Take nothing more."""
+        """Accept no more requests."""
 
 
 class StreamingEngine:
-    """The part of an `EngineClient` that does not depend on what computes."""
+    """The part of an `EngineClient` that does not depend on how tokens are computed."""
 
     drains_replicas = False
 
@@ -90,7 +90,7 @@ class StreamingEngine:
         self._streams = StreamTable()
         self._started: asyncio.Future[None] | None = None
         self._death: asyncio.Future[BaseException] | None = None
-        self._num_preparing = 0  # sequences whose prompts are being made
+        self._num_preparing = 0  # sequences with prompts that are being made
         self._life = LifeCycle()
         self._num_resumed = 0  # calls of `resume`
         self._tokenizing: FairThreads | None = None
@@ -121,7 +121,7 @@ class StreamingEngine:
         return False
 
     async def _begin(self) -> None:
-        """Start loading the model; `_started` is set when it is there."""
+        """Start loading the model; `_started` is set when it is loaded."""
 
     async def _accept(
         self,
@@ -137,7 +137,7 @@ class StreamingEngine:
         """Check a request; return it for `_queue`: a dataclass with prompt_token_ids, num_sequences and params."""
         raise UnavailableError(NOT_STARTED)
 
-    # Its life.
+    # Life cycle.
 
     async def start(self) -> None:
         """Load the model and wait for it; a problem with it is raised here."""
@@ -177,7 +177,7 @@ class StreamingEngine:
 
     @property
     def num_live(self) -> int:
-        """Requests that have not ended."""
+        """The number of requests that have not ended."""
         return len(self._streams)
 
     async def generate(
@@ -198,11 +198,11 @@ class StreamingEngine:
         """Stream a request's outputs, of the kind that its parameters name. To close the iterator aborts the request.
 
         Outputs that a slow reader has not taken are merged into one. After `time_limit` seconds the request ends with
-        what it has; after `timeout` it fails with DeadlineError. A problem with the request is raised by the first
+        its output; after `timeout` it fails with DeadlineError. A problem with the request is raised by the first
         step of the iterator: UserError, OverloadedError if the queue is full, UnavailableError, EngineDeadError.
-        Among the running requests of an `owner` an id must be unique. What is slow to prepare is shared out among
+        Among the running requests of an `owner` an id must be unique. Slow preparation is shared out among
         `client`s, by their names.
-        `arrival`, of the monotonic clock, is when the request came, if that was before this call;
+        `arrival`, of the monotonic clock, is the time of the request, if that was before this call;
         `name` is its name in logs and recordings, if that is more than its id. `lora_request` names its adapter.
         """
         arrival = self._clock() if arrival is None else arrival
@@ -255,7 +255,7 @@ class StreamingEngine:
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """End the requests of these ids, of all owners; unknown ids change nothing.
 
-        Their readers get what there is, with the finish reason "abort".
+        Their readers get the output so far, with the finish reason "abort".
         """
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             self.end(request_id, "abort")
@@ -270,7 +270,7 @@ class StreamingEngine:
         self._check_serving()
 
     def check_room(self) -> None:
-        """Refuse now what `generate` would refuse whatever the request is; called before a request's body is read.
+        """Raise an error if `generate` would refuse any request now; called before a request's body is read.
 
         To refuse a call must cost little, or an overload leaves no time for the calls that are accepted.
         """
@@ -278,7 +278,7 @@ class StreamingEngine:
         self.check_queue(1, 0)
 
     def check_queue(self, num_sequences: int, num_tokens: int, num_prompts: int = 1) -> None:
-        """Refuse what would make the queue longer than its bounds, without asking the engine.
+        """Refuse sequences that would make the queue longer than its bounds, without a call of the engine.
 
         `num_sequences` and `num_tokens` are those of all `num_prompts` together. More sequences than the slots and
         the queue could ever hold are a UserError: to try again would not help.
@@ -301,7 +301,7 @@ class StreamingEngine:
 
     @contextmanager
     def preparing(self, num_sequences: int) -> Iterator[None]:
-        """Count a request into the queue while its prompt is made; OverloadedError if there is no room for it."""
+        """Count a request into the queue while its prompt is made; OverloadedError if the queue is full."""
         self.check_queue(num_sequences, 0)
         self._num_preparing += num_sequences
         try:
@@ -316,7 +316,7 @@ class StreamingEngine:
         client: str | None = None,
         language: bytes | None = None,
     ) -> Result:
-        """Run something slow, as tokenizing a long text, in a thread beside the event loop.
+        """Run something slow, as tokenizing a long text, in a thread off the event loop.
 
         Clients take turns by their names, `client`; one client never has all threads. `language` is the `confined` of
         the tokenizer that works there; b"" is to read an adapter.
@@ -332,8 +332,8 @@ class StreamingEngine:
     async def pause(self, mode: PauseMode = "abort", clear_cache: bool | None = None) -> None:
         """Take no more work and stop computing, until `resume`.
 
-        What runs is aborted, or awaited ("wait"), or kept as it is ("keep"). The cache is cleared unless
-        `clear_cache` is False or what runs needs it.
+        Running requests are aborted, or awaited ("wait"), or kept as they are ("keep"). The cache is cleared unless
+        `clear_cache` is False or kept requests need it.
         """
         if mode not in ("abort", "wait", "keep"):
             raise UserError(f"mode must be abort, wait or keep, got {mode!r}.", "mode")
@@ -348,7 +348,7 @@ class StreamingEngine:
         if mode != "keep":
             await self._streams.wait_quiet()
             if self._num_resumed > resumed:
-                return  # `resume` or `drain` was called meanwhile, and perhaps `pause` again
+                return  # `resume` or `drain` was called during the wait, and perhaps `pause` again
         self._queue.set_paused(True)
         if mode != "keep" and clear_cache is not False:
             await self.reset_prefix_cache()
@@ -366,7 +366,7 @@ class StreamingEngine:
     async def drain(self, timeout: float | None = None) -> bool:
         """Refuse new requests and wait for the running ones; those that need longer fail with DrainingError.
 
-        Returns whether all have finished. There is no way back.
+        Returns whether all have finished. A drained engine cannot serve again.
         """
         self._life.on("drain")
         await self.resume()
@@ -385,7 +385,7 @@ class StreamingEngine:
         return is_through and not self._life.has_ended
 
     async def wait_dead(self) -> BaseException:
-        """Wait until the engine dies, and return of what; UnavailableError if it was never started."""
+        """Wait until the engine dies, and return the cause; UnavailableError if it was never started."""
         if self._death is None:
             raise UnavailableError(NOT_STARTED)
         return await asyncio.shield(self._death)

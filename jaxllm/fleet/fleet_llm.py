@@ -296,7 +296,7 @@ class FleetLLM(StreamingEngine):
         """Return None: replicas have no adapters."""
 
     def forget_adapter(self, lora_id: int) -> bool:
-        """Return False: there are no adapters."""
+        """Return False: a fleet has no adapters."""
         return False
 
     def read_adapter(self, lora_request: LoRARequest) -> Adapter:
@@ -308,17 +308,17 @@ class FleetLLM(StreamingEngine):
         raise _no_adapters()
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """Return False: there are no adapters."""
+        """Return False: a fleet has no adapters."""
         return False
 
     async def list_loras(self) -> set[int]:
-        """Return nothing: there are no adapters."""
+        """Return an empty set: a fleet has no adapters."""
         return set()
 
     async def kv_events(self, start_sequence: int = 0) -> AsyncGenerator[BlockBatch]:
         """Raise FeatureDisabledError: replicas' events are read by the router alone."""
         raise FeatureDisabledError("kv_events is not supported with data_parallel_size above 1.", "data_parallel_size")
-        yield  # an iterator, as of one engine
+        yield  # makes it a generator
 
     async def start_profile(self, folder: str, num_steps: int) -> None:
         """Begin a trace of each replica's next steps, in folders of their own."""
@@ -444,7 +444,7 @@ class ReplicaView:
         return self._replica.get_load()
 
     def device_report(self) -> DeviceReport | None:
-        """Return what is compiled there."""
+        """Return the compiled programs there."""
         return self._replica.device_report()
 
 

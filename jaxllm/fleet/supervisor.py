@@ -139,7 +139,7 @@ class Supervisor:
                 end = await self._until_lost(replica)
             except OSError as error:
                 end = End(f"it cannot be started: {error}", was_loaded=False, is_planned=False)
-                is_short = is_exhaustion(error)  # which is no fault of the replica's
+                is_short = is_exhaustion(error)  # then not the fault of the replica
             finally:
                 await replica.reap()
             if replica.error is not None and not any(each.model is not None for each in self._replicas):

@@ -65,7 +65,7 @@ class _StandardError:
             sys.stderr.flush()
             try:
                 self._original = os.dup(2)
-            except OSError:  # for want of descriptors: the lines are seen
+            except OSError:  # no descriptor is free: the lines are printed
                 self._original = -1
                 return
             command = [sys.executable, "-S", "-E", "-c", _FILTER]

@@ -44,7 +44,7 @@ VARIANTS = tuple(Variant)
 PAUSE = 14  # while steps run: seconds of rest after a program, for each second that tracing it took
 IDLE_SECONDS = 0.1  # without a step, after which tracing disturbs no request
 _MOST_TRIES = 2  # to compile a program in the background
-RETRY_SECONDS = 30.0  # after which a program is wanted again that failed for want of threads, memory or descriptors
+RETRY_SECONDS = 30.0  # until another try of a program that failed for want of threads, memory or descriptors
 NOTE_SECONDS = 10.0  # between two lines in the log about programs that a start waits for
 EXIT_SECONDS = 2.0  # that a process waits at its end for a running compilation before it prints a line
 
@@ -105,7 +105,7 @@ class ProgramTable:
         self._queue: list[Key] = []
         self._wanted: set[Key] = set()  # all keys ever queued
         self._failures: Counter[Key] = Counter()
-        self._rests_until: dict[Key, float] = {}  # those that failed for want of something
+        self._rests_until: dict[Key, float] = {}  # of programs that failed for want of threads, memory or descriptors
         self._followers = self._max_followers = 0  # background threads
         self._only_when_idle = False
         self._failure: BaseException | None = None
@@ -285,7 +285,7 @@ class ProgramTable:
             warnings.warn(f"program {key} could not be compiled: {failure}", stacklevel=1)
 
     def _put_off(self, key: Key) -> None:
-        """Let a program be wanted again, later."""
+        """Allow another try of a program after RETRY_SECONDS."""
         with self._lock:
             self._rests_until[key] = time.monotonic() + RETRY_SECONDS
             self._wanted.discard(key)

@@ -41,7 +41,7 @@ class KvLayer(NamedTuple, Generic[Leaf]):
 
     keys: Leaf  # [N, K, P, C]
     values: Leaf | None  # [N, K, P, C]; None in latent attention, where they are part of the keys
-    k_scales: Leaf | None = None  # float32[N, K, P]: what a vector's numbers are multiplied with
+    k_scales: Leaf | None = None  # float32[N, K, P]: factors of the vectors
     v_scales: Leaf | None = None
 
 

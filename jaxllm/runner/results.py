@@ -23,12 +23,12 @@ MOST_LOGPROBS = 20  # likeliest tokens that a step reports; requests for more ar
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A position whose log-probabilities are wanted beside the step's own: in a prompt, or of the whole vocabulary."""
+    """A position with log-probabilities to compute besides the step's own: in a prompt, or of the whole vocabulary."""
 
     sequence_id: int
     position: int  # of the token that is scored
     index: int  # of the token before it among the step's
-    token: int  # that stands there; 0 where it is to be sampled
+    token: int  # at the position; 0 if it is to be sampled
     is_whole: bool  # wants all of the vocabulary
 
 
@@ -44,11 +44,11 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """What a step sampled, on the host: a row for each row of its plan."""
+    """The sampled tokens of a step, on the host: a row for each row of its plan."""
 
     tokens: np.ndarray  # int32[R]; int32[R, W] with `counts`
     is_finite: np.ndarray  # bool[R]
-    logprob: np.ndarray | None = None  # float32[R]; this and what follows only where the variant computes it
+    logprob: np.ndarray | None = None  # float32[R]; this and later fields only if the variant computes them
     rank: np.ndarray | None = None  # int32[R]
     top_logprobs: np.ndarray | None = None  # float32[R, n]
     top_ids: np.ndarray | None = None  # int32[R, n]
@@ -62,7 +62,7 @@ class Result:
 
 
 def join(sampled: Sampled) -> jax.Array:
-    """Lay all results side by side, int32[R, W], so that they reach the host in one transfer."""
+    """Join all results along the columns, int32[R, W], so that they reach the host in one transfer."""
     columns = [sampled.tokens[:, None], sampled.is_finite[:, None].astype(jnp.int32)]
     if sampled.logprob is not None:
         assert sampled.rank is not None and sampled.top_logprobs is not None and sampled.top_ids is not None
@@ -94,7 +94,7 @@ def read_verified(joined: np.ndarray, plan: Plan, num_logprobs: int) -> Result:
     """Take the results of a program that verifies drafts apart, an entry for each token of the plan."""
     joined, (counts, drafted) = joined[:, :-2], joined[:, -2:].T
     result = read(joined, plan.num_tokens, num_logprobs)
-    if not plan.num_drafts:  # a chunk's token comes behind its last
+    if not plan.num_drafts:  # a chunk's token follows its last
         last = np.cumsum(plan.lengths) - 1
         arrays = {own.name: getattr(result, own.name) for own in fields(result)}
         return replace(result, **{name: each[last] for name, each in arrays.items() if isinstance(each, np.ndarray)})
@@ -111,7 +111,7 @@ def read_verified(joined: np.ndarray, plan: Plan, num_logprobs: int) -> Result:
 
 
 def read(joined: np.ndarray, num_rows: int, num_logprobs: int) -> Result:
-    """Take a step's results apart, int32[R, W] as `build` returns them; rows behind `num_rows` were padding."""
+    """Take a step's results apart, int32[R, W] as `build` returns them; rows from `num_rows` on are padding."""
     joined = np.ascontiguousarray(joined[:num_rows].T)  # [W, R]
     tokens, is_finite = joined[0], joined[1].astype(np.bool_)
     if len(joined) == 2:

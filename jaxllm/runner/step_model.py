@@ -26,7 +26,7 @@ Adapter = lora.Adapter[jax.Array]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepModel:
-    """What all programs of an engine have in common."""
+    """The data that all programs of an engine share."""
 
     spec: Spec
     geometry: Geometry
@@ -38,7 +38,7 @@ class StepModel:
     state: Any  # the device's state, described: a DeviceState, or a PoolState
     kernels: Mapping[str, Choice]
     pooler: Pooler | None = None  # of a model that pools
-    adapter: lora.Adapter[jax.ShapeDtypeStruct] = ()  # each one, described; empty: there are none
+    adapter: lora.Adapter[jax.ShapeDtypeStruct] = ()  # each one, described; empty: no adapters
     joins_adapters: bool = False  # see `adapted_linear`
     drafting: Drafting | None = None  # of an engine that verifies drafts
 

@@ -311,7 +311,7 @@ def _plan_again(editor: StateEditor, limits: Limits, slots: np.ndarray) -> None:
     own = editor.own_slots
     own.length[slots] = own.known[slots]
     own.issued[slots] = own.known[slots] - 1
-    # A device that drafts begins decode rows where its own lengths end, and chunks where the host says.
+    # A device that drafts begins decode rows at its lengths, and chunks at those of the host.
     own.given[slots] = own.known[slots] if limits.max_drafts else own.issued[slots]
     own.done[slots] = own.turn[slots]
 

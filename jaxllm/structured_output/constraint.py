@@ -39,7 +39,7 @@ class Constraint:
     ) -> None:
         self.pace = pace
         self.job: Job | None = None  # that makes its next mask in another thread
-        self.num_late = 0  # steps since its last mask in which there was no time for the next
+        self.num_late = 0  # steps since its last mask without time for the next
         self._seconds = _GUESS  # that its last mask took
         self.origins = (*origins, *(each for _, found in way.marks for each in found))
         self.allowed = allowed  # the mask of all tokens that a grammar can allow: int32[W]
@@ -74,7 +74,7 @@ class Constraint:
         return self._seconds / (1 << self.num_late)
 
     def note_filled(self, seconds: float) -> None:
-        """Take in that its mask was made, and how long that took."""
+        """Record the seconds that its mask took."""
         self.num_late, self._seconds = 0, seconds
         if seconds > SLOW_SECONDS or self.pace.is_slow:
             self.pace.note(seconds)

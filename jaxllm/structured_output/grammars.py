@@ -52,7 +52,7 @@ MAX_USES = 64
 _WHITESPACE = r"[ \n\r\t]{1,8}"
 
 _MOST_TEXT = 2**13  # characters of one choice: what must come next is tokenized anew in each step
-_LONG_SECONDS = 0.001  # of a step's masks, behind which the others are made on several threads
+_LONG_SECONDS = 0.001  # of a step's masks, after which the others are made on several threads
 _NUM_TRIED = 3  # steps: JSON's bracket, what follows it, and one more
 
 # Measured on one core of two, llguidance 1.9.1. Of 128,000 tokens: the first use 1.9 s and 86 MB; a schema of three
@@ -149,10 +149,10 @@ class Grammars:
         return matcher
 
     def fill(self, wanted: Sequence[tuple[Constraint, int]], masks: np.ndarray, until: float = math.inf) -> list[int]:
-        """Write rows of int32[R, ceil(V/32)]: a bit for each token that may come next.
+        """Write rows of int32[R, ceil(V/32)]: a bit for each token that may be next.
 
         Begins no more of them once the time of `time.perf_counter` is `until`, but for the first ones; returns the rows
-        that are left. The row of a constraint in error, or that comes into error here, is all zeros.
+        that are left. The row of a constraint in error, or that fails here, is all zeros.
         """
         work: list[tuple[Constraint, int]] = []
         for constraint, row in wanted:
@@ -210,7 +210,7 @@ class Grammars:
                 constraint.fail(one_line(str(error)))
 
     def _check(self, made: Sequence[tuple[Constraint, int]], masks: np.ndarray) -> None:
-        """Leave in rows what constraints may allow, and end those that allow nothing."""
+        """Reduce rows to the tokens that constraints may allow, and end constraints that allow none."""
         for constraint, row in made:
             if not constraint.openings:
                 masks[row] &= constraint.allowed

@@ -35,7 +35,7 @@ class Pace:
         return self._left > 0
 
     def note(self, seconds: float) -> None:
-        """Take in how long a mask took."""
+        """Record the seconds that a mask took."""
         if seconds > SLOW_SECONDS:
             self._left = PATIENCE
         elif self._left:
@@ -70,19 +70,19 @@ class SlowMasks:
         return job
 
     def start(self) -> None:
-        """Start a thread if the queue needs one. If the system has none, the queue waits for the next call."""
+        """Start a thread if the queue needs one. If the system refuses one, the queue waits for the next call."""
         with self._changed:
             if self._waiting and len(self._threads) < NUM_THREADS:
                 with suppress(RuntimeError):
                     self._threads.append(start_thread(self._run, "jaxllm-masks"))
 
     def wait(self, seconds: float) -> None:
-        """Wait until all is done, at most so long."""
+        """Wait until all jobs are done, `seconds` at most."""
         with self._changed:
             self._changed.wait_for(lambda: not self._num_undone, seconds)
 
     def close(self) -> None:
-        """Begin nothing more, and wait for what is being done."""
+        """Begin no more jobs, and wait for the running ones."""
         with self._changed:
             self._num_undone -= sum(map(len, self._waiting.values()))
             self._waiting.clear()

@@ -80,7 +80,7 @@ class Vocabulary:
         """Give the tokens of a text in the middle of an output, as the tokenizer would write it.
 
         Where that is not the same text, as with one that a normalizer changes or that spells a special token, the
-        longest token first. So it is with a confined tokenizer, which must not hold up a step.
+        longest token first. Always so with a confined tokenizer, which must not delay a step.
         """
         wanted = text.encode()
         for before in ("", _ANCHOR) if self._tokenizer.confined is None else ():

@@ -102,7 +102,7 @@ def compile_template(source: str, variables: Mapping[str, Any] = MappingProxyTyp
         for tools in ([TOOL], None):
             try:
                 return _generated(program, arguments | {"tools": tools}, _MAX_TRIAL)
-            except MemoryError:  # says nothing of the template
+            except MemoryError:  # not the template's fault
                 raise
             except Exception:  # whatever a template raises for a conversation that it does not take
                 continue

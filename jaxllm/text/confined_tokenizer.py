@@ -49,7 +49,7 @@ class ConfinedTemplates(Tokenizer):
         chat_template: str | None = None,
         **named: Any,
     ) -> tuple[str, list[int]]:
-        """Give a conversation's text and its token ids as `Tokenizer.encode_chat` does."""
+        """Return a conversation's text and its token ids as `Tokenizer.encode_chat` does."""
         template = self._template_source(chat_template, tools)
         if not self._is_foreign(template):
             return super().encode_chat(messages, tools=tools, chat_template=template, **named)
@@ -115,28 +115,28 @@ class ConfinedTokenizer(ConfinedTemplates):
         return self._tokens[token_id] if 0 <= token_id < len(self._tokens) else ""
 
     def piece(self, token_id: int) -> Piece:
-        """Give a token's share of the text."""
+        """Return a token's share of the text."""
         return self._table[token_id] if 0 <= token_id < len(self._table) else b""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Give the token ids of a text as `Tokenizer.encode` does."""
+        """Return the token ids of a text as `Tokenizer.encode` does."""
         return self._ask("encode", text, add_special_tokens)
 
     def encode_first(self, text: str, most: int) -> list[int]:
-        """Give the ids of a text's first tokens as `Tokenizer.encode_first` does."""
+        """Return the ids of a text's first tokens as `Tokenizer.encode_first` does."""
         return self._ask("encode_first", text, most)
 
     def encode_last(self, text: str, most: int) -> list[int]:
-        """Give the ids of a text's last tokens as `Tokenizer.encode_last` does."""
+        """Return the ids of a text's last tokens as `Tokenizer.encode_last` does."""
         return self._ask("encode_last", text, most)
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
-        """Give the ids of two texts as `Tokenizer.encode_pair` does."""
+        """Return the ids of two texts as `Tokenizer.encode_pair` does."""
         ids, types = self._ask("encode_pair", first, second)
         return ids, types
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Give the text of token ids as `Tokenizer.decode` does."""
+        """Return the text of token ids as `Tokenizer.decode` does."""
         return self._ask("decode", list(ids), skip_special_tokens)
 
     def added_tokens(self) -> dict[str, dict[str, Any]]:

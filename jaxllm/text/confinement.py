@@ -49,7 +49,7 @@ def exceeded(what: str) -> ConfinedError:
 
 
 class Source(NamedTuple):
-    """Where a tokenizer is read from, and the digest that its files must have; b"" for the model's own."""
+    """The folder of a tokenizer, and the digest that its files must have; b"" for the model's own."""
 
     folder: str
     digest: bytes = b""

@@ -39,7 +39,7 @@ _LONGEST_BUILD = 300  # seconds; the longer source takes 10 on a core of 3 GHz
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _log = logging.getLogger(__name__)
 _building = threading.Lock()
-RETRY_SECONDS = 60.0  # for which a refusal holds
+RETRY_SECONDS = 60.0  # that a refusal is kept
 
 
 class Refused(Exception):
@@ -68,7 +68,7 @@ def target(handler: str) -> str:
 
 
 def refusal() -> str | None:
-    """Make the kernels ready, building them if need be; return why they cannot be used, or None.
+    """Make the kernels ready, building them if need be; return why they cannot be used; None if they can.
 
     A reason holds for a minute: memory or descriptors may have been short.
     """

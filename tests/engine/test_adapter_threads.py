@@ -1,4 +1,4 @@
-"""Two adapters that loop hold up no third, and a client whose work was ended is refused for a while."""
+"""Two adapters that loop hold up no third, and a client is refused for a while after its work was ended."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def test_masks_that_are_late_or_made_beside_the_loop_change_nothing(
 
 
 def test_long_masks_of_one_request_hold_up_no_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of six rows gets its tokens, and another request's come meanwhile: together the masks take 0.6 s a step."""
+    """Each of six rows gets its tokens, and so does another request: together the masks take 0.6 s a step."""
     num_made = 0
 
     def slow(matcher: Any, masks: Any, row: int) -> None:

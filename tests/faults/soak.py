@@ -293,7 +293,7 @@ async def _report(server: ServingProcess, report: Path) -> int:
 
 
 def _large_requests() -> Iterator[bytes]:
-    """Give bodies of background responses of some megabytes: texts, numbers, short texts, objects."""
+    """Yield bodies of background responses of some megabytes: texts, numbers, short texts, objects."""
     rng = random.Random(5)
     for number in range(NUM_LARGE):
         for values in (

@@ -1,4 +1,4 @@
-"""What fails for want of descriptors, memory or threads works once there are some: exhaustion is not remembered.
+"""Operations that failed for want of descriptors, memory or threads work later: exhaustion is not remembered.
 
 A site is a function that makes an attempt: it fails, or does without, while the process is exhausted, and works then.
 """

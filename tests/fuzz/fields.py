@@ -23,7 +23,7 @@ _IDS = [
 ]
 _TEXTS = ["", "a", "a\0b", "\uffff", "e" + "\u0301" * 60, "x" * 64, "x" * 65, "<|im_end|>", 1, True, [], ["a"], {}]
 _BY_TYPE = {"float": _NUMBERS, "int": _NUMBERS, "bool": _FLAGS, "Sequence[int]": _IDS}
-_LEFT_OUT = ("detokenize", "prompt_logprobs")  # which change what is compared
+_LEFT_OUT = ("detokenize", "prompt_logprobs")  # which change the compared outputs
 _FIELDS = [own for own in fields(SamplingParams) if own.name not in _LEFT_OUT]
 
 VALUES: dict[str, list[Any]] = {

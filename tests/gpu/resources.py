@@ -1,4 +1,4 @@
-"""What the Triton kernels take of a GPU, compiled where there is none: `python -m tests.gpu.resources`.
+"""Measure the resources of the Triton kernels by compiling them without a GPU: `python -m tests.gpu.resources`.
 
 Registers of a thread, bytes that spill out of them, shared memory of a program, and whether Hopper's wgmma is used.
 """

@@ -1,7 +1,7 @@
-"""What the machine code of the Triton kernels does, where there is no GPU: `python -m tests.gpu.sass [name]`.
+"""Read the machine code of the Triton kernels without a GPU: `python -m tests.gpu.sass [name]`.
 
-Widths of loads from memory, loads that are under way while a loop multiplies, registers that go through memory, what
-the assembler has to say about wgmma, and how many programs a device runs at once.
+Widths of loads from memory, loads that are under way while a loop multiplies, registers that go through memory, the
+assembler's notes about wgmma, and how many programs a device runs at once.
 """
 
 from __future__ import annotations

@@ -106,8 +106,8 @@ def test_a_token_has_the_same_bits_wherever_it_is():
 def resident(rows: int, matrices: int, own: tuning.Linear) -> tuple[float, int]:
     """Give the programs that a multiprocessor of an H200 has at once, and the bytes of weights each has under way.
 
-    One buffer is read by the products, and the others are filled. With wgmma, which multiplies 64 rows at least, there
-    are as many buffers as stages, else one less: their shared memory shows it.
+    One buffer is read by the products, and the others are filled. With wgmma, which multiplies 64 rows at least, the
+    buffers are one for each stage, else one fewer: their shared memory shows it.
     """
     buffers = own.tuning.stages - (own.rows * matrices < 64)
     stage = own.rows * matrices * own.columns * 2

@@ -1,4 +1,4 @@
-"""The machine code of the Triton kernels for H200: keys and values come in wide loads, nothing is serialized."""
+"""The machine code of the Triton kernels for H200: keys and values are read by wide loads, nothing is serialized."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def held(http: httpx.Client, method: str, path: str, body: bytes | None = None) 
 
 
 def largest(schema: Body) -> Iterator[Any]:
-    """Give large values of each kind in a field's schema."""
+    """Yield large values of each kind in a field's schema."""
     for each in schema.get("anyOf", [schema]):
         kind = each.get("type", "string")
         kind = kind[0] if isinstance(kind, list) else kind
@@ -77,7 +77,7 @@ def tool(**own: Any) -> Body:
 
 
 def inner_bodies() -> Iterator[Body]:
-    """Give bodies with large values inside of fields."""
+    """Yield bodies with large values inside of fields."""
     numbers = {"a": [1] * 1_000_000}
     call = {"type": "function", "id": "a", "function": {"name": "f", "arguments": json.dumps(numbers)}}
     parts = [{"type": "text", "text": "a"}] * 40_000
@@ -112,7 +112,7 @@ def inner_bodies() -> Iterator[Body]:
 
 
 def bodies(http: httpx.Client, all_fields: bool) -> Iterator[tuple[str, str, bytes]]:
-    """Give routes, names and bodies; without `all_fields`, of required fields only, and each body for one route."""
+    """Yield routes, names and bodies; without `all_fields`, of required fields only, and each body for one route."""
     description, inner = http.get("/openapi.json").json(), list(inner_bodies())
     seen: set[str] = set()
     for path, operations in description["paths"].items():

@@ -1,8 +1,8 @@
 """The lowered text of every program of the family table's small models.
 
 `python -m tests.model.hlo_texts FOLDER [FAMILY …]` writes them. For refactorings, which must not change them: with
-`--against COMMIT` for the folder it names the programs whose texts differ from that commit's, and exits with status 1
-if there are any. Nothing is compiled or loaded.
+`--against COMMIT` for the folder it names the programs with texts that differ from that commit's, and then exits
+with status 1. Nothing is compiled or loaded.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def main(out: Path, families: Sequence[str]) -> None:
 
 
 def compare(commit: str, families: Sequence[str]) -> int:
-    """Name the programs whose texts differ from those of a commit; return the exit status."""
+    """Name the programs with texts that differ from those of a commit; return the exit status."""
     with tempfile.TemporaryDirectory() as place:
         before, tree = Path(place) / "before", Path(place) / "tree"
         subprocess.run(["git", "worktree", "add", "--quiet", "--detach", str(tree), commit], cwd=ROOT, check=True)

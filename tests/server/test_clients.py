@@ -65,7 +65,7 @@ def test_a_client_is_its_key_or_else_its_address(key: str | None, host: str | No
         ("ipv6:%5B::1%5D:5000", "[::1]"),
         ("unix:", None),
         ("unix:/tmp/a:b", None),
-        ("unix:/tmp/jaxllm-grpc-a/ipv4:10.0.0.1:5000", "10.0.0.1"),  # behind the filter
+        ("unix:/tmp/jaxllm-grpc-a/ipv4:10.0.0.1:5000", "10.0.0.1"),  # through the filter
         ("unix:/tmp/jaxllm-grpc-a/ipv6:%5B::1%5D:5000", "[::1]"),
         ("unix:/tmp/jaxllm-grpc-a/unix:17", None),
         ("", None),
@@ -79,7 +79,7 @@ def test_what_grpc_calls_a_peer(peer: str, host: str | None) -> None:
     st.lists(st.tuples(st.sampled_from("ab"), st.integers(-3, 3), st.integers(1, 5), st.integers(0, 9)), max_size=40)
 )
 def test_a_client_is_ahead_of_others_with_half_of_the_slots(calls: list[tuple[str, int, int, int]]) -> None:
-    """Calls of clients, priorities and sequences; each ends that many calls later."""
+    """Calls of clients, priorities and sequences; each ends after that number of further calls."""
     urgent, num_slots = UrgentShares(), 8
     with ExitStack() as rest:
         ends: list[tuple[int, ExitStack]] = []

@@ -148,7 +148,7 @@ class Device:
         self.drafts = np.zeros((slots, self.max_drafts), np.int32)
         self.owners: list[Truth | None] = [None] * slots
         self._with_extras: list[Truth | None] = [None] * slots  # whose extras were found to be right
-        self.astray: dict[int, int] = {}  # by slot: where a token stands that was sampled without its mask
+        self.astray: dict[int, int] = {}  # by slot: position of a token that was sampled without its mask
         self._versions = [-1] * slots  # of the owners' truths
         # Of the owners' truths, as far as they are made:
         self._chains = np.zeros((slots, longest + 2), np.uint64)
@@ -403,7 +403,7 @@ class Device:
     def _follow_astray(
         self, slots: np.ndarray, positions: np.ndarray, tokens: np.ndarray, content: np.ndarray, is_wrong: np.ndarray
     ) -> list[int]:
-        """Compute what follows tokens that were sampled without a mask; return the slots that are still there."""
+        """Compute the content after tokens that were sampled without a mask; return the slots that are still there."""
         rows = {slot: row for row, slot in enumerate(slots.tolist())}
         for slot, row in rows.items():
             if self.astray.get(slot, -1) == positions[row]:

@@ -126,7 +126,7 @@ class StepFaults:
         return bool(self.world.armed.get("masks_late", 0) >> place % 8 & 1)
 
     def note_filled(self, num_late: int) -> None:
-        """Count the masks that were not made in time; the next ones are."""
+        """Count the masks that were not made in time; end this fault."""
         if self.world.armed.pop("masks_late", None) is not None:
             self.world.fired["masks_late"] += num_late
 

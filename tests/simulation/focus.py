@@ -1,6 +1,6 @@
-"""Traces that go straight to states too rare for random ones: settings and events under which such a state comes often.
+"""Settings and events under which a trace often reaches a state that is rare in random traces.
 
-Random draws reach what two things at once lead to some times in ten thousand steps; here each trace reaches it.
+Random draws reach a state that needs two events at once some times in ten thousand steps; here each trace reaches it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Focus:
-    """How a trace gets to a state."""
+    """Settings and events that lead a trace to a state."""
 
-    setting: Callable[[random.Random], dict[str, Any]]  # what replaces the setting that was drawn
-    rates: Mapping[str, float]  # of the only kinds of events, beside requests, in a turn
-    reaches: tuple[str, ...]  # what a thousand steps must count, see `World.fired`
+    setting: Callable[[random.Random], dict[str, Any]]  # replaces the setting that was drawn
+    rates: Mapping[str, float]  # of the only kinds of events, besides requests, in a turn
+    reaches: tuple[str, ...]  # counters that a thousand steps must raise, see `World.fired`
     phases: tuple[str | None, ...] = (None,)  # of the requests that are ended from outside
 
 
@@ -30,14 +30,14 @@ def _tight(chance: random.Random, slots: int, spare: int, **others: Any) -> dict
 
 
 FOCUS = {
-    # Searches that are preempted, come back to a pool that is as tight as before, fork and end there.
+    # Searches that are preempted, run again in a pool that is as tight as before, fork and end there.
     "searches": Focus(
         lambda chance: _tight(chance, 6, 6, beams=0.8, max_drafts=0, grammars=0.0, most_queued_tokens=None),
         {"abort": 0.05, "disconnect": 0.05, "result_lost": 0.01, "not_finite": 0.02},
         ("gang_preempted", "gang_readmitted", "beam_forks", "beam_copies"),
         (None, "preempted"),
     ),
-    # Rows whose mask is late, and that end, are preempted or lose the device before they are computed again.
+    # Rows with a late mask, and that end, are preempted or lose the device before they are computed again.
     "late masks": Focus(
         lambda chance: _tight(chance, 5, 8, beams=0.0, max_drafts=chance.choice((0, 0, 3)), grammars=0.9),
         {"masks_late": 0.7, "abort": 0.2, "disconnect": 0.1, "result_lost": 0.02, "allocation_refused": 0.02},
@@ -56,7 +56,7 @@ FOCUS = {
         {"reload_adapter": 0.3, "put_raises": 0.03, "abort": 0.05},
         ("adapter_skipped", "adapter_drained", "adapter_evicted", "reload_adapter", "put_raises"),
     ),
-    # Drafts in a pool that has hardly a block for them, and steps that fail with drafts in flight.
+    # Drafts in a pool with few blocks for them, and steps that fail with drafts in flight.
     "drafts": Focus(
         lambda chance: _tight(
             chance, 5, 4, max_drafts=4, costs=[0, 0], beams=0.0, grammars=0.05, most_verified=chance.choice((256, 6))
@@ -64,7 +64,7 @@ FOCUS = {
         {"result_lost": 0.02, "raise_after": 0.02, "not_finite": 0.02, "abort": 0.05},
         ("draft_scarce", "draft_limited", "draft_blocks", "drafts_all_kept", "drafts_all_wrong", "result_lost"),
     ),
-    # Steps that fail in every way, one behind the other.
+    # Steps that fail in every way, one after the other.
     "failures": Focus(
         lambda chance: _tight(chance, 4, 20, beams=0.2, grammars=0.4),
         dict.fromkeys(("raise_before", "raise_after", "result_lost", "fill_raises", "grammar_raises"), 0.02)

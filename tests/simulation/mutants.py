@@ -369,4 +369,4 @@ def planted(mutant: Mutant) -> Iterator[None]:
         try:
             yield
         finally:
-            accounts.differences.clear()  # they are the bug's
+            accounts.differences.clear()  # caused by the planted bug

@@ -91,7 +91,7 @@ class Reference:
         self.num_added = 0
         self.num_planned = 0
         self.num_generated = self.num_forced = 0
-        self.late: Counter[str] = Counter()  # rows that were to be computed again, by what came first
+        self.late: Counter[str] = Counter()  # rows that were to be computed again, by the event before
         self.num_preempted = 0
         self.num_resets = self.num_skipped = 0
         self.drafting: Counter[str] = Counter()  # what has happened in it

@@ -82,7 +82,7 @@ def test_every_kind_of_fault_happens(total: Tally) -> None:
 @pytest.mark.ci
 @pytest.mark.parametrize("name", FOCUS)
 def test_traces_with_a_focus_reach_their_states(name: str) -> None:
-    """Random traces of the same length reach these states hardly once."""
+    """Random traces of the same length seldom reach these states once."""
     steps, seed, fired = 0, 0, Counter[str]()
     while steps < FOCUSED_STEPS:
         world = World(make_trace(seed, 300, FOCUS[name]))

@@ -45,7 +45,7 @@ class Trace:
 
 
 def make_trace(seed: int, num_turns: int = 600, focus: Focus | None = None) -> Trace:
-    """Make a trace; equal seeds make equal ones, in any process. One with a focus goes to a state that is rare."""
+    """Make a trace; equal seeds make equal ones, in any process. One with a focus reaches a rare state."""
     chance = random.Random(seed)
     faults = [name for name in FAULTS if chance.random() < 0.4] if focus is None else [*focus.rates]
     setting = _setting(chance, faults)

@@ -1,8 +1,8 @@
-"""What production keeps by adding and taking away, compared with the sum made anew after every call that may change it.
+"""Compares totals that production keeps by adding and subtracting with a new sum after each call that may change them.
 
 `watch` wraps the methods of the classes in `ACCOUNTS` as they are imported, for the whole run. A difference is raised
-there, and kept in `differences`, where `conftest.py` looks after every test: some callers log what is raised. Where
-nothing lives any more the sum made anew is zero, so an account that does not come back to it is found as well.
+there, and kept in `differences`, where `conftest.py` looks after every test: some callers log exceptions. With no
+object left the new sum is zero, so an account that does not return to zero is found as well.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-Account = tuple[str, Any, Any]  # its name, what is kept, and what it must be
+Account = tuple[str, Any, Any]  # its name, its value, and the sum that it must equal
 differences: list[str] = []
 _watched: set[str] = set()
 _calls = threading.local()
@@ -134,7 +134,7 @@ def _watching(function: Callable[..., Any], accounts: Callable[[Any], Iterator[A
     @functools.wraps(function)
     def call(self: Any, *args: Any, **options: Any) -> Any:
         inside: set[int] = _calls.__dict__.setdefault("inside", set())
-        if id(self) in inside:  # what one method does of another's work is not finished yet
+        if id(self) in inside:  # a method that calls another has not finished its work yet
             return function(self, *args, **options)
         inside.add(id(self))
         is_put = accounts is _of_inbox and function.__name__ in ("add", "settle")
@@ -156,6 +156,6 @@ def _watching(function: Callable[..., Any], accounts: Callable[[Any], Iterator[A
 
 
 def _note_put(inbox: Any, name: str, given: Any) -> None:
-    """Keep what was put into an inbox until it is settled."""
+    """Keep the requests in an inbox until they are settled."""
     own = _unsettled.setdefault(inbox, [])
     own[:] = [*own, given] if name == "add" else [each for each in own if all(each is not one for one in given)]

@@ -46,7 +46,7 @@ def pooled(index: int, call: PoolCall, width: int) -> np.ndarray:
 
 
 class FakeAdapters:
-    """The methods of an engine for adapters: folders whose names begin with "bad" cannot be read."""
+    """The methods of an engine for adapters: folders with a name that begins with "bad" cannot be read."""
 
     def __init__(self) -> None:
         self.known_requests: dict[int, LoRARequest] = {}

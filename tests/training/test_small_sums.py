@@ -20,7 +20,7 @@ def llm() -> Iterator[LLM]:
 
 
 def wrong(llm: LLM, questions: list[Question], params: SamplingParams) -> list[str]:
-    """Return the wrong answers; every question has its own seed."""
+    """Return the wrong answers; every question has another seed."""
     every = [dataclasses.replace(params, max_tokens=24, seed=number) for number in range(len(questions))]
     outputs = llm.chat([question.messages for question in questions], every, use_tqdm=False)
     texts = [output.outputs[0].text for output in outputs]

@@ -33,7 +33,7 @@ RATE = 3 << 20
 BURST = 1 << 20
 OWN_RATE = 32 << 10
 OWN_BURST = 8 << 10
-MAX_DEBT = 4 << 20  # bounds the wait, since many connections may be within their own rate
+MAX_DEBT = 4 << 20  # bounds the wait, since many connections may each be within `OWN_RATE`
 _FLUSH_SECONDS = 2.0  # for a client to read the last bytes
 
 

@@ -38,7 +38,7 @@ _TOO_OLD = {
     "message": "A WebSocket lasts 60 minutes at most. Open a new one to go on.",
     "param": None,
 }
-# How headers begin that are of the offer alone.
+# Prefixes of the names of headers that belong to the offer alone.
 _OF_OFFER = (b"connection", b"upgrade", b"sec-websocket-", b"content-", b"transfer-encoding")
 _END = b"\n\n"  # of an event
 _ERROR, _FAILED = b"event: error\n", b"event: response.failed\n"
@@ -58,7 +58,7 @@ class ResponseSockets:
         upgrade = request.scope.get("extensions", {}).get(UPGRADE)
         if upgrade is None or request.method != "GET":
             raise HTTPException(405, headers={"allow": "POST"})
-        from jaxllm_server.http.web_socket import WebSocket, answer_headers  # most servers need it never
+        from jaxllm_server.http.web_socket import WebSocket, answer_headers  # most servers never need it
 
         client = request.scope[CLIENT]
         headers = answer_headers(request.scope["headers"])
@@ -89,7 +89,7 @@ class ResponseSockets:
 
 @contextmanager
 def _received(ledger: Ledger, client: str) -> Iterator[Callable[[int], None]]:
-    """Give a function that counts bytes of a message until the block ends; it may raise OverloadedError."""
+    """Yield a function that counts bytes of a message until the block ends; it may raise OverloadedError."""
     with ledger.entry(client) as entry:
         yield partial(entry.charge, BODIES)
 

@@ -105,7 +105,7 @@ class WebSocket:
         return message
 
     def release(self) -> None:
-        """Count the bytes of the messages that were taken no more."""
+        """Stop counting the bytes of the messages that were taken."""
         if not self._messages and not self._pieces:
             self._held.close()
             if not self.ended.is_set():
@@ -188,7 +188,7 @@ class WebSocket:
             self._arrived.set()
 
     def _write(self) -> None:
-        """Send what the protocol has written, and end with it."""
+        """Send the protocol's data, and close the transport after it."""
         for data in self._protocol.data_to_send():
             if data:
                 self._transport.write(data)

@@ -223,7 +223,7 @@ class ChatReply:
         return message
 
     def _echo_of(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the text of the last message, if the answer goes on with it or has its role, as in vLLM."""
+        """Return the text of the last message, if the answer continues it or has its role, as in vLLM."""
         last: Mapping[str, Any] = messages[-1] if messages else {}
         if not self._echoes or (self._adds_prompt and last.get("role") != self._role):
             return ""

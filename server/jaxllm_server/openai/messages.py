@@ -27,8 +27,8 @@ Body = Mapping[str, Any]
 LEAST_LOGPROB = -9999.0  # in place of -inf, which JSON does not have; vLLM's number
 _SHOWN_NAME = 64  # characters of a field's name that an error repeats
 
-# Handed to SamplingParams under their own names, with whatever value came; the last two are refused there by name, with
-# their defaults excepted.
+# Handed to SamplingParams under the same names, with any value; it refuses the last two by name, unless
+# they have their defaults.
 SAMPLING = names_in(SamplingParams, OPENAI).keys() | {"spaces_between_special_tokens", "thinking_token_budget"}
 # Clients send these; on a server with one model and no store they can change nothing.
 WITHOUT_EFFECT = frozenset(
@@ -324,7 +324,7 @@ def token_name(token: int, entry: Logprob, form: Form, before_bytes: str = "") -
 def reported(entries: Sequence[dict[int, Logprob]] | None, form: Form) -> Sequence[dict[int, Logprob]] | None:
     """Return the log-probabilities to show, the sampled token's first.
 
-    With `logprob_token_ids` these are its own and those of the named tokens, without likelier ones, as in vLLM.
+    With `logprob_token_ids` these are of the sampled and the named tokens, without likelier ones, as in vLLM.
     """
     ids = form.logprob_ids
     if entries is None or not ids:

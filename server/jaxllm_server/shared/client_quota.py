@@ -100,16 +100,16 @@ class Shares:
 
 
 class UrgentShares:
-    """Bounds the sequences that each client has ahead of other clients', by a priority below 0."""
+    """Bounds the sequences of each client with a priority below 0."""
 
     def __init__(self) -> None:
         self.bound = Bound()
 
     @contextmanager
     def place(self, client: str, priority: int, num_sequences: int, num_slots: int) -> Iterator[int]:
-        """Give the priority of a call, and count its sequences while the body runs.
+        """Yield the priority of a call, and count its sequences while the body runs.
 
-        A client may have half of the engine's slots by priorities below 0; what it asks for beyond that has 0.
+        A client may have half of the engine's slots by priorities below 0; calls beyond that have 0.
         """
         self.bound.share = max(1, num_slots // 2)
         if priority >= 0:
@@ -163,7 +163,7 @@ class FairPlaces:
         except asyncio.CancelledError:
             if turn.cancelled():
                 self._withdraw(client, turn)
-            else:  # the turn came in the same moment
+            else:  # the turn was given at the same time
                 self._give_back(num_tokens)
             raise
         try:
@@ -189,7 +189,7 @@ class FairPlaces:
             return False
         client, turns = next(iter(self._waiting.items()))
         turn, num_tokens = turns[0]
-        if turn.done():  # it was cancelled, and `_withdraw` is still to come
+        if turn.done():  # it was cancelled, and `_withdraw` has not run yet
             turns.popleft()
             if not turns:
                 del self._waiting[client]
@@ -200,7 +200,7 @@ class FairPlaces:
         turns.popleft()
         del self._waiting[client]
         if turns:
-            self._waiting[client] = turns  # behind the others
+            self._waiting[client] = turns  # after the others
         turn.set_result(None)
         self._num_taken, self._tokens_taken = self._num_taken + 1, self._tokens_taken + num_tokens
         return True

@@ -11,7 +11,7 @@ import asyncio
 import gc
 
 _SECONDS = 5.0  # between two decisions
-_MANY_OBJECTS = 100_000  # whose collection takes some 10 ms (measured)
+_MANY_OBJECTS = 100_000  # a collection of them takes some 10 ms (measured)
 _PUT_OFF = 12  # intervals at most: garbage in cycles holds memory
 _NEVER = 2**31 - 1
 

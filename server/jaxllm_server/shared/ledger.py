@@ -108,7 +108,7 @@ class Entry:
 
 
 def size_of(document: Any) -> int:
-    """Return the size in bytes of a parsed JSON value, whose parser shares equal names of objects.
+    """Return the size in bytes of a parsed JSON value; the parser shares equal names of objects.
 
     >>> size_of([1.5] * 2000) - size_of([1] * 2000)
     64000

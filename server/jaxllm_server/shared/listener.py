@@ -14,7 +14,7 @@ _MOST_AT_ONCE = 64  # connections that are accepted before the loop's other work
 
 
 class Listener:
-    """Takes a socket's connections. While there is no descriptor for one it waits, and they wait in the backlog.
+    """Takes a socket's connections. Without a free descriptor it waits, and they wait in the backlog.
 
     uvloop would ask again at once, for ever: libuv holds a descriptor in reserve to turn such connections away, and
     does not get it back when another thread, gRPC's for one, was faster (a whole core in every second try, measured).

@@ -1,4 +1,4 @@
-"""`PoolSite`: what pooling needs of a server, which `Serving` is."""
+"""`PoolSite`: the protocol of a server that pools, which `Serving` implements."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PoolSite(Protocol):
         """Refuse names that are long or would be unreadable in a log."""
 
     def owner_of(self, client: str) -> str:
-        """Return among whose requests a client's ids are unique."""
+        """Return the owner of a client's requests, among which ids are unique."""
         ...
 
     def salt_of(self, call: PoolCall) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """Embedding, classifying and scoring: a `PoolCall` is checked as a whole, computed a part at a time, and answered.
 
 The engine has the prompts of three steps at once, at most half of its queue. Clients take turns in giving it one, so
-that the only prompt of a client waits for a few steps, however long the calls of others are. Knows nothing of messages,
-status codes or connections.
+that the only prompt of a client waits for a few steps, however long the calls of others are. Does not deal with
+messages, status codes or connections.
 """
 
 from __future__ import annotations

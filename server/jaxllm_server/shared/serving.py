@@ -204,7 +204,7 @@ class Serving:
                         yield chunk
 
     def _priority_of(self, call: Call, num_outputs: int) -> AbstractContextManager[int]:
-        """Give a call's priority; where keys distinguish clients, one client's does not keep all others waiting."""
+        """Return a call's priority; where keys distinguish clients, one client's does not keep all others waiting."""
         if call.priority >= 0 or not self._has_tenants:
             return nullcontext(call.priority)
         num_slots = self.engine.get_load().max_running
@@ -212,7 +212,7 @@ class Serving:
 
     @contextmanager
     def _entry_of(self, call: Call) -> Iterator[Entry]:
-        """Give the entry of a call's request; a request over gRPC gets it here."""
+        """Yield the entry of a call's request; a request over gRPC gets it here."""
         if call.entry is not None:
             yield call.entry
             return
@@ -364,7 +364,7 @@ class Serving:
             raise too_long(longest, len(ids), asked)
 
     def _bounded(self, call: Call, params: SamplingParams, num_prompt: int) -> SamplingParams:
-        """Refuse an answer that would hold too many log-probabilities; outputs of a stream are sent as they come.
+        """Refuse an answer that would hold too many log-probabilities; outputs of a stream are not kept.
 
         If the client gave no max_tokens, the outputs end when the answer has reached its bound.
         """

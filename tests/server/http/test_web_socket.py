@@ -34,7 +34,7 @@ def frame(opcode: int, data: bytes = b"", is_last: bool = True, key: bytes = b"\
 
 
 class Wire:
-    """A stand-in for a transport and its flow control: records the calls."""
+    """A fake transport with flow control: records the calls."""
 
     def __init__(self) -> None:
         self.written = b""

@@ -1,4 +1,4 @@
-"""The listener of the front ends: what it does when no connection can be taken, and when it ends."""
+"""The listener of the front ends, when no connection can be taken, and at its end."""
 
 from __future__ import annotations
 

@@ -337,10 +337,10 @@ PROMPTS = st.tuples(st.sampled_from("abc"), st.integers(1, 30), st.integers(0, 9
 
 @given(st.lists(PROMPTS, max_size=40), st.integers(1, 6), st.integers(1, 60))
 def test_places_are_taken_in_turns_within_both_bounds(prompts: list[Any], most: int, most_tokens: int) -> None:
-    """Each prompt has a client, tokens and a time, and its reader may leave; at the end nobody has a place."""
+    """Each prompt has a client, tokens and a time, and its reader may leave; at the end no place is held."""
     held: list[int] = []
     waiting: list[tuple[str, int]] = []
-    turns: dict[tuple[str, int], Counter[str]] = {}  # that came while one waited, by client
+    turns: dict[tuple[str, int], Counter[str]] = {}  # given while one waited, by client
 
     async def work(number: int, places: FairPlaces) -> None:
         client, num_tokens, seconds, _ = prompts[number]
