@@ -244,9 +244,9 @@ class BoundedProtocol(HttpToolsProtocol):
         """Accept a request's offer with these headers; later bytes are for the WebSocket that `make` makes.
 
         Raises:
-            Refusal: if the client has sent another request already.
+            Refusal: if the client has sent more already, which is lost to the WebSocket.
         """
-        if self.cycle.scope is not scope or self.cycle.response_started:
+        if self.cycle.scope is not scope or self.cycle.response_started or self._is_last or self._num_bytes:
             raise Refusal(400, "Nothing may follow an offer to upgrade.", "BAD_HEADER", closes=True)
         self.cycle.chunked_encoding = False  # the answer has no body
         await send({"type": "http.response.start", "status": 101, "headers": headers})

@@ -130,15 +130,21 @@ class ResponseEndpoints:
         self._serving.check_text("request_id", reply.request_id)
         items = b""
         is_kept = reply.is_kept or kept_here is not None
+        copied = kept_here.own(chain) if kept_here is not None and reply.is_kept else {}  # it outlasts them
+        previous = next((each for each in reversed(chain) if each not in copied), None)
         if is_kept:
-            is_large = num_characters(reply.items) > _LARGE
-            items = await self._bodies.run(partial(dumps_large, reply.items), is_large, client)
+            is_large = num_characters(reply.items) + sum(each.size for each in copied.values()) > _LARGE
+
+            def write() -> bytes:
+                return dumps_large([*history_of(copied.values()), *reply.items])
+
+            items = await self._bodies.run(write, is_large, client)
         name = response_id if kept_here is None else kept_here.name_of(response_id)
         if name in chain or (client, response_id) in self._jobs:
             raise RequestIdInUseError(f"request id {reply.request_id!r} is in use.", "request_id")
 
         def keep(response: bytes) -> None:
-            stored = Stored(response, items, next(reversed(chain), None))
+            stored = Stored(response, items, previous)
             if reply.is_kept or kept_here is None:
                 self._store.put(client, response_id, stored)
             else:

@@ -79,6 +79,7 @@ class WebSocket:
         self._arrived = asyncio.Event()  # a message, or the end
         self._held = ExitStack()  # counts received bytes until they are taken
         self._grow = self._held.enter_context(place())
+        self._is_coming = False  # a message has begun and is not whole
         self._is_silent = False  # since the last ping
         self._late: asyncio.TimerHandle | None = None
         self._aborting: asyncio.TimerHandle | None = None
@@ -100,16 +101,16 @@ class WebSocket:
             return None
         message = self._messages.popleft()
         self._room += 1
-        if not self._messages:
-            self._flow.resume_reading()
+        self.resume()
         return message
 
     def release(self) -> None:
         """Stop counting the bytes of the messages that were taken."""
-        if not self._messages and not self._pieces:
-            self._held.close()
-            if not self.ended.is_set():
-                self._grow = self._held.enter_context(self._place())
+        self._held.close()
+        if not self.ended.is_set():
+            self._grow = self._held.enter_context(self._place())
+            rest = sum(map(len, (*self._messages, *self._pieces, self._protocol.reader.buffer)))
+            self._grow(rest)  # it had room before
 
     async def send(self, text: bytes) -> None:
         """Send a text when the client has read enough; after the end, do nothing."""
@@ -137,9 +138,10 @@ class WebSocket:
             self._flow.pause_reading()  # or answers to pings would pile up
 
     def resume(self) -> None:
-        """Read again, after the client has read."""
+        """Read again, unless a message waits."""
         if not self._messages:
             self._flow.resume_reading()
+            self._time_message()
 
     def lost(self) -> None:
         """Note the end of the connection."""
@@ -173,11 +175,16 @@ class WebSocket:
             self._grow(num_bytes)
         except OverloadedError as error:
             self._protocol.fail(CloseCode.TRY_AGAIN_LATER, str(error))
-        is_coming = bool(self._pieces) or not frames  # a message, which has some time
-        if not is_coming and self._late is not None:
+        self._is_coming = bool(self._pieces or self._protocol.reader.buffer) or not frames
+        self._time_message()
+
+    def _time_message(self) -> None:
+        """Bound the time of the message that is coming, but not while the server itself has paused reading."""
+        is_timed = self._is_coming and not self._messages and not self._flow.write_paused
+        if not is_timed and self._late is not None:
             self._late.cancel()
             self._late = None
-        elif is_coming and self._late is None and self._stall_seconds is not None:
+        elif is_timed and self._late is None and self._stall_seconds is not None:
             self._late = self._loop.call_later(self._stall_seconds, self._on_late)
 
     def _add(self, data: BytesLike, is_last: bool) -> None:

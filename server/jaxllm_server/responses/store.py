@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 
@@ -25,7 +25,7 @@ class Stored:
     """One response, and what it was asked."""
 
     response: bytes  # JSON
-    items: bytes  # the request's own input items, a JSON list
+    items: bytes  # a JSON list: the request's own input items, after those of earlier responses that it outlasts
     previous: str | None  # the response from which it went on
 
     @property
@@ -121,6 +121,10 @@ class OfConnection:
         """Return the name of a response in the store."""
         own = self._prefix + response_id
         return own if own in self._names else response_id
+
+    def own(self, chain: Mapping[str, Stored]) -> dict[str, Stored]:
+        """Return the responses of a conversation that are kept for the connection alone; they are its newest ones."""
+        return {name: stored for name, stored in chain.items() if name in self._names}
 
     def put(self, response_id: str, stored: Stored) -> None:
         """Keep a response and those that led to it; forget the others."""

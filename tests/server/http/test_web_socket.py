@@ -83,7 +83,7 @@ class Wire:
 
 
 class Held:
-    """Counts bytes as `Bodies` does."""
+    """Counts bytes as `Entry.charge` does."""
 
     def __init__(self, most: int = 1 << 30) -> None:
         self.most, self.total = most, 0
@@ -178,6 +178,24 @@ async def test_messages_have_the_room_of_bodies() -> None:
     socket.lost()
 
 
+async def test_bytes_that_still_wait_stay_counted_and_no_others() -> None:
+    held, draws = Held(), random.Random(6)
+    socket = opened(Wire(), held)
+    for _ in range(50):
+        old, new = draws.randbytes(3000), draws.randbytes(draws.randrange(2, 3000))
+        socket.data_received(frame(CONT, old[9:]) if held.total else frame(TEXT, old))
+        socket.data_received(frame(TEXT, new, is_last=False))
+        await socket.receive()
+        socket.release()
+        assert held.total == len(new), "of the message that is coming"
+    socket.data_received(frame(CONT, b"") + frame(TEXT, b"x" * 5000)[:4000])
+    await socket.receive()
+    socket.release()
+    assert 3980 < held.total <= 4000, "of a frame that is coming"
+    socket.lost()
+    assert held.total == 0
+
+
 class Answering(Wire):
     """A client that answers pings."""
 
@@ -201,6 +219,50 @@ async def test_a_client_that_does_not_go_on_is_ended() -> None:
     assert not idle.is_aborted and idle.closed() is None
     for socket in sockets:
         socket.lost()
+
+
+class FakeTime(asyncio.SelectorEventLoop):
+    """An event loop on which time passes at once."""
+
+    passed = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.passed
+
+    async def wait(self, seconds: float) -> None:
+        self.passed += seconds
+        for _ in range(5):  # timers, then the answers to pings
+            await asyncio.sleep(0)
+
+
+def test_a_message_has_its_time_while_the_server_reads() -> None:
+    async def check() -> None:
+        wire = Answering()
+        socket = wire.socket = opened(wire, stall=100)
+        part, end = frame(TEXT, b"half", is_last=False), frame(CONT, b"")
+        socket.data_received(frame(TEXT, b"first") + part)
+        await loop.wait(250)  # the server answers an earlier message
+        assert wire.is_paused and wire.closed() is None
+        assert await socket.receive() == b"first"
+        for _ in range(4):  # each message in time, and the next one begun with its end
+            await loop.wait(60)
+            socket.data_received(end + part)
+            assert await socket.receive() == b"half"
+        wire.write_paused = True
+        socket.data_received(frame(PING))
+        await loop.wait(150)
+        assert wire.is_paused and wire.closed() is None
+        wire.write_paused = False
+        socket.resume()
+        await loop.wait(60)
+        assert wire.closed() is None
+        await loop.wait(60)
+        assert wire.closed() == 1008
+        socket.lost()
+
+    loop = FakeTime()
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(check())
 
 
 async def test_no_more_is_read_while_a_message_waits_or_nothing_is_read() -> None:

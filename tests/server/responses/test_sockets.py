@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import takewhile
 from typing import Any
 
 import httpx
@@ -79,15 +80,19 @@ class Known:
             response_id = self.parents.get(response_id)
         return chain
 
+    def of_connection(self, response_id: str | None) -> list[str]:
+        """Return the newest part of a conversation; a kept response holds all before it."""
+        return list(takewhile(lambda each: each not in self.kept, self.chain(response_id)))
+
     def is_found(self, response_id: str | None) -> bool:
-        return all(each in self.kept | self.local for each in self.chain(response_id))
+        return self.local.issuperset(self.of_connection(response_id))
 
     def add(self, response_id: str, previous: str | None, is_kept: bool) -> None:
         self.parents[response_id] = previous
         if is_kept:
             self.kept.add(response_id)
         else:
-            self.local = {each for each in (*self.local, response_id) if each in self.chain(response_id)}
+            self.local = {each for each in (*self.local, response_id) if each in self.of_connection(response_id)}
 
 
 def test_the_answers_are_those_of_post_and_a_connection_has_responses_of_its_own(
@@ -111,7 +116,7 @@ def test_the_answers_are_those_of_post_and_a_connection_has_responses_of_its_own
             body["input"] = [{"type": "function_call_output", "call_id": "c", "output": "not asked"}]
         fake.failure = EngineDeadError("dead") if draws.random() < 0.1 else None
         fake.fails_at = draws.choice([0, 2])
-        is_local = not known.kept.issuperset(known.chain(previous))
+        is_local = bool(known.of_connection(previous))
         status, others = posted(http, body) if known.is_found(previous) and not is_local else (404, [])
         events = asked(own, **body)
         last = events[-1]
@@ -133,6 +138,44 @@ def test_the_answers_are_those_of_post_and_a_connection_has_responses_of_its_own
     open_now.close()
     http.close()
     assert min(seen.values()) > 10
+
+
+def test_a_stored_response_outlasts_those_of_its_connection(server: tuple[FakeServing, int]) -> None:
+    fake, port = server
+    fake.failure = None
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}/v1") as http:
+        previous = http.post("/responses", json={"input": "0"}).json()["id"]
+        with opened(port) as own:
+            for number, is_kept in ((1, False), (2, False), (3, True)):
+                body = {"input": str(number), "store": is_kept, "previous_response_id": previous}
+                previous = asked(own, **body)[-1]["response"]["id"]
+        listed = http.get(f"/responses/{previous}/input_items", params={"order": "asc"}).json()["data"]
+        said = [message["content"] for message in fake.calls[-1].messages]
+        assert [item["content"][0]["text"] for item in listed] == said and len(said) == 7
+        answer = http.post("/responses", json={"input": "4", "previous_response_id": previous}).json()
+        assert answer["status"] == "completed"
+        again = [message["content"] for message in fake.calls[-1].messages]
+        assert again[:7] == said and again[8:] == ["4"]
+
+
+def test_what_follows_an_offer_at_once_is_refused_and_not_lost(server: tuple[FakeServing, int]) -> None:
+    head = (
+        b"GET /v1/responses HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+    )
+    for rest, status in (
+        (b"\r\n", b"101"),
+        (b"\r\n\x81\x82\0\0\0\0{}", b"400"),
+        (b"\r\n\x81", b"400"),
+        (b"Content-Length: 2\r\n\r\n", b"400"),
+    ):
+        with socket.create_connection(("127.0.0.1", server[1]), timeout=5) as own:
+            own.sendall(head + rest)
+            assert own.recv(100).split()[1] == status
+            if status == b"400":
+                own.shutdown(socket.SHUT_WR)
+                while own.recv(4096):
+                    pass
 
 
 def test_a_failure_in_the_middle_ends_one_response_alone(server: tuple[FakeServing, int]) -> None:
