@@ -114,8 +114,8 @@ class AsyncLLM(StreamingEngine):
         )
         try:
             self._thread.start()
-        except RuntimeError:  # no thread can be had; the next call may get one
-            self._thread = self._started = self._death = None
+        except RuntimeError:  # no thread can be had
+            self._thread = None
             raise
 
     async def close(self, timeout: float = 30.0) -> bool:
@@ -306,7 +306,6 @@ class AsyncLLM(StreamingEngine):
                 self._refused(output.internal_id, "An output of the request was lost; others go on.")
         if not self._observers:
             return
-        finished = [(stream.summary(last), stream.params) for stream, _, last in delivered if last is not None]
         for observer in self._observers:
             try:
                 if report is not None:
@@ -314,8 +313,9 @@ class AsyncLLM(StreamingEngine):
                 for _, taken, _ in delivered:
                     for seconds, count, is_first in taken:
                         observer.tokens(seconds, count, is_first)
-                for output, params in finished:
-                    observer.finished(output, params)
+                for stream, _, last in delivered:
+                    if last is not None:
+                        observer.finished(stream.summary(last), stream.params)
             except Exception:  # statistics must not fail a request
                 _log.exception("the observer failed")
 

@@ -95,10 +95,11 @@ class ConstrainedRows:
         """Say what a plan's rows may sample, now that all steps before it are committed."""
         num_rows = len(plan.slots)
         words, is_masked = np.zeros((num_rows, self._num_words), np.int32), np.zeros(num_rows, np.bool_)
-        live = self._batch.is_constrained[plan.slots] & scheduler.is_live(state, plan)
+        is_live = scheduler.is_live(state, plan)
+        live = self._batch.is_constrained[plan.slots] & is_live
         owners = {row: self._batch.owner(int(plan.slots[row])) for row in live.nonzero()[0].tolist()}
         late = self._fill(owners, words)
-        if len(late) == num_rows:  # the step would yield nothing yet
+        if late and len(late) == np.count_nonzero(is_live):  # the step would yield nothing yet
             self._slow.wait(MASK_SECONDS)
             late = self._fill(owners, words)
         self._late = plan.number, late

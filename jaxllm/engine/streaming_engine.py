@@ -145,7 +145,11 @@ class StreamingEngine:
             self._loop = asyncio.get_running_loop()
             self._started = self._loop.create_future()
             self._death = self._loop.create_future()
-            await self._begin()
+            try:
+                await self._begin()
+            except BaseException:  # the next call tries again
+                self._started = self._death = None
+                raise
         await asyncio.shield(self._started)
 
     async def __aenter__(self) -> Self:

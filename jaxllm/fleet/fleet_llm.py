@@ -93,6 +93,11 @@ class FleetLLM(StreamingEngine):
             self.replicas, self, self._settings_of, hang_timeout=self.hang_timeout, module=module, door=door
         )
 
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig, **bounds: Any) -> FleetLLM:
+        """Make one of `AsyncEngineArgs`; it is to be started like any other."""
+        return cls(engine_args, **bounds)
+
     # Its life.
 
     async def _begin(self) -> None:

@@ -6,6 +6,7 @@ llguidance releases the interpreter's lock while it makes a mask.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -93,12 +94,16 @@ class SlowMasks:
     def _run(self) -> None:
         while (following := self._next()) is not None:
             (request, job), began = following, time.perf_counter()
-            job.work()
-            with self._changed:
-                request.used += time.perf_counter() - began
-                job.is_done = True
-                self._num_undone -= 1
-                self._changed.notify_all()
+            try:
+                job.work()
+            finally:
+                with self._changed:
+                    request.used += time.perf_counter() - began
+                    job.is_done = True
+                    self._num_undone -= 1
+                    if sys.exception() is not None:
+                        self._threads.remove(threading.current_thread())
+                    self._changed.notify_all()
 
     def _next(self) -> tuple[Pace, Job] | None:
         with self._changed:

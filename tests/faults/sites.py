@@ -62,7 +62,8 @@ NOT_OF_A_REQUEST = {
     },
     "the last act of cleaning up": {
         "jaxllm.engine.streaming_engine": "StreamingEngine._close",
-        "jaxllm.engine.fair_threads": "FairThreads._ended FairThreads._give_back FairThreads._hand_out",
+        "jaxllm.engine.fair_threads": "FairThreads._ended FairThreads._give_back FairThreads._hand_out "
+        "FairThreads._may_run",
         "jaxllm.engine.output_streams": "StreamTable.close",
     },
 }

@@ -222,12 +222,12 @@ class Client(asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         """The client reads too slowly."""
-        if not self.core.is_closing():
+        if self.core is not None and not self.core.is_closing():
             self.core.pause_reading()
 
     def resume_writing(self) -> None:
         """The client has read."""
-        if not self.core.is_closing():
+        if self.core is not None and not self.core.is_closing():
             self.core.resume_reading()
 
     def end(self) -> None:

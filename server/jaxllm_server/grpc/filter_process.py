@@ -52,7 +52,8 @@ class FilterProcess:
             Settings(listening=-1, control=-1, **self._given).tls()
         except OSError as error:
             self._forget()
-            message = f"ssl_keyfile and ssl_certfile cannot be used: {error.strerror}."
+            files = ", ".join(filter(None, (options.ssl_certfile, options.ssl_keyfile, options.ssl_ca_certs)))
+            message = f"TLS cannot be set up from {error.filename or files}: {error.strerror}."
             raise UserError(message, "ssl_certfile") from error
 
     def start(self) -> None:
@@ -99,7 +100,18 @@ class FilterProcess:
         self._wait(self._process, 0.1)
         self._control = self._process = None
         _log.error("the process in front of gRPC has died: all its connections are lost, another one starts")
-        self._restarting = loop.call_later(_RESTART_SECONDS, self.start)
+        self._restarting = loop.call_later(_RESTART_SECONDS, self._restart)
+
+    def _restart(self) -> None:
+        """Start the process, or try again later if the system refuses one."""
+        try:
+            self.start()
+        except OSError as error:
+            if self._control is not None:
+                self._control.close()
+                self._control = None
+            _log.error("the process for gRPC's connections cannot be started (%s); trying again", error.strerror)
+            self._restarting = asyncio.get_running_loop().call_later(_RESTART_SECONDS, self._restart)
 
     def _wait(self, process: subprocess.Popen[bytes], seconds: float = _END_SECONDS) -> None:
         try:

@@ -32,6 +32,7 @@ from jaxllm.version import __version__
 from jaxllm_server.grpc import messages, replies
 from jaxllm_server.grpc.error_details import failure_of
 from jaxllm_server.shared.client_quota import client_of, host_of_peer, peer_of
+from jaxllm_server.shared.ledger import REQUESTS
 
 if TYPE_CHECKING:
     from jaxllm.engine.engine_client import PauseMode
@@ -207,8 +208,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         call = replace(await self._read(client, request, messages.pool_call_of, request_id), client=client)
 
         async def pool(call: PoolCall) -> list[PoolResult]:
-            async with aclosing(self._serving.pool(call)) as results:
-                return [result async for result in results]
+            with self._serving.ledger.entry(client) as entry:
+                entry.charge(REQUESTS, 2 * request.ByteSize())  # the message, and the call that was made from it
+                async with aclosing(self._serving.pool(call)) as results:
+                    return [result async for result in results]
 
         try:
             results = await pool(call)

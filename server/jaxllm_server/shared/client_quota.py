@@ -133,7 +133,7 @@ class Places:
         bound = self.bound
         if bound.total >= bound.most:
             raise OverloadedError(f"The server is answering {bound.most} {self._name} already.", retry_after=1.0)
-        is_shared = peer.startswith("unix:")  # all clients of a Unix socket have one name
+        is_shared = peer == "unix:"  # without the filter all clients of a Unix socket have one name
         if bound.held[peer] >= bound.share and not is_shared:
             raise OverloadedError(f"This connection has {bound.share} {self._name} already.", retry_after=1.0)
         return bound.counted(peer, 1)

@@ -124,7 +124,7 @@ def size_of(document: Any) -> int:
             waiting += value.values()
         elif isinstance(value, list):
             num_bytes += sys.getsizeof(value)
-            if len(value) > _MANY_NUMBERS and isinstance(value[0], int | float):
+            if len(value) > _MANY_NUMBERS and set(map(type, value)) <= {int, float}:
                 some = value[:: len(value) // _LOOKED_AT]
                 num_bytes += len(value) * sum(map(_size_of_number, some)) // len(some)
             else:

@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 from jaxllm.engine.engine_client import EngineClient
 from jaxllm_server.shared.client_quota import FairPlaces, Shares
+from jaxllm_server.shared.ledger import Ledger
 from jaxllm_server.shared.options import ServerOptions
 from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
 
@@ -19,6 +20,7 @@ class PoolSite(Protocol):
     engine: EngineClient
     options: ServerOptions
     shares: Shares  # of sequences, by client
+    ledger: Ledger
     pool_places: FairPlaces  # of the engine's queue, by client
 
     def check_model(self, name: str, adapter: str = "") -> str:

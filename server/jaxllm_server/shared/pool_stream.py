@@ -12,6 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from jaxllm.errors import OverloadedError, RequestFailedError, UserError
 from jaxllm_server.shared import pooling
+from jaxllm_server.shared.ledger import REQUESTS
 from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
 from jaxllm_server.shared.pool_site import PoolSite
 
@@ -94,7 +95,9 @@ async def answers(
 async def _pooled(serving: PoolSite, call: PoolCall) -> PoolResult:
     while True:
         try:
-            async with aclosing(serving.pool(call)) as results:
-                return await anext(results)
+            with serving.ledger.entry(call.client) as entry:
+                entry.charge(REQUESTS, 2 * sum(map(len, call.inputs)))
+                async with aclosing(serving.pool(call)) as results:
+                    return await anext(results)
         except OverloadedError as error:
             await asyncio.sleep(error.retry_after)

@@ -14,7 +14,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -163,8 +163,16 @@ async def _outputs(
                     name=f"{own_id} ({call.client_id})" if call.client_id else None,
                 )
                 place = serving.pool_places.place(call.client, prompts[number].num_tokens, most_prompts, most_tokens)
-                async with place, aclosing(outputs):
-                    return _checked(await anext(outputs))
+                left = None if timeout is None else max(0.0, arrival + timeout - time.monotonic())
+                async with AsyncExitStack() as held:
+                    try:
+                        async with asyncio.timeout(left):
+                            await held.enter_async_context(place)
+                    except TimeoutError:
+                        assert timeout is not None
+                        raise late(timeout) from None
+                    async with aclosing(outputs):
+                        return _checked(await anext(outputs))
             except OverloadedError:
                 if timeout is not None and time.monotonic() > arrival + timeout:
                     raise late(timeout) from None

@@ -43,7 +43,7 @@ def listen(host: str, port: int | None, uds: str | None, names: tuple[str, str, 
     name, port_flag, uds_flag = names
     if uds is not None:
         check_uds(uds, uds_flag)
-    family = socket.AF_UNIX if uds is not None else socket.AF_INET6 if ":" in host else socket.AF_INET
+    family = socket.AF_UNIX if uds is not None else _family_of(host)
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
         if uds is None:
@@ -60,3 +60,12 @@ def listen(host: str, port: int | None, uds: str | None, names: tuple[str, str, 
         message = f"{name} cannot listen on {where}: {reason}. Choose another --{flag.replace('_', '-')}."
         raise UserError(message, flag) from error
     return listening
+
+
+def _family_of(host: str) -> socket.AddressFamily:
+    """Return IPv4 if a host has such an address, else IPv6."""
+    try:
+        found = {each[0] for each in socket.getaddrinfo(host, None)}
+    except OSError:  # `bind` names the reason
+        return socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.AF_INET if socket.AF_INET in found else socket.AF_INET6
