@@ -2,7 +2,8 @@
 
 Separate from the threads in which prompts of the model itself are made, so that an adapter never delays those. Each
 language has one thread at most, in which clients take turns. Work of a client in a language is refused for a while
-after two tasks were ended. Belongs to one event loop.
+after two tasks were ended; reading never is, since one bad adapter must not keep a client from the others. Belongs to
+one event loop.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ class AdapterThreads:
             raise exceeded(f"exceeded its limits {times} times and is refused for {left:.0f} s")
 
     def _note(self, pair: tuple[bytes, str | None]) -> None:
+        if not pair[0]:
+            return  # any adapter may be read there
         now = self._clock()
         times, last = self._ended.pop(pair, (0, now))
         self._ended[pair] = 1 + (times if now < last + _REFUSED_SECONDS else 0), now

@@ -145,6 +145,10 @@ class Adapters:
         with self._lock:
             return {request.lora_int_id for request in self._known}
 
+    def close(self) -> None:
+        """End the processes of tokenizers and templates; closing twice does nothing."""
+        self._confinement.close()
+
     def _end(self, request: LoRARequest, reader: object) -> bool:
         """End a reader; return whether what it read was not removed meanwhile. The lock is held."""
         readers = self._readers.get(request.lora_int_id, set())

@@ -421,6 +421,7 @@ class LLMEngine:
         self._in_flight.clear()
         self._constrained.close()
         self.scheduler.close()
+        self.adapters.close()
         self.runner.close()
 
     def _check_open(self) -> None:

@@ -19,11 +19,10 @@ from typing import Any, BinaryIO
 import msgpack
 
 from jaxllm.errors import UserError
-from jaxllm.text.confinement import LOAD_SECONDS, TOO_DEEP, Source
+from jaxllm.text.confinement import LOAD_SECONDS, MOST_KEPT, TOO_DEEP, TOO_MUCH_MEMORY, Source
 from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
 from jaxllm.text.tokenizer_files import digest_of
 
-_MOST_KEPT = 8  # tokenizers
 _MOST_TOKEN = 4096  # bytes of the text of a token: the longest of published vocabularies have 512
 _MOST_VOCABULARY = 32 * 2**20  # bytes of all tokens and their texts
 
@@ -49,10 +48,12 @@ def _answer(frame: bytes, seconds: float, kept: OrderedDict[Source, Tokenizer]) 
         signal.setitimer(signal.ITIMER_PROF, LOAD_SECONDS)
         folder, digest, method, arguments, named = json.loads(frame.decode("utf-8", "surrogatepass"))
         source = Source(folder, bytes.fromhex(digest))
-        tokenizer = kept.pop(source, None) or _load(source)
+        tokenizer = kept.pop(source, None)
+        if tokenizer is None:
+            if len(kept) >= MOST_KEPT:
+                kept.popitem(last=False)
+            tokenizer = _load(source)
         kept[source] = tokenizer
-        if len(kept) > _MOST_KEPT:
-            kept.popitem(last=False)
         signal.setitimer(signal.ITIMER_PROF, seconds)
         function = FUNCTIONS.get(method)
         if function is not None:
@@ -60,10 +61,10 @@ def _answer(frame: bytes, seconds: float, kept: OrderedDict[Source, Tokenizer]) 
         return {"value": getattr(tokenizer, method)(*arguments, **named)}
     except UserError as error:
         if isinstance(error.__cause__, MemoryError):
-            return {"failed": "takes too much memory"}
+            return {"failed": TOO_MUCH_MEMORY}
         return {"error": [type(error).__name__, str(error), _plain(vars(error))]}
     except MemoryError:
-        return {"failed": "takes too much memory"}
+        return {"failed": TOO_MUCH_MEMORY}
     except RecursionError:
         return {"error": ["UserError", TOO_DEEP, {"parameter": "messages"}]}
     except Exception as error:
@@ -82,7 +83,7 @@ def _write(answers: BinaryIO, answer: dict[str, Any]) -> None:
     try:
         packed = msgpack.packb(answer, unicode_errors="surrogatepass")
     except MemoryError:
-        packed = msgpack.packb({"failed": "takes too much memory"})
+        packed = msgpack.packb({"failed": TOO_MUCH_MEMORY})
     assert packed is not None
     answers.write(len(packed).to_bytes(8) + packed)
     answers.flush()

@@ -17,7 +17,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,14 +26,16 @@ from typing import Any, NamedTuple
 import msgpack
 
 from jaxllm import errors
-from jaxllm.errors import UserError
+from jaxllm.errors import EngineError, UserError
 
 MOST_PROCESSES = 4
 MOST_BYTES = 768 * 2**20  # of a process's memory: a tokenizer of 262,000 tokens takes 300 MB while it is read
+MOST_KEPT = 2  # tokenizers of a process: they share its memory
 SECONDS = 1.0  # of processor time for a task …
 BYTES_A_SECOND = 100_000  # … and more for a long one: text is tokenized at 500,000 characters a second
 LOAD_SECONDS = 20.0  # of processor time to read a tokenizer, which may have to be converted first
 MOST_ANSWER = 64 * 2**20  # bytes
+TOO_MUCH_MEMORY = "takes too much memory"
 TOO_DEEP = "messages, tools or chat_template_kwargs are nested too deeply."
 _WAIT_FACTOR = 10  # times the processor time that a task may take on a machine that is busy
 _START = "import sys; sys.path.insert(0, {!r}); from jaxllm.text.confined_worker import main; main()"
@@ -64,6 +67,7 @@ class Confinement:
         self._idle: list[_Process] = []  # the one used last at the end
         self._alive: set[_Process] = set()
         self._num_starting = 0
+        self._is_closed = False
         weakref.finalize(self, _end_all, self._alive)
 
     @property
@@ -77,14 +81,21 @@ class Confinement:
         Raises:
             ConfinedError: if it exceeded a limit.
             UserError: as the method does.
+            EngineError: after `close`.
         """
         frame = _framed([source.folder, source.digest.hex(), method, arguments, named])
         seconds = SECONDS + len(frame) / BYTES_A_SECOND
+        if method in ("identity", "vocabulary"):  # these go through all tokens, once for an adapter
+            seconds += LOAD_SECONDS
         process = self._take(source)
         is_usable = False
         try:
-            answer = process.ask(frame, seconds, seconds if source in process.sources else seconds + LOAD_SECONDS)
-            process.sources.add(source)
+            has_others = process.note(source)
+            answer = process.ask(frame, seconds)
+            if has_others and answer.get("failed", "").startswith(TOO_MUCH_MEMORY):
+                process = self._renewed(process)  # others may have taken the memory
+                process.note(source)
+                answer = process.ask(frame, seconds)
             is_usable = "failed" not in answer
         finally:
             self._give_back(process, is_usable)
@@ -94,18 +105,31 @@ class Confinement:
             raise _rebuilt(*answer["error"])
         return answer["value"]
 
+    def close(self) -> None:
+        """End idle processes now, the others after their task, and refuse new tasks."""
+        with self._changed:
+            self._is_closed = True
+            idle, self._idle = self._idle, []
+            self._alive.difference_update(idle)
+            self._changed.notify_all()
+        _end_all(idle)
+
     def _take(self, source: Source) -> _Process:
-        """Return an idle process, if possible one that has read the tokenizer."""
+        """Return an idle process: one that has read the tokenizer, one that keeps few, a new one, or any."""
         with self._changed:
             while True:
+                if self._is_closed:
+                    raise EngineError("the engine is closed.")
                 self._alive.difference_update([each for each in self._idle if not each.is_alive])
                 self._idle = [each for each in self._idle if each.is_alive]
-                if self._idle:
-                    has_read = (each for each in self._idle if source in each.sources)
-                    process = next(has_read, self._idle[-1])
+                may_start = len(self._alive) + self._num_starting < MOST_PROCESSES
+                fit = [each for each in self._idle if source in each.sources]
+                fit = fit or [each for each in reversed(self._idle) if len(each.sources) < MOST_KEPT]
+                if fit or (self._idle and not may_start):
+                    process = fit[0] if fit else self._idle[0]
                     self._idle.remove(process)
                     return process
-                if len(self._alive) + self._num_starting < MOST_PROCESSES:
+                if may_start:
                     self._num_starting += 1
                     break
                 self._changed.wait()
@@ -121,22 +145,33 @@ class Confinement:
                 else:
                     self._alive.add(process)
 
-    def _give_back(self, process: _Process, is_usable: bool) -> None:
-        if not is_usable:
-            process.end()
+    def _renewed(self, process: _Process) -> _Process:
+        """End a process, and start another one in its place."""
+        process.end()
+        new = _Process(self._most_bytes)
         with self._changed:
+            self._alive.discard(process)
+            self._alive.add(new)
+        return new
+
+    def _give_back(self, process: _Process, is_usable: bool) -> None:
+        with self._changed:
+            is_usable = is_usable and not self._is_closed
             if is_usable:
                 self._idle.append(process)
-            else:
+                self._changed.notify()
+        if not is_usable:
+            process.end()
+            with self._changed:
                 self._alive.discard(process)
-            self._changed.notify()
+                self._changed.notify()
 
 
 class _Process:
     """One process, and the pipes to it."""
 
     def __init__(self, most_bytes: int) -> None:
-        self.sources: set[Source] = set()  # that it has read
+        self.sources: OrderedDict[Source, None] = OrderedDict()  # of the tokenizers that it keeps
         command = [sys.executable, "-c", _START.format(_ROOT), str(most_bytes)]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         # In a new session, so that Ctrl-C at a terminal does not end it before its last task.
@@ -151,9 +186,17 @@ class _Process:
         """Whether it has not ended."""
         return self._popen.poll() is None
 
-    def ask(self, frame: bytes, seconds: float, most: float) -> dict[str, Any]:
-        """Do a task with a limit of processor time in seconds, which is `most` where files are read first."""
-        give_up = time.monotonic() + _WAIT_FACTOR * most
+    def note(self, source: Source) -> bool:
+        """Note that it reads a tokenizer or has it; return whether it keeps others."""
+        self.sources[source] = None
+        self.sources.move_to_end(source)
+        if len(self.sources) > MOST_KEPT:
+            self.sources.popitem(last=False)
+        return len(self.sources) > 1
+
+    def ask(self, frame: bytes, seconds: float) -> dict[str, Any]:
+        """Do a task with a limit of processor time in seconds, to which that for reading the tokenizer is added."""
+        give_up = time.monotonic() + _WAIT_FACTOR * (seconds + LOAD_SECONDS)
         try:
             rest = memoryview(len(frame).to_bytes(8) + int(1000 * seconds).to_bytes(8) + frame)
             while rest:
@@ -162,8 +205,8 @@ class _Process:
             if length > MOST_ANSWER:
                 raise exceeded("makes too long a text")
             return msgpack.unpackb(self._read(length, give_up), unicode_errors="surrogatepass", strict_map_key=False)
-        except BrokenPipeError:
-            raise self._ended() from None
+        except (BrokenPipeError, EOFError):
+            return {"failed": self._why_ended()}
 
     def end(self) -> None:
         """End the process, whatever it does."""
@@ -182,15 +225,15 @@ class _Process:
             if self._answers.poll(1000 * left):
                 piece = os.read(self._output.fileno(), min(length - len(read), 2**20))
                 if not piece:
-                    raise self._ended()
+                    raise EOFError
                 read += piece
         return read
 
-    def _ended(self) -> ConfinedError:
+    def _why_ended(self) -> str:
         with suppress(subprocess.TimeoutExpired):
             if self._popen.wait(5) in (-signal.SIGPROF, -signal.SIGXCPU):
-                return exceeded("takes too much processor time")
-        return exceeded("takes too much memory, or crashes")
+                return "takes too much processor time"
+        return f"{TOO_MUCH_MEMORY}, or crashes"
 
 
 def _framed(task: list[Any]) -> bytes:
@@ -209,7 +252,7 @@ def _mapping(value: Any) -> dict[Any, Any]:
     raise TypeError(f"{type(value).__name__} is not JSON")
 
 
-def _end_all(processes: set[_Process]) -> None:
+def _end_all(processes: Iterable[_Process]) -> None:
     for process in processes:
         process.end()
 

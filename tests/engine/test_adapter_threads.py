@@ -54,6 +54,10 @@ def test_a_client_whose_work_was_ended_twice_is_refused_for_a_minute() -> None:
         with pytest.raises(ConfinedError, match="takes too much"):
             await threads.run(b"1", "a", end)
         assert await threads.run(b"1", "a", lambda: 1) == 1, "counted anew"
+        for _ in range(3):
+            with pytest.raises(ConfinedError, match="takes too much"):
+                await threads.run(b"", "a", end)
+        assert await threads.run(b"", "a", lambda: 1) == 1, "reading of another adapter"
         threads.shutdown()
 
     asyncio.run(play())

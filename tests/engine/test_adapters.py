@@ -209,6 +209,8 @@ def speakers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, Lo
             LoRARequest("plain", 1, str(folder / "plain")),
             LoRARequest("own", 2, str(folder / "own")),
         )
+        engine = llm.engine
+    assert not engine.adapters._confinement.num_processes
 
 
 def test_an_adapter_brings_its_own_tokenizer(speakers: tuple[LLM, LoRARequest, LoRARequest]) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm.errors import UserError
+from jaxllm.errors import EngineError, UserError
 from jaxllm.text import confinement
 from jaxllm.text.confined_tokenizer import ConfinedTemplates, ConfinedTokenizer
 from jaxllm.text.confinement import ConfinedError, Confinement, Source
@@ -131,3 +132,60 @@ def test_templates_alone_leave_the_text_to_the_models_own_tokenizer(tmp_path: Pa
     own._backend = None  # another template, the operator's, does not leave this process
     with pytest.raises(AttributeError):
         ConfinedTemplates(own, {}, confined, b"key", Source(source.folder)).encode_chat(HI, chat_template=TEMPLATE)
+
+
+def sources_in(folder: Path, number: int) -> list[Source]:
+    return [write(folder / str(index), build("byte_fallback")) for index in range(number)]
+
+
+def test_a_vocabulary_may_take_longer_than_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write(tmp_path, build("byte_fallback"))
+    monkeypatch.setattr(confinement, "SECONDS", 0.001)
+    own = Confinement()
+    assert len(own.call(source, "vocabulary", 200_000)["tokens"]) == 200_000
+    own.close()
+
+
+def test_more_tokenizers_than_processes_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(confinement, "MOST_PROCESSES", 2)
+    own = Confinement()
+    sources = sources_in(tmp_path, 5)
+    for number, source in enumerate([*sources, *sources], start=1):
+        assert own.call(source, "encode", "the")
+        assert own.num_processes == (1 if number <= confinement.MOST_KEPT else 2)
+        assert all(len(process.sources) <= confinement.MOST_KEPT for process in own._idle)
+    own.close()
+
+
+def test_memory_that_others_hold_fails_no_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask, asked = confinement._Process.ask, []
+
+    def full(process: Any, frame: bytes, seconds: float) -> dict[str, Any]:
+        asked.append(list(process.sources))
+        shared = len(process.sources) > 1
+        return {"failed": f"{confinement.TOO_MUCH_MEMORY}, or crashes"} if shared else ask(process, frame, seconds)
+
+    monkeypatch.setattr(confinement._Process, "ask", full)
+    own = Confinement()
+    first, second = sources_in(tmp_path, 2)
+    assert own.call(first, "identity") == own.call(second, "identity")
+    assert asked == [[first], [first, second], [second]] and own.num_processes == 1
+    own.close()
+
+
+def test_a_closed_one_ends_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(confinement, "MOST_KEPT", 1)
+    own, ask = Confinement(), confinement._Process.ask
+    first, second = sources_in(tmp_path, 2)
+    told = own.call(first, "identity")
+    (idle,) = own._idle
+
+    def closing(process: Any, frame: bytes, seconds: float) -> dict[str, Any]:
+        own.close()
+        assert not idle.is_alive and process.is_alive
+        return ask(process, frame, seconds)
+
+    monkeypatch.setattr(confinement._Process, "ask", closing)
+    assert own.call(second, "identity") == told and own.num_processes == 0, "a task that runs is finished"
+    with pytest.raises(EngineError, match="closed"):
+        own.call(first, "identity")
