@@ -30,6 +30,7 @@ from jaxllm_server.shared.adapters import ServedAdapters
 from jaxllm_server.shared.auth import Keys
 from jaxllm_server.shared.calls import Call, Chunk, Part, PromptInfo, Timing, Usage
 from jaxllm_server.shared.client_quota import Shares
+from jaxllm_server.shared.ledger import Ledger
 from jaxllm_server.shared.options import ServerOptions
 from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
 from tests.support.fake_serving import FakeAdapters
@@ -49,6 +50,7 @@ class ScriptedServing:
         self.pool_script = pooled
         self.tasks: tuple[str, ...] = ("generate",)
         self.shares = Shares(options.max_sequences_per_client)
+        self.ledger = Ledger(options)
         self.calls: list[Call] = []
         self.pool_calls: list[PoolCall] = []
         self.num_open = 0

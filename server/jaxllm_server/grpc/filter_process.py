@@ -52,8 +52,8 @@ class FilterProcess:
             Settings(listening=-1, control=-1, **self._given).tls()
         except OSError as error:
             self._forget()
-            files = ", ".join(filter(None, (options.ssl_certfile, options.ssl_keyfile, options.ssl_ca_certs)))
-            message = f"TLS cannot be set up from {error.filename or files}: {error.strerror}."
+            where = f"{error.filename}: " if error.filename else ""
+            message = f"ssl_keyfile, ssl_certfile or ssl_ca_certs cannot be used: {where}{error.strerror}."
             raise UserError(message, "ssl_certfile") from error
 
     def start(self) -> None:

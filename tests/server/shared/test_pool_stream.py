@@ -13,6 +13,8 @@ import pytest
 
 from jaxllm import errors
 from jaxllm_server.shared import pool_stream
+from jaxllm_server.shared.ledger import Ledger
+from jaxllm_server.shared.options import ServerOptions
 from jaxllm_server.shared.pool_calls import PoolCall
 
 
@@ -35,7 +37,7 @@ def test_a_failure_leaves_no_cycle_that_holds_the_call(is_of_requests: bool) -> 
         yield
 
     async def fail(message: Message) -> None:
-        serving: Any = SimpleNamespace(pool=pool)
+        serving: Any = SimpleNamespace(pool=pool, ledger=Ledger(ServerOptions()))
         stream = pool_stream.answers(serving, requests(message), lambda _: PoolCall(inputs=["a"]), "c")
         with pytest.raises(errors.EngineError, match=r"^It (came late|died)\.$"):
             await anext(stream)
