@@ -148,10 +148,11 @@ class ConstrainedRows:
     def _advance(self, own: Sequence, token: int) -> list[int]:
         """Let a sequence's grammar read a token; return the tokens forced after it, if they are worth a row.
 
-        Another thread does it for a request with slow masks: then forced tokens are sampled one by one.
+        Another thread does it for a request with slow masks: then forced tokens are sampled one by one. If the request
+        bans tokens, which could be forced ones, they are read here; only its masks are made by the thread.
         """
         assert own.constraint is not None
-        if not own.constraint.pace.is_slow:
+        if not own.constraint.pace.is_slow or own.variant is Variant.FULL:
             return _advance(own, token)
         self._begin(own, token)
         return []
