@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
@@ -35,6 +37,15 @@ PARTS = [
 SIZE, SECONDS = 1 << 13, 0.12
 
 
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """Put garbage collections off: over what earlier tests left they take a second."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("uncollected")
 def test_no_grammar_is_scanned_twice() -> None:
     draws = random.Random(5)
     repeated = [*PARTS, *("".join(draws.choices(PARTS, k=3)) for _ in range(60))]
