@@ -39,8 +39,9 @@ def keeper(folder: Path, most: int = MOST, devices: int = 1, depends: tuple[str,
     return KeptPrograms(folder / "whole", most, lambda: depends, jax.devices()[:devices])
 
 
-# In the programs of this process alone: one that JAX's own cache has from an earlier run would not be kept.
-SALT = 1.0 + int.from_bytes(os.urandom(2)) / 2**20
+# In the programs of this process and those that it starts: one that JAX's own cache has from an earlier run would not
+# be kept.
+SALT = 1.0 + int(os.environ.setdefault("JAXLLM_TEST_SALT", str(int.from_bytes(os.urandom(2))))) / 2**20
 
 
 class Tiny:
