@@ -75,6 +75,12 @@ def declared(
     return field(default=default, metadata=metadata, **options)
 
 
+def declared_number(default: float, text: str, *, read: Reader = checks.number, **options: Any) -> Any:
+    """Make a field that is a number and changes how tokens are chosen; options as of `declared`."""
+    own: dict[str, Any] = {OLLAMA: "", GRPC: "sampling.", MODEL: ""}
+    return declared(default, text, read=read, shapes_distribution=True, **own | options)
+
+
 def declaration_of(own: Any) -> Declaration:
     """Return the declaration of a dataclass field that `declared` made."""
     return own.metadata["declaration"]

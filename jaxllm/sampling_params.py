@@ -18,7 +18,17 @@ from typing import Any, Self
 
 from jaxllm import checks, sampling_fields
 from jaxllm.errors import UnsupportedError, UserError
-from jaxllm.sampling_fields import MODEL, Rule, at_least, at_most, declaration_of, declared, names_in, within
+from jaxllm.sampling_fields import (
+    MODEL,
+    Rule,
+    at_least,
+    at_most,
+    declaration_of,
+    declared,
+    declared_number,
+    names_in,
+    within,
+)
 from jaxllm.structured_outputs_params import StructuredOutputsParams, read_structured_outputs
 
 MAX_MASKED_STOP_IDS = 32  # stop ids that one request can hold back with min_tokens: columns of the sampling state
@@ -178,79 +188,40 @@ class SamplingParams:
     n: int = declared(
         1, "outputs per prompt", read=checks.integer, rules=(at_least(1), at_most(_MOST_SEQUENCES)), grpc="sampling."
     )
-    presence_penalty: float = declared(
-        0.0,
-        "taken off the logit of a token that the output holds",
-        read=checks.number,
-        rules=(within(-2, 2),),
-        shapes_distribution=True,
-        ollama="",
-        grpc="sampling.",
-        model="",
+    presence_penalty: float = declared_number(
+        0.0, "taken off the logit of a token that the output holds", rules=(within(-2, 2),)
     )
-    frequency_penalty: float = declared(
-        0.0,
-        "taken off it once per occurrence",
-        read=checks.number,
-        rules=(within(-2, 2),),
-        shapes_distribution=True,
-        ollama="",
-        grpc="sampling.",
-        model="",
-    )
-    repetition_penalty: float = declared(
+    frequency_penalty: float = declared_number(0.0, "taken off it once per occurrence", rules=(within(-2, 2),))
+    repetition_penalty: float = declared_number(
         1.0,
         "divides a positive, multiplies a negative logit of a token that prompt or output holds",
-        read=checks.number,
         rules=(Rule(lambda value, _: value > 0.0, "must be greater than zero"),),
-        shapes_distribution=True,
         ollama="repeat_penalty",
-        grpc="sampling.",
-        model="",
     )
-    temperature: float = declared(
+    temperature: float = declared_number(
         1.0,
         "0: always the likeliest token, which resets top_p, top_k and min_p",
-        read=checks.number,
         rules=(at_least(0.0, "must be non-negative"),),
-        shapes_distribution=True,
         anthropic="",
-        ollama="",
-        grpc="sampling.",
-        model="",
     )
-    top_p: float = declared(
+    top_p: float = declared_number(
         1.0,
         "sample from the likeliest tokens that hold this probability together",
-        read=checks.number,
         rules=(Rule(lambda value, _: 0.0 < value <= 1.0, "must be in (0, 1]"),),
-        shapes_distribution=True,
         anthropic="",
-        ollama="",
-        grpc="sampling.",
-        model="",
     )
-    top_k: int = declared(
+    top_k: int = declared_number(
         0,
         "sample from this many likeliest tokens; 0 or -1: all",
-        read=_top_k,
         rules=(at_least(0, "must be 0 (disable), or at least 1"),),
-        shapes_distribution=True,
         anthropic="",
-        ollama="",
-        grpc="sampling.",
-        model="",
+        read=_top_k,
     )
-    min_p: float = declared(
+    min_p: float = declared_number(
         0.0,
         "the least probability of a token, as a share of the likeliest one's",
-        read=checks.number,
         rules=(within(0, 1),),
-        shapes_distribution=True,
         anthropic="",
-        ollama="",
-        grpc="sampling.",
-        model="",
     )
     seed: int | None = declared(
         None,

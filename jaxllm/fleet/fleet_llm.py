@@ -24,8 +24,8 @@ from jaxllm.engine.kv_events import BlockBatch
 from jaxllm.engine.life_cycle import EngineState
 from jaxllm.engine.model_info import ModelInfo
 from jaxllm.engine.prompts import Prompt, checked_ids, parts_of
-from jaxllm.engine.streaming_engine import StreamingEngine
-from jaxllm.errors import FeatureDisabledError, RequestFailedError, UnavailableError, UserError, late
+from jaxllm.engine.streaming_engine import StreamingEngine, set_result
+from jaxllm.errors import EngineDeadError, FeatureDisabledError, RequestFailedError, UnavailableError, UserError, late
 from jaxllm.fleet import node
 from jaxllm.fleet.choose import digests_of
 from jaxllm.fleet.door import Door
@@ -108,6 +108,8 @@ class FleetLLM(StreamingEngine):
         """End the replicas; requests that still run fail."""
         await super().close(timeout)
         await self._supervisor.close()
+        if self._death is not None:
+            set_result(self._death, EngineDeadError("The engine was closed."))
         return True
 
     async def drain_replica(self, number: int) -> None:

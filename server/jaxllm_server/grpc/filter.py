@@ -35,6 +35,7 @@ OWN_RATE = 32 << 10
 OWN_BURST = 8 << 10
 MAX_DEBT = 4 << 20  # bounds the wait, since many connections may each be within `OWN_RATE`
 _FLUSH_SECONDS = 2.0  # for a client to read the last bytes
+_CONNECT_SECONDS, _RETRY_SECONDS = 2.0, 0.05  # for the core to take a connection, and between two attempts
 
 
 @dataclass(frozen=True)
@@ -159,12 +160,19 @@ class Client(asyncio.BufferedProtocol):
         self._connecting = self._loop.create_task(self._connect())
 
     async def _connect(self) -> None:
-        try:
-            connection = self._filter.connect(self.transport.get_extra_info("peername"))
-            self.core, _ = await self._loop.create_unix_connection(lambda: Core(self), sock=connection)
-        except OSError:  # the server is ending
-            self.transport.abort()
-            return
+        peer, late = self.transport.get_extra_info("peername"), self._loop.time() + _CONNECT_SECONDS
+        while self.core is None:
+            try:
+                connection = self._filter.connect(peer)
+                self.core, _ = await self._loop.create_unix_connection(lambda: Core(self), sock=connection)
+            except BlockingIOError:  # the backlog of the core is full
+                if self.transport.is_closing() or self._loop.time() > late:
+                    self.transport.abort()
+                    return
+                await asyncio.sleep(_RETRY_SECONDS)
+            except OSError:  # the server is ending
+                self.transport.abort()
+                return
         if self.transport.is_closing():
             self.core.abort()
         elif self._early:

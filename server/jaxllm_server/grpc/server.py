@@ -99,7 +99,14 @@ async def start_grpc(
         raise
     server.add_insecure_port(front.address)
     await server.start()
-    front.start()
+    try:
+        front.start()
+    except OSError as error:
+        await server.stop(None)
+        await front.end()
+        listening.close()
+        message = f"the process for gRPC's connections cannot be started ({error.strerror}): try --no-grpc-filter."
+        raise UserError(message, "grpc_filter") from error
     return GrpcServer(server, health, port, options.grpc_uds, front)
 
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import socket
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import grpc
 import grpc.aio
@@ -360,7 +364,15 @@ async def test_no_file_descriptor_is_left(run: Any, grpc_filter: bool) -> None:
 
 @pytest.mark.ci
 async def test_the_process_in_front_is_started_again(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although the system refuses it a process twice."""
     monkeypatch.setattr("jaxllm_server.grpc.filter_process._RESTART_SECONDS", 0.1)
+    popen, refusals = subprocess.Popen, [errno.EAGAIN, errno.ENOMEM]
+
+    def refused(*args: Any, **options: Any) -> Any:
+        if refusals:
+            raise OSError(refusals.pop(), "refused")
+        return popen(*args, **options)
+
     async with site(lambda call: words("a", "b", wait=0.05), grpc_filter=True) as own, own.channel() as channel:
         generate = InferenceServiceStub(channel).Generate
         assert await generate(ask())
@@ -369,11 +381,22 @@ async def test_the_process_in_front_is_started_again(run: Any, monkeypatch: pyte
         own.serving.started.clear()
         call = generate(ask())
         await own.serving.started.wait()
+        monkeypatch.setattr(subprocess, "Popen", refused)
         front._process.kill()
         assert (await error_of(call)).code() == grpc.StatusCode.UNAVAILABLE
         assert await generate(ask(), wait_for_ready=True, timeout=SOON)
-        assert folder.stat().st_mode & 0o777 == 0o700
+        assert not refusals and folder.stat().st_mode & 0o777 == 0o700
     assert not folder.exists()
+
+
+async def test_a_server_without_its_process_in_front_does_not_start(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", mock.Mock(side_effect=OSError(errno.EAGAIN, "refused")))
+    before = set(Path(tempfile.gettempdir()).glob("jaxllm-grpc-*"))
+    with pytest.raises(errors.UserError, match=r"cannot be started \(refused\): try --no-grpc-filter") as caught:
+        async with site(grpc_filter=True):
+            pass
+    assert caught.value.parameter == "grpc_filter"
+    assert set(Path(tempfile.gettempdir()).glob("jaxllm-grpc-*")) <= before
 
 
 @pytest.mark.ci
