@@ -23,7 +23,17 @@ import numpy as np
 from jaxllm.config import EngineConfig
 from jaxllm.metrics import DeviceReport, Metrics
 from jaxllm.model import decoder, lora, sharding, weights
-from jaxllm.runner import aot_manifest, batch, device_state, draft_setup, memory_plan, results, scoring, step
+from jaxllm.runner import (
+    aot_manifest,
+    batch,
+    device_state,
+    draft_setup,
+    memory_plan,
+    results,
+    scoring,
+    small_programs,
+    step,
+)
 from jaxllm.runner.compilation_cache import use_compilation_cache
 from jaxllm.runner.compiled_programs import VARIANTS, Key, Programs
 from jaxllm.runner.kept_programs import KeptPrograms
@@ -43,16 +53,13 @@ from jaxllm.runner.profiling import span
 from jaxllm.runner.program_digest import digest, digest_compiler, digest_source
 from jaxllm.runner.resident_adapters import ResidentAdapters, Weights
 from jaxllm.runner.results import Result, Scored
-from jaxllm.runner.scoring import SCORED_ROWS
+from jaxllm.runner.small_programs import SmallPrograms
 from jaxllm.runner.startup_timing import Compilations, Phases
 from jaxllm.runner.step_model import Leaves, StepModel
 from jaxllm.sampling.logits_processors import load_processors
 from jaxllm.sampling.sampler import ROW_WIDTH, Variant
 from jaxllm.scheduler.state import Limits, Plan
 
-PATCH_ENTRIES = 1024  # changes in one call of `step.patch`
-COPIED_BLOCKS = 16  # in one call of `step.build_copy`: what ten beams that fork copy at most, and half as much
-PATCH_EXTRAS = 8  # requests' extras in one call of `step.patch_extras`: 26 kB each for a vocabulary of 152,000
 MOST_VERIFIED = 256  # tokens of a step that verifies drafts, unless there are more slots: each has logits
 _log = logging.getLogger(__name__)
 
@@ -299,15 +306,15 @@ class Runner:
             with span("dispatch"):
                 ahead = plan.table[shape.entries :]
                 if len(ahead) or history is not None:
-                    self._patch(ahead, history)
+                    self._state = self._small.patch(self._state, ahead, history)
                 if extras:
-                    self._patch_extras(extras)
+                    self._state = self._small.patch_extras(self._state, extras)
                 if len(plan.copies):
-                    self._copy(plan.copies)
+                    self._state = self._small.copy(self._state, plan.copies)
                 self._state, returned = self.programs[key](self._params, self._state, buffer, *own)
                 if len(way) == 1:
                     returned.copy_to_host_async()
-                scores = self._score(scored) if scored else ()
+                scores = self._small.score(self._params, self._state, scored) if scored else ()
         self.metrics.steps += 1
         self.metrics.padded_tokens += shape.tokens
         self.metrics.computed_tokens += plan.num_tokens
@@ -344,9 +351,7 @@ class Runner:
     def program_texts(self, names: Collection[str]) -> dict[str, str]:
         """Return the HLO of programs by their names in a trace; unknown names are left out."""
         named = {key.name: program for key, program in self.programs.ready().items()}
-        named |= {"patch": self._patch_program, "patch_extras": self._patch_extras_program}
-        named |= {"copy_blocks": self._copy_program}
-        named |= {"score": self._score_programs[False], "score_whole": self._score_programs[True]}
+        named |= self._small.programs
         return {name: program.as_text() for name, program in named.items() if name in names}
 
     def report(self) -> DeviceReport:
@@ -509,27 +514,16 @@ class Runner:
         return -(-self.setup.spec.vocab_size // shards) * shards
 
     def _compile_small(self) -> None:
-        """Compile the small programs that run before or after a step, while other threads compile steps."""
-        shapes, everywhere = self._state_shapes, sharding.replicated(self._mesh)
+        """Compile the small programs, while other threads compile steps."""
 
         def make(name: str, run: Callable[..., Any], donated: Sequence[int], *described: Any) -> Any:
             options = self._options if name.startswith("score") else None
             jitted = jax.jit(run, donate_argnums=donated, compiler_options=options)
             return self._kept.make(name, described, lambda: jitted.lower(*described))
 
-        changes = jax.ShapeDtypeStruct((2, PATCH_ENTRIES, 3), jnp.int32, sharding=everywhere)
-        self._patch_program = make("patch", step.patch, (0, 1), shapes.tables, shapes.tokens, changes)
-        changes = jax.ShapeDtypeStruct((PATCH_EXTRAS, 1 + self.extras.width), jnp.int32, sharding=everywhere)
-        self._patch_extras_program = make("patch_extras", step.patch_extras, (0,), shapes.extras, changes)
-        copies = jax.ShapeDtypeStruct((COPIED_BLOCKS, 2), jnp.int32, sharding=everywhere)
-        leaves = tuple(jax.tree.leaves(shapes.kv))
-        self._copy_program = make("copy_blocks", step.build_copy(self._step_model), (0,), leaves, copies)
-        places = jax.ShapeDtypeStruct((SCORED_ROWS, 2), jnp.int32, sharding=everywhere)
-        leaves = tuple(jax.tree.leaves(self._params_shapes))
-        self._score_programs = [
-            make(name, scoring.build(self._step_model, is_whole), (), leaves, shapes.hidden, places)
-            for name, is_whole in (("score", False), ("score_whole", True))
-        ]
+        programs = small_programs.compile_all(self._step_model, make)
+        sizes = self.geometry.num_blocks, self.setup.spec.vocab_size
+        self._small = SmallPrograms(programs, self._state_shapes, *sizes)
 
     def _lower(self, key: Key) -> jax.stages.Lowered:
         """Trace one program."""
@@ -567,54 +561,6 @@ class Runner:
         columns = jax.NamedSharding(self._mesh, jax.sharding.PartitionSpec(None, sharding.AXIS))
         logits = jax.ShapeDtypeStruct((num_places, self._num_columns), jnp.float32, sharding=columns)
         return logits, masks
-
-    def _patch(self, table: np.ndarray, history: np.ndarray | None) -> None:
-        """Write block-table entries and tokens into the state before a step."""
-        parts = [table, np.zeros((0, 3), np.int32) if history is None else history]
-        for start in range(0, max(map(len, parts)), PATCH_ENTRIES):
-            changes = np.full((2, PATCH_ENTRIES, 3), self.geometry.num_slots, np.int32)
-            for target, part in zip(changes, parts, strict=True):
-                piece = part[start : start + PATCH_ENTRIES]
-                target[: len(piece)] = piece
-            state = jax.tree.unflatten(jax.tree.structure(self._state_shapes), self._state)
-            tables, tokens = self._patch_program(state.tables, state.tokens, changes)
-            self._state = tuple(jax.tree.leaves(state.replace(tables=tables, tokens=tokens)))
-
-    def _patch_extras(self, extras: Sequence[tuple[int, np.ndarray]]) -> None:
-        """Write the extras of newly admitted requests into the state before a step."""
-        for start in range(0, len(extras), PATCH_EXTRAS):
-            changes = np.full((PATCH_EXTRAS, 1 + self.extras.width), self.geometry.num_slots, np.int32)
-            for target, (slot, packed) in zip(changes, extras[start : start + PATCH_EXTRAS], strict=False):
-                target[0], target[1:] = slot, packed
-            state = jax.tree.unflatten(jax.tree.structure(self._state_shapes), self._state)
-            patched = self._patch_extras_program(state.extras, changes)
-            self._state = tuple(jax.tree.leaves(state.replace(extras=patched)))
-
-    def _copy(self, copies: np.ndarray) -> None:
-        """Copy blocks, int32[·, 2] of source and target, before a step writes any of them."""
-        num_blocks, num_leaves = self.geometry.num_blocks, len(jax.tree.leaves(self._state_shapes.kv))
-        for start in range(0, len(copies), COPIED_BLOCKS):
-            piece = copies[start : start + COPIED_BLOCKS]
-            places = np.zeros((COPIED_BLOCKS, 2), np.int32)
-            places[:, 1] = num_blocks + np.arange(COPIED_BLOCKS)
-            places[: len(piece)] = piece
-            kv, rest = self._state[:num_leaves], self._state[num_leaves:]
-            self._state = (*self._copy_program(kv, places), *rest)
-
-    def _score(self, scored: Sequence[Scored]) -> list[tuple[Sequence[Scored], jax.Array | np.ndarray]]:
-        """Score positions of the step that was just dispatched."""
-        state = jax.tree.unflatten(jax.tree.structure(self._state_shapes), self._state)
-        scores: list[tuple[Sequence[Scored], jax.Array | np.ndarray]] = []
-        for is_whole in (False, True):
-            wanted = [each for each in scored if each.is_whole == is_whole]
-            for start in range(0, len(wanted), SCORED_ROWS):
-                piece = wanted[start : start + SCORED_ROWS]
-                places = np.zeros((SCORED_ROWS, 2), np.int32)
-                places[: len(piece)] = [(each.index, each.token) for each in piece]
-                found = self._score_programs[is_whole](self._params, state.hidden, places)
-                # Wait for whole rows: all those of a long prompt would not fit into the device's memory.
-                scores.append((piece, np.asarray(found)[:, : self.setup.spec.vocab_size] if is_whole else found))
-        return scores
 
     def note_compilation(self) -> None:
         """Count a compilation that delays requests: one on the thread that is starting a step."""

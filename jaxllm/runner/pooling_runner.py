@@ -13,10 +13,11 @@ import numpy as np
 from jaxllm.model import sharding
 from jaxllm.runner import batch, encoder_batch, pooling
 from jaxllm.runner.compiled_programs import Key
-from jaxllm.runner.model_runner import PATCH_ENTRIES, Runner
+from jaxllm.runner.model_runner import Runner
 from jaxllm.runner.pooling import PoolPrograms
 from jaxllm.runner.profiling import span
 from jaxllm.runner.results import Result
+from jaxllm.runner.small_programs import PATCH_ENTRIES
 from jaxllm.scheduler.state import Limits, Plan
 
 

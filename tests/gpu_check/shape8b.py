@@ -134,7 +134,7 @@ def decode_step(engine: LLMEngine, rows: int, context: int) -> Packed:
     runner, count = engine.runner, -(-context // BLOCK)
     order = np.random.default_rng(0).permutation(rows * count).astype(np.int32)
     slot, index = np.divmod(np.arange(rows * count, dtype=np.int32), count)
-    runner._patch(np.stack([slot, index, order], axis=1), None)
+    runner._state = runner._small.patch(runner._state, np.stack([slot, index, order], axis=1), None)
     ones = np.ones(rows, np.int32)
     plan = Plan(
         now=0.0,

@@ -32,6 +32,7 @@ from jaxllm.runner.kv_cache import Geometry
 from jaxllm.runner.model_runner import HeldStep, Runner, StepInFlight
 from jaxllm.runner.resident_adapters import ResidentAdapters
 from jaxllm.runner.scoring import SCORED_ROWS
+from jaxllm.runner.small_programs import SmallPrograms
 from jaxllm.sampling.sampler import ROW_WIDTH, Extras, Variant
 from jaxllm.scheduler.state import Limits
 from tests.simulation.beams import BeamTruth, likeliest
@@ -688,10 +689,9 @@ class SimulatedRunner(Runner):
         )
         self._state_shapes = shapes
         self._state = device.leaves
-        self._patch_program = device.patch
-        self._patch_extras_program = device.patch_extras
-        self._copy_program = device.copy_blocks
-        self._score_programs = [device.score, device.score]
+        programs = {"patch": device.patch, "patch_extras": device.patch_extras, "copy_blocks": device.copy_blocks}
+        programs |= {"score": device.score, "score_whole": device.score}
+        self._small = SmallPrograms(programs, shapes, geometry.num_blocks, VOCABULARY)
         self.programs = Programs(
             batch.decode_shapes(geometry.num_slots),
             batch.ragged_shapes(max_step_tokens, geometry.num_slots, geometry.block_size, ROW_WIDTH),

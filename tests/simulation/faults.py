@@ -13,7 +13,7 @@ import numpy as np
 from jaxllm.engine import adapters, async_llm, kv_events, llm_engine, output_processor
 from jaxllm.engine.input_batch import InputBatch
 from jaxllm.engine.recovery import MAX_EXHAUSTED, MAX_FAILURES
-from jaxllm.runner import model_runner
+from jaxllm.runner import model_runner, small_programs
 from jaxllm.runner.batch import Shape
 from jaxllm.sampling.sampler import Variant
 from jaxllm.scheduler import block_pool, drafting
@@ -233,9 +233,9 @@ class StepFaults:
                 mock.patch.object(InputBatch, "place", placing),
                 mock.patch.object(InputBatch, "variant", narrowest),
                 mock.patch.object(output_processor, "FEW_STREAMS", world.few_streams),
-                mock.patch.object(model_runner, "PATCH_ENTRIES", 3),  # so that more is sent than one call takes
-                mock.patch.object(model_runner, "PATCH_EXTRAS", 1),
-                mock.patch.object(model_runner, "SCORED_ROWS", 5),
+                mock.patch.object(small_programs, "PATCH_ENTRIES", 3),  # so that more is sent than one call takes
+                mock.patch.object(small_programs, "PATCH_EXTRAS", 1),
+                mock.patch.object(small_programs, "SCORED_ROWS", 5),
                 mock.patch.object(llm_engine, "span", no_span),
                 mock.patch.object(model_runner, "span", no_span),
                 mock.patch.object(llm_engine, "uninterrupted", nullcontext),  # the engine's thread is not the main one

@@ -1,0 +1,114 @@
+"""The small programs of a runner: changes of the state before a step, and log-probabilities after it.
+
+They are compiled at the start, each in one size; longer work is several calls. The state is a tuple of arrays, which
+the calls donate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.model import sharding
+from jaxllm.runner import scoring, step
+from jaxllm.runner.device_state import DeviceState
+from jaxllm.runner.results import Scored
+from jaxllm.runner.scoring import SCORED_ROWS
+from jaxllm.runner.step_model import Leaves, StepModel
+
+PATCH_ENTRIES = 1024  # changes in one call of `step.patch`
+PATCH_EXTRAS = 8  # requests' extras in one call of `step.patch_extras`: 26 kB each for a vocabulary of 152,000
+COPIED_BLOCKS = 16  # in one call of `step.build_copy`: what ten beams that fork copy at most, and half as much
+Make = Callable[..., Any]  # of a name, a function, its donated arguments, and their descriptions: a compiled program
+
+
+def compile_all(model: StepModel, make: Make) -> dict[str, Any]:
+    """Compile the programs of an engine that generates, by their names in a trace."""
+    shapes, everywhere = model.state, sharding.replicated(model.mesh)
+
+    def described(*size: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(size, jnp.int32, sharding=everywhere)
+
+    kv, params = (tuple(jax.tree.leaves(tree)) for tree in (shapes.kv, model.params))
+    changes, extras = described(2, PATCH_ENTRIES, 3), described(PATCH_EXTRAS, 1 + model.extras.width)
+    made = {
+        "patch": make("patch", step.patch, (0, 1), shapes.tables, shapes.tokens, changes),
+        "patch_extras": make("patch_extras", step.patch_extras, (0,), shapes.extras, extras),
+        "copy_blocks": make("copy_blocks", step.build_copy(model), (0,), kv, described(COPIED_BLOCKS, 2)),
+    }
+    for name, is_whole in (("score", False), ("score_whole", True)):
+        made[name] = make(name, scoring.build(model, is_whole), (), params, shapes.hidden, described(SCORED_ROWS, 2))
+    return made
+
+
+class SmallPrograms:
+    """Calls the programs of `compile_all`, or others of the same meaning."""
+
+    def __init__(
+        self, programs: Mapping[str, Callable[..., Any]], shapes: DeviceState[Any], num_blocks: int, vocab_size: int
+    ) -> None:
+        """`shapes` describe the state, whose structure and numbers of slots and extras follow from them."""
+        self.programs = programs
+        self._num_slots, self._num_extras = shapes.extras.shape
+        self._structure, self._num_kv = jax.tree.structure(shapes), len(jax.tree.leaves(shapes.kv))
+        self._num_blocks, self._vocab_size = num_blocks, vocab_size
+
+    def patch(self, state: Leaves, table: np.ndarray, history: np.ndarray | None) -> Leaves:
+        """Write block-table entries and tokens, int32[·, 3] each of slot, index and value."""
+        parts = [table, np.zeros((0, 3), np.int32) if history is None else history]
+        for start in range(0, max(map(len, parts)), PATCH_ENTRIES):
+            changes = np.full((2, PATCH_ENTRIES, 3), self._num_slots, np.int32)
+            for target, part in zip(changes, parts, strict=True):
+                piece = part[start : start + PATCH_ENTRIES]
+                target[: len(piece)] = piece
+            whole = self._whole(state)
+            tables, tokens = self.programs["patch"](whole.tables, whole.tokens, changes)
+            state = tuple(jax.tree.leaves(replace(whole, tables=tables, tokens=tokens)))
+        return state
+
+    def patch_extras(self, state: Leaves, extras: Sequence[tuple[int, np.ndarray]]) -> Leaves:
+        """Write the extras of newly admitted requests, by slot."""
+        for start in range(0, len(extras), PATCH_EXTRAS):
+            changes = np.full((PATCH_EXTRAS, 1 + self._num_extras), self._num_slots, np.int32)
+            for target, (slot, packed) in zip(changes, extras[start : start + PATCH_EXTRAS], strict=False):
+                target[0], target[1:] = slot, packed
+            whole = self._whole(state)
+            patched = self.programs["patch_extras"](whole.extras, changes)
+            state = tuple(jax.tree.leaves(replace(whole, extras=patched)))
+        return state
+
+    def copy(self, state: Leaves, copies: np.ndarray) -> Leaves:
+        """Copy blocks, int32[·, 2] of source and target, before a step writes any of them."""
+        for start in range(0, len(copies), COPIED_BLOCKS):
+            piece = copies[start : start + COPIED_BLOCKS]
+            places = np.zeros((COPIED_BLOCKS, 2), np.int32)
+            places[:, 1] = self._num_blocks + np.arange(COPIED_BLOCKS)
+            places[: len(piece)] = piece
+            kv, rest = state[: self._num_kv], state[self._num_kv :]
+            state = (*self.programs["copy_blocks"](kv, places), *rest)
+        return state
+
+    def score(
+        self, params: Leaves, state: Leaves, scored: Sequence[Scored]
+    ) -> list[tuple[Sequence[Scored], jax.Array | np.ndarray]]:
+        """Score positions of the step that was just dispatched; each piece has one kind, whole rows or not."""
+        hidden = self._whole(state).hidden
+        scores: list[tuple[Sequence[Scored], jax.Array | np.ndarray]] = []
+        for name, is_whole in (("score", False), ("score_whole", True)):
+            wanted = [each for each in scored if each.is_whole == is_whole]
+            for start in range(0, len(wanted), SCORED_ROWS):
+                piece = wanted[start : start + SCORED_ROWS]
+                places = np.zeros((SCORED_ROWS, 2), np.int32)
+                places[: len(piece)] = [(each.index, each.token) for each in piece]
+                found = self.programs[name](params, hidden, places)
+                # Wait for whole rows: all those of a long prompt would not fit into the device's memory.
+                scores.append((piece, np.asarray(found)[:, : self._vocab_size] if is_whole else found))
+        return scores
+
+    def _whole(self, state: Leaves) -> DeviceState[jax.Array]:
+        return jax.tree.unflatten(self._structure, state)
