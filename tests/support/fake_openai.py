@@ -124,7 +124,8 @@ class FakeOpenAI:
         if is_chat:
             yield event({"delta": {"role": "assistant", "content": ""}, "finish_reason": None})
         for number in range(count):
-            await asyncio.sleep(0.05 if habit == "slow" or (is_chat and number == 0) else 0)
+            # 50 ms at least: uvloop counts whole milliseconds and may wake one early.
+            await asyncio.sleep(0.052 if habit == "slow" or (is_chat and number == 0) else 0)
             yield event({**text(WORD), "finish_reason": None})
             if number == 1 and habit == "truncated":
                 return
