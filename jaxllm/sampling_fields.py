@@ -56,7 +56,7 @@ def declared(
     """Make a field of `SamplingParams`.
 
     Args:
-        default: Of the field. Where it is None, None is taken without `read`.
+        default: Of the field. If it is None, a request may give None, which `read` does not see.
         text: The help of its flag and its description in OpenAPI; None: the command line has no flag for it.
         metavar: The name of its value in `--help`; None: by its type.
         read: Checks the type.

@@ -1,4 +1,4 @@
-"""Makes what is generated of the API's declarations: `make proto`, or `python proto/generate.py [folder]`.
+"""Generate the Python code of the API's declarations: `make proto`, or `python proto/generate.py [folder]`.
 
 The folder (default: the repository) gets the Python stubs, `jaxllm/v1/`, and `jaxllm/client/sampling_options.py`. Needs
 grpcio-tools 1.81.1: generated code runs on the protobuf that it was made for and on the next major version, never on an

@@ -39,7 +39,7 @@ SIZE, SECONDS = 1 << 13, 0.12
 
 @pytest.fixture
 def uncollected() -> Iterator[None]:
-    """Put garbage collections off: over what earlier tests left they take a second."""
+    """Put garbage collections off: over the objects of earlier tests one takes a second."""
     gc.disable()
     yield
     gc.enable()

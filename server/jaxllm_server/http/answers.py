@@ -230,7 +230,7 @@ async def send_json(send: Send, content: bytes) -> None:
 
 
 def _pieces(content: bytes) -> list[bytes]:
-    """Cut what is sent into pieces, at least one."""
+    """Cut a body into pieces of at most `_PIECE` bytes, at least one."""
     if len(content) <= _PIECE:
         return [content]
     return [content[start : start + _PIECE] for start in range(0, len(content), _PIECE)]

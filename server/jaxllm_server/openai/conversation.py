@@ -35,7 +35,6 @@ def conversation_of(fields: Body) -> dict[str, Any]:
         )
     written = _written_ids(fields)
     messages = fields.get("messages", None if written is None else [])
-    # The template decides what they do.
     kwargs = _thinking(fields) | dict(mapping(fields, "chat_template_kwargs") or {})
     effort = one_of(fields, "reasoning_effort", REASONING_EFFORTS)
     if effort is not None:

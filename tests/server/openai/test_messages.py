@@ -902,7 +902,7 @@ def test_json_that_is_read(in_thread):
     assert read(b' {"a": "\\ud83d\\ude00", "b": [1, -0.0, 1e-400]} ') == {"a": "😀", "b": [1, -0.0, 0.0]}
     read(b'{"a":' + b"[" * 63 + b"]" * 63 + b"}")
     read(b'{"a":"' + b"[" * 1000 + b'\\"{"}')  # brackets in a text are none
-    for large in ([7] * 2_000_000, 'a, [] {} \\ " 😀' * 200_000, [[]] * 120_000, ["a"] * 250_000):  # what may be long
+    for large in ([7] * 2_000_000, 'a, [] {} \\ " 😀' * 200_000, [[]] * 120_000, ["a"] * 250_000):
         assert read(json.dumps({"a": large}).encode()) == {"a": large}
 
 
