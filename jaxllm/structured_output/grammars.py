@@ -188,7 +188,7 @@ class Grammars:
                 self._forget(constraint)
         self._num_fills += 1
         if now - began > _WEIGHED_SECONDS or not self._num_fills % _STEPS_UNWEIGHED:
-            self._weigh([constraint for constraint, _ in work[:at]])
+            self._weigh([constraint for constraint, _ in work[:at] if constraint.error is None])
         return [row for _, row in work[at:]]
 
     def _make(self, wanted: Sequence[tuple[Constraint, int]], masks: np.ndarray) -> None:

@@ -549,7 +549,8 @@ def test_strange_divisors_are_judged_at_once(asked: dict, drawing: Drawing) -> N
     assert time.process_time() - began < 2.0
 
 
-def test_a_mask_that_raises_is_one_constraints(drawing: Drawing) -> None:
+def test_a_mask_that_raises_is_one_constraints(drawing: Drawing, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxllm.structured_output.grammars._STEPS_UNWEIGHED", 1)
     grammar = drawing.grammars.compile(Params(regex="ab+"))
     broken, fine = grammar.begin(), grammar.begin()
     broken.matchers = [None]  # type: ignore[list-item]
