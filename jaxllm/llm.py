@@ -14,10 +14,11 @@ from tqdm import tqdm
 
 from jaxllm.beam_search_params import BeamSearchParams
 from jaxllm.config import EngineConfig, config_of
+from jaxllm.engine.accepted import Params
 from jaxllm.engine.engine_client import SteppedEngine
-from jaxllm.engine.input_processor import Params, Prompt
+from jaxllm.engine.features.pooling.prompts import check_kind
 from jaxllm.engine.llm_engine import LLMEngine
-from jaxllm.engine.pooled_input import check_kind
+from jaxllm.engine.prompts import Prompt
 from jaxllm.errors import EngineError, UserError
 from jaxllm.fleet.offline import FleetEngine
 from jaxllm.lora_request import LoRARequest

@@ -13,7 +13,7 @@ from pallas_kernels.own_folders import OwnFolder
 
 if TYPE_CHECKING:
     from jaxllm.engine.engine_client import SteppedEngine
-    from jaxllm.engine.input_processor import Prompt
+    from jaxllm.engine.prompts import Prompt
 
 
 def trace(

@@ -69,7 +69,7 @@ def _check(config: EngineConfig, options: ServerOptions) -> None:
 
     Reads no weights but those of adapters; of a model on the hub the small files are fetched.
     """
-    from jaxllm.engine import adapters
+    from jaxllm.engine.features.adapters import store
     from jaxllm.model import sharding, weights
     from jaxllm.runner.model_setup import free_bytes, plan_memory, prepare
     from jaxllm_server.shared.adapters import requests_of
@@ -81,7 +81,7 @@ def _check(config: EngineConfig, options: ServerOptions) -> None:
         mesh = sharding.make_mesh(setup.devices, config.tensor_parallel_size)
         weights.check_shards(setup.spec, config.tensor_parallel_size)
         plan_memory(config, setup, mesh, free_bytes(setup, mesh.size))
-        read = adapters.weights_reader(setup, config)
+        read = store.weights_reader(setup, config)
         for request in modules:
-            with adapters.naming(request):
-                read(adapters.folder_of(request))
+            with store.naming(request):
+                read(store.folder_of(request))

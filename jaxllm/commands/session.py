@@ -39,12 +39,12 @@ def with_lora(options: dict[str, Any]) -> tuple[dict[str, Any], LoRARequest | No
     path = options["lora"]
     if path is None:
         return options, None
-    from jaxllm.engine import adapters
+    from jaxllm.engine.features.adapters import store
     from jaxllm.model.lora_files import highest_rank
 
     request = LoRARequest("lora", 1, path)
-    with adapters.naming(replace(request, lora_name=path)):
-        rank = highest_rank(adapters.folder_of(request))
+    with store.naming(replace(request, lora_name=path)):
+        rank = highest_rank(store.folder_of(request))
     own = {"EngineConfig.max_lora_rank": rank, **options, "EngineConfig.enable_lora": True}
     return own, request
 

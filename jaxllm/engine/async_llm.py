@@ -14,15 +14,16 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from jaxllm.config import EngineConfig, config_of
-from jaxllm.engine.adapters import Adapter, Known
+from jaxllm.engine.accepted import Accepted, Params
 from jaxllm.engine.engine_client import EngineView
 from jaxllm.engine.engine_thread import EngineThread, Listeners
+from jaxllm.engine.features.adapters.store import Adapter, Known
 from jaxllm.engine.inbox import Inbox
-from jaxllm.engine.input_processor import Accepted, Params, Prompt
 from jaxllm.engine.kv_events import BlockBatch, BlockLog
 from jaxllm.engine.llm_engine import LLMEngine
 from jaxllm.engine.loader import Parts
 from jaxllm.engine.model_info import ModelInfo
+from jaxllm.engine.prompts import Prompt
 from jaxllm.engine.streaming_engine import StreamingEngine, set_result
 from jaxllm.errors import (
     EngineDeadError,

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.adapters import Adapter, Known
-from jaxllm.engine.input_processor import Params, Prompt
+from jaxllm.engine.accepted import Params
+from jaxllm.engine.features.adapters.store import Adapter, Known
 from jaxllm.engine.kv_events import BlockBatch
 from jaxllm.engine.life_cycle import EngineState
 from jaxllm.engine.model_info import ModelInfo
+from jaxllm.engine.prompts import Prompt
 from jaxllm.lora_request import LoRARequest
 from jaxllm.metrics import DeviceReport, Load, Metrics, Observer
 from jaxllm.outputs import FinishReason, PoolingRequestOutput, RequestOutput

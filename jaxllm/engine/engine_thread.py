@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.config import EngineConfig
+from jaxllm.engine.accepted import Accepted
 from jaxllm.engine.inbox import Inbox
-from jaxllm.engine.input_processor import Accepted
 from jaxllm.engine.llm_engine import LLMEngine
 from jaxllm.engine.loader import Parts
 from jaxllm.lora_request import LoRARequest

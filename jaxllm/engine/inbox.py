@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from jaxllm.outputs import FinishReason
 
 if TYPE_CHECKING:
-    from jaxllm.engine.input_processor import Accepted
+    from jaxllm.engine.accepted import Accepted
     from jaxllm.engine.llm_engine import LLMEngine
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.adapters import Adapters, Language, weights_reader
+from jaxllm.engine.features.table import FEATURES, Factory
+from jaxllm.engine.language import Language
 from jaxllm.engine.model_info import ModelInfo
 from jaxllm.errors import UserError
 from jaxllm.metrics import Metrics
@@ -31,7 +32,8 @@ class Parts:
 
     model: ModelInfo
     runner: Runner
-    adapters: Adapters
+    language: Language  # of requests without an adapter
+    features: Mapping[str, Factory] = field(default_factory=lambda: FEATURES)
     clock: Callable[[], float] = time.monotonic  # seconds
     start_phases: tuple[Phase, ...] = ()  # how long each phase of the start took, and why
 
@@ -71,8 +73,7 @@ def load_parts(config: EngineConfig, progress: bool, metrics: Metrics) -> Parts:
         num_token_types=setup.spec.token_types,
     )
     language = Language(model=model, grammars=Grammars(tokenizer, setup.spec.vocab_size, eos_ids))
-    adapters = Adapters(config, language, weights_reader(setup, config))
-    return Parts(model=model, runner=runner, adapters=adapters, start_phases=start_phases)
+    return Parts(model=model, runner=runner, language=language, start_phases=start_phases)
 
 
 def _eos_ids(model_tokenizer: Tokenizer, generation_config: Mapping[str, Any], vocab_size: int) -> frozenset[int]:

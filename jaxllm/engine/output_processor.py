@@ -9,15 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
-import numpy as np
-
 from jaxllm.engine import sequence
-from jaxllm.engine.beams import Ended
 from jaxllm.engine.sequence import SequenceGroup
 from jaxllm.metrics import Metrics
-from jaxllm.model.pooler import Pooler, finish
 from jaxllm.outputs import FinishReason, RequestOutput
-from jaxllm.runner.results import Result, Score
+from jaxllm.runner.results import Result
 from jaxllm.sampling_params import RequestOutputKind
 from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm.scheduler.state import Events
@@ -25,26 +21,20 @@ from jaxllm.scheduler.state import Events
 FEW_STREAMS = 32  # running sequences up to which every token is an output of its own …
 # … and from which on so many tokens are one: an output costs 30 to 50 us, however many tokens it has.
 MANY_STREAMS_INTERVAL = 8
-_NOT_FINITE = "no token could be sampled: the logits were not finite, or all were forbidden"
 _log = logging.getLogger(__name__)
 
 
 class OutputProcessor:
     """The requests of one engine that have not finished, and their sequences that have not ended."""
 
-    def __init__(
-        self,
-        scheduler: RecordedScheduler,
-        metrics: Metrics,
-        clock: Callable[[], float],
-        pooler: Pooler | None = None,
-    ) -> None:
+    def __init__(self, scheduler: RecordedScheduler, metrics: Metrics, clock: Callable[[], float]) -> None:
         self.groups: dict[str, SequenceGroup] = {}  # by internal id
         self.sequences: dict[int, sequence.Sequence] = {}  # by sequence id
         self._scheduler = scheduler
         self._metrics = metrics
         self._clock = clock
-        self._pooler = pooler
+        self.shows: Sequence[Callable[[SequenceGroup, RequestOutput], None]] = ()  # called with each output
+        self.forgets: Sequence[Callable[[SequenceGroup], None]] = ()  # called with each request that has ended
 
     def add(self, groups: Sequence[SequenceGroup]) -> None:
         """Take in requests that were queued."""
@@ -78,15 +68,6 @@ class OutputProcessor:
         """Append what a step sampled, as far as the scheduler accepted it; return the outputs that are due."""
         now = self._clock()
         changed: dict[str, SequenceGroup] = {}
-        for score in result.scores:
-            own = self.sequences.get(score.of.sequence_id)
-            if own is None or score.of.position >= len(own.group.prompt_token_ids):
-                continue
-            try:
-                self._add_score(own.group, score)
-            except Exception:  # in this request's text: the others of the step are unaffected
-                changed[own.group.internal_id] = own.group
-                self.fail(own.group)
         columns = events.ids, events.counts, events.rows
         for sequence_id, count, row in zip(*(column.tolist() for column in columns), strict=True):
             own = self.sequences.get(sequence_id)
@@ -102,7 +83,7 @@ class OutputProcessor:
             if own is None:
                 continue
             changed[own.group.internal_id] = own.group
-            self._end(own, "error", _NOT_FINITE if own.pooling is None else "its vector was not finite")
+            self._end(own, "error", own.not_finite)
         return self.due(changed.values(), now)
 
     def fail(self, group: SequenceGroup) -> None:
@@ -124,28 +105,11 @@ class OutputProcessor:
                 outputs.append(output)
         return outputs
 
-    def _add_score(self, group: SequenceGroup, score: Score) -> None:
-        """Take in the log-probability of a token of a prompt."""
-        if np.isfinite(score.logprob):
-            group.add_prompt_logprobs(group.tokenizer, score)
-
     def _append(self, own: sequence.Sequence, count: int, row: int, result: Result, events: Events, now: float) -> None:
         """Take in the newest `count` tokens of a sequence, which may end it."""
-        if own.index == 0 and own.group.misses_prompt_logprobs:
-            self.end_group(own.group, "the logits of the prompt were not finite")
-            return
         if own.group.metrics.first_token_time is None:
             own.group.metrics.first_token_time = now
-        if own.pooling is not None and self._pooler is not None and result.pooled is not None:
-            own.pooled = finish(self._pooler, result.pooled[row], own.pooling)
-            self._end(own, "stop", None)
-            return
-        start = len(own.tokens) - count
-        length, end = own.advance(own.group.tokenizer, count, events.finished.get(own.sequence_id))
-        if own.logprobs is not None:  # then all of them were sampled
-            first = row if result.places is None else int(result.places[row])
-            for place, token in enumerate(own.tokens[start:length]):
-                own.add_logprobs(own.group.tokenizer, token, result, first + place)
+        length, end = own.take_in(result, row, count, events.finished.get(own.sequence_id))
         if end is not None:
             if own.sequence_id not in events.finished:
                 self._scheduler.abort({own.sequence_id: end[0]})
@@ -159,13 +123,11 @@ class OutputProcessor:
         for own in ending:
             self._end(own, "error", why)
 
-    def end_search(self, group: SequenceGroup, ended: Sequence[Ended]) -> None:
-        """End a beam search with its outputs, the best first."""
+    def end_all(self, group: SequenceGroup, reasons: Sequence[FinishReason]) -> None:
+        """End all sequences of a request, each for a reason; none of them has ended."""
         self._scheduler.abort({own.sequence_id: "stop" for own in group.sequences})
-        for own, each in zip(group.sequences, ended, strict=True):
-            own.end_as(group.tokenizer, each, group.shows_stop)
-        for own, each in zip(group.sequences, ended, strict=True):
-            self._end(own, "stop" if each.is_stopped else "length", None)
+        for own, reason in zip(group.sequences, reasons, strict=True):
+            self._end(own, reason, None)
 
     def _end(self, own: sequence.Sequence, finish_reason: FinishReason, stop_reason: int | str | None) -> None:
         own.finish_reason, own.stop_reason = finish_reason, stop_reason
@@ -180,17 +142,25 @@ class OutputProcessor:
         for own in group.sequences:
             if own.finish_reason is None and group.kind is not RequestOutputKind.FINAL_ONLY:
                 own.read(own.group.tokenizer)
-        return group.show()
+        return self._show(group)
+
+    def _show(self, group: SequenceGroup) -> RequestOutput:
+        output = group.show()
+        for show in self.shows:
+            show(group, output)
+        return output
 
     def _finish(self, group: SequenceGroup, now: float) -> RequestOutput:
         """Make the last output of a request and forget the request."""
         group.metrics.finished_time = now
         try:
-            output = group.show()
+            output = self._show(group)
         except Exception:
             _log.exception("request %s failed", group.request_id)
             output = group.show_failure("its output could not be made")
         del self.groups[group.internal_id]
+        for forget in self.forgets:
+            forget(group)
         # Counted here and not in `_end`: the last output may have failed, and the count follows what it reports.
         for own in group.sequences:
             self._metrics.note_finished(own.finish_reason or "error")

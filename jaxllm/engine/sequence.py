@@ -9,17 +9,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import numpy as np
 
-from jaxllm.engine.adapters import Adapter
-from jaxllm.engine.beams import BeamSearch, Ended
+from jaxllm.engine.language import Language
 from jaxllm.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
-from jaxllm.pooling_params import PoolingParams
-from jaxllm.runner.results import Result, Score
+from jaxllm.runner.results import Result
 from jaxllm.sampling.sampler import Variant
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
-from jaxllm.structured_output.constraint import Constraint
 from jaxllm.text import detokenizer
 from jaxllm.text.detokenizer import Detokenizer
 from jaxllm.text.repetition_detector import RepetitionDetector
@@ -31,7 +29,9 @@ End = tuple[FinishReason, int | str | None]  # finish reason and stop reason of 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One output of a request while it is being made."""
+    """One output of a request while it is being made. A feature may bring a subclass, see `Accepted.sequence_type`."""
+
+    not_finite: ClassVar[str] = "no token could be sampled: the logits were not finite, or all were forbidden"
 
     sequence_id: int
     group: SequenceGroup
@@ -47,17 +47,12 @@ class Sequence:
     row: np.ndarray | None = None  # its packed row of the sampling state, see sampling.pack_row
     extras: np.ndarray | None = None  # its packed extras, see sampling.Extras
     repetition: RepetitionDetector | None = None
-    constraint: Constraint | None = None  # the grammar that it obeys, as far as it has come
-    pooling: PoolingParams | None = None  # of a prompt that is pooled: it yields a vector, and no tokens
-    token_types: np.ndarray | None = None  # of its prompt, int32; None: zeros
-    pooled: np.ndarray | None = None  # its vector, float32[W]
     text: list[str] = field(default_factory=list)  # in pieces
     num_read: int = 0  # output tokens that `text` is made of
     num_shown: int = 0  # output tokens that `show` has returned; -1 once it returned the end
     text_shown: int = 0  # pieces of the text that it has returned
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float = 0.0
-    score: float | None = None  # of an output of a beam search, by which they are ranked
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
@@ -70,6 +65,18 @@ class Sequence:
     def stop_ids(self) -> frozenset[int]:
         """The tokens that end it."""
         return self.eos_ids.union(self.params.stop_token_ids)
+
+    def take_in(
+        self, result: Result, row: int, count: int, finish_reason: FinishReason | None
+    ) -> tuple[int, End | None]:
+        """Take in what a row of a step gave it, the newest `count` of `tokens`; results as of `advance`."""
+        start = len(self.tokens) - count
+        length, end = self.advance(self.group.tokenizer, count, finish_reason)
+        if self.logprobs is not None:  # then all of them were sampled
+            first = row if result.places is None else int(result.places[row])
+            for place, token in enumerate(self.tokens[start:length]):
+                self.add_logprobs(self.group.tokenizer, token, result, first + place)
+        return length, end
 
     def advance(self, tokenizer: Tokenizer, count: int, finish_reason: FinishReason | None) -> tuple[int, End | None]:
         """Take in the newest `count` of `tokens`; say how many tokens it has and how they end it, if they do.
@@ -139,15 +146,6 @@ class Sequence:
             self.matcher = replace(self.matcher, held="")
         self._append(delta)
 
-    def end_as(self, tokenizer: Tokenizer, ended: Ended, shows_stop: bool) -> None:
-        """Become an output of a beam search; `shows_stop`: its text ends with the token that ended it."""
-        self.tokens = array("i", (*self.group.prompt_token_ids, *ended.tokens))
-        self.cumulative_logprob, self.score = ended.logprob, ended.score
-        self.read(tokenizer, len(self.tokens) - ended.is_stopped)
-        self.flush(tokenizer)
-        if ended.is_stopped and shows_stop and self.params.detokenize:
-            self.text.append(tokenizer.token_text(ended.tokens[-1]))
-
     def add_logprobs(self, tokenizer: Tokenizer, token: int, result: Result, row: int) -> None:
         """Append the log-probabilities of a sampled token, if they were asked for."""
         if self.logprobs is None:
@@ -155,18 +153,18 @@ class Sequence:
         assert result.logprob is not None and result.rank is not None
         assert result.top_ids is not None and result.top_logprobs is not None
         value = float(result.logprob[row])
-        chosen = _logprob(tokenizer, token, value, int(result.rank[row]))
+        chosen = logprob_of(tokenizer, token, value, int(result.rank[row]))
         top_ids, top_logprobs = result.top_ids[row], result.top_logprobs[row]
-        for score in result.scores:  # a row of more than a step reports
-            if score.of.sequence_id == self.sequence_id and score.of.position >= len(self.group.prompt_token_ids):
-                top_ids, top_logprobs = score.top_ids, score.top_logprobs
-        entry = _entry(tokenizer, token, chosen, self.params.logprobs or 0, top_ids, top_logprobs)
+        whole = result.whole.get(self.sequence_id)
+        if whole is not None:
+            top_ids, top_logprobs = whole.top_ids, whole.top_logprobs
+        entry = entry_of(tokenizer, token, chosen, self.params.logprobs or 0, top_ids, top_logprobs)
         reported = self.params.logprob_token_ids or ()
         if reported:
             assert result.reported is not None
             for other, logprob in zip(reported, result.reported[row, : len(reported)].tolist(), strict=True):
                 if other not in entry:
-                    entry[other] = _logprob(tokenizer, other, logprob, None)
+                    entry[other] = logprob_of(tokenizer, other, logprob, None)
         self.logprobs.append(entry)
         self.cumulative_logprob += value
 
@@ -191,13 +189,11 @@ class Sequence:
             index=self.index,
             text="".join(self.text[text_start:]),
             token_ids=self.tokens[num_prompt + start :].tolist(),
-            cumulative_logprob=None if self.logprobs is None and self.score is None else self.cumulative_logprob,
+            cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
             logprobs=None if self.logprobs is None else self.logprobs[start:],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             seed=None if self.params.temperature == 0.0 else _signed(self.seed),
-            pooled=self.pooled,
-            score=self.score,
         )
 
     def _append(self, text: str) -> None:
@@ -208,12 +204,13 @@ class Sequence:
             self.text.append(text)
 
 
-def _logprob(tokenizer: Tokenizer, token: int, logprob: float, rank: int | None) -> Logprob:
+def logprob_of(tokenizer: Tokenizer, token: int, logprob: float, rank: int | None) -> Logprob:
+    """Return the entry of a token: its log-probability, rank and text."""
     text = tokenizer.token_text(token)
     return Logprob(logprob, rank, text, tokenizer.raw_bytes(token) if "\ufffd" in text else None)
 
 
-def _entry(
+def entry_of(
     tokenizer: Tokenizer, token: int, chosen: Logprob, count: int, top_ids: np.ndarray, top_logprobs: np.ndarray
 ) -> dict[int, Logprob]:
     """Make the entry of one position: its token, then the `count` likeliest; -1: the whole vocabulary."""
@@ -221,7 +218,7 @@ def _entry(
     entry = {token: chosen}
     for rank, (other, logprob) in enumerate(zip(top_ids[:end].tolist(), top_logprobs[:end].tolist(), strict=True), 1):
         if other not in entry:
-            entry[other] = _logprob(tokenizer, other, logprob, rank)
+            entry[other] = logprob_of(tokenizer, other, logprob, rank)
     return entry
 
 
@@ -235,30 +232,15 @@ class SequenceGroup:
     prompt_token_ids: tuple[int, ...]
     metrics: RequestMetrics
     kind: RequestOutputKind
-    tokenizer: Tokenizer  # of its adapter, if that brings one
-    adapter: Adapter | None = None
-    search: BeamSearch | None = None  # of which its sequences are the beams
-    shows_stop: bool = False  # whether texts of a search end with the token that ended them
+    language: Language
+    states: dict[str, Any] = field(default_factory=dict)  # of features, by their names
     sequences: list[Sequence] = field(default_factory=list)
     num_cached_tokens: int | None = None
-    num_prompt_logprobs: int | None = None  # likeliest tokens to report of each of the prompt's; None: none, -1: all
-    prompt_logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)  # by position
-    were_prompt_logprobs_shown: bool = False
 
     @property
-    def misses_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of the prompt are still to be computed."""
-        wanted = len(self.prompt_token_ids) - 1  # nothing predicts the first token
-        return self.num_prompt_logprobs is not None and len(self.prompt_logprobs) < wanted
-
-    def add_prompt_logprobs(self, tokenizer: Tokenizer, score: Score) -> None:
-        """Take in the log-probabilities of one of the prompt's tokens."""
-        assert self.num_prompt_logprobs is not None
-        token = score.of.token
-        chosen = _logprob(tokenizer, token, score.logprob, score.rank)
-        self.prompt_logprobs[score.of.position] = _entry(
-            tokenizer, token, chosen, self.num_prompt_logprobs, score.top_ids, score.top_logprobs
-        )
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of its texts."""
+        return self.language.model.tokenizer
 
     @property
     def is_finished(self) -> bool:
@@ -275,11 +257,6 @@ class SequenceGroup:
     def show(self) -> RequestOutput:
         """Return the output for the caller; of deltas, only sequences that have something new."""
         is_delta = self.kind is RequestOutputKind.DELTA
-        prompt_logprobs = None
-        has_all = self.num_prompt_logprobs is not None and not self.misses_prompt_logprobs
-        if has_all and not (is_delta and self.were_prompt_logprobs_shown):
-            self.were_prompt_logprobs_shown = True
-            prompt_logprobs = [self.prompt_logprobs.get(position) for position in range(len(self.prompt_token_ids))]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -288,7 +265,6 @@ class SequenceGroup:
             finished=self.is_finished,
             metrics=replace(self.metrics),
             num_cached_tokens=self.num_cached_tokens,
-            prompt_logprobs=prompt_logprobs,
             internal_id=self.internal_id,
         )
 

@@ -16,13 +16,14 @@ from dataclasses import replace
 from typing import Any, Protocol, Self, TypeVar
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.adapter_threads import AdapterThreads
+from jaxllm.engine.accepted import Params
 from jaxllm.engine.engine_client import PauseMode
 from jaxllm.engine.fair_threads import FairThreads
-from jaxllm.engine.input_processor import Params, Prompt
+from jaxllm.engine.features.adapters.threads import AdapterThreads
 from jaxllm.engine.life_cycle import NOT_STARTED, EngineState, LifeCycle
 from jaxllm.engine.model_info import ModelInfo
 from jaxllm.engine.output_streams import Stream, StreamTable
+from jaxllm.engine.prompts import Prompt
 from jaxllm.errors import (
     DrainingError,
     EngineDeadError,

@@ -14,11 +14,12 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from jaxllm import combinations
 from jaxllm.beam_search_params import BeamSearchParams
 from jaxllm.config import EngineConfig, config_of
-from jaxllm.engine.adapters import Adapter, Known
 from jaxllm.engine.async_llm import LONG_TEXT
 from jaxllm.engine.engine_client import EngineView
+from jaxllm.engine.features.adapters.store import Adapter, Known
 from jaxllm.engine.input_processor import text_to_encode
 from jaxllm.engine.kv_events import BlockBatch
 from jaxllm.engine.life_cycle import EngineState
@@ -78,9 +79,8 @@ class FleetLLM(StreamingEngine):
             max_queued_tokens=max_queued_tokens,
             hang_timeout=hang_timeout,
         )
-        for name in ("enable_lora", "enable_kv_cache_events"):
-            if getattr(config, name):
-                raise UserError(f"{name} is not supported with data_parallel_size above 1.", name)
+        settings = ("enable_lora", "enable_kv_cache_events")
+        combinations.check([name for name in settings if getattr(config, name)], [combinations.FLEET])
         if any(callable(each) for each in config.logits_processors):
             message = "logits_processors must be named, as package.module:function, with data_parallel_size above 1."
             raise UserError(message, "logits_processors")
@@ -421,7 +421,7 @@ class FleetLLM(StreamingEngine):
 
 
 def _no_adapters() -> UserError:
-    return UserError("adapters are not supported with data_parallel_size above 1.", "lora_request")
+    return combinations.refusal("lora_request", combinations.FLEET)
 
 
 class ReplicaView:

@@ -10,6 +10,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, TypeVar
 
+from jaxllm import combinations
 from jaxllm.config import EngineConfig
 from jaxllm.engine.model_info import ModelInfo
 from jaxllm.errors import UserError
@@ -62,7 +63,7 @@ class FleetEngine:
     def model_of(self, lora_request: LoRARequest | None) -> ModelInfo:
         """Return the model; adapters are refused."""
         if lora_request is not None:
-            raise UserError("adapters are not supported with data_parallel_size above 1.", "lora_request")
+            raise combinations.refusal("lora_request", combinations.FLEET)
         return self.model
 
     def load(self) -> Load:

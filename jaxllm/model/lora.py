@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxllm.errors import UserError
+from jaxllm import combinations
 from jaxllm.model import decoder, quantized
 from jaxllm.model.parameters import Weight
 from jaxllm.model.spec import Spec
@@ -38,7 +38,7 @@ Adapter = tuple[Mapping[str, Pair[Leaf]], ...]
 def check_supported(spec: Spec) -> None:
     """Refuse a decoder whose layers cannot have adapters."""
     if spec.latent is not None:
-        raise UserError("enable_lora is not supported for models with latent attention; leave it out.", "enable_lora")
+        raise combinations.refusal("enable_lora", combinations.LATENT)
 
 
 def declare(spec: Spec, shards: int, rank: int) -> Adapter[Weight]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +55,7 @@ from jaxllm.runner.resident_adapters import ResidentAdapters, Weights
 from jaxllm.runner.results import Result, Scored
 from jaxllm.runner.small_programs import SmallPrograms
 from jaxllm.runner.startup_timing import Compilations, Phases
+from jaxllm.runner.step_input import StepInput
 from jaxllm.runner.step_model import Leaves, StepModel
 from jaxllm.sampling.logits_processors import load_processors
 from jaxllm.sampling.sampler import ROW_WIDTH, Variant
@@ -90,6 +91,14 @@ class StepInFlight(NamedTuple):
         return replace(result, scores=[score for of, found in self.scores for score in scoring.read_scores(of, found)])
 
 
+class PendingResult(Protocol):
+    """A step whose rows the device samples, or pools."""
+
+    def result(self) -> Result:
+        """Wait for the step's result. A failure on the device is raised here, and by every later step."""
+        ...
+
+
 class HeldStep(NamedTuple):
     """The first half of a step, which was dispatched; its rows are still to be sampled."""
 
@@ -98,6 +107,9 @@ class HeldStep(NamedTuple):
     buffer: np.ndarray  # of the first half
     logits: jax.Array
     scores: Sequence[tuple[Sequence[Scored], jax.Array | np.ndarray]]
+
+
+Flight = PendingResult | HeldStep
 
 
 class Runner:
@@ -224,34 +236,20 @@ class Runner:
         """Whether the device must be told the token behind each chunk of a prompt."""
         return self.drafting is not None and self.drafting.head is not None
 
-    def dispatch(
-        self,
-        plan: Plan,
-        chunks: Sequence[np.ndarray],
-        sampling: np.ndarray,
-        variant: Variant,
-        history: np.ndarray | None = None,
-        extras: Sequence[tuple[int, np.ndarray]] = (),
-        scored: Sequence[Scored] = (),
-        adapters: np.ndarray | None = None,
-    ) -> StepInFlight:
+    def dispatch(self, given: StepInput) -> Flight:
         """Dispatch one step, which begins when the one before it has ended; do not wait.
 
-        `chunks` are the token ids of the plan's rows after its decode rows; `sampling` is int32[S, F]; `history` is
-        int32[·, 3] of (slot, position, token) that the device needs before the step, for penalties over cached prompts;
-        `extras` are the slots of newly admitted requests that have extras, each with their packed `sampler.Extras`;
-        `scored` are positions of this step to score, which needs the widest variant; `adapters`, int64[R], are the
-        numbers of the rows' adapters, which `hold_adapters` has put on the devices, and 0 of rows that have none.
-        After an exception the state may be lost: call `renew`, and compute every running request again.
+        Of a step that is held this is the first half; no other step may follow until `sample` was called. In
+        `given.side` may be "scored", a list of `Scored` positions of this step, which needs the widest variant; and
+        "adapters", int64[R], the numbers of the rows' adapters, which `hold_adapters` has put on the devices, and 0 of
+        rows that have none. After an exception the state may be lost: call `renew`, and compute every running request
+        again.
         """
-        started = self._start(plan, chunks, sampling, variant, history, extras, scored, adapters, is_held=False)
+        started = self._start(given)
+        if given.is_held:
+            assert isinstance(started, HeldStep)
+            return started
         return self.sample(started) if isinstance(started, HeldStep) else started
-
-    def dispatch_held(self, *arguments: Any) -> HeldStep:
-        """Dispatch the first half of a step; arguments as of `dispatch`. No other step until `sample` was called."""
-        started = self._start(*arguments, is_held=True)
-        assert isinstance(started, HeldStep)
-        return started
 
     def hold_adapters(self, numbers: tuple[int, ...], weights: Weights) -> None:
         """Have exactly the adapters `numbers` on the devices for the steps to come; steps in flight keep theirs."""
@@ -283,32 +281,23 @@ class Runner:
             joined.copy_to_host_async()
         return self._in_flight(joined, plan, key, held.scores)
 
-    def _start(
-        self,
-        plan: Plan,
-        chunks: Sequence[np.ndarray],
-        sampling: np.ndarray,
-        variant: Variant,
-        history: np.ndarray | None,
-        extras: Sequence[tuple[int, np.ndarray]],
-        scored: Sequence[Scored],
-        adapters: np.ndarray | None,
-        is_held: bool,
-    ) -> StepInFlight | HeldStep:
+    def _start(self, given: StepInput) -> StepInFlight | HeldStep:
+        plan, adapters, scored = given.plan, given.side.get("adapters"), given.side.get("scored", ())
         with self._compilations_counted():
             with span("pack"):
                 num_adapters = 0 if adapters is None else len(self.adapters.of_rows(adapters))
-                way = self.programs.choose(plan, variant, is_held, num_adapters)
+                way = self.programs.choose(plan, given.variant, given.is_held, num_adapters)
                 key, shape = way[0], way[0].shape
                 which, own = self.adapters.arguments(adapters, shape.adapters)
-                buffer = batch.pack(plan, shape, self.geometry.num_slots, chunks, sampling, which)
+                buffer = batch.pack(plan, shape, self.geometry.num_slots, given.chunks, given.sampling, which)
                 buffer = self._with_room(buffer, key)
             with span("dispatch"):
                 ahead = plan.table[shape.entries :]
-                if len(ahead) or history is not None:
-                    self._state = self._small.patch(self._state, ahead, history)
-                if extras:
-                    self._state = self._small.patch_extras(self._state, extras)
+                if len(ahead) or given.tokens:
+                    tokens = np.asarray(given.tokens, np.int32) if given.tokens else None
+                    self._state = self._small.patch(self._state, ahead, tokens)
+                if given.extras:
+                    self._state = self._small.patch_extras(self._state, given.extras)
                 if len(plan.copies):
                     self._state = self._small.copy(self._state, plan.copies)
                 self._state, returned = self.programs[key](self._params, self._state, buffer, *own)

@@ -20,6 +20,7 @@ import psutil
 from jax.sharding import Mesh
 
 import pallas_kernels
+from jaxllm import combinations
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
 from jaxllm.model import lora, weights
@@ -195,30 +196,17 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
         )
     if family.stored is not None:
         _check_stored(config, family.stored)
-    elif config.quantization is not None and (spec.experts or spec.latent):
-        what = "experts" if spec.experts else "latent attention"
-        raise UserError(
-            f"quantization {config.quantization} is not supported for models with {what}, as "
-            f"{family.architectures[0]}; leave it out.",
-            "quantization",
-        )
-    if config.speculative_config is not None and own_pooler is not None:
-        raise UserError("speculative_config is for models that generate; leave it out.", "speculative_config")
-    if config.enable_lora:
-        _check_adapters(spec, own_pooler is not None)
     is_cpu = platform == "cpu"
+    _check_combinations(config, spec, family.stored is None, own_pooler is not None, is_cpu)
     dtype = choose_dtype(config, checkpoint, platform)
-    if config.kv_cache_dtype != "auto" and not spec.is_causal:
-        raise UserError(
-            f"kv_cache_dtype {config.kv_cache_dtype} is for models with a cache; {family.architectures[0]} reads whole "
-            "prompts and has none. Leave it out.",
-            "kv_cache_dtype",
-        )
     cache_dtype, float8 = choose_cache_dtype(config, dtype, is_cpu)
     scheme = weights.at_load(config.quantization, is_cpu) if family.stored is None else family.stored.scheme
     recorded = aot_manifest.read(config.cache_dir(), spec)
-    if config.deterministic:
-        _check_deterministic(config, is_cpu, own_pooler is not None)
+    if config.deterministic and any(str(text).startswith("paged_prefill") for text in config.kernels):
+        raise UserError(
+            "kernels: paged_prefill does nothing in deterministic mode, where every token attends by paged_decode.",
+            "kernels",
+        )
     most = spec.max_position if own_pooler is None else min(spec.max_position, most_tokens(folder) or spec.max_position)
     longest = config.max_model_len or recorded.get("max_model_len") or most
     slots, tokens = step_sizes(config, recorded, is_cpu, own_pooler is not None)
@@ -269,30 +257,24 @@ def _check_stored(config: EngineConfig, stored: Stored) -> None:
         )
 
 
-def _check_adapters(spec: Spec, pools: bool) -> None:
-    """Refuse models that cannot have adapters."""
-    if pools:
-        raise UserError("enable_lora is for models that generate; leave it out.", "enable_lora")
-    lora.check_supported(spec)
-
-
-def _check_deterministic(config: EngineConfig, is_cpu: bool, pools: bool) -> None:
-    """Refuse configurations that cannot be deterministic."""
-    if pools:
-        raise UserError("deterministic mode is for models that generate; leave it out.", "deterministic")
-    if not is_cpu and config.tensor_parallel_size > 2:
+def _check_combinations(config: EngineConfig, spec: Spec, rounds: bool, pools: bool, is_cpu: bool) -> None:
+    """Refuse settings that do not go with each other or with the model; `rounds`: its weights may be rounded here."""
+    asked = {
+        "speculative_config": config.speculative_config is not None,
+        "enable_lora": config.enable_lora,
+        "deterministic": config.deterministic,
+        "kv_cache_dtype": config.kv_cache_dtype != "auto",
+        "quantization": config.quantization is not None and rounds,
+    }
+    present = {
+        combinations.POOLS: pools,
+        combinations.WHOLE_PROMPTS: not spec.is_causal,
+        combinations.LATENT: spec.latent is not None,
+        combinations.EXPERTS: bool(spec.experts),
         # A ring all-reduce sums each piece of an array in another order; with two devices there is only one order.
-        raise UserError(
-            f"deterministic mode is not supported for {config.tensor_parallel_size} GPUs: among more than two, the "
-            "order of a sum depends on where in the batch a token is. Set tensor_parallel_size to 1 or 2, or leave it "
-            "out.",
-            "deterministic",
-        )
-    if any(str(text).startswith("paged_prefill") for text in config.kernels):
-        raise UserError(
-            "kernels: paged_prefill does nothing in deterministic mode, where every token attends by paged_decode.",
-            "kernels",
-        )
+        combinations.MANY_GPUS: not is_cpu and config.tensor_parallel_size > 2,
+    }
+    combinations.check(*([name for name, holds in own.items() if holds] for own in (asked, present)))
 
 
 def step_sizes(config: EngineConfig, recorded: Mapping[str, Any], is_cpu: bool, pools: bool = False) -> tuple[int, int]:

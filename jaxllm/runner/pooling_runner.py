@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,7 +17,8 @@ from jaxllm.runner.pooling import PoolPrograms
 from jaxllm.runner.profiling import span
 from jaxllm.runner.results import Result
 from jaxllm.runner.small_programs import PATCH_ENTRIES
-from jaxllm.scheduler.state import Limits, Plan
+from jaxllm.runner.step_input import StepInput
+from jaxllm.scheduler.state import Limits
 
 
 def make_runner(config: Any, setup: Any, *arguments: Any, **options: Any) -> Runner:
@@ -40,7 +40,7 @@ class PooledInFlight(NamedTuple):
 
 
 class PoolingRunner(Runner):
-    """Runs plans of prompts on the device. Not thread-safe: one thread calls `pool`."""
+    """Runs plans of prompts on the device. Not thread-safe: one thread calls `dispatch`."""
 
     programs: PoolPrograms  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -51,13 +51,12 @@ class PoolingRunner(Runner):
         limits = super().limits
         return replace(limits, whole_prompts=True, max_step_chunks=limits.num_slots) if whole else limits
 
-    def pool(
-        self, plan: Plan, prompts: Sequence[np.ndarray], token_types: Sequence[np.ndarray | None]
-    ) -> PooledInFlight:
-        """Dispatch one step; `prompts` are the token ids of the plan's rows, with their types where they have any.
+    def dispatch(self, given: StepInput) -> PooledInFlight:
+        """Dispatch one step; `given.side` has "token_types", a list of int32[·] or None (zeros) for each row.
 
-        What holds for `Runner.dispatch` holds here.
+        For the rest as `Runner.dispatch`.
         """
+        plan, prompts, token_types = given.plan, given.chunks, given.side["token_types"]
         with self._compilations_counted():
             with span("pack"):
                 key = self.programs.choose(plan)

@@ -6,7 +6,7 @@ Letters: R rows, W columns, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
 import jax
@@ -53,7 +53,8 @@ class Result:
     top_logprobs: np.ndarray | None = None  # float32[R, n]
     top_ids: np.ndarray | None = None  # int32[R, n]
     reported: np.ndarray | None = None  # float32[R, MAX_REPORTED_TOKENS]
-    scores: Sequence[Score] = ()  # of the positions that `Runner.dispatch` was given
+    scores: Sequence[Score] = ()  # of the positions that the step was given to score
+    whole: dict[int, Score] = field(default_factory=dict)  # of sampled tokens, over the vocabulary, by sequence
     pooled: np.ndarray | None = None  # float32[R, W], of a model that pools, where no tokens are sampled
     # Of a step that verified drafts. The arrays of log-probabilities have an entry for each token of it.
     counts: np.ndarray | None = None  # int32[R]: tokens that a row sampled, drafts that were kept and one more

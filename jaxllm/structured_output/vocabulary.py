@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 from llguidance import LLTokenizer
 
+from jaxllm import combinations
 from jaxllm.errors import UserError
 from jaxllm.text.tokenizer import NoTokenizer, Tokenizer
 
@@ -26,14 +27,10 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Collection[int]) -> None:
         if isinstance(tokenizer, NoTokenizer):
-            raise UserError(
-                "structured_outputs needs the tokenizer that skip_tokenizer_init left out.", "structured_outputs"
-            )
+            raise combinations.refusal("structured_outputs", "skip_tokenizer_init")
         eos = sorted(token for token in eos_ids if 0 <= token < vocab_size)
         if not eos:
-            raise UserError(
-                "structured_outputs needs a token that ends an output, and this model names none.", "structured_outputs"
-            )
+            raise combinations.refusal("structured_outputs", combinations.NO_END)
         self._tokenizer = tokenizer
         self.eos_ids = frozenset(eos)
         # A token without bytes is never allowed. So are special ones: no expression can take one for text, not even a

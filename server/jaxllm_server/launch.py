@@ -20,6 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxllm import combinations
 from jaxllm.config import EngineConfig
 from jaxllm.engine.async_llm import AsyncLLM
 from jaxllm.engine.engine_client import EngineClient
@@ -255,7 +256,7 @@ def _engine(config: EngineConfig, options: ServerOptions, progress: bool) -> Eng
         adapters = requests_of(options.lora_modules)
         return AsyncLLM(config, progress=progress, recorder=_recorder(config, options), adapters=adapters, **bounds)
     if options.record is not None:
-        raise UserError("record is not supported with data_parallel_size above 1.", "record")
+        raise combinations.refusal("record", combinations.FLEET)
     from jaxllm.fleet.door import Door
     from jaxllm.fleet.fleet_llm import FleetLLM
 

@@ -74,7 +74,7 @@ def measure(llm: LLM, rows: int) -> Spent:
     prompts = [{"prompt_token_ids": [3 + number] * 16} for number in range(rows)]
     llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True), use_tqdm=False)
     del runner.dispatch
-    steps = [given for given in noted if len(given[0].slots) == given[0].num_decodes == rows]
+    steps = [given for given in noted if len(given[0].plan.slots) == given[0].plan.num_decodes == rows]
     spent, programs, pack = Spent(), runner.programs, batch.pack
     whole = spent.timed("dispatch", dispatch)
     for number in range(STEPS):

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine import adapters
-from jaxllm.engine.adapters import Adapters, Language
+from jaxllm.engine.features.adapters import store as adapter_store
+from jaxllm.engine.features.adapters.store import Adapters
+from jaxllm.engine.language import Language
 from jaxllm.errors import UserError
 from jaxllm.lora_request import LoRARequest
 
@@ -62,7 +63,7 @@ def test_what_is_removed_while_it_is_read_is_not_kept(tmp_path: Path, fails: boo
 
 
 def test_names_of_few_that_are_gone_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapters, "_NAMES_KEPT", 8)
+    monkeypatch.setattr(adapter_store, "_NAMES_KEPT", 8)
     own = store(lambda folder: SimpleNamespace(rank=4, digest=b"d", weights=()))
     first = own.get(LoRARequest("first", 1, str(tmp_path)))
     numbers = []

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from jaxllm.engine.adapter_threads import AdapterThreads
+from jaxllm.engine.features.adapters.threads import AdapterThreads
 from jaxllm.text.confinement import ConfinedError, exceeded
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from jaxllm import AsyncLLM, EngineError, SamplingParams, UserError
-from jaxllm.engine.input_processor import Accepted
+from jaxllm.engine.accepted import Accepted
 from jaxllm.engine.llm_engine import LLMEngine
 from jaxllm.engine.sequence import Sequence, SequenceGroup
 from jaxllm.errors import (

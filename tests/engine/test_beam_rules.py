@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxllm.engine.beams import Rules, Search, choose, num_needed
+from jaxllm.engine.features.beams.rules import Rules, Search, choose, num_needed
 
 VOCAB, MOST = 6, 12
 PENALTIES = (-2.0, -1.0, -0.3, 0.0, 0.3, 1.0)

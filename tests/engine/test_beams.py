@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm import LLM, AsyncLLM, BeamSearchParams, LoRARequest, SamplingParams, UserError
-from jaxllm.engine.beams import Beam, Ended, Rules, Search, choose, num_needed
+from jaxllm.engine.features.beams.rules import Beam, Ended, Rules, Search, choose, num_needed
 from jaxllm.engine.llm_engine import LLMEngine
 from jaxllm.outputs import CompletionOutput, RequestOutput
 from jaxllm.scheduler.recorded import RecordedScheduler

@@ -14,6 +14,7 @@ import pytest
 
 from jaxllm import LLM, AsyncLLM, RequestOutput, SamplingParams, UserError
 from jaxllm.config import config_of
+from jaxllm.engine.language import Language
 from jaxllm.engine.llm_engine import LLMEngine
 from jaxllm.engine.loader import load_parts
 from jaxllm.metrics import Metrics
@@ -22,7 +23,6 @@ from jaxllm.structured_output.grammars import Grammar, Grammars
 from jaxllm.structured_outputs_params import StructuredOutputsParams
 from tests.engine.structured_requests import FLAT
 from tests.support import paths
-from tests.support.adapters import without_adapters
 from tests.support.sizes import SLOTS
 
 STORIES = str(paths.STORIES)
@@ -152,9 +152,7 @@ def test_a_constraint_that_goes_wrong_ends_its_request_alone(llm: LLM) -> None:
     parts = load_parts(config, False, metrics)
     model = parts.model
     grammars = FaultyGrammars(model.tokenizer, model.vocab_size, model.eos_ids)
-    engine = LLMEngine(
-        config, metrics=metrics, parts=replace(parts, adapters=without_adapters(config, model, grammars))
-    )
+    engine = LLMEngine(config, metrics=metrics, parts=replace(parts, language=Language(model=model, grammars=grammars)))
     fine = [sampled({"regex": "[a-z]{20,40}"}, seed=seed) for seed in range(3)]
     expected = told([output for own in fine for output in generate(llm, own)])
     try:
@@ -172,7 +170,7 @@ def test_a_constraint_that_goes_wrong_ends_its_request_alone(llm: LLM) -> None:
         engine.close()
 
 
-@pytest.mark.parametrize("half", ["dispatch_held", "sample"])
+@pytest.mark.parametrize("half", ["dispatch", "sample"])
 def test_a_half_of_a_step_that_fails_costs_no_token(llm: LLM, half: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, calls = llm.engine, 0
     own = [sampled({"regex": DATE}, n=2), sampled(), sampled({"regex": "[a-z ]{30,50}"}), sampled({"json": FLAT})]

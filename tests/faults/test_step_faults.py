@@ -16,6 +16,7 @@ from jaxllm.engine.sequence import SequenceGroup
 from jaxllm.outputs import RequestOutput
 from jaxllm.runner.model_runner import StepInFlight
 from jaxllm.runner.results import Result
+from jaxllm.runner.step_input import StepInput
 from jaxllm.scheduler.block_pool import PoolEditor
 from tests.faults.served import ENGINE
 
@@ -127,12 +128,12 @@ def test_a_request_for_which_there_is_no_memory_ends_and_the_engine_goes_on(
     """When its step is given to the device, or when what it sampled is read."""
     real: Callable[..., Any] = llm.engine.runner.dispatch
 
-    def dispatch(plan: Any, *rest: Any) -> Any:
-        if plan.lengths.max() < BIG:
-            return real(plan, *rest)
+    def dispatch(step: StepInput) -> Any:
+        if step.plan.lengths.max() < BIG:
+            return real(step)
         if not is_late:
             raise out_of_memory()
-        return real(plan, *rest)._replace(joined=Exhausted())
+        return real(step)._replace(joined=Exhausted())
 
     llm.reset_prefix_cache()
     monkeypatch.setattr(llm.engine.runner, "dispatch", dispatch)

@@ -20,8 +20,9 @@ from jaxllm.client.errors import read_error
 from jaxllm.client.requests import generate_request
 from jaxllm.config import EngineConfig
 from jaxllm.embedded import MODEL_DIR
+from jaxllm.engine.accepted import Accepted
 from jaxllm.engine.async_llm import AsyncLLM
-from jaxllm.engine.input_processor import Accepted
+from jaxllm.engine.language import Language
 from jaxllm.engine.llm_engine import LLMEngine
 from jaxllm.engine.loader import Parts
 from jaxllm.engine.model_info import ModelInfo
@@ -43,7 +44,6 @@ from jaxllm_server.shared import strict_json
 from jaxllm_server.shared.calls import Call, Chunk
 from jaxllm_server.shared.options import ServerOptions
 from jaxllm_server.shared.serving import Serving
-from tests.support.adapters import without_adapters
 
 VOCABULARY = 1536
 CONTEXT = 512
@@ -103,7 +103,7 @@ class Doors:
             max_model_len=CONTEXT,
         )
         grammars = Grammars(tokenizer(), VOCABULARY, model.eos_ids)
-        parts = Parts(model=model, runner=runner, adapters=without_adapters(config, model, grammars))
+        parts = Parts(model=model, runner=runner, language=Language(model=model, grammars=grammars))
         self.llm = AsyncLLM(str(MODEL_DIR), max_queued_requests=10**6)
         self.llm._engine = LLMEngine(config, metrics=Metrics(), parts=parts)
         self.llm._life.on("ready")

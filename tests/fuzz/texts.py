@@ -83,7 +83,7 @@ def check_sample(kind: str, prompt: Sequence[int], output: Sequence[int], given:
     """
     tokenizer = tokenizer_of(kind)
     params = SamplingParams(**given)
-    group: Any = SimpleNamespace(prompt_token_ids=prompt, num_prompt_logprobs=None)
+    group: Any = SimpleNamespace(prompt_token_ids=prompt)
     from array import array
 
     sample = OutputSequence(

@@ -1,6 +1,7 @@
 """Adapters of a simulated engine: folders whose content is a number, weights that are that number, naive places.
 
-The store (`engine/adapters.py`) is production's, and so is what holds weights on the device but for the transfer.
+The store (`engine/features/adapters/store.py`) is that of production, and so is what holds weights on the device but
+for the transfer.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.engine.adapters import Adapter, Adapters, Language
+from jaxllm.engine.features.adapters.store import Adapter, Adapters
+from jaxllm.engine.features.feature import Core
 from jaxllm.errors import UserError
 from jaxllm.lora_request import LoRARequest
 from jaxllm.model.lora_files import LoraFiles
@@ -73,13 +75,13 @@ def request_of(index: int) -> LoRARequest:
     return LoRARequest(f"name-{index}", index + 1, f"adapter-{index}")
 
 
-def make_store(world: World, language: Language) -> Adapters:
+def make_store(world: World, core: Core) -> Adapters:
     """Make production's store over a world's folders.
 
     Which adapters live on with their requests, the collector of cycles decides at its own times: here those that are
     kept and no others, or, in some worlds, all.
     """
-    store = Adapters(world.llm.config, language, world.folders.read)
+    store = Adapters(core.config, core.language, world.folders.read)
     alive: Any = {} if world.setting["seed"] % 3 == 0 else OnlyKept(store)
     store._alive = alive
     return store

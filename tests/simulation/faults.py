@@ -10,9 +10,11 @@ from unittest import mock
 
 import numpy as np
 
-from jaxllm.engine import adapters, async_llm, kv_events, llm_engine, output_processor
+from jaxllm.engine import async_llm, engine_core, kv_events, output_processor
+from jaxllm.engine.features.adapters import store
 from jaxllm.engine.input_batch import InputBatch
 from jaxllm.engine.recovery import MAX_EXHAUSTED, MAX_FAILURES
+from jaxllm.engine.sequence import Sequence as Output
 from jaxllm.runner import model_runner, small_programs
 from jaxllm.runner.batch import Shape
 from jaxllm.sampling.sampler import Variant
@@ -89,7 +91,7 @@ class StepFaults:
         if not world.armed.pop("grammar_raises", None):
             return
         world.fired["grammar_raises"] += 1
-        own = next(each for each in world.engine.outputs.sequences.values() if each.constraint is constraint)
+        own = next(each for each in world.engine.outputs.sequences.values() if constraint_of(each) is constraint)
         truths = world.client_of[own.sequence_id].truths
         truths[own.index].has_lost_grammar = True
         for truth in truths:
@@ -132,8 +134,8 @@ class StepFaults:
 
     def is_late(self, slot: int) -> bool:
         """Whether the mask of the row of a slot was not made in time."""
-        constraint: Any = self.world.engine._batch.owner(slot).constraint
-        return constraint.is_late
+        constraint = constraint_of(self.world.engine._batch.owner(slot))
+        return constraint is not None and constraint.is_late
 
     def not_finite(self, samples: Sequence[bool]) -> Sequence[int]:
         """Strike a row that samples."""
@@ -229,17 +231,23 @@ class StepFaults:
                 mock.patch.object(block_pool, "MOST_STALE", 8),  # so that the queue of cached blocks is swept
                 mock.patch.object(async_llm, "LONG_TEXT", 6),
                 mock.patch.object(kv_events, "LOGGED_EVENTS", 20),
-                mock.patch.object(adapters, "ADAPTERS", FOLDERS),
+                mock.patch.object(store, "ADAPTERS", FOLDERS),
                 mock.patch.object(InputBatch, "place", placing),
                 mock.patch.object(InputBatch, "variant", narrowest),
                 mock.patch.object(output_processor, "FEW_STREAMS", world.few_streams),
                 mock.patch.object(small_programs, "PATCH_ENTRIES", 3),  # so that more is sent than one call takes
                 mock.patch.object(small_programs, "PATCH_EXTRAS", 1),
                 mock.patch.object(small_programs, "SCORED_ROWS", 5),
-                mock.patch.object(llm_engine, "span", no_span),
+                mock.patch.object(engine_core, "span", no_span),
                 mock.patch.object(model_runner, "span", no_span),
-                mock.patch.object(llm_engine, "uninterrupted", nullcontext),  # the engine's thread is not the main one
+                mock.patch.object(engine_core, "uninterrupted", nullcontext),  # the engine's thread is not the main one
             ):
                 yield
         finally:
             logger.setLevel(before)
+
+
+def constraint_of(own: Output) -> Any:
+    """Return the grammar that a sequence obeys, as far as it has come; None if it obeys none."""
+    constraints = own.group.states.get("grammars")
+    return None if constraints is None else constraints[own.index]

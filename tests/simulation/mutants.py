@@ -100,11 +100,11 @@ HISTORY = [
     ),
     Mutant(
         "a mask is made when its step is planned, before the last token was read",
-        "engine.llm_engine.LLMEngine._issue",
-        "return plan, dispatch(plan, chunks, self._batch.rows, variant, ahead, extras, scored, adapters)",
-        "issued = dispatch(plan, chunks, self._batch.rows, variant, ahead, extras, scored, adapters)\n"
+        "engine.engine_core.EngineCore._issue",
+        "return plan, self.runner.dispatch(step)",
+        "issued = self.runner.dispatch(step)\n"
         "    if isinstance(issued, HeldStep):\n"
-        "        masks = self._constrained.masks(self.scheduler.state, plan)\n"
+        "        (masks,) = (make(plan) for make in self.features.masks)\n"
         "        issued = self.runner.sample(issued, masks.words, masks.is_masked)\n"
         "    return plan, issued",
     ),
@@ -122,19 +122,19 @@ HISTORY = [
     ),
     Mutant(
         "the step behind a recovery does not wait for its masks",
-        "engine.llm_engine.LLMEngine._issue",
-        "if self._constrained.any(plan)",
-        "if self._constrained.any(plan) and not self._failed_steps.count",
+        "engine.engine_core.EngineCore._issue",
+        "return plan, self.runner.dispatch(step)",
+        "step.is_held &= not self._failed_steps.count\n    return plan, self.runner.dispatch(step)",
     ),
     Mutant(
         "a grammar reads a token that is dropped because of a preemption",
-        "engine.constrained_rows.ConstrainedRows.take_in",
-        "scheduler.is_live(state, plan)",
+        "engine.features.grammars.GrammarRows.read",
+        "scheduler.is_live(self.core.scheduler.state, plan)",
         "plan.samples",
     ),
     Mutant(
         "what was sampled without its mask is taken",
-        "engine.constrained_rows.ConstrainedRows.take_in",
+        "engine.features.grammars.GrammarRows.read",
         "counts[late] = 0",
         "pass",
     ),
@@ -153,7 +153,7 @@ HISTORY = [
     Mutant(
         "an adapter is not in the key",
         "engine.input_processor.InputProcessor._root",
-        'content_root(accepted.salt, b"" if accepted.adapter is None else accepted.adapter.digest)',
+        "content_root(accepted.salt, accepted.content)",
         "content_root(accepted.salt)",
     ),
     Mutant(
@@ -183,13 +183,13 @@ HISTORY = [
     ),
     Mutant(
         "a slot keeps the adapter of its last request",
-        "engine.input_batch.InputBatch.place",
-        "self._adapters[slot] = 0 if sequence.group.adapter is None else",
-        "self._adapters[slot] = self._adapters[slot] if sequence.group.adapter is None else",
+        "engine.features.adapters.rows.AdapterRows.place",
+        "self._numbers[slot] = 0 if adapter is None else",
+        "self._numbers[slot] = self._numbers[slot] if adapter is None else",
     ),
     Mutant(
         "an adapter that has changed keeps its number",
-        "engine.adapters.Adapters._load",
+        "engine.features.adapters.store.Adapters._load",
         "if before is not None and before.digest == files.digest:",
         "if before is not None:",
     ),
@@ -231,15 +231,15 @@ HISTORY = [
     ),
     Mutant(
         "drafts are taken without a comparison",
-        "engine.llm_engine.LLMEngine._step",
-        "tokens, counts = result.tokens, result.counts",
-        "tokens, counts = result.tokens, plan.lengths",
+        "engine.features.drafts.Drafts.read",
+        "yielded.counts = result.counts",
+        "yielded.counts = plan.lengths",
     ),
     Mutant(
         "kept drafts count as forced, and are computed once more",
-        "engine.llm_engine.LLMEngine._step",
-        "self.scheduler.commit(plan, tokens, result.is_finite, counts, result.counts)",
-        "self.scheduler.commit(plan, tokens, result.is_finite, counts)",
+        "engine.engine_core.EngineCore._step",
+        "yielded.counts, result.counts)",
+        "yielded.counts)",
     ),
     Mutant(
         "a block is indexed whose last tokens are drafts in flight",
@@ -323,7 +323,7 @@ HISTORY = [
     ),
     Mutant(
         "a beam goes on with the token that the device sampled",
-        "engine.beam_searches.BeamSearches.newest_tokens",
+        "engine.features.beams.rows.BeamSearches.inputs",
         "places = [",
         "places = [] and [",
     ),
@@ -345,8 +345,9 @@ HISTORY = [
 @contextmanager
 def planted(mutant: Mutant) -> Iterator[None]:
     """Run with a bug in production code."""
-    room, module_name, *path = mutant.target.split(".")
-    module = importlib.import_module(f"jaxllm.{room}.{module_name}")
+    names = mutant.target.split(".")
+    end = next((at for at, name in enumerate(names) if name[0].isupper()), len(names) - 1)
+    path, module = names[end:], importlib.import_module(".".join(("jaxllm", *names[:end])))
     owner: Any = module
     for name in path[:-1]:
         owner = getattr(owner, name)

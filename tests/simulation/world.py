@@ -16,10 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.engine.adapters import Language
+from jaxllm.engine.accepted import Accepted
 from jaxllm.engine.async_llm import AsyncLLM
+from jaxllm.engine.features.adapters.rows import AdapterRows, AdapterTexts
+from jaxllm.engine.features.table import FEATURES
 from jaxllm.engine.input_batch import RequestFault
-from jaxllm.engine.input_processor import Accepted
+from jaxllm.engine.language import Language
 from jaxllm.engine.llm_engine import LLMEngine
 from jaxllm.engine.loader import Parts
 from jaxllm.engine.model_info import ModelInfo
@@ -172,8 +174,14 @@ class World:
             max_model_len=self.max_model_len,
         )
         grammars: Any = Grammars(self.faults)
-        store = make_store(self, Language(model=model, grammars=grammars))
-        llm._parts = Parts(model=model, runner=self.runner, adapters=store, clock=lambda: self.now)
+        adapters = AdapterRows if setting["max_adapters"] else AdapterTexts
+        llm._parts = Parts(
+            model=model,
+            runner=self.runner,
+            language=Language(model=model, grammars=grammars),
+            features={**FEATURES, "adapters": lambda core: adapters(core, lambda core: make_store(self, core))},
+            clock=lambda: self.now,
+        )
         llm._clock = llm._parts.clock
         self.condition = llm._inbox._changed = Condition()  # type: ignore[assignment]
         add = llm._inbox.add
@@ -183,7 +191,7 @@ class World:
             client = self.submitting
             assert client is not None
             client.is_submitted = True
-            client.adapter, client.weights = self.folders.note(client.folder or 0, accepted.adapter)
+            client.adapter, client.weights = self.folders.note(client.folder or 0, accepted.states.get("adapters"))
             self.submitted.append(client)
 
         llm._inbox.add = noted  # type: ignore[method-assign]

@@ -104,7 +104,7 @@ ACCOUNTS: dict[str, Callable[[Any], Iterator[Account]]] = {
     "jaxllm.engine.output_streams.StreamTable": _of_streams,
     "jaxllm.engine.kv_events.BlockLog": _of_blocks,
     "jaxllm.engine.fair_threads.FairThreads": _of_threads,
-    "jaxllm.engine.llm_engine.LLMEngine": _of_engine,
+    "jaxllm.engine.engine_core.EngineCore": _of_engine,
     "jaxllm.fleet.replica.Replica": _of_replica,
     "jaxllm.scheduler.recorded.RecordedScheduler": _of_scheduler,
     "jaxllm.structured_output.grammars.Grammars": _of_grammars,

@@ -12,19 +12,6 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from jaxllm.config import EngineConfig
-from jaxllm.engine.adapters import Adapters, Language
-from jaxllm.engine.model_info import ModelInfo
-
-
-def without_adapters(config: EngineConfig, model: ModelInfo, grammars: Any) -> Adapters:
-    """Return a store of adapters from which none can be had."""
-
-    def read(folder: Path) -> Any:
-        raise NotImplementedError
-
-    return Adapters(config, Language(model=model, grammars=grammars), read)
-
 
 def modules(base: Path) -> dict[str, tuple[int, int]]:
     """List the linear modules of a checkpoint's layers by full name, each with its outputs and inputs."""

@@ -17,7 +17,7 @@ from zlib import crc32
 
 import numpy as np
 
-from jaxllm.engine.adapters import Known
+from jaxllm.engine.features.adapters.store import Known
 from jaxllm.errors import NotFoundError, OverloadedError, UserError
 from jaxllm.lora_request import LoRARequest
 from jaxllm.metrics import Load

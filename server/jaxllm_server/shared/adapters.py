@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxllm.engine.adapters import Known
 from jaxllm.engine.engine_client import EngineClient
+from jaxllm.engine.features.adapters.store import Known
 from jaxllm.errors import AdapterNotFoundError, FeatureDisabledError, UnavailableError, UserError
 from jaxllm.lora_request import LoRARequest
 from jaxllm_server.shared.options import ServerOptions

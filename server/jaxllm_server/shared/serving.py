@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxllm.embedded import SHIPPED
-from jaxllm.engine.adapters import Adapter
 from jaxllm.engine.engine_client import EngineClient
+from jaxllm.engine.features.adapters.store import Adapter
 from jaxllm.engine.model_info import ModelInfo
 from jaxllm.errors import NotFoundError, RequestFailedError, UserError, late, too_long
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams

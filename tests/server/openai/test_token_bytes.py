@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm.engine.sequence import _logprob  # pyright: ignore[reportPrivateUsage]
+from jaxllm.engine.sequence import logprob_of
 from jaxllm.outputs import Logprob
 from jaxllm.text import detokenizer
 from jaxllm.text.tokenizer import Tokenizer
@@ -46,7 +46,7 @@ def check(kind: str, text: str) -> None:
     state = detokenizer.begin(tokenizer, prompt, skip_special_tokens=False)
     state, shown = detokenizer.advance(state, tokenizer, ids)
     shown += detokenizer.finish(state, tokenizer)
-    entries = [{token: _logprob(tokenizer, token, -1.0, 1)} for token in ids]
+    entries = [{token: logprob_of(tokenizer, token, -1.0, 1)} for token in ids]
     written = logprobs_of(entries, FORM)
     assert written is not None
     pieces = [bytes(entry["bytes"]) for entry in written["content"]]
@@ -81,7 +81,7 @@ def test_the_bytes_of_1000_texts(kind: str, text: str) -> None:
 def test_tokens_inside_a_character(kind: str) -> None:
     tokenizer = TOKENIZERS[kind]
     ids = tokenizer.encode("😀日", False)
-    entry = {token: _logprob(tokenizer, token, -1.0 - at, at + 1) for at, token in enumerate(ids)}
+    entry = {token: logprob_of(tokenizer, token, -1.0 - at, at + 1) for at, token in enumerate(ids)}
     assert len(ids) > 2 and len(entry) == len(ids)
     written = logprobs_of([entry], FORM)
     assert written is not None

@@ -59,6 +59,7 @@ class BeamSearch:
     """A search while it runs: what is asked, how far it has come, and which of its beams have answered."""
 
     rules: Rules
+    shows_stop: bool  # whether a text ends with the token that ended it
     state: Search = field(default_factory=Search)
     likeliest: dict[int, Likeliest] = field(default_factory=dict)  # by member: its next tokens
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxllm.config import EngineConfig
 from jaxllm.embedded import ADAPTERS
+from jaxllm.engine.language import Language
 from jaxllm.engine.model_info import ModelInfo
 from jaxllm.errors import UserError
 from jaxllm.lora_request import LoRARequest
@@ -32,14 +33,6 @@ from jaxllm.text.confined_tokenizer import ConfinedTemplates, ConfinedTokenizer
 from jaxllm.text.confinement import ConfinedError, Confinement, Source
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.text.tokenizer_files import digest_of, has_tokenizer, read_chat_templates
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Language:
-    """What texts are to a request: the model with its tokenizer, and the grammars over its vocabulary."""
-
-    model: ModelInfo
-    grammars: Grammars
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -1,8 +1,8 @@
-"""The rows of steps whose sequences obey a grammar: their masks, and the tokens that a grammar forces.
+"""Structured output: the masks of rows whose sequences obey a grammar, and the tokens that a grammar forces.
 
 Between a plan and its masks all earlier steps are committed, so a constraint has always read the tokens that its row
 continues. Masks have a time in each step. A row without a mask by then is late: it yields no token and is
-computed again. Deals with plans, sequences and constraints, not with devices or text.
+computed again.
 
 Letters: R rows of a plan, W words of a mask, V vocabulary.
 """
@@ -14,18 +14,22 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from jaxllm.engine.input_batch import InputBatch, blaming
-from jaxllm.engine.sequence import Sequence
+from jaxllm.engine.accepted import Accepted
+from jaxllm.engine.features.feature import Core, Feature, Masks, Yielded
+from jaxllm.engine.input_batch import blaming
+from jaxllm.engine.sequence import Sequence, SequenceGroup
 from jaxllm.runner.results import Result
+from jaxllm.runner.step_input import StepInput
 from jaxllm.sampling.sampler import Variant
 from jaxllm.scheduler import scheduler
-from jaxllm.scheduler.state import Plan, State
+from jaxllm.scheduler.state import Events, Plan
 from jaxllm.structured_output.constraint import Constraint
-from jaxllm.structured_output.grammars import Grammars
+from jaxllm.structured_output.grammars import Grammar, Grammars
 from jaxllm.structured_output.slow_masks import SlowMasks
 
 _log = logging.getLogger(__name__)
@@ -37,80 +41,107 @@ FORCED_PER_ROW = 0.5
 # ones of its request are made by other threads. With 126 such outputs the tokens of a stream are 0.05 to 0.12 s apart
 # at the median and at most 0.5 s, on two cores with a load of 12.
 MASK_SECONDS = 0.05
-Stuck = list[tuple[Sequence, str]]  # whose grammar cannot go on, and why
 
 
-class Masks(NamedTuple):
-    """What a step may sample."""
+class GrammarRows(Feature):
+    """Follows the grammars of the sequences that run. The state of a request is a constraint for each sequence."""
 
-    words: np.ndarray  # int32[R, W], a bit for each token
-    is_masked: np.ndarray  # bool[R]: the rows that they hold for; no live row's is missing but one that is late
-    stuck: Stuck  # such a row of words is zero
+    name = "grammars"
 
-
-class ConstrainedRows:
-    """Follows the grammars of the sequences in an input batch."""
-
-    def __init__(self, batch: InputBatch, grammars: Grammars, vocab_size: int) -> None:
-        self._batch = batch
-        self._grammars = grammars
-        self._num_words = -(-vocab_size // 32)
+    def __init__(self, core: Core) -> None:
+        super().__init__(core)
+        self._batch = core.batch
+        self._num_words = -(-core.language.model.vocab_size // 32)
+        self._is_constrained = np.zeros(core.runner.limits.num_slots, np.bool_)  # by slot
         self._slow = SlowMasks()
         self._late: tuple[int, list[int]] = (0, [])  # number of the plan that masks were made for, its late rows
 
-    def any(self, plan: Plan) -> bool:
-        """Whether a plan samples a row that obeys a grammar."""
-        return bool((self._batch.is_constrained[plan.slots] & plan.samples).any())
+    def accept(self, accepted: Accepted) -> None:
+        """Compile the grammar that the outputs of a request must obey, if it gives one."""
+        asked = accepted.params.structured_outputs
+        if asked is None:
+            return
+        accepted.states[self.name] = accepted.language.grammars.compile(asked)
+        accepted.packed = replace(accepted.params, min_tokens=0)  # its masks see to that
 
-    def take_in(self, state: State, plan: Plan, result: Result) -> tuple[np.ndarray, np.ndarray | None]:
-        """Tell grammars what a step sampled, before it is committed; return its tokens and counts for `commit`.
+    def begin(self, accepted: Accepted, group: SequenceGroup) -> None:
+        """Begin a constraint for each sequence."""
+        grammar: Grammar | None = accepted.states.get(self.name)
+        if grammar is None:
+            return
+        group.states[self.name] = [grammar.begin() for _ in group.sequences]
+        for own in group.sequences:  # with `ignore_eos` too: masks allow an end only where nothing else may follow
+            own.eos_ids = group.language.model.eos_ids
+
+    def schedule(self, own: Sequence, fields: dict[str, Any]) -> None:
+        """Let no drafts be verified for a row with a mask, which is made of the token before."""
+        if self.name in own.group.states:
+            fields["may_draft"] = False
+
+    def place(self, slot: int, own: Sequence) -> None:
+        """Note whether the sequence of a slot obeys a grammar."""
+        self._is_constrained[slot] = self.name in own.group.states
+
+    def inputs(self, step: StepInput) -> None:
+        """Hold a step that samples a row which obeys a grammar."""
+        step.is_held |= bool((self._is_constrained[step.plan.slots] & step.plan.samples).any())
+
+    def read(self, plan: Plan, result: Result, yielded: Yielded) -> None:
+        """Let grammars read the sampled tokens.
 
         A row yields the tokens that its grammar forces behind the sampled one as well, if all rows have enough of them.
         """
-        constrained = self._batch.is_constrained[plan.slots]
+        constrained = self._is_constrained[plan.slots]
         if not constrained.any():
-            return result.tokens, None
+            return
         late = self._late[1] if self._late[0] == plan.number else []
-        rows = (constrained & result.is_finite & scheduler.is_live(state, plan)).nonzero()[0].tolist()
+        is_live = scheduler.is_live(self.core.scheduler.state, plan)
+        rows = (constrained & result.is_finite & is_live).nonzero()[0].tolist()
         owners = {row: self._batch.owner(int(plan.slots[row])) for row in rows if row not in late}
         found = {row: self._advance(own, int(result.tokens[row])) for row, own in owners.items()}
         worth = sum(map(len, found.values())) >= FORCED_PER_ROW * len(plan.slots)
         # What bans tokens would ban those that a mask leaves, too: such rows never have forced ones sampled.
-        yielded = {
+        several = {
             row: forced for row, forced in found.items() if forced and (worth or owners[row].variant is Variant.FULL)
         }
-        yielded = {row: forced for row, forced in yielded.items() if _take(owners[row], forced)}
-        if not yielded and not late:
-            return result.tokens, None
+        several = {row: forced for row, forced in several.items() if self._take(owners[row], forced)}
+        if not several and not late:
+            return
         counts = np.ones(len(plan.slots), np.int32)
         counts[late] = 0
-        tokens = np.zeros((len(plan.slots), 1 + max(map(len, yielded.values()), default=0)), np.int32)
+        tokens = np.zeros((len(plan.slots), 1 + max(map(len, several.values()), default=0)), np.int32)
         tokens[:, 0] = result.tokens
-        for row, forced in yielded.items():
+        for row, forced in several.items():
             counts[row] += len(forced)
             tokens[row, 1 : counts[row]] = forced
-        return tokens, counts
+        yielded.tokens, yielded.counts = tokens, counts
 
-    def masks(self, state: State, plan: Plan) -> Masks:
-        """Say what a plan's rows may sample, now that all steps before it are committed."""
+    def take_in(self, plan: Plan, result: Result, events: Events) -> tuple[SequenceGroup, ...]:
+        """Count the tokens that grammars forced."""
+        if result.counts is None:
+            self.core.metrics.forced_tokens += max(0, len(events.tokens) - len(events.ids))
+        return ()
+
+    def masks(self, plan: Plan) -> Masks:
+        """Return the tokens that rows may sample. A row without a mask is free, or late and yields nothing."""
         num_rows = len(plan.slots)
         words, is_masked = np.zeros((num_rows, self._num_words), np.int32), np.zeros(num_rows, np.bool_)
-        is_live = scheduler.is_live(state, plan)
-        live = self._batch.is_constrained[plan.slots] & is_live
+        is_live = scheduler.is_live(self.core.scheduler.state, plan)
+        live = self._is_constrained[plan.slots] & is_live
         owners = {row: self._batch.owner(int(plan.slots[row])) for row in live.nonzero()[0].tolist()}
         late = self._fill(owners, words)
         if late and len(late) == np.count_nonzero(is_live):  # the step would yield nothing yet
             self._slow.wait(MASK_SECONDS)
             late = self._fill(owners, words)
         self._late = plan.number, late
-        stuck: Stuck = []
+        stuck: list[tuple[Sequence, str]] = []
         for row, own in owners.items():
             if row in late:
                 continue
             is_masked[row] = True
-            assert own.constraint is not None
-            if own.constraint.error is not None:
-                stuck.append((own, own.constraint.error))
+            error = self._constraint(own).error
+            if error is not None:
+                stuck.append((own, f"its grammar cannot go on: {error}"))
             with blaming(own):
                 _hold_back(words[row], own)
         return Masks(words, is_masked, stuck)
@@ -125,12 +156,11 @@ class ConstrainedRows:
         late: list[int] = []
         wanted: dict[Grammars, list[tuple[Constraint, int]]] = defaultdict(list)
         for row, own in owners.items():
-            constraint = own.constraint
-            assert constraint is not None
+            constraint = self._constraint(own)
             if constraint.job is None and constraint.pace.is_slow and constraint.error is None:
                 self._begin(own, None)
             if constraint.job is None:
-                wanted[self._grammars_of(own)].append((constraint, row))
+                wanted[own.group.language.grammars].append((constraint, row))
             elif constraint.job.is_done:
                 words[row], constraint.job = constraint.job.words, None
             else:
@@ -141,9 +171,8 @@ class ConstrainedRows:
             late += grammars.fill(some, words, until)
         return late
 
-    def _grammars_of(self, own: Sequence) -> Grammars:
-        adapter = own.group.adapter
-        return self._grammars if adapter is None else adapter.language.grammars
+    def _constraint(self, own: Sequence) -> Constraint:
+        return own.group.states[self.name][own.index]
 
     def _advance(self, own: Sequence, token: int) -> list[int]:
         """Let a sequence's grammar read a token; return the tokens forced after it, if they are worth a row.
@@ -151,32 +180,40 @@ class ConstrainedRows:
         Another thread does it for a request with slow masks: then forced tokens are sampled one by one. If the request
         bans tokens, which could be forced ones, they are read here; only its masks are made by the thread.
         """
-        assert own.constraint is not None
-        if not own.constraint.pace.is_slow or own.variant is Variant.FULL:
-            return _advance(own, token)
+        constraint = self._constraint(own)
+        if not constraint.pace.is_slow or own.variant is Variant.FULL:
+            return _advance(own, constraint, token)
         self._begin(own, token)
         return []
 
     def _begin(self, own: Sequence, token: int | None) -> None:
         """Queue reading a token, if any, and the next mask of a sequence for other threads."""
-        constraint, grammars = own.constraint, self._grammars_of(own)
-        assert constraint is not None
+        constraint, grammars = self._constraint(own), own.group.language.grammars
         words = np.zeros((1, self._num_words), np.int32)
 
         def work() -> None:
             if own.finish_reason is not None:
                 return
             if token is not None:
-                _advance(own, token)
-            with _failing(own):
+                _advance(own, constraint, token)
+            with _failing(own, constraint):
                 grammars.fill([(constraint, 0)], words)
 
         constraint.job = self._slow.begin(constraint.pace, work, words[0])
 
+    def _take(self, own: Sequence, forced: list[int]) -> bool:
+        """Let a sequence's grammar read what it forces; return whether it could."""
+        constraint = self._constraint(own)
+        with _failing(own, constraint):
+            for token in forced:
+                constraint.consume(token)
+            return True
+        return False
 
-def _advance(own: Sequence, token: int) -> list[int]:
+
+def _advance(own: Sequence, constraint: Constraint, token: int) -> list[int]:
     """Let a sequence's grammar read a token; return the tokens forced after it, if they are worth a row."""
-    with _failing(own) as constraint:
+    with _failing(own, constraint):
         was_expected = bool(constraint.expected)
         constraint.consume(token)
         # Forced tokens have no log-probabilities: nothing computes any for them. Behind the last of them one is sampled
@@ -189,24 +226,14 @@ def _advance(own: Sequence, token: int) -> list[int]:
     return []
 
 
-def _take(own: Sequence, forced: list[int]) -> bool:
-    """Let a sequence's grammar read what it forces; return whether it could."""
-    with _failing(own) as constraint:
-        for token in forced:
-            constraint.consume(token)
-        return True
-    return False
-
-
 @contextmanager
-def _failing(own: Sequence) -> Iterator[Constraint]:
+def _failing(own: Sequence, constraint: Constraint) -> Iterator[None]:
     """End a grammar with an exception, and not the step: grammars of other rows would read its tokens twice."""
-    assert own.constraint is not None
     try:
-        yield own.constraint
+        yield
     except Exception:
         _log.exception("the grammar of request %s failed", own.group.request_id)
-        own.constraint.fail("the engine could not go on with it")
+        constraint.fail("the engine could not go on with it")
 
 
 def _hold_back(words: np.ndarray, own: Sequence) -> None:

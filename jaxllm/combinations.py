@@ -1,0 +1,68 @@
+"""What does not go together: the one table of the refusals, their messages, and the list in docs/limits.md."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from jaxllm.errors import UserError
+
+# Properties of a model, or of an engine, that no single setting has.
+POOLS = "a model that pools"
+WHOLE_PROMPTS = "a model that reads whole prompts"
+LATENT = "latent attention"
+EXPERTS = "experts"
+NO_END = "a model without an end-of-sequence token"
+FLEET = "data_parallel_size above 1"
+MANY_GPUS = "tensor_parallel_size above 2 on GPUs"
+
+
+class Refused(NamedTuple):
+    """Two things that do not go together."""
+
+    asked: str  # a setting, or a parameter of a request: an error is about this one
+    other: str  # a setting, or a property
+    why: str
+
+
+REFUSED = (
+    Refused("speculative_config", POOLS, "drafts are for models that generate"),
+    Refused("enable_lora", POOLS, "adapters are for models that generate"),
+    Refused("enable_lora", LATENT, "the layers of an adapter are those of attention with heads"),
+    Refused("deterministic", POOLS, "the mode is for models that generate"),
+    Refused("deterministic", MANY_GPUS, "the order of a sum then depends on where in the batch a token is"),
+    Refused("kv_cache_dtype", WHOLE_PROMPTS, "there is no cache"),
+    Refused("quantization", EXPERTS, "they are not rounded when they are loaded"),
+    Refused("quantization", LATENT, "it is not rounded when it is loaded"),
+    Refused("enable_lora", FLEET, "no replica reads adapters"),
+    Refused("lora_request", FLEET, "no replica reads adapters"),
+    Refused("enable_kv_cache_events", FLEET, "each replica has a cache of its own"),
+    Refused("record", FLEET, "each replica has a scheduler of its own"),
+    Refused("beam_width", "speculative_config", "a search chooses among likeliest tokens, not drafts"),
+    Refused("stop", "skip_tokenizer_init", "a stop string needs the text; stop_token_ids does not"),
+    Refused("structured_outputs", "skip_tokenizer_init", "a grammar needs the texts of tokens"),
+    Refused("structured_outputs", NO_END, "nothing could end the output"),
+)
+
+
+def refusal(asked: str, other: str) -> UserError:
+    """Return the error for two things of the table."""
+    (why,) = (one.why for one in REFUSED if (one.asked, one.other) == (asked, other))
+    return UserError(f"{asked} is not supported with {other}: {why}. Leave one of them out.", asked)
+
+
+def check(asked: Collection[str], present: Collection[str]) -> None:
+    """Raise a UserError if something that is asked does not go with something that is present."""
+    for one in REFUSED:
+        if one.asked in asked and one.other in present:
+            raise refusal(one.asked, one.other)
+
+
+def as_markdown() -> str:
+    """Return the table as docs/limits.md has it."""
+    rows = (f"| `{one.asked}` | {_shown(one.other)} | {one.why} |" for one in REFUSED)
+    return "\n".join(("| not supported | with | because |", "|---|---|---|", *rows)) + "\n"
+
+
+def _shown(name: str) -> str:
+    return f"`{name}`" if name.replace("_", "").isalpha() and "_" in name else name

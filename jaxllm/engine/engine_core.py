@@ -1,0 +1,346 @@
+"""The loop of an engine: plan a step, dispatch it, commit its result, and make outputs.
+
+All that a request may ask for besides plain sampling is a feature (features/feature.py), and none is named here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine.accepted import Accepted, Params
+from jaxllm.engine.features.feature import Core, Features, Yielded, both
+from jaxllm.engine.input_batch import InputBatch, RequestFault, blaming
+from jaxllm.engine.input_processor import InputProcessor
+from jaxllm.engine.interrupts import uninterrupted
+from jaxllm.engine.loader import Parts, load_parts
+from jaxllm.engine.output_processor import OutputProcessor
+from jaxllm.engine.prompts import Prompt
+from jaxllm.engine.recovery import FailedSteps
+from jaxllm.engine.sequence import Sequence as Output
+from jaxllm.engine.sequence import SequenceGroup
+from jaxllm.errors import EngineError, RequestIdInUseError
+from jaxllm.metrics import Load, Metrics
+from jaxllm.outputs import FinishReason, RequestOutput
+from jaxllm.runner.model_runner import Flight, HeldStep
+from jaxllm.runner.profiling import DEFAULT_STEPS, Profile, span
+from jaxllm.runner.step_input import StepInput
+from jaxllm.sampling import sampler
+from jaxllm.scheduler.recorded import RecordedScheduler, Recorder
+from jaxllm.scheduler.state import BlockEvent, Plan, Waiting
+
+Stuck = list[tuple[Output, str]]  # sequences that cannot go on, and why
+
+
+class EngineCore:
+    """Continuous batching over one model. Not thread-safe: one thread adds, steps and aborts."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        progress: bool = False,
+        metrics: Metrics | None = None,
+        recorder: Recorder | None = None,
+        parts: Parts | None = None,
+    ) -> None:
+        self.config = config
+        self.metrics = Metrics() if metrics is None else metrics
+        parts = load_parts(config, progress, self.metrics) if parts is None else parts
+        self.model = parts.model
+        self.runner = parts.runner
+        self.start_phases = parts.start_phases
+        self.num_rows = 0  # sequences that took part in the last step
+        self._clock = parts.clock
+        limits = self.runner.limits
+        self.scheduler = RecordedScheduler(limits, recorder)
+        self.outputs = OutputProcessor(self.scheduler, self.metrics, self._clock)
+        self._batch = InputBatch(limits.num_slots)
+        core = Core(
+            config=config,
+            language=parts.language,
+            runner=self.runner,
+            scheduler=self.scheduler,
+            outputs=self.outputs,
+            batch=self._batch,
+            metrics=self.metrics,
+            clock=self._clock,
+        )
+        made = (make(core) for make in parts.features.values())
+        self.features = Features([feature for feature in made if feature is not None])
+        self.outputs.shows, self.outputs.forgets = self.features.show, self.features.forget
+        self.inputs = InputProcessor(config, parts.language, limits, self.runner.extras, self.features)
+        self._depth = 2 if config.async_scheduling else 1  # steps in flight
+        # A held step waits for the masks of its rows between its halves, until the one before it is committed.
+        self._in_flight: deque[tuple[Plan, Flight]] = deque()
+        self._planned: Plan | None = None  # the step that is being dispatched or waited for
+        self._failed_steps = FailedSteps()
+        self._profile: Profile | None = None  # a trace that is being made
+        self._counted: tuple[Waiting, ...] = ()  # the queue whose tokens `_waiting_tokens` are
+        self._waiting_tokens = 0
+        self._is_closed = False
+
+    def accept(
+        self, request_id: str, prompt: Prompt, params: Params | None = None, priority: int = 0, **options: Any
+    ) -> Accepted:
+        """Check a request and make its token ids, see `InputProcessor.accept`; nothing is queued."""
+        return self.inputs.accept(request_id, prompt, params, priority, options)
+
+    def add(self, requests: Sequence[Accepted]) -> None:
+        """Queue requests that `accept` made; an id that is in use is a UserError, and then none is queued."""
+        self._check_open()
+        ids = set(self.outputs.groups)
+        for accepted in requests:
+            if accepted.internal_id in ids:
+                raise RequestIdInUseError(f"request id {accepted.request_id!r} is in use.", "request_id")
+            ids.add(accepted.internal_id)
+        made = [self.inputs.make_group(accepted, self._clock()) for accepted in requests]
+        for accepted, (group, _) in zip(requests, made, strict=True):
+            self.inputs.pack(accepted, group)
+        self.scheduler.add([request for _, own in made for request in own])
+        self.outputs.add([group for group, _ in made])
+
+    @overload
+    def abort_request(self, request_ids: str, reason: FinishReason = "abort") -> RequestOutput | None: ...
+    @overload
+    def abort_request(self, request_ids: Iterable[str], reason: FinishReason = "abort") -> list[RequestOutput]: ...
+    def abort_request(
+        self, request_ids: str | Iterable[str], reason: FinishReason = "abort"
+    ) -> RequestOutput | list[RequestOutput] | None:
+        """Drop a request, or several, in whatever phase it is and free its blocks; return what it had.
+
+        Of an unknown id that is None, and of several ids it is a list of those that are known.
+        """
+        if not isinstance(request_ids, str):
+            return self.abort_requests([(request_id, reason) for request_id in request_ids])
+        outputs = self.abort_requests([(request_ids, reason)])
+        return outputs[0] if outputs else None
+
+    def abort_requests(self, requests: Sequence[tuple[str, FinishReason]]) -> list[RequestOutput]:
+        """Drop requests by internal id, each for a reason; return the last outputs of those that are known."""
+        return self.outputs.abort(requests)
+
+    def take_block_events(self) -> tuple[BlockEvent, ...]:
+        """Return what has entered and left the prefix cache since the last call, if that is recorded."""
+        return self.scheduler.take_block_events()
+
+    def load(self) -> Load:
+        """Say how busy the engine is; speeds are the caller's to measure."""
+        state, metrics = self.scheduler.state, self.metrics
+        if state.waiting is not self._counted:  # few steps change it
+            self._counted, self._waiting_tokens = state.waiting, sum(entry.known for entry in state.waiting)
+        further: dict[str, Any] = {}
+        for load in self.features.load:
+            further |= load(state)
+        return Load(
+            running=state.num_running,
+            waiting=len(state.waiting),
+            waiting_tokens=self._waiting_tokens,
+            kv_blocks_used=state.pool.num_blocks - state.pool.num_available,
+            kv_blocks_total=state.pool.num_blocks,
+            max_running=self.scheduler.limits.num_slots,
+            prefix_hit_rate=metrics.cached_tokens / metrics.prompt_tokens if metrics.prompt_tokens else 0.0,
+            **further,
+        )
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self.outputs.groups)
+
+    def step(self) -> list[RequestOutput]:
+        """Wait for one step and return the outputs that are due (see `SamplingParams.output_kind`).
+
+        The next step is given to the device before that, so that it computes while the host reads, answers and plans
+        again (`EngineConfig.async_scheduling`). What was planned for a request that has ended meanwhile is dropped.
+        """
+        self._check_open()
+        if not self.has_unfinished_requests():
+            self._in_flight.clear()  # their requests have finished or were aborted
+            return []
+        with uninterrupted():
+            with span("step", step_num=self.metrics.steps):
+                outputs = self._step()
+            if self._profile is not None:
+                self._profile.note_step()
+                self._profile = None if self._profile.path else self._profile
+            return outputs
+
+    def _step(self) -> list[RequestOutput]:
+        ended: list[SequenceGroup] = []
+        try:
+            while len(self._in_flight) < self._depth:
+                issued = self._issue()
+                if issued is None:
+                    break
+                self._in_flight.append(issued)
+                ended += self._end_stuck(self._sample_held())
+            if not self._in_flight:
+                raise EngineError("requests wait, but none of them can be planned; please report this as a bug.")
+            plan, flight = self._in_flight.popleft()
+            self._planned = plan
+            assert not isinstance(flight, HeldStep)
+            with span("wait"):
+                result = flight.result()
+            yielded = Yielded(result.tokens)
+            for read in self.features.read:
+                read(plan, result, yielded)
+        except Exception as error:
+            return [*self.outputs.due(ended, self._clock()), *self._recover(error)]
+        self._failed_steps.reset()  # whatever becomes of the next one, a step has ended
+        with span("commit"):
+            events = self.scheduler.commit(plan, yielded.tokens, result.is_finite, yielded.counts, result.counts)
+            for take_in in self.features.take_in:
+                ended += take_in(plan, result, events)
+        outputs: list[RequestOutput] = []
+        stuck: Stuck = []
+        try:
+            stuck = self._sample_held()
+        except Exception as error:
+            outputs = self._recover(error)
+        with span("output"):
+            self.num_rows = len(plan.slots)
+            self.metrics.chunk_tokens += plan.num_tokens - plan.num_decodes - plan.num_drafts
+            self.metrics.generated_tokens += len(events.tokens)
+            outputs += self.outputs.take_in(result, events)
+            try:
+                ended += self._end_stuck(stuck)  # of those that did not end by their text just now
+            except Exception as error:
+                outputs += self._recover(error)
+            return [*outputs, *self.outputs.due(ended, self._clock())] if ended else outputs
+
+    def _issue(self) -> tuple[Plan, Flight] | None:
+        """Plan a step and give it to the device; None if all requests wait for tokens of steps in flight."""
+        with span("plan"):
+            plan = self._planned = self.scheduler.plan(self._clock())
+            step = StepInput(plan, self._batch.rows)
+            self._admit(step)
+        if not len(plan.slots):
+            return None
+        with span("pack"):
+            step.variant, step.chunks = self._batch.variant(plan), self._batch.chunks(plan)
+            for add_inputs in self.features.inputs:
+                add_inputs(step)
+        return plan, self.runner.dispatch(step)
+
+    def _sample_held(self) -> Stuck:
+        """Let the next step in flight be sampled if it was held: all tokens before it are known now.
+
+        Returns the sequences that cannot go on.
+        """
+        if not self._in_flight:
+            return []
+        plan, held = self._in_flight[0]
+        if not isinstance(held, HeldStep):
+            return []
+        self._planned = plan
+        with span("masks"):
+            found = (make(plan) for make in self.features.masks)
+            masks = both([each for each in found if each is not None])
+        self._in_flight[0] = plan, self.runner.sample(held, masks.words, masks.is_masked)
+        return masks.stuck
+
+    def _end_stuck(self, stuck: Stuck) -> list[SequenceGroup]:
+        """End the requests of sequences that cannot go on, if they have not ended; return them."""
+        ended = []
+        for own, why in stuck:
+            if own.finish_reason is None:
+                self.outputs.end_group(own.group, why)
+                ended.append(own.group)
+        return ended
+
+    def _admit(self, step: StepInput) -> None:
+        """Place newly admitted sequences into their slots, and list what the device needs for them before the step."""
+        plan = step.plan
+        self.metrics.preemptions += len(plan.preempted)
+        for sequence_id in plan.preempted:
+            self.outputs.sequences[sequence_id].group.metrics.num_preemptions += 1
+        for admission in plan.admitted:
+            sequence = self.outputs.sequences[admission.request.sequence_id]
+            with blaming(sequence):
+                self._batch.place(admission.slot, sequence)
+                for place in self.features.place:
+                    place(admission.slot, sequence)
+                self._note_admitted(sequence.group, admission.num_cached, plan.now)
+                if sequence.extras is not None:
+                    step.extras.append((admission.slot, sequence.extras))
+                if sampler.reads_history(sequence.params):
+                    known = sequence.tokens[: admission.num_cached]
+                    step.tokens += [(admission.slot, position, token) for position, token in enumerate(known)]
+
+    def _note_admitted(self, group: SequenceGroup, num_cached: int, now: float) -> None:
+        """Keep when a request was first admitted, and how many of its tokens were cached then."""
+        if group.metrics.first_scheduled_time is None:
+            group.metrics.first_scheduled_time = now
+        if group.num_cached_tokens is None:
+            group.num_cached_tokens = num_cached
+            self.metrics.prompt_tokens += len(group.prompt_token_ids)
+            self.metrics.cached_tokens += num_cached
+
+    def _recover(self, error: Exception) -> list[RequestOutput]:
+        """After a step that failed: the cache may be lost, so start an empty one and compute running requests again.
+
+        Ends the request that caused the failure, or the largest one if there is no memory; returns its last output.
+        """
+        plan, self._planned = self._planned, None
+        self._in_flight.clear()
+        self.runner.renew()
+        self.scheduler.reset()
+        self.metrics.recoveries += 1
+        if isinstance(error, RequestFault):
+            return self._end_failed(error.sequence.group)
+        action = self._failed_steps.add(error)
+        if action == "retry":
+            return []
+        largest = self._largest(plan) if plan is not None and action == "end_largest" else None
+        if largest is None:
+            raise EngineError(f"{self._failed_steps.count} steps in a row failed; the last one: {error}") from error
+        return self._end_failed(largest)
+
+    def _end_failed(self, group: SequenceGroup) -> list[RequestOutput]:
+        self.outputs.fail(group)
+        return self.outputs.due([group], self._clock())
+
+    def _largest(self, plan: Plan) -> SequenceGroup | None:
+        """Find the request that has the most tokens in a step; of equals the last."""
+        rows = zip(plan.lengths.tolist(), range(len(plan.slots)), plan.slots.tolist(), strict=True)
+        for _, _, slot in sorted(rows, reverse=True):
+            sequence = self._batch.owner(slot)
+            if sequence.sequence_id in self.outputs.sequences:
+                return sequence.group
+        return None
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks; refused (False) while requests run, because they hold some of them."""
+        if self.scheduler.state.num_running:
+            return False
+        self._in_flight.clear()  # their requests have ended, and a replay knows no plan across a reset
+        self.scheduler.reset()
+        return True
+
+    def start_profile(self, folder: str | Path, num_steps: int = DEFAULT_STEPS) -> Profile:
+        """Begin a trace of the next `num_steps` steps, written into `folder` at their end; see profiling.py."""
+        self._check_open()
+        self._profile = Profile(folder, num_steps)
+        return self._profile
+
+    def program_texts(self, names: Collection[str]) -> dict[str, str]:
+        """Return the HLO texts of programs, as a trace names them."""
+        return self.runner.program_texts(names)
+
+    def close(self) -> None:
+        """Stop background work and free the device's memory; closing twice does nothing."""
+        self._is_closed = True
+        if self._profile is not None:
+            self._profile.stop()
+        self._in_flight.clear()
+        for close in self.features.close:
+            close()
+        self.scheduler.close()
+        self.runner.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineError("the engine is closed.")

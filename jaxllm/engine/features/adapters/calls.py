@@ -1,0 +1,40 @@
+"""The calls of an engine that are about adapters, by vLLM's names."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from jaxllm.engine.features.adapters.rows import AdapterTexts
+from jaxllm.engine.features.adapters.store import Adapters
+from jaxllm.engine.features.feature import Features
+from jaxllm.engine.model_info import ModelInfo
+from jaxllm.lora_request import LoRARequest
+
+
+class AdapterCalls:
+    """Methods of an engine. Adapters are read on the thread that calls."""
+
+    features: Features
+    model: ModelInfo
+
+    @property
+    def adapters(self) -> Adapters:
+        """The adapters that the engine has read; any thread may use them."""
+        return cast("AdapterTexts", self.features.by_name[AdapterTexts.name]).store
+
+    def model_of(self, lora_request: LoRARequest | None) -> ModelInfo:
+        """Return the model as a request sees it: with the tokenizer of its adapter, if that brings one."""
+        return self.model if lora_request is None else self.adapters.get(lora_request).language.model
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Read an adapter ahead of the requests that name it; a problem with it is a UserError."""
+        self.adapters.get(lora_request)
+        return True
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter; return whether it was known. Requests that have it end with it."""
+        return self.adapters.remove(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """Return the `lora_int_id` of adapters that were read and not removed."""
+        return self.adapters.ids()

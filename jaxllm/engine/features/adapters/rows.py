@@ -1,0 +1,92 @@
+"""The adapters of the requests that run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxllm.engine.accepted import Accepted
+from jaxllm.engine.features.adapters.store import Adapter, Adapters, weights_reader
+from jaxllm.engine.features.feature import Core, Feature
+from jaxllm.engine.sequence import Sequence, SequenceGroup
+from jaxllm.model.lora_files import LoraFiles
+from jaxllm.runner.step_input import StepInput
+from jaxllm.scheduler.admission import num_deferred
+from jaxllm.scheduler.state import State
+
+
+class AdapterTexts(Feature):
+    """The part of the feature that an engine without `enable_lora` has: it refuses adapters by name."""
+
+    name = "adapters"
+    options = ("lora_request",)
+
+    def __init__(self, core: Core, make_store: Callable[[Core], Adapters] | None = None) -> None:
+        super().__init__(core)
+        self.store = _store_of(core) if make_store is None else make_store(core)
+
+    def claim(self, accepted: Accepted) -> None:
+        """Read the adapter of a request if it is not in memory, and set the language of its texts."""
+        request = accepted.options.get("lora_request")
+        if request is not None:
+            adapter = self.store.get(request)
+            accepted.language, accepted.content = adapter.language, adapter.digest
+            accepted.states[self.name] = adapter
+
+    def close(self) -> None:
+        """End the processes of tokenizers and templates."""
+        self.store.close()
+
+
+class AdapterRows(AdapterTexts):
+    """Has the adapters of a step on the devices. The state of a request is its `Adapter`."""
+
+    def __init__(self, core: Core, make_store: Callable[[Core], Adapters] | None = None) -> None:
+        super().__init__(core, make_store)
+        self._numbers = np.zeros(core.runner.limits.num_slots, np.int64)  # by slot; 0 without an adapter
+        self._placed: dict[int, Adapter] = {}  # by number, of sequences placed since the last step with adapters
+
+    def begin(self, accepted: Accepted, group: SequenceGroup) -> None:
+        """Keep the adapter for as long as its request runs."""
+        if self.name in accepted.states:
+            group.states[self.name] = accepted.states[self.name]
+
+    def schedule(self, own: Sequence, fields: dict[str, Any]) -> None:
+        """Tell the scheduler the number of an adapter."""
+        adapter: Adapter | None = own.group.states.get(self.name)
+        if adapter is not None:
+            fields["adapter"] = adapter.number
+
+    def place(self, slot: int, own: Sequence) -> None:
+        """Note the adapter of a slot. One that is new to the devices comes with a request that a plan admits."""
+        adapter: Adapter | None = own.group.states.get(self.name)
+        self._numbers[slot] = 0 if adapter is None else adapter.number
+        if adapter is not None:
+            self._placed[adapter.number] = adapter
+
+    def inputs(self, step: StepInput) -> None:
+        """Put the adapters of a step on the devices, and send which one each row has."""
+        if step.plan.adapters:
+            self.core.runner.hold_adapters(step.plan.adapters, lambda number: self._placed[number].weights)
+            step.side["adapters"] = self._numbers[step.plan.slots]
+            self._placed.clear()
+
+    def load(self, state: State) -> Mapping[str, Any]:
+        """Return the names of adapters of requests, and how many requests wait for a place of theirs."""
+        running = {record.request.adapter for record in state.running if record is not None}
+        waiting = {entry.request.adapter for entry in state.waiting}
+        return {
+            "running_adapters": tuple(sorted(map(self.store.name_of, running - {0}))),
+            "waiting_adapters": tuple(sorted(map(self.store.name_of, waiting - {0}))),
+            "deferred": num_deferred(state, self.core.scheduler.limits),
+        }
+
+
+def _store_of(core: Core) -> Adapters:
+    def read(folder: Path) -> LoraFiles:
+        return weights_reader(core.runner.setup, core.config)(folder)
+
+    return Adapters(core.config, core.language, read)

@@ -1,0 +1,192 @@
+"""The beam searches of an engine.
+
+What a step says of their next tokens comes in here; once all beams of a search have answered, `rules.choose` decides,
+and the scheduler forks. An exception on behalf of one search ends its request only.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxllm import combinations
+from jaxllm.beam_search_params import BeamSearchParams
+from jaxllm.engine.accepted import Accepted
+from jaxllm.engine.features.beams.rules import BeamSearch, Child, Ended, Rules, choose, num_needed
+from jaxllm.engine.features.feature import Core, Feature
+from jaxllm.engine.sequence import Sequence, SequenceGroup
+from jaxllm.errors import UserError
+from jaxllm.outputs import CompletionOutput
+from jaxllm.runner.results import Result
+from jaxllm.runner.step_input import StepInput
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+from jaxllm.scheduler import scheduler
+from jaxllm.scheduler.block_pool import content_root
+from jaxllm.scheduler.state import Events, Move, Plan
+
+
+@dataclass(slots=True, eq=False)
+class BeamOutput(Sequence):
+    """An output of a beam search; until the search ends, the tokens of one of its beams."""
+
+    score: float | None = None  # by which outputs are ranked
+
+    def end_as(self, ended: Ended, shows_stop: bool) -> None:
+        """Become an output; `shows_stop`: its text ends with the token that ended it."""
+        tokenizer = self.group.tokenizer
+        self.tokens = array("i", (*self.group.prompt_token_ids, *ended.tokens))
+        self.cumulative_logprob, self.score = ended.logprob, ended.score
+        self.read(tokenizer, len(self.tokens) - ended.is_stopped)
+        self.flush(tokenizer)
+        if ended.is_stopped and shows_stop and self.params.detokenize:
+            self.text.append(tokenizer.token_text(ended.tokens[-1]))
+
+    def show(self, is_delta: bool) -> CompletionOutput:
+        """Return all of it, or what is new since this was last called."""
+        output = Sequence.show(self, is_delta)
+        output.score = self.score
+        if self.score is not None:
+            output.cumulative_logprob = self.cumulative_logprob
+        return output
+
+
+class BeamSearches(Feature):
+    """Follows the searches among the requests that run. The state of a request is its `BeamSearch`."""
+
+    name = "beams"
+    takes = (BeamSearchParams,)
+
+    def __init__(self, core: Core) -> None:
+        super().__init__(core)
+        self._is_beam = np.zeros(core.runner.limits.num_slots, np.bool_)  # by slot
+
+    def claim(self, accepted: Accepted) -> None:
+        """Refuse a search that is too wide; set the parameters of each of its beams.
+
+        What the device samples for it means nothing: the likeliest tokens are what counts.
+        """
+        beams, model = accepted.asked, accepted.language.model
+        if not isinstance(beams, BeamSearchParams):
+            return
+        if self.core.config.speculative_config is not None:
+            raise combinations.refusal("beam_width", "speculative_config")
+        num_slots, num_logprobs = self.core.runner.limits.num_slots, self.core.runner.num_logprobs
+        num_stops, width = 0 if beams.ignore_eos else len(model.eos_ids), beams.beam_width
+        needed = num_needed(width, num_stops)
+        most = min(num_logprobs - num_stops, num_slots)
+        if needed > num_logprobs or width > num_slots:
+            message = (
+                f"beam_width may be at most {max(most, 0)} here, got {width}: a step reports {num_logprobs} "
+                f"tokens of a beam (max_logprobs), of which {num_stops} may end it, and the beams of a search run "
+                f"together in {num_slots} slots (max_num_seqs)."
+            )
+            raise UserError(message, "beam_width", width)
+        accepted.params = SamplingParams(
+            temperature=0.0,
+            max_tokens=beams.max_tokens,
+            ignore_eos=beams.ignore_eos,
+            skip_special_tokens=beams.skip_special_tokens,
+            logprobs=needed,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def accept(self, accepted: Accepted) -> None:
+        """Refuse a search whose beams could never run together."""
+        beams = accepted.asked
+        if not isinstance(beams, BeamSearchParams):
+            return
+        num_prompt, width = len(accepted.prompt_token_ids), beams.beam_width
+        scheduler.check_fits(self.core.runner.limits, num_prompt, accepted.limit, width)
+        accepted.num_sequences, accepted.sequence_type = width, BeamOutput
+        accepted.states[self.name] = Rules(
+            width=width,
+            most_tokens=accepted.limit - num_prompt,
+            stop_ids=frozenset() if beams.ignore_eos else accepted.language.model.eos_ids,
+            length_penalty=beams.length_penalty,
+            early_stopping=beams.early_stopping,
+        )
+
+    def begin(self, accepted: Accepted, group: SequenceGroup) -> None:
+        """Begin a search."""
+        beams = accepted.asked
+        if isinstance(beams, BeamSearchParams):
+            shows_stop = beams.include_stop_str_in_output
+            group.states[self.name] = BeamSearch(accepted.states[self.name], shows_stop)
+            for own in group.sequences:
+                own.logprobs = None  # those that are asked for are for the search
+
+    def schedule(self, own: Sequence, fields: dict[str, Any]) -> None:
+        """Make the sequences of a search a gang, which share the blocks of their prompt."""
+        if self.name in own.group.states:
+            leader = own.group.sequences[0].sequence_id
+            fields["gang"] = leader
+            if fields["root"] is None:
+                fields["root"] = content_root(f"{leader - 1}".encode())  # as that of n outputs of a prompt
+
+    def place(self, slot: int, own: Sequence) -> None:
+        """Note whether a slot has a beam."""
+        self._is_beam[slot] = self.name in own.group.states
+
+    def inputs(self, step: StepInput) -> None:
+        """Send the tokens that decode rows begin with and that the host has chosen."""
+        plan, batch = step.plan, self.core.batch
+        if not self.core.scheduler.state.gangs:
+            return
+        slots = plan.slots[: plan.num_decodes]
+        rows = self._is_beam[slots].nonzero()[0].tolist()
+        places = [(int(slots[row]), int(plan.starts[row])) for row in rows]
+        step.tokens += [(slot, position, batch.owner(slot).tokens[position]) for slot, position in places]
+
+    def take_in(self, plan: Plan, result: Result, events: Events) -> list[SequenceGroup]:
+        """Take in the likeliest tokens of beams; let each search go on whose beams have all answered."""
+        if not len(events.answered):
+            return []
+        assert result.top_ids is not None and result.top_logprobs is not None
+        for row in events.answered.tolist():
+            own = self.core.batch.owner(int(plan.slots[row]))
+            likeliest = result.top_ids[row].tolist(), result.top_logprobs[row].tolist()
+            self._search(own.group).likeliest[own.index] = likeliest
+        ended = []
+        for leader in events.complete:
+            group = self.core.outputs.sequences[leader].group
+            try:
+                self._go_on(group)
+            except Exception:  # in this request: the others of the step are unaffected
+                self.core.outputs.fail(group)
+            if group.is_finished:
+                ended.append(group)
+        return ended
+
+    def _search(self, group: SequenceGroup) -> BeamSearch:
+        return group.states[self.name]
+
+    def _go_on(self, group: SequenceGroup) -> None:
+        """Let a search go on with what all of its beams have answered, or end."""
+        search = self._search(group)
+        if group.metrics.first_token_time is None:
+            group.metrics.first_token_time = self.core.clock()
+        self.core.metrics.generated_tokens += search.rules.width
+        num_prompt = len(group.prompt_token_ids)
+        outputs = [own.tokens[num_prompt:] for own in group.sequences]
+        search.state, children = choose(search.state, search.rules, outputs, search.likeliest)
+        search.likeliest = {}
+        if search.state.is_over:
+            self._end(group, search)
+        else:
+            self.core.scheduler.fork([_move(group, child) for child in children])
+
+    def _end(self, group: SequenceGroup, search: BeamSearch) -> None:
+        """End a search with its outputs, the best first."""
+        ended = search.state.ended
+        for own, each in zip(group.sequences, ended, strict=True):
+            assert isinstance(own, BeamOutput)
+            own.end_as(each, search.shows_stop)
+        self.core.outputs.end_all(group, ["stop" if each.is_stopped else "length" for each in ended])
+
+
+def _move(group: SequenceGroup, child: Child) -> Move:
+    target, source = (group.sequences[member].sequence_id for member in (child.member, child.parent))
+    return Move(target, source, child.token)

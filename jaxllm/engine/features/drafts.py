@@ -1,0 +1,29 @@
+"""Speculative decoding: the drafts that steps verify; see scheduler/drafting.py and runner/drafting.py."""
+
+from __future__ import annotations
+
+from jaxllm.engine.features.feature import Feature, Yielded
+from jaxllm.runner.results import Result
+from jaxllm.runner.step_input import StepInput
+from jaxllm.scheduler.state import Plan
+
+
+class Drafts(Feature):
+    """Tells the device what it drafts with, and counts the drafts that were kept. Keeps nothing for a request."""
+
+    name = "drafts"
+
+    def inputs(self, step: StepInput) -> None:
+        """Send the token that follows each chunk which does not reach its sequence's end, if drafts read it."""
+        if not self.core.runner.reads_ahead:
+            return
+        plan, batch, first = step.plan, self.core.batch, step.plan.num_decodes
+        ends = (plan.starts + plan.lengths)[first:].tolist()
+        rows = zip(plan.slots[first:].tolist(), ends, plan.samples[first:].tolist(), strict=True)
+        step.tokens += [(slot, end, batch.owner(slot).tokens[end]) for slot, end, samples in rows if not samples]
+
+    def read(self, plan: Plan, result: Result, yielded: Yielded) -> None:
+        """Yield the drafts that were kept, and the token behind them."""
+        if result.counts is not None and result.drafted is not None:
+            yielded.counts = result.counts
+            self.core.metrics.note_drafts(result.drafted.tolist(), result.counts.tolist())

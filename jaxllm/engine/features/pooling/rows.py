@@ -1,0 +1,96 @@
+"""The requests of an engine whose model pools, and the refusal of theirs by one whose model generates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxllm.engine.accepted import Accepted
+from jaxllm.engine.features.feature import Core, Feature
+from jaxllm.engine.features.pooling import prompts
+from jaxllm.engine.sequence import End, Sequence, SequenceGroup
+from jaxllm.model.pooler import Pooler, finish
+from jaxllm.outputs import CompletionOutput, FinishReason
+from jaxllm.pooling_params import PoolingParams
+from jaxllm.runner.results import Result
+from jaxllm.runner.step_input import StepInput
+
+
+@dataclass(slots=True, eq=False)
+class PooledOutput(Sequence):
+    """A prompt that is pooled: it yields a vector, and no tokens."""
+
+    not_finite = "its vector was not finite"
+
+    pooler: Pooler | None = None
+    pooling: PoolingParams | None = None
+    token_types: np.ndarray | None = None  # int32; None: zeros
+    pooled: np.ndarray | None = None  # its vector, float32[W]
+
+    def take_in(
+        self, result: Result, row: int, count: int, finish_reason: FinishReason | None
+    ) -> tuple[int, End | None]:
+        """Take in the vector of a row of a step."""
+        assert self.pooler is not None and self.pooling is not None and result.pooled is not None
+        self.pooled = finish(self.pooler, result.pooled[row], self.pooling)
+        return len(self.tokens), ("stop", None)
+
+    def show(self, is_delta: bool) -> CompletionOutput:
+        """Return all of it."""
+        output = Sequence.show(self, is_delta)
+        output.pooled = self.pooled
+        return output
+
+
+class Pooling(Feature):
+    """Makes all requests of an engine prompts that are pooled. They keep what they need in their `PooledOutput`."""
+
+    name = "pooling"
+    takes = (PoolingParams,)
+
+    def __init__(self, core: Core) -> None:
+        super().__init__(core)
+        assert core.language.model.pooler is not None
+        self._pooler = core.language.model.pooler
+
+    def claim(self, accepted: Accepted) -> None:
+        """Read the prompt; refuse a request that is not to be pooled."""
+        model, asked = self.core.language.model, accepted.asked
+        prompts.check_kind(asked, model, self.core.config.model)
+        if not isinstance(asked, PoolingParams):
+            return
+        read = prompts.read(accepted.given, asked, model)
+        accepted.params, accepted.sequence_type = prompts.SAMPLING, PooledOutput
+        accepted.prompt, accepted.prompt_token_ids, accepted.salt = read.text, read.token_ids, read.salt
+        accepted.limit = len(read.token_ids)
+        accepted.states[self.name] = asked, read.token_types
+
+    def begin(self, accepted: Accepted, group: SequenceGroup) -> None:
+        """Give the sequence what its step needs."""
+        (own,) = group.sequences
+        assert isinstance(own, PooledOutput)
+        own.pooler, own.row = self._pooler, prompts.ROW
+        own.pooling, token_types = accepted.states[self.name]
+        own.token_types = None if token_types is None else np.asarray(token_types, np.int32)
+
+    def schedule(self, own: Sequence, fields: dict[str, Any]) -> None:
+        """Read the prefix cache only for the vector of the last token: a mean needs the hidden states of all."""
+        fields["reads_cache"] &= self._pooler.pooling == "last"
+
+    def inputs(self, step: StepInput) -> None:
+        """Send the types of the tokens of prompts."""
+        owners = [self.core.batch.owner(slot) for slot in step.plan.slots.tolist()]
+        step.side["token_types"] = [own.token_types for own in owners if isinstance(own, PooledOutput)]
+
+
+class NoPooling(Feature):
+    """Refuses prompts that are to be pooled by a model that generates."""
+
+    name = "pooling"
+    takes = (PoolingParams,)
+
+    def claim(self, accepted: Accepted) -> None:
+        """Refuse `PoolingParams`."""
+        prompts.check_kind(accepted.asked, accepted.language.model, self.core.config.model)

@@ -1,0 +1,158 @@
+"""Log-probabilities of the tokens of prompts, and of more tokens than a step reports.
+
+A program of its own scores them after the step that computes their hidden states; see runner/scoring.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jaxllm.engine.accepted import Accepted
+from jaxllm.engine.features.feature import Core, Feature
+from jaxllm.engine.input_batch import blaming
+from jaxllm.engine.sequence import Sequence, SequenceGroup, entry_of, logprob_of
+from jaxllm.outputs import Logprob, RequestOutput
+from jaxllm.runner.results import MOST_LOGPROBS, Result, Score, Scored
+from jaxllm.runner.step_input import StepInput
+from jaxllm.sampling.sampler import Variant
+from jaxllm.sampling_params import RequestOutputKind
+from jaxllm.scheduler.state import Events, Plan
+
+
+@dataclass(slots=True)
+class PromptScores:
+    """The log-probabilities of a prompt, which the first sequence of its request computes."""
+
+    count: int  # likeliest tokens to report of each position; -1: all
+    by_position: dict[int, dict[int, Logprob]] = field(default_factory=dict)
+    were_shown: bool = False
+
+    def are_missing(self, group: SequenceGroup) -> bool:
+        """Return whether some are still to be computed; nothing predicts the first token."""
+        return len(self.by_position) < len(group.prompt_token_ids) - 1
+
+    def add(self, group: SequenceGroup, score: Score) -> None:
+        """Take in the log-probabilities of one of the prompt's tokens."""
+        if np.isfinite(score.logprob):
+            chosen = logprob_of(group.tokenizer, score.of.token, score.logprob, score.rank)
+            self.by_position[score.of.position] = entry_of(
+                group.tokenizer, score.of.token, chosen, self.count, score.top_ids, score.top_logprobs
+            )
+
+
+class Scoring(Feature):
+    """Lists the positions that a step scores, and takes in their scores. The state of a request is `PromptScores`."""
+
+    name = "scoring"
+
+    def __init__(self, core: Core) -> None:
+        super().__init__(core)
+        self._num_logprobs = core.runner.num_logprobs  # that every step returns
+        num_slots = core.runner.limits.num_slots
+        self._is_scored = np.zeros(num_slots, np.bool_)  # by slot: whether `_scored` may list positions of it
+        self._scores_prompt = np.zeros(num_slots, np.bool_)  # by slot
+
+    def begin(self, accepted: Accepted, group: SequenceGroup) -> None:
+        """Make room for the scores of a prompt."""
+        count = accepted.params.prompt_logprobs
+        if count is not None:
+            group.states[self.name] = PromptScores(count)
+
+    def schedule(self, own: Sequence, fields: dict[str, Any]) -> None:
+        """Let the first sequence compute a prompt that is scored whole; a row scored whole has no drafts."""
+        if self.name in own.group.states and not own.index:
+            fields["reads_cache"] = False
+        if not 0 <= (own.params.logprobs or 0) <= MOST_LOGPROBS:  # of one place of a row
+            fields["may_draft"] = False
+
+    def place(self, slot: int, own: Sequence) -> None:
+        """Note what the sequence of a slot wants."""
+        self._scores_prompt[slot] = self.name in own.group.states and not own.index
+        self._is_scored[slot] = self._scores_prompt[slot] or self._is_whole(own.params.logprobs)
+
+    def inputs(self, step: StepInput) -> None:
+        """List the positions of a step that are scored, which needs the widest variant."""
+        scored = self._scored(step.plan)
+        if scored:
+            step.side["scored"], step.variant = scored, Variant.FULL
+
+    def take_in(self, plan: Plan, result: Result, events: Events) -> list[SequenceGroup]:
+        """Take in scores; end the requests with a prompt whose logits were not finite."""
+        ended: list[SequenceGroup] = []
+        outputs = self.core.outputs
+        for score in result.scores:
+            own = outputs.sequences.get(score.of.sequence_id)
+            if own is None:
+                continue
+            if score.of.position >= len(own.group.prompt_token_ids):
+                result.whole[own.sequence_id] = score
+                continue
+            try:
+                self._scores(own.group).add(own.group, score)
+            except Exception:  # in this request's text: the others of the step are unaffected
+                outputs.fail(own.group)
+                ended.append(own.group)
+        slots = plan.slots[events.rows]
+        for slot in slots[self._scores_prompt[slots]].tolist():
+            group = self.core.batch.owner(slot).group
+            if self._scores(group).are_missing(group) and not group.is_finished:
+                outputs.end_group(group, "the logits of the prompt were not finite")
+                ended.append(group)
+        return ended
+
+    def show(self, group: SequenceGroup, output: RequestOutput) -> None:
+        """Add the log-probabilities of the prompt once there are all; a delta has them once."""
+        scores: PromptScores | None = group.states.get(self.name)
+        if scores is None or scores.are_missing(group):
+            return
+        if group.kind is RequestOutputKind.DELTA and scores.were_shown:
+            return
+        scores.were_shown = True
+        output.prompt_logprobs = [scores.by_position.get(at) for at in range(len(group.prompt_token_ids))]
+
+    def _scores(self, group: SequenceGroup) -> PromptScores:
+        return group.states[self.name]
+
+    def _scored(self, plan: Plan) -> list[Scored]:
+        """List the positions to score: prompt tokens, and rows that want more than a step returns."""
+        scored: list[Scored] = []
+        if not self._is_scored[plan.slots].any():
+            return scored
+        offset = 0
+        for slot, start, length, samples in zip(
+            plan.slots.tolist(), plan.starts.tolist(), plan.lengths.tolist(), plan.samples.tolist(), strict=True
+        ):
+            own = self.core.batch.owner(slot)
+            if self._is_scored[slot]:
+                with blaming(own):
+                    scored += self._scored_of(own, start, length, samples, offset)
+            offset += length
+        return scored
+
+    def _scored_of(self, own: Sequence, start: int, length: int, samples: bool, offset: int) -> list[Scored]:
+        """List the positions to score of one row, whose tokens begin at `offset` of the step."""
+        group, end = own.group, start + length
+        scored: list[Scored] = []
+        scores: PromptScores | None = group.states.get(self.name)
+        if scores is not None and not own.index and scores.are_missing(group):
+            is_whole = self._is_whole(scores.count)
+            scored += [
+                Scored(
+                    own.sequence_id,
+                    position,
+                    offset + position - start - 1,
+                    group.prompt_token_ids[position],
+                    is_whole,
+                )
+                for position in range(start + 1, min(end + 1, len(group.prompt_token_ids)))
+            ]
+        if samples and self._is_whole(own.params.logprobs):
+            scored.append(Scored(own.sequence_id, end, offset + length - 1, 0, True))
+        return scored
+
+    def _is_whole(self, count: int | None) -> bool:
+        """Return whether so many log-probabilities are more than a step reports."""
+        return count is not None and not 0 <= count <= self._num_logprobs

@@ -1,0 +1,46 @@
+"""The features that engines have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from jaxllm.engine.features.adapters.rows import AdapterRows, AdapterTexts
+from jaxllm.engine.features.beams.rows import BeamSearches
+from jaxllm.engine.features.drafts import Drafts
+from jaxllm.engine.features.feature import Core, Feature
+from jaxllm.engine.features.grammars import GrammarRows
+from jaxllm.engine.features.pooling.rows import NoPooling, Pooling
+from jaxllm.engine.features.scoring import Scoring
+
+Factory = Callable[[Core], Feature | None]  # None: the configuration does not have the feature
+
+
+def _adapters(core: Core) -> Feature:
+    return (AdapterRows if core.config.enable_lora else AdapterTexts)(core)
+
+
+def _pooling(core: Core) -> Feature:
+    return (Pooling if _pools(core) else NoPooling)(core)
+
+
+def _drafts(core: Core) -> Feature | None:
+    return None if core.config.speculative_config is None else Drafts(core)
+
+
+def _of_generators(factory: Factory) -> Factory:
+    return lambda core: None if _pools(core) else factory(core)
+
+
+def _pools(core: Core) -> bool:
+    return core.language.model.pooler is not None
+
+
+# By name, in the order in which an engine calls them.
+FEATURES: Mapping[str, Factory] = {
+    "adapters": _adapters,
+    "pooling": _pooling,
+    "beams": _of_generators(BeamSearches),
+    "drafts": _of_generators(_drafts),
+    "grammars": _of_generators(GrammarRows),
+    "scoring": _of_generators(Scoring),
+}

@@ -1,0 +1,16 @@
+"""What the texts of a request depend on: the model with its tokenizer, and the compiler of grammars over its tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxllm.engine.model_info import ModelInfo
+from jaxllm.structured_output.grammars import Grammars
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Language:
+    """The model's own, or one with the tokenizer or the chat template of an adapter."""
+
+    model: ModelInfo
+    grammars: Grammars
