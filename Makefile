@@ -71,6 +71,9 @@ check: $(VENV)/.dev  ## lint, format, types, which room may import which
 lines: $(VENV)/.dev  ## lines of code by room, without comments and docstrings
 	$(VENV)/bin/python -m tests.support.line_counts
 
+features: $(VENV)/.dev  ## which files know each row feature; AGAINST=COMMIT counts those of a commit
+	$(VENV)/bin/python -m tests.support.features $(if $(AGAINST),--against $(AGAINST))
+
 format: $(VENV)/.dev
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .

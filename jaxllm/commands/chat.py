@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 from jaxllm.commands.arguments import Subparsers, add_model, build, engine_config, new_command
 from jaxllm.commands.constraint_flags import add_constraint_flags, constraint_of
 from jaxllm.commands.flags import add_engine_flags, add_sampling_flags, given
-from jaxllm.commands.session import add_lora, add_verbose, open_llm, stream, with_lora
+from jaxllm.commands.session import Adapter, add_lora, add_verbose, open_llm, stream, with_lora
 from jaxllm.errors import UserError
-from jaxllm.lora_request import LoRARequest
 from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ def run(options: dict[str, Any]) -> int:
     return 0
 
 
-def _check_template(llm: LLM, system: list[dict[str, str]], adapter: LoRARequest | None) -> None:
+def _check_template(llm: LLM, system: list[dict[str, str]], adapter: Adapter | None) -> None:
     """Refuse a model without a template, or with one that does not take the system prompt."""
     try:
         llm.chat_prompt([*system, {"role": "user", "content": "Hello"}], lora_request=adapter)
@@ -107,7 +106,7 @@ def _read_line(is_terminal: bool) -> str | None:
 
 
 def _turn(
-    llm: LLM, history: list[dict[str, str]], line: str, params: SamplingParams, adapter: LoRARequest | None
+    llm: LLM, history: list[dict[str, str]], line: str, params: SamplingParams, adapter: Adapter | None
 ) -> list[dict[str, str]]:
     """Answer one line; return the conversation with both, or as it was where there is no answer."""
     try:
@@ -134,7 +133,7 @@ def _turn(
 
 
 def _fit(
-    llm: LLM, messages: list[dict[str, str]], max_tokens: int | None, adapter: LoRARequest | None
+    llm: LLM, messages: list[dict[str, str]], max_tokens: int | None, adapter: Adapter | None
 ) -> tuple[list[dict[str, str]], dict[str, Any]]:
     """Drop the oldest questions and answers until the conversation leaves room for an answer; give it and its prompt.
 

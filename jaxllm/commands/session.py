@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 REQUEST_ID = "cli"
 
+Adapter = LoRARequest  # that `--lora` names
+
 
 def add_lora(parser: argparse.ArgumentParser) -> None:
     """Add `--lora`."""

@@ -11,13 +11,14 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeVar
 
 from jaxllm.config import EngineConfig, config_of
 from jaxllm.engine.accepted import Accepted, Params
 from jaxllm.engine.engine_client import EngineView
 from jaxllm.engine.engine_thread import EngineThread, Listeners
-from jaxllm.engine.features.adapters.store import Adapter, Known
+from jaxllm.engine.features.adapters.client import AsyncAdapterCalls
 from jaxllm.engine.inbox import Inbox
 from jaxllm.engine.kv_events import BlockBatch, BlockLog
 from jaxllm.engine.llm_engine import LLMEngine
@@ -32,7 +33,6 @@ from jaxllm.errors import (
     UnavailableError,
     late,
 )
-from jaxllm.lora_request import LoRARequest
 from jaxllm.metrics import DeviceReport, Load, Observer, StepReport
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import SamplingParams
@@ -44,7 +44,7 @@ _MANY_IDS = 2**16  # token ids of a prompt that are checked in a thread: 5 ms
 LONG_TEXT = 4096  # characters from which on a prompt is tokenized off the event loop: about a millisecond
 
 
-class AsyncLLM(StreamingEngine):
+class AsyncLLM(StreamingEngine, AsyncAdapterCalls):
     """A model that many readers can stream from at once. Without a name it is the small one that ships with jaxllm.
 
     Keyword arguments are the fields of `EngineConfig`, and the bounds of the queue.
@@ -64,7 +64,7 @@ class AsyncLLM(StreamingEngine):
         hang_timeout: float = 8.0,  # seconds that a step may take before the engine counts as hung
         observer: Observer | None = None,
         recorder: Recorder | None = None,
-        adapters: Sequence[LoRARequest] = (),  # read before the engine is ready; what is wrong with one ends the start
+        adapters: Sequence[Any] = (),  # `LoRARequest`s, read before the engine is ready
         parts: Parts | None = None,  # what the engine is made of, its clock too; None: loaded from the model
         thread_type: type[EngineThread] = EngineThread,
         **engine_args: Any,
@@ -111,13 +111,17 @@ class AsyncLLM(StreamingEngine):
             loop=self._loop,
             listeners=listeners,
             parts=self._parts,
-            adapters=self._adapters,
+            prepare=self._prepare,
         )
         try:
             self._thread.start()
         except RuntimeError:  # no thread can be had
             self._thread = None
             raise
+
+    def _prepare(self, engine: LLMEngine) -> None:
+        for request in self._adapters:
+            engine.add_lora(request)
 
     async def close(self, timeout: float = 30.0) -> bool:
         """Stop the engine and free the device's memory; requests that still run fail.
@@ -164,22 +168,6 @@ class AsyncLLM(StreamingEngine):
         """Raise FeatureDisabledError: one engine has no replicas."""
         raise FeatureDisabledError("there is one engine, and no replica.", "replica")
 
-    def find_adapter(self, lora_request: LoRARequest) -> Adapter | None:
-        """Return an adapter that is in memory; None if it must be read."""
-        return self.engine.adapters.find(lora_request)
-
-    def known_adapter(self, lora_request: LoRARequest) -> Known | None:
-        """Return the record of an adapter that was read, in memory or not."""
-        return self.engine.adapters.known(lora_request)
-
-    def forget_adapter(self, lora_id: int) -> bool:
-        """Forget an adapter; return whether it was known. Requests that have it end with it."""
-        return self.engine.remove_lora(lora_id)
-
-    def read_adapter(self, lora_request: LoRARequest) -> Adapter:
-        """Read an adapter, which is slow; a problem with it is a UserError. Any thread may call this."""
-        return self.engine.adapters.get(lora_request)
-
     def get_load(self) -> Load:
         """Say how busy the engine was after its last step, and what has come since."""
         load = self._thread.load if self._thread is not None else Load()
@@ -198,18 +186,6 @@ class AsyncLLM(StreamingEngine):
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prompts; False while requests run, because they hold some of the blocks."""
         return await self._call(lambda engine: engine.reset_prefix_cache())
-
-    async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Read an adapter ahead of the requests that name it; what is wrong with it is a UserError."""
-        return await self.off_loop(self.engine.add_lora, lora_request, language=b"")
-
-    async def remove_lora(self, lora_id: int) -> bool:
-        """Forget an adapter; whether it was known. Requests that have it end with it."""
-        return self.forget_adapter(lora_id)
-
-    async def list_loras(self) -> set[int]:
-        """Return the `lora_int_id` of adapters that were read and not removed."""
-        return self.engine.list_loras()
 
     async def start_profile(self, folder: str, num_steps: int) -> None:
         """Begin a trace of the next `num_steps` steps. Its path is logged; streams wait while it is written."""
@@ -234,7 +210,7 @@ class AsyncLLM(StreamingEngine):
         prompt: Prompt,
         params: Params | None,
         priority: int,
-        lora_request: LoRARequest | None,
+        options: Mapping[str, Any],
         *,
         client: str | None,
         timeout: float | None,
@@ -247,16 +223,14 @@ class AsyncLLM(StreamingEngine):
         ids = prompt.get("prompt_token_ids", ()) if isinstance(prompt, Mapping) else prompt
         is_slow |= isinstance(ids, Sequence) and len(ids) > _MANY_IDS
         language = None
-        if lora_request is not None:
-            adapter = self.engine.adapters.find(lora_request)
-            language = b"" if adapter is None else adapter.language.model.tokenizer.confined
-            is_slow |= language is not None
-        given = request_id, prompt, params, priority, lora_request
-        if not is_slow:
-            return self.engine.accept(*given)
+        for thread_of in self.engine.features.thread_of:
+            language = thread_of(options) if language is None else language
+        accept = partial(self.engine.accept, request_id, prompt, params, priority, **options)
+        if not is_slow and language is None:
+            return accept()
         try:
             async with asyncio.timeout(timeout):
-                return await self.off_loop(self.engine.accept, *given, client=client, language=language)
+                return await self.off_loop(accept, client=client, language=language)
         except TimeoutError as error:
             assert timeout is not None
             raise late(timeout) from error

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.accepted import Params
-from jaxllm.engine.features.adapters.store import Adapter, Known
+from jaxllm.engine.features.adapters.client import AdapterClient
 from jaxllm.engine.kv_events import BlockBatch
 from jaxllm.engine.life_cycle import EngineState
 from jaxllm.engine.model_info import ModelInfo
@@ -59,7 +59,7 @@ class EngineView(Protocol):
         ...
 
 
-class EngineClient(EngineView, Protocol):
+class EngineClient(EngineView, AdapterClient, Protocol):
     """An engine, or several with one interface. All methods belong to the event loop that called `start`."""
 
     max_queued_requests: int | None
@@ -112,7 +112,7 @@ class EngineClient(EngineView, Protocol):
         timeout: float | None = None,
         arrival: float | None = None,
         name: str | None = None,
-        lora_request: LoRARequest | None = None,
+        **options: Any,
     ) -> AsyncGenerator[RequestOutput]:
         """Stream a request's outputs; to close the iterator aborts the request."""
         ...
@@ -150,34 +150,6 @@ class EngineClient(EngineView, Protocol):
 
         `language` is the `confined` of the tokenizer that works there; b"" is to read an adapter.
         """
-        ...
-
-    def find_adapter(self, lora_request: LoRARequest) -> Adapter | None:
-        """Return an adapter that is in memory; None if it must be read."""
-        ...
-
-    def known_adapter(self, lora_request: LoRARequest) -> Known | None:
-        """Return the record of an adapter that was read, in memory or not."""
-        ...
-
-    def forget_adapter(self, lora_id: int) -> bool:
-        """Forget an adapter as `remove_lora` does, without waiting."""
-        ...
-
-    def read_adapter(self, lora_request: LoRARequest) -> Adapter:
-        """Read an adapter, which is slow; a problem with it is a UserError. Any thread may call this."""
-        ...
-
-    async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Read an adapter before requests name it."""
-        ...
-
-    async def remove_lora(self, lora_id: int) -> bool:
-        """Forget an adapter; return whether it was known."""
-        ...
-
-    async def list_loras(self) -> set[int]:
-        """Return the ids of adapters that were read and not removed."""
         ...
 
     async def reset_prefix_cache(self) -> bool:

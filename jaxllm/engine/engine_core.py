@@ -181,7 +181,8 @@ class EngineCore:
                 raise EngineError("requests wait, but none of them can be planned; please report this as a bug.")
             plan, flight = self._in_flight.popleft()
             self._planned = plan
-            assert not isinstance(flight, HeldStep)
+            if isinstance(flight, HeldStep):
+                raise RuntimeError("a step is waited for that has not been sampled")
             with span("wait"):
                 result = flight.result()
             yielded = Yielded(result.tokens)

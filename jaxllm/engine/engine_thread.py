@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,6 @@ from jaxllm.engine.accepted import Accepted
 from jaxllm.engine.inbox import Inbox
 from jaxllm.engine.llm_engine import LLMEngine
 from jaxllm.engine.loader import Parts
-from jaxllm.lora_request import LoRARequest
 from jaxllm.metrics import Load, Metrics, StepReport
 from jaxllm.outputs import FinishReason, RequestOutput
 from jaxllm.scheduler.recorded import Recorder
@@ -55,7 +54,7 @@ class EngineThread:
         loop: asyncio.AbstractEventLoop,
         listeners: Listeners,
         parts: Parts | None = None,  # what the engine is made of; None: loaded from the model
-        adapters: Sequence[LoRARequest] = (),  # read before the engine is ready
+        prepare: Callable[[LLMEngine], None] = lambda engine: None,  # called before the engine is ready
     ) -> None:
         self.load = Load()  # after the last step
         self.step_since: float | None = None  # when the step that is running began
@@ -67,7 +66,7 @@ class EngineThread:
         self._loop = loop
         self._listeners = listeners
         self._parts = parts
-        self._adapters = adapters
+        self._prepare = prepare
         self._clock = time.monotonic if parts is None else parts.clock
         self._speeds: deque[tuple[float, int]] = deque()  # times, and tokens generated until then
         self._thread = threading.Thread(target=self._run, name="jaxllm-engine", daemon=True)
@@ -101,8 +100,7 @@ class EngineThread:
                 recorder=self._recorder,
                 parts=self._parts,
             )
-            for request in self._adapters:
-                engine.add_lora(request)
+            self._prepare(engine)
             self.load = engine.load()
             self.call_back(self._listeners.ready, engine)
             yield

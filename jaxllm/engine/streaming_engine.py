@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Protocol, Self, TypeVar
@@ -19,7 +19,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.accepted import Params
 from jaxllm.engine.engine_client import PauseMode
 from jaxllm.engine.fair_threads import FairThreads
-from jaxllm.engine.features.adapters.threads import AdapterThreads
+from jaxllm.engine.language_threads import LanguageThreads
 from jaxllm.engine.life_cycle import NOT_STARTED, EngineState, LifeCycle
 from jaxllm.engine.model_info import ModelInfo
 from jaxllm.engine.output_streams import Stream, StreamTable
@@ -33,7 +33,6 @@ from jaxllm.errors import (
     UserError,
     late,
 )
-from jaxllm.lora_request import LoRARequest
 from jaxllm.metrics import Load, Metrics
 from jaxllm.outputs import FinishReason, PoolingRequestOutput, RequestOutput, pooled_output
 from jaxllm.pooling_params import PoolingParams
@@ -95,7 +94,7 @@ class StreamingEngine:
         self._life = LifeCycle()
         self._num_resumed = 0  # calls of `resume`
         self._tokenizing: FairThreads | None = None
-        self._of_adapters: AdapterThreads | None = None
+        self._of_adapters: LanguageThreads | None = None
 
     # For a subclass to define.
 
@@ -130,7 +129,7 @@ class StreamingEngine:
         prompt: Prompt,
         params: Params | None,
         priority: int,
-        lora_request: LoRARequest | None,
+        options: Mapping[str, Any],
         *,
         client: str | None,
         timeout: float | None,
@@ -198,7 +197,7 @@ class StreamingEngine:
         timeout: float | None = None,
         arrival: float | None = None,
         name: str | None = None,
-        lora_request: LoRARequest | None = None,
+        **options: Any,
     ) -> AsyncGenerator[RequestOutput]:
         """Stream a request's outputs, of the kind that its parameters name. To close the iterator aborts the request.
 
@@ -208,7 +207,8 @@ class StreamingEngine:
         Among the running requests of an `owner` an id must be unique. Slow preparation is shared out among
         `client`s, by their names.
         `arrival`, of the monotonic clock, is the time of the request, if that was before this call;
-        `name` is its name in logs and recordings, if that is more than its id. `lora_request` names its adapter.
+        `name` is its name in logs and recordings, if that is more than its id. `options` are those of features, as
+        `lora_request`, the adapter.
         """
         arrival = self._clock() if arrival is None else arrival
         for limit, seconds in (("time_limit", time_limit), ("timeout", timeout)):
@@ -219,9 +219,10 @@ class StreamingEngine:
         request_id = uuid.uuid4().hex if request_id is None else request_id
         if self._streams.has(request_id, owner):
             raise RequestIdInUseError(f"request id {request_id!r} is in use.", "request_id")
+        given = {option: value for option, value in options.items() if value is not None}
         with self.preparing(1):
             accepted: Any = await self._accept(
-                request_id, prompt, sampling_params, priority, lora_request, client=client, timeout=timeout
+                request_id, prompt, sampling_params, priority, given, client=client, timeout=timeout
             )
         if self._streams.has(request_id, owner):
             raise RequestIdInUseError(f"request id {request_id!r} is in use.", "request_id")
@@ -328,7 +329,7 @@ class StreamingEngine:
         """
         if language is not None:
             if self._of_adapters is None:
-                self._of_adapters = AdapterThreads()
+                self._of_adapters = LanguageThreads()
             return await self._of_adapters.run(language, client, function, *arguments)
         if self._tokenizing is None:
             self._tokenizing = FairThreads(min(_MOST_THREADS, max(2, os.cpu_count() or 1)), "jaxllm-tokenize")

@@ -19,7 +19,7 @@ from jaxllm.beam_search_params import BeamSearchParams
 from jaxllm.config import EngineConfig, config_of
 from jaxllm.engine.async_llm import LONG_TEXT
 from jaxllm.engine.engine_client import EngineView
-from jaxllm.engine.features.adapters.store import Adapter, Known
+from jaxllm.engine.features.adapters.client import NoAdapters
 from jaxllm.engine.input_processor import text_to_encode
 from jaxllm.engine.kv_events import BlockBatch
 from jaxllm.engine.life_cycle import EngineState
@@ -33,7 +33,6 @@ from jaxllm.fleet.door import Door
 from jaxllm.fleet.replica import Replica, Routed
 from jaxllm.fleet.router import NONE_TAKES_WORK, Router
 from jaxllm.fleet.supervisor import Supervisor
-from jaxllm.lora_request import LoRARequest
 from jaxllm.metrics import DeviceReport, Load, Metrics, Observer, summed
 from jaxllm.outputs import RequestOutput
 from jaxllm.pooling_params import PoolingParams
@@ -46,7 +45,7 @@ CHARACTERS_A_TOKEN = 4  # of a text that is pooled, which the replica tokenizes
 _SHARED = ("generation_config", "default_params", "eos_ids", "vocab_size", "max_model_len", "block_size", "pooler")
 
 
-class FleetLLM(StreamingEngine):
+class FleetLLM(NoAdapters, StreamingEngine):
     """As `AsyncLLM`, with `config.data_parallel_size` replicas.
 
     Of them `num_local` are processes of this machine; others connect to `door`.
@@ -295,33 +294,6 @@ class FleetLLM(StreamingEngine):
         """Forget all cached prompts; False where requests run."""
         return all(await self._call_all("reset_prefix_cache"))
 
-    def find_adapter(self, lora_request: LoRARequest) -> Adapter | None:
-        """Raise UserError: replicas have no adapters."""
-        raise _no_adapters()
-
-    def known_adapter(self, lora_request: LoRARequest) -> Known | None:
-        """Return None: replicas have no adapters."""
-
-    def forget_adapter(self, lora_id: int) -> bool:
-        """Return False: a fleet has no adapters."""
-        return False
-
-    def read_adapter(self, lora_request: LoRARequest) -> Adapter:
-        """Raise UserError: replicas have no adapters."""
-        raise _no_adapters()
-
-    async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Raise UserError: replicas have no adapters."""
-        raise _no_adapters()
-
-    async def remove_lora(self, lora_id: int) -> bool:
-        """Return False: a fleet has no adapters."""
-        return False
-
-    async def list_loras(self) -> set[int]:
-        """Return an empty set: a fleet has no adapters."""
-        return set()
-
     async def kv_events(self, start_sequence: int = 0) -> AsyncGenerator[BlockBatch]:
         """Raise FeatureDisabledError: replicas' events are read by the router alone."""
         raise FeatureDisabledError("kv_events is not supported with data_parallel_size above 1.", "data_parallel_size")
@@ -351,14 +323,14 @@ class FleetLLM(StreamingEngine):
         prompt: Prompt,
         params: SamplingParams | PoolingParams | BeamSearchParams | None,
         priority: int,
-        lora_request: LoRARequest | None,
+        options: Mapping[str, Any],
         *,
         client: str | None,
         timeout: float | None,
     ) -> Routed:
         """Find out what a request's way depends on; its replica checks it."""
-        if lora_request is not None:
-            raise _no_adapters()
+        for option in options:
+            raise combinations.refusal(option, combinations.FLEET)
         text, ids, salt = parts_of(prompt, "token_type_ids")
         digests: Sequence[bytes] = ()
         tokens: Sequence[int]
@@ -391,10 +363,10 @@ class FleetLLM(StreamingEngine):
         )
 
     async def check_request(
-        self, request_id: str, prompt: Prompt, params: Any, priority: int, lora_request: LoRARequest | None
+        self, request_id: str, prompt: Prompt, params: Any, priority: int, options: Mapping[str, Any]
     ) -> Routed:
         """Let a replica check a request, as it will again when it runs it."""
-        accepted = await self._accept(request_id, prompt, params, priority, lora_request, client=None, timeout=None)
+        accepted = await self._accept(request_id, prompt, params, priority, options, client=None, timeout=None)
         replica = next((each for each in self.replicas if each.takes_work), None)
         if replica is None:
             raise UnavailableError(NONE_TAKES_WORK)
@@ -418,10 +390,6 @@ class FleetLLM(StreamingEngine):
     def _close(self, stream: Any) -> None:
         self._router.leave(stream.internal_id)
         self._streams.close(stream)
-
-
-def _no_adapters() -> UserError:
-    return combinations.refusal("lora_request", combinations.FLEET)
 
 
 class ReplicaView:

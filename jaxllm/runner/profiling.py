@@ -1,7 +1,7 @@
 """Traces of an engine's steps: what the host does, and the device's operations by the scopes of the model's parts.
 
 A trace is made by JAX's profiler and opens in Perfetto. Its spans: a "step" and those within it, from
-`llm_engine.py` and `model_runner.py`; its operations carry the name of their program (`step.program_name`).
+`engine_core.py` and `model_runner.py`; its operations carry the name of their program (`step.program_name`).
 """
 
 from __future__ import annotations

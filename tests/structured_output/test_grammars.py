@@ -400,7 +400,7 @@ def test_what_asserts_the_ends_of_an_expression_goes_without_saying():
 
 def test_what_a_model_lacks_is_said(tokenizer):
     assert "skip_tokenizer_init" in _refusal(Grammars(NoTokenizer("x"), 100, [2]), regex="a")
-    assert "ends an output" in _refusal(Grammars(tokenizer, 1536, [10**6]), regex="a")
+    assert "end-of-sequence token" in _refusal(Grammars(tokenizer, 1536, [10**6]), regex="a")
 
 
 def _references(count: int) -> dict:

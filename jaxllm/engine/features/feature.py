@@ -61,7 +61,7 @@ class Yielded:
 class Feature:
     """One feature of an engine. Each method does nothing here; the engine calls those that a subclass defines.
 
-    `claim` and `accept` may be called by any thread, all others by the engine's. `core` is that of the engine.
+    `thread_of`, `claim` and `accept` may be called by any thread, all others by the engine's.
     """
 
     name: ClassVar[str]  # of its state in `Accepted.states` and `SequenceGroup.states`
@@ -70,6 +70,9 @@ class Feature:
 
     def __init__(self, core: Core) -> None:
         self.core = core
+
+    def thread_of(self, options: Mapping[str, Any]) -> bytes | None:
+        """Return the language in whose thread a request with these options is checked, as `EngineClient.off_loop`."""
 
     def claim(self, accepted: Accepted) -> None:
         """Read what a request asks for, before its prompt is read: set its language, parameters, or token ids."""
@@ -124,6 +127,7 @@ class Features:
         self.by_name = {each.name: each for each in features}
         self.options = {option for each in features for option in each.options}
         self.takes = tuple(kind for each in features for kind in each.takes)
+        self.thread_of: tuple[Callable[[Mapping[str, Any]], bytes | None], ...] = hooks("thread_of")
         self.claim: tuple[Callable[[Accepted], None], ...] = hooks("claim")
         self.accept: tuple[Callable[[Accepted], None], ...] = hooks("accept")
         self.begin: tuple[Callable[[Accepted, SequenceGroup], None], ...] = hooks("begin")

@@ -28,6 +28,14 @@ class AdapterTexts(Feature):
         super().__init__(core)
         self.store = _store_of(core) if make_store is None else make_store(core)
 
+    def thread_of(self, options: Mapping[str, Any]) -> bytes | None:
+        """Return the language of the adapter of a request, b"" if the adapter must be read."""
+        request = options.get("lora_request")
+        if request is None:
+            return None
+        adapter = self.store.find(request)
+        return b"" if adapter is None else adapter.language.model.tokenizer.confined
+
     def claim(self, accepted: Accepted) -> None:
         """Read the adapter of a request if it is not in memory, and set the language of its texts."""
         request = accepted.options.get("lora_request")

@@ -21,7 +21,7 @@ _REFUSED_SECONDS = 60.0  # … for so long after the last
 _MOST_REMEMBERED = 10_000  # languages of clients
 
 
-class AdapterThreads:
+class LanguageThreads:
     """Runs work for adapters. A language is named by the digest of its files; b"" is the reading of adapters."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -7,13 +7,13 @@ import threading
 
 import pytest
 
-from jaxllm.engine.features.adapters.threads import AdapterThreads
+from jaxllm.engine.language_threads import LanguageThreads
 from jaxllm.text.confinement import ConfinedError, exceeded
 
 
 def test_a_language_has_one_thread_and_its_clients_take_turns() -> None:
     async def play() -> None:
-        threads, gate, order = AdapterThreads(), threading.Event(), []
+        threads, gate, order = LanguageThreads(), threading.Event(), []
 
         def loop() -> None:
             assert gate.wait(10)
@@ -36,7 +36,7 @@ def test_a_language_has_one_thread_and_its_clients_take_turns() -> None:
 def test_a_client_whose_work_was_ended_twice_is_refused_for_a_minute() -> None:
     async def play() -> None:
         now, runs = 0.0, []
-        threads = AdapterThreads(clock=lambda: now)
+        threads = LanguageThreads(clock=lambda: now)
 
         def end() -> None:
             runs.append(now)
