@@ -1,4 +1,4 @@
-"""What does not go together: the one table of the refusals, their messages, and the list in docs/limits.md."""
+"""Combinations that are not supported: one table for the checks, their messages, and the list in docs/limits.md."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def refusal(asked: str, other: str) -> UserError:
 
 
 def check(asked: Collection[str], present: Collection[str]) -> None:
-    """Raise a UserError if something that is asked does not go with something that is present."""
+    """Raise a UserError if the table has a row with a member of each."""
     for one in REFUSED:
         if one.asked in asked and one.other in present:
             raise refusal(one.asked, one.other)

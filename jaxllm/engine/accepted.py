@@ -18,14 +18,14 @@ Params = SamplingParams | PoolingParams | BeamSearchParams
 
 @dataclass(slots=True, kw_only=True)
 class Accepted:
-    """A request that `InputProcessor.accept` checks, and features with it; nothing changes it afterwards."""
+    """A request. `InputProcessor.accept` and features fill it in; nothing changes it afterwards."""
 
     request_id: str  # the caller's
     internal_id: str  # the engine's, unique among all that run
     name: str  # for logs and recordings
     given: Prompt  # as the caller gave it
     asked: Params | None  # the parameters that the caller gave
-    options: Mapping[str, Any]  # what the caller gave besides, by the names in `Feature.options`
+    options: Mapping[str, Any]  # further arguments, by the names in `Feature.options`
     priority: int
     language: Language
     params: SamplingParams  # of each of its sequences
@@ -38,4 +38,4 @@ class Accepted:
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences
     num_sequences: int = 1
     sequence_type: type[Sequence] = Sequence
-    states: dict[str, Any] = field(default_factory=dict)  # what a feature has prepared for it, by the feature's name
+    states: dict[str, Any] = field(default_factory=dict)  # prepared by features, by their names

@@ -79,7 +79,7 @@ class EngineCore:
         self._planned: Plan | None = None  # the step that is being dispatched or waited for
         self._failed_steps = FailedSteps()
         self._profile: Profile | None = None  # a trace that is being made
-        self._counted: tuple[Waiting, ...] = ()  # the queue whose tokens `_waiting_tokens` are
+        self._counted: tuple[Waiting, ...] = ()  # the queue that `_waiting_tokens` was computed from
         self._waiting_tokens = 0
         self._is_closed = False
 
@@ -110,9 +110,9 @@ class EngineCore:
     def abort_request(
         self, request_ids: str | Iterable[str], reason: FinishReason = "abort"
     ) -> RequestOutput | list[RequestOutput] | None:
-        """Drop a request, or several, in whatever phase it is and free its blocks; return what it had.
+        """Drop a request, or several, in any phase and free its blocks; return its last output.
 
-        Of an unknown id that is None, and of several ids it is a list of those that are known.
+        For an unknown id that is None; for several ids it is a list, without unknown ones.
         """
         if not isinstance(request_ids, str):
             return self.abort_requests([(request_id, reason) for request_id in request_ids])
@@ -124,11 +124,11 @@ class EngineCore:
         return self.outputs.abort(requests)
 
     def take_block_events(self) -> tuple[BlockEvent, ...]:
-        """Return what has entered and left the prefix cache since the last call, if that is recorded."""
+        """Return the changes of the prefix cache since the last call, if they are recorded."""
         return self.scheduler.take_block_events()
 
     def load(self) -> Load:
-        """Say how busy the engine is; speeds are the caller's to measure."""
+        """Return how busy the engine is; the caller measures speeds."""
         state, metrics = self.scheduler.state, self.metrics
         if state.waiting is not self._counted:  # few steps change it
             self._counted, self._waiting_tokens = state.waiting, sum(entry.known for entry in state.waiting)
@@ -154,7 +154,7 @@ class EngineCore:
         """Wait for one step and return the outputs that are due (see `SamplingParams.output_kind`).
 
         The next step is given to the device before that, so that it computes while the host reads, answers and plans
-        again (`EngineConfig.async_scheduling`). What was planned for a request that has ended meanwhile is dropped.
+        again (`EngineConfig.async_scheduling`). The result of a row is dropped if its request has ended since.
         """
         self._check_open()
         if not self.has_unfinished_requests():
@@ -253,7 +253,7 @@ class EngineCore:
         return ended
 
     def _admit(self, step: StepInput) -> None:
-        """Place newly admitted sequences into their slots, and list what the device needs for them before the step."""
+        """Place newly admitted sequences; add the tokens and extras that the device needs for them before the step."""
         plan = step.plan
         self.metrics.preemptions += len(plan.preempted)
         for sequence_id in plan.preempted:

@@ -148,7 +148,7 @@ class InputProcessor:
         )
 
     def _root(self, accepted: Accepted) -> bytes | None:
-        """Return what a request's blocks depend on besides its tokens; None if they are not to be shared."""
+        """Return the root of the digests of a request's blocks; None if they are not to be shared."""
         if self._limits.whole_prompts:  # there is no cache
             return None
         if self._config.enable_prefix_caching:

@@ -1,4 +1,4 @@
-"""What the texts of a request depend on: the model with its tokenizer, and the compiler of grammars over its tokens."""
+"""`Language`: the tokenizer of a request's texts, and the compiler of grammars over its tokens."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Sequence:
     def take_in(
         self, result: Result, row: int, count: int, finish_reason: FinishReason | None
     ) -> tuple[int, End | None]:
-        """Take in what a row of a step gave it, the newest `count` of `tokens`; results as of `advance`."""
+        """Take in a row of a step, which yielded the newest `count` of `tokens`; return as `advance` does."""
         start = len(self.tokens) - count
         length, end = self.advance(self.group.tokenizer, count, finish_reason)
         if self.logprobs is not None:  # then all of them were sampled

@@ -92,7 +92,7 @@ class StepInFlight(NamedTuple):
 
 
 class PendingResult(Protocol):
-    """A step whose rows the device samples, or pools."""
+    """A step that was dispatched whole."""
 
     def result(self) -> Result:
         """Wait for the step's result. A failure on the device is raised here, and by every later step."""

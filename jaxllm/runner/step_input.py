@@ -1,4 +1,4 @@
-"""`StepInput`: all that a step computes with, besides what is on the device."""
+"""`StepInput`: the inputs of a step that are not on the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A feature that a test defines runs in an engine without a change of the product: requests that are told what to say.
+"""A feature that a test defines runs in an engine without a change of the product: it dictates the tokens of an output.
 
 Its request type is a subclass of `SamplingParams` with token ids. The feature biases the logits of each step towards
 the next of them, through the extras of the row's slot. It uses every method of `Feature`.
@@ -39,7 +39,7 @@ class Dictated(SamplingParams):
 
 
 class Dictation(Feature):
-    """Biases each step of a row towards the next of its words. The state of a request is how many were said."""
+    """Biases each step of a row towards the next of its words. The state of a request is its words."""
 
     name = "dictation"
 
@@ -56,7 +56,7 @@ class Dictation(Feature):
     def claim(self, accepted: Accepted) -> None:
         self.calls.add("claim")
         if isinstance(accepted.asked, Dictated):
-            # The widest variant of a step applies biases: a bias of nothing asks for it.
+            # A bias of 0 makes its steps use the widest variant, which applies biases.
             accepted.params = replace(accepted.asked, logit_bias={0: 0.0, 1: 0.0}, logprobs=0)
 
     def accept(self, accepted: Accepted) -> None:

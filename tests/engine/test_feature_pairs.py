@@ -1,4 +1,4 @@
-"""What goes together: each pair of the table of refusals is refused by name, and all other pairs work."""
+"""Combinations: each pair of the table of refusals is refused by name, and all other pairs work."""
 
 from __future__ import annotations
 

@@ -248,6 +248,6 @@ class StepFaults:
 
 
 def constraint_of(own: Output) -> Any:
-    """Return the grammar that a sequence obeys, as far as it has come; None if it obeys none."""
+    """Return the constraint of a sequence, or None."""
     constraints = own.group.states.get("grammars")
     return None if constraints is None else constraints[own.index]

@@ -1,8 +1,8 @@
 """`make features`: the product files that know a row feature, by git and imports.
 
-The files of a feature are its module or folder in jaxllm/engine/features, and those of other rooms whose names have its
-stem. A file outside of these knows the feature if it imports one of them; imports for types and inside of functions
-count. `--against COMMIT` counts the files of a commit.
+The files of a feature are its module or folder in jaxllm/engine/features, and files of other rooms with its stem in
+their names. Another file knows the feature if it imports one of them; imports for types and inside of functions count.
+`--against COMMIT` counts the files of a commit.
 """
 
 from __future__ import annotations

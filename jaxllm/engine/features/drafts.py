@@ -9,7 +9,7 @@ from jaxllm.scheduler.state import Plan
 
 
 class Drafts(Feature):
-    """Tells the device what it drafts with, and counts the drafts that were kept. Keeps nothing for a request."""
+    """Sends the tokens that drafts are made of, and counts the drafts that were kept. Has no state."""
 
     name = "drafts"
 
@@ -23,7 +23,7 @@ class Drafts(Feature):
         step.tokens += [(slot, end, batch.owner(slot).tokens[end]) for slot, end, samples in rows if not samples]
 
     def read(self, plan: Plan, result: Result, yielded: Yielded) -> None:
-        """Yield the drafts that were kept, and the token behind them."""
+        """Yield the drafts that were kept, and the token after them."""
         if result.counts is not None and result.drafted is not None:
             yielded.counts = result.counts
             self.core.metrics.note_drafts(result.drafted.tolist(), result.counts.tolist())

@@ -1,6 +1,6 @@
 """`Feature`: the protocol through which an engine calls all that a request may ask for besides plain sampling.
 
-A feature is one module or folder beside this one, with its own state by request, sequence or slot. The engine loops
+A feature is a module or folder next to this one; it keeps its state by request, sequence or slot. The engine loops
 over the features that its configuration has (table.py) and names none of them.
 """
 
@@ -65,23 +65,23 @@ class Feature:
     """
 
     name: ClassVar[str]  # of its state in `Accepted.states` and `SequenceGroup.states`
-    options: ClassVar[tuple[str, ...]] = ()  # names of what a request may give besides prompt and parameters
+    options: ClassVar[tuple[str, ...]] = ()  # names of further arguments of a request
     takes: ClassVar[tuple[type, ...]] = ()  # types of parameters other than SamplingParams that a request may give
 
     def __init__(self, core: Core) -> None:
         self.core = core
 
     def thread_of(self, options: Mapping[str, Any]) -> bytes | None:
-        """Return the language in whose thread a request with these options is checked, as `EngineClient.off_loop`."""
+        """Return the `language` of `EngineClient.off_loop` for checking a request with these options."""
 
     def claim(self, accepted: Accepted) -> None:
-        """Read what a request asks for, before its prompt is read: set its language, parameters, or token ids."""
+        """Set the language, the parameters or the token ids of a request; called before its prompt is read."""
 
     def accept(self, accepted: Accepted) -> None:
-        """Check a request whose prompt has been read, and prepare what takes long; a problem is a UserError."""
+        """Check a request whose prompt was read, and prepare it, as compiling a grammar. May raise UserError."""
 
     def begin(self, accepted: Accepted, group: SequenceGroup) -> None:
-        """Make the state of a request whose sequences have just been made."""
+        """Make the state of a request; called when its sequences have been made."""
 
     def schedule(self, own: Output, fields: dict[str, Any]) -> None:
         """Change the fields of the `scheduler.state.Request` that a sequence is about to get."""
@@ -90,7 +90,7 @@ class Feature:
         """Note that a sequence got a slot; the one that had it has ended, or waits again."""
 
     def inputs(self, step: StepInput) -> None:
-        """Add to a step what its rows need."""
+        """Add the inputs of this feature to a step."""
 
     def masks(self, plan: Plan) -> Masks | None:
         """Return the masks of a held step, all steps before which have been committed."""
@@ -106,7 +106,7 @@ class Feature:
         """Add to an output that is about to be returned."""
 
     def forget(self, group: SequenceGroup) -> None:
-        """Free what is kept for a request that has ended."""
+        """Free the state of a request that has ended."""
 
     def load(self, state: State) -> Mapping[str, Any]:
         """Return fields of `metrics.Load`."""
@@ -144,7 +144,7 @@ class Features:
 
 
 def both(masks: Sequence[Masks]) -> Masks:
-    """Return the masks that allow what each of several allows; there is one at least."""
+    """Return the intersection of one or more masks."""
     first, *others = masks
     for other in others:
         words = np.where(first.is_masked[:, None], first.words, -1) & np.where(

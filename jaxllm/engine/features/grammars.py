@@ -1,4 +1,4 @@
-"""Structured output: the masks of rows whose sequences obey a grammar, and the tokens that a grammar forces.
+"""Structured output: the masks of rows that obey a grammar, and the tokens that a grammar forces.
 
 Between a plan and its masks all earlier steps are committed, so a constraint has always read the tokens that its row
 continues. Masks have a time in each step. A row without a mask by then is late: it yields no token and is
@@ -202,7 +202,7 @@ class GrammarRows(Feature):
         constraint.job = self._slow.begin(constraint.pace, work, words[0])
 
     def _take(self, own: Sequence, forced: list[int]) -> bool:
-        """Let a sequence's grammar read what it forces; return whether it could."""
+        """Let a sequence's grammar read the tokens that it forces; return whether it could."""
         constraint = self._constraint(own)
         with _failing(own, constraint):
             for token in forced:

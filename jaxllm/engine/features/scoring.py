@@ -1,6 +1,6 @@
 """Log-probabilities of the tokens of prompts, and of more tokens than a step reports.
 
-A program of its own scores them after the step that computes their hidden states; see runner/scoring.py.
+A separate program scores them after the step that computes their hidden states; see runner/scoring.py.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Scoring(Feature):
             fields["may_draft"] = False
 
     def place(self, slot: int, own: Sequence) -> None:
-        """Note what the sequence of a slot wants."""
+        """Note the log-probabilities that the sequence of a slot asks for."""
         self._scores_prompt[slot] = self.name in own.group.states and not own.index
         self._is_scored[slot] = self._scores_prompt[slot] or self._is_whole(own.params.logprobs)
 
@@ -80,7 +80,7 @@ class Scoring(Feature):
             step.side["scored"], step.variant = scored, Variant.FULL
 
     def take_in(self, plan: Plan, result: Result, events: Events) -> list[SequenceGroup]:
-        """Take in scores; end the requests with a prompt whose logits were not finite."""
+        """Take in scores; end a request if the logits of its prompt were not finite."""
         ended: list[SequenceGroup] = []
         outputs = self.core.outputs
         for score in result.scores:
@@ -104,7 +104,7 @@ class Scoring(Feature):
         return ended
 
     def show(self, group: SequenceGroup, output: RequestOutput) -> None:
-        """Add the log-probabilities of the prompt once there are all; a delta has them once."""
+        """Add the log-probabilities of the prompt when all are computed; a stream of deltas has them once."""
         scores: PromptScores | None = group.states.get(self.name)
         if scores is None or scores.are_missing(group):
             return
@@ -133,7 +133,7 @@ class Scoring(Feature):
         return scored
 
     def _scored_of(self, own: Sequence, start: int, length: int, samples: bool, offset: int) -> list[Scored]:
-        """List the positions to score of one row, whose tokens begin at `offset` of the step."""
+        """List the positions to score of one row; its tokens begin at `offset` of the step."""
         group, end = own.group, start + length
         scored: list[Scored] = []
         scores: PromptScores | None = group.states.get(self.name)
@@ -154,5 +154,5 @@ class Scoring(Feature):
         return scored
 
     def _is_whole(self, count: int | None) -> bool:
-        """Return whether so many log-probabilities are more than a step reports."""
+        """Return whether a step reports fewer log-probabilities than `count`."""
         return count is not None and not 0 <= count <= self._num_logprobs

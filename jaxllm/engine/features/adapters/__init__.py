@@ -1,1 +1,1 @@
-"""LoRA adapters: what is read of them, whose texts they change, and the rows of steps that they take part in."""
+"""LoRA adapters: their weights, their tokenizers and chat templates, and the rows of steps that use them."""

@@ -27,7 +27,7 @@ class AdapterCalls:
         return self.model if lora_request is None else self.adapters.get(lora_request).language.model
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Read an adapter ahead of the requests that name it; a problem with it is a UserError."""
+        """Read an adapter before requests name it; a problem with it is a UserError."""
         self.adapters.get(lora_request)
         return True
 

@@ -12,7 +12,7 @@ from jaxllm.lora_request import LoRARequest
 
 
 class AdapterClient(Protocol):
-    """What an `EngineClient` does with adapters."""
+    """The part of `EngineClient` that is about adapters."""
 
     def find_adapter(self, lora_request: LoRARequest) -> Adapter | None:
         """Return an adapter that is in memory; None if it must be read."""

@@ -63,13 +63,13 @@ class AdapterRows(AdapterTexts):
             group.states[self.name] = accepted.states[self.name]
 
     def schedule(self, own: Sequence, fields: dict[str, Any]) -> None:
-        """Tell the scheduler the number of an adapter."""
+        """Set the number of the adapter, by which the scheduler admits requests."""
         adapter: Adapter | None = own.group.states.get(self.name)
         if adapter is not None:
             fields["adapter"] = adapter.number
 
     def place(self, slot: int, own: Sequence) -> None:
-        """Note the adapter of a slot. One that is new to the devices comes with a request that a plan admits."""
+        """Note the adapter of a slot, and its weights in case the next step puts them on the devices."""
         adapter: Adapter | None = own.group.states.get(self.name)
         self._numbers[slot] = 0 if adapter is None else adapter.number
         if adapter is not None:
@@ -83,7 +83,7 @@ class AdapterRows(AdapterTexts):
             self._placed.clear()
 
     def load(self, state: State) -> Mapping[str, Any]:
-        """Return the names of adapters of requests, and how many requests wait for a place of theirs."""
+        """Return the names of the adapters of requests, and the number of requests that wait for a place for one."""
         running = {record.request.adapter for record in state.running if record is not None}
         waiting = {entry.request.adapter for entry in state.waiting}
         return {

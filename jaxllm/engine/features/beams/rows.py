@@ -1,6 +1,6 @@
 """The beam searches of an engine.
 
-What a step says of their next tokens comes in here; once all beams of a search have answered, `rules.choose` decides,
+A step reports the likeliest next tokens of its beams. When all beams of a search have theirs, `rules.choose` decides
 and the scheduler forks. An exception on behalf of one search ends its request only.
 """
 
@@ -45,7 +45,7 @@ class BeamOutput(Sequence):
             self.text.append(tokenizer.token_text(ended.tokens[-1]))
 
     def show(self, is_delta: bool) -> CompletionOutput:
-        """Return all of it, or what is new since this was last called."""
+        """Return the output, or the part that is new since the last call."""
         output = Sequence.show(self, is_delta)
         output.score = self.score
         if self.score is not None:
@@ -66,7 +66,7 @@ class BeamSearches(Feature):
     def claim(self, accepted: Accepted) -> None:
         """Refuse a search that is too wide; set the parameters of each of its beams.
 
-        What the device samples for it means nothing: the likeliest tokens are what counts.
+        The tokens that the device samples are not used, only the likeliest ones.
         """
         beams, model = accepted.asked, accepted.language.model
         if not isinstance(beams, BeamSearchParams):
@@ -94,7 +94,7 @@ class BeamSearches(Feature):
         )
 
     def accept(self, accepted: Accepted) -> None:
-        """Refuse a search whose beams could never run together."""
+        """Refuse a search with more beams than can run together."""
         beams = accepted.asked
         if not isinstance(beams, BeamSearchParams):
             return
@@ -116,7 +116,7 @@ class BeamSearches(Feature):
             shows_stop = beams.include_stop_str_in_output
             group.states[self.name] = BeamSearch(accepted.states[self.name], shows_stop)
             for own in group.sequences:
-                own.logprobs = None  # those that are asked for are for the search
+                own.logprobs = None  # the search reads them, not the caller
 
     def schedule(self, own: Sequence, fields: dict[str, Any]) -> None:
         """Make the sequences of a search a gang, which share the blocks of their prompt."""
@@ -141,7 +141,7 @@ class BeamSearches(Feature):
         step.tokens += [(slot, position, batch.owner(slot).tokens[position]) for slot, position in places]
 
     def take_in(self, plan: Plan, result: Result, events: Events) -> list[SequenceGroup]:
-        """Take in the likeliest tokens of beams; let each search go on whose beams have all answered."""
+        """Take in the likeliest tokens of beams; continue each search that has those of all its beams."""
         if not len(events.answered):
             return []
         assert result.top_ids is not None and result.top_logprobs is not None
@@ -164,7 +164,7 @@ class BeamSearches(Feature):
         return group.states[self.name]
 
     def _go_on(self, group: SequenceGroup) -> None:
-        """Let a search go on with what all of its beams have answered, or end."""
+        """Continue a search by the likeliest tokens of all its beams, or end it."""
         search = self._search(group)
         if group.metrics.first_token_time is None:
             group.metrics.first_token_time = self.core.clock()

@@ -1,4 +1,4 @@
-"""The requests of an engine whose model pools, and the refusal of theirs by one whose model generates."""
+"""Requests for pooling, and their refusal by an engine with a model that generates."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PooledOutput(Sequence):
 
 
 class Pooling(Feature):
-    """Makes all requests of an engine prompts that are pooled. They keep what they need in their `PooledOutput`."""
+    """Handles every request of an engine with a model that pools. The state of a request is in its `PooledOutput`."""
 
     name = "pooling"
     takes = (PoolingParams,)
@@ -68,7 +68,7 @@ class Pooling(Feature):
         accepted.states[self.name] = asked, read.token_types
 
     def begin(self, accepted: Accepted, group: SequenceGroup) -> None:
-        """Give the sequence what its step needs."""
+        """Set the pooling parameters and the token types of the sequence."""
         (own,) = group.sequences
         assert isinstance(own, PooledOutput)
         own.pooler, own.row = self._pooler, prompts.ROW
