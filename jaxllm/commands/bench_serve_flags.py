@@ -119,11 +119,16 @@ def headers_of(options: Mapping[str, Any]) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}", **given}
 
 
+def schema_in(options: Mapping[str, Any]) -> Any:
+    """Return the constraint that `--json-schema-path` gives, a `StructuredOutputsParams`, or None."""
+    return schema_of(options["json_schema_path"]) if options["json_schema_path"] else None
+
+
 def fields_of(options: Mapping[str, Any], ignores_eos: bool) -> dict[str, Any]:
     """Return what every request says beside its prompt and length."""
     fields: dict[str, Any] = {name: options[name] for name in SAMPLING if options[name] is not None}
-    if options["json_schema_path"]:
-        schema = schema_of(options["json_schema_path"]).json
+    if (constraint := schema_in(options)) is not None:
+        schema = constraint.json
         if options["backend"] == "grpc":
             fields["structured_outputs"] = {"json": schema}
         else:

@@ -11,9 +11,9 @@ from jaxllm.bench.workload import DatasetOptions
 from jaxllm.commands.arguments import Subparsers, Usage, new_command
 from jaxllm.commands.bench_engine import add_engine, check_context, read_engine
 from jaxllm.commands.bench_results import add_number, positive, write
+from jaxllm.commands.bench_serve_flags import schema_in
 from jaxllm.commands.bench_trace import add_trace, check_trace, traced
 from jaxllm.commands.bench_workload import dataset_options
-from jaxllm.commands.constraint_flags import schema_of
 from jaxllm.commands.flags import add_flags, flag_of, given
 from jaxllm.commands.session import add_verbose, open_llm
 from jaxllm.config import EngineConfig
@@ -57,7 +57,7 @@ def run(options: dict[str, Any]) -> int:
     dataset = dataset_options(options, "sharegpt" if "dataset_path" in asked else "random")
     if asked.keys().isdisjoint(("dataset_name", "dataset_path")):
         print("No --dataset-path: prompts are random tokens (--dataset-name random).", file=sys.stderr)
-    constraint = schema_of(options["json_schema_path"]) if options["json_schema_path"] else None
+    constraint = schema_in(options)
     from jaxllm.bench import throughput
     from jaxllm.bench.datasets import make_jobs
     from jaxllm.text.tokenizer import load_tokenizer

@@ -11,9 +11,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.commands.arguments import Subparsers, add_model, build, engine_config, new_command
-from jaxllm.commands.constraint_flags import add_constraint_flags, constraint_of
 from jaxllm.commands.flags import add_engine_flags, add_sampling_flags, given
-from jaxllm.commands.session import Adapter, add_lora, add_verbose, open_llm, stream, with_lora
+from jaxllm.commands.session import (
+    Adapter,
+    add_lora,
+    add_output_form,
+    add_verbose,
+    open_llm,
+    output_form,
+    stream,
+    with_lora,
+)
 from jaxllm.errors import UserError
 from jaxllm.sampling_params import SamplingParams
 
@@ -39,7 +47,7 @@ def add(commands: Subparsers) -> None:
     add_verbose(parser)
     add_lora(parser)
     add_sampling_flags(parser.add_argument_group("sampling"), CHAT_TOKENS, skipped=_NO_FLAGS)
-    add_constraint_flags(parser.add_argument_group("form of the output"))
+    add_output_form(parser)
     add_engine_flags(parser.add_argument_group("engine"), skipped={"skip_tokenizer_init"})
 
 
@@ -48,7 +56,7 @@ def run(options: dict[str, Any]) -> int:
     options, adapter = with_lora(options)
     engine_config(options)
     build(SamplingParams, options, max_tokens=CHAT_TOKENS)
-    own = {"max_tokens": CHAT_TOKENS, **given(options, SamplingParams), **constraint_of(options)}
+    own = {"max_tokens": CHAT_TOKENS, **given(options, SamplingParams), **output_form(options)}
     system = [{"role": "system", "content": options["system"]}] if options["system"] else []
     is_terminal = sys.stdin.isatty()
     if is_terminal:

@@ -13,9 +13,17 @@ from dataclasses import replace
 from typing import Any
 
 from jaxllm.commands.arguments import Subparsers, Usage, add_model, add_profile, build, engine_config, new_command
-from jaxllm.commands.constraint_flags import add_constraint_flags, constraint_of
 from jaxllm.commands.flags import add_engine_flags, add_sampling_flags, flag_of, given
-from jaxllm.commands.session import add_lora, add_verbose, open_llm, profile, stream, with_lora
+from jaxllm.commands.session import (
+    add_lora,
+    add_output_form,
+    add_verbose,
+    open_llm,
+    output_form,
+    profile,
+    stream,
+    with_lora,
+)
 from jaxllm.errors import UserError
 from jaxllm.outputs import Logprob, RequestOutput
 from jaxllm.sampling_params import SamplingParams
@@ -43,7 +51,7 @@ def add(commands: Subparsers) -> None:
     add_verbose(parser)
     add_lora(parser)
     add_sampling_flags(parser.add_argument_group("sampling"), GENERATE_TOKENS)
-    add_constraint_flags(parser.add_argument_group("form of the output"))
+    add_output_form(parser)
     add_engine_flags(parser.add_argument_group("engine"))
 
 
@@ -52,7 +60,7 @@ def run(options: dict[str, Any]) -> int:
     options, adapter = with_lora(options)
     engine_config(options)
     build(SamplingParams, options, max_tokens=GENERATE_TOKENS)
-    own = {"max_tokens": GENERATE_TOKENS, **given(options, SamplingParams), **constraint_of(options)}
+    own = {"max_tokens": GENERATE_TOKENS, **given(options, SamplingParams), **output_form(options)}
     if not options["json"]:
         _warn_of_numbers(own)
     jobs = _read_prompts(options, own)

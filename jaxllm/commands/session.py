@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.commands.arguments import by_flags
+from jaxllm.commands.constraint_flags import add_constraint_flags, constraint_of
 from jaxllm.commands.flags import given
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
@@ -49,6 +50,16 @@ def with_lora(options: dict[str, Any]) -> tuple[dict[str, Any], LoRARequest | No
         rank = highest_rank(store.folder_of(request))
     own = {"EngineConfig.max_lora_rank": rank, **options, "EngineConfig.enable_lora": True}
     return own, request
+
+
+def add_output_form(parser: argparse.ArgumentParser) -> None:
+    """Add the flags for the form of the output."""
+    add_constraint_flags(parser.add_argument_group("form of the output"))
+
+
+def output_form(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the sampling parameters that these flags are."""
+    return constraint_of(options)
 
 
 def add_verbose(parser: argparse.ArgumentParser) -> None:

@@ -14,3 +14,8 @@ class Language:
 
     model: ModelInfo
     grammars: Grammars
+
+    @classmethod
+    def of(cls, model: ModelInfo) -> Language:
+        """Return a language with an empty cache of grammars."""
+        return cls(model=model, grammars=Grammars(model.tokenizer, model.vocab_size, model.eos_ids))

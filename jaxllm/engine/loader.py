@@ -22,7 +22,6 @@ from jaxllm.runner.model_setup import prepare
 from jaxllm.runner.pooling_runner import make_runner
 from jaxllm.runner.startup_timing import Phase, Phases, describe
 from jaxllm.sampling_params import default_sampling_params
-from jaxllm.structured_output.grammars import Grammars
 from jaxllm.text.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 
 
@@ -72,8 +71,7 @@ def load_parts(config: EngineConfig, progress: bool, metrics: Metrics) -> Parts:
         pooled_size=0 if setup.pooler is None else setup.pooler.size(setup.spec.width),
         num_token_types=setup.spec.token_types,
     )
-    language = Language(model=model, grammars=Grammars(tokenizer, setup.spec.vocab_size, eos_ids))
-    return Parts(model=model, runner=runner, language=language, start_phases=start_phases)
+    return Parts(model=model, runner=runner, language=Language.of(model), start_phases=start_phases)
 
 
 def _eos_ids(model_tokenizer: Tokenizer, generation_config: Mapping[str, Any], vocab_size: int) -> frozenset[int]:

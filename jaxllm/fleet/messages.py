@@ -12,27 +12,25 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import msgpack
 import numpy as np
 
 from jaxllm import errors
-from jaxllm.beam_search_params import BeamSearchParams
+from jaxllm.engine.accepted import Params
 from jaxllm.errors import EngineError, UserError
 from jaxllm.metrics import DeviceReport, Load, Metrics, StepReport
 from jaxllm.model.pooler import Dense, Pooler
 from jaxllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from jaxllm.pooling_params import PoolingParams
-from jaxllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
+from jaxllm.sampling_params import RepetitionDetectionParams, RequestOutputKind
 from jaxllm.scheduler.state import Cleared, Removed, Stored
 from jaxllm.structured_outputs_params import StructuredOutputsParams
 
 CLASSES: Mapping[str, type[Any]] = {
     one.__name__: one
     for one in (
-        *(BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams, RepetitionDetectionParams),
-        RequestOutputKind,
+        *(*get_args(Params), StructuredOutputsParams, RepetitionDetectionParams, RequestOutputKind),
         *(CompletionOutput, Logprob, RequestMetrics, RequestOutput, Dense, Pooler),
         *(DeviceReport, Load, Metrics, StepReport, Cleared, Removed, Stored),
     )

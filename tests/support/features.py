@@ -25,6 +25,7 @@ STEMS = {
     "scoring": "scoring",
 }
 NOT_OWN = "block_pool"  # of the scheduler
+GENERATED = ("jaxllm/client/sampling_options.py",)
 ROOMS = ("jaxllm", "server", "pallas_kernels")
 
 
@@ -35,7 +36,7 @@ def sources(commit: str | None) -> dict[str, str]:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
     listed = git("ls-files", *ROOMS) if commit is None else git("ls-tree", "-r", "--name-only", commit, *ROOMS)
-    paths = [path for path in listed.split() if path.endswith(".py") and "_pb2" not in path]
+    paths = [path for path in listed.split() if path.endswith(".py") and "_pb2" not in path and path not in GENERATED]
     if commit is None:
         return {path: (ROOT / path).read_text() for path in paths if (ROOT / path).exists()}
     return {path: git("show", f"{commit}:{path}") for path in paths}

@@ -28,7 +28,6 @@ from jaxllm.model import lora
 from jaxllm.model.lora_files import LoraFiles, read_adapter
 from jaxllm.model.weights import resolve
 from jaxllm.runner.model_setup import Setup
-from jaxllm.structured_output.grammars import Grammars
 from jaxllm.text.confined_tokenizer import ConfinedTemplates, ConfinedTokenizer
 from jaxllm.text.confinement import ConfinedError, Confinement, Source
 from jaxllm.text.tokenizer import Tokenizer
@@ -227,8 +226,7 @@ class Adapters:
         own = self.language.model
         if tokenizer is not None:
             eos_ids = _eos_ids(tokenizer, own)
-            model = replace(own, tokenizer=tokenizer, eos_ids=eos_ids)
-            return Language(model=model, grammars=Grammars(tokenizer, own.vocab_size, eos_ids))
+            return Language.of(replace(own, tokenizer=tokenizer, eos_ids=eos_ids))
         if not templates or templates == own.tokenizer.chat_templates:
             return self.language
         if self._config.skip_tokenizer_init:
@@ -237,7 +235,7 @@ class Adapters:
             source = Source(own.tokenizer.name)
             own_tokenizer = ConfinedTemplates(own.tokenizer, templates, self._confinement, digest, source)
             model = replace(own, tokenizer=own_tokenizer)
-        return Language(model=model, grammars=self.language.grammars)
+        return replace(self.language, model=model)
 
 
 def folder_of(request: LoRARequest) -> Path:
