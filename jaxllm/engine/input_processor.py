@@ -152,9 +152,9 @@ class InputProcessor:
         if self._limits.whole_prompts:  # there is no cache
             return None
         if self._config.enable_prefix_caching:
-            return content_root(accepted.salt, accepted.content)
+            return content_root(salt=accepted.salt, content=accepted.content)
         # The n sequences of a prompt still share its blocks, under a root that no other request has.
-        return content_root(f"{self._num_sequences}".encode()) if accepted.num_sequences > 1 else None
+        return content_root(salt=f"{self._num_sequences}".encode()) if accepted.num_sequences > 1 else None
 
     def pack(self, accepted: Accepted, group: SequenceGroup) -> None:
         """Choose the seeds of a request's sequences and pack their sampling parameters for the device.

@@ -17,10 +17,10 @@ OVERLOAD = 1.1
 WORTH = 3
 
 
-def digests_of(token_ids: Sequence[int], salt: bytes, block_size: int) -> list[bytes]:
-    """Name the full leading blocks of a prompt without an adapter, as the scheduler of any engine does."""
+def digests_of(token_ids: Sequence[int], salt: bytes, block_size: int, *, adapter: bytes = b"") -> list[bytes]:
+    """Return the digests of a prompt's full blocks, as every engine computes them; `adapter` is an adapter's digest."""
     tokens = np.asarray(token_ids, "<i4").tobytes()
-    return block_pool.chained(block_pool.content_root(salt, b""), tokens, block_size)
+    return block_pool.chained(block_pool.content_root(salt=salt, content=adapter), tokens, block_size)
 
 
 def choose(digests: Sequence[bytes], loads: Mapping[int, int], index: PrefixIndex) -> int:

@@ -87,13 +87,13 @@ def make_pool(num_blocks: int) -> Pool:
     )
 
 
-def content_root(*parts: bytes) -> bytes:
-    """Return what stands before a sequence's first block in the chain of digests: all that its blocks depend on beside
-    its tokens, as a cache salt and the digest of an adapter.
+def content_root(*, salt: bytes = b"", content: bytes = b"") -> bytes:
+    """Return the digest that the chain of a sequence's blocks begins with: of the cache salt and of `content`, a digest
+    of everything else that the blocks depend on besides tokens, as an adapter.
 
-    Each part has its length before it: without, parts that are cut elsewhere would be the same root.
+    Each part follows its length, so that no two pairs have the same root.
     """
-    return sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
+    return sha256(b"".join(len(part).to_bytes(8, "little") + part for part in (salt, content))).digest()
 
 
 def chain(parent: bytes, tokens: bytes) -> bytes:

@@ -12,7 +12,7 @@ from jaxllm.scheduler import block_pool, scheduler
 from jaxllm.scheduler.state import BlockEvent, Limits, Plan, Request, initial, take_block_events
 
 STEP, TOKEN = 0.006, 0.00004  # seconds of a step, and of each of its tokens: a model of 8B on a GPU
-ROOT = block_pool.content_root(b"")
+ROOT = block_pool.content_root()
 LIMITS = Limits(
     num_slots=64, num_blocks=4096, block_size=16, max_step_tokens=2048, max_step_chunks=16, records_blocks=True
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -11,7 +13,10 @@ from hypothesis import strategies as st
 from jaxllm import fleet
 from jaxllm.fleet import PrefixIndex
 from jaxllm.fleet.choose import OVERLOAD, WORTH
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.scheduler.occupancy import digests_of
 from jaxllm.scheduler.state import BlockEvent, Cleared, Removed, Stored
+from tests.fuzz.doors import Doors
 from tests.simulation.mutants import Mutant, planted
 
 BLOCK = 4
@@ -139,3 +144,22 @@ def test_a_planted_mistake_is_found(check: Check, mutant: Mutant) -> None:
 def test_no_replica_takes_work() -> None:
     with pytest.raises(ValueError, match="no replica takes work"):
         fleet.choose([], {}, PrefixIndex())
+
+
+def test_the_digests_of_a_prompt_are_those_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Doors().llm.engine
+    limits, seen = engine.runner.limits, {}
+    adapters: Any = engine.features.by_name["adapters"]
+    ids = [*range(5, 5 + 3 * limits.block_size + 1)]
+    for salt in ("", "a", "ab", "é"):
+        for adapter in (b"", b"b", b"\0" * 32):
+            own = SimpleNamespace(digest=adapter, language=adapters.core.language)
+            monkeypatch.setattr(adapters.store, "get", lambda request, own=own: own)
+            prompt = {"prompt_token_ids": ids, **({"cache_salt": salt} if salt else {})}
+            options = {"lora_request": "it"} if adapter else {}
+            accepted = engine.inputs.accept("r", prompt, SamplingParams(), 0, options)
+            _, (request,) = engine.inputs.make_group(accepted, 0.0)
+            expected = digests_of(request, limits, (), len(ids))
+            assert tuple(fleet.digests_of(ids, salt.encode(), limits.block_size, adapter=adapter)) == expected
+            seen[salt, adapter] = expected
+    assert all(len(each) == 3 for each in seen.values()) and len(set(seen.values())) == len(seen)

@@ -194,7 +194,7 @@ class Machine(RuleBasedStateMachine):
                 limit=len(prompt) + num_new,
                 stop_ids=tuple(stops),
                 priority=priority,
-                root=None if root is None else content_root(root, bytes([adapter])),
+                root=None if root is None else content_root(salt=root, content=bytes([adapter])),
                 adapter=adapter,
                 may_draft=may_draft,
                 gang=first if width > 1 else 0,

@@ -15,10 +15,9 @@ from tests.simulation.adapters import digest_of
 from tests.simulation.device import Violation
 
 
-def root_of(salt: bytes, adapter: bytes | None = b"") -> bytes:
-    """Say what stands before the first block of a request with this salt, and this digest of its adapter."""
-    parts = [salt] if adapter is None else [salt, adapter]
-    return sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
+def root_of(salt: bytes, adapter: bytes = b"") -> bytes:
+    """Return the root of the blocks of a request with this salt, and this digest of its adapter."""
+    return sha256(b"".join(len(part).to_bytes(8, "little") + part for part in (salt, adapter))).digest()
 
 
 class Follower:
@@ -71,7 +70,7 @@ class Follower:
                     roots = [root_of(salt, adapter) for salt in (b"", b"one", b"two")]
                     parents = roots if event.parent is None else [event.parent]
                     if event.parent is None and not self._setting["prefix_caching"]:
-                        parents = [root_of(f"{number}".encode(), None) for number in range(max(self._ids) + 1)]
+                        parents = [root_of(f"{number}".encode()) for number in range(max(self._ids) + 1)]
                     if all(sha256(parent + tokens).digest() != event.digest for parent in parents):
                         raise Violation("a block is told to hold other tokens")
                     self.stored.add(event.digest)

@@ -153,8 +153,8 @@ HISTORY = [
     Mutant(
         "an adapter is not in the key",
         "engine.input_processor.InputProcessor._root",
-        "content_root(accepted.salt, accepted.content)",
-        "content_root(accepted.salt)",
+        "content_root(salt=accepted.salt, content=accepted.content)",
+        "content_root(salt=accepted.salt)",
     ),
     Mutant(
         "who waits for an adapter's place claims none",

@@ -124,7 +124,7 @@ class BeamSearches(Feature):
             leader = own.group.sequences[0].sequence_id
             fields["gang"] = leader
             if fields["root"] is None:
-                fields["root"] = content_root(f"{leader - 1}".encode())  # as that of n outputs of a prompt
+                fields["root"] = content_root(salt=f"{leader - 1}".encode())  # as that of n outputs of a prompt
 
     def place(self, slot: int, own: Sequence) -> None:
         """Note whether a slot has a beam."""
