@@ -1,7 +1,7 @@
-"""Clients, distinguished by their API key or, without keys, by their address.
+"""Limits of the calls and sequences that clients and connections have under way.
 
-Each may have so many sequences under way, and each that has a key has a prefix cache of its own. Of gRPC, connections
-are bounded as well. Knows no protocol.
+A client is distinguished by its API key or, without keys, by its address. Deals with names and numbers, not with
+protocols.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ def host_of_peer(peer: str) -> str | None:
 
 
 class Bound:
-    """Counts what is under way, in all and by holder (a client or a connection), beside the bounds of both."""
+    """Counts calls or sequences under way, in total and for each holder (client or connection), with both limits."""
 
     def __init__(self, most: float = math.inf, share: float = math.inf) -> None:
-        self.most = most
+        self.most = most  # in total
         self.share = share  # of one holder
         self.total = 0
         self.held: Counter[str] = Counter()
 
     def has_room(self, holder: str, count: int) -> bool:
-        """Whether so many more would be within both bounds."""
+        """Whether `count` more would be within both limits."""
         return self.total + count <= self.most and self.held[holder] + count <= self.share
 
     def add(self, holder: str, count: int) -> None:
-        """Count more, or with a negative number less."""
+        """Add `count`, which may be negative, to both numbers."""
         self.total += count
         self.held[holder] += count
         if not self.held[holder]:
@@ -83,7 +83,7 @@ class Shares:
         self.bound = Bound(share=math.inf if most is None else most)
 
     def check(self, client: str, num_sequences: int = 1) -> None:
-        """Refuse what would be more than a client's share; OverloadedError."""
+        """Raise an OverloadedError if more sequences would exceed the client's share."""
         bound = self.bound
         if not bound.has_room(client, num_sequences):
             message = f"This client has {bound.held[client]} of {bound.share} sequences under way."
@@ -109,7 +109,7 @@ class UrgentShares:
     def place(self, client: str, priority: int, num_sequences: int, num_slots: int) -> Iterator[int]:
         """Yield the priority of a call, and count its sequences while the body runs.
 
-        A client may have half of the engine's slots by priorities below 0; calls beyond that have 0.
+        A client's sequences of a priority below 0 take at most half of the engine's slots; calls beyond that get 0.
         """
         self.bound.share = max(1, num_slots // 2)
         if priority >= 0:
