@@ -165,16 +165,17 @@ class Server:
         from jaxllm_server.http.server import HttpServer
 
         options = self.options
-        listener = listen(options.host, options.port, options.uds, ("HTTP", "port", "uds"))
-        self.http_port = None if options.uds else listener.getsockname()[1]
+        listening = listen(options.host, options.port, options.uds, ("HTTP", "port", "uds"))
+        self.http_port = None if options.uds else listening[0].getsockname()[1]
         config = server_config(make_app(self.serving, options, self.observer, self.tracer), options)
         try:
             config.load()
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-            listener.close()
+            for each in listening:
+                each.close()
             raise UserError(f"ssl_certfile and ssl_keyfile cannot be used: {error}", "ssl_certfile") from error
         self.http = HttpServer(config, options.stall_timeout or None)
-        self._http_task = asyncio.ensure_future(self.http.serve(sockets=[listener]))
+        self._http_task = asyncio.ensure_future(self.http.serve(sockets=listening))
 
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()

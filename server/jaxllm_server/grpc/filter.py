@@ -18,6 +18,7 @@ import signal
 import socket
 import ssl
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ _CONNECT_SECONDS, _RETRY_SECONDS = 2.0, 0.05  # for the core to take a connectio
 class Settings:
     """The argument of the process."""
 
-    listening: int  # descriptor of the socket for clients
+    listening: Sequence[int]  # descriptors of the sockets for clients
     control: int  # descriptor: a byte closes the listener, the end of the file ends the process
     folder: str  # of the socket of gRPC's core; the process removes it at its end
     max_block_bytes: int
@@ -85,13 +86,13 @@ class Filter:
         """Take connections until the server ends."""
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         tls, seconds = self.settings.tls(), self.settings.stall_seconds
-        listening = socket.socket(fileno=self.settings.listening)
-        listener = Listener(listening, lambda: Client(self), tls, seconds)
+        listening = [socket.socket(fileno=each) for each in self.settings.listening]
+        listeners = [Listener(each, lambda: Client(self), tls, seconds) for each in listening]
 
         def on_control() -> None:
-            if listening.fileno() >= 0:
-                listener.close()
-                listening.close()
+            while listening:
+                listeners.pop().close()
+                listening.pop().close()
             if not os.read(self.settings.control, 1):
                 loop.remove_reader(self.settings.control)
                 ended.set()

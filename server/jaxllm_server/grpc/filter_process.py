@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from tempfile import gettempdir, mkdtemp
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ _MORE_BLOCK_BYTES = 64 << 10  # beyond max_header_bytes: up to here gRPC's core 
 class FilterProcess:
     """The process in front of a server's core, which has to listen at `address` before `start`."""
 
-    def __init__(self, listening: socket.socket, options: ServerOptions) -> None:
+    def __init__(self, listening: Sequence[socket.socket], options: ServerOptions) -> None:
         self._listening = listening
         try:
             self._folder = mkdtemp(prefix="jaxllm-grpc-", dir=None if len(gettempdir()) < _LONGEST_DIR else "/tmp")
@@ -49,7 +50,7 @@ class FilterProcess:
         self._control: socket.socket | None = None
         self._restarting: asyncio.TimerHandle | None = None
         try:
-            Settings(listening=-1, control=-1, **self._given).tls()
+            Settings(listening=(), control=-1, **self._given).tls()
         except OSError as error:
             self._forget()
             where = f"{error.filename}: " if error.filename else ""
@@ -61,10 +62,11 @@ class FilterProcess:
         self._restarting = None
         self._control, control = socket.socketpair()
         with control:
-            settings = Settings(listening=self._listening.fileno(), control=control.fileno(), **self._given)
+            listening = tuple(each.fileno() for each in self._listening)
+            settings = Settings(listening=listening, control=control.fileno(), **self._given)
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "jaxllm_server.grpc.filter", settings.to_json()],
-                pass_fds=(settings.listening, settings.control),
+                pass_fds=(*settings.listening, settings.control),
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
@@ -72,9 +74,11 @@ class FilterProcess:
 
     def close_listener(self) -> None:
         """Take no more connections."""
-        if self._listening.fileno() < 0:
+        if not self._listening:
             return  # for the second time
-        self._listening.close()
+        for each in self._listening:
+            each.close()
+        self._listening = ()
         if self._restarting is not None:
             self._restarting.cancel()
         if self._control is not None:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 REFLECTION_ALPHA = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"].full_name
 REFLECTION = "grpc.reflection.v1.ServerReflection"
+_NAMES = ("gRPC", "grpc_port", "grpc_uds")  # of the front end and its flags, in errors
 
 
 class GrpcServer:
@@ -90,12 +91,12 @@ async def start_grpc(
             Path(options.grpc_uds).chmod(0o700)
         await server.start()
         return GrpcServer(server, health, port, options.grpc_uds, None)
-    listening = listen(options.host, options.grpc_port, options.grpc_uds, ("gRPC", "grpc_port", "grpc_uds"))
-    port = None if options.grpc_uds is not None else listening.getsockname()[1]
+    listening = listen(options.host, options.grpc_port, options.grpc_uds, _NAMES)
+    port = None if options.grpc_uds is not None else listening[0].getsockname()[1]
     try:
         front = FilterProcess(listening, options)
     except UserError:
-        listening.close()
+        _close(listening)
         raise
     server.add_insecure_port(front.address)
     await server.start()
@@ -104,7 +105,7 @@ async def start_grpc(
     except OSError as error:
         await server.stop(None)
         await front.end()
-        listening.close()
+        _close(listening)
         message = f"the process for gRPC's connections cannot be started ({error.strerror}): try --no-grpc-filter."
         raise UserError(message, "grpc_filter") from error
     return GrpcServer(server, health, port, options.grpc_uds, front)
@@ -149,7 +150,8 @@ def _listen(server: grpc.aio.Server, options: ServerOptions) -> int | None:
     else:
         host = f"[{options.host}]" if ":" in options.host else options.host
         address, flag = f"{host}:{options.grpc_port}", "grpc_port"
-        _check_free(options, address)
+        # gRPC's own error lacks the reason, and fills the log.
+        _close(listen(options.host, options.grpc_port, None, _NAMES))
     try:
         if options.ssl_certfile is None:
             port = server.add_insecure_port(address)
@@ -163,17 +165,9 @@ def _listen(server: grpc.aio.Server, options: ServerOptions) -> int | None:
     return None if options.grpc_uds is not None else port
 
 
-def _check_free(options: ServerOptions, shown: str) -> None:
-    """Ask the system whether an address can be bound: gRPC's own error does not say why not, and fills the log."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(options.host, options.grpc_port)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that linger are no server
-            probe.bind(address)
-            probe.listen()  # two sockets that do not listen may share a port
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise UserError(f"gRPC cannot listen on {shown}: {reason}. Choose another --grpc-port.", "grpc_port") from error
+def _close(listening: Sequence[socket.socket]) -> None:
+    for each in listening:
+        each.close()
 
 
 def _credentials(options: ServerOptions) -> grpc.ServerCredentials:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import socket
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from jaxllm.errors import UserError
 
 BACKLOG = 2048  # connections that may wait to be taken
+_NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # as ::1 of localhost where IPv6 is turned off
 
 
 def check_uds(path: str, flag: str) -> None:
@@ -34,38 +38,62 @@ def check_uds(path: str, flag: str) -> None:
     raise UserError(f"{path} is in use: another server listens on it. Choose another path.", flag)
 
 
-def listen(host: str, port: int | None, uds: str | None, names: tuple[str, str, str]) -> socket.socket:
-    """Open a socket of TCP, or a Unix socket; `names` are those of the front end and of the flags of both.
+def listen(host: str, port: int | None, uds: str | None, names: tuple[str, str, str]) -> list[socket.socket]:
+    """Open a Unix socket, or a socket of TCP on each address of the host, all with one port.
+
+    `names` are those of the front end and of the flags of both kinds.
 
     Raises:
-        UserError: why it cannot be opened.
+        UserError: why they cannot be opened.
     """
     name, port_flag, uds_flag = names
-    if uds is not None:
-        check_uds(uds, uds_flag)
-    family = socket.AF_UNIX if uds is not None else _family_of(host)
-    listening = socket.socket(family, socket.SOCK_STREAM)
     try:
         if uds is None:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind((host, port))
-        else:
-            listening.bind(uds)
-            Path(uds).chmod(0o700)  # before a client can connect
-        listening.listen(BACKLOG)
+            return _on_each_address(host, port or 0)
+        check_uds(uds, uds_flag)
+        return [_listening(socket.AF_UNIX, uds)]
     except OSError as error:
-        listening.close()
         where, flag = (f"{host}:{port}", port_flag) if uds is None else (uds, uds_flag)
         reason = "its folder is missing" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
         message = f"{name} cannot listen on {where}: {reason}. Choose another --{flag.replace('_', '-')}."
         raise UserError(message, flag) from error
+
+
+def _on_each_address(host: str, port: int) -> list[socket.socket]:
+    """Listen on all addresses of a host that this machine has; with port 0 the system chooses one for the first."""
+    infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    found = dict.fromkeys((family, address) for family, _, _, _, address in infos)
+    missing: list[OSError] = []
+    with ExitStack() as opened:
+        listening: list[socket.socket] = []
+        for family, (name, _, *scope) in found:
+            try:
+                own = _listening(family, (name, port, *scope), only_ipv6=len(found) > 1)
+            except OSError as error:
+                if error.errno not in _NO_SUCH_ADDRESS:
+                    raise
+                missing.append(error)
+                continue
+            listening.append(opened.enter_context(own))
+            port = own.getsockname()[1]
+        if not listening:
+            raise missing[0]
+        opened.pop_all()
     return listening
 
 
-def _family_of(host: str) -> socket.AddressFamily:
-    """Return IPv4 if a host has such an address, else IPv6."""
+def _listening(family: int, address: Any, only_ipv6: bool = False) -> socket.socket:
+    own = socket.socket(family, socket.SOCK_STREAM)
     try:
-        found = {each[0] for each in socket.getaddrinfo(host, None)}
-    except OSError:  # `bind` names the reason
-        return socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.AF_INET if socket.AF_INET in found else socket.AF_INET6
+        if family != socket.AF_UNIX:
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if only_ipv6 and family == socket.AF_INET6:
+            own.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        own.bind(address)
+        if family == socket.AF_UNIX:
+            Path(address).chmod(0o700)  # before a client can connect
+        own.listen(BACKLOG)
+    except OSError:
+        own.close()
+        raise
+    return own

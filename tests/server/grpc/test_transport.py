@@ -46,6 +46,7 @@ from tests.support.grpc_site import (
     site,
     words,
 )
+from tests.support.host_names import resolve, with_ipv6
 
 BUF = Path(sys.executable).with_name("buf")
 with_and_without_filter = pytest.mark.parametrize("grpc_filter", [False, pytest.param(True, marks=pytest.mark.ci)])
@@ -102,6 +103,23 @@ async def test_a_port_that_is_taken(run: Any, grpc_filter: bool) -> None:
     with pytest.raises(errors.UserError, match=r"192\.0\.2\.1"):
         async with site(grpc_filter=grpc_filter, host="192.0.2.1"):
             pass
+
+
+@with_ipv6
+async def test_it_answers_at_every_address_of_a_host_name(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as names:
+        resolve(names, "127.0.0.1", "::1")
+        server = site(answer, grpc_filter=True, host="a.name")
+        own = await server.__aenter__()
+    try:
+        for host in ("127.0.0.1", "[::1]"):
+            async with grpc.aio.insecure_channel(f"{host}:{own.server.port}") as channel:
+                assert (await InferenceServiceStub(channel).Generate(ask())).outputs[0].text == "one two"
+    finally:
+        await server.__aexit__(None, None, None)
+    for family, host in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+        with socket.socket(family) as late:
+            assert late.connect_ex((host, own.server.port)) == errno.ECONNREFUSED
 
 
 @with_and_without_filter
