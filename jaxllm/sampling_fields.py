@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import numbers
 from collections.abc import Callable, Mapping
-from dataclasses import field, fields
+from dataclasses import field
 from typing import Any, NamedTuple
 
 from jaxllm import checks
@@ -88,10 +88,10 @@ def declaration_of(own: Any) -> Declaration:
 
 @functools.cache
 def names_in(cls: type, protocol: str) -> Mapping[str, str]:
-    """Return the fields that a protocol has: its names of them, each with the field's own name."""
+    """Return the fields that a protocol has, those that are not built included: its names, each with our name."""
     found = {}
-    for own in fields(cls):
-        name = declaration_of(own).names.get(protocol)
+    for own in cls.__dataclass_fields__.values():
+        name = declaration_of(own).names.get(protocol) if own.metadata else None
         if name is not None:
             found[name + own.name if not name or name.endswith(".") else name] = own.name
     return found

@@ -357,12 +357,12 @@ class SamplingParams:
         None, read=_optional_integer, rules=(at_least(1),), grpc="stream.interval_tokens"
     )
 
-    # Not built yet; `__post_init__` gets these in this order.
+    # Not built yet; `__post_init__` gets these in this order. Those that are declared are fields of OpenAI's bodies.
     prompt_logprob_token_ids: InitVar[Sequence[int] | None] = None
     prompt_logprob_start: InitVar[int | None] = None
     flat_logprobs: InitVar[bool] = False
-    spaces_between_special_tokens: InitVar[bool] = True
-    thinking_token_budget: InitVar[int | None] = None
+    spaces_between_special_tokens: InitVar[bool] = declared(True, read=checks.flag)
+    thinking_token_budget: InitVar[int | None] = declared(None, read=_optional_integer)
     routed_experts_prompt_start: InitVar[int] = 0
     trace_decode_token_ids: InitVar[Sequence[int] | None] = None
 

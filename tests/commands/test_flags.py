@@ -34,9 +34,11 @@ def test_every_field_is_a_flag_that_reaches_its_place(run: Run) -> None:
     }  # fmt: skip
     switches = [
         "--no-enable-prefix-caching", "--no-async-scheduling", "--enable-kv-cache-events", "--deterministic",
-        "--ignore-eos", "--no-skip-special-tokens", "--include-stop-str-in-output", "--stop=--y",
-        "--no-skip-reading-prefix-cache", "--skip-tokenizer-init", "--enable-lora",
+        "--stop=--y", "--skip-tokenizer-init", "--enable-lora",
     ]  # fmt: skip
+    with_help = [own for own in fields(SamplingParams) if own.metadata["help"] is not None]
+    opposite = {own.name: own.default is False for own in with_help if str(own.type).startswith("bool")}
+    switches += [flags.flag_of(name if on else f"no_{name}", SamplingParams) for name, on in opposite.items()]
     code, _, _ = run("generate", "-m", "m", *(part for pair in given.items() for part in pair), *switches, "--", "p")
     assert code == 0
     assert EngineConfig(model="m", **FakeLLM.made.settings) == EngineConfig(
@@ -55,13 +57,12 @@ def test_every_field_is_a_flag_that_reaches_its_place(run: Run) -> None:
     assert seen_params() == [
         SamplingParams(
             n=2, presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.5, temperature=0.9, top_p=0.8,
-            top_k=5, min_p=0.1, seed=11, stop=["x", "--y"], stop_token_ids=[3], ignore_eos=True, max_tokens=9,
-            min_tokens=1, logprobs=2, skip_special_tokens=False, truncate_prompt_tokens=1000,
-            include_stop_str_in_output=True, prompt_logprobs=3, logprob_token_ids=[4], allowed_token_ids=[5],
-            bad_words=["w"], skip_reading_prefix_cache=False,
+            top_k=5, min_p=0.1, seed=11, stop=["x", "--y"], stop_token_ids=[3], max_tokens=9,
+            min_tokens=1, logprobs=2, truncate_prompt_tokens=1000, prompt_logprobs=3, logprob_token_ids=[4],
+            allowed_token_ids=[5], bad_words=["w"], **opposite,
         )
     ]  # fmt: skip
-    num_fields = len(fields(EngineConfig)) - 1 + sum(own.metadata["help"] is not None for own in fields(SamplingParams))
+    num_fields = len(fields(EngineConfig)) - 1 + len(with_help)
     assert num_fields == len(given) + len(switches) - 1  # --stop is there twice
 
 

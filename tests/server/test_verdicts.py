@@ -21,6 +21,7 @@ import uvloop
 from jaxllm import AsyncLLM, Client, SamplingParams, UserError
 from jaxllm.config import EngineConfig
 from jaxllm.embedded import MODEL_DIR
+from jaxllm.sampling_fields import OPENAI, names_in
 from jaxllm_server.launch import Server
 from jaxllm_server.shared.options import ServerOptions
 from tests.support.sizes import MANY_SLOTS
@@ -52,6 +53,13 @@ def each(name: str, *values: Any) -> list[tuple[str, Any]]:
     return [(name, value) for value in values]
 
 
+# True or false, where HTTP has it.
+FLAGS = [
+    name
+    for name in names_in(SamplingParams, OPENAI).values()
+    if str(SamplingParams.__dataclass_fields__[name].type).startswith("bool")
+]
+
 # Accepted by all three.
 GOOD = [
     *each("temperature", 0, 0.0, -0.0, TINY, 1e-5, 0.005, 1, 2.0, 1e30, 1e39, 1e308),
@@ -69,16 +77,13 @@ GOOD = [
     *each("min_tokens", 0, 1, 2),
     *each("logprobs", 0, 1, 20, True),
     *each("logit_bias", {}, {0: 100}, {5: -100.0, 6: TINY}, {VOCABULARY - 1: 1e308}, {i: 1.0 for i in range(300)}),
-    *each("ignore_eos", True, False),
-    *each("skip_special_tokens", True, False),
-    *each("include_stop_str_in_output", True, False),
+    *(pair for name in FLAGS for pair in each(name, True, False)),
     *each("truncate_prompt_tokens", -1, 1, 16),
     *each("stream_interval", 1, 2**31 - 1),
     *each("bad_words", [], ["a"], ["a b", "\n", " c "]),
     *each("allowed_token_ids", [5], [0, VOCABULARY - 1, 5, 5]),
     *each("logprob_token_ids", [5], [VOCABULARY - 1, 0], list(range(128))),
     *each("prompt_logprobs", 0, 1, 20, True),
-    *each("skip_reading_prefix_cache", True, False),
     *each("repetition_detection", {}, {"max_pattern_size": 1024, "min_pattern_size": 2, "min_count": 2}),
     *each("extra_args", {}, {"no_change": []}, {"no_change": 1, "no_change_either": [0.5] * 8}),
     *each("structured_outputs", {"regex": "[a-z]+"}, {"choice": ["a", "b"]}, {"json_object": True}, {"json": "{}"}),
@@ -122,9 +127,7 @@ BAD = [
         "5",
         True,
     ),
-    *each("ignore_eos", 0, 1, 0.0, "true", [], {}),
-    *each("skip_special_tokens", 0, 1, 0.0, "false", [], {}),
-    *each("include_stop_str_in_output", 0, 1, 0.0, "true", [], {}),
+    *(pair for name in FLAGS for pair in each(name, 0, 1, 0.0, "true", "false", [], {})),
     *each("truncate_prompt_tokens", 0, -2, 2**31 - 1, 2**31, 2**63, 2**64, 1.0, True, *OTHER_TYPES),
     *each("stream_interval", 0, -1, 2**31, 2**32, 2**64, 1.0, True, *OTHER_TYPES),
     *each("prompt_logprobs", False, -2, -1, 21, 2**31, 2**64, 1.0, "1"),
@@ -132,7 +135,6 @@ BAD = [
     *each("bad_words", [""], [" "], [1], "a", 1, {}, [HALF_PAIR], ["a b c d e f g h i j k l m n o p " * 30]),
     *each("bad_words", ["a"] * 513),
     *each("logprob_token_ids", [], [-1], [VOCABULARY], [2**64], 5, [True], list(range(129)), [5] * 129),
-    *each("skip_reading_prefix_cache", 0, 1, "true", [], {}),
     *each("repetition_detection", 1, "1", [], {"min": 1}, {"max_pattern_size": 1}, {"max_pattern_size": "1"}),
     *each("repetition_detection", {"max_pattern_size": 1025, "min_count": 2}, {"min_pattern_size": 1}),
     *each("repetition_detection", {"max_pattern_size": 2, "min_pattern_size": 3, "min_count": 2}),

@@ -27,9 +27,9 @@ Body = Mapping[str, Any]
 LEAST_LOGPROB = -9999.0  # in place of -inf, which JSON does not have; vLLM's number
 _SHOWN_NAME = 64  # characters of a field's name that an error repeats
 
-# Handed to SamplingParams under the same names, with any value; it refuses the last two by name, unless
-# they have their defaults.
-SAMPLING = names_in(SamplingParams, OPENAI).keys() | {"spaces_between_special_tokens", "thinking_token_budget"}
+# Handed to SamplingParams under the same names, with any value; of those that it has not built it refuses every value
+# but the default.
+SAMPLING = frozenset(names_in(SamplingParams, OPENAI))
 # Clients send these; on a server with one model and no store they can change nothing.
 WITHOUT_EFFECT = frozenset(
     (

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from jaxllm import errors
 from jaxllm.outputs import Logprob
+from jaxllm.sampling_fields import GRPC, names_in
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.structured_outputs_params import StructuredOutputsParams
 from jaxllm.v1 import inference_pb2 as pb
@@ -634,10 +635,9 @@ def test_names_of_the_engine_become_paths(name: str, path: str) -> None:
 
 
 def test_every_sampling_parameter_has_a_path_that_exists() -> None:
-    not_here = {"output_kind", "prompt_logprob_token_ids", "prompt_logprob_start", "flat_logprobs"}
-    not_here |= {"spaces_between_special_tokens", "skip_reading_prefix_cache", "thinking_token_budget"}
-    not_here |= {"routed_experts_prompt_start", "trace_decode_token_ids"}
-    for name in set(SamplingParams.__dataclass_fields__) - not_here:
+    names = {own.name for own in dataclasses.fields(SamplingParams)} - {"output_kind"}
+    assert names == set(names_in(SamplingParams, GRPC).values())
+    for name in names:
         descriptor = pb.GenerateRequest.DESCRIPTOR
         for step in error_details.path_of(name, None).split("."):
             assert descriptor is not None and step in descriptor.fields_by_name, name
