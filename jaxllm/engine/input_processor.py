@@ -192,7 +192,7 @@ class InputProcessor:
             eos_ids=frozenset() if params.ignore_eos else model.eos_ids,
             variant=sampler.needs(params),
             tokens=array("i", ids),
-            detokenizer=detokenizer.begin(model.tokenizer, ids, params.skip_special_tokens),
+            detokenizer=detokenizer.begin(model.tokenizer, ids, params),
             matcher=matcher,
             stop_tokens=stop_tokens_of(params, model.tokenizer),
             repetition=RepetitionDetector(params.repetition_detection) if params.repetition_detection else None,

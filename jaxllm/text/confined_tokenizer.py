@@ -91,6 +91,7 @@ class ConfinedTokenizer(ConfinedTemplates):
             name=source.folder,
             confined=source.digest,
             decoding=Decoding(**told["decoding"]),
+            added_ids=frozenset(told["added_ids"]),
             special_ids=frozenset(told["special_ids"]),
             _named_tokens=told["named_tokens"],
             _most_characters=told["lengths"][0],

@@ -106,6 +106,7 @@ def _vocabulary(tokenizer: Tokenizer, width: int) -> dict[str, Any]:
     return {
         "tokens": tokens,
         "pieces": pieces,
+        "added_ids": sorted(tokenizer.added_ids),
         "special_ids": sorted(tokenizer.special_ids),
         "named_tokens": dict(tokenizer.named_tokens),
         "decoding": asdict(tokenizer.decoding),

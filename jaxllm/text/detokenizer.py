@@ -1,7 +1,7 @@
 """Token ids to text as they come: what no later token can change, and what must be held back.
 
 A pure step over a frozen state, so that an engine can keep one state per request and roll back. Knows what tokens and
-decoder of a tokenizer give (tokenizer.py); knows nothing of requests.
+decoder of a tokenizer give (tokenizer.py); of a request it uses the sampling parameters only.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from jaxllm.sampling_params import SamplingParams
     from jaxllm.text.tokenizer import Decoding, Tokenizer
 
 _UNKNOWN_CHARACTER = "\ufffd"
@@ -26,7 +27,7 @@ class Detokenizer:
     the prompt and completed by the output belongs to the output.
     """
 
-    skip_special_tokens: bool = True
+    params: SamplingParams
     pending: bytes = b""  # of a character that is not finished
     prompt_bytes: int = 0  # how many of them, or of the run, are the prompt's
     is_start: bool = True  # nothing of the whole text has been decided yet
@@ -34,9 +35,9 @@ class Detokenizer:
     run: tuple[bytes, ...] = ()  # the bytes of such a run that is still valid, with those that are pending (`_longer`)
 
 
-def begin(tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> Detokenizer:
-    """Give the state after a prompt. Reads back only as far as the prompt's end is undecided: a token or two."""
-    decoding, skipped = tokenizer.decoding, tokenizer.special_ids if skip_special_tokens else frozenset()
+def begin(tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams) -> Detokenizer:
+    """Return the state after a prompt. Reads back only as far as the prompt's end is undecided: a token or two."""
+    decoding, skipped = tokenizer.decoding, _skipped(tokenizer, params)
     tail: list[bytes] = []
     is_start = True
     for token_id in reversed(prompt_ids):
@@ -53,11 +54,11 @@ def begin(tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: 
     if decoding.byte_tokens == "level":
         pending = joined[-3:]
         pending = pending[_decode_settled(pending)[1] :]
-        return Detokenizer(skip_special_tokens, pending, len(pending), is_start=not joined)
+        return Detokenizer(params, pending, len(pending), is_start=not joined)
     unfinished = _unfinished(joined)
     if unfinished is None:
-        return Detokenizer(skip_special_tokens, is_start=False, is_broken=True)
-    return Detokenizer(skip_special_tokens, unfinished, len(joined), is_start, run=_longer((), joined))
+        return Detokenizer(params, is_start=False, is_broken=True)
+    return Detokenizer(params, unfinished, len(joined), is_start, run=_longer((), joined))
 
 
 def advance(state: Detokenizer, tokenizer: Tokenizer, new_ids: Iterable[int]) -> tuple[Detokenizer, str]:
@@ -68,7 +69,7 @@ def advance(state: Detokenizer, tokenizer: Tokenizer, new_ids: Iterable[int]) ->
     byte turns all of a run into U+FFFD. The cost of a token does not depend on the text's length: 1 to 4 µs on one
     core, measured.
     """
-    skipped = tokenizer.special_ids if state.skip_special_tokens else frozenset()
+    skipped = _skipped(tokenizer, state.params)
     pieces = [tokenizer.piece(token_id) for token_id in new_ids if token_id not in skipped]
     if tokenizer.decoding.byte_tokens == "level":
         return _advance_bytes(state, tokenizer.decoding, b"".join(pieces))  # type: ignore[arg-type]
@@ -81,11 +82,11 @@ def advance(state: Detokenizer, tokenizer: Tokenizer, new_ids: Iterable[int]) ->
             continue
         if state.run or state.is_broken:
             text.append(_settle_run(state, strip))
-            state = Detokenizer(state.skip_special_tokens, is_start=False)
+            state = Detokenizer(state.params, is_start=False)
         text.append(piece[0] if state.is_start else piece[1])
         # The decoder strips the text, not the first token: one without text leaves that to the next.
         if state.is_start and not (strip and not piece[1]):
-            state = Detokenizer(state.skip_special_tokens, is_start=False)
+            state = Detokenizer(state.params, is_start=False)
     return state, "".join(text)
 
 
@@ -94,6 +95,10 @@ def finish(state: Detokenizer, tokenizer: Tokenizer) -> str:
     if tokenizer.decoding.byte_tokens == "level":
         return _UNKNOWN_CHARACTER if len(state.pending) > state.prompt_bytes else ""
     return _settle_run(state, tokenizer.decoding.strip)
+
+
+def _skipped(tokenizer: Tokenizer, params: SamplingParams) -> frozenset[int]:
+    return tokenizer.special_ids if params.skip_special_tokens else frozenset()
 
 
 def _advance_bytes(state: Detokenizer, decoding: Decoding, new: bytes) -> tuple[Detokenizer, str]:
@@ -110,7 +115,7 @@ def _advance_bytes(state: Detokenizer, decoding: Decoding, new: bytes) -> tuple[
         return state, text
     prompt_bytes = 0 if settled else state.prompt_bytes
     is_start = state.is_start and not settled
-    return Detokenizer(state.skip_special_tokens, buffer[settled:], prompt_bytes, is_start), text
+    return Detokenizer(state.params, buffer[settled:], prompt_bytes, is_start), text
 
 
 def _extend_run(state: Detokenizer, piece: bytes) -> tuple[Detokenizer, str]:
@@ -119,10 +124,10 @@ def _extend_run(state: Detokenizer, piece: bytes) -> tuple[Detokenizer, str]:
         return state, _UNKNOWN_CHARACTER * len(piece)
     unfinished = _unfinished(state.pending + piece)
     if unfinished is None:
-        broken = Detokenizer(state.skip_special_tokens, is_start=False, is_broken=True)
+        broken = Detokenizer(state.params, is_start=False, is_broken=True)
         return broken, _UNKNOWN_CHARACTER * (sum(map(len, state.run)) + len(piece) - state.prompt_bytes)
     run = _longer(state.run, piece)
-    return Detokenizer(state.skip_special_tokens, unfinished, state.prompt_bytes, state.is_start, run=run), ""
+    return Detokenizer(state.params, unfinished, state.prompt_bytes, state.is_start, run=run), ""
 
 
 def _longer(run: tuple[bytes, ...], piece: bytes) -> tuple[bytes, ...]:

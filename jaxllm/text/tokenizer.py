@@ -100,9 +100,9 @@ class Tokenizer:
         decoder = backend.decoder
         self._decode_tokens: Callable[[list[str]], str] = " ".join if decoder is None else decoder.decode
         self.decoding = _decoding_of(None if decoder is None else json.loads(decoder.__getstate__()), name)
-        self.special_ids: frozenset[int] = frozenset(
-            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
-        )
+        added = backend.get_added_tokens_decoder()
+        self.added_ids: frozenset[int] = frozenset(added)
+        self.special_ids: frozenset[int] = frozenset(token_id for token_id, token in added.items() if token.special)
 
     @property
     def vocab_size(self) -> int:
@@ -471,7 +471,7 @@ class NoTokenizer(Tokenizer):
     def __init__(self, name: str) -> None:
         self.name = name
         self.decoding = Decoding("none")
-        self.special_ids = frozenset()
+        self.added_ids = self.special_ids = frozenset()
         self._named_tokens, self._chat_templates, self._adds_eos = {}, {}, False
 
     def piece(self, token_id: int) -> Piece:

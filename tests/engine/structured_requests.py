@@ -206,7 +206,7 @@ def is_valid(tokenizer: Tokenizer, request: Asked, told: CompletionOutput) -> bo
 
 def _behind_marker(tokenizer: Tokenizer, prompt: list[int], told: CompletionOutput) -> str | None:
     """Give the text of the tokens behind the one in which the marker ends; None if there is none."""
-    state, read = detokenizer.begin(tokenizer, prompt), ""
+    state, read = detokenizer.begin(tokenizer, prompt, SamplingParams()), ""
     for at, token in enumerate(told.token_ids):
         state, delta = detokenizer.advance(state, tokenizer, [token])
         read += delta

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxllm.errors import UserError
+from jaxllm.sampling_params import SamplingParams
 from jaxllm.text.detokenizer import advance, begin, finish
 from jaxllm.text.stop_strings import StopMatcher, match_stops
 from tests.fuzz import FEW, MANY, texts
@@ -198,7 +199,7 @@ def test_a_run_of_broken_bytes_takes_linear_time(kind: str, byte: int) -> None:
 
     def prepare(size: int) -> Callable[[], object]:
         def work() -> None:
-            state = begin(tokenizer, [token] * (size // 8))
+            state = begin(tokenizer, [token] * (size // 8), SamplingParams())
             for _ in range(size):
                 state, _ = advance(state, tokenizer, [token])
             finish(state, tokenizer)

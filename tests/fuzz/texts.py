@@ -56,7 +56,7 @@ def check_stream(kind: str, prompt: Sequence[int], output: Sequence[int], skip: 
     stream has U+FFFD only where the whole text has it.
     """
     tokenizer = tokenizer_of(kind)
-    state, pieces, place = begin(tokenizer, prompt, skip), [], 0
+    state, pieces, place = begin(tokenizer, prompt, SamplingParams(skip_special_tokens=skip)), [], 0
     while place < len(output):
         size = next(sizes)
         state, text = advance(state, tokenizer, output[place : place + size])
@@ -94,7 +94,7 @@ def check_sample(kind: str, prompt: Sequence[int], output: Sequence[int], given:
         eos_ids=frozenset(),
         variant=needs(params),
         tokens=array("i", prompt),
-        detokenizer=begin(tokenizer, prompt, params.skip_special_tokens),
+        detokenizer=begin(tokenizer, prompt, params),
         matcher=StopMatcher.of(params.stop),
         stop_tokens=stop_tokens_of(params, tokenizer),
     )
@@ -131,7 +131,7 @@ def stream_of(
     tokenizer: Tokenizer, prompt: Sequence[int], output: Sequence[int], skip: bool, ends: bool
 ) -> Iterator[str]:
     """Give the text that each token makes certain; the last one with what was held back, if nothing ended it."""
-    state = begin(tokenizer, prompt, skip)
+    state = begin(tokenizer, prompt, SamplingParams(skip_special_tokens=skip))
     for number, token in enumerate(output, 1):
         state, text = advance(state, tokenizer, [token])
         yield text + (finish(state, tokenizer) if number == len(output) and ends else "")

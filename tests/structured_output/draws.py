@@ -5,6 +5,7 @@ import random
 import numpy as np
 
 from jaxllm.errors import UserError
+from jaxllm.sampling_params import SamplingParams
 from jaxllm.structured_output.grammars import Grammar, Grammars
 from jaxllm.structured_outputs_params import StructuredOutputsParams
 from jaxllm.text import detokenizer
@@ -64,6 +65,6 @@ class Drawing:
 
     def read(self, ids: list[int]) -> str:
         """Return an output's text as a reader sees it behind a prompt."""
-        state = detokenizer.begin(self.tokenizer, self.prompt)
+        state = detokenizer.begin(self.tokenizer, self.prompt, SamplingParams())
         state, text = detokenizer.advance(state, self.tokenizer, ids)
         return text + detokenizer.finish(state, self.tokenizer)

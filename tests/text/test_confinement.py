@@ -62,7 +62,7 @@ def test_a_tokenizer_in_another_process_is_the_same(kind: str, tmp_path: Path, c
         if 0 <= token:
             assert other.piece(token) == plain.piece(token) and other.token(token) == plain.token(token)
         assert other.token_id(other.token(max(token, 0))) == plain.token_id(plain.token(max(token, 0)))
-    for name in ("vocab_size", "eos_token_id", "bos_token_id", "special_ids", "decoding", "named_tokens"):
+    for name in ("vocab_size", "eos_token_id", "bos_token_id", "special_ids", "added_ids", "decoding", "named_tokens"):
         assert getattr(other, name) == getattr(plain, name), name
     assert other.lengths() == plain.lengths() and other.token_id("nowhere") is None
 

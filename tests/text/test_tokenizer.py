@@ -57,7 +57,7 @@ def tokenizers(folders: dict[str, Path]) -> dict[str, Tokenizer]:
 
 def _stream(tokenizer: Tokenizer, prompt: list[int], output: list[int], skip: bool = True) -> list[str]:
     """The texts of every step, and last the one of `finish`. Steps of several tokens: fuzz/test_properties.py."""
-    state = begin(tokenizer, prompt, skip)
+    state = begin(tokenizer, prompt, SamplingParams(skip_special_tokens=skip))
     deltas = []
     for token in output:
         state, delta = advance(state, tokenizer, [token])
@@ -95,6 +95,7 @@ def _same_as_transformers(folder: Path, ours: Tokenizer) -> None:
         int(token): (entry["content"], entry["special"]) for token, entry in config["added_tokens_decoder"].items()
     }
     assert added == {token: (str(entry), entry.special) for token, entry in theirs.added_tokens_decoder.items()}
+    assert ours.added_ids == theirs.added_tokens_decoder.keys()
     everything = list(range(ours.vocab_size))
     assert ours.decode(everything) == theirs.decode(everything, skip_special_tokens=True)
 
@@ -545,7 +546,7 @@ def test_a_step_costs_microseconds_at_any_length(tokenizers: dict[str, Tokenizer
         ids = tokenizer.encode(TEXT, add_special_tokens=False)
         times = {}
         for repeats in (10, 100):
-            state: Detokenizer = begin(tokenizer, ids)
+            state: Detokenizer = begin(tokenizer, ids, SamplingParams())
             started = time.perf_counter()
             for _ in range(repeats):
                 for token in ids:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from jaxllm.engine.sequence import logprob_of
 from jaxllm.outputs import Logprob
+from jaxllm.sampling_params import SamplingParams
 from jaxllm.text import detokenizer
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm_server.openai.chat import logprobs_of
@@ -43,7 +44,7 @@ def _completion(entries: list[dict[int, Logprob]]) -> dict[str, list[Any]]:
 def check(kind: str, text: str) -> None:
     tokenizer = TOKENIZERS[kind]
     prompt, ids = tokenizer.encode("the", False), tokenizer.encode(text, False)
-    state = detokenizer.begin(tokenizer, prompt, skip_special_tokens=False)
+    state = detokenizer.begin(tokenizer, prompt, SamplingParams(skip_special_tokens=False))
     state, shown = detokenizer.advance(state, tokenizer, ids)
     shown += detokenizer.finish(state, tokenizer)
     entries = [{token: logprob_of(tokenizer, token, -1.0, 1)} for token in ids]
