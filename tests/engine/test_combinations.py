@@ -89,6 +89,9 @@ class Answer:
             told.finish_reason, told.stop_reason, told.seed = part.finish_reason, part.stop_reason, part.seed
 
 
+FLAGS = {own.name: not own.default for own in dataclasses.fields(SamplingParams) if str(own.type).startswith("bool")}
+
+
 def random_values(random: np.random.Generator, vocabulary: int = VOCABULARY) -> dict[str, Any]:
     """Return a value for every parameter, of which some will be used."""
 
@@ -111,15 +114,12 @@ def random_values(random: np.random.Generator, vocabulary: int = VOCABULARY) -> 
         "seed": int(random.integers(-(2**63), 2**63)),
         "stop": words(3),
         "stop_token_ids": ids(20),
-        "ignore_eos": True,
+        **FLAGS,
         "max_tokens": int(random.choice([1, 5, 13, 30])),
         "min_tokens": int(random.integers(0, 8)),
         "logprobs": int(random.choice([-1, 0, 1, 5, 25])),
         "prompt_logprobs": int(random.choice([0, 2, 25])),
         "logprob_token_ids": ids(6),
-        "skip_special_tokens": False,
-        "include_stop_str_in_output": True,
-        "detokenize": False,
         "logit_bias": {token: float(random.uniform(-5, 5)) for token in ids(30)},
         "allowed_token_ids": ids(60),
         "bad_words": words(5),
