@@ -27,7 +27,7 @@ from jaxllm.errors import (
     SlowConsumerError,
     UserError,
 )
-from jaxllm.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from jaxllm.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
 from jaxllm.version import __version__
 from jaxllm_server.grpc import messages, replies
 from jaxllm_server.grpc.error_details import failure_of
@@ -47,7 +47,12 @@ REQUEST_ID = "x-request-id"
 _LARGE_REQUEST = 1 << 13  # bytes
 _LEAST_REMAINING = 0.001  # seconds before its deadline at which a call can still be answered
 _MAX_METADATA_CHARS = 256
-_API_REVISION = 5  # counts the additions to jaxllm.v1
+_FILES = [each.DESCRIPTOR for each in (types_pb2, inference_pb2, control_pb2)]
+_API_REVISION = (  # the methods, fields and enum values of jaxllm.v1
+    sum(len(each.methods) for file in _FILES for each in file.services_by_name.values())
+    + sum(len(each.fields) for file in _FILES for each in file.message_types_by_name.values())
+    + sum(len(each.values) for file in _FILES for each in file.enum_types_by_name.values())
+)
 _ADAPTER_FIELDS = {"lora_name": "name", "lora_path": "source"}
 _PAUSE_MODES: Mapping[int, PauseMode] = {
     control_pb2.PAUSE_MODE_UNSPECIFIED: "abort",

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import re
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -137,6 +138,14 @@ async def test_the_other_calls(run: Any) -> None:
         assert not (await stub.ListModels(pb.ListModelsRequest())).models[0].has_chat
         error = await error_of(stub.Detokenize(pb.DetokenizeRequest(model="no")))
         assert (error.code(), reason_of(error)) == (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND")
+
+
+async def test_the_revision_counts_what_the_proto_files_declare(run: Any) -> None:
+    texts = [path.read_text() for path in (Path(__file__).parents[3] / "proto/jaxllm/v1").glob("*.proto")]
+    declared = sum(len(re.findall(r"^  rpc |= \d+;", text, re.MULTILINE)) for text in texts)
+    async with site() as own, own.channel() as channel:
+        info = await control_pb2_grpc.ControlServiceStub(channel).GetServerInfo(control_pb2.GetServerInfoRequest())
+    assert info.api_revision == declared > 300
 
 
 async def test_the_control_service(run: Any) -> None:
