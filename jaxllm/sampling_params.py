@@ -294,6 +294,12 @@ class SamplingParams:
     skip_special_tokens: bool = declared(
         True, "leave special tokens out of the text", read=checks.flag, grpc="output.", model=""
     )
+    spaces_between_special_tokens: bool = declared(
+        True,
+        "keep the space that some decoders write between neighbouring added tokens, where special ones are shown",
+        read=checks.flag,
+        grpc="output.",
+    )
     include_stop_str_in_output: bool = declared(
         False, "let the text end with the stop string that ended it", read=checks.flag, grpc="stop.include_stop"
     )
@@ -361,7 +367,6 @@ class SamplingParams:
     prompt_logprob_token_ids: InitVar[Sequence[int] | None] = None
     prompt_logprob_start: InitVar[int | None] = None
     flat_logprobs: InitVar[bool] = False
-    spaces_between_special_tokens: InitVar[bool] = declared(True, read=checks.flag)
     thinking_token_budget: InitVar[int | None] = declared(None, read=_optional_integer)
     routed_experts_prompt_start: InitVar[int] = 0
     trace_decode_token_ids: InitVar[Sequence[int] | None] = None

@@ -58,6 +58,7 @@ def test_defaults_are_those_of_vllm():
         "prompt_logprobs": None,
         "logprob_token_ids": None,
         "skip_special_tokens": True,
+        "spaces_between_special_tokens": True,
         "include_stop_str_in_output": False,
         "detokenize": True,
         "logit_bias": None,

@@ -30,6 +30,7 @@ class SamplingOptions(TypedDict, total=False):
     prompt_logprobs: int | None
     logprob_token_ids: Sequence[int] | None
     skip_special_tokens: bool | None
+    spaces_between_special_tokens: bool | None
     include_stop_str_in_output: bool | None
     detokenize: bool | None
     logit_bias: Mapping[int, float] | None

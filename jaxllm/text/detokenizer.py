@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class Detokenizer:
     is_start: bool = True  # nothing of the whole text has been decided yet
     is_broken: bool = False  # within a run of byte-fallback tokens that can no longer be valid
     run: tuple[bytes, ...] = ()  # the bytes of such a run that is still valid, with those that are pending (`_longer`)
+    follows_added: bool = False  # the last token of the output was an added one; known where spaces are left out
 
 
 def begin(tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams) -> Detokenizer:
@@ -70,12 +71,15 @@ def advance(state: Detokenizer, tokenizer: Tokenizer, new_ids: Iterable[int]) ->
     core, measured.
     """
     skipped = _skipped(tokenizer, state.params)
-    pieces = [tokenizer.piece(token_id) for token_id in new_ids if token_id not in skipped]
+    shown = [token_id for token_id in new_ids if token_id not in skipped]
+    pieces = map(tokenizer.piece, shown)
     if tokenizer.decoding.byte_tokens == "level":
         return _advance_bytes(state, tokenizer.decoding, b"".join(pieces))  # type: ignore[arg-type]
     text: list[str] = []
     strip = tokenizer.decoding.strip
-    for piece in pieces:
+    # As in vLLM, for any added token, between tokens of the output only, and only where special ones are shown.
+    spaced = state.params.spaces_between_special_tokens or state.params.skip_special_tokens
+    for token_id, piece in zip(shown, pieces, strict=True):
         if isinstance(piece, bytes):
             state, delta = _extend_run(state, piece)
             text.append(delta)
@@ -83,10 +87,16 @@ def advance(state: Detokenizer, tokenizer: Tokenizer, new_ids: Iterable[int]) ->
         if state.run or state.is_broken:
             text.append(_settle_run(state, strip))
             state = Detokenizer(state.params, is_start=False)
-        text.append(piece[0] if state.is_start else piece[1])
+        is_added = not spaced and token_id in tokenizer.added_ids
+        if is_added and state.follows_added:
+            text.append(tokenizer.token(token_id))
+        else:
+            text.append(piece[0] if state.is_start else piece[1])
         # The decoder strips the text, not the first token: one without text leaves that to the next.
         if state.is_start and not (strip and not piece[1]):
             state = Detokenizer(state.params, is_start=False)
+        if state.follows_added != is_added:
+            state = replace(state, follows_added=is_added)
     return state, "".join(text)
 
 

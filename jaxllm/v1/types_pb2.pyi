@@ -207,7 +207,7 @@ class RepetitionDetection(_message.Message):
     def __init__(self, max_pattern_size: _Optional[int] = ..., min_pattern_size: _Optional[int] = ..., min_count: _Optional[int] = ...) -> None: ...
 
 class OutputOptions(_message.Message):
-    __slots__ = ("text", "token_ids", "logprobs", "prompt_logprobs", "logprob_token_ids", "prompt_token_ids", "skip_special_tokens", "token_bytes", "reasoning", "logprob_texts")
+    __slots__ = ("text", "token_ids", "logprobs", "prompt_logprobs", "logprob_token_ids", "prompt_token_ids", "skip_special_tokens", "token_bytes", "reasoning", "logprob_texts", "spaces_between_special_tokens")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -218,6 +218,7 @@ class OutputOptions(_message.Message):
     TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     REASONING_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_TEXTS_FIELD_NUMBER: _ClassVar[int]
+    SPACES_BETWEEN_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     text: bool
     token_ids: bool
     logprobs: int
@@ -228,7 +229,8 @@ class OutputOptions(_message.Message):
     token_bytes: bool
     reasoning: bool
     logprob_texts: bool
-    def __init__(self, text: _Optional[bool] = ..., token_ids: _Optional[bool] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ..., prompt_token_ids: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., token_bytes: _Optional[bool] = ..., reasoning: _Optional[bool] = ..., logprob_texts: _Optional[bool] = ...) -> None: ...
+    spaces_between_special_tokens: bool
+    def __init__(self, text: _Optional[bool] = ..., token_ids: _Optional[bool] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ..., prompt_token_ids: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., token_bytes: _Optional[bool] = ..., reasoning: _Optional[bool] = ..., logprob_texts: _Optional[bool] = ..., spaces_between_special_tokens: _Optional[bool] = ...) -> None: ...
 
 class BeamSearch(_message.Message):
     __slots__ = ("length_penalty", "early_stopping")
