@@ -466,7 +466,7 @@ def test_grammars_are_kept_within_bounds_and_shared_by_what_begins_after_somethi
 
 
 @pytest.mark.parametrize(
-    ("count", "most"), [(5, 8 << 20), pytest.param(64, grammars_module.MAX_KEPT_BYTES, marks=pytest.mark.slow)]
+    ("count", "most"), [(5, 16 << 20), pytest.param(64, grammars_module.MAX_KEPT_BYTES, marks=pytest.mark.slow)]
 )
 def test_lexers_that_grow_hold_no_more_memory_than_their_bound(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, count: int, most: int
