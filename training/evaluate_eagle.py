@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import PartitionSpec
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.embedded import HEADS, MODEL_DIR
-from jaxllm.model import eagle_files, sharding, weights
+from jaxllm.model import eagle_files, weights
 from jaxllm.model.decoder import Params
 from jaxllm.model.eagle import Head
 from jaxllm.model.families import read_spec
+from jaxllm.model.sharding import make_layout
 from jaxllm.model.spec import Spec
 from training import drafting
 from training.export import write_json
@@ -60,19 +60,11 @@ def drafted_on_device(spec: Spec, head: Head, params: Params[Array], target: Par
 def drafted(folder: Path, texts: list[list[int]]) -> list[np.ndarray]:
     """Return of each text the drafts behind all its tokens, int32[time, LONGEST]: entry t begins at t + 1."""
     spec, family = read_spec(weights.read_config(MODEL_DIR))
-    mesh = sharding.make_mesh(jax.devices("cpu"), 1)
-    target = weights.load(MODEL_DIR, spec, family, mesh, "float32")
+    layout = make_layout(jax.devices("cpu"), 1)
+    target = weights.load(MODEL_DIR, spec, family, layout, "float32")
     head = eagle_files.read(folder, spec)
-    params = eagle_files.load(folder, head, mesh, "float32")
-    on_device = jax.jit(
-        jax.shard_map(
-            partial(drafted_on_device, spec, head),
-            mesh=mesh,
-            in_specs=PartitionSpec(),
-            out_specs=PartitionSpec(),
-            check_vma=False,
-        )
-    )
+    params = eagle_files.load(folder, head, layout, "float32")
+    on_device = jax.jit(partial(drafted_on_device, spec, head))
     found: dict[int, np.ndarray] = {}
     order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
     for start in range(0, len(order), ROWS):

@@ -16,19 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from jax.sharding import PartitionSpec
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from jaxllm.embedded import MODEL_DIR
-from jaxllm.model import decoder, lora, sharding, weights
+from jaxllm.model import decoder, lora, weights
 from jaxllm.model.decoder import Params
 from jaxllm.model.families import read_spec
 from jaxllm.model.family import LLAMA_TENSORS
 from jaxllm.model.lora import Adapter, Pair
 from jaxllm.model.lora_linear import adapted_linear
+from jaxllm.model.sharding import UNDIVIDED, make_layout
 from jaxllm.model.spec import Spec
 from pallas_kernels import rotate
 from training import command, packing, pirate
@@ -68,14 +68,14 @@ def begin(spec: Spec, rank: int, seed: int) -> Adapter[Array]:
             )
             for name, pair in layer.items()
         }
-        for layer in lora.declare(spec, 1, rank)
+        for layer in lora.declare(spec, UNDIVIDED, rank)
     )
 
 
 def tensor_names(spec: Spec) -> Iterator[tuple[int, str, list[str]]]:
     """Yield every layer and product with PEFT's names of its parts, up to "A.weight" or "B.weight"."""
-    for layer, declared in enumerate(decoder.declare(spec, 1).layers):
-        for name in lora.declare(spec, 1, 1)[layer]:
+    for layer, declared in enumerate(decoder.declare(spec).layers):
+        for name in lora.declare(spec, UNDIVIDED, 1)[layer]:
             modules = [LLAMA_TENSORS[part.name].format(layer).removesuffix(".weight") for part in declared[name].parts]
             yield layer, name, [f"base_model.model.model.{module}.lora_" for module in modules]
 
@@ -123,12 +123,9 @@ def batches(tokenizer: Tokenizer, recipe: Recipe, seed: int | str) -> Iterator[n
 def train(recipe: Recipe, seed: int, folder: Path | None) -> tuple[Spec, Adapter[Array]]:
     """Train an adapter of the embedded model; from that in `folder`, a quarter of the steps at a third of the rate."""
     spec, family = read_spec(weights.read_config(MODEL_DIR))
-    mesh = sharding.make_mesh(jax.devices("cpu"), 1)
-    params = weights.load(MODEL_DIR, spec, family, mesh, "float32")
+    layout = make_layout(jax.devices("cpu"), 1)
+    params = weights.load(MODEL_DIR, spec, family, layout, "float32")
     tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
-    on_device = jax.shard_map(
-        partial(loss_of, spec), mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
-    )
     peak = PEAK_RATE
     if folder:
         recipe, peak = recipe._replace(steps=recipe.steps // 4), PEAK_RATE / 3
@@ -139,12 +136,12 @@ def train(recipe: Recipe, seed: int, folder: Path | None) -> tuple[Spec, Adapter
     def step(
         adapter: Adapter[Array], state: optax.OptState, batch: Array
     ) -> tuple[Adapter[Array], optax.OptState, Array]:
-        loss, gradients = jax.value_and_grad(on_device)(adapter, params, batch)
+        loss, gradients = jax.value_and_grad(partial(loss_of, spec))(adapter, params, batch)
         updates, state = optimizer.update(gradients, state)
         return optax.apply_updates(adapter, updates), state, loss  # pyright: ignore[reportReturnType]
 
     begun = read(spec, folder) if folder else begin(spec, recipe.rank, seed)
-    adapter = jax.device_put(begun, sharding.replicated(mesh))
+    adapter = jax.device_put(begun, layout.sharding())
     state = optimizer.init(adapter)  # pyright: ignore[reportArgumentType]
     with tqdm(total=recipe.steps, unit="step", mininterval=5) as bar:
         for batch in batches(tokenizer, recipe, f"{seed} longer" if folder else seed):

@@ -16,17 +16,17 @@ import numpy as np
 import optax
 import optax.contrib
 from jax import Array
-from jax.sharding import PartitionSpec
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from jaxllm.embedded import MODEL_DIR
-from jaxllm.model import eagle, sharding, weights
+from jaxllm.model import eagle, weights
 from jaxllm.model.decoder import Params
 from jaxllm.model.eagle import Head
 from jaxllm.model.families import read_spec
 from jaxllm.model.family import LLAMA_TENSORS
+from jaxllm.model.sharding import make_layout
 from jaxllm.model.spec import Spec
 from training import command, corpus, drafting, packing
 from training.export import write_json
@@ -57,7 +57,7 @@ def named_tokens(tokenizer: Tokenizer, seed: int, count: int) -> np.ndarray:
 def begin(head: Head, target: Params[Array], named: np.ndarray, seed: int) -> Params[Array]:
     """Draw the head's weights; its table and last norm begin as the target's."""
     draws = np.random.default_rng(seed)
-    declared = eagle.declare(head, 1)
+    declared = eagle.declare(head)
 
     def drawn(weight: Any) -> Array:
         if len(weight.shape) == 1:
@@ -111,22 +111,20 @@ def make_optimizer(steps: int) -> optax.GradientTransformation:
 def train(seed: int, steps: int = STEPS) -> tuple[Head, Params[Array], np.ndarray]:
     """Train a head of the embedded model: what it is, its weights, and the ids of the tokens that it names."""
     spec, family = read_spec(weights.read_config(MODEL_DIR))
-    mesh = sharding.make_mesh(jax.devices("cpu"), 1)
-    target = weights.load(MODEL_DIR, spec, family, mesh, "float32")
+    layout = make_layout(jax.devices("cpu"), 1)
+    target = weights.load(MODEL_DIR, spec, family, layout, "float32")
     tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
     head, named = head_of(spec), named_tokens(tokenizer, seed, NAMED)
-    on_device = jax.shard_map(
-        partial(loss_of, spec, head), mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
-    )
     optimizer = make_optimizer(steps)
 
     @jax.jit
     def step(params: Params[Array], state: optax.OptState, batch: Array) -> tuple[Any, optax.OptState, Array, Array]:
-        values, gradients = jax.value_and_grad(on_device, has_aux=True)(params, target, jnp.asarray(named), batch)
+        differentiated = jax.value_and_grad(partial(loss_of, spec, head), has_aux=True)
+        values, gradients = differentiated(params, target, jnp.asarray(named), batch)
         updates, state = optimizer.update(gradients, state, params)  # pyright: ignore[reportArgumentType]
         return optax.apply_updates(params, updates), state, *values  # pyright: ignore[reportArgumentType]
 
-    params = jax.device_put(begin(head, target, named, seed), sharding.replicated(mesh))
+    params = jax.device_put(begin(head, target, named, seed), layout.sharding())
     state = optimizer.init(params)  # pyright: ignore[reportArgumentType]
     with tqdm(total=steps, unit="step", mininterval=5) as bar:
         for batch in batches(tokenizer, seed, steps):
@@ -141,7 +139,7 @@ def write(head: Head, params: Params[Array], named: np.ndarray, folder: Path) ->
     """Write a head as vLLM reads it, in bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
     names = LLAMA_TENSORS | {"fc": "fc.weight", "hidden_norm": "layers.{}.hidden_norm.weight"}
-    declared, tensors = eagle.declare(head, 1), {}
+    declared, tensors = eagle.declare(head), {}
     for layer, own, described in ((None, params.top, declared.top), (0, params.layers[0], declared.layers[0])):
         for name, weight in described.items():
             ends = np.cumsum([part.rows for part in weight.parts])[:-1]

@@ -18,7 +18,7 @@ import psutil
 from jaxllm.bench.environment import versions
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
-from jaxllm.model import sharding, weights
+from jaxllm.model import weights
 from jaxllm.runner.memory_plan import size
 from jaxllm.runner.model_setup import (
     CPU_CEILING,
@@ -163,13 +163,13 @@ def _choices(config: EngineConfig) -> tuple[dict[str, dict[str, Any]], dict[str,
     """
     is_local = Path(config.model).expanduser().is_dir()
     setup = prepare(config, needs_weights=False)
-    mesh = sharding.make_mesh(setup.devices, config.tensor_parallel_size)
     if is_local:  # what is still on the hub is not fetched to be looked at
-        weights.check(setup.folder, setup.spec, setup.family, mesh.size)
+        weights.check(setup.folder, setup.spec, setup.family, setup.layout)
     if not config.skip_tokenizer_init:
         load_tokenizer(config.tokenizer or setup.folder)
-    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(weights.abstract(setup.spec, mesh, setup.dtype)))
-    plan = plan_memory(config, setup, mesh, free_bytes(setup, mesh.size))
+    described = weights.abstract(setup.spec, setup.layout, setup.dtype)
+    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(described))
+    plan = plan_memory(config, setup, free_bytes(setup))
     if setup.prepared:
         kind = f"written down by `jaxllm compile` in {config.cache_dir()}"
     else:
@@ -180,7 +180,7 @@ def _choices(config: EngineConfig) -> tuple[dict[str, dict[str, Any]], dict[str,
         "parameters": (num_parameters, f"{size(plan.need.weights)} on each device"),
         "device": (setup.platform, "what JAX prefers" if config.device == "auto" else "asked for"),
         "deterministic": (config.deterministic, _asked(config, "deterministic")),
-        "tensor_parallel_size": (mesh.size, _asked(config, "tensor_parallel_size")),
+        "tensor_parallel_size": (config.tensor_parallel_size, _asked(config, "tensor_parallel_size")),
         "dtype": (setup.dtype.name, _dtype_reason(config, setup)),
         "quantization": _quantization(config, setup),
         "kv_cache_dtype": (setup.float8 or setup.cache_dtype.name, _asked(config, "kv_cache_dtype")),
@@ -210,7 +210,7 @@ def _choices(config: EngineConfig) -> tuple[dict[str, dict[str, Any]], dict[str,
         "temporary_bytes": plan.need.temporaries,
         "slot_bytes": plan.need.slots,
         "kv_bytes": plan.kv_bytes,
-        "table": describe_memory(plan, setup, mesh.size).splitlines(),
+        "table": describe_memory(plan, setup).splitlines(),
     }
     return {name: {"value": value, "why": why} for name, (value, why) in chosen.items()}, shared
 

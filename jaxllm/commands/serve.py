@@ -70,7 +70,7 @@ def _check(config: EngineConfig, options: ServerOptions) -> None:
     Reads no weights but those of adapters; of a model on the hub the small files are fetched.
     """
     from jaxllm.engine.features.adapters import store
-    from jaxllm.model import sharding, weights
+    from jaxllm.model import weights
     from jaxllm.runner.model_setup import free_bytes, plan_memory, prepare
     from jaxllm_server.shared.adapters import requests_of
 
@@ -78,9 +78,8 @@ def _check(config: EngineConfig, options: ServerOptions) -> None:
         modules = requests_of(options.lora_modules) if config.enable_lora else ()
     with errors_by_flags(EngineConfig):
         setup = prepare(config, needs_weights=False)
-        mesh = sharding.make_mesh(setup.devices, config.tensor_parallel_size)
-        weights.check_shards(setup.spec, config.tensor_parallel_size)
-        plan_memory(config, setup, mesh, free_bytes(setup, mesh.size))
+        weights.check_shards(setup.spec, setup.layout)
+        plan_memory(config, setup, free_bytes(setup))
         read = store.weights_reader(setup, config)
         for request in modules:
             with store.naming(request):

@@ -1,9 +1,9 @@
-"""The one decoder: the weights of a Spec (`declare`), and what they compute, written for one shard of the axis "tp".
+"""The one decoder: the weights of a Spec (`declare`) and the computation with them, for one shard of a `Layout`.
 
-Three parts, to be called inside `shard_map`: `embed`, `run_layers` (all of them, or a stage from `start` to `stop`) and
-`head`; `forward` is everything before the head. What layers need beside weights comes in a `Context`. Each weight is
-declared once; shardings, abstract shapes, random values and the loader follow from that. Knows no family of models, no
-checkpoint format and no cache: attention is a function, which keeps its own cache.
+Three parts, to be called inside the layout's `shard_map`: `embed`, `run_layers` (all, or a stage from `start` to
+`stop`) and `head`; `forward` is everything before the head. Other inputs of the layers are in a `Context`. Each weight
+is declared once; shardings, abstract shapes, random values and the loader follow from that. Families of models,
+checkpoint formats and caches are elsewhere: attention is a function, which has the cache.
 
 Letters: T flat tokens, R rows, D width, H query heads, K key-value heads (Hx, Kx on one of X shards), C head size, F
 feed-forward width, V vocabulary (Vx on one shard, with its padding).
@@ -28,12 +28,14 @@ from jaxllm.model import pooler as pooling
 from jaxllm.model.parameters import Part, Scheme, Weight
 from jaxllm.model.pooler import Pooler
 from jaxllm.model.quantized import Quantized, fitted
+from jaxllm.model.sharding import UNDIVIDED, Layout
 from jaxllm.model.spec import Latent, Rope, Spec, heads_per_shard
 from pallas_kernels import Choice
 from pallas_kernels.activations import activate, gated
 
 Leaf = TypeVar("Leaf")
 Arrays = dict[str, Any]  # by name, inside or outside a layer: an Array each, or a Quantized
+_SUMMED = {"out": "heads", "down": "feed_forward"}  # products, and the divided axis that each sums over
 
 
 class Heads(NamedTuple):
@@ -78,7 +80,7 @@ class Context:
     positions: Array  # int32[T]: of each token in its sequence
     attend: Attend
     linear: Linear = plain_linear
-    axis: str = "tp"
+    layout: Layout = UNDIVIDED
     token_types: Array | None = None  # int32[T]; None: all are of type 0
     fused: Choice | None = None  # of products that take in norms, residuals and activations; only with `plain_linear`
     rounds_inner: bool = False  # see `fused.rounds_inner`; only with `plain_linear`
@@ -93,13 +95,15 @@ class Params(Generic[Leaf]):
     draft: Any = None  # `Params` of what drafts for it
 
 
-def declare(spec: Spec, shards: int, scheme: Scheme | None = None, pooler: Pooler | None = None) -> Params[Weight]:
-    """List every weight of the decoder as it is laid out over `shards` devices. Matrices are [out, in].
+def declare(
+    spec: Spec, layout: Layout = UNDIVIDED, scheme: Scheme | None = None, pooler: Pooler | None = None
+) -> Params[Weight]:
+    """List every weight of the decoder. Matrices are [out, in].
 
     A model with a pooler has that in the place of a head. With a `scheme`, products have it, fitted to the devices;
     embeddings have only as the head that they are tied to.
     """
-    vocabulary = -(-spec.vocab_size // shards) * shards  # rows beyond the real ones are zero and are never sampled
+    vocabulary = layout.padded("vocab", spec.vocab_size)  # rows beyond the real ones are zero and are never sampled
     head = None if pooler else "embed" if spec.tie_embeddings else "head"
     top = {
         name: Weight(
@@ -118,7 +122,7 @@ def declare(spec: Spec, shards: int, scheme: Scheme | None = None, pooler: Poole
     for name, is_there in (("embed_norm", spec.embed_norm), ("final_norm", spec.final_norm)):
         top |= _norm_weights(spec, name) if is_there else {}
     top |= pooling.declare(pooler, spec.width) if pooler else {}
-    attention = _attention_weights(spec, shards) if spec.latent is None else _latent_weights(spec, spec.latent)
+    attention = _attention_weights(spec, layout) if spec.latent is None else _latent_weights(spec, spec.latent)
     plain, routed = attention | _mlp_weights(spec), attention | _expert_weights(spec)
     has_experts = spec.experts.layers if spec.experts else (False,) * spec.num_layers
     each = [routed if is_routed else plain for is_routed in has_experts]
@@ -127,18 +131,18 @@ def declare(spec: Spec, shards: int, scheme: Scheme | None = None, pooler: Poole
     declared = Params(top, tuple(each))
     if scheme is None:
         return declared
-    return with_schemes(declared, lambda layer, weight: scheme if weight.is_product else None, shards)
+    return with_schemes(declared, lambda layer, weight: scheme if weight.is_product else None, layout)
 
 
 def with_schemes(
-    declared: Params[Weight], choose: Callable[[int | None, Weight], Scheme | None], shards: int
+    declared: Params[Weight], choose: Callable[[int | None, Weight], Scheme | None], layout: Layout
 ) -> Params[Weight]:
-    """Give each weight, of a layer or of none, the scheme that is chosen for it, fitted to so many devices."""
+    """Give each weight, inside or outside the layers, the scheme that is chosen for it, fitted to the layout."""
 
     def of(layer: int | None, weights: dict[str, Weight]) -> dict[str, Weight]:
         chosen = {name: choose(layer, weight) for name, weight in weights.items()}
         return {
-            name: weight if (own := chosen[name]) is None else replace(weight, scheme=fitted(own, weight, shards))
+            name: weight if (own := chosen[name]) is None else replace(weight, scheme=fitted(own, weight, layout))
             for name, weight in weights.items()
         }
 
@@ -146,8 +150,8 @@ def with_schemes(
     return Params(of(None, declared.top), layers_of)
 
 
-def _attention_weights(spec: Spec, shards: int) -> dict[str, Weight]:
-    copies = max(1, shards // spec.num_kv_heads)
+def _attention_weights(spec: Spec, layout: Layout) -> dict[str, Weight]:
+    copies = max(1, layout.shards("kv_heads") // spec.num_kv_heads)
     queries, keys = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
     rows = queries + 2 * keys * copies
     parts = (("q", queries, 1), ("k", keys, copies), ("v", keys, copies))
@@ -199,12 +203,12 @@ def _mlp_weights(spec: Spec) -> dict[str, Weight]:
     has_norm = spec.norm_place not in ("post", "after") and spec.residual != "parallel, one norm"
     weights = _norm_weights(spec, "mlp_norm") if has_norm else {}
     pieces = tuple(Part(name, spec.ffn_width) for name in names)
-    weights["up"] = Weight((rows, spec.width), ("ffn", "width"), pieces, is_product=True)
+    weights["up"] = Weight((rows, spec.width), ("feed_forward", "width"), pieces, is_product=True)
     down = Part("down", spec.width)
-    weights["down"] = Weight((spec.width, spec.ffn_width), ("width", "ffn"), (down,), is_product=True)
+    weights["down"] = Weight((spec.width, spec.ffn_width), ("width", "feed_forward"), (down,), is_product=True)
     if spec.mlp_bias:
         biases = tuple(Part(f"{name}_bias", spec.ffn_width) for name in names)
-        weights["up_bias"] = Weight((rows,), ("ffn",), biases, "zeros")
+        weights["up_bias"] = Weight((rows,), ("feed_forward",), biases, "zeros")
         weights["down_bias"] = Weight((spec.width,), ("width",), (Part("down_bias", spec.width),), "zeros")
     if spec.norm_place != "pre":
         weights |= _norm_weights(spec, "mlp_post_norm")
@@ -243,7 +247,7 @@ def embed(spec: Spec, params: Params[Array], tokens: Int[Array, " T"], context: 
     """Look up the embeddings of `tokens` [T], with learned positions, types and a norm where the model has them."""
     with named_scope("embedding"):
         dtype = params.top["final_norm" if spec.final_norm else "embed_norm"].dtype  # norms are never quantized
-        x = look_up(params.top["embed"], tokens, spec.vocab_size, dtype, context.axis)
+        x = look_up(params.top["embed"], tokens, spec.vocab_size, dtype, context.layout)
         if spec.embed_scale != 1.0:
             x = x * jnp.asarray(spec.embed_scale, x.dtype)  # rounded to the weights' type, as the models were trained
         if spec.learned_positions:
@@ -254,13 +258,13 @@ def embed(spec: Spec, params: Params[Array], tokens: Int[Array, " T"], context: 
         return norm(spec, params.top, "embed_norm", x)
 
 
-def look_up(table: Any, tokens: Int[Array, " T"], vocab_size: int, dtype: Any, axis: str) -> Float[Array, "T D"]:
+def look_up(table: Any, tokens: Int[Array, " T"], vocab_size: int, dtype: Any, layout: Layout) -> Float[Array, "T D"]:
     """Take the rows of `tokens` [T] from a table that is divided by its rows, each shard's [Vx, D], as `dtype`."""
-    size = -(-vocab_size // lax.axis_size(axis))  # Vx
-    row = tokens - lax.axis_index(axis) * size
+    size = layout.padded("vocab", vocab_size) // layout.shards("vocab")  # Vx
+    row = tokens - layout.index("vocab") * size
     is_here = (row >= 0) & (row < size)
     found = layers.lookup(table, row, dtype)
-    return _all_reduce(jnp.where(is_here[:, None], found, 0), axis)
+    return layout.total(jnp.where(is_here[:, None], found, 0), "vocab")
 
 
 def run_layers(
@@ -312,10 +316,10 @@ def _fused_mlp(spec: Spec, weights: Arrays, layer: int, x: Array, context: Conte
 
 def _fused_sum(spec: Spec, weights: Arrays, layer: int, name: str, x: Array, inner: Array, context: Context) -> Array:
     assert context.fused is not None
-    if lax.axis_size(context.axis) == 1:
+    if context.layout.shards(_SUMMED[name]) == 1:
         return fused.product(spec, weights, context.fused, name, inner, residual=x)
     # Each device has a part of the sum, and `x` is to be added once.
-    return x + _row_parallel(inner, weights, name, partial(context.linear, layer), context.axis)
+    return x + _row_parallel(inner, weights, name, partial(context.linear, layer), context.layout)
 
 
 def rotations(spec: Spec, context: Context) -> dict[Rope, tuple[Array, Array]]:
@@ -369,7 +373,7 @@ def _mixer(
     q, k = mla.project(spec.latent, weights, x, turns[rope], rope, linear)
     heads = Heads(jnp.concatenate([q, k], axis=1), None, False)
     mixed = context.attend(layer, heads, spec.windows[layer], None).astype(x.dtype)
-    return _row_parallel(mla.expand(spec.latent, weights, mixed), weights, "out", linear, context.axis)
+    return _row_parallel(mla.expand(spec.latent, weights, mixed), weights, "out", linear, context.layout)
 
 
 def attention(
@@ -378,35 +382,35 @@ def attention(
     """Compute a layer's attention of `x` [T, in], which is normed: [T, D]."""
     linear = partial(context.linear, layer)
     qkv = linear("qkv", x, weights["qkv"], weights.get("qkv_bias")).astype(x.dtype)
-    return _row_parallel(_attend(spec, weights, layer, qkv, turns, context), weights, "out", linear, context.axis)
+    return _row_parallel(_attend(spec, weights, layer, qkv, turns, context), weights, "out", linear, context.layout)
 
 
 def _attend(
     spec: Spec, weights: Arrays, layer: int, qkv: Array, turns: dict[Rope, tuple[Array, Array]], context: Context
 ) -> Array:
     """Attend with a layer's heads, `qkv` [T, (Hx + 2 Kx) C]: [T, Hx C]."""
-    heads, kv_heads = heads_per_shard(spec, lax.axis_size(context.axis))
+    heads, kv_heads = heads_per_shard(spec, context.layout.shards("heads"))
     qkv = qkv.reshape(len(qkv), heads + 2 * kv_heads, spec.head_size)  # [T, Hx + 2 Kx, C]
     if spec.qk_norm is not None:
         q, k, v = jnp.split(qkv, (heads, heads + kv_heads), axis=1)
-        qkv = jnp.concatenate([*_qk_norm(spec, weights, q, k, context.axis), v], axis=1)
+        qkv = jnp.concatenate([*_qk_norm(spec, weights, q, k, context.layout), v], axis=1)
     rope = spec.ropes[layer]
     own = Heads(qkv, None, False) if rope is None else Heads(qkv, turns[rope], rope.is_interleaved)
     mixed = context.attend(layer, own, spec.windows[layer], weights.get("sinks")).astype(qkv.dtype)  # [T, Hx, C]
     return mixed.reshape(len(qkv), heads * spec.head_size)
 
 
-def _qk_norm(spec: Spec, weights: Arrays, q: Array, k: Array, axis: str) -> tuple[Array, Array]:
+def _qk_norm(spec: Spec, weights: Arrays, q: Array, k: Array, layout: Layout) -> tuple[Array, Array]:
     powers: tuple[Array | None, Array | None] = (None, None)
     if spec.qk_norm == "all heads":  # as many on every shard (copies of key heads too), so means can be averaged
         squares = jnp.stack([jnp.mean(jnp.square(heads.astype(jnp.float32)), axis=(1, 2)) for heads in (q, k)])
-        both = squares if lax.axis_size(axis) == 1 else lax.pmean(squares, axis)  # [2, T]
+        both = layout.mean(squares, "heads")  # [2, T]
         powers = (both[0, :, None, None], both[1, :, None, None])
 
     def normed(name: str, heads: Array, power: Array | None) -> Array:
         scale = weights[name].reshape(-1, spec.head_size)  # [1 or H or Hx, C]
         if spec.qk_norm == "own per head":
-            first = lax.axis_index(axis) * len(scale) // lax.axis_size(axis)
+            first = layout.index("heads") * len(scale) // layout.shards("heads")
             scale = lax.dynamic_slice_in_dim(scale, first, heads.shape[1])  # [Hx, C]
         return layers.norm(heads, scale, None, spec.norm, spec.norm_eps, power)
 
@@ -416,14 +420,15 @@ def _qk_norm(spec: Spec, weights: Arrays, q: Array, k: Array, axis: str) -> tupl
 def feed_forward(spec: Spec, weights: Arrays, layer: int, x: Array, context: Context) -> Array:
     """Compute a layer's feed-forward, or its experts, of `x` [T, D], which is normed: [T, D]."""
     if spec.experts is not None and spec.experts.layers[layer]:
-        return _all_reduce(moe.mix(spec, spec.experts, weights, x, context.axis).astype(x.dtype), context.axis)
+        mixed = moe.mix(spec, spec.experts, weights, x, context.layout).astype(x.dtype)
+        return context.layout.total(mixed, "feed_forward")
     if context.linear is plain_linear:
-        return _mlp(spec, weights, x, context.axis, context.rounds_inner and spec.mlp_gated)
-    return _run_mlp(spec, weights, x, partial(context.linear, layer), context.axis)
+        return _mlp(spec, weights, x, context.layout, context.rounds_inner and spec.mlp_gated)
+    return _run_mlp(spec, weights, x, partial(context.linear, layer), context.layout)
 
 
-@partial(jax.jit, static_argnames=("spec", "axis", "rounds"))
-def _mlp(spec: Spec, weights: Arrays, x: Array, axis: str, rounds: bool) -> Array:
+@partial(jax.jit, static_argnames=("spec", "layout", "rounds"))
+def _mlp(spec: Spec, weights: Arrays, x: Array, layout: Layout, rounds: bool) -> Array:
     """Traced once for all layers, which another `linear` cannot be: it may refer to arrays of its layer."""
 
     def linear(name: str, x: Array, weight: Array | Quantized[Array], bias: Array | None = None) -> Array:
@@ -431,22 +436,17 @@ def _mlp(spec: Spec, weights: Arrays, x: Array, axis: str, rounds: bool) -> Arra
             return pallas_kernels.linear(x, weight, rounds=True).astype(jnp.float32)
         return layers.linear(x, weight, bias)
 
-    return _run_mlp(spec, weights, x, linear, axis)
+    return _run_mlp(spec, weights, x, linear, layout)
 
 
-def _run_mlp(spec: Spec, weights: Arrays, x: Array, linear: Callable[..., Array], axis: str) -> Array:
+def _run_mlp(spec: Spec, weights: Arrays, x: Array, linear: Callable[..., Array], layout: Layout) -> Array:
     inner = linear("up", x, weights["up"], weights.get("up_bias"))  # [T, (2) F / X], float32
     inner = gated(inner, spec.activation) if spec.mlp_gated else activate(inner, spec.activation)
-    return _row_parallel(inner.astype(x.dtype), weights, "down", linear, axis)
+    return _row_parallel(inner.astype(x.dtype), weights, "down", linear, layout)
 
 
-def _row_parallel(x: Array, weights: Arrays, name: str, linear: Callable[..., Array], axis: str) -> Array:
+def _row_parallel(x: Array, weights: Arrays, name: str, linear: Callable[..., Array], layout: Layout) -> Array:
     # Summed in the activations' type, half the bytes of float32; the bias is whole on every shard, so it comes after.
-    total = _all_reduce(linear(name, x, weights[name]).astype(x.dtype), axis)
+    total = layout.total(linear(name, x, weights[name]).astype(x.dtype), _SUMMED[name])
     bias = weights.get(f"{name}_bias")
     return total if bias is None else total + bias
-
-
-def _all_reduce(x: Array, axis: str) -> Array:
-    # XLA keeps an all-reduce among one device, and it splits the fusions around it.
-    return x if lax.axis_size(axis) == 1 else lax.psum(x, axis)

@@ -2,7 +2,7 @@
 
 A pass reads a token's embedding and a hidden state: of the target, whose residual stream in some layers is fused into
 one vector (Li et al. 2025, "EAGLE-3"), or of the head's own pass before. Weights and what they compute, written for one
-shard of the axis "tp" as in decoder.py. The head may name only a part of the target's vocabulary; its logits are those
+shard as in decoder.py. The head may name only a part of the target's vocabulary; its logits are those
 of the target's tokens all the same. Knows no file, no cache and no drafting loop.
 
 Letters: T flat tokens, R rows, D the head's width, V the target's vocabulary (Vx on one shard, with its padding).
@@ -15,15 +15,14 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax, named_scope
-from jax.sharding import Mesh
+from jax import Array, named_scope
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from jaxllm.model import decoder, layers, quantized, weights
 from jaxllm.model.decoder import Context, Params
 from jaxllm.model.parameters import Part, Weight
-from jaxllm.model.sharding import named
+from jaxllm.model.sharding import UNDIVIDED, Layout
 from jaxllm.model.spec import Spec
 
 UNNAMED = -1e30  # logit of a token that the head has no name for: finite, so that sums with it are
@@ -50,11 +49,11 @@ class Head:
         return self.has_names or self.draft_vocab_size != self.vocab_size
 
 
-def declare(head: Head, shards: int) -> Params[Weight]:
-    """List the head's weights over `shards` devices, all but the map of `map_shape`."""
+def declare(head: Head, layout: Layout = UNDIVIDED) -> Params[Weight]:
+    """List the head's weights, all but the map of `map_shape`."""
     spec, wide = head.spec, len(head.aux_layers) * head.width
-    rows = -(-head.draft_vocab_size // shards) * shards
-    plain = decoder.declare(spec, shards)
+    rows = layout.padded("vocab", head.draft_vocab_size)
+    plain = decoder.declare(spec, layout)
     top = {
         "fc": Weight((spec.width, wide), ("width", "width"), (Part("fc", spec.width),)),
         "final_norm": plain.top["final_norm"],
@@ -73,17 +72,17 @@ def declare(head: Head, shards: int) -> Params[Weight]:
     return Params(top, (layer,))
 
 
-def map_shape(head: Head, mesh: Mesh) -> jax.ShapeDtypeStruct:
+def map_shape(head: Head, layout: Layout) -> jax.ShapeDtypeStruct:
     """Describe the map, int32[V with its padding]: of each of the target's tokens the number that the head gives it."""
-    size = -(-head.vocab_size // mesh.size) * mesh.size
-    return jax.ShapeDtypeStruct((size,), jnp.int32, sharding=named(mesh, ("vocab",)))
+    size = layout.padded("vocab", head.vocab_size)
+    return jax.ShapeDtypeStruct((size,), jnp.int32, sharding=layout.sharding("vocab"))
 
 
-def abstract(head: Head, mesh: Mesh, dtype: DTypeLike) -> Params[jax.ShapeDtypeStruct]:
+def abstract(head: Head, layout: Layout, dtype: DTypeLike) -> Params[jax.ShapeDtypeStruct]:
     """Describe the head's parameters, shapes, type and shardings, with nothing allocated."""
-    weights.check_shards(head.spec, mesh.size)
-    described = jax.tree.map(lambda weight: quantized.describe(weight, mesh, dtype), declare(head, mesh.size))
-    return with_map(head, described, map_shape(head, mesh))
+    weights.check_shards(head.spec, layout)
+    described = jax.tree.map(lambda weight: quantized.describe(weight, layout, dtype), declare(head, layout))
+    return with_map(head, described, map_shape(head, layout))
 
 
 def with_map(head: Head, params: Params[decoder.Leaf], numbers: decoder.Leaf) -> Params[decoder.Leaf]:
@@ -100,7 +99,7 @@ def embed(
     """
     with named_scope("draft/embedding"):
         table = (params if head.has_embedding else target).top["embed"]
-        return decoder.look_up(table, tokens, head.vocab_size, params.top["fc"].dtype, context.axis)
+        return decoder.look_up(table, tokens, head.vocab_size, params.top["fc"].dtype, context.layout)
 
 
 def fuse(head: Head, params: Params[Array], aux: tuple[Array, ...]) -> Float[Array, "T D"]:
@@ -137,12 +136,12 @@ def forward(
     return normed if head.norm_output else x, normed
 
 
-def logits(head: Head, params: Params[Array], hidden: Float[Array, "R D"], axis: str) -> Float[Array, "R Vx"]:
+def logits(head: Head, params: Params[Array], hidden: Float[Array, "R D"], layout: Layout) -> Float[Array, "R Vx"]:
     """Score this shard's piece of the target's vocabulary, as `decoder.head` does; `UNNAMED` without a name."""
     with named_scope("draft/logits"):
         scores = decoder.scaled(layers.linear(hidden, params.top["head"]), head.spec.logit_scale)
         if not head.is_mapped:
             return scores
-        if lax.axis_size(axis) > 1:  # the rows of a shard are of tokens on any of them
-            scores = lax.all_gather(scores, axis, axis=1, tiled=True)
+        # The rows of a shard are of tokens on any of them.
+        scores = layout.gathered(scores, "vocab", 1)
         return scores.at[:, params.top["draft_ids"]].get(mode="fill", fill_value=UNNAMED)

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxllm.errors import UserError
@@ -27,6 +26,7 @@ from jaxllm.model.eagle import Head
 from jaxllm.model.families import read_fields
 from jaxllm.model.family import LLAMA_TENSORS, Family
 from jaxllm.model.parameters import Weight
+from jaxllm.model.sharding import Layout
 from jaxllm.model.sources import Sources, find_sources
 from jaxllm.model.spec import Spec
 
@@ -57,24 +57,24 @@ def read(folder: Path, target: Spec) -> Head:
         return head
 
 
-def check(folder: Path, head: Head, shards: int) -> None:
+def check(folder: Path, head: Head, layout: Layout) -> None:
     """Refuse files that are broken or do not hold the head's weights; reads headers, and the map."""
     with _of_the_head():
-        _find(folder, head, shards)
+        _find(folder, head, layout)
 
 
-def load(folder: Path, head: Head, mesh: Mesh, dtype: DTypeLike, progress: bool = False) -> Params[Array]:
+def load(folder: Path, head: Head, layout: Layout, dtype: DTypeLike, progress: bool = False) -> Params[Array]:
     """Read the head's parameters, in the order and of the shapes of `eagle.abstract`; refuses what `check` does."""
     with _of_the_head():
-        declared, sources, numbers = _find(folder, head, mesh.size)
-        return _with_map(head, weights.read(declared, sources, mesh, dtype, progress), numbers, mesh)
+        declared, sources, numbers = _find(folder, head, layout)
+        return _with_map(head, weights.read(declared, sources, layout, dtype, progress), numbers, layout)
 
 
-def load_random(head: Head, mesh: Mesh, dtype: DTypeLike, seed: int = 0) -> Params[Array]:
+def load_random(head: Head, layout: Layout, dtype: DTypeLike, seed: int = 0) -> Params[Array]:
     """Make parameters without files, as `weights.load_random` does; the head names tokens of the whole vocabulary."""
-    weights.check_shards(head.spec, mesh.size)
+    weights.check_shards(head.spec, layout)
     spread = np.arange(head.draft_vocab_size) * head.vocab_size // head.draft_vocab_size
-    return _with_map(head, weights.draw(eagle.declare(head, mesh.size), mesh, dtype, seed), spread, mesh)
+    return _with_map(head, weights.draw(eagle.declare(head, layout), layout, dtype, seed), spread, layout)
 
 
 @contextmanager
@@ -188,10 +188,10 @@ def _open(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _find(folder: Path, head: Head, shards: int) -> tuple[Params[Weight], Sources, np.ndarray]:
+def _find(folder: Path, head: Head, layout: Layout) -> tuple[Params[Weight], Sources, np.ndarray]:
     """Look up the tensors of the weights, and the target's ids of the head's tokens, int64[draft_vocab_size]."""
-    weights.check_shards(head.spec, shards)
-    tensors, declared = _open(folder), eagle.declare(head, shards)
+    weights.check_shards(head.spec, layout)
+    tensors, declared = _open(folder), eagle.declare(head, layout)
     names = LLAMA_TENSORS | {"fc": "fc.weight", "fusion_norm": "input_norm.weight"}
     names |= {"hidden_norm": "layers.{}.hidden_norm.weight"}
     names |= {f"fusion_norm_{number}": f"fc_norm.{number}.weight" for number in range(len(head.aux_layers))}
@@ -218,9 +218,9 @@ def _target_ids(head: Head, offsets: Tensor | None) -> np.ndarray:
     return ids
 
 
-def _with_map(head: Head, params: Params[Array], ids: np.ndarray, mesh: Mesh) -> Params[Array]:
+def _with_map(head: Head, params: Params[Array], ids: np.ndarray, layout: Layout) -> Params[Array]:
     """Add the map from the target's tokens to the head's, which is the other way round than `ids`."""
-    described = eagle.map_shape(head, mesh)
+    described = eagle.map_shape(head, layout)
     numbers = np.full(described.shape, np.iinfo(np.int32).max, np.int32)  # no row's, whatever padding there is
     numbers[ids] = np.arange(len(ids))
     return eagle.with_map(head, params, jax.device_put(jnp.asarray(numbers), described.sharding))

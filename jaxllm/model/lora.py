@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from typing import Generic, NamedTuple, TypeVar
 
 import jax
-from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxllm import combinations
 from jaxllm.model import decoder, quantized
 from jaxllm.model.parameters import Weight
+from jaxllm.model.sharding import Layout
 from jaxllm.model.spec import Spec
 
 Leaf = TypeVar("Leaf")
@@ -41,11 +41,11 @@ def check_supported(spec: Spec) -> None:
         raise combinations.refusal("enable_lora", combinations.LATENT)
 
 
-def declare(spec: Spec, shards: int, rank: int) -> Adapter[Weight]:
-    """List the matrices of an adapter of so high a rank as they are laid out over `shards` devices."""
+def declare(spec: Spec, layout: Layout, rank: int) -> Adapter[Weight]:
+    """List the matrices of an adapter of so high a rank."""
     return tuple(
         {name: _pair(layer[name], rank) for name in PRODUCTS if name in layer}
-        for layer in decoder.declare(spec, shards).layers
+        for layer in decoder.declare(spec, layout).layers
     )
 
 
@@ -57,6 +57,6 @@ def _pair(weight: Weight, rank: int) -> Pair[Weight]:
     )
 
 
-def abstract(spec: Spec, mesh: Mesh, dtype: DTypeLike, rank: int) -> Adapter[jax.ShapeDtypeStruct]:
+def abstract(spec: Spec, layout: Layout, dtype: DTypeLike, rank: int) -> Adapter[jax.ShapeDtypeStruct]:
     """Describe the arrays of an adapter, shapes, type and shardings, with nothing allocated."""
-    return jax.tree.map(lambda weight: quantized.describe(weight, mesh, dtype), declare(spec, mesh.devices.size, rank))
+    return jax.tree.map(lambda weight: quantized.describe(weight, layout, dtype), declare(spec, layout, rank))

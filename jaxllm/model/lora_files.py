@@ -25,6 +25,7 @@ from jaxllm.model.lora import PRODUCTS, Adapter, Pair
 from jaxllm.model.lora_config import CONFIG, LoraConfig, read_lora_config
 from jaxllm.model.parameters import Weight
 from jaxllm.model.rows import in_order, in_tensors
+from jaxllm.model.sharding import UNDIVIDED, Layout
 from jaxllm.model.spec import Spec
 
 WEIGHTS = "adapter_model.safetensors"
@@ -55,8 +56,10 @@ class _Module:
     scale: float
 
 
-def read_adapter(folder: Path, spec: Spec, family: Family, shards: int, max_rank: int, dtype: DTypeLike) -> LoraFiles:
-    """Read the adapter in `folder` for a model over `shards` devices; what is wrong with it is a UserError of one line.
+def read_adapter(
+    folder: Path, spec: Spec, family: Family, layout: Layout, max_rank: int, dtype: DTypeLike
+) -> LoraFiles:
+    """Read the adapter in `folder` for a model of this layout; a broken adapter is a UserError of one line.
 
     Arrays are whole, of `dtype` and of the rank `max_rank`; an adapter of a higher one is refused.
     """
@@ -71,7 +74,7 @@ def read_adapter(folder: Path, spec: Spec, family: Family, shards: int, max_rank
         modules = _find_modules(config, tensors, _linear_modules(spec, family), family.prefix, max_rank)
         # Copied once: what is computed with is what the digest is of, even if the file changes meanwhile.
         stored = {each.name: np.array(each.values()) for module in modules.values() for each in (module.a, module.b)}
-        weights = _fill(modules, stored, spec, family, shards, max_rank, jnp.dtype(dtype))
+        weights = _fill(modules, stored, spec, family, layout, max_rank, jnp.dtype(dtype))
     except UserError as error:
         raise UserError(str(error), "lora_request") from None
     return LoraFiles(max(module.rank for module in modules.values()), _digest(modules, stored), weights)
@@ -90,15 +93,15 @@ def highest_rank(folder: Path) -> int:
 def _linear_modules(spec: Spec, family: Family) -> dict[str, tuple[int, int]]:
     """List the modules that can be adapted, by their names without the family's prefix: outputs and inputs."""
     sizes: dict[str, tuple[int, int]] = {}
-    for _, layer, weight in _products(spec, 1):
+    for _, layer, weight in _products(spec, UNDIVIDED):
         names = _names(weight, family, layer)
         _, rows = in_tensors(weight.parts, names, family.alternating)
         sizes |= {name: (rows[name], weight.shape[1]) for name in names}
     return sizes
 
 
-def _products(spec: Spec, shards: int) -> Iterator[tuple[str, int, Weight]]:
-    for layer, weights in enumerate(decoder.declare(spec, shards).layers):
+def _products(spec: Spec, layout: Layout) -> Iterator[tuple[str, int, Weight]]:
+    for layer, weights in enumerate(decoder.declare(spec, layout).layers):
         yield from ((name, layer, weights[name]) for name in PRODUCTS if name in weights)
 
 
@@ -154,13 +157,13 @@ def _fill(
     stored: dict[str, np.ndarray],
     spec: Spec,
     family: Family,
-    shards: int,
+    layout: Layout,
     max_rank: int,
     dtype: np.dtype,
 ) -> Adapter[np.ndarray]:
     """Put the modules' tensors into arrays that are laid out as the weights."""
     layers: list[dict[str, Pair[np.ndarray]]] = [{} for _ in range(spec.num_layers)]
-    for product, layer, weight in _products(spec, shards):
+    for product, layer, weight in _products(spec, layout):
         names = _names(weight, family, layer)
         a = np.zeros((len(names), max_rank, weight.shape[1]), dtype)
         b = tuple(np.zeros((part.rows * part.copies, max_rank), dtype) for part in weight.parts)
@@ -171,7 +174,7 @@ def _fill(
             own = modules[name]
             rows_a[: own.rank] = _values(own.a.name, stored, 1.0, dtype)
             values = _values(own.b.name, stored, own.scale, dtype)
-            runs = in_order((part,), len(rows_b), weight.axes[0], shards, slice(None))
+            runs = in_order((part,), len(rows_b), layout.shards(weight.axes[0]), slice(None))
             pieces = [values[piece] for run in runs for piece in place.slices(run.first, run.count)]
             rows_b[:, : own.rank] = np.concatenate(pieces)
         layers[layer][product] = Pair(a.reshape(-1, weight.shape[1]), b)

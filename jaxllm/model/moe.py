@@ -1,4 +1,4 @@
-"""Mixtures of experts: their weights, the router's choice, and the chosen experts' products, for one shard of "tp".
+"""Mixtures of experts: their weights, the router's choice, and the chosen experts' products, for one shard.
 
 Inside `pallas_kernels.fused_experts_by` a kernel makes the products of experts that are not quantized, and inside
 `fused_topk_by` another one chooses them where they form no groups; what is here is for the rest.
@@ -22,6 +22,7 @@ import pallas_kernels
 from jaxllm.model import layers
 from jaxllm.model.parameters import Part, Weight
 from jaxllm.model.quantized import Quantized, floats
+from jaxllm.model.sharding import Layout
 from jaxllm.model.spec import Experts, Spec
 from pallas_kernels.activations import gated
 
@@ -39,50 +40,50 @@ def declare(spec: Spec, experts: Experts) -> dict[str, Weight]:
     """List the weights of a layer's router, experts and shared feed-forward."""
     count, inner, width = experts.count, experts.ffn_width, spec.width
     weights = {
-        "router": Weight((count, width), ("expert", "width"), (Part("router", count),)),
+        "router": Weight((count, width), ("experts", "width"), (Part("router", count),)),
         "expert_up": Weight(
             (count, 2 * inner, width),
-            ("expert", "ffn", "width"),
+            ("experts", "feed_forward", "width"),
             (Part("expert_gate", inner), Part("expert_up", inner)),
             stack=count,
             is_product=True,
         ),
         "expert_down": Weight(
             (count, width, inner),
-            ("expert", "width", "ffn"),
+            ("experts", "width", "feed_forward"),
             (Part("expert_down", width),),
             stack=count,
             is_product=True,
         ),
     }
     if experts.router_bias:
-        weights["router_bias"] = Weight((count,), ("expert",), (Part("router_bias", count),), "zeros")
+        weights["router_bias"] = Weight((count,), ("experts",), (Part("router_bias", count),), "zeros")
     if experts.choice_bias:
-        weights["choice_bias"] = Weight((count,), ("expert",), (Part("choice_bias", count),), "zeros", is_wide=True)
+        weights["choice_bias"] = Weight((count,), ("experts",), (Part("choice_bias", count),), "zeros", is_wide=True)
     if experts.bias:
         parts = (Part("expert_gate_bias", inner), Part("expert_up_bias", inner))
-        weights["expert_up_bias"] = Weight((count, 2 * inner), ("expert", "ffn"), parts, "zeros", stack=count)
+        weights["expert_up_bias"] = Weight((count, 2 * inner), ("experts", "feed_forward"), parts, "zeros", stack=count)
         parts = (Part("expert_down_bias", width),)
-        weights["expert_down_bias"] = Weight((count, width), ("expert", "width"), parts, "zeros", stack=count)
+        weights["expert_down_bias"] = Weight((count, width), ("experts", "width"), parts, "zeros", stack=count)
     if experts.shared_width:
         shared = experts.shared_width
         parts = (Part("shared_gate", shared), Part("shared_up", shared))
-        weights["shared_up"] = Weight((2 * shared, width), ("ffn", "width"), parts, is_product=True)
+        weights["shared_up"] = Weight((2 * shared, width), ("feed_forward", "width"), parts, is_product=True)
         down = (Part("shared_down", width),)
-        weights["shared_down"] = Weight((width, shared), ("width", "ffn"), down, is_product=True)
+        weights["shared_down"] = Weight((width, shared), ("width", "feed_forward"), down, is_product=True)
     if experts.shared_gate:
         weights["shared_weight"] = Weight((1, width), (None, "width"), (Part("shared_weight", 1),))
     return weights
 
 
-@partial(jax.jit, static_argnames=("spec", "experts", "axis"))
-def mix(spec: Spec, experts: Experts, weights: Arrays, x: Array, axis: str) -> Array:
+@partial(jax.jit, static_argnames=("spec", "experts", "layout"))
+def mix(spec: Spec, experts: Experts, weights: Arrays, x: Array, layout: Layout) -> Array:
     """Compute this shard's part of what the experts give for `x` [T, D]: [T, D] float32, to be summed over shards."""
     chosen, gates = route(experts, weights, x)
     routed = {name: weight for name, weight in weights.items() if name.startswith("expert_")}
     kernel = pallas_kernels.fused_experts_by.value
     if kernel is not None and not isinstance(weights["expert_up"], Quantized):
-        total = by_kernel(spec, experts, routed, x, chosen, gates, axis, kernel)
+        total = by_kernel(spec, experts, routed, x, chosen, gates, layout, kernel)
     else:
         total = lax.platform_dependent(
             routed,
@@ -94,7 +95,7 @@ def mix(spec: Spec, experts: Experts, weights: Arrays, x: Array, axis: str) -> A
         )
         if experts.bias:  # whole on every shard, so only one of them adds it
             bias = _spread(experts, chosen, gates) @ weights["expert_down_bias"].astype(jnp.float32)
-            total = total + jnp.where(lax.axis_index(axis) == 0, bias, 0.0)
+            total = total + jnp.where(layout.index("feed_forward") == 0, bias, 0.0)
     if experts.shared_width:
         inner = gated(layers.linear(x, weights["shared_up"]), spec.activation)
         shared = layers.linear(inner.astype(x.dtype), weights["shared_down"])  # [T, D]
@@ -140,13 +141,13 @@ def by_kernel(
     x: Array,
     chosen: Array,
     gates: Array,
-    axis: str,
+    layout: Layout,
     implementation: pallas_kernels.Choice,
 ) -> Array:
     """Multiply as a kernel does that was chosen for all numbers of tokens: [T, D] float32, biases included."""
     up_bias, down_bias = weights.get("expert_up_bias"), weights.get("expert_down_bias")
     if down_bias is not None:  # whole on every shard, so only one of them adds it
-        down_bias = jnp.where(lax.axis_index(axis) == 0, down_bias, jnp.zeros_like(down_bias))
+        down_bias = jnp.where(layout.index("feed_forward") == 0, down_bias, jnp.zeros_like(down_bias))
     return pallas_kernels.fused_experts(
         x,
         weights["expert_up"],

@@ -1,4 +1,4 @@
-"""An Orbax checkpoint of the decoder's parameters: written by `jaxllm convert`, restored piece by piece onto a mesh.
+"""An Orbax checkpoint of the decoder's parameters: written by `jaxllm convert`, restored piece by piece onto devices.
 
 Holds one array for each part of a weight (see `declaration.Part`) and of each expert, whole, in the type it was stored
 in, without padding: so any number of devices can restore it, each its own rows or columns. Beside the checkpoint lies a
@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from tqdm import tqdm
 
@@ -27,7 +26,7 @@ from jaxllm.model import quantized
 from jaxllm.model.decoder import Params
 from jaxllm.model.files import inside, read_object
 from jaxllm.model.parameters import Part, Weight
-from jaxllm.model.sharding import AXIS, SPLIT_AXES, named
+from jaxllm.model.sharding import Layout
 
 FOLDER = "orbax"  # within the model's folder
 LISTING = "orbax.json"  # beside it
@@ -118,15 +117,15 @@ def check(folder: Path, declared: Params[Weight]) -> None:
         )
 
 
-def load(folder: Path, declared: Params[Weight], mesh: Mesh, dtype: DTypeLike, progress: bool) -> Params[Array]:
-    """Restore the declared weights as arrays of `dtype` over `mesh`, a layer at a time.
+def load(folder: Path, declared: Params[Weight], layout: Layout, dtype: DTypeLike, progress: bool) -> Params[Array]:
+    """Restore the declared weights as arrays of `dtype`, a layer at a time.
 
     Each device reads its own piece of each part, rounded once from the stored type, and joins its pieces itself. What
     is quantized is read in float32 first.
     """
     check(folder, declared)
     dtype = jnp.dtype(dtype)
-    described = jax.tree.leaves(jax.tree.map(lambda weight: quantized.describe(weight, mesh, dtype), declared))
+    described = jax.tree.leaves(jax.tree.map(lambda weight: quantized.describe(weight, layout, dtype), declared))
     total = sum(leaf.size * leaf.dtype.itemsize for leaf in described)
     bar = tqdm(
         total=total,
@@ -144,17 +143,17 @@ def load(folder: Path, declared: Params[Weight], mesh: Mesh, dtype: DTypeLike, p
             for part in weight.parts:
                 for name in _names(weight, part):
                     kind = jnp.dtype(jnp.float32) if weight.scheme is not None else weight.type_of(dtype)
-                    _place(tree, (layer, name), _target(weight, part, mesh, kind))
+                    _place(tree, (layer, name), _target(weight, part, layout, kind))
         pieces = _restore(folder, tree)
         pieces = pieces["top"] if layer is None else pieces["layers"][str(layer)]
         arrays: dict[str, Any] = {
-            name: _join(weight, [pieces[part.name] for part in weight.parts], mesh)
+            name: _join(weight, [pieces[part.name] for part in weight.parts], layout)
             if weight.stack is None
-            else _stack(weight, [pieces[part.name] for part in weight.parts], mesh)
+            else _stack(weight, [pieces[part.name] for part in weight.parts], layout)
             for name, weight in weights.items()
         }
         arrays |= {
-            name: quantized.quantize(arrays.pop(name), weight, mesh)
+            name: quantized.quantize(arrays.pop(name), weight, layout)
             for name, weight in weights.items()
             if weight.scheme is not None
         }
@@ -230,19 +229,17 @@ def _describe(folder: Path) -> dict[str, Any]:
     return {".".join(str(entry.key) for entry in path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
-def _target(weight: Weight, part: Part, mesh: Mesh, dtype: jnp.dtype) -> Any:
-    """Say how a part is laid out on the mesh: a piece on each device, neighbours sharing one where it is copied."""
+def _target(weight: Weight, part: Part, layout: Layout, dtype: jnp.dtype) -> Any:
+    """Describe the layout of a part: a piece on each device, and the same one on neighbours where it is copied."""
     import orbax.checkpoint as ocp
 
     if _is_one_array(weight):  # the vocabulary's last rows may be padding: zeros
         return ocp.ArrayRestoreArgs(
-            dtype=dtype, sharding=named(mesh, weight.axes), global_shape=weight.shape, strict=False
+            dtype=dtype, sharding=layout.sharding(*weight.axes), global_shape=weight.shape, strict=False
         )
-    devices = mesh.devices.reshape(-1, part.copies)
-    axes = [AXIS if axis in SPLIT_AXES else None for axis in weight.axes_of_one]
-    if part.comb is not None:
-        axes.insert(1, None)
-    sharding = NamedSharding(Mesh(devices, (AXIS, "copy")), PartitionSpec(*axes))
+    first, *inner = weight.axes_of_one
+    axes = (first, *inner) if part.comb is None else (first, None, *inner)
+    sharding = layout.with_copies(first, part.copies).sharding(*axes)
     return ocp.ArrayRestoreArgs(dtype=dtype, sharding=sharding, global_shape=_shape(weight, part))
 
 
@@ -271,23 +268,23 @@ def _is_one_array(weight: Weight) -> bool:
     return weight.stack is None and len(weight.parts) == 1 and first.copies == 1 and first.comb is None
 
 
-def _join(weight: Weight, pieces: list[Array], mesh: Mesh) -> Array:
+def _join(weight: Weight, pieces: list[Array], layout: Layout) -> Array:
     """Join each device's pieces of a weight's parts, on that device."""
     if _is_one_array(weight):
         return pieces[0]
     held = [_by_device(piece) for piece in pieces]
-    joined = [_concatenate(weight, [piece[device] for piece in held]) for device in mesh.devices.flat]
-    return jax.make_array_from_single_device_arrays(weight.shape, named(mesh, weight.axes), joined)
+    joined = [_concatenate(weight, [piece[device] for piece in held]) for device in layout.devices]
+    return jax.make_array_from_single_device_arrays(weight.shape, layout.sharding(*weight.axes), joined)
 
 
-def _stack(weight: Weight, pieces: list[dict[str, Array]], mesh: Mesh) -> Array:
+def _stack(weight: Weight, pieces: list[dict[str, Array]], layout: Layout) -> Array:
     """Join each device's pieces of a weight's parts for each expert, and lay the experts on each other."""
     held = [[_by_device(piece[str(expert)]) for piece in pieces] for expert in range(weight.stack or 0)]
     stacked = [
         jnp.stack([_concatenate(weight, [piece[device] for piece in parts]) for parts in held])
-        for device in mesh.devices.flat
+        for device in layout.devices
     ]
-    return jax.make_array_from_single_device_arrays(weight.shape, named(mesh, weight.axes), stacked)
+    return jax.make_array_from_single_device_arrays(weight.shape, layout.sharding(*weight.axes), stacked)
 
 
 def _by_device(array: Array) -> dict[Any, Array]:

@@ -19,12 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxllm.errors import UserError
 from jaxllm.model.parameters import Scheme, Weight
-from jaxllm.model.sharding import SPLIT_AXES, named, partition
+from jaxllm.model.sharding import Layout
 from pallas_kernels import Kind, by_row
 from pallas_kernels.linear.numbers import FLOAT4, PACKED, dequantized, packed
 
@@ -53,12 +52,12 @@ class Quantized(Generic[Leaf]):
     scheme: Scheme = flax.struct.field(pytree_node=False, default=Scheme())
 
 
-def fitted(scheme: Scheme, weight: Weight, shards: int) -> Scheme:
-    """Fit a scheme to a weight over `shards` devices: groups that divide what a device has of a row.
+def fitted(scheme: Scheme, weight: Weight, layout: Layout) -> Scheme:
+    """Fit a scheme to a weight: groups that divide a device's piece of a row.
 
     A stored group that does not is divided, and its parts have the same scale.
     """
-    columns = weight.shape[-1] // (shards if weight.axes[-1] in SPLIT_AXES else 1)
+    columns = weight.shape[-1] // layout.shards(weight.axes[-1])
     if columns % 2 and scheme.kind in PACKED:
         raise UserError(
             f"quantization: two numbers of {scheme.kind} do not fill a byte in rows of {columns} columns on a device; "
@@ -68,20 +67,19 @@ def fitted(scheme: Scheme, weight: Weight, shards: int) -> Scheme:
     return scheme if scheme.group is None else replace(scheme, group=math.gcd(scheme.group, columns))
 
 
-def describe(weight: Weight, mesh: Mesh, dtype: DTypeLike) -> Any:
+def describe(weight: Weight, layout: Layout, dtype: DTypeLike) -> Any:
     """Describe the array of a weight in a model of type `dtype`, or those of a `Quantized`, with nothing allocated."""
     scheme = weight.scheme
     if scheme is None:
-        return _describe(weight.shape, weight.type_of(jnp.dtype(dtype)), weight.axes, mesh)
+        return _describe(weight.shape, weight.type_of(jnp.dtype(dtype)), weight.axes, layout)
     *stack, rows, columns = weight.shape
-    pieces = mesh.size if weight.axes[-1] in SPLIT_AXES else 1
-    groups = pieces if scheme.group is None else columns // scheme.group
+    groups = layout.shards(weight.axes[-1]) if scheme.group is None else columns // scheme.group
     width = columns // 2 if scheme.kind in PACKED else columns
     axes, of_groups = turned(weight.axes), (*stack, groups, rows)
     return Quantized(
-        _describe((*stack, rows, width), _VALUES[scheme.kind], weight.axes, mesh),
-        _describe(of_groups, jnp.float32, axes, mesh),
-        _describe(of_groups, _zeros_type(scheme), axes, mesh) if scheme.has_zeros else None,
+        _describe((*stack, rows, width), _VALUES[scheme.kind], weight.axes, layout),
+        _describe(of_groups, jnp.float32, axes, layout),
+        _describe(of_groups, _zeros_type(scheme), axes, layout) if scheme.has_zeros else None,
         scheme=scheme,
     )
 
@@ -95,8 +93,8 @@ def _zeros_type(scheme: Scheme) -> Any:
     return jnp.int8 if scheme.kind == "int4" else jnp.int16  # of unsigned numbers they reach 128
 
 
-def _describe(shape: tuple[int, ...], dtype: Any, axes: tuple[str | None, ...], mesh: Mesh) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=named(mesh, axes))
+def _describe(shape: tuple[int, ...], dtype: Any, axes: tuple[str | None, ...], layout: Layout) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=layout.sharding(*axes))
 
 
 def rounded(x: Any, scheme: Scheme, numpy: Any = jnp) -> tuple[Any, Any]:
@@ -126,14 +124,14 @@ def rounded(x: Any, scheme: Scheme, numpy: Any = jnp) -> tuple[Any, Any]:
     return packed(values, numpy) if scheme.kind in PACKED else values, scales.reshape(rows, -1)
 
 
-def quantize(array: Array, weight: Weight, mesh: Mesh) -> Quantized[Array]:
+def quantize(array: Array, weight: Weight, layout: Layout) -> Quantized[Array]:
     """Make a `Quantized` of a weight's array, each device from its own piece."""
     assert weight.scheme is not None
-    return _quantizer(weight.scheme, weight.axes, mesh)(array)
+    return _quantizer(weight.scheme, weight.axes, layout)(array)
 
 
 @functools.cache
-def _quantizer(scheme: Scheme, axes: tuple[str | None, ...], mesh: Mesh) -> Callable[[Array], Quantized[Array]]:
+def _quantizer(scheme: Scheme, axes: tuple[str | None, ...], layout: Layout) -> Callable[[Array], Quantized[Array]]:
     def of_one(piece: Array) -> Quantized[Array]:
         values, scales = rounded(piece.astype(jnp.float32), scheme)
         zeros = jnp.zeros(scales.T.shape, _zeros_type(scheme)) if scheme.has_zeros else None
@@ -142,12 +140,12 @@ def _quantizer(scheme: Scheme, axes: tuple[str | None, ...], mesh: Mesh) -> Call
     def on_shard(piece: Array) -> Quantized[Array]:
         return of_one(piece) if piece.ndim == 2 else jax.vmap(of_one)(piece)
 
-    def laid_out(lay: Callable[[tuple[str | None, ...]], Any]) -> Quantized[Any]:
-        of_groups = lay(turned(axes))
-        return Quantized(lay(axes), of_groups, of_groups if scheme.has_zeros else None, scheme=scheme)
+    def laid_out(lay: Callable[..., Any]) -> Quantized[Any]:
+        of_groups = lay(*turned(axes))
+        return Quantized(lay(*axes), of_groups, of_groups if scheme.has_zeros else None, scheme=scheme)
 
-    made = jax.shard_map(on_shard, mesh=mesh, in_specs=partition(axes), out_specs=laid_out(partition))
-    return jax.jit(made, out_shardings=laid_out(lambda own: named(mesh, own)))
+    made = layout.shard_map(on_shard, layout.spec(*axes), laid_out(layout.spec))
+    return jax.jit(made, out_shardings=laid_out(layout.sharding))
 
 
 def floats(weight: Any, dtype: Any) -> Array:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxllm.model.parameters import Comb, Part
-from jaxllm.model.sharding import SPLIT_AXES
 
 
 @dataclass(frozen=True)
@@ -61,14 +60,13 @@ class Run(NamedTuple):
     padding: int
 
 
-def in_order(parts: Sequence[Part], length: int, axis: str | None, shards: int, wanted: slice) -> Iterator[Run]:
-    """Give the rows `wanted` of a weight of `length` rows along `axis`, whole shards of it, in the weight's order."""
+def in_order(parts: Sequence[Part], length: int, shards: int, wanted: slice) -> Iterator[Run]:
+    """Give the rows `wanted` of a weight of `length` rows, whole ones of its shards, in the weight's order."""
     start, stop, _ = wanted.indices(length)
-    pieces = shards if axis in SPLIT_AXES else 1
-    each = length // pieces  # rows of one shard
+    each = length // shards  # rows of one shard
     for shard in range(start // each, stop // each):
         for number, part in enumerate(parts):
-            share = -(-part.rows * part.copies // pieces)
+            share = -(-part.rows * part.copies // shards)
             first = shard // part.copies * share
             real = max(0, min(share, part.rows - first))  # the vocabulary's last rows may be padding
             yield Run(number, first, real, share - real)

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from tqdm import tqdm
 
@@ -32,7 +31,7 @@ from jaxllm.model.parameters import Part, Scheme, Weight
 from jaxllm.model.pooler import Pooler
 from jaxllm.model.quantized import Quantized, rounded, turned
 from jaxllm.model.rows import in_order
-from jaxllm.model.sharding import named
+from jaxllm.model.sharding import Layout
 from jaxllm.model.sources import Source, Sources, Store, open_sources
 from jaxllm.model.spec import Spec
 from jaxllm.model.stored_matrices import Matrix, Side
@@ -96,27 +95,27 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     return read_object(folder, "generation_config.json") or {}
 
 
-def check_shards(spec: Spec, shards: int) -> None:
-    """Refuse a number of devices over which the model cannot be divided evenly."""
-    heads_divide = spec.num_kv_heads % shards == 0 or shards % spec.num_kv_heads == 0
+def check_shards(spec: Spec, layout: Layout) -> None:
+    """Refuse a layout over which the model cannot be divided evenly."""
     experts = spec.experts
     widths = [spec.ffn_width] if experts is None or not all(experts.layers) else []
     widths += [experts.ffn_width, experts.shared_width] if experts else []
-    for name, count, divides in (
-        ("attention heads", spec.num_heads, spec.num_heads % shards == 0),
-        ("key-value heads", spec.num_kv_heads, heads_divide),
-        *(("feed-forward columns", width, width % shards == 0) for width in widths),
+    for name, axis, count in (
+        ("attention heads", "heads", spec.num_heads),
+        ("key-value heads", "kv_heads", spec.num_kv_heads),
+        *(("feed-forward columns", "feed_forward", width) for width in widths),
     ):
-        if not divides:
+        shards = layout.shards(axis)
+        if count % shards and (axis != "kv_heads" or shards % count):
             raise UserError(
                 f"tensor_parallel_size {shards} does not divide the model's {count} {name}.", "tensor_parallel_size"
             )
 
 
-def check(folder: Path, spec: Spec, family: Family, shards: int, pooler: Pooler | None = None) -> None:
+def check(folder: Path, spec: Spec, family: Family, layout: Layout, pooler: Pooler | None = None) -> None:
     """Refuse a checkpoint whose files are broken or do not hold the weights of `spec`; reads headers only."""
-    check_shards(spec, shards)
-    declared = _declare(spec, shards, None, pooler, family)
+    check_shards(spec, layout)
+    declared = _declare(spec, layout, None, pooler, family)
     if orbax_checkpoint.is_here(folder):
         orbax_checkpoint.check(folder, declared)
         return
@@ -127,7 +126,7 @@ def load(
     folder: Path,
     spec: Spec,
     family: Family,
-    mesh: Mesh,
+    layout: Layout,
     dtype: DTypeLike,
     progress: bool = False,
     quantization: str | None = None,
@@ -139,19 +138,18 @@ def load(
     tensor is looked up and its shape checked before the first byte is copied: a missing, unexpected or misshapen one is
     a UserError that names it.
     """
-    shards = mesh.devices.size
-    check_shards(spec, shards)
-    declared = _declare(spec, shards, at_load(quantization, _is_cpu(mesh)), pooler, family)
+    check_shards(spec, layout)
+    declared = _declare(spec, layout, at_load(quantization, _is_cpu(layout)), pooler, family)
     if orbax_checkpoint.is_here(folder):
-        return orbax_checkpoint.load(folder, declared, mesh, dtype, progress)
-    return read(declared, open_sources(folder, declared, family, pooler), mesh, dtype, progress)
+        return orbax_checkpoint.load(folder, declared, layout, dtype, progress)
+    return read(declared, open_sources(folder, declared, family, pooler), layout, dtype, progress)
 
 
 def read(
-    declared: Params[Weight], sources: Sources, mesh: Mesh, dtype: DTypeLike, progress: bool = False
+    declared: Params[Weight], sources: Sources, layout: Layout, dtype: DTypeLike, progress: bool = False
 ) -> Params[Array]:
     """Copy declared weights out of what `find_sources` found for them into arrays of `dtype`."""
-    total = num_bytes(jax.tree.map(lambda weight: quantized.describe(weight, mesh, dtype), declared))
+    total = num_bytes(jax.tree.map(lambda weight: quantized.describe(weight, layout, dtype), declared))
     bar = tqdm(
         total=total,
         unit="B",
@@ -168,9 +166,9 @@ def read(
         parts = sources[layer, name]
         if weight.scheme is not None:
             is_stored = isinstance(parts[0][0].tensor, Matrix)
-            array = _load_stored(weight, parts, mesh) if is_stored else _load_rounded(weight, parts, mesh)
+            array = _load_stored(weight, parts, layout) if is_stored else _load_rounded(weight, parts, layout)
         else:
-            array = _load_side("floats", quantized.describe(weight, mesh, dtype), weight, parts, mesh)
+            array = _load_side("floats", quantized.describe(weight, layout, dtype), weight, parts, layout)
         jax.block_until_ready(pending)  # so that at most two weights are on their way to a device
         pending = array
         bar.update(num_bytes(array))
@@ -197,7 +195,7 @@ def stored_parts(
     """Look up every part of every weight in a safetensors checkpoint, by layer and name; refuses what `load` does."""
     if family.stored is not None:
         raise UserError(f"{folder} is quantized already ({family.stored.method}), and read as it is.", "model")
-    declared = declare(spec, 1, pooler=pooler)
+    declared = declare(spec, pooler=pooler)
     sources = open_sources(folder, declared, family, pooler)
     return {
         (layer, name): StoredPart(source.whole(part), source.tensor.release)
@@ -211,7 +209,7 @@ def stored_parts(
 
 def abstract(
     spec: Spec,
-    mesh: Mesh,
+    layout: Layout,
     dtype: DTypeLike,
     quantization: str | None = None,
     pooler: Pooler | None = None,
@@ -221,10 +219,9 @@ def abstract(
 
     `family` matters where it says how the checkpoint is quantized.
     """
-    shards = mesh.devices.size
-    check_shards(spec, shards)
-    declared = _declare(spec, shards, at_load(quantization, _is_cpu(mesh)), pooler, family)
-    return jax.tree.map(lambda weight: quantized.describe(weight, mesh, dtype), declared)
+    check_shards(spec, layout)
+    declared = _declare(spec, layout, at_load(quantization, _is_cpu(layout)), pooler, family)
+    return jax.tree.map(lambda weight: quantized.describe(weight, layout, dtype), declared)
 
 
 def at_load(quantization: str | None, is_cpu: bool) -> Scheme | None:
@@ -237,16 +234,16 @@ def at_load(quantization: str | None, is_cpu: bool) -> Scheme | None:
     return None if quantization is None else schemes[quantization]
 
 
-def _is_cpu(mesh: Mesh) -> bool:
-    return mesh.devices.flat[0].platform == "cpu"
+def _is_cpu(layout: Layout) -> bool:
+    return layout.devices[0].platform == "cpu"
 
 
 def _declare(
-    spec: Spec, shards: int, scheme: Scheme | None, pooler: Pooler | None, family: Family | None
+    spec: Spec, layout: Layout, scheme: Scheme | None, pooler: Pooler | None, family: Family | None
 ) -> Params[Weight]:
     """Declare the weights with `scheme`, or with those that the checkpoint has."""
     if family is None or family.stored is None:
-        return declare(spec, shards, scheme, pooler)
+        return declare(spec, layout, scheme, pooler)
     stored = family.stored
 
     def choose(layer: int | None, weight: Weight) -> Scheme | None:
@@ -267,7 +264,7 @@ def _declare(
             )
         return stored.scheme if covered else None
 
-    return with_schemes(declare(spec, shards, pooler=pooler), choose, shards)
+    return with_schemes(declare(spec, layout, pooler=pooler), choose, layout)
 
 
 def num_bytes(tree: Any) -> int:
@@ -277,7 +274,7 @@ def num_bytes(tree: Any) -> int:
 
 def load_random(
     spec: Spec,
-    mesh: Mesh,
+    layout: Layout,
     dtype: DTypeLike,
     seed: int = 0,
     quantization: str | None = None,
@@ -285,18 +282,17 @@ def load_random(
     family: Family | None = None,
 ) -> Params[Array]:
     """Make parameters of the right shapes without a checkpoint: deviation 0.02, norms neutral."""
-    shards = mesh.devices.size
-    check_shards(spec, shards)
-    return draw(_declare(spec, shards, at_load(quantization, _is_cpu(mesh)), pooler, family), mesh, dtype, seed)
+    check_shards(spec, layout)
+    return draw(_declare(spec, layout, at_load(quantization, _is_cpu(layout)), pooler, family), layout, dtype, seed)
 
 
-def draw(declared: Params[Weight], mesh: Mesh, dtype: DTypeLike, seed: int = 0) -> Params[Array]:
+def draw(declared: Params[Weight], layout: Layout, dtype: DTypeLike, seed: int = 0) -> Params[Array]:
     """Make declared weights as `load_random` does."""
     seeds = np.random.default_rng(seed)
 
     def build(layer: int | None, name: str, weight: Weight) -> Any:
-        array = _random_maker(weight, weight.type_of(jnp.dtype(dtype)), mesh)(seeds.integers(2**32, dtype=np.uint32))
-        return quantized.quantize(array, weight, mesh) if weight.scheme is not None else array
+        array = _random_maker(weight, weight.type_of(jnp.dtype(dtype)), layout)(seeds.integers(2**32, dtype=np.uint32))
+        return quantized.quantize(array, weight, layout) if weight.scheme is not None else array
 
     return _build(declared, build)
 
@@ -312,16 +308,16 @@ def _build(declared: Params[Weight], build: Callable[[int | None, str, Weight], 
     )
 
 
-def _load_rounded(weight: Weight, sources: tuple[tuple[Source, ...], ...], mesh: Mesh) -> Quantized[Array]:
+def _load_rounded(weight: Weight, sources: tuple[tuple[Source, ...], ...], layout: Layout) -> Quantized[Array]:
     """Read and quantize a matrix, each device's piece once: its scales are kept until they are asked for."""
     scheme = weight.scheme
     assert scheme is not None
-    shards = mesh.devices.size
-    shapes = quantized.describe(weight, mesh, np.float32)
+    shapes = quantized.describe(weight, layout, np.float32)
     kept: dict[tuple[int, int], np.ndarray] = {}  # by the number of the piece of each axis
 
-    def place(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> tuple[int, int]:
-        row, column = ((piece.start or 0) * shards // length for piece, length in zip(index or (), shape, strict=True))
+    def place(index: tuple[slice, ...] | None, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> tuple[int, int]:
+        each = zip(index or (), shape, axes, strict=True)
+        row, column = ((piece.start or 0) * layout.shards(axis) // length for piece, length, axis in each)
         return row, column
 
     def values(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -337,12 +333,12 @@ def _load_rounded(weight: Weight, sources: tuple[tuple[Source, ...], ...], mesh:
                 some = slice(row + start, row + min(start + step, len(block)))
                 out[some], sizes[some] = rounded(block[start : start + step].astype(np.float32), scheme, np)
 
-        _fill(store, "floats", weight.parts, sources[0], weight.shape, weight.axes[0], shards, index)
-        kept[place(index, weight.shape)] = sizes.T
+        _fill(store, "floats", weight.parts, sources[0], weight.shape, layout.shards(weight.axes[0]), index)
+        kept[place(index, weight.shape, weight.axes)] = sizes.T
         return out
 
     def scales(index: tuple[slice, ...] | None) -> np.ndarray:
-        piece, rows = place(index, shapes.scales.shape)
+        piece, rows = place(index, shapes.scales.shape, turned(weight.axes))
         return kept[rows, piece]
 
     def packed_values(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -356,20 +352,19 @@ def _load_rounded(weight: Weight, sources: tuple[tuple[Source, ...], ...], mesh:
     return Quantized(made, made_scales, scheme=scheme)
 
 
-def _load_stored(weight: Weight, sources: tuple[tuple[Source, ...], ...], mesh: Mesh) -> Quantized[Array]:
+def _load_stored(weight: Weight, sources: tuple[tuple[Source, ...], ...], layout: Layout) -> Quantized[Array]:
     """Read a matrix that the checkpoint holds quantized: its values, scales and zeros."""
-    shapes = quantized.describe(weight, mesh, np.float32)
-    values = _load_side("values", shapes.values, weight, sources, mesh)
-    scales = _load_side("scales", shapes.scales, weight, sources, mesh)
-    zeros = None if shapes.zeros is None else _load_side("zeros", shapes.zeros, weight, sources, mesh)
+    shapes = quantized.describe(weight, layout, np.float32)
+    values = _load_side("values", shapes.values, weight, sources, layout)
+    scales = _load_side("scales", shapes.scales, weight, sources, layout)
+    zeros = None if shapes.zeros is None else _load_side("zeros", shapes.zeros, weight, sources, layout)
     return Quantized(values, scales, zeros, scheme=shapes.scheme)
 
 
 def _load_side(
-    side: Side, described: jax.ShapeDtypeStruct, weight: Weight, sources: tuple[tuple[Source, ...], ...], mesh: Mesh
+    side: Side, described: jax.ShapeDtypeStruct, weight: Weight, sources: tuple[tuple[Source, ...], ...], layout: Layout
 ) -> Array:
     """Read one side of a weight into the array described: scales and zeros, of which groups are the rows, turned."""
-    shards = mesh.devices.size
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         if side in ("scales", "zeros"):
@@ -387,7 +382,7 @@ def _load_side(
             def store(row: int, block: np.ndarray, piece: np.ndarray = piece) -> None:
                 piece[row : row + len(block)] = block
 
-            _fill(store, side, weight.parts, parts, one, weight.axes_of_one[0], shards, inner)
+            _fill(store, side, weight.parts, parts, one, layout.shards(weight.axes_of_one[0]), inner)
         return out
 
     return jax.make_array_from_callback(described.shape, described.sharding, read)
@@ -399,17 +394,16 @@ def _fill(
     parts: tuple[Part, ...],
     sources: tuple[Source, ...],
     shape: tuple[int, ...],
-    axis: str | None,
     shards: int,
     index: tuple[slice, ...],
 ) -> None:
-    """Give the piece `index` of the `shape` that `parts` make up, whose rows lie along `axis`, to `store`.
+    """Give the piece `index` of the `shape` that `parts` make up, with rows in `shards`, to `store`.
 
     Of quantized matrices it is one `side` of them. `store` takes the rows block by block, each with the number of its
     first row, and copies what it needs.
     """
     filled = 0
-    for number, first, count, padding in in_order(parts, shape[0], axis, shards, index[0]):
+    for number, first, count, padding in in_order(parts, shape[0], shards, index[0]):
         filled = sources[number].give(side, shape[-1], first, count, index[1:], store, filled)
         if padding:
             store(filled, np.zeros((padding, *shape[1:]), np.float32)[(slice(None), *index[1:])])
@@ -425,7 +419,7 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 @functools.cache
-def _random_maker(weight: Weight, dtype: np.dtype, mesh: Mesh) -> Callable[[np.uint32], Array]:
+def _random_maker(weight: Weight, dtype: np.dtype, layout: Layout) -> Callable[[np.uint32], Array]:
     """Compile what fills one weight, a function of a seed."""
 
     def make(seed: Array) -> Array:
@@ -443,4 +437,4 @@ def _random_maker(weight: Weight, dtype: np.dtype, mesh: Mesh) -> Callable[[np.u
         uniform = lax.bitcast_convert_type(bits, jnp.int32).astype(jnp.float32) * 2.0**-31  # [-1, 1)
         return (uniform * (0.02 * math.sqrt(3))).astype(dtype)
 
-    return jax.jit(make, out_shardings=named(mesh, weight.axes))
+    return jax.jit(make, out_shardings=layout.sharding(*weight.axes))

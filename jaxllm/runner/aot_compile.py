@@ -27,7 +27,7 @@ def compile_ahead(config: EngineConfig, folder: Path, progress: bool = False) ->
     setup = prepare(config, needs_weights=False)
     runner = make_runner(config, setup, Metrics(), progress, needs_weights=False)
     try:
-        record = describe_programs(config, setup, config.tensor_parallel_size, runner.memory_plan)
+        record = describe_programs(config, setup, runner.memory_plan)
         aot_manifest.write(folder, setup.spec, record)
         return len(runner.programs)
     finally:

@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax.sharding import Mesh
 
-from jaxllm.model import sharding
+from jaxllm.model.sharding import Layout
 from jaxllm.model.spec import Spec
 from jaxllm.runner.drafting import Drafted, Drafting
 from jaxllm.runner.kv_cache import Geometry, KvLayer, Leaf, abstract_kv
@@ -43,7 +42,7 @@ def abstract(
     geometry: Geometry,
     max_tokens: int,
     extras: Extras,
-    mesh: Mesh,
+    layout: Layout,
     dtype: jnp.dtype,
     drafting: Drafting | None = None,
     cache_dtype: jnp.dtype | None = None,
@@ -55,28 +54,28 @@ def abstract(
     where the state has a place for it.
     """
 
-    def whole(shape: tuple[int, ...], kind: jnp.dtype) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, kind, sharding=sharding.replicated(mesh))
+    def array(shape: tuple[int, ...], kind: jnp.dtype, *axes: str) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, kind, sharding=layout.sharding(*axes))
 
     int32, cache_dtype = jnp.dtype(jnp.int32), cache_dtype or dtype
     drafted = None
     if drafting is not None:
         num_aux = 0 if drafting.head is None else len(drafting.head.aux_layers)
         drafted = Drafted(
-            lengths=whole((geometry.num_slots,), int32),
-            tokens=whole((geometry.num_slots, drafting.most), int32),
-            kv=() if drafting.spec is None else abstract_kv(drafting.spec, geometry, mesh, cache_dtype),
-            aux=(whole((max_tokens, spec.width), dtype),) * num_aux,
+            lengths=array((geometry.num_slots,), int32, "slots"),
+            tokens=array((geometry.num_slots, drafting.most), int32, "slots"),
+            kv=() if drafting.spec is None else abstract_kv(drafting.spec, geometry, layout, cache_dtype),
+            aux=(array((max_tokens, spec.width), dtype),) * num_aux,
         )
     return DeviceState(
-        kv=abstract_kv(spec, geometry, mesh, cache_dtype),
+        kv=abstract_kv(spec, geometry, layout, cache_dtype),
         drafted=drafted,
-        batch=whole((batch_size,), int32) if batch_size else None,
-        tables=whole((geometry.num_slots, geometry.max_blocks), int32),
-        tokens=whole((geometry.num_slots, geometry.max_blocks * geometry.block_size), int32),
-        sampling=whole((geometry.num_slots, ROW_WIDTH), int32),
-        extras=whole((geometry.num_slots, extras.width), int32),
-        hidden=whole((max_tokens, spec.width), dtype),
+        batch=array((batch_size,), int32) if batch_size else None,
+        tables=array((geometry.num_slots, geometry.max_blocks), int32, "slots"),
+        tokens=array((geometry.num_slots, geometry.max_blocks * geometry.block_size), int32, "slots"),
+        sampling=array((geometry.num_slots, ROW_WIDTH), int32, "slots"),
+        extras=array((geometry.num_slots, extras.width), int32, "slots"),
+        hidden=array((max_tokens, spec.width), dtype),
     )
 
 

@@ -21,7 +21,6 @@ from jax import lax
 
 from jaxllm.model import decoder, eagle, fused
 from jaxllm.model.decoder import Params
-from jaxllm.model.sharding import AXIS
 from jaxllm.runner import drafting
 from jaxllm.runner.attention import attention
 from jaxllm.runner.batch import Shape
@@ -87,7 +86,7 @@ def draft(model: StepModel, params: Params[jax.Array], state: DeviceState[jax.Ar
 
 def _choose(model: StepModel, logits: jax.Array, here: SamplingRows, ends: jax.Array) -> jax.Array:
     """Choose a draft for position `ends` of each row, i32[R]."""
-    vocabulary, kernel = Vocabulary(model.spec.vocab_size, AXIS), model.kernels["sample"]
+    vocabulary, kernel = Vocabulary(model.spec.vocab_size, model.layout), model.kernels["sample"]
     return sampler.sample(logits, here, ends, None, None, Variant.RANDOM, 0, vocabulary, (), kernel).tokens
 
 
@@ -105,7 +104,8 @@ class _Passes:
     def _context(self, shape: Shape, slots: jax.Array, positions: jax.Array) -> decoder.Context:
         geometry, tables, field = self._model.geometry, self._state.tables, self._own.field
         attend = attention(self._spec, geometry, self._how.kernels, shape, self.kv, tables, field, slots, positions)
-        return decoder.Context(positions, attend, axis=AXIS, fused=fused.chosen(self._how.kernels))
+        chosen = fused.chosen(self._how.kernels)
+        return decoder.Context(positions, attend, layout=self._model.layout, fused=chosen)
 
     def _one_each(self, slots: jax.Array, positions: jax.Array) -> decoder.Context:
         count = len(slots)
@@ -157,12 +157,12 @@ class _HeadPasses(_Passes):
         own = self._own
         last = rows + own.counts.at[rows].get(mode="clip") - 1  # the place behind which the last token was sampled
         self._hidden = self._hidden.at[last].get(mode="clip")
-        return eagle.logits(self._head, self._params, self._normed.at[last].get(mode="clip"), AXIS)
+        return eagle.logits(self._head, self._params, self._normed.at[last].get(mode="clip"), self._model.layout)
 
     def go_on(self, slots: jax.Array, ends: jax.Array, tokens: jax.Array) -> jax.Array:
         """Return logits for position `ends` behind drafts, f32[R, Vx]."""
         self._hidden, normed = self._run(tokens, self._hidden, self._one_each(slots, ends - 2))
-        return eagle.logits(self._head, self._params, normed, AXIS)
+        return eagle.logits(self._head, self._params, normed, self._model.layout)
 
     def _run(self, tokens: jax.Array, hidden: jax.Array, context: decoder.Context) -> tuple[jax.Array, jax.Array]:
         embedded = eagle.embed(self._head, self._params, self._target, tokens, context)

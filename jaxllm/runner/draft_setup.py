@@ -11,7 +11,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from jaxllm.config import EngineConfig
 from jaxllm.embedded import HEADS
@@ -19,6 +18,7 @@ from jaxllm.errors import UserError
 from jaxllm.model import draft_model, eagle, eagle_files, weights
 from jaxllm.model.decoder import Params
 from jaxllm.model.families import Family, read_spec
+from jaxllm.model.sharding import Layout
 from jaxllm.model.spec import Spec
 from jaxllm.model.stored_head import with_stored_head
 from jaxllm.runner.drafting import Drafting
@@ -75,29 +75,29 @@ def with_cost(drafting: Drafting | None, described: Params[jax.ShapeDtypeStruct]
     return replace(drafting, cost=1000 * weights.num_bytes(described.draft) // whole)
 
 
-def abstract(drafting: Drafting | None, mesh: Mesh, dtype: jnp.dtype) -> Params[jax.ShapeDtypeStruct] | None:
+def abstract(drafting: Drafting | None, layout: Layout, dtype: jnp.dtype) -> Params[jax.ShapeDtypeStruct] | None:
     """Describe the weights of what drafts; None if it has none."""
     if drafting is None or drafting.spec is None:
         return None
     if drafting.head is not None:
-        return eagle.abstract(drafting.head, mesh, dtype)
-    return weights.abstract(drafting.spec, mesh, dtype)
+        return eagle.abstract(drafting.head, layout, dtype)
+    return weights.abstract(drafting.spec, layout, dtype)
 
 
-def check(drafting: Drafting | None, source: DraftFolder | None, shards: int) -> None:
+def check(drafting: Drafting | None, source: DraftFolder | None, layout: Layout) -> None:
     """Refuse files that are broken or do not hold the weights; reads headers only."""
     if drafting is None or drafting.spec is None or source is None:
         return
     if drafting.head is not None:
-        eagle_files.check(source.folder, drafting.head, shards)
+        eagle_files.check(source.folder, drafting.head, layout)
     elif source.family is not None:
-        weights.check(source.folder, drafting.spec, source.family, shards)
+        weights.check(source.folder, drafting.spec, source.family, layout)
 
 
 def load(
     drafting: Drafting | None,
     source: DraftFolder | None,
-    mesh: Mesh,
+    layout: Layout,
     dtype: jnp.dtype,
     progress: bool,
     seed: int | None,
@@ -107,8 +107,8 @@ def load(
         return None
     if drafting.head is not None:
         if seed is not None:
-            return eagle_files.load_random(drafting.head, mesh, dtype, seed)
-        return eagle_files.load(source.folder, drafting.head, mesh, dtype, progress)
+            return eagle_files.load_random(drafting.head, layout, dtype, seed)
+        return eagle_files.load(source.folder, drafting.head, layout, dtype, progress)
     if seed is not None or source.family is None:
-        return weights.load_random(drafting.spec, mesh, dtype, seed or 0)
-    return weights.load(source.folder, drafting.spec, source.family, mesh, dtype, progress)
+        return weights.load_random(drafting.spec, layout, dtype, seed or 0)
+    return weights.load(source.folder, drafting.spec, source.family, layout, dtype, progress)

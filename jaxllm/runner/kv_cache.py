@@ -10,14 +10,13 @@ from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
-from jaxllm.model import sharding
+from jaxllm.model.sharding import Layout
 from jaxllm.model.spec import Spec, heads_per_shard
 from pallas_kernels import SCALED
 
 Leaf = TypeVar("Leaf")
-KV_AXES = (None, "kv_heads", None, "head")
+KV_AXES = ("blocks", "kv_heads", None, "head")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +55,15 @@ def block_bytes(spec: Spec, block_size: int, dtype: jnp.dtype, shards: int) -> i
 
 
 def abstract_kv(
-    spec: Spec, geometry: Geometry, mesh: Mesh, dtype: jnp.dtype
+    spec: Spec, geometry: Geometry, layout: Layout, dtype: jnp.dtype
 ) -> tuple[KvLayer[jax.ShapeDtypeStruct], ...]:
     """Describe the KV blocks of each layer, with scales where 8-bit numbers need them."""
-    heads = heads_per_shard(spec, mesh.size)[1] * mesh.size
+    heads = heads_per_shard(spec, layout.shards("kv_heads"))[1] * layout.shards("kv_heads")
     shape = geometry.num_blocks, heads, geometry.block_size, spec.head_size
-    block = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.named(mesh, KV_AXES))
+    block = jax.ShapeDtypeStruct(shape, dtype, sharding=layout.sharding(*KV_AXES))
     scales = None
     if dtype.name in SCALED:
-        scales = jax.ShapeDtypeStruct(shape[:3], jnp.float32, sharding=sharding.named(mesh, KV_AXES[:3]))
+        scales = jax.ShapeDtypeStruct(shape[:3], jnp.float32, sharding=layout.sharding(*KV_AXES[:3]))
     if spec.latent is not None:
         return (KvLayer(block, None, scales),) * spec.num_layers
     return (KvLayer(block, block, scales, scales),) * spec.num_layers

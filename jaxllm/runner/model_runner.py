@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxllm.config import EngineConfig
 from jaxllm.metrics import DeviceReport, Metrics
-from jaxllm.model import decoder, lora, sharding, weights
+from jaxllm.model import decoder, lora, weights
 from jaxllm.runner import (
     aot_manifest,
     batch,
@@ -137,18 +137,17 @@ class Runner:
             self._processors = load_processors(config.logits_processors, setup.spec.vocab_size)
             self.extras = extras_of(config, setup.spec)
             self.num_logprobs = results.num_logprobs(config.max_logprobs, setup.spec.vocab_size)
-            self._mesh = sharding.make_mesh(setup.devices, config.tensor_parallel_size)
-            self._params_shapes = describe_weights(config, setup, self._mesh)
+            self._params_shapes = describe_weights(config, setup)
             self.drafting = draft_setup.with_cost(setup.drafting, self._params_shapes)
             self._adapter_shapes = (
-                lora.abstract(setup.spec, self._mesh, setup.dtype, config.max_lora_rank) if config.enable_lora else ()
+                lora.abstract(setup.spec, setup.layout, setup.dtype, config.max_lora_rank) if config.enable_lora else ()
             )
             self.adapters = ResidentAdapters(self._adapter_shapes)
-            free = free_bytes(setup, self._mesh.size)
-            plan = plan_memory(config, setup, self._mesh, free)
+            free = free_bytes(setup)
+            plan = plan_memory(config, setup, free)
             if needs_weights and config.load_format != "dummy":
-                weights.check(setup.folder, setup.spec, setup.family, self._mesh.size, setup.pooler)
-                draft_setup.check(setup.drafting, setup.draft, self._mesh.size)
+                weights.check(setup.folder, setup.spec, setup.family, setup.layout, setup.pooler)
+                draft_setup.check(setup.drafting, setup.draft, setup.layout)
         self._params: Leaves = ()
         self._state: Leaves = ()
         self._running_thread: int | None = None
@@ -368,15 +367,15 @@ class Runner:
         setup, options = self.setup, (config.quantization, self.setup.pooler)
         seed = config.seed % 2**32 if config.load_format == "dummy" else None
         if seed is not None:
-            params = weights.load_random(setup.spec, self._mesh, setup.dtype, seed, *options, setup.family)
+            params = weights.load_random(setup.spec, setup.layout, setup.dtype, seed, *options, setup.family)
         else:
-            params = weights.load(setup.folder, setup.spec, setup.family, self._mesh, setup.dtype, progress, *options)
-        draft = draft_setup.load(setup.drafting, setup.draft, self._mesh, setup.dtype, progress, seed)
+            params = weights.load(setup.folder, setup.spec, setup.family, setup.layout, setup.dtype, progress, *options)
+        draft = draft_setup.load(setup.drafting, setup.draft, setup.layout, setup.dtype, progress, seed)
         return replace(params, draft=draft)
 
     def _start_programs(self, plan: MemoryPlan) -> None:
         """Begin to compile the covering programs for a memory plan, while the weights are read."""
-        setup, shards = self.setup, self._mesh.size
+        setup = self.setup
         self.memory_plan = plan
         self.geometry = geometry = Geometry(
             num_slots=setup.max_num_seqs,
@@ -393,7 +392,7 @@ class Runner:
             num_logprobs=self.num_logprobs,
             extras=self.extras,
             processors=tuple(self._processors.values()),
-            mesh=self._mesh,
+            layout=setup.layout,
             params=self._params_shapes,
             state=self._state_shapes,
             kernels=setup.kernels,
@@ -407,12 +406,12 @@ class Runner:
             self._config.cache_dir() / "whole",
             self._config.cache_bytes(),
             self._digest,
-            list(self._mesh.devices.flat),
+            setup.layout.devices,
         )
         # Programs that come from JAX's cache cannot be kept, so it gets another folder, without them.
         use_compilation_cache(self._config.cache_dir() / ("small" if self._kept.is_on else ""))
-        text = describe_memory(plan, setup, shards)
-        differs = aot_manifest.difference(setup.prepared, describe_programs(self._config, setup, shards, plan))
+        text = describe_memory(plan, setup)
+        differs = aot_manifest.difference(setup.prepared, describe_programs(self._config, setup, plan))
         if differs:
             _log.warning("not all prepared programs in %s can be used: %s", self._config.cache_dir(), differs)
         start = (
@@ -434,7 +433,7 @@ class Runner:
 
     def _digest(self) -> tuple[str, str]:
         """Return digests of the inputs of tracing, apart from shapes, and of the compiler with its options."""
-        compiler = digest(digest_compiler(tuple(self._mesh.devices.flat)), self._options)
+        compiler = digest(digest_compiler(tuple(self.setup.layout.devices)), self._options)
         return digest(digest_source(), self._step_model), compiler
 
     @cached_property
@@ -446,7 +445,7 @@ class Runner:
         """Describe the device's state."""
         setup = self.setup
         sizes = self.geometry, setup.max_num_batched_tokens, self.extras
-        own = self._mesh, setup.dtype, self.drafting, setup.cache_dtype
+        own = setup.layout, setup.dtype, self.drafting, setup.cache_dtype
         batch_size = 0
         if self._keeps_batch:
             batch_size = max(batch.buffer_size(key.shape) for key in (*self.programs.covering, *self.programs.rest))
@@ -483,7 +482,7 @@ class Runner:
             self._compile_small()
             self.programs.wait(progress)
             temporaries = max(self._temporary_bytes(key) for key in self.programs.covering)
-            fitting = plan_memory(self._config, self.setup, self._mesh, free, temporaries)
+            fitting = plan_memory(self._config, self.setup, free, temporaries)
             if fitting.num_blocks >= self.geometry.num_blocks:
                 return
             self._start_programs(fitting)
@@ -493,14 +492,13 @@ class Runner:
         memory = self.programs[key].memory_analysis()
         own = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         is_second = key.part in ("sample", "finish")
-        logits = 4 * key.shape.sampled * self._num_columns // self._mesh.size if is_second else 0
+        logits = 4 * key.shape.sampled * self._num_columns // self.setup.layout.shards("vocab") if is_second else 0
         return own + logits
 
     @property
     def _num_columns(self) -> int:
         """Columns of the logits over all devices: the vocabulary with its padding."""
-        shards = self._mesh.size
-        return -(-self.setup.spec.vocab_size // shards) * shards
+        return self.setup.layout.padded("vocab", self.setup.spec.vocab_size)
 
     def _compile_small(self) -> None:
         """Compile the small programs, while other threads compile steps."""
@@ -516,7 +514,7 @@ class Runner:
 
     def _lower(self, key: Key) -> jax.stages.Lowered:
         """Trace one program."""
-        model, everywhere = self._step_model, sharding.replicated(self._mesh)
+        model, everywhere = self._step_model, self.setup.layout.sharding()
         if key.part == "sample":
             assert key.variant is not None
             return self._lower_sample(key.shape.rows, key.variant)
@@ -546,8 +544,9 @@ class Runner:
     def _describe_second(self, num_places: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         """Describe the logits and the masks that the second half of a step reads."""
         width = len(batch.MASK_COLUMNS) + -(-self.setup.spec.vocab_size // 32)
-        masks = jax.ShapeDtypeStruct((num_places, width), jnp.int32, sharding=sharding.replicated(self._mesh))
-        columns = jax.NamedSharding(self._mesh, jax.sharding.PartitionSpec(None, sharding.AXIS))
+        layout = self.setup.layout
+        masks = jax.ShapeDtypeStruct((num_places, width), jnp.int32, sharding=layout.sharding())
+        columns = layout.sharding(None, "vocab")
         logits = jax.ShapeDtypeStruct((num_places, self._num_columns), jnp.float32, sharding=columns)
         return logits, masks
 

@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import psutil
-from jax.sharding import Mesh
 
 import pallas_kernels
 from jaxllm import combinations
@@ -29,6 +28,7 @@ from jaxllm.model.families import Family, read_spec
 from jaxllm.model.parameters import Scheme
 from jaxllm.model.pooler import Pooler
 from jaxllm.model.pooler_files import most_tokens, read_pooler
+from jaxllm.model.sharding import Layout, make_layout
 from jaxllm.model.spec import Spec, heads_per_shard
 from jaxllm.model.stored_formats import Stored
 from jaxllm.model.stored_head import with_stored_head
@@ -65,6 +65,7 @@ class Setup:
     generation_config: dict[str, Any]
     platform: str
     devices: tuple[jax.Device, ...]  # pyright: ignore[reportInvalidTypeForm]
+    layout: Layout  # over the first of the devices
     dtype: jnp.dtype
     cache_dtype: jnp.dtype  # of keys and values
     float8: str | None  # see `Geometry.float8`
@@ -127,7 +128,7 @@ def choose_cache_dtype(config: EngineConfig, dtype: jnp.dtype, is_cpu: bool) -> 
 def choose_kernels(
     config: EngineConfig,
     spec: Spec,
-    device: jax.Device,  # pyright: ignore[reportInvalidTypeForm]
+    layout: Layout,
     dtype: jnp.dtype,
     cache_dtype: jnp.dtype,
     scheme: Scheme | None,
@@ -137,7 +138,8 @@ def choose_kernels(
     `scheme` is that of quantized matrices. One that is asked for and cannot run here is a UserError; no other is
     substituted.
     """
-    heads, kv_heads = heads_per_shard(spec, config.tensor_parallel_size)
+    device = layout.devices[0]
+    heads, kv_heads = heads_per_shard(spec, layout.shards("heads"))
     site = Site(
         platform=device.platform,
         capability=pallas_kernels.capability_of(device),
@@ -149,7 +151,7 @@ def choose_kernels(
         value_size=spec.latent.rank if spec.latent else None,
         block_tokens=config.block_size,
         has_softcap=spec.attention_softcap is not None,
-        shards=config.tensor_parallel_size,
+        shards=layout.shards("vocab"),
         kind="float" if scheme is None else scheme.kind,
         rounds_rows=scheme is not None and scheme.rounds_rows,
         is_deterministic=config.deterministic,
@@ -219,8 +221,10 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
             )
         tokens = longest
 
+    layout = make_layout(devices, config.tensor_parallel_size)
+
     def kernels_of(own: Spec) -> dict[str, Choice]:
-        return choose_kernels(config, own, devices[0], dtype, cache_dtype, scheme)
+        return choose_kernels(config, own, layout, dtype, cache_dtype, scheme)
 
     how, draft = draft_setup.choose(config, spec, longest, kernels_of)
     return Setup(
@@ -232,6 +236,7 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
         generation_config={"eos_token_id": checkpoint.get("eos_token_id")} | weights.read_generation_config(folder),
         platform=platform,
         devices=devices,
+        layout=layout,
         dtype=dtype,
         cache_dtype=cache_dtype,
         float8=float8,
@@ -297,19 +302,17 @@ def step_sizes(config: EngineConfig, recorded: Mapping[str, Any], is_cpu: bool, 
     return slots or min(usual_slots, tokens), tokens
 
 
-def free_bytes(setup: Setup, shards: int) -> int | None:
+def free_bytes(setup: Setup) -> int | None:
     """Return the free memory of a device before anything is allocated; None where it does not report it."""
     if setup.platform == "cpu":
-        return psutil.virtual_memory().available // shards  # virtual devices share the host's
+        return psutil.virtual_memory().available // len(setup.layout.devices)  # virtual devices share the host's
     stats = setup.devices[0].memory_stats()
     if not stats or "bytes_limit" not in stats:
         return None
     return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
 
 
-def plan_memory(
-    config: EngineConfig, setup: Setup, mesh: Mesh, free: int | None, temporaries: int | None = None
-) -> MemoryPlan:
+def plan_memory(config: EngineConfig, setup: Setup, free: int | None, temporaries: int | None = None) -> MemoryPlan:
     """Share out the memory of one device.
 
     `free` are its bytes before anything is allocated; `temporaries` what its largest program needs while it runs, None
@@ -320,8 +323,8 @@ def plan_memory(
     head = None if setup.drafting is None else setup.drafting.head
     num_aux = 0 if head is None else len(head.aux_layers)
     is_cpu = setup.platform == "cpu"
-    described = describe_weights(config, setup, mesh)
-    adapter = lora.abstract(spec, mesh, setup.dtype, config.max_lora_rank) if config.enable_lora else ()
+    described = describe_weights(config, setup)
+    adapter = lora.abstract(spec, setup.layout, setup.dtype, config.max_lora_rank) if config.enable_lora else ()
     device = memory_plan.Device(
         free=free,
         share=CPU_SHARE if is_cpu else GPU_SHARE,
@@ -336,7 +339,7 @@ def plan_memory(
         # Tables, tokens and extras of every slot, and a step's hidden states, see DeviceState.
         slots=4 * setup.max_num_seqs * (longest + setup.max_model_len + extras_of(config, spec).width)
         + setup.max_num_batched_tokens * spec.width * setup.dtype.itemsize * (1 + num_aux),
-        block=_block_bytes(config, setup, mesh),
+        block=_block_bytes(config, setup),
         block_size=config.block_size if spec.is_causal else setup.max_model_len,
         num_slots=setup.max_num_seqs,
         is_measured=temporaries is not None,
@@ -352,19 +355,20 @@ def plan_memory(
     return memory_plan.share_out(device, need, asked)
 
 
-def describe_weights(config: EngineConfig, setup: Setup, mesh: Mesh) -> Params[jax.ShapeDtypeStruct]:
+def describe_weights(config: EngineConfig, setup: Setup) -> Params[jax.ShapeDtypeStruct]:
     """Describe all weights that a step reads: those of the model, and of what drafts for it."""
-    described = weights.abstract(setup.spec, mesh, setup.dtype, config.quantization, setup.pooler, setup.family)
-    return replace(described, draft=draft_setup.abstract(setup.drafting, mesh, setup.dtype))
+    described = weights.abstract(setup.spec, setup.layout, setup.dtype, config.quantization, setup.pooler, setup.family)
+    return replace(described, draft=draft_setup.abstract(setup.drafting, setup.layout, setup.dtype))
 
 
-def _block_bytes(config: EngineConfig, setup: Setup, mesh: Mesh) -> int:
+def _block_bytes(config: EngineConfig, setup: Setup) -> int:
     """Return the bytes of a block on one device: of the model's cache, and of the one of what drafts for it."""
     if not setup.spec.is_causal:
         return 0
     own = None if setup.drafting is None else setup.drafting.spec
     specs = [setup.spec] if own is None else [setup.spec, own]
-    return sum(kv_cache.block_bytes(spec, config.block_size, setup.cache_dtype, mesh.size) for spec in specs)
+    shards = setup.layout.shards("kv_heads")
+    return sum(kv_cache.block_bytes(spec, config.block_size, setup.cache_dtype, shards) for spec in specs)
 
 
 def _bytes_on_one(described: Any) -> int:
@@ -378,19 +382,19 @@ def extras_of(config: EngineConfig, spec: Spec) -> Extras:
     return Extras(spec.vocab_size, tuple(map(processor_name, config.logits_processors)))
 
 
-def describe_memory(plan: MemoryPlan, setup: Setup, shards: int) -> str:
+def describe_memory(plan: MemoryPlan, setup: Setup) -> str:
     """Write a memory plan as a small table, and the host's memory."""
     host = psutil.virtual_memory()
     own = psutil.Process().memory_info().rss
     where = "the host" if setup.platform == "cpu" else setup.devices[0].device_kind
-    if shards > 1:
-        where = f"each of {shards} devices ({where})"
+    if len(setup.layout.devices) > 1:
+        where = f"each of {len(setup.layout.devices)} devices ({where})"
     used, free, total = (memory_plan.size(number) for number in (own, host.available, host.total))
     text = f"{used} in use by this process, {free} of {total} free"
     return memory_plan.describe(plan, where, text)
 
 
-def describe_programs(config: EngineConfig, setup: Setup, shards: int, plan: MemoryPlan) -> dict[str, Any]:
+def describe_programs(config: EngineConfig, setup: Setup, plan: MemoryPlan) -> dict[str, Any]:
     """Return the manifest: what programs are compiled for, beside the model's shapes (see aot_manifest.py)."""
     return {
         "jaxllm": __version__,
@@ -407,7 +411,7 @@ def describe_programs(config: EngineConfig, setup: Setup, shards: int, plan: Mem
         "adapters": [config.max_loras, config.max_lora_rank] if config.enable_lora else None,
         "deterministic": config.deterministic,
         "speculative": repr(setup.drafting),
-        "tensor_parallel_size": shards,
+        "tensor_parallel_size": config.tensor_parallel_size,
         "pools": setup.pooler is not None,
         "block_size": config.block_size,
         "num_kv_blocks": plan.num_blocks,

@@ -16,13 +16,12 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax, named_scope
-from jax.sharding import Mesh, PartitionSpec
 
 from jaxllm.metrics import Metrics
-from jaxllm.model import decoder, layers, pooler, sharding
+from jaxllm.model import decoder, layers, pooler
 from jaxllm.model.decoder import Attend, Heads, Params
 from jaxllm.model.pooler import Pooler
-from jaxllm.model.sharding import AXIS
+from jaxllm.model.sharding import Layout
 from jaxllm.model.spec import Spec, heads_per_shard
 from jaxllm.runner import batch, encoder_batch, kv_cache, step
 from jaxllm.runner.attention import attention
@@ -49,16 +48,16 @@ class PoolState(Generic[Leaf]):
 
 
 def abstract(
-    spec: Spec, own: Pooler, geometry: Geometry, mesh: Mesh, cache_dtype: jnp.dtype
+    spec: Spec, own: Pooler, geometry: Geometry, layout: Layout, cache_dtype: jnp.dtype
 ) -> PoolState[jax.ShapeDtypeStruct]:
     """Describe the state: shapes, types and shardings, nothing allocated."""
     if not spec.is_causal:
         return PoolState()
-    whole = partial(jax.ShapeDtypeStruct, sharding=sharding.replicated(mesh))
+    of_slots = partial(jax.ShapeDtypeStruct, sharding=layout.sharding("slots"))
     return PoolState(
-        kv=kv_cache.abstract_kv(spec, geometry, mesh, cache_dtype),
-        tables=whole((geometry.num_slots, geometry.max_blocks), jnp.int32),
-        sums=whole((geometry.num_slots, spec.width), jnp.float32) if own.pooling == "mean" else None,
+        kv=kv_cache.abstract_kv(spec, geometry, layout, cache_dtype),
+        tables=of_slots((geometry.num_slots, geometry.max_blocks), jnp.int32),
+        sums=of_slots((geometry.num_slots, spec.width), jnp.float32) if own.pooling == "mean" else None,
     )
 
 
@@ -88,7 +87,7 @@ def build(model: StepModel, shape: Shape) -> Callable[[Leaves, Leaves, jax.Array
     """Return a step of (weights, state, buffer) -> (state, results float32[R, W]), flat as `step.build`'s."""
     compute = _encode if shape.bin_tokens else _pool_chunks
     name = step.program_name(shape, None, "pool")
-    return step.on_shards(model, partial(compute, model, shape), name, PartitionSpec())
+    return step.on_shards(model, partial(compute, model, shape), name, model.layout.spec())
 
 
 def _pool_chunks(
@@ -102,7 +101,7 @@ def _pool_chunks(
     tables = state.tables.at[table[:, 0], table[:, 1]].set(table[:, 2], mode="drop")
     kv, positions = list(state.kv), field["token_position"]
     attend = attention(model.spec, model.geometry, model.kernels, shape, kv, tables, field, slots, positions)
-    context = decoder.Context(positions, attend, axis=AXIS)
+    context = decoder.Context(positions, attend, layout=model.layout)
     hidden = decoder.forward(model.spec, params, field["tokens"], context)  # [T, D]
     row_slot, sums = field["row_slot"], state.sums
     with named_scope("pooling"):
@@ -130,8 +129,8 @@ def _encode(
     row, first, lengths = field["token_row"], field["row_first"], field["row_length"]
     context = decoder.Context(
         field["token_position"],
-        _attention_in_bins(model.spec, params, shape, row),
-        axis=AXIS,
+        _attention_in_bins(model, params, shape, row),
+        layout=model.layout,
         token_types=field["token_types"],
     )
     hidden = decoder.forward(model.spec, params, field["tokens"], context)  # [T, D]
@@ -153,15 +152,15 @@ def _sums(is_own: jax.Array, hidden: jax.Array) -> jax.Array:
     return jnp.where((is_own & is_bad).any(axis=1)[:, None], jnp.nan, total)
 
 
-def _attention_in_bins(spec: Spec, params: Params[jax.Array], shape: Shape, row: jax.Array) -> Attend:
+def _attention_in_bins(model: StepModel, params: Params[jax.Array], shape: Shape, row: jax.Array) -> Attend:
     """Return the attention of tokens to those of their own row, all of which lie in one bin."""
-    length = shape.bin_tokens
+    spec, length = model.spec, shape.bin_tokens
     rows = row.reshape(-1, length)
     bias = None
     if spec.relative_buckets:
         table = params.top["relative_bias"]
         bias = layers.relative_bias(table, length, spec.relative_buckets, spec.relative_distance)  # [H, L, L]
-    num_heads, kv_heads = heads_per_shard(spec, lax.axis_size(AXIS))
+    num_heads, kv_heads = heads_per_shard(spec, model.layout.shards("heads"))
 
     def attend(layer: int, heads: Heads, window: int | None, sinks: jax.Array | None) -> jax.Array:
         if sinks is not None:

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.model import sharding
 from jaxllm.runner import batch, encoder_batch, pooling
 from jaxllm.runner.compiled_programs import Key
 from jaxllm.runner.model_runner import Runner
@@ -78,7 +77,7 @@ class PoolingRunner(Runner):
     def _describe_state(self) -> Any:
         setup = self.setup
         assert setup.pooler is not None
-        return pooling.abstract(setup.spec, setup.pooler, self.geometry, self._mesh, setup.cache_dtype)
+        return pooling.abstract(setup.spec, setup.pooler, self.geometry, setup.layout, setup.cache_dtype)
 
     def _list_programs(self) -> PoolPrograms:  # pyright: ignore[reportIncompatibleMethodOverride]
         setup, slots = self.setup, self.geometry.num_slots
@@ -91,14 +90,14 @@ class PoolingRunner(Runner):
     def _compile_small(self) -> None:
         if not self.setup.spec.is_causal:
             return
-        changes = jax.ShapeDtypeStruct((PATCH_ENTRIES, 3), jnp.int32, sharding=sharding.replicated(self._mesh))
+        changes = jax.ShapeDtypeStruct((PATCH_ENTRIES, 3), jnp.int32, sharding=self.setup.layout.sharding())
         described = self._state_shapes.tables, changes
         patch = jax.jit(_patch, donate_argnums=0)
         self._patch_program = self._kept.make("patch", described, lambda: patch.lower(*described))
 
     def _lower(self, key: Key) -> jax.stages.Lowered:
         table = encoder_batch.fields(key.shape) if key.shape.bin_tokens else batch.fields(key.shape)
-        everywhere = sharding.replicated(self._mesh)
+        everywhere = self.setup.layout.sharding()
         buffer = jax.ShapeDtypeStruct((batch.size_of(table),), jnp.int32, sharding=everywhere)
         params, state = (tuple(jax.tree.leaves(tree)) for tree in (self._params_shapes, self._state_shapes))
         run = pooling.build(self._step_model, key.shape)

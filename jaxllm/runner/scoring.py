@@ -12,10 +12,8 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from jaxllm.model import decoder
-from jaxllm.model.sharding import AXIS
 from jaxllm.runner.results import Score, Scored, join, read
 from jaxllm.runner.step_model import Leaves, StepModel, products_of
 from jaxllm.sampling import sampler
@@ -37,7 +35,7 @@ def build(model: StepModel, is_whole: bool) -> Callable[[Leaves, jax.Array, jax.
 
     def on_shard(params_leaves: Leaves, hidden: jax.Array, places: jax.Array) -> jax.Array:
         weights = jax.tree.unflatten(params_tree, params_leaves)
-        vocabulary = Vocabulary(spec.vocab_size, AXIS)
+        vocabulary = Vocabulary(spec.vocab_size, model.layout)
         with products_of(model):
             logits = decoder.head(spec, weights, hidden.at[places[:, 0]].get(mode="clip"))  # [Q, Vx]
         logits = vocabulary.without_padding(logits)
@@ -48,13 +46,9 @@ def build(model: StepModel, is_whole: bool) -> Callable[[Leaves, jax.Array, jax.
 
     on_shard.__name__ = "score_whole" if is_whole else "score"
     params_specs = tuple(leaf.sharding.spec for leaf in jax.tree.leaves(params))
-    return jax.shard_map(
-        on_shard,
-        mesh=model.mesh,
-        in_specs=(params_specs, PartitionSpec(), PartitionSpec()),
-        out_specs=PartitionSpec(None, AXIS) if is_whole else PartitionSpec(),
-        check_vma=False,
-    )
+    layout = model.layout
+    result = layout.spec(None, "vocab") if is_whole else layout.spec()
+    return layout.shard_map(on_shard, (params_specs, layout.spec(), layout.spec()), result)
 
 
 def read_scores(wanted: Sequence[Scored], found: jax.Array | np.ndarray) -> list[Score]:

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.model import sharding
 from jaxllm.runner import scoring, step
 from jaxllm.runner.device_state import DeviceState
 from jaxllm.runner.results import Scored
@@ -29,7 +28,7 @@ Make = Callable[..., Any]  # of a name, a function, its donated arguments, and t
 
 def compile_all(model: StepModel, make: Make) -> dict[str, Any]:
     """Compile the programs of an engine that generates, by their names in a trace."""
-    shapes, everywhere = model.state, sharding.replicated(model.mesh)
+    shapes, everywhere = model.state, model.layout.sharding()
 
     def described(*size: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(size, jnp.int32, sharding=everywhere)

@@ -27,7 +27,6 @@ import pallas_kernels
 from jaxllm.model import decoder, fused
 from jaxllm.model.decoder import Params
 from jaxllm.model.lora_linear import adapted_linear
-from jaxllm.model.sharding import AXIS
 from jaxllm.runner import batch, draft_models, drafting
 from jaxllm.runner.attention import attention
 from jaxllm.runner.batch import Shape
@@ -55,7 +54,7 @@ def build(model: StepModel, shape: Shape, variant: Variant) -> Callable[..., tup
         following, joined = _finish(model, shape, variant, weights, following, field, laid, aux, logits)
         return following, _into(state, buffer, joined)
 
-    return on_shards(model, run, program_name(shape, variant), PartitionSpec(), shape.adapters)
+    return on_shards(model, run, program_name(shape, variant), model.layout.spec(), shape.adapters)
 
 
 def build_forward(model: StepModel, shape: Shape) -> Callable[..., tuple[Leaves, jax.Array]]:
@@ -70,7 +69,7 @@ def build_forward(model: StepModel, shape: Shape) -> Callable[..., tuple[Leaves,
             following = replace(following, drafted=draft_models.keep(following.drafted, aux))
         return following, logits
 
-    return on_shards(model, run, program_name(shape, None), PartitionSpec(None, AXIS), shape.adapters)
+    return on_shards(model, run, program_name(shape, None), model.layout.spec(None, "vocab"), shape.adapters)
 
 
 def on_shards(
@@ -103,13 +102,8 @@ def on_shards(
     params_specs, state_specs, adapter_specs = (
         tuple(leaf.sharding.spec for leaf in jax.tree.leaves(tree)) for tree in (params, state, adapter)
     )
-    return jax.shard_map(
-        on_shard,
-        mesh=model.mesh,
-        in_specs=(params_specs, state_specs, PartitionSpec(), *(adapter_specs,) * num_adapters, *further),
-        out_specs=(state_specs, result),
-        check_vma=False,  # kernels inside of shard_map declare no varying axes
-    )
+    in_specs = (params_specs, state_specs, model.layout.spec(), *(adapter_specs,) * num_adapters, *further)
+    return model.layout.shard_map(on_shard, in_specs, (state_specs, result))
 
 
 def build_sample(model: StepModel, num_rows: int, variant: Variant) -> Callable[..., tuple[jax.Array, jax.Array]]:
@@ -128,13 +122,8 @@ def build_sample(model: StepModel, num_rows: int, variant: Variant) -> Callable[
         return _append(model, tokens, at, ends, sampled), join(sampled)
 
     on_shard.__name__ = f"sample_{num_rows}_{variant.value}"
-    return jax.shard_map(
-        on_shard,
-        mesh=model.mesh,
-        in_specs=(PartitionSpec(),) * 3 + (PartitionSpec(None, AXIS), PartitionSpec()),
-        out_specs=PartitionSpec(),
-        check_vma=False,
-    )
+    whole = model.layout.spec()
+    return model.layout.shard_map(on_shard, (*(whole,) * 3, *_of_halves(model)), whole)
 
 
 def build_finish(model: StepModel, shape: Shape, variant: Variant) -> Callable[..., tuple[Leaves, jax.Array]]:
@@ -158,10 +147,13 @@ def build_finish(model: StepModel, shape: Shape, variant: Variant) -> Callable[.
         following, joined = _finish(model, shape, variant, weights, state, field, laid, aux, logits, mask)
         return following, _into(state, buffer, joined)
 
-    return on_shards(model, run, f"finish_{program_name(shape, variant)}", PartitionSpec(), further=_OF_HALVES)
+    name = f"finish_{program_name(shape, variant)}"
+    return on_shards(model, run, name, model.layout.spec(), further=_of_halves(model))
 
 
-_OF_HALVES = (PartitionSpec(None, AXIS), PartitionSpec())  # logits and masks
+def _of_halves(model: StepModel) -> tuple[PartitionSpec, PartitionSpec]:
+    """Return how the logits and the masks are divided that a second half reads."""
+    return model.layout.spec(None, "vocab"), model.layout.spec()
 
 
 def _read_masks(masks: jax.Array) -> tuple[dict[str, jax.Array], tuple[jax.Array, jax.Array]]:
@@ -233,7 +225,7 @@ def build_copy(model: StepModel) -> Callable[[Leaves, jax.Array], Leaves]:
 
     on_shard.__name__ = "copy_blocks"
     specs = tuple(leaf.sharding.spec for leaf in jax.tree.leaves(model.state.kv))
-    return jax.shard_map(on_shard, mesh=model.mesh, in_specs=(specs, PartitionSpec()), out_specs=specs, check_vma=False)
+    return model.layout.shard_map(on_shard, (specs, model.layout.spec()), specs)
 
 
 def patch_extras(extras: jax.Array, changes: jax.Array) -> jax.Array:
@@ -359,7 +351,7 @@ def _forward(
     laid = _lay_out(model, shape, state, field)
     kv = list(state.kv)
     attend = attention(spec, model.geometry, model.kernels, shape, kv, tables, field, laid.slots, laid.positions)
-    context = decoder.Context(laid.positions, attend, axis=AXIS, fused=fused.chosen(model.kernels))
+    context = decoder.Context(laid.positions, attend, layout=model.layout, fused=fused.chosen(model.kernels))
     context = replace(context, rounds_inner=fused.rounds_inner(model.kernels, shape.tokens))
     if adapters:
         linear = adapted_linear(adapters, field["token_adapter"], model.joins_adapters)
@@ -456,7 +448,7 @@ def _sample(
             own,
             variant,
             model.num_logprobs,
-            Vocabulary(model.spec.vocab_size, AXIS),
+            Vocabulary(model.spec.vocab_size, model.layout),
             model.processors,
             model.kernels["sample"],
             mask,

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 import pallas_kernels
 from jaxllm.model import lora
 from jaxllm.model.decoder import Params
 from jaxllm.model.pooler import Pooler
+from jaxllm.model.sharding import Layout
 from jaxllm.model.spec import Spec
 from jaxllm.runner.drafting import Drafting
 from jaxllm.runner.kv_cache import Geometry
@@ -33,7 +33,7 @@ class StepModel:
     num_logprobs: int  # likeliest tokens that a step returns
     extras: Extras
     processors: Sequence[Processor]
-    mesh: Mesh
+    layout: Layout
     params: Params[jax.ShapeDtypeStruct]
     state: Any  # the device's state, described: a DeviceState, or a PoolState
     kernels: Mapping[str, Choice]

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxllm.model.sharding import UNDIVIDED, Layout
 from pallas_kernels.sampling.xla import MOST_TOKENS
 
 _COLUMNS = 128  # whose maximum `_argmax` takes together; 32 to 512 are as good where they divide the vocabulary
@@ -23,10 +24,10 @@ _BITS_A_ROUND = 4  # that a search settles among several shards: 8 all-reduces o
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """How many tokens there are, and the mesh axis that divides them; None: all are here, no shard_map is needed."""
+    """The number of tokens, and the layout that divides them."""
 
     size: int
-    axis: str | None = None
+    layout: Layout = UNDIVIDED
 
     def __post_init__(self) -> None:
         if self.size > MOST_TOKENS:
@@ -34,12 +35,12 @@ class Vocabulary:
 
     @property
     def shards(self) -> int:
-        """Return X, which is known while a program is traced."""
-        return 1 if self.axis is None else lax.axis_size(self.axis)
+        """Return X."""
+        return self.layout.shards("vocab")
 
     def first(self, width: int) -> jax.Array | int:
         """Return the id of this shard's first column; `width` is Vx."""
-        return 0 if self.shards == 1 else lax.axis_index(self.axis) * width
+        return 0 if self.shards == 1 else self.layout.index("vocab") * width
 
     def ids(self, width: int) -> jax.Array:
         """Return the ids of this shard's columns, i32[Vx]; padding has `size` and above."""
@@ -62,9 +63,7 @@ class Vocabulary:
 
     def whole(self, values: jax.Array) -> jax.Array:
         """Bring all columns together: f32[R, Vx] to [R, V] on every shard; one all-gather."""
-        if self.shards > 1:
-            values = lax.all_gather(values, self.axis, axis=1, tiled=True)
-        return values[:, : self.size]
+        return self.layout.gathered(values, "vocab", 1)[:, : self.size]
 
     def columns(self, values: jax.Array, width: int) -> jax.Array:
         """Take this shard's columns, [R, Vx], out of [R, V or more]; padding has any value."""
@@ -80,7 +79,7 @@ class Vocabulary:
 
     def total(self, counts: jax.Array) -> jax.Array:
         """Add up the shards' integers of any shape; one all-reduce, none on one shard."""
-        return counts if self.shards == 1 else lax.psum(counts, self.axis)
+        return self.layout.total(counts, "vocab")
 
     def collect(self, *columns: jax.Array) -> tuple[jax.Array, ...]:
         """Bring together what each shard says of each row, [R] or [R, n], as [R, X] or [R, X, n]; one all-gather."""
@@ -92,7 +91,8 @@ class Vocabulary:
         ]
         packed = [column.reshape(column.shape[0], -1) for column in packed]
         widths = [column.shape[1] for column in packed]
-        gathered = lax.all_gather(jnp.concatenate(packed, axis=1), self.axis, axis=1)  # [R, X, sum of widths]
+        # [R, X, sum of widths]
+        gathered = self.layout.gathered(jnp.concatenate(packed, axis=1)[:, None], "vocab", 1)
         result, at = [], 0
         for column, width in zip(columns, widths, strict=True):
             piece = gathered[:, :, at : at + width].reshape(column.shape[0], self.shards, *column.shape[1:])

@@ -43,7 +43,7 @@ STORED = (
 
 def weight_bytes(spec: Spec, stored: Stored) -> int:
     """Count the bytes of all weights that a step reads, on one device."""
-    declared = decoder.declare(spec, 1)
+    declared = decoder.declare(spec)
     head = "embed" if spec.tie_embeddings else "head"
     top = sum(
         _bytes(weight, stored.scheme if stored.has_head else None)

@@ -21,6 +21,7 @@ from jaxllm.embedded import MODEL_DIR
 from jaxllm.errors import UserError
 from jaxllm.model import orbax_checkpoint, weights
 from jaxllm.model.families import read_spec
+from jaxllm.model.sharding import UNDIVIDED
 from tests.model.test_parity import CASES, QUICK
 from tests.support.checkpoints import CONFIG, load, random_tensors, write_checkpoint
 from tests.support.paths import GOLDEN
@@ -29,7 +30,7 @@ from tests.support.sizes import FEW_SLOTS
 
 def _check(folder: Path) -> None:
     spec, family = read_spec(weights.read_config(folder))
-    weights.check(folder, spec, family, 1)
+    weights.check(folder, spec, family, UNDIVIDED)
 
 
 def _assert_same(left, right) -> None:

@@ -74,8 +74,8 @@ def foretold(folder: Path, kind: str | None, text: Sequence[int]) -> np.ndarray:
 @functools.cache
 def _plain(folder: Path, kind: str | None, length: int) -> tuple[Any, Any, Callable[..., jax.Array]]:
     spec, family = read_spec(weights.read_config(folder))
-    mesh = sharding.make_mesh(jax.devices(), 1)
-    params = weights.load(folder, spec, family, mesh, "float32")
+    layout = sharding.make_layout(jax.devices(), 1)
+    params = weights.load(folder, spec, family, layout, "float32")
     is_seen = np.tri(length, dtype=bool)
 
     def attend(layer: int, heads: decoder.Heads, window: int | None, sinks: jax.Array | None) -> jax.Array:
@@ -87,13 +87,11 @@ def _plain(folder: Path, kind: str | None, length: int) -> tuple[Any, Any, Calla
         return jnp.einsum("htu,uhc->thc", jax.nn.softmax(jnp.where(is_seen, scores, -jnp.inf)), v)
 
     def on_shard(params: Any, tokens: jax.Array) -> jax.Array:
-        context = decoder.Context(jnp.arange(length), attend)
+        context = decoder.Context(jnp.arange(length), attend, layout=layout)
         return decoder.head(spec, params, decoder.forward(spec, params, tokens, context))
 
     specs, whole = jax.tree.map(lambda leaf: leaf.sharding.spec, params), PartitionSpec()
-    run = jax.shard_map(
-        on_shard, mesh=mesh, in_specs=(specs, whole), out_specs=PartitionSpec(None, sharding.AXIS), check_vma=False
-    )
+    run = layout.shard_map(on_shard, (specs, whole), layout.spec(None, "vocab"))
     return spec, params, jax.jit(run)
 
 
@@ -250,13 +248,13 @@ def test_8_bits_hold_more_tokens(tmp_path: Path, dtype: Any, least: float) -> No
     """Of a vector of 128 numbers bfloat16 takes 256 bytes, float32 512, and 8 bits with their scale 132."""
     described = json.loads((GOLDEN / "qwen3" / "config.json").read_text()) | {"head_dim": 128}
     (tmp_path / "config.json").write_text(json.dumps(described))
-    mesh, tokens = sharding.make_mesh(jax.devices(), 1), {}
+    tokens = {}
     for kind in ("auto", *KINDS):
         config = EngineConfig(model=str(tmp_path), dtype=dtype, kv_cache_dtype=kind, max_num_seqs=2**14)
         setup, tokens[kind] = prepare(config, needs_weights=False), 0
         # Memories of many sizes: the number of blocks is rounded down, in some further than in others.
         for size in np.geomspace(1 << 24, 1 << 27, 200).astype(int).tolist():
-            plan = plan_memory(replace(config, kv_cache_memory_bytes=size), setup, mesh, 1 << 40)
+            plan = plan_memory(replace(config, kv_cache_memory_bytes=size), setup, 1 << 40)
             assert plan.kv_bytes <= size
             tokens[kind] += plan.num_blocks * plan.need.block_size
     assert all(least < tokens[kind] / tokens["auto"] < 1.05 * least for kind in KINDS), tokens
@@ -268,15 +266,14 @@ def test_the_plan_counts_what_is_allocated(case: str, shards: int) -> None:
     settings: dict[str, Any] = {"tensor_parallel_size": shards, "num_kv_blocks": 24, "kv_cache_dtype": "int8"}
     config = EngineConfig(model=str(GOLDEN / case), **settings)
     setup = prepare(config, needs_weights=False)
-    mesh = sharding.make_mesh(jax.devices(), shards)
-    plan = plan_memory(config, setup, mesh, 1 << 32)
+    plan = plan_memory(config, setup, 1 << 32)
     geometry = kv_cache.Geometry(num_slots=2, num_blocks=24, block_size=16, max_model_len=64)
-    layers = kv_cache.abstract_kv(setup.spec, geometry, mesh, setup.cache_dtype)
+    layers = kv_cache.abstract_kv(setup.spec, geometry, setup.layout, setup.cache_dtype)
     leaves = jax.tree.leaves(layers)
     held = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
     assert held == plan.kv_bytes and len(leaves) == len(layers) * (2 if setup.spec.latent else 4)
     plain = replace(config, kv_cache_dtype="auto")
-    records = [describe_programs(one, prepare(one, needs_weights=False), shards, plan) for one in (config, plain)]
+    records = [describe_programs(one, prepare(one, needs_weights=False), plan) for one in (config, plain)]
     assert difference(*records) == "kv_cache_dtype is 'float32', not 'int8'"
 
 

@@ -24,9 +24,11 @@ from jaxllm.model.decoder import declare
 from jaxllm.model.families import read_spec
 from jaxllm.model.lora_files import read_adapter
 from jaxllm.model.pooler_files import read_pooler
+from jaxllm.model.sharding import UNDIVIDED
 from jaxllm.replay.replay import Replay
 from jaxllm.sampling_params import default_sampling_params
 from jaxllm.text.tokenizer import load_tokenizer
+from tests.support.layouts import layout_of
 from tests.support.paths import GOLDEN, GOLDEN_POOLED
 
 TEXT = "Once upon a time, naïve 日本語 🎉 <|im_end|>\n"
@@ -82,8 +84,8 @@ def read_model(place: Path) -> None:
     config = weights.read_config(place)
     for length in (None, 4096):
         spec, family = read_spec(config, length)
-        weights.check_shards(spec, 1)
-        declare(spec, 1, pooler=read_pooler(place, config, spec, family, "pooling"))
+        weights.check_shards(spec, UNDIVIDED)
+        declare(spec, pooler=read_pooler(place, config, spec, family, "pooling"))
 
 
 def read_modules(place: Path) -> None:
@@ -101,7 +103,7 @@ def read_adapter_folder(place: Path) -> None:
         if not (place / name).exists():
             (place / name).write_bytes(make()[0])
     spec, family = read_spec(weights.read_config(GOLDEN / "llama"))
-    read = read_adapter(place, spec, family, 2, 8, np.float32)
+    read = read_adapter(place, spec, family, layout_of(2), 8, np.float32)
     if not 1 <= read.rank <= 8 or any(
         not np.isfinite(pair.b).all() for layer in read.weights for pair in layer.values()
     ):

@@ -19,13 +19,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
-from jax.sharding import Mesh
 
 import pallas_kernels
-from jaxllm.model import decoder, lora, quantized, sharding, weights
+from jaxllm.model import decoder, lora, quantized, weights
 from jaxllm.model.decoder import Params
 from jaxllm.model.families import read_spec
 from jaxllm.model.parameters import Scheme, Weight
+from jaxllm.model.sharding import RULES, Layout
 from jaxllm.model.spec import Spec, heads_per_shard
 from jaxllm.runner import batch, device_state, draft_setup, step
 from jaxllm.runner.batch import Shape
@@ -107,12 +107,12 @@ class Program:
 
 
 @functools.cache
-def mesh(devices: int = 1) -> Mesh:
+def layout(devices: int = 1) -> Layout:
     """Describe so many H200."""
     described = topologies.get_topology_desc(
         platform="cuda", target_config=TARGET.read_text(), topology=f"1x1x{devices}"
     )
-    return topologies.make_mesh(described, (devices,), (sharding.AXIS,))
+    return Layout(topologies.make_mesh(described, (devices,), ("tp",)), RULES)
 
 
 def kernels_of(
@@ -208,7 +208,7 @@ def compile_shape(
     is_deterministic: bool = False,
 ) -> Program:
     """Compile one program; without a variant, the forward half of a step."""
-    over = mesh(devices)
+    over = layout(devices)
     params = weights.abstract(spec, over, dtype) if scheme is None else _quantized(spec, over, dtype, scheme)
     params = replace(params, draft=draft_setup.abstract(drafting, over, jnp.dtype(dtype)))
     extras = Extras(spec.vocab_size)
@@ -223,7 +223,7 @@ def compile_shape(
         num_logprobs=0,
         extras=extras,
         processors=(),
-        mesh=over,
+        layout=over,
         params=params,
         state=state,
         kernels=chosen,
@@ -233,7 +233,7 @@ def compile_shape(
     )
     run = step.build_forward(model, shape) if variant is None else step.build(model, shape, variant)
     size = step.sent_size(model, shape, variant)
-    buffer = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=sharding.replicated(over))
+    buffer = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=over.sharding())
     leaves = (tuple(jax.tree.leaves(tree)) for tree in (params, state))
     adapters = (tuple(jax.tree.leaves(adapter)),) * shape.adapters
     donated = step.donated(model, variant) if donates else ()
@@ -244,9 +244,9 @@ def compile_shape(
     return read(lowered, weights.num_bytes((state.kv, drafted)) // devices, block, options)
 
 
-def _quantized(spec: Spec, over: Mesh, dtype: str, scheme: Scheme) -> Params[Any]:
+def _quantized(spec: Spec, over: Layout, dtype: str, scheme: Scheme) -> Params[Any]:
     """Describe a model's weights, the layers' matrices quantized."""
-    declared = decoder.declare(spec, over.size)
+    declared = decoder.declare(spec, over)
     layers = [
         {name: replace(weight, scheme=scheme) if weight.is_product else weight for name, weight in layer.items()}
         for layer in declared.layers

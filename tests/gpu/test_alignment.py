@@ -62,7 +62,7 @@ def test_a_field_that_is_not_aligned_is_seen(monkeypatch, variant):
 
 def program(ceiling: machine.Ceiling) -> str:
     """Compile a ceiling's program for an H200, of its full size."""
-    replicated = jax.sharding.NamedSharding(aot.mesh(), jax.sharding.PartitionSpec())
+    replicated = aot.layout().sharding()
     shapes = jax.eval_shape(ceiling.arrays)
     arrays = tuple(jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=replicated) for one in shapes)
     turn = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)

@@ -20,6 +20,7 @@ from jaxllm import LLM, SamplingParams
 from jaxllm.model import moe
 from jaxllm.model.parameters import Scheme
 from jaxllm.model.quantized import Quantized
+from jaxllm.model.sharding import UNDIVIDED
 from jaxllm.model.spec import Experts, Spec
 from pallas_kernels import Choice, Site, tuning
 from tests.support import paths
@@ -211,10 +212,10 @@ def test_what_is_not_its_to_multiply_stays_with_the_other_forms(monkeypatch: pyt
         values = jnp.round(one * 50).astype(jnp.int8)
         weights[name] = Quantized(values, jnp.full((4, 1, one.shape[1]), 0.02), scheme=Scheme("int8"))
     x = jnp.asarray(rng.standard_normal((3, 16), np.float32))
-    expected = moe.mix(spec, experts, weights, x, "tp")
+    expected = moe.mix(spec, experts, weights, x, UNDIVIDED)
     monkeypatch.setattr(triton_kernels, "call", None)
     with pallas_kernels.fused_experts_by(TRITON):
-        np.testing.assert_array_equal(moe.mix(spec, experts, weights, x, "tp"), expected)
+        np.testing.assert_array_equal(moe.mix(spec, experts, weights, x, UNDIVIDED), expected)
 
 
 @pytest.mark.parametrize(

@@ -320,9 +320,8 @@ def test_a_branch_in_the_step_is_seen(monkeypatch):
 
 
 def test_a_kernel_on_a_sharded_cache_outside_shard_map_is_seen():
-    over = aot.mesh(4)
-    heads = jax.sharding.NamedSharding(over, jax.sharding.PartitionSpec(None, "tp"))
-    whole = jax.sharding.NamedSharding(over, jax.sharding.PartitionSpec())
+    over = aot.layout(4)
+    heads, whole = over.sharding("blocks", "kv_heads"), over.sharding()
     cache = jax.ShapeDtypeStruct((1024, 8, 16, 64), jnp.bfloat16, sharding=heads)
     qkv = jax.ShapeDtypeStruct((16, 24, 64), jnp.bfloat16, sharding=whole)
     places = jax.ShapeDtypeStruct((16,), jnp.int32, sharding=whole)

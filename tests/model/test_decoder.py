@@ -19,6 +19,7 @@ from pallas_kernels.activations import activate
 from tests.parity.driver import generate
 from tests.support.checkpoints import CONFIG, write_checkpoint
 from tests.support.heads import apart
+from tests.support.layouts import layout_of
 from tests.support.paths import GOLDEN
 
 
@@ -143,24 +144,27 @@ def test_more_devices_than_key_value_heads(tmp_path):
 @pytest.mark.parametrize(("shards", "expected"), [(1, 0), (4, 5)])
 def test_two_all_reduces_a_layer_and_one_for_the_embedding(shards, expected):
     spec, _ = read_spec(CONFIG)
-    mesh = sharding.make_mesh(jax.devices(), shards)
-    params = weights.abstract(spec, mesh, "float32")
+    layout = sharding.make_layout(jax.devices(), shards)
+    params = weights.abstract(spec, layout, "float32")
 
     def hidden(params, tokens, positions):
         return decoder.forward(
-            spec, params, tokens, decoder.Context(positions, lambda _, heads, *__: heads.qkv[:, : 8 // shards])
+            spec,
+            params,
+            tokens,
+            decoder.Context(positions, lambda _, heads, *__: heads.qkv[:, : 8 // shards], layout=layout),
         )
 
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, params)
     whole = PartitionSpec()
-    step = jax.shard_map(hidden, mesh=mesh, in_specs=(specs, whole, whole), out_specs=whole, check_vma=False)
+    step = layout.shard_map(hidden, (specs, whole, whole), whole)
     tokens = jax.ShapeDtypeStruct((6,), jnp.int32)
     assert jax.jit(step).lower(params, tokens, tokens).compile().as_text().count(" all-reduce(") == expected
 
 
 def test_layers_see_their_own_window_and_number():
     spec = _spec(windows=(7, None))
-    params = weights.load_random(spec, sharding.make_mesh(jax.devices(), 1), "bfloat16")
+    params = weights.load_random(spec, sharding.make_layout(jax.devices(), 1), "bfloat16")
     calls = []
 
     def attend(layer, heads, window, sinks):
@@ -172,9 +176,9 @@ def test_layers_see_their_own_window_and_number():
     def hidden(params, tokens):
         return decoder.forward(spec, params, tokens, decoder.Context(tokens, attend))
 
-    mesh = sharding.make_mesh(jax.devices(), 1)
+    layout = sharding.make_layout(jax.devices(), 1)
     whole = PartitionSpec()
-    step = jax.shard_map(hidden, mesh=mesh, in_specs=(whole, whole), out_specs=whole, check_vma=False)
+    step = layout.shard_map(hidden, (whole, whole), whole)
     out = jax.eval_shape(step, params, jax.ShapeDtypeStruct((6,), jnp.int32))
     assert (out.shape, out.dtype) == ((6, 32), jnp.bfloat16)
     shapes = ((6, 4, 8), (6, 2, 8), (6, 2, 8), jnp.bfloat16)
@@ -183,14 +187,15 @@ def test_layers_see_their_own_window_and_number():
 
 def test_the_declaration_gives_every_part_its_rows():
     for shards in (1, 2, 4):
+        layout = layout_of(shards)
         declared = decoder.declare(
-            _spec(qkv_bias=True, mlp_bias=True, norm="layer", norm_bias=True, vocab_size=65), shards
+            _spec(qkv_bias=True, mlp_bias=True, norm="layer", norm_bias=True, vocab_size=65), layout
         )
         for weight in [*declared.top.values(), *declared.layers[0].values()]:
             assert len(weight.shape) == len(weight.axes)
             rows = sum(part.rows * part.copies for part in weight.parts)
             padding = -rows % shards if weight.axes[0] == "vocab" else 0
             assert weight.shape[0] == rows + padding
-            sharding.partition(weight.axes)
-    with pytest.raises(KeyError, match="'experts'"):
-        sharding.partition(("experts",))
+            assert layout.spec(*weight.axes) == PartitionSpec(*map(layout.axis, weight.axes))
+    with pytest.raises(KeyError, match="'expert'"):
+        layout.spec("expert")

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from jaxllm.errors import UserError
@@ -21,6 +20,7 @@ from jaxllm.model.families import read_spec
 from jaxllm.model.spec import Spec
 from tests.support.checkpoints import CONFIG, write_checkpoint
 from tests.support.heads import apart
+from tests.support.layouts import layout_of
 
 TARGET, _ = read_spec(CONFIG | {"num_hidden_layers": 8})
 WIDTH, VOCABULARY = TARGET.width, TARGET.vocab_size
@@ -164,30 +164,26 @@ def test_two_passes_are_those_of_plain_arithmetic(case: str, shards: int, tmp_pa
     folder = write(tmp_path, case, ("midlayer.", "layers.0.")[shards % 2])
     head = eagle_files.read(folder, TARGET)
     assert head.aux_layers == AUX.get(case, DEFAULT_AUX)
-    draws, naive, mesh = np.random.default_rng(7), Naive(folder), sharding.make_mesh(jax.devices(), shards)
+    draws, naive, layout = np.random.default_rng(7), Naive(folder), sharding.make_layout(jax.devices(), shards)
     aux = [3 * draws.standard_normal((9, WIDTH)) for _ in head.aux_layers]
     tokens = draws.integers(VOCABULARY, size=(2, 9))
     table = draws.standard_normal((VOCABULARY, WIDTH)).astype(np.float32)
-    target = weights.load_random(TARGET, mesh, "float32")
+    target = weights.load_random(TARGET, layout, "float32")
     padded = np.pad(table, ((0, -VOCABULARY % shards), (0, 0)))
     target.top["embed"] = jax.device_put(padded, target.top["embed"].sharding)
 
     def on_shard(params, target, tokens, aux):
-        context = Context(jnp.arange(tokens.shape[1]), attend_within(head.spec, shards))
+        context = Context(jnp.arange(tokens.shape[1]), attend_within(head.spec, shards), layout=layout)
         hidden = eagle.fuse(head, params, aux)
         embedded = [eagle.embed(head, params, target, each, context) for each in tokens]
         first, _ = eagle.forward(head, params, embedded[0], hidden, context)
         last, scored = eagle.forward(head, params, embedded[1], first, context)
-        return last, eagle.logits(head, params, scored, context.axis)
+        return last, eagle.logits(head, params, scored, layout)
 
-    params = eagle_files.load(folder, head, mesh, "float32")
+    params = eagle_files.load(folder, head, layout, "float32")
     places = jax.tree.map(lambda leaf: leaf.sharding.spec, (params, target))
-    run = jax.shard_map(
-        on_shard,
-        mesh=mesh,
-        in_specs=(*places, PartitionSpec(), PartitionSpec()),
-        out_specs=(PartitionSpec(), PartitionSpec(None, sharding.AXIS)),
-        check_vma=False,
+    run = layout.shard_map(
+        on_shard, (*places, layout.spec(), layout.spec()), (layout.spec(), layout.spec(None, "vocab"))
     )
     last, logits = jax.jit(run)(params, target, tokens, tuple(jnp.asarray(each, jnp.float32) for each in aux))
 
@@ -202,11 +198,14 @@ def test_two_passes_are_those_of_plain_arithmetic(case: str, shards: int, tmp_pa
 
 @pytest.mark.parametrize(("case", "shards"), [*((case, 1) for case in CASES), ("mapped", 4), ("wide", 2)])
 def test_what_is_described_is_what_is_loaded_and_what_is_drawn(case: str, shards: int, tmp_path: Path) -> None:
-    folder, mesh = write(tmp_path, case), sharding.make_mesh(jax.devices(), shards)
+    folder, layout = write(tmp_path, case), sharding.make_layout(jax.devices(), shards)
     head = eagle_files.read(folder, TARGET)
-    eagle_files.check(folder, head, shards)
-    described = eagle.abstract(head, mesh, "bfloat16")
-    for params in (eagle_files.load(folder, head, mesh, "bfloat16"), eagle_files.load_random(head, mesh, "bfloat16")):
+    eagle_files.check(folder, head, layout)
+    described = eagle.abstract(head, layout, "bfloat16")
+    for params in (
+        eagle_files.load(folder, head, layout, "bfloat16"),
+        eagle_files.load_random(head, layout, "bfloat16"),
+    ):
         assert jax.tree.structure(params) == jax.tree.structure(described)
         for leaf, wanted in zip(jax.tree.leaves(params), jax.tree.leaves(described), strict=True):
             assert (leaf.shape, leaf.dtype, leaf.sharding) == (wanted.shape, wanted.dtype, wanted.sharding)
@@ -229,8 +228,8 @@ def test_a_config_alone_says_all_but_what_only_tensors_say(tmp_path: Path) -> No
 @pytest.mark.parametrize("aux_layers", [(0, 1, 2), (1,), (0, 2)])
 def test_states_on_the_way_are_those_that_layers_get(aux_layers: tuple[int, ...], tmp_path: Path) -> None:
     spec, _ = read_spec(CONFIG)
-    mesh = sharding.make_mesh(jax.devices(), 1)
-    params = weights.load_random(spec, mesh, "float32")
+    layout = sharding.make_layout(jax.devices(), 1)
+    params = weights.load_random(spec, layout, "float32")
     tokens = jnp.arange(5, 12)
 
     def on_shard(params, tokens):
@@ -240,8 +239,7 @@ def test_states_on_the_way_are_those_that_layers_get(aux_layers: tuple[int, ...]
         found = decoder.forward_with_aux(spec, params, tokens, context, aux_layers)
         return found, (decoder.forward(spec, params, tokens, context), wanted)
 
-    everywhere = {"in_specs": PartitionSpec(), "out_specs": PartitionSpec(), "check_vma": False}
-    found, wanted = jax.jit(jax.shard_map(on_shard, mesh=mesh, **everywhere))(params, tokens)
+    found, wanted = jax.jit(layout.shard_map(on_shard, layout.spec(), layout.spec()))(params, tokens)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
     assert len(found[1]) == len(aux_layers) and found[0].std() > 0.1
 
@@ -285,7 +283,7 @@ def test_what_does_not_fit_is_refused_in_one_line(case: str, changes: dict, mess
     folder = write(tmp_path, case)
     (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | changes))
     with pytest.raises(UserError, match=message) as caught:
-        eagle_files.check(folder, eagle_files.read(folder, TARGET), 1)
+        eagle_files.check(folder, eagle_files.read(folder, TARGET), sharding.UNDIVIDED)
     assert str(caught.value).startswith("EAGLE-3 head: ") and caught.value.parameter == "speculative_config"
 
 
@@ -300,7 +298,7 @@ def test_no_value_of_a_config_is_anything_but_read_or_refused(tmp_path: Path) ->
     for key, value in itertools.product((*HEAD, *others), HOSTILE):
         (folder / "config.json").write_text(json.dumps(HEAD | {key: value}))
         try:
-            eagle_files.check(folder, eagle_files.read(folder, TARGET), 1)
+            eagle_files.check(folder, eagle_files.read(folder, TARGET), sharding.UNDIVIDED)
         except UserError as error:
             refused += 1
             assert str(error).startswith("EAGLE-3 head: ") and "\n" not in str(error)
@@ -321,10 +319,11 @@ def test_every_tensor_is_needed_in_its_shape(tmp_path: Path) -> None:
                 tensors[f"more.{name}" if kind == "unknown" else f"model.{name}"] = value
             save_file(tensors, tmp_path / f"{case}-{kind}" / "model.safetensors")
             if (name == "t2d" and kind != "unknown") or (name, kind) == ("d2t", "missing"):
-                eagle_files.check(tmp_path / f"{case}-{kind}", head, 1)  # what d2t says; the vocabulary's first
+                # `d2t` has all that `t2d` has; without `d2t` the head's tokens are the vocabulary's first.
+                eagle_files.check(tmp_path / f"{case}-{kind}", head, sharding.UNDIVIDED)
                 continue
             with pytest.raises(UserError, match=name.replace("midlayer.", r"(midlayer|layers\.0)\.")):
-                eagle_files.check(tmp_path / f"{case}-{kind}", head, 1)
+                eagle_files.check(tmp_path / f"{case}-{kind}", head, sharding.UNDIVIDED)
 
 
 @pytest.mark.parametrize(
@@ -343,16 +342,16 @@ def test_the_map_gives_every_token_another(offsets: np.ndarray, message: str | N
     head = eagle_files.read(folder, TARGET)
     save_file(load_file(folder / "model.safetensors") | {"d2t": offsets}, folder / "model.safetensors")
     if message is None:
-        eagle_files.check(folder, head, 1)
+        eagle_files.check(folder, head, sharding.UNDIVIDED)
         return
     with pytest.raises(UserError, match=message):
-        eagle_files.check(folder, head, 1)
+        eagle_files.check(folder, head, sharding.UNDIVIDED)
 
 
 def test_devices_that_do_not_divide_a_head_are_refused(tmp_path: Path) -> None:
     head = eagle_files.read(write(tmp_path, "plain"), TARGET)
     with pytest.raises(UserError, match="tensor_parallel_size 3 does not divide the model's 4 attention heads"):
-        eagle_files.check(tmp_path, head, 3)
+        eagle_files.check(tmp_path, head, layout_of(3))
 
 
 def test_a_folder_with_files_that_are_never_read_says_so(tmp_path: Path) -> None:
@@ -360,4 +359,4 @@ def test_a_folder_with_files_that_are_never_read_says_so(tmp_path: Path) -> None
     head = eagle_files.read(folder, TARGET)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"EAGLE-3 head: .*pytorch_model\.bin is never read"):
-        eagle_files.check(folder, head, 1)
+        eagle_files.check(folder, head, sharding.UNDIVIDED)

@@ -141,9 +141,9 @@ def test_what_sets_each_family_apart():
 
 
 def test_a_layer_behind_the_norm_of_embeddings_has_none():
-    first, second, *_ = decoder.declare(_spec(MODERNBERT), 1).layers
+    first, second, *_ = decoder.declare(_spec(MODERNBERT)).layers
     assert second.keys() - first.keys() == {"attn_norm"}
-    assert decoder.declare(_spec(BERT), 1).layers[0].keys() == decoder.declare(_spec(BERT), 1).layers[1].keys()
+    assert decoder.declare(_spec(BERT)).layers[0].keys() == decoder.declare(_spec(BERT)).layers[1].keys()
 
 
 def test_nomics_rotation_is_that_of_the_length_asked_for():

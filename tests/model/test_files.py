@@ -23,6 +23,7 @@ from jaxllm.engine.loader import _eos_ids
 from jaxllm.errors import UserError
 from jaxllm.model import weights
 from jaxllm.model.families import read_spec
+from jaxllm.model.sharding import UNDIVIDED
 from jaxllm.sampling_params import default_sampling_params
 from jaxllm.text.tokenizer import load_tokenizer
 from tests.support.checkpoints import CONFIG, write_checkpoint
@@ -57,7 +58,7 @@ def start(folder: Path) -> None:
     settings = {"eos_token_id": config.get("eos_token_id")} | weights.read_generation_config(folder)
     _eos_ids(tokenizer, settings, spec.vocab_size)
     default_sampling_params(settings)
-    weights.check(folder, spec, family, 1)
+    weights.check(folder, spec, family, UNDIVIDED)
 
 
 def refused(folder: Path) -> str:

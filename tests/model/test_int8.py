@@ -130,7 +130,7 @@ def test_a_converted_checkpoint_gives_the_same_bits(tmp_path, shards, stored):
     params = _load(folder, shards, "bfloat16")
     assert params.top["embed"].dtype == jnp.bfloat16 and isinstance(params.top["head"], Quantized)
     spec, _ = read_spec(CONFIG)
-    described = weights.abstract(spec, sharding.make_mesh(jax.devices(), shards), "bfloat16", "int8")
+    described = weights.abstract(spec, sharding.make_layout(jax.devices(), shards), "bfloat16", "int8")
     others = [_load(convert(str(folder), tmp_path / "target"), shards, "bfloat16"), described]
     for other in others:
         assert jax.tree.structure(params) == jax.tree.structure(other)
@@ -142,9 +142,9 @@ def test_a_converted_checkpoint_gives_the_same_bits(tmp_path, shards, stored):
 
 def test_random_weights_are_quantized_alike():
     spec, _ = read_spec(CONFIG)
-    mesh = sharding.make_mesh(jax.devices(), 2)
-    plain = weights.load_random(spec, mesh, "float32", seed=3)
-    quantized = weights.load_random(spec, mesh, "float32", seed=3, quantization="int8")
+    layout = sharding.make_layout(jax.devices(), 2)
+    plain = weights.load_random(spec, layout, "float32", seed=3)
+    quantized = weights.load_random(spec, layout, "float32", seed=3, quantization="int8")
     assert set(_matrices(quantized)) == {
         "head",
         *(f"{n}.{name}" for n in (0, 1) for name in ("qkv", "out", "up", "down")),
@@ -158,7 +158,7 @@ def test_random_weights_are_quantized_alike():
 def _logits(params: Any, folder: Path, shards: int, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Run sequences that lie behind each other, each from position 0 on, with plain attention: [T, V]."""
     spec, _ = read_spec(weights.read_config(folder))
-    mesh = sharding.make_mesh(jax.devices(), shards)
+    layout = sharding.make_layout(jax.devices(), shards)
     sequence = np.cumsum(positions == 0)
     is_seen = (sequence[:, None] == sequence) & (positions[:, None] >= positions)
 
@@ -169,14 +169,12 @@ def _logits(params: Any, folder: Path, shards: int, tokens: np.ndarray, position
         return jnp.einsum("htu,uhc->thc", jax.nn.softmax(jnp.where(is_seen, scores, -jnp.inf)), v)
 
     def on_shard(params, tokens):
-        hidden = decoder.forward(spec, params, tokens, decoder.Context(jnp.asarray(positions), attend))
+        hidden = decoder.forward(spec, params, tokens, decoder.Context(jnp.asarray(positions), attend, layout=layout))
         return decoder.head(spec, params, hidden)
 
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, params)
     whole = PartitionSpec()
-    run = jax.shard_map(
-        on_shard, mesh=mesh, in_specs=(specs, whole), out_specs=PartitionSpec(None, sharding.AXIS), check_vma=False
-    )
+    run = layout.shard_map(on_shard, (specs, whole), layout.spec(None, "vocab"))
     return np.asarray(jax.jit(run)(params, jnp.asarray(tokens, jnp.int32)))[:, : spec.vocab_size]
 
 
@@ -229,11 +227,11 @@ def test_no_step_converts_a_weight(rows):
     """Of a layer and a head as large as a real model's; XLA would convert them all for a product with one row."""
     sizes = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 1, "vocab_size": 8192}
     spec, _ = read_spec(CONFIG | sizes | {"num_attention_heads": 14, "head_dim": 64})
-    mesh = sharding.make_mesh(jax.devices(), 1)
-    params = weights.abstract(spec, mesh, "float32", "int8")
+    layout = sharding.make_layout(jax.devices(), 1)
+    params = weights.abstract(spec, layout, "float32", "int8")
     geometry = kv_cache.Geometry(num_slots=16, num_blocks=64, block_size=16, max_model_len=64)
     extras = Extras(spec.vocab_size)
-    state = device_state.abstract(spec, geometry, 16, extras, mesh, jnp.dtype(jnp.float32))
+    state = device_state.abstract(spec, geometry, 16, extras, layout, jnp.dtype(jnp.float32))
     (shape,) = (shape for shape in batch.decode_shapes(16) if shape.rows == rows)
     model = StepModel(
         spec=spec,
@@ -241,13 +239,13 @@ def test_no_step_converts_a_weight(rows):
         num_logprobs=0,
         extras=extras,
         processors=(),
-        mesh=mesh,
+        layout=layout,
         params=params,
         state=state,
         kernels={operation: Choice("xla") for operation in OPERATIONS},
     )
     run = step.build(model, shape, Variant.GREEDY)
-    buffer = jax.ShapeDtypeStruct((batch.buffer_size(shape),), jnp.int32, sharding=sharding.replicated(mesh))
+    buffer = jax.ShapeDtypeStruct((batch.buffer_size(shape),), jnp.int32, sharding=layout.sharding())
     leaves = (tuple(jax.tree.leaves(tree)) for tree in (params, state))
     program = jax.jit(run, donate_argnums=1).lower(*leaves, buffer).compile()
 
@@ -260,12 +258,11 @@ def test_no_step_converts_a_weight(rows):
 
 def test_the_memory_plan_and_the_programs_know_it():
     config, plain = (EngineConfig(model=str(MODEL_DIR), quantization=kind, num_kv_blocks=32) for kind in ("int8", None))
-    mesh = sharding.make_mesh(jax.devices(), 1)
-    plans = [plan_memory(one, prepare(one), mesh, free_bytes(prepare(one), 1)) for one in (config, plain)]
+    plans = [plan_memory(one, prepare(one), free_bytes(prepare(one))) for one in (config, plain)]
     assert plans[1].need.weights == 4 * 1771200
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(_load(MODEL_DIR)))
     assert held == plans[0].need.weights < 0.26 * plans[1].need.weights
-    records = [describe_programs(one, prepare(one), 1, plans[0]) for one in (config, plain)]
+    records = [describe_programs(one, prepare(one), plans[0]) for one in (config, plain)]
     assert difference(*records) == "quantization is None, not 'int8'"
 
 

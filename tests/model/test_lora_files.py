@@ -24,6 +24,7 @@ from jaxllm.model.families import read_spec
 from jaxllm.model.lora_files import LoraFiles, read_adapter
 from jaxllm.model.weights import read_config
 from tests.support.checkpoints import write_checkpoint
+from tests.support.layouts import layout_of
 from tests.support.lora_deltas import assert_merged
 from tests.support.paths import GOLDEN
 
@@ -73,7 +74,7 @@ def read(
     folder: Path, base: Path = GOLDEN / "llama", shards: int = 1, max_rank: int = 16, dtype: Any = "float32"
 ) -> LoraFiles:
     spec, family = read_spec(read_config(base))
-    return read_adapter(folder, spec, family, shards, max_rank, dtype)
+    return read_adapter(folder, spec, family, layout_of(shards), max_rank, dtype)
 
 
 @pytest.mark.parametrize("case", CASES)

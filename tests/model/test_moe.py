@@ -85,22 +85,11 @@ def test_a_token_is_not_touched_by_its_neighbours():
     x = np.random.default_rng(1).standard_normal((9, spec.width)).astype(np.float32)
     dirty = x.copy()
     dirty[2], dirty[8] = np.nan, 1e6
-    mix = jax.jit(_on_one_device(spec, mixture, arrays))
+    mix = jax.jit(partial(moe.mix, spec, mixture, layout=sharding.UNDIVIDED))
     clean, spoilt = np.asarray(mix(arrays, x)), np.asarray(mix(arrays, dirty))
     others = [0, 1, 3, 4, 5, 6, 7]
     np.testing.assert_allclose(spoilt[others], clean[others], rtol=0, atol=1e-5)
     assert np.isnan(spoilt[2]).all()
-
-
-def _on_one_device(spec: Spec, mixture: Experts, arrays: dict[str, jax.Array]):
-    whole = PartitionSpec()
-    return jax.shard_map(
-        lambda arrays, x: moe.mix(spec, mixture, arrays, x, "tp"),
-        mesh=sharding.make_mesh(jax.devices(), 1),
-        in_specs=(whole, whole),
-        out_specs=whole,
-        check_vma=False,
-    )
 
 
 @pytest.mark.ci
@@ -108,7 +97,7 @@ def test_the_shared_feed_forward_is_added_and_gated():
     spec, mixture = _spec(shared_width=6, shared_gate=True, per_token=1, scale=0.0)
     arrays = _arrays(spec, mixture)
     x = np.random.default_rng(2).standard_normal((5, spec.width))
-    out = _on_one_device(spec, mixture, arrays)(arrays, x.astype(np.float32))
+    out = partial(moe.mix, spec, mixture, layout=sharding.UNDIVIDED)(arrays, x.astype(np.float32))
     up, down, gate = (np.asarray(arrays[name], np.float64) for name in ("shared_up", "shared_down", "shared_weight"))
     first, second = np.split(x @ up.T, 2, axis=1)
     expected = first / (1 + np.exp(-first)) * second @ down.T / (1 + np.exp(-x @ gate.T))
@@ -163,11 +152,11 @@ def test_golden_prompts_reach_every_expert(case, monkeypatch):
         return chosen, gates
 
     monkeypatch.setattr(moe, "route", listening)
-    mesh = sharding.make_mesh(jax.devices("cpu"), 1)
-    params = weights.load(GOLDEN / case, spec, family, mesh, "float32")
+    layout = sharding.make_layout(jax.devices("cpu"), 1)
+    params = weights.load(GOLDEN / case, spec, family, layout, "float32")
     with np.load(GOLDEN / case / "golden.npz") as stored:
         prompt = stored["prompt"].tolist()
-    Driver(spec, params, mesh, len(prompt), None).run(prompt)
+    Driver(spec, params, layout, len(prompt), None).run(prompt)
     jax.effects_barrier()
     assert len(seen) == sum(spec.experts.layers)
     for chosen in seen:
@@ -202,18 +191,17 @@ def test_one_all_reduce_after_the_experts():
     """Two a layer and one for the embedding, with a shared feed-forward and biases too."""
     for case in ("gpt-oss", "deepseek-v3", "qwen2-moe"):
         spec, _ = read_spec(weights.read_config(GOLDEN / case))
-        mesh = sharding.make_mesh(jax.devices(), 2)
-        params = weights.abstract(spec, mesh, "float32")
+        layout = sharding.make_layout(jax.devices(), 2)
+        params = weights.abstract(spec, layout, "float32")
         rank = spec.latent.rank if spec.latent else None
 
-        def hidden(params, tokens, spec=spec, rank=rank):
+        def hidden(params, tokens, spec=spec, rank=rank, layout=layout):
             count = spec.num_heads // 2
-            return decoder.forward(
-                spec, params, tokens, decoder.Context(tokens, lambda _, heads, *__: heads.qkv[:, :count, :rank])
-            )
+            context = decoder.Context(tokens, lambda _, heads, *__: heads.qkv[:, :count, :rank], layout=layout)
+            return decoder.forward(spec, params, tokens, context)
 
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, params)
         whole = PartitionSpec()
-        step = jax.shard_map(hidden, mesh=mesh, in_specs=(specs, whole), out_specs=whole, check_vma=False)
+        step = layout.shard_map(hidden, (specs, whole), whole)
         lowered = jax.jit(step).lower(params, jax.ShapeDtypeStruct((6,), jnp.int32)).as_text()
         assert lowered.count("stablehlo.all_reduce") == 2 * spec.num_layers + 1

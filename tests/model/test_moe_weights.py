@@ -18,6 +18,7 @@ from jaxllm.model.families import read_spec
 from jaxllm.runner import device_state, kv_cache
 from jaxllm.sampling.sampler import Extras
 from tests.support.checkpoints import load
+from tests.support.layouts import layout_of
 from tests.support.paths import GOLDEN
 
 
@@ -119,9 +120,9 @@ def test_layers_that_guess_further_tokens_are_left_out(tmp_path):
 
 def test_devices_that_do_not_divide_an_expert_are_refused():
     config = json.loads((GOLDEN / "deepseek-v3" / "config.json").read_text()) | {"intermediate_size": 66}
-    weights.check_shards(read_spec(config | {"moe_intermediate_size": 18})[0], 3)
+    weights.check_shards(read_spec(config | {"moe_intermediate_size": 18})[0], layout_of(3))
     with pytest.raises(UserError, match="16 feed-forward columns"):
-        weights.check_shards(read_spec(config)[0], 3)
+        weights.check_shards(read_spec(config)[0], layout_of(3))
 
 
 def test_a_block_of_latents_is_counted_once_and_is_whole_on_each_device():
@@ -130,15 +131,15 @@ def test_a_block_of_latents_is_counted_once_and_is_whole_on_each_device():
     geometry = kv_cache.Geometry(num_slots=2, num_blocks=5, block_size=16, max_model_len=64)
     for shards in (1, 2):
         assert kv_cache.block_bytes(spec, 16, dtype, shards) == 2 * 16 * (24 + 8) * 2
-        mesh = sharding.make_mesh(jax.devices(), shards)
-        state = device_state.abstract(spec, geometry, 32, Extras(spec.vocab_size), mesh, dtype)
+        layout = sharding.make_layout(jax.devices(), shards)
+        state = device_state.abstract(spec, geometry, 32, Extras(spec.vocab_size), layout, dtype)
         held = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(state.kv)]
         assert held == [(5, 1, 16, 32)] * 2
 
 
 def test_random_experts_differ_from_each_other():
     spec, _ = read_spec(weights.read_config(GOLDEN / "mixtral"))
-    params = weights.load_random(spec, sharding.make_mesh(jax.devices(), 1), "float32", seed=3)
+    params = weights.load_random(spec, sharding.make_layout(jax.devices(), 1), "float32", seed=3)
     up = np.asarray(params.layers[0]["expert_up"])
     assert len(np.unique(up)) > 0.99 * up.size
     assert abs(up.std() - 0.02) < 1e-3

@@ -95,14 +95,14 @@ def test_each_feature_matters_in_its_golden_case(case, change):
     """Were a field of the Spec ignored, the comparison above would have to fail."""
     prompt, _, expected = _golden(case)
     spec, family = read_spec(weights.read_config(GOLDEN / case))
-    mesh = sharding.make_mesh(jax.devices("cpu"), 1)
-    params = weights.load(GOLDEN / case, spec, family, mesh, "float32")
+    layout = sharding.make_layout(jax.devices("cpu"), 1)
+    params = weights.load(GOLDEN / case, spec, family, layout, "float32")
     change = {
         name: dataclasses.replace(getattr(spec, name), **inner) if isinstance(inner, dict) else inner
         for name, inner in change.items()
     }
     changed = dataclasses.replace(spec, **change)
-    used = zip(decoder.declare(changed, 1).layers, params.layers, strict=True)
+    used = zip(decoder.declare(changed).layers, params.layers, strict=True)
     params = decoder.Params(params.top, tuple({name: layer[name] for name in names} for names, layer in used))
-    logits, _ = decode_greedily(Driver(changed, params, mesh, len(prompt), "xla_gather"), prompt, 1)
+    logits, _ = decode_greedily(Driver(changed, params, layout, len(prompt), "xla_gather"), prompt, 1)
     assert np.abs(logits - expected[: len(prompt)]).max() > 10 * TOLERANCE

@@ -18,6 +18,7 @@ from jaxllm.model import weights
 from jaxllm.model.families import read_spec
 from jaxllm.model.pooler import Dense, Pooler
 from jaxllm.model.pooler_files import most_tokens, read_pooler
+from jaxllm.model.sharding import UNDIVIDED
 from tests.parity.pooled_driver import PooledDriver
 from tests.support.checkpoints import CONFIG, random_tensors, write_checkpoint
 
@@ -275,7 +276,7 @@ def test_tensors_of_heads_and_buffers_are_ignored_and_others_refused(change, nam
     extra["bert.pooler.dense.weight"] = np.zeros((24, 24), np.float32)
     folder = write_checkpoint(tmp_path, BERT, tensors | extra)
     spec, family = read_spec(BERT)
-    weights.check(folder, spec, family, 1, Pooler("cls"))
+    weights.check(folder, spec, family, UNDIVIDED, Pooler("cls"))
     write_checkpoint(tmp_path, BERT, tensors | {f"bert.{name}": value for name, value in change.items()})
     with pytest.raises(UserError, match=named):
-        weights.check(folder, spec, family, 1, Pooler("cls"))
+        weights.check(folder, spec, family, UNDIVIDED, Pooler("cls"))

@@ -26,6 +26,7 @@ from jaxllm.runner.model_setup import prepare
 from pallas_kernels.linear.numbers import PACKED, dequantized
 from tests.support.adapters import write_adapter
 from tests.support.checkpoints import CONFIG, load, random_tensors, write_checkpoint
+from tests.support.layouts import layout_of
 from tests.support.paths import GOLDEN
 from tests.support.quantized_checkpoints import FORMATS, mxfp4_model, quantized_model, write
 
@@ -82,9 +83,9 @@ def _assert_exact(config: dict[str, Any], stored: Any, plain: Any, folder: Path,
 def _described(folder: Path, params: Any, shards: int) -> None:
     """The programs' shapes, made from config.json alone, are those of the weights."""
     spec, family = read_spec(weights.read_config(folder))
-    mesh = sharding.make_mesh(jax.devices(), shards)
-    described = weights.abstract(spec, mesh, "float32", None, None, family)
-    for made in (params, weights.load_random(spec, mesh, "float32", 0, None, None, family)):
+    layout = sharding.make_layout(jax.devices(), shards)
+    described = weights.abstract(spec, layout, "float32", None, None, family)
+    for made in (params, weights.load_random(spec, layout, "float32", 0, None, None, family)):
         assert jax.tree.structure(described) == jax.tree.structure(made)
         for one, other in zip(jax.tree.leaves(described), jax.tree.leaves(made), strict=True):
             assert (one.shape, one.dtype, one.sharding) == (other.shape, other.dtype, other.sharding)
@@ -133,7 +134,7 @@ def test_experts_in_mxfp4(tmp_path, shards):
 
 def _products(config: dict[str, Any]) -> int:
     spec, _ = read_spec({key: value for key, value in config.items() if key != "quantization_config"})
-    declared = decoder.declare(spec, 1)
+    declared = decoder.declare(spec)
     return sum(weight.is_product for layer in declared.layers for weight in layer.values())
 
 
@@ -205,7 +206,7 @@ def test_rounding_at_load_is_to_the_nearest_number(tmp_path, kind, error, shards
             assert np.all(np.abs(made - exact) <= bound * 1.001) and np.any(made != exact)
     assert count == 4
     spec, _ = read_spec(LLAMA)
-    described = weights.abstract(spec, sharding.make_mesh(jax.devices(), shards), "float32", kind)
+    described = weights.abstract(spec, sharding.make_layout(jax.devices(), shards), "float32", kind)
     assert [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(described)] == [
         (leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(params)
     ]
@@ -222,13 +223,12 @@ def test_both_namespaces_round_to_the_same_bits(kind):
 
 
 def test_groups_go_with_the_columns_of_a_device():
-    weight = Weight((8, 96), ("width", "ffn"), ())
-    assert [quantized.fitted(Scheme("int4", 128), weight, shards).group for shards in (1, 2, 3)] == [32, 16, 32]
+    weight = Weight((8, 96), ("width", "feed_forward"), ())
+    fitted = [quantized.fitted(Scheme("int4", 128), weight, layout_of(shards)) for shards in (1, 2, 3)]
+    assert [scheme.group for scheme in fitted] == [32, 16, 32]
     with pytest.raises(UserError, match="int4 do not fill a byte in rows of 3 columns"):
-        quantized.fitted(Scheme("int4", 128), weight, 32)
-    assert quantized.describe(weight, sharding.make_mesh(jax.devices(), 2), "float32").sharding.spec == PartitionSpec(
-        None, "tp"
-    )
+        quantized.fitted(Scheme("int4", 128), weight, layout_of(32))
+    assert quantized.describe(weight, layout_of(2), "float32").sharding.spec == PartitionSpec(None, "tp")
 
 
 def _spoilt() -> Any:

@@ -23,9 +23,9 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 def _read(folder: Path, tensors: dict[str, np.ndarray], files: int) -> Any:
     write_checkpoint(folder, TIED, tensors, files)
     setup = prepare(EngineConfig(model=str(folder), skip_tokenizer_init=True, num_kv_blocks=8))
-    mesh = sharding.make_mesh(jax.devices(), 1)
-    weights.check(folder, setup.spec, setup.family, 1)
-    return setup.spec, weights.load(folder, setup.spec, setup.family, mesh, "float32")
+    layout = sharding.make_layout(jax.devices(), 1)
+    weights.check(folder, setup.spec, setup.family, layout)
+    return setup.spec, weights.load(folder, setup.spec, setup.family, layout, "float32")
 
 
 @pytest.mark.parametrize("files", [1, 2])
@@ -52,7 +52,7 @@ def test_a_converted_head_is_the_models_own(tmp_path: Path, differs: bool) -> No
     folder = convert(str(tmp_path / "stored"), tmp_path / "converted")
     setup = prepare(EngineConfig(model=str(folder), skip_tokenizer_init=True, num_kv_blocks=8))
     assert setup.spec.tie_embeddings is not differs
-    params = weights.load(folder, setup.spec, setup.family, sharding.make_mesh(jax.devices(), 1), "float32")
+    params = weights.load(folder, setup.spec, setup.family, sharding.make_layout(jax.devices(), 1), "float32")
     if differs:
         np.testing.assert_array_equal(params.top["head"][:97], tensors[EMBEDDING] + 1)
 

@@ -19,6 +19,7 @@ from jaxllm.model import sharding, sources, weights
 from jaxllm.model.families import read_spec
 from tests.support import paths
 from tests.support.checkpoints import CONFIG, load, random_tensors, write_checkpoint
+from tests.support.layouts import layout_of
 
 LAYER = "model.layers.1."
 
@@ -87,14 +88,14 @@ def test_each_shard_reads_its_own_bytes_and_no_others(tmp_path, monkeypatch, qua
         by_shard[shard] += source.nbytes
         give(source, row, store, tensor)
 
-    def noted_fill(store, side, parts, own, shape, axis, shards, index):
+    def noted_fill(store, side, parts, own, shape, shards, index):
         nonlocal shard
         shard = max((piece.start or 0) * 4 // length for piece, length in zip(index, shape, strict=True))
-        fill(store, side, parts, own, shape, axis, shards, index)
+        fill(store, side, parts, own, shape, shards, index)
 
     monkeypatch.setattr(sources, "_give", counted_give)
     monkeypatch.setattr(weights, "_fill", noted_fill)
-    weights.load(folder, spec, family, sharding.make_mesh(jax.devices(), 4), "float32", quantization=quantization)
+    weights.load(folder, spec, family, sharding.make_layout(jax.devices(), 4), "float32", quantization=quantization)
     assert (times[:header_bytes] == 0).all()
     np.testing.assert_array_equal(times[header_bytes:], 1)
     norms = 5 * 32 * 4  # bytes that all shards need, read once for all
@@ -257,17 +258,17 @@ def test_a_folder_without_weights_or_config_is_refused(tmp_path):
 @pytest.mark.parametrize(("shards", "what"), [(3, "attention heads"), (16, "8 attention heads")])
 def test_a_number_of_devices_that_does_not_divide_the_model_is_refused(shards, what):
     with pytest.raises(UserError, match=what):
-        weights.check_shards(read_spec(CONFIG)[0], shards)
+        weights.check_shards(read_spec(CONFIG)[0], layout_of(shards))
     with pytest.raises(UserError, match="JAX sees 4 device"):
-        sharding.make_mesh(jax.devices()[:4], 5)
+        sharding.make_layout(jax.devices()[:4], 5)
 
 
 def test_random_weights_have_the_declared_shapes_and_a_sane_spread():
     spec, _ = read_spec(CONFIG | {"vocab_size": 128})
-    alone = weights.load_random(spec, sharding.make_mesh(jax.devices(), 1), "bfloat16", seed=3)
-    spread = weights.load_random(spec, sharding.make_mesh(jax.devices(), 2), "bfloat16", seed=3)
+    alone = weights.load_random(spec, sharding.make_layout(jax.devices(), 1), "bfloat16", seed=3)
+    spread = weights.load_random(spec, sharding.make_layout(jax.devices(), 2), "bfloat16", seed=3)
     _assert_same(alone, spread)  # the same values however many devices there are
-    described = weights.abstract(spec, sharding.make_mesh(jax.devices(), 2), "bfloat16")
+    described = weights.abstract(spec, sharding.make_layout(jax.devices(), 2), "bfloat16")
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), spread) == jax.tree.map(
         lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), described
     )
@@ -275,7 +276,7 @@ def test_random_weights_have_the_declared_shapes_and_a_sane_spread():
     assert abs(embed.std() - 0.02) < 1e-3
     assert abs(embed.mean()) < 1e-3
     assert abs(np.corrcoef(embed[:-1].ravel(), embed[1:].ravel())[0, 1]) < 0.05
-    other = weights.load_random(spec, sharding.make_mesh(jax.devices(), 1), "bfloat16", seed=4)
+    other = weights.load_random(spec, sharding.make_layout(jax.devices(), 1), "bfloat16", seed=4)
     assert not np.array_equal(embed, np.asarray(other.top["embed"], np.float32))
     np.testing.assert_array_equal(np.asarray(alone.top["final_norm"], np.float32), 1)
 
@@ -355,11 +356,11 @@ def test_loading_peaks_below_1_3_times_the_weights(tmp_path):
 
         folder = Path(sys.argv[1])
         spec, family = read_spec(weights.read_config(folder))
-        mesh = sharding.make_mesh(jax.devices(), 1)
+        layout = sharding.make_layout(jax.devices(), 1)
         jax.numpy.zeros(1).block_until_ready()
         Path("/proc/self/clear_refs").write_text("5")  # starts the peak anew
         before = resident("VmRSS")
-        params = weights.load(folder, spec, family, mesh, "float32")
+        params = weights.load(folder, spec, family, layout, "float32")
         held = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
         print(held, resident("VmHWM") - before)
     """

@@ -11,7 +11,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
 
 import pallas_kernels
 from jaxllm.model import decoder, sharding, weights
@@ -26,33 +25,32 @@ class Driver:
     """A model and the cache of one sequence of at most `max_tokens` tokens."""
 
     def __init__(
-        self, spec: Spec, params: decoder.Params[jax.Array], mesh: Mesh, max_tokens: int, implementation: str | None
+        self,
+        spec: Spec,
+        params: decoder.Params[jax.Array],
+        layout: sharding.Layout,
+        max_tokens: int,
+        implementation: str | None,
     ) -> None:
-        self._spec, self._params, self._implementation = spec, params, implementation
+        self._spec, self._params, self._layout, self._implementation = spec, params, layout, implementation
         blocks = -(-max_tokens // BLOCK_TOKENS)
         self._table = jnp.asarray(np.random.default_rng(5).permutation(blocks + 3)[:blocks], jnp.int32)
-        shards = mesh.devices.size
+        shards = layout.shards("kv_heads")
         heads = heads_per_shard(spec, shards)[1] * shards
         dtype = params.top["embed"].dtype
         empty = np.full((blocks + 3, heads, BLOCK_TOKENS, spec.head_size), np.nan, dtype)
-        axes = (None, "kv_heads", None, "head")
+        axes = ("blocks", "kv_heads", None, "head")
         self._caches = [
             (
-                jax.device_put(empty, sharding.named(mesh, axes)),
-                jax.device_put(empty, sharding.named(mesh, axes)) if spec.latent is None else None,
+                jax.device_put(empty, layout.sharding(*axes)),
+                jax.device_put(empty, layout.sharding(*axes)) if spec.latent is None else None,
             )
             for _ in range(spec.num_layers)
         ]
-        places = jax.tree.map(lambda weight: sharding.partition(weight.axes), decoder.declare(spec, shards))
-        cache, whole = sharding.partition(axes), PartitionSpec()
+        places = jax.tree.map(lambda weight: layout.spec(*weight.axes), decoder.declare(spec, layout))
+        cache, whole = layout.spec(*axes), layout.spec()
         self._step = jax.jit(
-            jax.shard_map(
-                self._on_shard,
-                mesh=mesh,
-                in_specs=(places, cache, whole, whole),
-                out_specs=(PartitionSpec(None, sharding.AXIS), cache),
-                check_vma=False,
-            ),
+            layout.shard_map(self._on_shard, (places, cache, whole, whole), (layout.spec(None, "vocab"), cache)),
             compiler_options={"xla_backend_optimization_level": 0},  # compiled in two thirds of the time, run once
         )
         self._length = 0
@@ -88,7 +86,7 @@ class Driver:
                 q, *caches[layer], tables, start, length, positions[start], tile=TILE, **layer_options
             )
 
-        hidden = decoder.forward(self._spec, params, tokens, decoder.Context(positions, attend))
+        hidden = decoder.forward(self._spec, params, tokens, decoder.Context(positions, attend, layout=self._layout))
         return decoder.head(self._spec, params, hidden), caches
 
 
@@ -96,10 +94,10 @@ def generate(
     folder: Path, prompt: list[int], steps: int, shards: int = 1, implementation: str | None = None
 ) -> tuple[np.ndarray, list[int]]:
     """Load a folder in float32 and decode greedily: logits of every position but the last token's, and the tokens."""
-    mesh = sharding.make_mesh(jax.devices("cpu"), shards)
+    layout = sharding.make_layout(jax.devices("cpu"), shards)
     spec, family = read_spec(weights.read_config(folder))
-    params = weights.load(folder, spec, family, mesh, "float32")
-    return decode_greedily(Driver(spec, params, mesh, len(prompt) + steps, implementation), prompt, steps)
+    params = weights.load(folder, spec, family, layout, "float32")
+    return decode_greedily(Driver(spec, params, layout, len(prompt) + steps, implementation), prompt, steps)
 
 
 def decode_greedily(driver: Driver, prompt: list[int], steps: int) -> tuple[np.ndarray, list[int]]:

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from jaxllm.model import decoder, layers, pooler_files, sharding, weights
 from jaxllm.model import pooler as pooling
@@ -28,19 +27,13 @@ class PooledDriver:
         pooler = pooler_files.read_pooler(folder, config, self.spec, family, **options)
         assert pooler is not None
         self.pooler: Pooler = pooler
-        mesh = sharding.make_mesh(jax.devices("cpu"), shards)
-        self._params = weights.load(folder, self.spec, family, mesh, "float32", pooler=pooler)
-        declared = decoder.declare(self.spec, shards, pooler=pooler)
-        places = jax.tree.map(lambda weight: sharding.partition(weight.axes), declared)
-        whole = PartitionSpec()
+        layout = sharding.make_layout(jax.devices("cpu"), shards)
+        self._params = weights.load(folder, self.spec, family, layout, "float32", pooler=pooler)
+        declared = decoder.declare(self.spec, layout, pooler=pooler)
+        places = jax.tree.map(lambda weight: layout.spec(*weight.axes), declared)
+        whole = layout.spec()
         self._run = jax.jit(
-            jax.shard_map(
-                partial(_on_shard, self.spec, pooler),
-                mesh=mesh,
-                in_specs=(places, whole, whole),
-                out_specs=(whole, whole),
-                check_vma=False,
-            ),
+            layout.shard_map(partial(_on_shard, self.spec, pooler, layout), (places, whole, whole), (whole, whole)),
             compiler_options={"xla_backend_optimization_level": 0},
         )
 
@@ -56,7 +49,7 @@ class PooledDriver:
         return result / np.linalg.norm(result) if self.pooler.normalize else result
 
 
-def _on_shard(spec: Spec, pooler: Pooler, params, tokens, token_types):
+def _on_shard(spec: Spec, pooler: Pooler, layout: sharding.Layout, params, tokens, token_types):
     positions = jnp.arange(len(tokens), dtype=jnp.int32)
     distance = positions - positions[:, None]  # from each query to each key
 
@@ -76,7 +69,7 @@ def _on_shard(spec: Spec, pooler: Pooler, params, tokens, token_types):
             seen &= distance <= 0
         return jnp.einsum("hqk,khc->qhc", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), v)
 
-    context = decoder.Context(positions, attend, token_types=token_types)
+    context = decoder.Context(positions, attend, layout=layout, token_types=token_types)
     hidden = decoder.forward(spec, params, tokens, context)
     pooled = {"cls": hidden[:1], "last": hidden[-1:], "mean": jnp.mean(hidden, axis=0, keepdims=True)}[pooler.pooling]
     return hidden, pooling.apply(pooler, params.top, pooled)

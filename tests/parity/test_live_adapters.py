@@ -15,6 +15,7 @@ from jaxllm.model.families import read_spec
 from jaxllm.model.lora_files import read_adapter
 from jaxllm.model.weights import read_config
 from tests.parity import make_golden
+from tests.support.layouts import layout_of
 from tests.support.lora_deltas import assert_merged
 
 pytestmark = pytest.mark.parity
@@ -85,7 +86,7 @@ def test_what_is_read_is_what_peft_merges(base, tmp_path):
         model.save_pretrained(own)
         make_golden.save(model.merge_and_unload(), tmp_path / f"merged-{number}")
         for shards in (1, 2):
-            read = read_adapter(own, spec, family, shards, 64, "float32")
+            read = read_adapter(own, spec, family, layout_of(shards), 64, "float32")
             assert read.rank == max([rank, *given.get("rank_pattern", {}).values()])
             assert_merged(read, folder, tmp_path / f"merged-{number}", shards)
 
@@ -138,4 +139,4 @@ def test_the_adapter_that_ships_is_what_peft_reads(tmp_path):
     spec, family = read_spec(read_config(MODEL_DIR))
     model = peft.PeftModel.from_pretrained(make_golden.load(MODEL_DIR), str(ADAPTERS["pirate"]))
     make_golden.save(model.merge_and_unload(), tmp_path)
-    assert_merged(read_adapter(ADAPTERS["pirate"], spec, family, 2, 8, "float32"), MODEL_DIR, tmp_path, 2)
+    assert_merged(read_adapter(ADAPTERS["pirate"], spec, family, layout_of(2), 8, "float32"), MODEL_DIR, tmp_path, 2)

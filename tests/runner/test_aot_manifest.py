@@ -10,14 +10,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import jax
 import pytest
 
 from jaxllm import LLM
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
 from jaxllm.model.families import read_spec
-from jaxllm.model.sharding import make_mesh
 from jaxllm.runner import aot_manifest, program_digest
 from jaxllm.runner.model_setup import describe_programs, plan_memory, prepare
 from tests.support import paths
@@ -101,10 +99,10 @@ def test_what_differs_is_said_in_one_line(model: str, folder: Path, caplog: pyte
 def test_another_processor_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(model=STORIES, num_kv_blocks=8)
     setup = prepare(config)
-    plan = plan_memory(config, setup, make_mesh(jax.devices(), 1), None)
-    recorded = describe_programs(config, setup, 1, plan)
+    plan = plan_memory(config, setup, None)
+    recorded = describe_programs(config, setup, plan)
     monkeypatch.setattr(program_digest, "_host", lambda: ([], "model name\t: A chip\nFeatures\t: fp", 96))
-    told = aot_manifest.difference(recorded, describe_programs(config, setup, 1, plan))
+    told = aot_manifest.difference(recorded, describe_programs(config, setup, plan))
     assert told.startswith("processor is 'A chip, 96 cores', not '") and ";" not in told
 
 

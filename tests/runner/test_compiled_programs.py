@@ -25,7 +25,6 @@ from jaxllm.config import EngineConfig
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.freed_memory import return_freed_memory
 from jaxllm.metrics import Metrics
-from jaxllm.model.sharding import make_mesh
 from jaxllm.runner import batch, device_state, memory_plan
 from jaxllm.runner.batch import coarser, decode_shapes, ragged_shapes, uniform_shape
 from jaxllm.runner.compilation_cache import use_compilation_cache
@@ -415,7 +414,7 @@ def test_a_pool_asked_for_by_nobody_holds_at_least_one_sequence() -> None:
         model=str(GOLDEN / "stories260K"), device="cpu", max_num_seqs=1, max_model_len=300, block_size=4
     )
     setup = prepare(config, needs_weights=False)
-    plan = plan_memory(config, setup, make_mesh(setup.devices, 1), free_bytes(setup, 1))
+    plan = plan_memory(config, setup, free_bytes(setup))
     assert setup.max_model_len == 300 and plan.num_blocks == 75
 
 

@@ -7,17 +7,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxllm.model.sharding import make_mesh
+from jaxllm.model.sharding import make_layout
 from jaxllm.runner import step
 from jaxllm.runner.kv_cache import KvLayer
 
 
 def test_a_fork_copies_every_part_of_a_block() -> None:
-    mesh = make_mesh(jax.devices(), 1)
+    layout = make_layout(jax.devices(), 1)
     rng = np.random.default_rng(0)
-    sharding = NamedSharding(mesh, PartitionSpec())
     block, scales = (6, 2, 4, 8), (6, 2, 4)
     layers = []
     for latent in (False, True):
@@ -26,12 +24,12 @@ def test_a_fork_copies_every_part_of_a_block() -> None:
             rng.integers(-127, 128, block).astype(np.int8),
         ]
         held += [rng.random(scales, np.float32), rng.random(scales, np.float32)]
-        parts = [jax.device_put(each, sharding) for each in held]
+        parts = [jax.device_put(each, layout.sharding()) for each in held]
         layers.append(KvLayer(parts[0], None, parts[2]) if latent else KvLayer(*parts))
     leaves = tuple(jax.tree.leaves(layers))
     before = [np.asarray(each) for each in leaves]
     copies = np.array([[0, 3], [4, 1], [2, 6], [5, 7]], np.int32)  # blocks 6 and 7 do not exist
-    model: Any = SimpleNamespace(state=SimpleNamespace(kv=tuple(layers)), mesh=mesh)
+    model: Any = SimpleNamespace(state=SimpleNamespace(kv=tuple(layers)), layout=layout)
     copied = jax.jit(step.build_copy(model))(leaves, copies)
     assert len(copied) == len(leaves) == 6
     for old, new in zip(before, copied, strict=True):

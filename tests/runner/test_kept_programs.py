@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import serialize_executable
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jaxllm.config import EngineConfig
-from jaxllm.model.sharding import AXIS, make_mesh
+from jaxllm.model.sharding import make_layout
 from jaxllm.runner import kept_programs
 from jaxllm.runner.kept_programs import KeptPrograms
 from jaxllm.runner.model_setup import describe_weights, prepare
@@ -49,17 +49,17 @@ class Tiny:
 
     def __init__(self, devices: int = 1, factor: float = 2.0) -> None:
         self.traced, self.devices, self.factor = 0, devices, factor
-        mesh = make_mesh(tuple(jax.devices()), devices)
-        self.sharding = NamedSharding(mesh, PartitionSpec(AXIS))
+        layout = make_layout(tuple(jax.devices()), devices)
+        self.sharding = layout.sharding("heads")
         self.described = (jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=self.sharding),) * 2
 
         def run(state: jax.Array, given: jax.Array) -> tuple[jax.Array, jax.Array]:
             self.traced += 1
-            total = jax.lax.psum(jnp.sin(SALT * given) @ given.T, AXIS)
+            total = layout.total(jnp.sin(SALT * given) @ given.T, "heads")
             return state + self.factor * given, total
 
-        specs = PartitionSpec(AXIS)
-        sharded = jax.shard_map(run, mesh=mesh, in_specs=(specs, specs), out_specs=(specs, PartitionSpec()))
+        specs = layout.spec("heads")
+        sharded = layout.shard_map(run, (specs, specs), (specs, layout.spec()))
         self.lower = lambda: jax.jit(sharded, donate_argnums=0).lower(*self.described)
 
     def make(self, kept: KeptPrograms, name: str = "tiny") -> Any:
@@ -343,7 +343,7 @@ def test_flags_and_versions_are_part_of_a_digest(monkeypatch: pytest.MonkeyPatch
 def test_all_models_can_be_digested(name: str) -> None:
     config = EngineConfig(model=str(GOLDEN / name), device="cpu")
     setup = prepare(config, needs_weights=False)
-    weights = describe_weights(config, setup, make_mesh(setup.devices, 1))
+    weights = describe_weights(config, setup)
     own = digest(setup.spec, setup.kernels, weights)
     assert own == digest(setup.spec, setup.kernels, weights)
     assert own != digest(replace(setup.spec, attention_scale=setup.spec.attention_scale * 2), setup.kernels, weights)

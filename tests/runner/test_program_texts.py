@@ -29,7 +29,7 @@ SLOTS, TOKENS, SIZE = 4, 32, 16
 def plain_model(family: str) -> StepModel:
     """Describe a family's golden model in an engine without any feature."""
     spec, _ = read_spec(json.loads((GOLDEN / family / "config.json").read_text()))
-    mesh, dtype = sharding.make_mesh(jax.devices(), 1), jnp.dtype(jnp.float32)
+    layout, dtype = sharding.make_layout(jax.devices(), 1), jnp.dtype(jnp.float32)
     geometry = kv_cache.Geometry(num_slots=SLOTS, num_blocks=16, block_size=SIZE, max_model_len=64)
     extras = Extras(spec.vocab_size)
     return StepModel(
@@ -38,9 +38,9 @@ def plain_model(family: str) -> StepModel:
         num_logprobs=2,
         extras=extras,
         processors=(),
-        mesh=mesh,
-        params=weights.abstract(spec, mesh, dtype, None),
-        state=device_state.abstract(spec, geometry, TOKENS, extras, mesh, dtype),
+        layout=layout,
+        params=weights.abstract(spec, layout, dtype, None),
+        state=device_state.abstract(spec, geometry, TOKENS, extras, layout, dtype),
         kernels={operation: Choice("xla") for operation in OPERATIONS},
     )
 
@@ -51,7 +51,7 @@ def texts(model: StepModel) -> dict[str, str]:
     found = {}
     shapes = batch.decode_shapes(SLOTS)[-1], batch.ragged_shapes(TOKENS, SLOTS, SIZE, ROW_WIDTH)[-1]
     for shape in shapes:
-        place = sharding.replicated(model.mesh)
+        place = model.layout.sharding()
         buffer = jax.ShapeDtypeStruct((batch.buffer_size(shape),), jnp.int32, sharding=place)
         for variant in Variant:
             lowered = jax.jit(step.build(model, shape, variant), donate_argnums=(1,)).lower(*leaves, buffer)
@@ -64,5 +64,5 @@ def texts(model: StepModel) -> dict[str, str]:
 )
 def test_programs_without_adapters_are_those_of_an_engine_without(family: str):
     plain = plain_model(family)
-    adapter = lora.abstract(plain.spec, plain.mesh, jnp.float32, 8)
+    adapter = lora.abstract(plain.spec, plain.layout, jnp.float32, 8)
     assert texts(replace(plain, adapter=adapter, joins_adapters=True)) == texts(plain)

@@ -16,11 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
-from jaxllm.model.sharding import AXIS, make_mesh
+from jaxllm.model.sharding import Layout, make_layout
 from jaxllm.runner.model_setup import prepare
 from jaxllm.sampling.sampler import (
     Extras,
@@ -117,8 +116,8 @@ def padded(logits: np.ndarray, shards: int, padding: float) -> np.ndarray:
 @functools.cache
 def sampler(variant: Variant, vocab_size: int, shards: int | None, has_processor: bool = True) -> jax.stages.Compiled:
     """Compile `sample` for ROWS rows over some shards; None: without shard_map."""
-    axis, num_logprobs = None if shards is None else AXIS, min(7, vocab_size)
-    vocabulary = Vocabulary(vocab_size, axis)
+    num_logprobs = min(7, vocab_size)
+    vocabulary = Vocabulary(vocab_size) if shards is None else Vocabulary(vocab_size, over(shards))
     run = partial(
         sample, variant=variant, num_logprobs=num_logprobs, vocabulary=vocabulary, processors=(favour,) * has_processor
     )
@@ -128,11 +127,15 @@ def sampler(variant: Variant, vocab_size: int, shards: int | None, has_processor
     return run.lower(padded(logits, shards or 1, 0.0), *rest).compile({"xla_backend_optimization_level": 0})
 
 
+def over(shards: int) -> Layout:
+    return make_layout(jax.devices(), shards)
+
+
 def sharded(function: Callable, shards: int, arguments: int) -> jax.stages.Wrapped:
     """Map a function whose first of `arguments` is split over the vocabulary, and whose results are the same."""
-    specs = (PartitionSpec(None, AXIS), *(PartitionSpec(),) * (arguments - 1))
-    mesh = make_mesh(jax.devices(), shards)
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False))
+    layout = over(shards)
+    specs = (layout.spec(None, "vocab"), *(layout.spec(),) * (arguments - 1))
+    return jax.jit(layout.shard_map(function, specs, layout.spec()))
 
 
 def assert_same_bits(one: object, other: object) -> None:
@@ -188,11 +191,12 @@ def test_the_largest_score_is_the_first_among_equals(width: int):
 
 
 def test_ids_are_local_where_they_are_and_dropped_elsewhere():
-    def columns(_: jax.Array) -> jax.Array:
-        return Vocabulary(6, AXIS).local(jnp.array([0, 1, 2, 3, 4, 5, 6, 7, 8, -1, 2**31 - 1], jnp.int32), 2)[None]
+    layout = over(4)
 
-    mesh = make_mesh(jax.devices(), 4)
-    run = jax.shard_map(columns, mesh=mesh, in_specs=PartitionSpec(AXIS), out_specs=PartitionSpec(AXIS))
+    def columns(_: jax.Array) -> jax.Array:
+        return Vocabulary(6, layout).local(jnp.array([0, 1, 2, 3, 4, 5, 6, 7, 8, -1, 2**31 - 1], jnp.int32), 2)[None]
+
+    run = layout.shard_map(columns, layout.spec("vocab"), layout.spec("vocab"))
     found = np.asarray(jax.jit(run)(np.zeros(4)))
     expected = np.full((4, 11), 2)  # two columns each; the fourth shard holds padding alone
     expected[0, :2], expected[1, 2:4], expected[2, 4:6] = (0, 1), (0, 1), (0, 1)
@@ -263,7 +267,7 @@ def test_collectives_are_few_and_do_not_grow_with_the_vocabulary(variant: Varian
 @pytest.mark.parametrize("variant", Variant)
 def test_one_device_has_no_collectives(variant: Variant):
     given = batch_of(variant, 97, 0)
-    run = partial(sample, variant=variant, num_logprobs=7, vocabulary=Vocabulary(97, AXIS))
+    run = partial(sample, variant=variant, num_logprobs=7, vocabulary=Vocabulary(97, over(1)))
     lowered = sharded(run, 1, len(given)).lower(*given).as_text()
     assert "stablehlo.reduce" in lowered and not re.search(r"all_reduce|all_gather|collective", lowered)
 
@@ -282,7 +286,7 @@ def executed(text: str, operation: str) -> int:
 def test_a_search_on_a_gpu_is_eight_all_reduces():
     """Unrolled for CUDA graphs: 2 searches of 8, and 4 others."""
     given = batch_of(Variant.FILTERED, 1024, 0)
-    run = partial(sample, variant=Variant.FILTERED, num_logprobs=5, vocabulary=Vocabulary(1024, AXIS))
+    run = partial(sample, variant=Variant.FILTERED, num_logprobs=5, vocabulary=Vocabulary(1024, over(4)))
     lowered = sharded(run, 4, len(given)).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
     assert (executed(lowered, "all_reduce"), executed(lowered, "all_gather")) == (20, 3)
     assert "stablehlo.while" not in lowered
@@ -292,7 +296,7 @@ def test_log_probabilities_of_given_tokens():
     rng = np.random.default_rng(2)
     logits = rng.normal(0, 3, (8, 1024)).astype(np.float32)
     tokens = rng.integers(0, 1024, 8).astype(np.int32)
-    run = partial(logprobs_of, num_logprobs=4, vocabulary=Vocabulary(1024, AXIS))
+    run = partial(logprobs_of, num_logprobs=4, vocabulary=Vocabulary(1024, over(4)))
     asked = np.tile(np.arange(0, 1024, 300, dtype=np.int32), (8, 1))
     logprob, rank, top, ids, reported = (np.asarray(each) for each in sharded(run, 4, 3)(logits, tokens, asked))
     exact = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))
@@ -301,9 +305,10 @@ def test_log_probabilities_of_given_tokens():
     np.testing.assert_array_equal(ids, np.argsort(-logits, axis=-1, kind="stable")[:, :4])
     np.testing.assert_allclose(top, np.take_along_axis(exact, ids, axis=-1), atol=2e-6)
     np.testing.assert_allclose(reported, exact[:, ::300], atol=2e-6)
-    mesh, split = make_mesh(jax.devices(), 4), PartitionSpec(None, AXIS)
-    run = partial(all_logprobs, vocabulary=Vocabulary(1024, AXIS))
-    run = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=split, out_specs=split, check_vma=False))
+    layout = over(4)
+    split = layout.spec(None, "vocab")
+    run = partial(all_logprobs, vocabulary=Vocabulary(1024, layout))
+    run = jax.jit(layout.shard_map(run, split, split))
     np.testing.assert_allclose(run(logits), exact, atol=2e-6)
 
 

@@ -30,7 +30,7 @@ def random_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarra
     """
     spec, family = read_spec(config)
     pooler = None if config["architectures"][0].endswith(GENERATING) else Pooler("cls")
-    declared, rng = declare(spec, 1, pooler=pooler), np.random.default_rng(seed)
+    declared, rng = declare(spec, pooler=pooler), np.random.default_rng(seed)
     tensors: dict[str, np.ndarray] = {}
     for layer, own in [(None, declared.top), *enumerate(declared.layers)]:
         for weight in own.values():
@@ -67,4 +67,4 @@ def write_checkpoint(
 def load(folder: Path, shards: int = 1, dtype: str = "float32", **options: Any) -> Any:
     """Read a checkpoint onto so many devices."""
     spec, family = read_spec(weights.read_config(folder))
-    return weights.load(folder, spec, family, sharding.make_mesh(jax.devices(), shards), dtype, **options)
+    return weights.load(folder, spec, family, sharding.make_layout(jax.devices(), shards), dtype, **options)

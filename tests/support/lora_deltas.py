@@ -10,16 +10,16 @@ from jaxllm.model.decoder import declare
 from jaxllm.model.families import read_spec
 from jaxllm.model.lora_files import LoraFiles
 from jaxllm.model.parameters import Weight
-from jaxllm.model.sharding import SPLIT_AXES
 from jaxllm.model.weights import read_config
 from tests.support.checkpoints import load
+from tests.support.layouts import layout_of
 
 
 def assert_merged(read: LoraFiles, base: Path, merged: Path, shards: int) -> None:
     """Every weight of `merged`, laid out over the shards, is that of `base` and what the adapter adds to it."""
     spec, _ = read_spec(read_config(base))
     before, after = load(base, shards), load(merged, shards)
-    for layer, (declared, pairs) in enumerate(zip(declare(spec, shards).layers, read.weights, strict=True)):
+    for layer, (declared, pairs) in enumerate(zip(declare(spec, layout_of(shards)).layers, read.weights, strict=True)):
         for name, weight in declared.items():
             old, new = (np.asarray(each.layers[layer][name], np.float64) for each in (before, after))
             added = _product(*pairs[name], weight, shards) if name in pairs else np.zeros(())
@@ -29,7 +29,7 @@ def assert_merged(read: LoraFiles, base: Path, merged: Path, shards: int) -> Non
 
 def _product(a: np.ndarray, b: tuple[np.ndarray, ...], weight: Weight, shards: int) -> np.ndarray:
     """Multiply each part's B with its A: in the weight the parts lie one behind the other in every shard."""
-    pieces = shards if weight.axes[0] in SPLIT_AXES else 1
+    pieces = layout_of(shards).shards(weight.axes[0])
     of_parts = a.astype(np.float64).reshape(len(b), -1, a.shape[1])
     products = [np.split(own.astype(np.float64) @ of_parts[number], pieces) for number, own in enumerate(b)]
     return np.concatenate([own[piece] for piece in range(pieces) for own in products])

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec
 from tokenizers import Tokenizer
 
 from jaxllm.embedded import HEADS, MODEL_DIR
@@ -25,15 +24,13 @@ SPEC, FAMILY = read_spec(weights.read_config(MODEL_DIR))
 
 
 def on_one_device(function: Any) -> Any:
-    mesh = sharding.make_mesh(jax.devices(), 1)
-    everywhere = {"in_specs": PartitionSpec(), "out_specs": PartitionSpec(), "check_vma": False}
-    return jax.jit(jax.shard_map(function, mesh=mesh, **everywhere))
+    return jax.jit(function)
 
 
 @pytest.fixture(scope="module")
 def begun() -> tuple[eagle.Head, Any, Any, np.ndarray]:
     """A head before its training, the target, and the tokens that the head names."""
-    target = weights.load(MODEL_DIR, SPEC, FAMILY, sharding.make_mesh(jax.devices(), 1), "float32")
+    target = weights.load(MODEL_DIR, SPEC, FAMILY, sharding.make_layout(jax.devices(), 1), "float32")
     head, named = train_eagle.head_of(SPEC), np.sort(np.random.default_rng(1).permutation(1536)[: train_eagle.NAMED])
     return head, train_eagle.begin(head, target, named, 0), target, named
 
@@ -71,7 +68,7 @@ def test_what_is_written_is_read(begun, tmp_path: Path) -> None:
     head, params, _, named = begun
     train_eagle.write(head, params, named, tmp_path)
     assert eagle_files.read(tmp_path, SPEC) == head
-    loaded = eagle_files.load(tmp_path, head, sharding.make_mesh(jax.devices(), 1), "float32")
+    loaded = eagle_files.load(tmp_path, head, sharding.make_layout(jax.devices(), 1), "float32")
     numbers = loaded.top.pop("draft_ids")
     np.testing.assert_array_equal(np.flatnonzero(numbers < len(named)), named)
     assert jax.tree.structure(loaded) == jax.tree.structure(params)

@@ -264,7 +264,6 @@ def weights_reader(setup: Setup, config: EngineConfig) -> Callable[[Path], LoraF
     """Return what reads the weights of a folder for an engine's devices."""
 
     def read(folder: Path) -> LoraFiles:
-        shards = config.tensor_parallel_size
-        return read_adapter(folder, setup.spec, setup.family, shards, config.max_lora_rank, setup.dtype)
+        return read_adapter(folder, setup.spec, setup.family, setup.layout, config.max_lora_rank, setup.dtype)
 
     return read
