@@ -23,7 +23,6 @@ MODULES: dict[str, dict[str, str]] = {
     "paged_decode": {
         "xla": "attention.xla",
         "xla_lanes": "attention.xla_lanes",
-        "xla_gather": "attention.xla_gather",
         "pallas": "attention.pallas_decode",
         "triton": "attention.triton_decode",
         "native": "native.attention",
@@ -31,7 +30,6 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "paged_prefill": {
         "xla": "attention.xla",
-        "xla_gather": "attention.xla_gather",
         "triton": "attention.triton_kernels",
         "native": "native.attention",
     },

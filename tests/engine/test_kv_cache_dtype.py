@@ -183,7 +183,7 @@ SETTINGS: dict[str, Sequence[Any]] = {
         {"method": "draft_model", "model": str(MODEL_DIR), "num_speculative_tokens": 3},
         {"method": "eagle3", "model": "jaxllm-eagle", "num_speculative_tokens": 3},
     ),
-    "kernels": ((), ("paged_decode=xla_gather",)),
+    "kernels": ((), ("paged_decode=xla",)),
 }
 PIRATE = LoRARequest("pirate", 1, str(ADAPTERS["pirate"]))
 FEW = 112  # tokens of all blocks, so that requests preempt each other

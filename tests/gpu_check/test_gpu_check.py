@@ -21,7 +21,7 @@ from jaxllm.runner import batch, model_setup
 from jaxllm.runner.compiled_programs import VARIANTS, Programs
 from jaxllm.sampling.sampler import Variant
 from pallas_kernels import choice, measuring, tune, tuning
-from pallas_kernels.attention import xla_gather
+from pallas_kernels.attention import xla_lanes
 from tests.benchmarks import bare
 from tests.gpu_check import __main__ as gpu_check
 from tests.gpu_check import (
@@ -64,7 +64,7 @@ def test_the_dry_run_passes(tmp_path):
     assert code == (3 if any(part["not_run"] for part in parts.values()) else 0)
     assert result["machine"]["read_bytes_per_second"] > 0 < result["machine"]["flops_per_second"]
     compared = {(row.get("operation"), row.get("by")) for row in parts["correctness"]["measured"]}
-    assert {("paged_decode", "xla_lanes"), ("paged_decode", "xla_gather"), ("paged_prefill", "xla_gather")} <= compared
+    assert {("paged_decode", "xla_lanes"), ("paged_decode", "pallas")} <= compared
     model = parts["model"]["measured"]
     steps = [row for row in model if "floor_milliseconds" in row]
     assert len(steps) == 4 and all(row["program"].endswith(".random") for row in steps), "a GPU's table"
@@ -79,17 +79,17 @@ def test_the_dry_run_passes(tmp_path):
 
 @pytest.mark.slow
 def test_a_wrong_kernel_is_seen(tmp_path, monkeypatch):
-    right = xla_gather.paged_decode
+    right = xla_lanes.paged_decode
 
     def wrong(*arrays, **options):
         out = right(*arrays, **options)
         return out.at[-1, 0].multiply(1.05)  # one head of one row
 
-    monkeypatch.setattr(xla_gather, "paged_decode", wrong)
+    monkeypatch.setattr(xla_lanes, "paged_decode", wrong)
     code, result = check(tmp_path, "correctness")
     assert code == 1
     failures = result["parts"]["correctness"]["failures"]
-    assert failures and all(line.startswith("paged_decode=xla_gather") for line in failures)
+    assert failures and all(line.startswith("paged_decode=xla_lanes") for line in failures)
 
 
 def folding(turn, array):
@@ -407,7 +407,7 @@ def test_the_fastest_candidate_is_written(tmp_path, monkeypatch):
                                   measuring.prefill((4, 1, 24), 2, 40, "float32", None, 16)])  # fmt: skip
 def test_what_is_timed_is_done_in_every_turn(case):
     """The loop's program keeps the operation inside its loop, whatever XLA can see through."""
-    assert 0 < measuring.seconds(case.step("xla_gather"), case.arrays, 4, 2) < 1
+    assert 0 < measuring.seconds(case.step("xla"), case.arrays, 4, 2) < 1
 
 
 def test_the_bytes_of_a_case_are_what_it_must_read_and_write():

@@ -22,8 +22,7 @@ from pallas_kernels.attention.xla_lanes import deal
 from pallas_kernels.native import build
 
 NATIVE = pytest.param("native", marks=pytest.mark.skipif(bool(build.refusal()), reason=str(build.refusal())))
-WITH_BYTES = ("xla", "xla_gather")  # that take a cache of bytes
-IMPLEMENTATIONS = (*WITH_BYTES, NATIVE)
+IMPLEMENTATIONS = ("xla", NATIVE)
 OF_DECODE = (*IMPLEMENTATIONS, "xla_lanes")
 
 
@@ -259,7 +258,7 @@ def test_unnamed_implementation_is_the_platforms_best():
     assert pallas_kernels.resolve("paged_prefill", Site("gpu", 70)).name == "xla"
     with pytest.raises(ValueError, match="paged_decode, paged_prefill"):
         pallas_kernels.resolve("paged_encode", Site("cpu"))
-    with pytest.raises(ValueError, match="no implementation 'cuda'; it has xla, xla_lanes, xla_gather"):
+    with pytest.raises(ValueError, match="no implementation 'cuda'; it has xla, xla_lanes, pallas"):
         pallas_kernels.paged_decode(*arguments, implementation="cuda", **options)
     with pytest.raises(ValueError, match=r"paged_decode=triton: (the package triton|Triton kernels run on NVIDIA)"):
         pallas_kernels.paged_decode(*arguments, implementation="triton", **options)
@@ -370,15 +369,14 @@ def test_bytes_are_the_floats_that_they_hold(float8):
         q, caches, own = written.q, written[1:3], dict(zip(("k_scales", "v_scales"), written[3:], strict=True))
         options = {"scale": 0.25, "float8": named, **own}
         results = [np.asarray(one).view(np.uint8) for one in written]
-        for implementation in (*WITH_BYTES, "xla_lanes"):
+        for implementation in ("xla", "xla_lanes"):
             lengths = jnp.full(17 if implementation == "xla_lanes" else 1, 9)  # more than there are lanes
             rows, own_tables = jnp.resize(q, (len(lengths), *q.shape[1:])), jnp.resize(tables, (len(lengths), 3))
             decode = partial(pallas_kernels.paged_decode, implementation=implementation, **options)
             results.append(np.asarray(decode(rows, *caches, own_tables, lengths)))
-        for implementation in WITH_BYTES:
-            prefill = partial(pallas_kernels.paged_prefill, tile=16, implementation=implementation, **options)
-            places = (jnp.asarray([number], jnp.int32) for number in (0, 9, 0))
-            results.append(np.asarray(prefill(q, *caches, tables, *places)))
+        prefill = partial(pallas_kernels.paged_prefill, tile=16, implementation="xla", **options)
+        places = (jnp.asarray([number], jnp.int32) for number in (0, 9, 0))
+        results.append(np.asarray(prefill(q, *caches, tables, *places)))
         found.append(results)
     for floats, bits in zip(*found, strict=True):
         assert np.any(floats)

@@ -31,8 +31,8 @@ def test_a_cpu_takes_what_is_best_there_and_what_is_named(refusal: str | None, m
     if refusal is None:
         best |= dict.fromkeys(("linear", "paged_decode", "paged_prefill"), "native")
     assert chosen() == best
-    assert chosen("paged_decode=xla_gather", "write_kv=pallas") == best | {
-        "paged_decode": "xla_gather", "write_kv": "pallas",
+    assert chosen("paged_decode=xla", "write_kv=pallas") == best | {
+        "paged_decode": "xla", "write_kv": "pallas",
     }  # fmt: skip
 
 

@@ -125,7 +125,7 @@ def test_a_product_of_few_float32_rows_is_the_other_way_round(rows: int):
 def test_two_devices_compute_what_one_does(case):
     with np.load(GOLDEN / case / "golden.npz") as stored:
         prompt, expected = stored["prompt"].tolist(), stored["logits"]
-    logits, _ = generate(GOLDEN / case, prompt, 1, shards=2, implementation="xla_gather")
+    logits, _ = generate(GOLDEN / case, prompt, 1, shards=2, implementation="xla")
     np.testing.assert_allclose(logits, expected[: len(logits)], rtol=0, atol=1e-4)
 
 
@@ -134,8 +134,8 @@ def test_more_devices_than_key_value_heads(tmp_path):
     """Two key-value heads on four devices, and a vocabulary of 97 that does not divide."""
     folder = write_checkpoint(tmp_path, CONFIG)
     prompt = list(range(3, 60, 4))
-    alone, _ = generate(folder, prompt, 1, implementation="xla_gather")
-    spread, _ = generate(folder, prompt, 1, shards=4, implementation="xla_gather")
+    alone, _ = generate(folder, prompt, 1, implementation="xla")
+    spread, _ = generate(folder, prompt, 1, shards=4, implementation="xla")
     assert alone.shape == spread.shape == (len(prompt), 97)
     assert alone.std() > 0.1
     np.testing.assert_allclose(spread, alone, rtol=0, atol=1e-5)

@@ -52,9 +52,9 @@ def test_every_family_has_a_golden_case():
 
 
 @pytest.mark.parametrize("case", ["gemma2", pytest.param("mistral", marks=pytest.mark.ci)])
-def test_gathering_attention_agrees_too(case):
+def test_the_reference_of_attention_agrees_too(case):
     prompt, _, expected_logits = _golden(case)
-    logits, _ = generate(GOLDEN / case, prompt, 2, implementation="xla_gather")
+    logits, _ = generate(GOLDEN / case, prompt, 2, implementation="xla")
     np.testing.assert_allclose(logits, expected_logits[: len(logits)], rtol=0, atol=TOLERANCE)
 
 
@@ -104,5 +104,5 @@ def test_each_feature_matters_in_its_golden_case(case, change):
     changed = dataclasses.replace(spec, **change)
     used = zip(decoder.declare(changed).layers, params.layers, strict=True)
     params = decoder.Params(params.top, tuple({name: layer[name] for name in names} for names, layer in used))
-    logits, _ = decode_greedily(Driver(changed, params, layout, len(prompt), "xla_gather"), prompt, 1)
+    logits, _ = decode_greedily(Driver(changed, params, layout, len(prompt), "xla"), prompt, 1)
     assert np.abs(logits - expected[: len(prompt)]).max() > 10 * TOLERANCE
