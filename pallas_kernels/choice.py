@@ -67,7 +67,7 @@ class Site:
     value_size: int | None = None  # of values that are the beginning of their keys; None where they are their own
     block_tokens: int = 16
     has_softcap: bool = False  # whether scores are bounded
-    shards: int = 1  # devices that a model is divided among, its vocabulary included
+    shards: int = 1  # of the vocabulary
     kind: str = "float"  # of a weight's numbers
     rounds_rows: bool = False  # that it is multiplied with
     is_deterministic: bool = False  # bits of a token must not depend on what else is computed
