@@ -76,6 +76,7 @@ KINDS: dict[str, Callable[[], Iterator[bytes]]] = {
     "PING": lambda: repeat(frame(6, 0, 0, b"pingping") * 500),
     "SETTINGS": lambda: repeat(frame(4, 0, 0, b"\0\3\0\0\0\x64") * 500),
     "WINDOW_UPDATE": lambda: repeat(frame(8, 0, 0, b"\0\0\0\1") * 2000),
+    "PRIORITY": lambda: repeat(frame(2, 0, 1, b"\0\0\0\0\1") * 2000),
     "unknown": lambda: repeat(frame(0xFE, 0, 0) * 5000),
 }
 

@@ -10,7 +10,7 @@ import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -259,51 +259,6 @@ def goaway(frames: Frames) -> bool:
     return any(isinstance(event, h2.events.ConnectionTerminated) for event in frames.events)
 
 
-def attack(frames: Frames, send: Callable[[int], bytes], seconds: float = 1.0) -> int:
-    """Send what a function makes, as fast as it is taken, until the server ends it or the time is over."""
-    end, rounds = time.monotonic() + seconds, 0
-    while frames.is_open and time.monotonic() < end and not goaway(frames):
-        frames.flush(send(rounds))
-        frames.read(lambda events: goaway(frames), 0.001)
-        rounds += 1
-    return rounds
-
-
-def test_streams_that_are_reset_at_once(fake: ServingProcess) -> None:
-    # Calls that are reset before Python has seen them wait in gRPC's core, 7 KB each. Their memory is used again, not
-    # given back: 30 seconds of this end at 370 MiB (measured).
-    with Frames(fake.grpc) as frames, unhurt(fake, most_mib=600):
-
-        def send(number: int) -> bytes:
-            sent = b""
-            for _ in range(100):
-                stream = frames.ask(text="1000 8 0.01")
-                frames.http.reset_stream(stream)
-                sent += frames.http.data_to_send()
-            return sent
-
-        print(attack(frames, send), "hundreds, ended by the server:", goaway(frames))
-
-
-def test_a_flood_of_pings_ends_the_connection(fake: ServingProcess) -> None:
-    with Frames(fake.grpc) as frames, unhurt(fake):
-        attack(frames, lambda number: (b"\0\0\x08\x06\0\0\0\0\0" + b"pingping") * 500)
-        assert goaway(frames) or not frames.is_open
-
-
-FRAMES = [
-    b"\0\0\x06\x04\0\0\0\0\0\0\3\0\0\0\x64",  # SETTINGS
-    b"\0\0\4\x08\0\0\0\0\0\0\0\0\1",  # WINDOW_UPDATE
-    b"\0\0\5\2\0\0\0\0\1\0\0\0\0\1",  # PRIORITY
-    b"\0\0\0\xfe\0\0\0\0\0",  # of an unknown type
-]
-
-
-def test_a_flood_of_frames_that_ask_for_nothing(fake: ServingProcess) -> None:
-    with Frames(fake.grpc) as frames, unhurt(fake):
-        print(attack(frames, lambda number: FRAMES[number % len(FRAMES)] * 500), "times 500 frames")
-
-
 NUM_STREAMS = 2000
 NUM_WATCHES = 20_000
 
@@ -416,16 +371,6 @@ def test_heads_that_grow_when_unpacked(fake: ServingProcess) -> None:
             frames.flush(head + whole)
             block = encoder.encode([(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/a"), *entry])
             frames.read(lambda events: goaway(frames), 0.02)
-
-
-def test_a_head_that_goes_on_for_ever(fake: ServingProcess) -> None:
-    with unhurt(fake), Frames(fake.grpc) as frames:
-        # HEADERS without its end, then CONTINUATION frames of literals, each of a kilobyte.
-        frames.flush(b"\0\0\0\1\0\0\0\0\1")
-        literal = b"\0\1x\x7f\xe9\x06" + b"a" * 1000
-        rounds = attack(frames, lambda number: (len(literal).to_bytes(3, "big") + b"\x09\0\0\0\0\1" + literal) * 100)
-        print(rounds, "times 100 frames")
-        assert not frames.is_open or goaway(frames)
 
 
 @pytest.mark.parametrize(

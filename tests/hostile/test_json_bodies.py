@@ -7,13 +7,10 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
-import grpc
 import httpx
 import pytest
 
-from jaxllm.v1 import inference_pb2, types_pb2
 from tests.hostile.machine import resident_bytes
 from tests.support.failures import over_http
 from tests.support.serving_process import ServingProcess
@@ -163,24 +160,3 @@ def test_a_small_body_that_asks_for_much_is_refused_before_anything_is_made(
                 before = resident_bytes(pid)
     assert statistics.median(times) < 0.05
     assert resident_bytes(pid) - before < 5 << 20
-
-
-@pytest.mark.parametrize("arguments", ['{"a": NaN}', '{"a": 1, "a": 2}', '{"a": ' + "[" * 500 + "]" * 500 + "}"])
-def test_arguments_of_a_tool_call_are_read_as_bodies_are(server: ServingProcess, arguments: str) -> None:
-    function = {"name": "f", "arguments": arguments}
-    messages = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "tool_calls": [{"id": "0", "type": "function", "function": function}]},
-    ]
-    place = "messages[1].tool_calls[0].function.arguments"
-    answer = httpx.post(f"{server.http}/v1/chat/completions", json={"messages": messages, "max_tokens": 1}, timeout=20)
-    error = answer.json()["error"]
-    assert answer.status_code == 400 and error["param"] == "messages" and error["message"].startswith(place)
-    call = types_pb2.ToolCall(id="0", name="f", arguments_json=arguments)
-    spoken = [types_pb2.ChatMessage(role="user", content="a")]
-    spoken.append(types_pb2.ChatMessage(role="assistant", tool_calls=[call]))
-    request = inference_pb2.GenerateRequest(chat=types_pb2.ChatPrompt(messages=spoken), stop={"max_tokens": 1})
-    with grpc.insecure_channel(server.grpc) as channel, pytest.raises(grpc.RpcError) as caught:
-        channel.unary_unary("/jaxllm.v1.InferenceService/Generate")(request.SerializeToString(), timeout=20)
-    refused: Any = caught.value
-    assert refused.code() is grpc.StatusCode.INVALID_ARGUMENT and refused.details().startswith(place)

@@ -127,19 +127,6 @@ def test_texts(server: ServingProcess, case: tuple[str, int]) -> None:
     assert time.monotonic() - began < 5.0
 
 
-def test_half_a_surrogate_pair_is_no_text(server: ServingProcess) -> None:
-    for text in (r"\ud800", r"a\udc00b", r"\udfff\ud83d"):
-        for path, body in (
-            ("/v1/completions", '{"prompt": "%s"}'),
-            ("/v1/completions", '{"prompt": "a", "stop": ["%s"]}'),
-            ("/v1/chat/completions", '{"messages": [{"role": "user", "content": "%s"}]}'),
-            ("/v1/chat/completions", '{"messages": [{"role": "user", "content": [{"type": "text", "text": "%s"}]}]}'),
-        ):
-            content = (body % text).encode()
-            answer = httpx.post(f"{server.http}{path}", content=content, headers={"content-type": "application/json"})
-            assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_parameter"
-
-
 def test_no_content_spells_a_role(server: ServingProcess) -> None:
     """Content in which the model's own special tokens are spelled has as many of them as any other content."""
     with httpx.Client(base_url=server.http, timeout=20) as http:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import grpc.aio
 import httpx
-import openai
 import pytest
 
 from jaxllm.file_limit import raise_file_limit
@@ -26,14 +25,6 @@ def server() -> Iterator[ServingProcess]:
     raise_file_limit()
     with ServingProcess(*QUICK) as server:
         yield server
-
-
-def refusals(server: ServingProcess) -> int:
-    """Count the calls of both protocols that the server has refused for want of room."""
-    lines = [
-        line for line in httpx.get(f"{server.http}/metrics").text.splitlines() if "requests_handled_total{" in line
-    ]
-    return sum(int(float(line.split()[-1])) for line in lines if '"429"' in line or "RESOURCE_EXHAUSTED" in line)
 
 
 def messages(number: int) -> list[dict[str, str]]:
@@ -83,22 +74,3 @@ def test_a_thousand_calls_over_grpc(server: ServingProcess) -> None:
 def test_the_largest_calls(server: ServingProcess, size: dict[str, object], choices: int) -> None:
     answer = httpx.post(f"{server.http}/v1/completions", json={**size, "max_tokens": 1}, timeout=SECONDS)
     assert len(answer.json()["choices"]) == choices
-
-
-@pytest.mark.slow
-def test_a_thousand_clients_as_they_are(server: ServingProcess) -> None:
-    """OpenAI's own, with its defaults; none of its two retries is needed."""
-    before = refusals(server)
-
-    async def one(number: int) -> bool:
-        async with openai.AsyncOpenAI(base_url=f"{server.http}/v1", api_key="none") as client:
-            answer = await client.chat.completions.create(
-                model="jaxllm-embedded", messages=messages(number), max_tokens=4
-            )
-            return bool(answer.choices)
-
-    async def ask_all() -> list[bool]:
-        return await asyncio.gather(*map(one, range(CLIENTS)))
-
-    assert sum(asyncio.run(ask_all())) == CLIENTS
-    assert refusals(server) == before == 0

@@ -115,34 +115,6 @@ def test_what_the_model_does_not_do_is_refused_by_name(server: ServingProcess) -
     assert httpx.post(f"{server.http}/v1/chat/completions", json=chat).json()["error"]["code"] == "feature_disabled"
 
 
-BAD = [
-    ({"input": ["ab", "a" * 100]}, "input", "Input 1"),
-    ({"input": [[2, 64]]}, "input", "out of vocabulary"),
-    ({"input": ["ab", []]}, "input", "must be"),
-    ({"input": [[2], []]}, "input", "Input 1"),
-    ({"input": ["ab"], "truncate_prompt_tokens": 65}, "truncate_prompt_tokens", "greater"),
-    ({"input": ["ab"], "truncate_prompt_tokens": 1}, "truncate_prompt_tokens", "no room"),
-    ({"input": ["ab"], "priority": 1}, "priority", "scheduling_policy"),
-    ({"input": ["ab"] * 2049}, "input", "2048"),
-]
-
-
-@pytest.mark.parametrize(("body", "parameter", "words"), BAD, ids=str)
-def test_bad_inputs_are_refused_by_the_field_that_is_wrong(
-    server: ServingProcess, body: dict[str, Any], parameter: str, words: str
-) -> None:
-    answer = httpx.post(f"{server.http}/pooling", json=body, timeout=20)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (400, parameter) and words in error["message"]
-
-
-def test_a_client_that_goes_leaves_nothing_behind(server: ServingProcess) -> None:
-    for seconds in (0.05, 0.2):
-        with pytest.raises(httpx.TimeoutException):
-            httpx.post(f"{server.http}/pooling", json={"input": ["abcdef"] * 2048}, timeout=seconds)
-    wait_idle(server)
-
-
 def test_pooled_requests_are_counted(server: ServingProcess) -> None:
     def count(name: str) -> float:
         page = httpx.get(f"{server.http}/metrics").text
@@ -186,29 +158,6 @@ def test_a_hundred_thousand_texts_in_steady_memory(tmp_path: Path) -> None:
             'compilations_after_ready_total{engine="0",model_name="m"} 0.0' in httpx.get(f"{server.http}/metrics").text
         )
         wait_idle(server)
-
-
-@pytest.fixture(scope="module")
-def generating() -> Iterator[ServingProcess]:
-    with ServingProcess(*flags(SLOTS)) as process:
-        yield process
-
-
-def test_a_model_that_generates_says_so(generating: ServingProcess) -> None:
-    with httpx.Client(base_url=generating.http, timeout=20) as http:
-        for path, body in (
-            ("/v1/embeddings", {"input": "a"}),
-            ("/v2/rerank", {"query": "a", "documents": ["b"]}),
-            ("/classify", {"input": "a"}),
-        ):
-            answer = http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
-            error = answer.json()["error"]
-            assert (answer.status_code, error["code"]) == (400, "feature_disabled")
-            assert error["message"].startswith("The model jaxllm-embedded generates text")
-    with Client(generating.grpc) as client:
-        for ask in (lambda: client.embed("a"), lambda: client.score("a", "b"), client.stream_embed(["a"]).result):
-            with pytest.raises(errors.FeatureDisabledError, match="The model jaxllm-embedded generates text"):
-                ask()
 
 
 def test_grpc_answers_as_http_does(server: ServingProcess) -> None:

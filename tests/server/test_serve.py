@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import httpx
 import pytest
 from openai import AsyncOpenAI, BadRequestError, OpenAI
@@ -24,7 +23,6 @@ from openai import AsyncOpenAI, BadRequestError, OpenAI
 from jaxllm import AsyncClient, Client
 from jaxllm.bench.explain import programs_in, read_trace
 from jaxllm.commands import cli
-from jaxllm.v1 import inference_pb2, inference_pb2_grpc
 from tests.support import paths
 from tests.support.serving_process import QUICK, ServingProcess
 from tests.support.sizes import SLOTS
@@ -405,123 +403,6 @@ def test_streams_give_what_unary_calls_give_over_http(server: ServingProcess, co
             await in_turn(count, 24, one)
 
     asyncio.run(check())
-
-
-def is_idle(server: ServingProcess, client: Client, seconds: float = 5.0) -> None:
-    end = time.monotonic() + seconds
-    while (load := client.load()).running or load.waiting or load.kv_blocks_used:
-        assert time.monotonic() < end, load
-        time.sleep(0.02)
-
-
-def num_descriptors(server: ServingProcess) -> int:
-    return len(os.listdir(f"/proc/{server.process.pid}/fd"))
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_a_thousand_clients_that_go_leave_nothing(server: ServingProcess, client: Client, protocol: str) -> None:
-    """While queued, in prefill and in decode: the sixteen slots are full most of the time."""
-    before = num_descriptors(server)
-
-    async def over_grpc(number: int) -> None:
-        rng = random.Random(number)
-        stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        request = inference_pb2.GenerateRequest(
-            token_ids={"ids": [rng.randrange(3, 300) for _ in range(rng.choice([3, 200]))]},
-            stop={"max_tokens": 200, "ignore_eos": True},
-        )
-        call = stub.StreamGenerate(request) if number % 2 else stub.Generate(request)
-        if number % 2 and number % 3 == 0:
-            await call.read()
-        else:
-            await asyncio.sleep(rng.random() * 0.05)
-        call.cancel()
-        with contextlib.suppress(asyncio.CancelledError, grpc.RpcError):
-            await (call.read() if number % 2 else call)
-
-    async def over_http(number: int) -> None:
-        rng = random.Random(number)
-        body = {
-            "prompt": [rng.randrange(3, 300) for _ in range(rng.choice([3, 200]))],
-            "max_tokens": 200,
-            "ignore_eos": True,
-            "stream": bool(number % 2),
-        }
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(rng.random() * 0.05 if number % 3 else None):
-                async with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
-                    async for _ in response.aiter_lines():
-                        break
-
-    async def check() -> None:
-        nonlocal channel, http
-        async with (
-            grpc.aio.insecure_channel(server.grpc) as channel,
-            httpx.AsyncClient(base_url=server.http, limits=httpx.Limits(max_connections=64), timeout=60) as http,
-        ):
-            await in_turn(1000, 48, over_grpc if protocol == "grpc" else over_http)
-
-    channel: Any = None
-    http: Any = None
-    asyncio.run(check())
-    is_idle(server, client)
-    end = time.monotonic() + 10.0
-    while num_descriptors(server) > before + 2:
-        assert time.monotonic() < end, (before, num_descriptors(server))
-        time.sleep(0.1)
-    metrics = httpx.get(f"{server.http}/metrics").text
-    assert "jaxllm:num_requests_running" in metrics
-
-
-@pytest.mark.ci
-def test_a_burst_of_three_thousand_calls_drops_none_without_a_status(server: ServingProcess, client: Client) -> None:
-    async def check() -> dict[str, int]:
-        counts: dict[str, int] = {}
-        async with grpc.aio.insecure_channel(server.grpc) as channel:
-            stub = inference_pb2_grpc.InferenceServiceStub(channel)
-
-            async def one(number: int) -> None:
-                request = inference_pb2.GenerateRequest(text=f"{number}", stop={"max_tokens": 2})
-                try:
-                    await stub.Generate(request, timeout=120)
-                    code = "OK"
-                except grpc.aio.AioRpcError as error:
-                    code = error.code().name
-                    assert code != "RESOURCE_EXHAUSTED" or dict(error.trailing_metadata() or ()).get(
-                        "grpc-retry-pushback-ms"
-                    ), error
-                counts[code] = counts.get(code, 0) + 1
-
-            await asyncio.gather(*(one(number) for number in range(3000)))
-        return counts
-
-    counts = asyncio.run(check())
-    assert sum(counts.values()) == 3000 and set(counts) <= {"OK", "RESOURCE_EXHAUSTED"}, counts
-    assert counts["OK"] >= 1000, counts
-    is_idle(server, client)
-
-
-@pytest.mark.ci
-def test_health_answers_at_full_load(server: ServingProcess, client: Client) -> None:
-    async def check() -> list[float]:
-        async with AsyncClient(server.grpc) as busy, httpx.AsyncClient(base_url=server.http) as http:
-            load = [
-                asyncio.ensure_future(busy.generate(PROMPT, max_tokens=120, ignore_eos=True, seed=number))
-                for number in range(64)
-            ]
-            times = []
-            for _ in range(20):
-                began = time.monotonic()
-                assert (await http.get("/health")).status_code == 200
-                assert await busy.health() == "serving"
-                times.append((time.monotonic() - began) / 2)
-                await asyncio.sleep(0.02)
-            await asyncio.gather(*load)
-        return times
-
-    times = sorted(asyncio.run(check()))
-    assert times[len(times) // 2] < 0.1, times
 
 
 async def streams_of(server: ServingProcess, count: int, max_tokens: int) -> AsyncIterator[tuple[str, str, int]]:

@@ -19,6 +19,7 @@ from jaxllm_server.http.protocol import MAX_PIPELINED, protocol_of
 from jaxllm_server.shared.auth import Keys
 from jaxllm_server.shared.error_table import AdminRequiredError, AuthError
 from jaxllm_server.shared.options import ServerOptions
+from tests.support.failures import over_http
 from tests.support.fake_serving import FakeServing, http_server, raw_exchange
 
 KEY = "sk-geheim-ü"
@@ -94,6 +95,9 @@ def test_probes_and_keys_that_fit(guarded):
         assert guarded.http.get("/v1/models", headers={"authorization": b"Bearer " + key}).status_code == 200
     answer = guarded.http.get("/v1/models")
     assert answer.headers["www-authenticate"] == "Bearer" and "x-request-id" in answer.headers
+    assert over_http(answer) == (401, "invalid_api_key", "authentication_error")
+    answer = guarded.http.get("/load", headers={"authorization": "Bearer second"})
+    assert over_http(answer) == (403, "admin_required", "permission_denied")
 
 
 # Hosts and origins.

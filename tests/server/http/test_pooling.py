@@ -101,12 +101,6 @@ def test_what_fails_is_named_as_the_body_has_it(
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, parameter)
 
 
-def test_a_full_queue_refuses_before_the_body_is_read(server: Any) -> None:
-    server.serving.is_full = True
-    for path in REPLIES:
-        assert server.http.post(path, content=b"{", headers={"content-type": "application/json"}).status_code == 429
-
-
 def test_what_is_left_is_aborted_when_the_client_goes(server: Any) -> None:
     server.serving.delay = 0.05
     with pytest.raises(httpx.ReadTimeout):
