@@ -128,7 +128,7 @@ def call(
     signature = {name: kind for name, kind in zip(names, types, strict=False) if kind is not None}
     fixed = constants | {name: None for name, one in zip(names, parameters, strict=False) if one is None}
     compiled = compile_kernel(kernel, tuple(signature.items()), tuple(fixed.items()), tuning, capability)
-    payload = _payload(kernel.__name__, compiled, len(signature), grid, tuning, capability)
+    payload = payload_of(kernel.__name__, compiled, len(signature), grid, tuning, capability)
     run = jax.ffi.ffi_call("triton_kernel_call_ffi", tuple(outputs), input_output_aliases=renamed)
     return tuple(run(*given, opaque=payload))
 
@@ -173,7 +173,8 @@ def compile_kernel(
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def _payload(name: str, compiled: Any, arrays: int, grid: tuple[int, ...], tuning: Tuning, capability: int) -> bytes:
+def payload_of(name: str, compiled: Any, arrays: int, grid: tuple[int, ...], tuning: Tuning, capability: int) -> bytes:
+    """Return a compiled kernel as XLA takes it."""
     from jaxlib import gpu_triton
 
     metadata = compiled.metadata

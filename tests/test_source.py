@@ -6,6 +6,7 @@ Reads the syntax trees of everything that is shipped; each rule is proved on a s
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 import time
@@ -265,6 +266,74 @@ def _member(items: Any) -> str:
     return listed[0]
 
 
+# ---- private names in tests
+
+# Which show to all other tests what is inside of an engine, and whether its accounts are right.
+INSPECTING = ("tests/support/inspection.py", "tests/support/accounts.py")
+ROOMS_THAT_INSPECT = ("engine", "runner", "scheduler", "simulation", "structured_output")  # in their own tests
+# The only private names that other tests use: a class that Triton is given, a list that a dry run makes a GPU's, and
+# an attribute of OpenAI's client.
+PRIVATE = {
+    "tests/gpu/traces.py": {"_Tensor"},
+    "tests/gpu_check/as_gpu.py": {"_list_programs"},
+    "tests/server/http/test_app.py": {"_request_id"},
+}
+PATCHES = ("setattr", "getattr", "hasattr", "delattr", "object", "patch")
+
+
+@functools.cache
+def private_names() -> frozenset[str]:
+    """List the private names of the product's own objects; those of tuples with named fields are Python's."""
+    found = {name for tree in TREES.values() for node in ast.walk(tree) for name in _defined(node)}
+    return frozenset(name for name in found if re.fullmatch(r"_[A-Za-z]\w*", name)) - {"_fields", "_replace", "_asdict"}
+
+
+def _defined(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+        yield node.attr if isinstance(node, ast.Attribute) else node.id
+
+
+def private_uses(tree: ast.Module, private: frozenset[str]) -> Iterator[tuple[int, str]]:
+    """Find what a test reads, imports or patches of private names of objects that are not its own."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in private:
+            if ast.unparse(node.value) not in ("self", "cls", "super()", "os"):
+                yield node.lineno, node.attr
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("jaxllm", "pallas_kernels")):
+            yield from ((node.lineno, alias.name) for alias in node.names if alias.name in private)
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", None)) in PATCHES:
+            texts = [own.value for own in node.args if isinstance(own, ast.Constant) and isinstance(own.value, str)]
+            yield from ((node.lineno, name) for text in texts if (name := text.rpartition(".")[2]) in private)
+
+
+def test_tests_use_public_names() -> None:
+    found, private, used = [], private_names(), {file: set[str]() for file in PRIVATE}
+    for path in (ROOT / "tests").rglob("*.py"):
+        file = str(path.relative_to(ROOT))
+        if file in INSPECTING or path.relative_to(ROOT).parts[1] in ROOMS_THAT_INSPECT:
+            continue
+        for line, name in private_uses(ast.parse(path.read_text()), private):
+            if name in PRIVATE.get(file, ()):
+                used[file].add(name)
+            else:
+                found.append(f"{file}:{line} {name}")
+    assert not found, "\n".join(found)
+    assert used == PRIVATE and sum(map(len, PRIVATE.values())) <= 10
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        *("runner._params", "from jaxllm.engine.llm_engine import _log", "patch.setattr(build, '_log', 1)"),
+        "monkeypatch.setattr('jaxllm.engine.llm_engine._log', None)",
+    ],
+)
+def test_a_private_name_is_found(use: str) -> None:
+    assert len(list(private_uses(ast.parse(use), private_names()))) == 1
+
+
 # ---- the rules
 
 RULES: dict[Callable[[ast.Module, str], Findings], list[str]] = {
@@ -331,7 +400,7 @@ ON_INPUT = [
     for _, pattern in patterns(TREES[path])
     if pattern is not None
 ] + [
-    ("jaxllm/text/special_token_guard.py", special_token_guard._TWINS.pattern),
+    ("jaxllm/text/special_token_guard.py", special_token_guard.TWINS.pattern),
 ]
 
 

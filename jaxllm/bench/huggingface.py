@@ -40,7 +40,7 @@ class HuggingFace:
         import torch  # pyright: ignore[reportMissingImports]
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        self._torch: Any = torch
+        self.torch: Any = torch
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
             config = AutoConfig.from_pretrained(model, revision=revision)
@@ -55,7 +55,7 @@ class HuggingFace:
             raise UserError(f"transformers cannot load {model}: {str(error).splitlines()[0]}", "model") from error
         network.generation_config.eos_token_id = None  # so that nothing ends before its length
         self.max_model_len: int | None = getattr(config, "max_position_embeddings", None)
-        self._network = network.eval().to(self.device)
+        self.network = network.eval().to(self.device)
 
     def run(self, jobs: Sequence[Job], n: int, max_batch_size: int, num_warmups: int = 0) -> Served:
         """Generate all jobs (of token ids) in batches of up to `max_batch_size` prompts with `n` outputs each.
@@ -86,7 +86,7 @@ class HuggingFace:
 
     def _generate(self, batch: Sequence[Job], n: int) -> None:
         """Generate one batch; all its rows run until the longest output has ended, as `generate` has it."""
-        torch = self._torch
+        torch = self.torch
         longest, num_new = max(job.prompt_tokens for job in batch), max(job.max_tokens for job in batch)
         ids = torch.zeros((len(batch), longest), dtype=torch.long)
         mask = torch.zeros_like(ids)
@@ -94,7 +94,7 @@ class HuggingFace:
             ids[row, longest - job.prompt_tokens :] = torch.tensor(job.prompt, dtype=torch.long)
             mask[row, longest - job.prompt_tokens :] = 1
         with torch.inference_mode():
-            output = self._network.generate(
+            output = self.network.generate(
                 input_ids=ids.to(self.device),
                 attention_mask=mask.to(self.device),
                 max_new_tokens=num_new,

@@ -64,13 +64,13 @@ def measure(cases: Sequence[Case], num_rounds: int, advance: Callable[[], object
         names = _able(case)
         calls = {name: jax.jit(partial(case.call, name)) for name in names}
         outputs = {name: np.asarray(call(*case.arrays), np.float32) for name, call in calls.items()}
-        _seconds(read, source)
+        seconds_of(read, source)
         taken: dict[str, list[float]] = {name: [] for name in names}
         own_reads = []
         for _ in range(num_rounds):
-            own_reads.append(READ_BYTES / _seconds(read, source))
+            own_reads.append(READ_BYTES / seconds_of(read, source))
             for name, call in calls.items():
-                taken[name].append(_seconds(call, *case.arrays))
+                taken[name].append(seconds_of(call, *case.arrays))
             advance()
         reads += own_reads
         for name in names:
@@ -119,7 +119,8 @@ def _able(case: Case) -> list[str]:
     return [name for name in known if pallas_kernels.refusal(case.operation, name, site) is None]
 
 
-def _seconds(call: Callable[..., Any], *arrays: Any) -> float:
+def seconds_of(call: Callable[..., Any], *arrays: Any) -> float:
+    """Return how long a call takes until its result is ready."""
     began = time.perf_counter()
     jax.block_until_ready(call(*arrays))
     return time.perf_counter() - began

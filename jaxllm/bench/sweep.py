@@ -103,12 +103,12 @@ def _run_cell(cell: Cell, folder: Path) -> Outcome:
     path, partial, log = (folder / f"{cell.name}{suffix}" for suffix in (".json", ".json.part", ".log"))
     if not path.exists():
         partial.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "jaxllm", "bench", *cell.arguments, *_output(cell.arguments[0], partial)]
+        command = [sys.executable, "-m", "jaxllm", "bench", *cell.arguments, *output_flags(cell.arguments[0], partial)]
         with log.open("w", encoding="utf-8") as stream:
             code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream).returncode
         if code or not partial.exists():
             said = log.read_text(encoding="utf-8", errors="replace")
-            return Outcome(cell, None, f"exit code {code}: {_reason(said)}")
+            return Outcome(cell, None, f"exit code {code}: {reason_of(said)}")
         os.replace(partial, path)
     try:
         return Outcome(cell, json.loads(path.read_text(encoding="utf-8")))
@@ -116,14 +116,14 @@ def _run_cell(cell: Cell, folder: Path) -> Outcome:
         return Outcome(cell, None, f"{path} is no JSON: {error}; delete it to run the cell again")
 
 
-def _reason(said: str) -> str:
+def reason_of(said: str) -> str:
     """Pick the line that says why a benchmark failed: the last with an error, else the last."""
     lines = said.strip().splitlines() or ["it said nothing"]
     # What comes after may be hints, or the files that a run of failures has written.
     return next((line for line in reversed(lines) if _ERROR.search(line)), lines[-1])
 
 
-def _output(benchmark: str, path: Path) -> list[str]:
+def output_flags(benchmark: str, path: Path) -> list[str]:
     """Name the file of the result in the benchmark's own flags."""
     if benchmark == "serve":
         return ["--save-result", "--result-dir", str(path.parent), "--result-filename", path.name]

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal without Unicode shows "?", rather than nothing more
     is_debugging = "--debug" in (sys.argv[1:] if argv is None else argv)
     try:
-        options = _parse(argv)
+        options = parse(argv)
         if idle := options.pop(IDLE, None):
             print("jaxllm: warning:", no_effect(idle), file=sys.stderr)
         exit_code = options.pop("run")(options)
@@ -117,7 +117,7 @@ def _report(error: Exception) -> int:
     return 2 if isinstance(error, Usage) else 1
 
 
-def _parse(argv: Sequence[str] | None) -> dict[str, Any]:
+def parse(argv: Sequence[str] | None) -> dict[str, Any]:
     """Read the command line into the options that were given, and the function of the command as "run"."""
     parser = _Parser(prog="jaxllm", description="Run a language model on JAX.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"jaxllm {__version__}")

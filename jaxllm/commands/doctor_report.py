@@ -74,7 +74,7 @@ def examine(config: EngineConfig) -> dict[str, Any]:
             f"{cache['folder']} cannot be written: every start compiles anew. Set --compilation-cache-dir or "
             "JAXLLM_CACHE_DIR."
         )
-    if _has_nvidia_gpu() and all(device["platform"] == "cpu" for device in devices):
+    if has_nvidia_gpu() and all(device["platform"] == "cpu" for device in devices):
         advice.append("There is an NVIDIA GPU but JAX does not see it: install jaxllm[cuda12] or jaxllm[cuda13].")
     return {
         "usable": not problems,
@@ -152,7 +152,8 @@ def _cache(folder: Path) -> dict[str, Any]:
     }
 
 
-def _has_nvidia_gpu() -> bool:
+def has_nvidia_gpu() -> bool:
+    """Whether this machine has an NVIDIA GPU, for JAX or not."""
     return Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
 
 

@@ -155,13 +155,13 @@ def _argument_of(kind: Any, field: Field[Any]) -> dict[str, Any]:
         metavar = field.metadata["metavar"] or "NAME"
         if field.metadata["takes_several"]:
             return {"action": "extend", "nargs": "+", "type": str, "metavar": metavar}
-        return {"action": "append", "type": _integer if item is int else str, "metavar": metavar}
+        return {"action": "append", "type": integer if item is int else str, "metavar": metavar}
     for literal in (kind, inner):  # a choice, or a choice or None
         if get_origin(literal) is Literal:
             return {"choices": get_args(literal)} | ({"type": _dtype} if field.name == "dtype" else {})
     if get_origin(inner) is Mapping:
         return {"type": _object, "metavar": field.metadata["metavar"]}
-    convert = {int: _integer, float: float, str: str}[inner]
+    convert = {int: integer, float: float, str: str}[inner]
     if type(None) in members and inner is int:
         convert = _integer_or_none
     return {"type": convert, "metavar": field.metadata["metavar"] or {int: "N", float: "X", str: "NAME"}[inner]}
@@ -183,7 +183,7 @@ def _object(text: str) -> dict[str, Any]:
     return value
 
 
-def _integer(text: str) -> int:
+def integer(text: str) -> int:
     """Read an integer; 1k is 1000 and 1K is 1024, as in vLLM (k, m, g, t and K, M, G, T)."""
     match = re.fullmatch(r"([+-]?\d+)([kmgtKMGT]?)", text)
     if match is None:
@@ -193,7 +193,7 @@ def _integer(text: str) -> int:
 
 def _integer_or_none(text: str) -> int | None:
     """Read an integer, or "none" or "auto" for what is chosen without one."""
-    return None if text in ("none", "auto") else _integer(text)
+    return None if text in ("none", "auto") else integer(text)
 
 
 def read_config_file(path: str, arguments: Sequence[str]) -> list[str]:

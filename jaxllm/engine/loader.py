@@ -48,7 +48,7 @@ def load_parts(config: EngineConfig, progress: bool, metrics: Metrics) -> Parts:
         tokenizer = NoTokenizer(str(source)) if config.skip_tokenizer_init else load_tokenizer(source)
     if setup.pooler is not None and setup.pooler.pooling == "last":
         tokenizer.obey_add_eos_token()
-    eos_ids = _eos_ids(tokenizer, setup.generation_config, setup.spec.vocab_size)
+    eos_ids = eos_ids_of(tokenizer, setup.generation_config, setup.spec.vocab_size)
     default_params = default_sampling_params(setup.generation_config)
     runner = make_runner(config, setup, metrics, progress, phases=phases)
     start_phases = phases.finished()
@@ -74,7 +74,7 @@ def load_parts(config: EngineConfig, progress: bool, metrics: Metrics) -> Parts:
     return Parts(model=model, runner=runner, language=Language.of(model), start_phases=start_phases)
 
 
-def _eos_ids(model_tokenizer: Tokenizer, generation_config: Mapping[str, Any], vocab_size: int) -> frozenset[int]:
+def eos_ids_of(model_tokenizer: Tokenizer, generation_config: Mapping[str, Any], vocab_size: int) -> frozenset[int]:
     """Return the tokens that end a text: the tokenizer's, and those of the model's generation_config.json.
 
     Ids beyond the vocabulary cannot be sampled and are left out: a derived model often keeps those of its base model.

@@ -74,7 +74,7 @@ class DoorListener:
     def __init__(self, door: Door, connected: Connected) -> None:
         """`connected` reads the greeting and calls `admit` with the writer once it has checked the key."""
         self._tls, self._connected = door.tls, connected
-        self._strangers: dict[asyncio.Task[None], None] = {}  # the oldest first
+        self.strangers: dict[asyncio.Task[None], None] = {}  # the oldest first
         self._admitted: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None] | None = None
 
@@ -104,23 +104,23 @@ class DoorListener:
                     _log.warning("no connection of a replica can be accepted: %s", error.strerror)
                     await asyncio.sleep(_RETRY_SECONDS)
                     continue
-                if len(self._strangers) >= MOST_STRANGERS:
-                    oldest = next(iter(self._strangers))
-                    del self._strangers[oldest]
+                if len(self.strangers) >= MOST_STRANGERS:
+                    oldest = next(iter(self.strangers))
+                    del self.strangers[oldest]
                     oldest.cancel()
                 task = asyncio.ensure_future(self._serve(peer))
-                self._strangers[task] = None
+                self.strangers[task] = None
                 task.add_done_callback(self._forget)
 
     def _forget(self, task: asyncio.Task[None]) -> None:
-        self._strangers.pop(task, None)
+        self.strangers.pop(task, None)
         self._admitted.discard(task)
 
     def admit(self) -> None:
         """Count the connection of the running task as a replica's from now on."""
         task = asyncio.current_task()
-        if task is not None and task in self._strangers:
-            del self._strangers[task]
+        if task is not None and task in self.strangers:
+            del self.strangers[task]
             self._admitted.add(task)
 
     async def _serve(self, peer: socket.socket) -> None:
@@ -147,7 +147,7 @@ class DoorListener:
     async def close(self) -> None:
         """Listen no more and end all connections."""
         accepting = [] if self._accepting is None else [self._accepting]
-        tasks = [*accepting, *self._strangers, *self._admitted]
+        tasks = [*accepting, *self.strangers, *self._admitted]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

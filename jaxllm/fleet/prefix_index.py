@@ -16,17 +16,17 @@ class PrefixIndex:
     """
 
     def __init__(self) -> None:
-        self._replicas: dict[int, tuple[int, set[bytes]]] = {}  # the bit, a power of two, and what it has
-        self._holders: dict[bytes, int] = {}  # sums of bits
+        self.replicas: dict[int, tuple[int, set[bytes]]] = {}  # the bit, a power of two, and what it has
+        self.holders: dict[bytes, int] = {}  # sums of bits
         self.block_size = 0  # tokens of a block, as the events say; 0 before the first
 
     def apply(self, replica: int, events: Iterable[BlockEvent]) -> None:
         """Follow a replica's events, in their order. A number that was not seen, or forgotten, is a new replica's."""
-        if replica not in self._replicas:
-            used = sum(bit for bit, _ in self._replicas.values())
-            self._replicas[replica] = ~used & (used + 1), set()  # the lowest bit that is free
-        bit, held = self._replicas[replica]
-        holders = self._holders
+        if replica not in self.replicas:
+            used = sum(bit for bit, _ in self.replicas.values())
+            self.replicas[replica] = ~used & (used + 1), set()  # the lowest bit that is free
+        bit, held = self.replicas[replica]
+        holders = self.holders
         for event in events:
             if isinstance(event, Stored):
                 self.block_size = len(event.tokens)
@@ -42,16 +42,16 @@ class PrefixIndex:
 
     def forget(self, replica: int) -> None:
         """Drop what a replica had: it has gone, or its events were lost. Late events of it must not be applied."""
-        if replica in self._replicas:
-            bit, held = self._replicas.pop(replica)
+        if replica in self.replicas:
+            bit, held = self.replicas.pop(replica)
             self._release(held, bit)
 
     def matches(self, digests: Sequence[bytes]) -> Mapping[int, int]:
         """Count the leading blocks of a prompt that each replica has; replicas with none are absent."""
-        all_have = sum(bit for bit, _ in self._replicas.values())
+        all_have = sum(bit for bit, _ in self.replicas.values())
         ends: list[tuple[int, int]] = []  # replicas that have so many leading blocks and no more
         for count, digest in enumerate(digests):
-            still_have = all_have & self._holders.get(digest, 0)
+            still_have = all_have & self.holders.get(digest, 0)
             if still_have != all_have:
                 ends.append((all_have ^ still_have, count))
                 all_have = still_have
@@ -62,12 +62,12 @@ class PrefixIndex:
             replica: count
             for bits, count in ends
             if bits and count
-            for replica, (bit, _) in self._replicas.items()
+            for replica, (bit, _) in self.replicas.items()
             if bits & bit
         }
 
     def _release(self, digests: Iterable[bytes], bit: int) -> None:
-        holders = self._holders
+        holders = self.holders
         for digest in digests:
             left = holders[digest] ^ bit
             if left:

@@ -71,7 +71,7 @@ class Supervisor:
         self._hang_timeout, self._module, self._door = hang_timeout, module, door
         self._folder = OwnFolder()
         self._servers: list[asyncio.Server] = []
-        self._listener_from_afar: DoorListener | None = None
+        self.listener_from_afar: DoorListener | None = None
         self._warned = -WARN_SECONDS
         self._tasks: list[asyncio.Task[Any]] = []
 
@@ -80,14 +80,14 @@ class Supervisor:
         path = str(self._folder.path / "socket")
         self._servers.append(await asyncio.start_unix_server(self._connected, path))
         if self._door is not None:
-            self._listener_from_afar = DoorListener(self._door, self._connected_from_afar)
+            self.listener_from_afar = DoorListener(self._door, self.connected_from_afar)
             try:
-                await self._listener_from_afar.start(*node.split_address(self._door.address))
+                await self.listener_from_afar.start(*node.split_address(self._door.address))
             except OSError as error:
                 message = f"data_parallel_address {self._door.address}: {error.strerror}."
                 raise UserError(message, "data_parallel_address") from error
         for replica in self._replicas:
-            self._spawn(self._keep(replica, path) if replica.is_local else self._watch(replica))
+            self._spawn(self.keep(replica, path) if replica.is_local else self._watch(replica))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -112,8 +112,8 @@ class Supervisor:
         await asyncio.gather(*(replica.reap() for replica in self._replicas))
         for server in self._servers:
             server.close()
-        if self._listener_from_afar is not None:
-            await self._listener_from_afar.close()
+        if self.listener_from_afar is not None:
+            await self.listener_from_afar.close()
         self._folder.remove()
 
     async def drain(self, replica: Replica) -> None:
@@ -128,7 +128,7 @@ class Supervisor:
                 raise UnavailableError(f"Replica {replica.number} could not be started anew; the log has the reason.")
             await asyncio.sleep(LOOK_SECONDS)
 
-    async def _keep(self, replica: Replica, path: str) -> None:
+    async def keep(self, replica: Replica, path: str) -> None:
         """Start a replica of this machine, and again whenever it is lost."""
         wait, num_failed = FIRST_WAIT, 0
         settings, environment = self._settings_of(replica.number, path)
@@ -136,7 +136,7 @@ class Supervisor:
             began, is_short = time.monotonic(), False
             try:
                 replica.start(settings, environment, self._module)
-                end = await self._until_lost(replica)
+                end = await self.until_lost(replica)
             except OSError as error:
                 end = End(f"it cannot be started: {error}", was_loaded=False, is_planned=False)
                 is_short = is_exhaustion(error)  # then not the fault of the replica
@@ -164,10 +164,10 @@ class Supervisor:
         """Follow a replica of another machine, which starts it again."""
         while True:
             await replica.connected.wait()
-            end = await self._until_lost(replica)
+            end = await self.until_lost(replica)
             _log.warning("replica %d has gone: %s; another may connect", replica.number, end.why)
 
-    async def _until_lost(self, replica: Replica) -> End:
+    async def until_lost(self, replica: Replica) -> End:
         """Wait until a replica is of no more use, and make that known."""
         why = ""
         looked = replica.heard = time.monotonic()
@@ -196,7 +196,8 @@ class Supervisor:
 
     # Connections.
 
-    async def _connected_from_afar(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def connected_from_afar(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve the connection of a replica on another machine."""
         await self._connected(reader, writer, is_local=False)
 
     async def _connected(
@@ -212,8 +213,8 @@ class Supervisor:
                 await writer.drain()
                 return
             replica = found
-            if not is_local and self._listener_from_afar is not None:
-                self._listener_from_afar.admit()
+            if not is_local and self.listener_from_afar is not None:
+                self.listener_from_afar.admit()
             replica.connect(writer)
             said: list[Any] = []
             while replica.is_connected_by(writer):

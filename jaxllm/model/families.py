@@ -24,7 +24,7 @@ FAMILIES: tuple[Family, ...] = (*DENSE, *ROUTED, *ENCODERS)
 
 # Keys about training, bookkeeping, other programs, or things the engine reads elsewhere (token ids): no effect on the
 # forward pass.
-_WITHOUT_EFFECT = frozenset(
+WITHOUT_EFFECT = frozenset(
     """
     architectures model_type torch_dtype dtype transformers_version use_cache _name_or_path _commit_hash tokenizer_class
     bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id decoder_start_token_id prefix auto_map
@@ -47,7 +47,7 @@ _WITHOUT_EFFECT = frozenset(
     """.split()
 )
 # Sampling settings, which transformers 4 wrote here with the values that change nothing.
-_SAMPLING: dict[str, Any] = {
+SAMPLING: dict[str, Any] = {
     "min_length": 0,
     "num_beams": 1,
     "num_return_sequences": 1,
@@ -109,12 +109,12 @@ def read_fields(fields: Fields, read: Callable[[Fields], Spec]) -> Spec:
     fields.only("add_cross_attention", False)
     fields.only("tie_encoder_decoder", False)
     fields.only("pruned_heads", {})
-    for key, neutral in _SAMPLING.items():
+    for key, neutral in SAMPLING.items():
         if (value := fields.raw(key)) not in (None, neutral):
             raise UserError(
                 f"config.json: {key} = {value!r:.80} is for sampling; move it to generation_config.json.", key
             )
-    fields.finish(_WITHOUT_EFFECT)
+    fields.finish(WITHOUT_EFFECT)
     if spec.num_heads % spec.num_kv_heads != 0:
         raise UserError(
             f"config.json: {spec.num_heads} attention heads cannot share {spec.num_kv_heads} key-value heads evenly.",

@@ -94,7 +94,7 @@ def mix(spec: Spec, experts: Experts, weights: Arrays, x: Array, layout: Layout)
             default=partial(_by_size, spec, experts),
         )
         if experts.bias:  # whole on every shard, so only one of them adds it
-            bias = _spread(experts, chosen, gates) @ weights["expert_down_bias"].astype(jnp.float32)
+            bias = spread(experts, chosen, gates) @ weights["expert_down_bias"].astype(jnp.float32)
             total = total + jnp.where(layout.index("feed_forward") == 0, bias, 0.0)
     if experts.shared_width:
         inner = gated(layers.linear(x, weights["shared_up"]), spec.activation)
@@ -225,7 +225,7 @@ def by_all(spec: Spec, experts: Experts, weights: Arrays, x: Array, chosen: Arra
     up, down = floats(weights["expert_up"], x.dtype), floats(weights["expert_down"], x.dtype)  # [E, 2 F, D], [E, D, F]
     bias = weights["expert_up_bias"].reshape(-1) if experts.bias else None
     inner = layers.linear(x, up.reshape(-1, x.shape[1]), bias).reshape(len(x), *up.shape[:2])  # [T, E, 2 F]
-    inner = _gated(spec, experts, inner) * _spread(experts, chosen, gates)[:, :, None]
+    inner = _gated(spec, experts, inner) * spread(experts, chosen, gates)[:, :, None]
     # One product per expert: contracting E and F at once would first transpose all the weights.
     inner = inner.astype(x.dtype).swapaxes(0, 1)  # [E, T, F]
     result = jnp.einsum("etf,edf->etd", inner, down, preferred_element_type=jnp.float32)
@@ -251,7 +251,7 @@ def _gated(spec: Spec, experts: Experts, inner: Array) -> Array:
     return gated(inner, spec.activation, experts.clamp, experts.clamp_slope)
 
 
-def _spread(experts: Experts, chosen: Array, gates: Array) -> Array:
+def spread(experts: Experts, chosen: Array, gates: Array) -> Array:
     """Lay the weights of the chosen experts out over all experts: [T, E], zero for the others."""
     is_chosen = chosen[:, :, None] == jnp.arange(experts.count)  # [T, n, E]
     return jnp.sum(jnp.where(is_chosen, gates[:, :, None], 0.0), axis=1)

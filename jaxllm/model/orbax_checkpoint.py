@@ -79,7 +79,7 @@ def write(folder: Path, parts: dict[Name, np.ndarray], written: Callable[[Name],
     chunked = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), tree)
     with ocp.Checkpointer(handler) as checkpointer:
         checkpointer.save((folder / FOLDER).absolute(), ocp.args.PyTreeSave(tree, save_args=chunked))
-    listing = {"files": _list_files(folder), "has_head": (None, "head") in parts}
+    listing = {"files": list_files(folder), "has_head": (None, "head") in parts}
     (folder / LISTING).write_text(json.dumps(listing, indent=1) + "\n")
 
 
@@ -90,7 +90,7 @@ def check(folder: Path, declared: Params[Weight]) -> None:
         raise UserError(
             f"{folder} has no whole {LISTING}: its Orbax checkpoint is not complete; convert again.", "model"
         )
-    found = _list_files(folder)
+    found = list_files(folder)
     for name in sorted(listed):
         if found.get(name) != listed[name]:
             fault = "is missing" if name not in found else "is not as it was written (cut off, or changed)"
@@ -167,7 +167,7 @@ def load(folder: Path, declared: Params[Weight], layout: Layout, dtype: DTypeLik
         return Params(top, tuple(restore(layer, weights) for layer, weights in enumerate(declared.layers)))
 
 
-def _list_files(folder: Path) -> dict[str, list[int | None]]:
+def list_files(folder: Path) -> dict[str, list[int | None]]:
     """List the checkpoint's files: size in bytes, and the checksum (CRC-32) of small ones."""
     found: dict[str, list[int | None]] = {}
     for path in sorted((folder / FOLDER).rglob("*")):

@@ -76,7 +76,7 @@ class Source:
                     row += len(block)
                     self.tensor.release()
             else:
-                _give(source := self.view()[(rows, *columns)], row, store, self.tensor)
+                give_columns(source := self.view()[(rows, *columns)], row, store, self.tensor)
                 row += len(source)
         return row
 
@@ -89,7 +89,7 @@ def _steps(rows: slice, row_bytes: int) -> Iterator[slice]:
         yield slice(first, last + 1, step)
 
 
-def _give(source: np.ndarray, row: int, store: Store, tensor: Tensor) -> None:
+def give_columns(source: np.ndarray, row: int, store: Store, tensor: Tensor) -> None:
     """Give `source`, a view of `tensor`, to `store` from `row` on, and its pages back on the way."""
     rows = len(source)
     if source.flags.c_contiguous and source.size:  # a row of a transposed tensor lies on all of its pages

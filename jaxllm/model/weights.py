@@ -333,7 +333,7 @@ def _load_rounded(weight: Weight, sources: tuple[tuple[Source, ...], ...], layou
                 some = slice(row + start, row + min(start + step, len(block)))
                 out[some], sizes[some] = rounded(block[start : start + step].astype(np.float32), scheme, np)
 
-        _fill(store, "floats", weight.parts, sources[0], weight.shape, layout.shards(weight.axes[0]), index)
+        fill(store, "floats", weight.parts, sources[0], weight.shape, layout.shards(weight.axes[0]), index)
         kept[place(index, weight.shape, weight.axes)] = sizes.T
         return out
 
@@ -382,13 +382,13 @@ def _load_side(
             def store(row: int, block: np.ndarray, piece: np.ndarray = piece) -> None:
                 piece[row : row + len(block)] = block
 
-            _fill(store, side, weight.parts, parts, one, layout.shards(weight.axes_of_one[0]), inner)
+            fill(store, side, weight.parts, parts, one, layout.shards(weight.axes_of_one[0]), inner)
         return out
 
     return jax.make_array_from_callback(described.shape, described.sharding, read)
 
 
-def _fill(
+def fill(
     store: Store,
     side: Side,
     parts: tuple[Part, ...],

@@ -74,14 +74,14 @@ class FileRecorder:
         self._about = dict(about or {})
         self._clock = clock
         self._pseudonyms = Pseudonyms() if is_redacted else None
-        self._size = 0
+        self.size = 0
         self._start = 0.0
         try:  # a path that cannot be written is reported before a model is loaded
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self.path.exists() and self.path.stat().st_size:
                 self.path.replace(f"{self.path}.old")
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-            self._file: io.FileIO | None = io.FileIO(os.open(self.path, flags, 0o600), "w")  # it holds users' texts
+            self.file: io.FileIO | None = io.FileIO(os.open(self.path, flags, 0o600), "w")  # it holds users' texts
         except OSError as error:
             raise UserError(f"record: cannot write {path}: {error.strerror}.", "record") from error
 
@@ -99,23 +99,23 @@ class FileRecorder:
 
     def added(self, requests: Sequence[Request]) -> None:
         """Note new requests."""
-        if self._file is not None:
+        if self.file is not None:
             self._write([Kind.ADD, self._now(), [pack_request(request, self._pseudonyms) for request in requests]])
 
     def aborted(self, reasons: Mapping[int, str]) -> None:
         """Note requests that were taken out."""
-        if self._file is not None and reasons:
+        if self.file is not None and reasons:
             self._forget(reasons)
             self._write([Kind.ABORT, self._now(), dict(reasons)])
 
     def was_reset(self) -> None:
         """Note that the cache was emptied."""
-        if self._file is not None:
+        if self.file is not None:
             self._write([Kind.RESET, self._now()])
 
     def planned(self, plan: Plan) -> None:
         """Note a plan by its sizes and a checksum: a replay makes it again."""
-        if self._file is not None:
+        if self.file is not None:
             self._write([Kind.PLAN, self._microseconds(plan.now), *describe(plan)])
 
     def committed(
@@ -128,7 +128,7 @@ class FileRecorder:
         events: Events,
     ) -> None:
         """Note what a step yielded."""
-        if self._file is None:
+        if self.file is None:
             return
         failed = None if is_finite is None or is_finite.all() else np.flatnonzero(~is_finite).tolist()
         # A row that samples nothing may hold anything.
@@ -155,7 +155,7 @@ class FileRecorder:
 
     def forked(self, moves: Sequence[Move]) -> None:
         """Note how the members of a gang went on."""
-        if self._file is not None:
+        if self.file is not None:
             hidden = moves if self._pseudonyms is None else self._pseudonyms.fork(moves)
             self._write([Kind.FORK, self._now(), [list(move) for move in hidden]])
 
@@ -168,24 +168,24 @@ class FileRecorder:
             self._pseudonyms.forget(sequences)
 
     def _end(self, why: str) -> None:
-        if self._file is not None:
-            file, self._file = self._file, None
+        if self.file is not None:
+            file, self.file = self.file, None
             with suppress(OSError):
                 file.write(cast(bytes, msgpack.packb([Kind.END, self._now(), why])))
                 file.close()
 
     def _write(self, entry: list[Any]) -> None:
         """Append an entry, unbuffered: one system call, 2 us, and nothing is lost with the process."""
-        if self._file is None:
+        if self.file is None:
             return
         data = cast(bytes, msgpack.packb(entry))
-        self._size += len(data)
-        if self._size > self._max_bytes:
+        self.size += len(data)
+        if self.size > self._max_bytes:
             _log.warning("the recording ends: %s has %d bytes (--record-max-bytes)", self.path, self._max_bytes)
             self._end("the file is full")
             return
         try:
-            self._file.write(data)
+            self.file.write(data)
         except OSError as error:
             _log.error("the recording ends: %s: %s", self.path, error.strerror)
             self._end("the file cannot be written")

@@ -32,7 +32,7 @@ os.write(1, noise.sub(b"", rest))
 """
 
 
-class _StandardError:
+class StandardError:
     """The process's standard error, from which lines can be filtered."""
 
     def __init__(self) -> None:
@@ -88,5 +88,5 @@ class _StandardError:
                 os.close(self._original)
 
 
-_STANDARD_ERROR = _StandardError()
+_STANDARD_ERROR = StandardError()
 hide, hidden = _STANDARD_ERROR.hide, _STANDARD_ERROR.hidden

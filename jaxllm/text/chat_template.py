@@ -67,7 +67,7 @@ def render(
     import jinja2
 
     try:
-        text = _generated(template.program, arguments, MAX_TEXT)
+        text = generated(template.program, arguments, MAX_TEXT)
     except Exception as error:
         is_own = isinstance(error, jinja2.TemplateError | OverflowError)
         # Of any other exception the message would name Python's classes.
@@ -101,7 +101,7 @@ def compile_template(source: str, variables: Mapping[str, Any] = MappingProxyTyp
         arguments = {"documents": None, **variables, "messages": messages, "add_generation_prompt": True}
         for tools in ([TOOL], None):
             try:
-                return _generated(program, arguments | {"tools": tools}, _MAX_TRIAL)
+                return generated(program, arguments | {"tools": tools}, _MAX_TRIAL)
             except MemoryError:  # not the template's fault
                 raise
             except Exception:  # whatever a template raises for a conversation that it does not take
@@ -111,7 +111,7 @@ def compile_template(source: str, variables: Mapping[str, Any] = MappingProxyTyp
     return ChatTemplate(program, find_shape(show, source), words)
 
 
-def _generated(program: jinja2.Template, arguments: Mapping[str, Any], most: int) -> str:
+def generated(program: jinja2.Template, arguments: Mapping[str, Any], most: int) -> str:
     """Return the rendered text; raise if it is longer than `most` characters."""
     import jinja2
 

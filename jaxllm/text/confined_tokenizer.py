@@ -23,7 +23,7 @@ class ConfinedTemplates(Tokenizer):
     ) -> None:
         vars(self).update(vars(own))
         self.confined = key
-        self._chat_templates = dict(templates)
+        self.chat_templates = dict(templates)
         self._confinement, self._source = confinement, source
         self._shape_of = functools.lru_cache(maxsize=16)(self._ask_shape)
 
@@ -62,7 +62,7 @@ class ConfinedTemplates(Tokenizer):
         return self._shape_of(template) if self._is_foreign(template) else super().template_shape(template, tools)
 
     def _is_foreign(self, template: str) -> bool:
-        return template in self._chat_templates.values()
+        return template in self.chat_templates.values()
 
     def _ask(self, method: str, *arguments: Any, **named: Any) -> Any:
         return self._confinement.call(self._source, method, *arguments, **named)

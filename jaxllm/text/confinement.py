@@ -64,8 +64,8 @@ class Confinement:
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes = most_bytes
         self._changed = threading.Condition()
-        self._idle: list[_Process] = []  # the one used last at the end
-        self._alive: set[_Process] = set()
+        self.idle: list[Process] = []  # the one used last at the end
+        self._alive: set[Process] = set()
         self._num_starting = 0
         self._is_closed = False
         weakref.finalize(self, _end_all, self._alive)
@@ -109,25 +109,25 @@ class Confinement:
         """End idle processes now, the others after their task, and refuse new tasks."""
         with self._changed:
             self._is_closed = True
-            idle, self._idle = self._idle, []
+            idle, self.idle = self.idle, []
             self._alive.difference_update(idle)
             self._changed.notify_all()
         _end_all(idle)
 
-    def _take(self, source: Source) -> _Process:
+    def _take(self, source: Source) -> Process:
         """Return an idle process: one that has read the tokenizer, one that keeps few, a new one, or any."""
         with self._changed:
             while True:
                 if self._is_closed:
                     raise EngineError("the engine is closed.")
-                self._alive.difference_update([each for each in self._idle if not each.is_alive])
-                self._idle = [each for each in self._idle if each.is_alive]
+                self._alive.difference_update([each for each in self.idle if not each.is_alive])
+                self.idle = [each for each in self.idle if each.is_alive]
                 may_start = len(self._alive) + self._num_starting < MOST_PROCESSES
-                fit = [each for each in self._idle if source in each.sources]
-                fit = fit or [each for each in reversed(self._idle) if len(each.sources) < MOST_KEPT]
-                if fit or (self._idle and not may_start):
-                    process = fit[0] if fit else self._idle[0]
-                    self._idle.remove(process)
+                fit = [each for each in self.idle if source in each.sources]
+                fit = fit or [each for each in reversed(self.idle) if len(each.sources) < MOST_KEPT]
+                if fit or (self.idle and not may_start):
+                    process = fit[0] if fit else self.idle[0]
+                    self.idle.remove(process)
                     return process
                 if may_start:
                     self._num_starting += 1
@@ -135,7 +135,7 @@ class Confinement:
                 self._changed.wait()
         process = None
         try:
-            process = _Process(self._most_bytes)
+            process = Process(self._most_bytes)
             return process
         finally:
             with self._changed:
@@ -145,20 +145,20 @@ class Confinement:
                 else:
                     self._alive.add(process)
 
-    def _renewed(self, process: _Process) -> _Process:
+    def _renewed(self, process: Process) -> Process:
         """End a process, and start another one in its place."""
         process.end()
-        new = _Process(self._most_bytes)
+        new = Process(self._most_bytes)
         with self._changed:
             self._alive.discard(process)
             self._alive.add(new)
         return new
 
-    def _give_back(self, process: _Process, is_usable: bool) -> None:
+    def _give_back(self, process: Process, is_usable: bool) -> None:
         with self._changed:
             is_usable = is_usable and not self._is_closed
             if is_usable:
-                self._idle.append(process)
+                self.idle.append(process)
                 self._changed.notify()
         if not is_usable:
             process.end()
@@ -167,7 +167,7 @@ class Confinement:
                 self._changed.notify()
 
 
-class _Process:
+class Process:
     """One process, and the pipes to it."""
 
     def __init__(self, most_bytes: int) -> None:
@@ -252,7 +252,7 @@ def _mapping(value: Any) -> dict[Any, Any]:
     raise TypeError(f"{type(value).__name__} is not JSON")
 
 
-def _end_all(processes: Iterable[_Process]) -> None:
+def _end_all(processes: Iterable[Process]) -> None:
     for process in processes:
         process.end()
 

@@ -25,11 +25,11 @@ from jaxllm.errors import UserError
 
 # Templates such as Phi-3's make special tokens out of these on purpose.
 ROLES = frozenset(("system", "developer", "user", "assistant", "model", "tool", "function", "ipython", "observation"))
-_WORD = re.compile(r"[\w.-]*")  # templates compare such strings ('function', 'low', 'python'): their ends stay
+WORD = re.compile(r"[\w.-]*")  # templates compare such strings ('function', 'low', 'python'): their ends stay
 # Signs of SignWriting: symbols as most characters of special tokens are, left alone by every normalizer, by upper case
 # and trimming, and, unlike private-use characters, by Python when it writes out a list.
 _FIRST_TWIN, _LAST_TWIN = 0x1D800, 0x1D9FF
-_TWINS = re.compile(f"[{chr(_FIRST_TWIN)}-{chr(_LAST_TWIN)}]")
+TWINS = re.compile(f"[{chr(_FIRST_TWIN)}-{chr(_LAST_TWIN)}]")
 _MOST_IDS = 2**24  # a tokenizer is written out id by id, with or without a token: 17 ns each
 _LONG_TEXT = 1024  # characters from which on a text is encoded without the GIL: 0.6 ms
 _MOST_PASSES = 16  # of the search for special tokens that appear once others are disguised
@@ -89,7 +89,7 @@ class SpecialTokens:
         else:
             spans = [range(start, end) for _, start, end in self.find(text)]
         places = {place for span in spans for place in span if not text[place].isspace()}
-        if _WORD.fullmatch(text):
+        if WORD.fullmatch(text):
             return places
         # The template may trim the text and set it beside another. One place at each end breaks whatever token would
         # reach across.
@@ -191,7 +191,7 @@ class Disguise:
         twin = self._twins.get(character)
         if twin is None:
             if self._free is None:
-                used = {found for text in _strings(self._everything) for found in _TWINS.findall(text)}
+                used = {found for text in _strings(self._everything) for found in TWINS.findall(text)}
                 self._free = (chr(code) for code in range(_FIRST_TWIN, _LAST_TWIN + 1) if chr(code) not in used)
             twin = self._twins[character] = next(self._free, "")
             if not twin:

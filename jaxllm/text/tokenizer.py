@@ -87,11 +87,11 @@ class Tokenizer:
         has_types: bool = True,
         adds_eos: bool = False,
     ) -> None:
-        self._backend = backend  # a tokenizers.Tokenizer; not named as a type to keep the import lazy
+        self.backend = backend  # a tokenizers.Tokenizer; not named as a type to keep the import lazy
         self._named_tokens = dict(named_tokens)
         self._adds_eos = adds_eos
         self._appended: int | None = None  # a token that ends every text
-        self._chat_templates = dict(chat_templates)
+        self.chat_templates: Mapping[str, str] = dict(chat_templates)  # by name
         compile_own = functools.partial(compile_template, variables=named_tokens)
         self._compile = functools.lru_cache(maxsize=16)(compile_own)
         self._pieces: dict[int, Piece] = {}
@@ -107,7 +107,7 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         """The number of tokens, added ones included. A model's logits may be wider."""
-        return self._backend.get_vocab_size(with_added_tokens=True)
+        return self.backend.get_vocab_size(with_added_tokens=True)
 
     @property
     def ids(self) -> Sequence[int]:
@@ -129,29 +129,24 @@ class Tokenizer:
         """The special tokens that have names, as "eos_token": "</s>"."""
         return self._named_tokens
 
-    @property
-    def chat_templates(self) -> Mapping[str, str]:
-        """The chat templates by name."""
-        return self._chat_templates
-
     def with_chat_templates(self, templates: Mapping[str, str]) -> Tokenizer:
         """Return the same tokenizer with other chat templates."""
         other = copy(self)
-        other._chat_templates = dict(templates)
+        other.chat_templates = dict(templates)
         return other
 
     @property
     def has_chat_template(self) -> bool:
         """Whether conversations can be written without a template from elsewhere."""
-        return bool(self._chat_templates)
+        return bool(self.chat_templates)
 
     def config(self) -> dict[str, Any]:
         """Return what a tokenizer_config.json says of it: named and added tokens, chat templates."""
         config: dict[str, Any] = dict(self._named_tokens)
         config["added_tokens_decoder"] = self.added_tokens()
         config["tokenizer_class"] = "PreTrainedTokenizerFast"  # which reads any tokenizer.json
-        if self._chat_templates:
-            listed = [{"name": name, "template": text} for name, text in self._chat_templates.items()]
+        if self.chat_templates:
+            listed = [{"name": name, "template": text} for name, text in self.chat_templates.items()]
             config["chat_template"] = listed[0]["template"] if len(listed) == 1 else listed
         return config
 
@@ -160,13 +155,13 @@ class Tokenizer:
         flags = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
         return {
             str(token_id): {name: getattr(token, name) for name in flags}
-            for token_id, token in self._backend.get_added_tokens_decoder().items()
+            for token_id, token in self.backend.get_added_tokens_decoder().items()
         }
 
     def fingerprint(self) -> bytes:
         """Return a digest of the tokenizer without its name and chat templates."""
-        beside = [self._named_tokens, self._has_types, self._adds_eos, self._backend.encode_special_tokens]
-        return hashlib.sha256(json.dumps(beside, sort_keys=True).encode() + self._backend.to_str().encode()).digest()
+        beside = [self._named_tokens, self._has_types, self._adds_eos, self.backend.encode_special_tokens]
+        return hashlib.sha256(json.dumps(beside, sort_keys=True).encode() + self.backend.to_str().encode()).digest()
 
     def lengths(self) -> tuple[int, int | None]:
         """Return the characters of the longest token, and the most characters of a text for one token."""
@@ -174,14 +169,14 @@ class Tokenizer:
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token as the vocabulary spells it, None if it has none."""
-        return self._backend.token_to_id(token)
+        return self.backend.token_to_id(token)
 
     def token(self, token_id: int) -> str:
         """Return a token as the vocabulary spells it, as "Ġhello", "▁the" or "<0x0A>"; "" for an id it does not know.
 
         What it reads as in a text is `token_text`.
         """
-        return self._backend.id_to_token(token_id) or ""
+        return self.backend.id_to_token(token_id) or ""
 
     def is_special(self, token: str) -> bool:
         """Whether a token is special, so that it is left out of texts that skip such tokens."""
@@ -192,7 +187,7 @@ class Tokenizer:
 
     def _named_id(self, name: str) -> int | None:
         token = self._named_tokens.get(name)
-        return None if token is None else self._backend.token_to_id(token)
+        return None if token is None else self.backend.token_to_id(token)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Give the token ids of a text, by default with what the model expects around a prompt (often a BOS).
@@ -200,7 +195,7 @@ class Tokenizer:
         Special tokens spelled out in the text become those tokens, unless the tokenizer's config says
         `split_special_tokens`. Raises `UserError` for what is no valid Unicode text.
         """
-        ids = self._encoding_of(text, add_special_tokens).ids
+        ids = self.encoding_of(text, add_special_tokens).ids
         return self._ended(ids) if add_special_tokens else ids
 
     def _ended(self, ids: list[int]) -> list[int]:
@@ -255,16 +250,17 @@ class Tokenizer:
 
         All types are 0 where the model is not told them.
         """
-        encoding = self._encoding_of(first, True, second)
+        encoding = self.encoding_of(first, True, second)
         return encoding.ids, encoding.type_ids if self._has_types else [0] * len(encoding.ids)
 
-    def _encoding_of(self, text: str, add_special_tokens: bool, pair: str | None = None) -> Any:
+    def encoding_of(self, text: str, add_special_tokens: bool, pair: str | None = None) -> Any:
+        """Encode a text, or two, as the backend does; a value that is no text is a UserError."""
         for one in (text,) if pair is None else (text, pair):
             if not isinstance(one, str):
                 raise UserError(f"A text must be a string, got {type(one).__name__}.", "prompt")
             special_token_guard.check_unicode(one, "prompt")
         with typed_errors(self._refusal):
-            return special_token_guard.encoding_of(self._backend, text, add_special_tokens, pair)
+            return special_token_guard.encoding_of(self.backend, text, add_special_tokens, pair)
 
     def check_length(self, text: str, max_model_len: int, most_tokens: int | None = None) -> None:
         """Refuse a text that must be longer than the context, without tokenizing it: that takes 2 s a megabyte.
@@ -290,7 +286,7 @@ class Tokenizer:
     @functools.cached_property
     def _most_characters(self) -> int:
         """The characters of the longest token, as the vocabulary spells it."""
-        return max(map(len, self._backend.get_vocab()), default=1)
+        return max(map(len, self.backend.get_vocab()), default=1)
 
     @functools.cached_property
     def _longest_token(self) -> int | None:
@@ -299,9 +295,9 @@ class Tokenizer:
         Nothing does where unknown characters melt into one token or vanish, where a normalizer may shorten the text, or
         where an added token takes the space around it.
         """
-        if self.decoding.byte_tokens == "none" or self._backend.normalizer is not None:
+        if self.decoding.byte_tokens == "none" or self.backend.normalizer is not None:
             return None
-        if any(token.lstrip or token.rstrip for token in self._backend.get_added_tokens_decoder().values()):
+        if any(token.lstrip or token.rstrip for token in self.backend.get_added_tokens_decoder().values()):
             return None
         return self._most_characters
 
@@ -314,8 +310,8 @@ class Tokenizer:
         with typed_errors(self._refusal):
             try:
                 if len(ids) <= _MANY_IDS:
-                    return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
-                (text,) = self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+                    return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+                (text,) = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
                 return text
             except (OverflowError, TypeError) as error:
                 raise UserError(f"Token ids must be integers from 0 to {2**32 - 1}: {error}.", "ids") from None
@@ -345,7 +341,7 @@ class Tokenizer:
         piece = self._pieces.get(token_id)
         if piece is None:
             with typed_errors(self._refusal):
-                piece = self._pieces[token_id] = self._make_piece(self._backend.id_to_token(token_id))
+                piece = self._pieces[token_id] = self._make_piece(self.backend.id_to_token(token_id))
         return piece
 
     def _make_piece(self, token: str | None) -> Piece:
@@ -412,7 +408,7 @@ class Tokenizer:
             raise UserError(f"chat_template_kwargs cannot have {taken!r}; it is a parameter of its own.", taken)
         source = self._template_source(chat_template, tools)
         with typed_errors(self._refusal):
-            special = self._special_tokens
+            special = self.special_tokens
             template = self._compile(source)
             messages = shaped(messages, template.shape, read_arguments)
             disguise = Disguise(special, [messages, tools, variables, source, self._named_tokens])
@@ -434,13 +430,14 @@ class Tokenizer:
         return text, [*before, *ids, *after]
 
     @functools.cached_property
-    def _special_tokens(self) -> SpecialTokens:
-        return SpecialTokens(self._backend)
+    def special_tokens(self) -> SpecialTokens:
+        """The special tokens, as the guard of templates finds them."""
+        return SpecialTokens(self.backend)
 
     @functools.cached_property
     def _around(self) -> tuple[list[int], list[int]]:
         """The ids that the model expects before and after a prompt."""
-        whole, text = (self._backend.encode(_ANCHOR, add_special_tokens=special).ids for special in (True, False))
+        whole, text = (self.backend.encode(_ANCHOR, add_special_tokens=special).ids for special in (True, False))
         start = next((start for start in range(len(whole)) if whole[start : start + len(text)] == text), None)
         if start is None:
             raise UserError("The model's tokenizer changes a prompt that it puts something around.", "tokenizer")
@@ -452,14 +449,14 @@ class Tokenizer:
 
     def _template_source(self, chosen: str | None, tools: Sequence[Mapping[str, Any]] | None) -> str:
         if chosen is not None:
-            return self._chat_templates.get(chosen, chosen)
+            return self.chat_templates.get(chosen, chosen)
         names = ("default",) if tools is None else ("tool_use", "default")
         for name in names:
-            if name in self._chat_templates:
-                return self._chat_templates[name]
-        if self._chat_templates:
+            if name in self.chat_templates:
+                return self.chat_templates[name]
+        if self.chat_templates:
             raise UserError(
-                f"This model has no default chat template; choose one of {', '.join(sorted(self._chat_templates))}.",
+                f"This model has no default chat template; choose one of {', '.join(sorted(self.chat_templates))}.",
                 "chat_template",
             )
         raise UserError("This model has no chat template; use generate().", "chat_template")
@@ -472,7 +469,7 @@ class NoTokenizer(Tokenizer):
         self.name = name
         self.decoding = Decoding("none")
         self.added_ids = self.special_ids = frozenset()
-        self._named_tokens, self._chat_templates, self._adds_eos = {}, {}, False
+        self._named_tokens, self.chat_templates, self._adds_eos = {}, {}, False
 
     def piece(self, token_id: int) -> Piece:
         """Give no text."""

@@ -47,12 +47,14 @@ class Refused(Exception):
 
 
 @dataclass
-class _Refusal:
+class Refusal:
+    """Why there is no library, and how long that counts."""
+
     reason: str | None = None
     until: float = 0.0  # of `time.monotonic`
 
 
-_refused = _Refusal()
+refused = Refusal()
 
 
 @functools.cache
@@ -73,10 +75,10 @@ def refusal() -> str | None:
     A reason holds for a minute: memory or descriptors may have been short.
     """
     with _building:
-        if time.monotonic() >= _refused.until:
-            _refused.reason = _ready()
-            _refused.until = time.monotonic() + RETRY_SECONDS if _refused.reason else math.inf
-        return _refused.reason
+        if time.monotonic() >= refused.until:
+            refused.reason = _ready()
+            refused.until = time.monotonic() + RETRY_SECONDS if refused.reason else math.inf
+        return refused.reason
 
 
 def _ready() -> str | None:
@@ -124,9 +126,9 @@ def kept(folder: Path, name: str, command: list[str], sources: Sequence[Path], s
     Raises `Refused` if the library cannot be built.
     """
     flags = [flag for flag in command if not flag.startswith("-I")]
-    depends = [*says, *flags, _run([command[0], "--version"]), importlib.metadata.version("jaxlib")]
+    depends = [*says, *flags, run_command([command[0], "--version"]), importlib.metadata.version("jaxlib")]
     place = _own(folder) / f"{name}-{hashlib.sha256(chr(0).join(depends).encode()).hexdigest()[:24]}.so"
-    return place if _is_safe(place) and _is_whole(place) else _build(command, sources, place)
+    return place if _is_safe(place) and is_whole(place) else compile_library(command, sources, place)
 
 
 def _own(folder: Path) -> Path:
@@ -163,7 +165,8 @@ def processor() -> frozenset[str]:
     return frozenset(flags.partition(":")[2].split()) | {platform.machine()}
 
 
-def _is_whole(file: Path) -> bool:
+def is_whole(file: Path) -> bool:
+    """Whether a file ends with the digest of what it holds."""
     try:
         content = file.read_bytes()
     except OSError:
@@ -171,7 +174,7 @@ def _is_whole(file: Path) -> bool:
     return hashlib.sha256(content[:-32]).digest() == content[-32:]
 
 
-def _build(command: list[str], sources: Sequence[Path], place: Path) -> Path:
+def compile_library(command: list[str], sources: Sequence[Path], place: Path) -> Path:
     """Build the library at `place`, or where that cannot be written, in a folder of this process alone."""
     _log.warning("building kernels, once for this machine, which takes up to 20 seconds: %s", place)
     try:
@@ -184,9 +187,11 @@ def _build(command: list[str], sources: Sequence[Path], place: Path) -> Path:
         made = own.path / "made.so"
         objects = [f"{made}.{source.name}.o" for source in sources]
         with ThreadPoolExecutor() as pool:
-            compiled = pool.map(lambda source, into: _run([*command, "-c", str(source), "-o", into]), sources, objects)
+            compiled = pool.map(
+                lambda source, into: run_command([*command, "-c", str(source), "-o", into]), sources, objects
+            )
             list(compiled)  # raises what failed
-        _run([*command, *objects, "-o", str(made)])
+        run_command([*command, *objects, "-o", str(made)])
         content = made.read_bytes()
         made.write_bytes(content + hashlib.sha256(content).digest())
         made.chmod(0o755)
@@ -197,7 +202,7 @@ def _build(command: list[str], sources: Sequence[Path], place: Path) -> Path:
     return place
 
 
-def _run(command: list[str]) -> str:
+def run_command(command: list[str]) -> str:
     """Run a compiler; return what it says. `Refused` if it fails, with the line that says most."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST_BUILD, check=False)

@@ -68,7 +68,7 @@ def refusal(operation: str, site: Site) -> str | None:
     if site.has_softcap:
         return "its kernel does not bound scores"
     try:
-        _library(site)
+        load_library(site)
     except build.Refused as error:
         return str(error)
     return None
@@ -93,7 +93,7 @@ def paged_decode(q: Array, lengths: Array, args: AttentionArgs, *, capability: i
     reason = refusal("paged_decode", site)
     if reason is not None or args.v_cache is None or args.v_cache.shape != args.k_cache.shape:
         raise ValueError(f"paged_decode=flashinfer: {reason or 'its kernel takes values of the size of keys'}")
-    name, library = _library(site)
+    name, library = load_library(site)
     tiles, context = rows * kv_heads, args.tables.shape[1] * tokens
     processors = tuning.PROCESSORS[tuning.generation(capability)]
     pieces = min(max(processors // tiles, 1), -(-context // _PIECE))  # as the kernel's launch computes them
@@ -113,7 +113,7 @@ def paged_decode(q: Array, lengths: Array, args: AttentionArgs, *, capability: i
     return out
 
 
-def _library(site: Site) -> tuple[str, ctypes.CDLL]:
+def load_library(site: Site) -> tuple[str, ctypes.CDLL]:
     """Return the kernel's name among XLA's calls, and its library. `Refused` says why there is none."""
     sizes = {
         "TOKENS_PER_PAGE": site.block_tokens,

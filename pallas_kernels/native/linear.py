@@ -45,7 +45,7 @@ def linear(
     x: Array, weight: Array, scales: Array | None, zeros: Array | None, *, kind: Kind, rounds_rows: bool
 ) -> Array:
     """See `pallas_kernels.linear`."""
-    if not _takes(x, weight, scales, zeros, kind):
+    if not takes(x, weight, scales, zeros, kind):
         return xla.linear(x, weight, scales, zeros, kind=kind, rounds_rows=rounds_rows)
     product = jax.ffi.ffi_call(
         build.target("jaxllm_linear"), jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
@@ -54,7 +54,7 @@ def linear(
     return product(x, weight, *rest, kind=np.int64(_ROUNDED if rounds_rows else _KINDS[kind]))
 
 
-def _takes(x: Array, weight: Array, scales: Array | None, zeros: Array | None, kind: Kind) -> bool:
+def takes(x: Array, weight: Array, scales: Array | None, zeros: Array | None, kind: Kind) -> bool:
     """Whether the kernel does a product, by what is known when it is traced."""
     if x.dtype not in (jnp.float32, jnp.bfloat16):
         return False

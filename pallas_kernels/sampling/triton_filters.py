@@ -7,7 +7,7 @@ among which `settle` finds the logit to the last bit. `measure` and `frame` come
 top_k they reach to the k-th largest maximum of groups, with top_p no farther than there is mass that matters.
 
 What is farther below the likeliest token than 20.8 has no mass, and noise spans 20.42 at most, so it can never win
-either: bins need not reach farther than _FARTHEST, and a top_k that does has no effect.
+either: bins need not reach farther than FARTHEST, and a top_k that does has no effect.
 
 Rows without filters and greedy rows have no bins: `pick` does them alone. Letters: V vocabulary, G groups of columns
 whose maximum is known, BN columns of a program, BL listed tokens and BD tokens with noise that are visited at once.
@@ -31,7 +31,7 @@ _IMPOSSIBLE = tl.constexpr(float("-inf"))
 _INFINITE = tl.constexpr(float("inf"))
 _LEAST_INT = tl.constexpr(-(2**31))
 _MOST_INT = tl.constexpr(2**31 - 1)
-_FARTHEST = tl.constexpr(21.0)
+FARTHEST = tl.constexpr(21.0)
 # What `frame` says of a row: the largest logit, how far below it tokens are looked at, bins for 1 of that, or 0 where
 # nothing is searched for, and what weights are multiplied by to be masses.
 _HIGHEST, _REACH, _SLOPE, _SCALE, _FRAME = (tl.constexpr(number) for number in (0, 1, 2, 3, 4))
@@ -162,7 +162,7 @@ def frame(
     is_counted = _is_counted(top_k, row, V)
     # Of equal tokens all are kept.
     is_searched = is_random & (is_counted | (share < 1.0)) & (lowest < highest)
-    reach = tl.where(is_random, tl.minimum(highest - lowest, _FARTHEST), 0.0)
+    reach = tl.where(is_random, tl.minimum(highest - lowest, FARTHEST), 0.0)
     if is_searched:
         if is_counted:
             if count <= G:  # the k-th largest of the groups' maxima is no larger than that of all tokens

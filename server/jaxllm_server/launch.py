@@ -136,7 +136,7 @@ class Server:
                 await asyncio.sleep(FAREWELL_SECONDS)  # for calls and probes that come now to learn why
             else:
                 died.cancel()
-            await self._close(FAREWELL_SECONDS)
+            await self.close(FAREWELL_SECONDS)
             self._check_http()
             return 1 if died.done() and not died.cancelled() else 0
         finally:
@@ -224,7 +224,7 @@ class Server:
         if self._http_task is not None and self._http_task.done():
             self._http_task.result()
 
-    async def _close(self, grace: float) -> None:
+    async def close(self, grace: float) -> None:
         """Close the front ends, which have `grace` seconds to send what they hold, then the engine."""
         if self.http is not None and self._http_task is not None:
             self.http.should_exit = True

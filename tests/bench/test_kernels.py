@@ -73,7 +73,7 @@ def test_one_that_is_wrong_or_slow_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
     further = len(NATIVE)
     turn = [2.0, 4.0, 4.0, 8.0, *[8.0] * further]  # the sum and all implementations
     seconds = iter([1.0, *turn * 3])
-    monkeypatch.setattr(kernels, "_seconds", lambda *_: next(seconds))
+    monkeypatch.setattr(kernels, "seconds_of", lambda *_: next(seconds))
     rounds: list[None] = []
     measured, reads = kernels.measure([case._replace(call=call)], 3, lambda: rounds.append(None))
     assert [one.implementation for one in measured] == [*OF_A_CPU["paged_decode"]] and len(rounds) == 3

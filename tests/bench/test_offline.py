@@ -152,7 +152,7 @@ class FakeNetwork:
     """Notes what `generate` is asked, and answers with tokens of that length, less what is `missing`."""
 
     def __init__(self, torch: Any) -> None:
-        self._torch = torch
+        self.torch = torch
         self.asked: list[dict[str, Any]] = []
         self.missing = 0
 
@@ -160,14 +160,14 @@ class FakeNetwork:
         self.asked.append(asked)
         rows, width = asked["input_ids"].shape
         num_tokens = width + asked["max_new_tokens"] - self.missing
-        return self._torch.zeros((rows * asked["num_return_sequences"], num_tokens))
+        return self.torch.zeros((rows * asked["num_return_sequences"], num_tokens))
 
 
 def test_transformers_gets_the_same_prompts_padded_in_batches() -> None:
     torch = pytest.importorskip("torch", reason="make parity has it")
     model = huggingface.HuggingFace.__new__(huggingface.HuggingFace)
     network = FakeNetwork(torch)
-    model._torch, model._network, model.device, model.max_model_len = torch, network, "cpu", 9
+    model.torch, model.network, model.device, model.max_model_len = torch, network, "cpu", 9
     served = model.run(JOBS, n=2, max_batch_size=2)
     assert served.output_tokens == 20 and len(network.asked) == 2
     assert network.asked[0]["input_ids"].tolist() == [[5, 6, 7], [0, 8, 9]]

@@ -378,8 +378,8 @@ def test_a_server_that_comes_late_is_waited_for() -> None:
     with fake:
         port = fake.port
     late = FakeOpenAI()
-    late._server.config.port = port
-    timer = threading.Timer(0.5, late._thread.start)
+    late.server.config.port = port
+    timer = threading.Timer(0.5, late.thread.start)
     timer.start()
     try:
         asked = Target(backend="openai", base=f"http://127.0.0.1:{port}")

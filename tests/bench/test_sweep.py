@@ -79,7 +79,7 @@ def test_only_what_is_missing_is_run_again(run_jaxllm: Run, commands: list[list[
     ],
 )
 def test_the_reason_of_a_failure_is_the_last_error(said: str, reason: str) -> None:
-    assert sweep._reason(said) == reason
+    assert sweep.reason_of(said) == reason
 
 
 def test_settings_of_a_file(run_jaxllm: Run, tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_settings_of_a_file(run_jaxllm: Run, tmp_path: Path) -> None:
 
 def test_the_results_of_a_server_are_saved_with_its_own_flags(tmp_path: Path) -> None:
     flags = ["--save-result", "--result-dir", str(tmp_path), "--result-filename", "x.json.part"]
-    assert sweep._output("serve", tmp_path / "x.json.part") == flags
+    assert sweep.output_flags("serve", tmp_path / "x.json.part") == flags
 
 
 def test_a_real_cell(run_jaxllm: Run, tmp_path: Path) -> None:

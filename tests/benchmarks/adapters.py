@@ -23,6 +23,7 @@ from jaxllm.sampling.sampler import Variant
 from tests.benchmarks import shapes
 from tests.benchmarks.aims import require
 from tests.benchmarks.sides import GEOMETRY, medians, prompts_of
+from tests.support import inspection
 from tests.support.adapters import write_adapter
 
 ROWS, PROMPT, NEW, RANK = GEOMETRY["max_num_seqs"], 8, 9, 16
@@ -81,7 +82,7 @@ def main() -> None:
             job()
         programs.wait()
         seconds = medians(options.rounds, jobs)
-        own = weights.num_bytes(llm.engine.runner._params)
+        own = weights.num_bytes(inspection.params_of(llm.engine.runner))
         each = sum(leaf.nbytes for leaf in jax.tree.leaves(llm.engine.adapters.get(adapters[0]).weights))
     times = {count: 2 * seconds[count, 1] / (seconds[count, 0] + seconds[count, 2]) for count in counts}
     for count in counts:

@@ -25,6 +25,7 @@ from jaxllm.scheduler.state import Plan
 from tests.benchmarks import shapes
 from tests.benchmarks.aims import require
 from tests.benchmarks.sides import GEOMETRY, generate
+from tests.support import inspection
 
 PROMPT, DTYPE = 16, "float32"
 SMALL = {"max_num_seqs": 64, "num_kv_blocks": 2048, "max_model_len": 512}
@@ -75,12 +76,10 @@ def packed_steps(engine: LLMEngine) -> Iterator[list[Packed]]:
 
 def replay(engine: LLMEngine, steps: Sequence[Packed]) -> float:
     """Return the seconds that the device takes for steps, one behind the other and nothing else."""
-    runner, joined = engine.runner, None
-    buffers = [runner._with_room(step.buffer, step.key) for step in steps]
+    runner = engine.runner
+    fitted = [(runner.programs[step.key], inspection.fitted(runner, step.buffer, step.key)) for step in steps]
     began = time.perf_counter()
-    for step, buffer in zip(steps, buffers, strict=True):
-        runner._state, joined = runner.programs[step.key](runner._params, runner._state, buffer)
-    jax.block_until_ready(joined)
+    jax.block_until_ready(inspection.dispatch(runner, fitted))
     return time.perf_counter() - began
 
 

@@ -25,6 +25,7 @@ from jaxllm.embedded import MODEL_DIR
 from jaxllm.runner import batch
 from tests.benchmarks.aims import require
 from tests.benchmarks.bare import compile_greedy
+from tests.support import inspection
 
 ROWS, STEPS, LIMIT_US = (2, 16, 64), 300, 150.0
 SIZES: dict[str, Any] = {"max_num_seqs": 64, "num_kv_blocks": 2048, "max_model_len": 512, "precompile": "covering"}
@@ -78,20 +79,19 @@ def measure(llm: LLM, rows: int) -> Spent:
     spent, programs, pack = Spent(), runner.programs, batch.pack
     whole = spent.timed("dispatch", dispatch)
     for number in range(STEPS):
-        jax.block_until_ready(runner._state)
+        jax.block_until_ready(inspection.arrays_of(runner))
         whole(*steps[number % len(steps)]).result()
     choose, ready = programs.choose, programs.ready()
     programs.choose, batch.pack = spent.timed("choose", choose), spent.timed("pack", pack)
-    for key, program in ready.items():
-        programs._ready[key] = spent.timed("call", program)
+    inspection.exchange_programs(programs, {key: spent.timed("call", program) for key, program in ready.items()})
     try:
         for number in range(STEPS):
-            jax.block_until_ready(runner._state)
+            jax.block_until_ready(inspection.arrays_of(runner))
             dispatch(*steps[number % len(steps)]).result()
     finally:
         del programs.choose
         batch.pack = pack
-        programs._ready.update(ready)
+        inspection.exchange_programs(programs, ready)
     return spent
 
 
@@ -113,7 +113,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         sizes = SIZES | {"tokenizer": str(MODEL_DIR), "load_format": "dummy"}
         with LLM(deep(Path(folder)), **sizes, enable_prefix_caching=False) as llm:
-            arrays = len(llm.engine.runner._params), len(llm.engine.runner._state)
+            arrays = [len(of(llm.engine.runner)) for of in (inspection.params_of, inspection.arrays_of)]
             print(f"{LAYERS} layers, {arrays[0]} weights, {arrays[1]} arrays of state: {measure(llm, 2)} us")
     require(taken < LIMIT_US, f"the dispatch of {ROWS[0]} rows takes {taken:.0f} us, more than {LIMIT_US:.0f}")
 

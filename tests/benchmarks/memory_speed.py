@@ -27,6 +27,7 @@ from tests.benchmarks import shapes
 from tests.benchmarks.aims import require
 from tests.benchmarks.bare import compile_greedy
 from tests.benchmarks.sides import GEOMETRY, Side, prompts_of
+from tests.support import inspection
 
 KERNELS = {"C++": (), "XLA": ("linear=xla", "paged_decode=xla_lanes", "paged_prefill=xla")}
 KINDS: dict[str, dict[str, Any]] = {  # whose steps are measured
@@ -89,7 +90,7 @@ def measure(
     loads |= {f"rows {rows}": [16] * rows for rows in (1, 8, 16)}
     if LONG in contexts:
         loads["mixed"] = MIXED
-    num_bytes = weights.num_bytes(engines["C++"].engine.runner._params)
+    num_bytes = weights.num_bytes(inspection.params_of(engines["C++"].engine.runner))
     seconds: dict[tuple[Any, ...], list[float]] = defaultdict(list)
     shares = []
     for _ in range(rounds):

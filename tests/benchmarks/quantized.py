@@ -16,6 +16,7 @@ from tests.benchmarks import shapes
 from tests.benchmarks.aims import require
 from tests.benchmarks.bare import compile_greedy
 from tests.benchmarks.sides import GEOMETRY, generate, medians
+from tests.support import inspection
 
 ROWS, PROMPT, NEW = GEOMETRY["max_num_seqs"], 16, 12
 PROMISED = {1: 1.3, 16: 1.2}  # times as fast as bfloat16, by rows
@@ -46,7 +47,7 @@ def main() -> None:
     jobs = {(name, rows): partial(decode, llm, rows) for rows in PROMISED for name, llm in engines.items()}
     seconds = medians(options.rounds, jobs)
     for name, llm in engines.items():
-        print(f"{name}: weights of {weights.num_bytes(llm.engine.runner._params) / 2**20:.0f} MiB")
+        print(f"{name}: weights of {weights.num_bytes(inspection.params_of(llm.engine.runner)) / 2**20:.0f} MiB")
         llm.close()
     reached = {}
     for rows, promised in PROMISED.items():

@@ -17,6 +17,7 @@ from typing import Any
 from jaxllm import LLM, SamplingParams
 from jaxllm.replay.recording import FileRecorder
 from tests.benchmarks.aims import require
+from tests.support import inspection
 
 ROWS, LIMIT = 64, 0.02
 
@@ -60,10 +61,10 @@ def run(llm: LLM, recorder: TimedRecorder | None, num_steps: int) -> tuple[float
     """Return the seconds of a step, those of the recorder in it, and the bytes that it wrote."""
     engine = llm.engine
     params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
-    engine.scheduler._recorder = recorder
+    inspection.set_recorder(engine, recorder)
     if recorder is not None:
         recorder.begin(engine.scheduler)
-    whole, number, first = [], 0, 0 if recorder is None else recorder._size
+    whole, number, first = [], 0, 0 if recorder is None else recorder.size
     while len(whole) < num_steps:
         if not engine.has_unfinished_requests():
             for _ in range(ROWS):
@@ -73,7 +74,7 @@ def run(llm: LLM, recorder: TimedRecorder | None, num_steps: int) -> tuple[float
         engine.step()
         whole.append(time.perf_counter() - began)
     engine.abort_requests([(str(one), "abort") for one in range(number + 1)])
-    size = 0 if recorder is None else recorder._size - first
+    size = 0 if recorder is None else recorder.size - first
     return statistics.median(whole), 0.0 if recorder is None else recorder.seconds / num_steps, size / num_steps
 
 

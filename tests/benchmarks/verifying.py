@@ -26,6 +26,7 @@ from jaxllm.sampling.sampler import Variant
 from jaxllm.scheduler.state import Plan
 from tests.benchmarks import shapes
 from tests.benchmarks.sides import GEOMETRY, medians
+from tests.support import inspection
 
 DRAFTS, ROWS, CONTEXT, STEPS = (1, 2, 4, 8), (1, 16), 128, 4
 
@@ -59,18 +60,15 @@ def shape_of(runner: Runner, rows: int, drafts: int) -> Shape:
 def job(runner: Runner, rows: int, drafts: int) -> Callable[[], float]:
     """Compile a program; return what times a step of it."""
     shape = shape_of(runner, rows, drafts)
-    program = runner._lower(Key(shape, Variant.GREEDY)).compile()
+    program = inspection.lowered(runner, Key(shape, Variant.GREEDY)).compile()
     buffer = batch.pack(plan_of(rows, drafts), shape, runner.geometry.num_slots)
 
     def run() -> float:
-        state = jax.tree.unflatten(jax.tree.structure(runner._state_shapes), runner._state)
+        state = inspection.state_of(runner)
         lengths = jnp.full_like(state.drafted.lengths, CONTEXT, device=state.drafted.lengths.sharding)
-        runner._state = tuple(jax.tree.leaves(replace(state, drafted=replace(state.drafted, lengths=lengths))))
+        inspection.set_state(runner, replace(state, drafted=replace(state.drafted, lengths=lengths)))
         began = time.perf_counter()
-        joined = None
-        for _ in range(STEPS):
-            runner._state, joined = program(runner._params, runner._state, buffer)
-        jax.block_until_ready(joined)
+        jax.block_until_ready(inspection.dispatch(runner, [(program, buffer)] * STEPS))
         return (time.perf_counter() - began) / STEPS
 
     run()

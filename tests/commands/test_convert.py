@@ -240,7 +240,7 @@ def test_damage_that_the_list_does_not_show_is_still_one_line(converted, tmp_pat
     target = shutil.copytree(converted[1], tmp_path / "target")
     (target / "orbax" / "_METADATA").write_text('{"tree_metadata": ')
     monkeypatch.setattr(
-        orbax_checkpoint, "_list_files", lambda _: json.loads((target / "orbax.json").read_text())["files"]
+        orbax_checkpoint, "list_files", lambda _: json.loads((target / "orbax.json").read_text())["files"]
     )
     with pytest.raises(UserError, match="cannot be read") as refusal:
         _check(target)

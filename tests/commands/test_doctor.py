@@ -64,6 +64,6 @@ def test_doctor_advises_on_a_gpu_that_jax_does_not_see(run: Run, monkeypatch: py
     from jaxllm.commands import doctor_report
 
     for is_there in (True, False):
-        monkeypatch.setattr(doctor_report, "_has_nvidia_gpu", lambda is_there=is_there: is_there)
+        monkeypatch.setattr(doctor_report, "has_nvidia_gpu", lambda is_there=is_there: is_there)
         _, out, _ = run("doctor", "--json")
         assert ("install jaxllm[cuda12]" in out) == is_there

@@ -79,7 +79,7 @@ def test_flags_that_are_not_given_leave_the_models_defaults(run: Run) -> None:
     ("text", "value"), [("5", 5), ("-1", -1), ("2k", 2000), ("2K", 2048), ("3m", 3 * 10**6), ("1T", 2**40)]
 )
 def test_integers_with_units(text: str, value: int) -> None:
-    assert flags._integer(text) == value
+    assert flags.integer(text) == value
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,9 @@ CLOSING = 2 * launch.FAREWELL_SECONDS + 2.0 + launch.CLOSE_SECONDS
 QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?")
 METRIC = re.compile(r"(jaxllm:\w+)(?:\{([^}]*)\})?")
 METRICS = {
-    *(f"jaxllm:{name}" for name, *_ in prometheus._GAUGES),
-    *(f"jaxllm:{name}_total" for name, *_ in prometheus._COUNTERS),
-    *(f"jaxllm:{name}_{part}" for name, *_ in prometheus._HISTOGRAMS for part in ("bucket", "sum", "count")),
+    *(f"jaxllm:{name}" for name, *_ in prometheus.GAUGES),
+    *(f"jaxllm:{name}_total" for name, *_ in prometheus.COUNTERS),
+    *(f"jaxllm:{name}_{part}" for name, *_ in prometheus.HISTOGRAMS for part in ("bucket", "sum", "count")),
 }
 APP_PROTOCOLS = {"http": "http", "grpc": "kubernetes.io/h2c"}
 # What the API checks and its schemas do not: fields of a few words, wherever they are.
@@ -117,7 +117,7 @@ def selects(labels: Mapping[str, str], deployment: Manifest) -> bool:
 @cache
 def served(arguments: tuple[str, ...]) -> tuple[ServerOptions, EngineConfig]:
     """Read the container's arguments as `jaxllm` does; a file of flags stays closed. Usage says what is wrong."""
-    options = cli._parse([each for each in arguments if not each.startswith("--config=")])
+    options = cli.parse([each for each in arguments if not each.startswith("--config=")])
     if options["command"] != "serve":
         raise Usage(f"the command is {options['command']}")
     listed = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}

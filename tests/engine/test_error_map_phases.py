@@ -221,7 +221,7 @@ async def opened(server: Server) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        await server._close(0.1)
+        await server.close(0.1)
 
 
 def slowly(step: Callable[[LLMEngine], Any], seconds: float = 0.01) -> Callable[[LLMEngine], Any]:

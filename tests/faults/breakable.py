@@ -28,6 +28,7 @@ from jaxllm.outputs import RequestOutput
 from jaxllm.runner.model_runner import Runner
 from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm_server.launch import Server
+from tests.support import inspection
 
 HANG_SECONDS = 30.0  # at most
 NAN, UNTOLD = 999, 998
@@ -81,8 +82,7 @@ def break_steps_now_and_then() -> None:
         nonlocal calls
         calls += 1
         if calls % FAILING_STEPS == 0:
-            for leaf in runner._state:
-                leaf.delete()
+            inspection.lose_state(runner)
             raise RuntimeError("the device said no")
         return dispatch(runner, *arguments)
 

@@ -56,7 +56,7 @@ async def opened(server: Server) -> AsyncIterator[Clients]:
         ):
             yield Clients(http, inference_pb2_grpc.InferenceServiceStub(channel))
     finally:
-        await server._close(0.1)
+        await server.close(0.1)
 
 
 async def is_empty(server: Server, seconds: float = 5.0) -> None:

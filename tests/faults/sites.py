@@ -58,7 +58,7 @@ NOT_OF_A_REQUEST = {
         "jaxllm_server.http.error_bodies": "is_anthropics",
     },
     "a template runs in it, whose own errors are the caller's": {
-        "jaxllm.text.chat_template": "_generated",
+        "jaxllm.text.chat_template": "generated",
     },
     "the last act of cleaning up": {
         "jaxllm.engine.streaming_engine": "StreamingEngine._close",

@@ -27,7 +27,7 @@ from jaxllm.fleet.supervisor import MOST_FAILED_STARTS, Supervisor
 from jaxllm.metrics import Metrics
 from jaxllm.runner import compiled_programs
 from jaxllm.runner.batch import decode_shapes
-from jaxllm.runner.compile_noise import _StandardError
+from jaxllm.runner.compile_noise import StandardError
 from jaxllm.runner.compiled_programs import Key, ProgramTable
 from jaxllm.structured_output.grammars import Grammars
 from jaxllm.structured_outputs_params import StructuredOutputsParams
@@ -106,12 +106,12 @@ def _kernels(patch: pytest.MonkeyPatch) -> Attempt:
     if build.refusal():
         pytest.skip(str(build.refusal()))
     patch.setattr(build, "RETRY_SECONDS", 0.0)
-    patch.setattr(build, "_refused", build._Refusal())
+    patch.setattr(build, "refused", build.Refusal())
     return lambda: build.refusal() is None
 
 
 def _standard_error(patch: pytest.MonkeyPatch) -> Attempt:
-    error = _StandardError()
+    error = StandardError()
     error.hide()
 
     def attempt() -> bool:
@@ -156,13 +156,13 @@ def _tokenizer(patch: pytest.MonkeyPatch) -> Attempt:
 
 def _template(patch: pytest.MonkeyPatch) -> Attempt:
     source = "{% for m in messages %}{{ m.content[0].text if m.content is not string else m.content }}{% endfor %}"
-    shape, generated = chat_template.compile_template(source).shape, chat_template._generated
+    shape, generated = chat_template.compile_template(source).shape, chat_template.generated
 
     def generate(*arguments: Any) -> str:
         check_memory()
         return generated(*arguments)
 
-    patch.setattr(chat_template, "_generated", generate)
+    patch.setattr(chat_template, "generated", generate)
     return lambda: chat_template.compile_template(source).shape == shape
 
 
@@ -186,8 +186,8 @@ def _replica(patch: pytest.MonkeyPatch) -> Attempt:
 
         replica: Any = Replica(number=0, error=None, model=None, is_given_up=False)
         own = Supervisor([replica], mock.Mock(), lambda *_: (None, {}), hang_timeout=1, module="", door=None)  # type: ignore[arg-type,return-value]
-        with mock.patch.object(own, "_until_lost", lambda _: asyncio.sleep(3600)):
-            keeping = asyncio.ensure_future(own._keep(replica, ""))
+        with mock.patch.object(own, "until_lost", lambda _: asyncio.sleep(3600)):
+            keeping = asyncio.ensure_future(own.keep(replica, ""))
             both = [keeping, asyncio.ensure_future(started.wait())]
             done, _ = await asyncio.wait(both, timeout=5, return_when="FIRST_COMPLETED")
             keeping.cancel()

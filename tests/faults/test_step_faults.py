@@ -19,6 +19,7 @@ from jaxllm.runner.results import Result
 from jaxllm.runner.step_input import StepInput
 from jaxllm.scheduler.block_pool import PoolEditor
 from tests.faults.served import ENGINE
+from tests.support import inspection
 
 PREFIX = list(range(20, 60))  # two and a half blocks, which all prompts but two have in common
 PROMPTS = [[*PREFIX, 70 + number, 9 + number] for number in range(22)] + [[5, 6, 7], [8]]
@@ -43,12 +44,6 @@ def expected(llm: LLM) -> list[list[int]]:
 def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
     assert all(output.outputs[0].finish_reason in ("length", "stop") for output in outputs)
     return [list(output.outputs[0].token_ids) for output in outputs]
-
-
-def lose_state(llm: LLM) -> None:
-    """Do what a program does that fails once its input was donated."""
-    for leaf in llm.engine.runner._state:
-        leaf.delete()
 
 
 def out_of_memory() -> Exception:
@@ -78,7 +73,7 @@ class Failing:
         self.times.append(time.monotonic())
         match way:
             case "after donation":
-                lose_state(self._llm)
+                inspection.lose_state(self._llm.engine.runner)
             case "in its middle":
                 self._real(*arguments)
             case "when it is read":
@@ -160,7 +155,7 @@ def test_an_engine_without_any_memory_dies_after_nine_steps(llm: LLM, monkeypatc
     with pytest.raises(EngineError, match="9 steps in a row failed"):
         llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert calls == 9
-    llm.engine._failed_steps.reset()
+    inspection.forgive(llm.engine)
 
 
 @pytest.mark.parametrize("after", [0, 7])
@@ -174,10 +169,10 @@ def test_a_row_without_numbers_ends_its_request_and_leaves_nothing_in_the_cache(
 
     def result(flight: StepInFlight) -> Result:
         found = real(flight)
-        plan = engine._planned
+        plan = inspection.planned_by(engine)
         assert plan is not None
         for row, slot in enumerate(plan.slots.tolist()):
-            sample = engine._batch.owner(slot)
+            sample = inspection.batch_of(engine).owner(slot)
             if sample.tokens[: len(victim)].tolist() == victim and sample.num_tokens == after:
                 is_finite = found.is_finite.copy()
                 is_finite[row] = False
@@ -200,7 +195,7 @@ def test_a_request_that_cannot_be_made_ready_for_a_step_fails_alone(
     llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not once, as in test_request_faults, but as often as it is tried."""
-    batch = llm.engine._batch
+    batch = inspection.batch_of(llm.engine)
     real = batch.place
     monkeypatch.setattr(batch, "place", lambda slot, sample: 1 // 0 if sample.tokens[0] == 450 else real(slot, sample))
     outputs = llm.generate([[450, 451], *PROMPTS], [SamplingParams(max_tokens=3), *PARAMS], use_tqdm=False)

@@ -70,8 +70,8 @@ def check_index(history: History, prompt: Sequence[bytes], loads: Mapping[int, i
     counts = {replica: leading(prompt, blocks) for replica, blocks in held.items()}
     assert index.matches(prompt) == {replica: count for replica, count in counts.items() if count}
     # Nothing is kept that no replica has.
-    assert set(index._holders) == set().union(*held.values())
-    assert {replica: blocks for replica, (_, blocks) in index._replicas.items()} == held
+    assert set(index.holders) == set().union(*held.values())
+    assert {replica: blocks for replica, (_, blocks) in index.replicas.items()} == held
 
 
 def check_choice(history: History, prompt: Sequence[bytes], loads: Mapping[int, int]) -> None:
@@ -116,15 +116,15 @@ MISTAKES = [
     (check_index, Mutant("a replica that goes leaves its blocks", "fleet.prefix_index.PrefixIndex.forget",
                          "self._release(held, bit)", "pass")),
     (check_index, Mutant("a replica that goes stays", "fleet.prefix_index.PrefixIndex.forget",
-                         "if replica in self._replicas:", "if False:")),
+                         "if replica in self.replicas:", "if False:")),
     (check_index, Mutant("Cleared is ignored", "fleet.prefix_index.PrefixIndex.apply",
                          "self._release(held, bit)\n            held.clear()", "pass")),
     (check_index, Mutant("Removed is ignored", "fleet.prefix_index.PrefixIndex.apply",
                          "if event.digest in held:", "if False:")),
     (check_index, Mutant("two replicas share a bit", "fleet.prefix_index.PrefixIndex.apply",
-                         "~used & (used + 1)", "1 << len(self._replicas)")),
+                         "~used & (used + 1)", "1 << len(self.replicas)")),
     (check_index, Mutant("holes are skipped", "fleet.prefix_index.PrefixIndex.matches",
-                         "all_have & self._holders.get(digest, 0)", "all_have & self._holders.get(digest, all_have)")),
+                         "all_have & self.holders.get(digest, 0)", "all_have & self.holders.get(digest, all_have)")),
     (check_choice, Mutant("ties go by the dict's order", "fleet.choose.choose",
                           "loads[replica], replica)", "loads[replica])")),
     (check_choice, Mutant("who is not there is chosen", "fleet.choose.choose",

@@ -42,7 +42,7 @@ async def listening(tls: ssl.SSLContext | None = None) -> AsyncIterator[tuple[in
     replica, noting, nothing = Replica(0, is_local=False), Noting(), Any
     own = Door("127.0.0.1:1", KEY, tls)
     supervisor = Supervisor([replica], noting, lambda *_: nothing, hang_timeout=9.0, module="", door=own)
-    listener = supervisor._listener_from_afar = door.DoorListener(own, supervisor._connected_from_afar)
+    listener = supervisor.listener_from_afar = door.DoorListener(own, supervisor.connected_from_afar)
     port = await listener.start("127.0.0.1", 0)
     try:
         yield port, supervisor, replica, noting
@@ -111,8 +111,8 @@ def test_silent_strangers_keep_no_replica_out(with_tls: bool, certificates: Path
             while noting.said != [("one",)]:
                 await asyncio.sleep(0.001)
                 assert time.monotonic() - began < 1.0
-            listener = supervisor._listener_from_afar
-            assert listener is not None and len(listener._strangers) < door.MOST_STRANGERS
+            listener = supervisor.listener_from_afar
+            assert listener is not None and len(listener.strangers) < door.MOST_STRANGERS
             ended = 0
             for stranger, _ in strangers:
                 try:

@@ -42,7 +42,7 @@ class Checked(Fleet):
         """Compare with a replica of which no step runs: in a step its pool is ahead of what it told."""
         assert self.loads[replica.number] == sum(len(tokens) for _, tokens in replica.live.values())
         pool = set(replica.state.pool.index)
-        for digest in pool.union(self.index._holders):
+        for digest in pool.union(self.index.holders):
             holders = self.index.matches([digest])
             assert (digest in pool) == (replica.number in holders)
             assert holders.keys() <= self.replicas.keys()

@@ -138,7 +138,7 @@ def test_a_replica_that_is_lost_is_not_heard_any_more() -> None:
             reader.feed_data(messages.frame([messages.pack(each) for each in said]))
 
         reader.feed_data(Greeting(__version__, "", b"key").pack())
-        hearing = asyncio.ensure_future(supervisor._connected_from_afar(reader, old))
+        hearing = asyncio.ensure_future(supervisor.connected_from_afar(reader, old))
         say(("one",))
         while listener.said != [("one",)]:
             await asyncio.sleep(0)
@@ -168,7 +168,7 @@ def test_who_is_refused_hears_why(greeting: Greeting, why: str) -> None:
         supervisor = supervising(replica, Noting())
         connection, reader = Connection(), asyncio.StreamReader()
         reader.feed_data(greeting.pack())
-        await supervisor._connected_from_afar(reader, connection)
+        await supervisor.connected_from_afar(reader, connection)
         assert connection.is_closed and why.encode() in connection.written
 
     asyncio.run(run())

@@ -44,6 +44,7 @@ from jaxllm_server.shared import strict_json
 from jaxllm_server.shared.calls import Call, Chunk
 from jaxllm_server.shared.options import ServerOptions
 from jaxllm_server.shared.serving import Serving
+from tests.support import inspection
 
 VOCABULARY = 1536
 CONTEXT = 512
@@ -77,7 +78,7 @@ class _Answering:
         ids = list(accepted.prompt_token_ids)
         output = RequestOutput(accepted.request_id, None, ids, outputs, True, metrics, 0)
         output.internal_id = accepted.internal_id
-        self._llm._deliver([output], None)
+        inspection.deliver(self._llm, [output])
 
     def abort(self, *_: object) -> None:
         pass
@@ -105,15 +106,13 @@ class Doors:
         grammars = Grammars(tokenizer(), VOCABULARY, model.eos_ids)
         parts = Parts(model=model, runner=runner, language=Language(model=model, grammars=grammars))
         self.llm = AsyncLLM(str(MODEL_DIR), max_queued_requests=10**6)
-        self.llm._engine = LLMEngine(config, metrics=Metrics(), parts=parts)
-        self.llm._life.on("ready")
-        inbox: Any = _Answering(self.llm)
-        self.llm._queue = self.llm._inbox = inbox
+        engine = LLMEngine(config, metrics=Metrics(), parts=parts)
+        inspection.serve_without_a_device(self.llm, engine, _Answering(self.llm))
         self.serving = Serving(self.llm, OPTIONS)
         self._runner = asyncio.Runner()
 
     def _run(self, coroutine: Any) -> Any:
-        self.llm._loop = self._runner.get_loop()
+        inspection.set_loop(self.llm, self._runner.get_loop())
         return self._runner.run(coroutine)
 
     async def _chunks(self, call: Call) -> list[Chunk]:

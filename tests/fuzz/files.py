@@ -114,12 +114,12 @@ def read_generation(place: Path) -> None:
     from types import SimpleNamespace
     from typing import Any
 
-    from jaxllm.engine.loader import _eos_ids
+    from jaxllm.engine.loader import eos_ids_of
 
     settings = weights.read_generation_config(place)
     default_sampling_params(settings)
     nameless: Any = SimpleNamespace(eos_token_id=None)
-    _eos_ids(nameless, settings, 1536)
+    eos_ids_of(nameless, settings, 1536)
 
 
 def read_tokenizer(place: Path) -> None:

@@ -118,7 +118,7 @@ class Loop:
 def launches(call: Any, arrays: tuple[Any, ...], capability: int) -> list[Launched]:
     """Compile what a call launches, in order; `call` is one of `resources.calls()`."""
     found, given = [], {}
-    compile_kernel, payload = triton_bridge.compile_kernel, triton_bridge._payload
+    compile_kernel, payload = triton_bridge.compile_kernel, triton_bridge.payload_of
 
     def compiling(kernel: Any, signature: Any, constants: Any, *own: Any) -> Any:
         result = compile_kernel(kernel, signature, constants, *own)
@@ -129,11 +129,11 @@ def launches(call: Any, arrays: tuple[Any, ...], capability: int) -> list[Launch
         found.append(Launched(name, compiled, given[id(compiled)], grid, tuning))
         return payload(name, compiled, arrays, grid, tuning, capability)
 
-    triton_bridge.compile_kernel, triton_bridge._payload = compiling, noting
+    triton_bridge.compile_kernel, triton_bridge.payload_of = compiling, noting
     try:
         jax.eval_shape(partial(call, Choice("triton", capability)), *arrays)
     finally:
-        triton_bridge.compile_kernel, triton_bridge._payload = compile_kernel, payload
+        triton_bridge.compile_kernel, triton_bridge.payload_of = compile_kernel, payload
     return found
 
 

@@ -73,7 +73,7 @@ def test_the_workspace_has_room_for_what_the_kernel_puts_there(rows: int, pieces
 @pytest.mark.parametrize("is_wrong", [False, True])
 def test_the_call_gives_the_kernel_what_it_takes(is_wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run where there is no GPU, XLA decodes all that it gives, and lacks a GPU's stream and nothing else."""
-    name, library = flashinfer._library(SITE)
+    name, library = flashinfer.load_library(SITE)
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(library.jaxllm_xqa), platform="cpu")
     if is_wrong:  # a setting of another type
         monkeypatch.setattr(np, "float32", np.float64)

@@ -83,7 +83,7 @@ def test_tiles_of_every_routing_are_what_the_loop_gives(seed: int, monkeypatch: 
     form = FORMS[str(rng.choice(list(FORMS)))]
     expected = np.asarray(form(spec, experts, arrays, x, chosen, gates))
     if has_bias:
-        expected = expected + np.asarray(moe._spread(experts, chosen, gates) @ arrays["expert_down_bias"])
+        expected = expected + np.asarray(moe.spread(experts, chosen, gates) @ arrays["expert_down_bias"])
     biases = {name: arrays.get(f"expert_{name}") for name in ("up_bias", "down_bias")}
     settings = {"activation": spec.activation, "clamp": experts.clamp} | biases
     given = (x, arrays["expert_up"], arrays["expert_down"], chosen, gates)

@@ -148,11 +148,14 @@ def _tiny(llm: Any) -> Any:
     """Generate for short and long prompts, which pass the sliding window and the end of a block."""
     import jax
 
+    from tests.support import inspection
+
     runner = llm.engine.runner
-    runner._params = tuple(
-        leaf * LARGER if leaf.ndim > 1 or bool((leaf != leaf[0]).any()) else leaf for leaf in runner._params
-    )
-    jax.block_until_ready(runner._params)
+    params = [
+        leaf * LARGER if leaf.ndim > 1 or bool((leaf != leaf[0]).any()) else leaf
+        for leaf in inspection.params_of(runner)
+    ]
+    inspection.set_params(runner, jax.block_until_ready(params))
     draw = random.Random(1)
     prompts = [{"prompt_token_ids": [draw.randrange(3, 500) for _ in range(length)]} for length in (5, 40, 130)]
     return greedy(llm, prompts, 24, ignore_eos=True, detokenize=False)

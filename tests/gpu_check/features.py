@@ -33,7 +33,7 @@ def run(check: Check) -> None:
     left = {case for name in names for case in GROUPS[name].cases}
     with ThreadPoolExecutor(at_once) as threads:
         ends = time.monotonic() + check.left - 3
-        futures = {threads.submit(_group, name, how, check.folder, ends): name for name in names}
+        futures = {threads.submit(group_of, name, how, check.folder, ends): name for name in names}
         for future in as_completed(futures):
             results, trouble = future.result()
             compared += sum("value" in result for result in results)
@@ -80,7 +80,7 @@ def _note(check: Check, result: dict[str, Any], expected: dict[str, Any]) -> Non
         check.fail(f"{case}: {'; '.join(found[:3])}")
 
 
-def _group(name: str, how: str, folder: Path, ends: float) -> tuple[list[dict[str, Any]], str | None]:
+def group_of(name: str, how: str, folder: Path, ends: float) -> tuple[list[dict[str, Any]], str | None]:
     """Run a group in a process; return its results, and why some are missing: "" where no time was left."""
     left = ends - time.monotonic()
     if left < 1:
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in options.only:
         before = len(failed)
         with tempfile.TemporaryDirectory() as folder:
-            results, trouble = _group(name, "cpu", Path(folder), time.monotonic() + 600)
+            results, trouble = group_of(name, "cpu", Path(folder), time.monotonic() + 600)
         if trouble is not None:
             failed.append(f"{name}: {trouble}")
         for result in results:

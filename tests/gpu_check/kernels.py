@@ -69,7 +69,7 @@ def run(check: Check) -> None:
     if not check.is_dry:
         for model, own in heads.items():
             with check.guarded(f"paged_decode, {model}, which is the fastest"):
-                _note_fastest(check, model, own, decoded[model])
+                note_fastest(check, model, own, decoded[model])
     for number, length in prompts:
         for model, own in heads.items():
             what = f"paged_prefill, {model}, {number} prompts of {length}"
@@ -139,7 +139,7 @@ def gains(shapes: Sequence[Mapping[str, float]], usual: str) -> dict[str, float]
     return {rival: statistics.geometric_mean(own) for rival, own in ratios.items() if own}
 
 
-def _note_fastest(check: Check, model: str, heads: Heads, shapes: Sequence[Mapping[str, float]]) -> None:
+def note_fastest(check: Check, model: str, heads: Heads, shapes: Sequence[Mapping[str, float]]) -> None:
     """Note in the table whether a rival decodes faster with such heads; leave it as it is where none was timed."""
     facts = choice.deciding("paged_decode", site_of(DTYPE, DTYPE, heads))
     found = gains(shapes, choice.PREFERRED["gpu"]["paged_decode"][0])

@@ -61,7 +61,7 @@ def run(check: Check) -> None:
     found = {"read": bandwidth, "copy": bandwidth, "product": rate}
     for name, ceiling in ceilings(check.is_dry).items():
         with check.guarded(f"the ceiling '{name}'", is_wrong=True):
-            found[name] = _rate(check, name, ceiling)
+            found[name] = rate_of(check, name, ceiling)
     check.measure(
         device=device.device_kind,
         capability=str(getattr(device, "compute_capability", "")),
@@ -146,7 +146,7 @@ def above_datasheet(device: str, bytes_per_second: float, flops_per_second: floa
     return found
 
 
-def _rate(check: Check, name: str, ceiling: Ceiling) -> float:
+def rate_of(check: Check, name: str, ceiling: Ceiling) -> float:
     """Return the work a second, the median of rounds of turns that are dispatched without waiting."""
     arrays = ceiling.arrays()
     compiled = program(ceiling, arrays, jnp.float32(0)).compile()

@@ -23,6 +23,7 @@ from pallas_kernels import measuring
 from tests.benchmarks.bare import Packed, compile_greedy, narrowest, replay
 from tests.gpu_check import models
 from tests.gpu_check.check import Check
+from tests.support import inspection
 
 BLOCK = 16
 SIZES = {"max_model_len": 8448, "max_num_seqs": 256, "max_num_batched_tokens": 8192, "num_kv_blocks": 18000}
@@ -100,9 +101,7 @@ def compile_rest(check: Check, llm: LLM, seconds: float) -> None:
     programs.begin([key for key in programs.rest if key not in ready], os.cpu_count() or 2)
     while len(programs) < programs.num_all and time.perf_counter() - began < seconds:
         time.sleep(0.2)
-    with programs._lock:
-        left = len(programs._queue)
-        programs._queue.clear()
+    left = inspection.drop_queue(programs)
     programs.wait()
     if left and not check.is_dry:
         check.not_run(f"{left} of {programs.num_all} programs were not compiled in {seconds:.0f} s")
@@ -120,13 +119,12 @@ def decode_size(engine: LLMEngine, rows: int) -> int:
 
 def fill(engine: LLMEngine) -> None:
     """Put noise into the cache: zeros would be read as fast, but multiplied faster."""
-    runner = engine.runner
-    state = jax.tree.unflatten(jax.tree.structure(runner._state_shapes), runner._state)
-    runner._state = ()
+    state = inspection.state_of(engine.runner)
+    inspection.set_state(engine.runner, None)
     shapes = [[None if one is None else (one.shape, one.dtype) for one in layer] for layer in state.kv]
     state = state.replace(kv=None)  # gone before the new ones are made: both would not fit
     made = tuple(tuple(None if one is None else measuring.noise(*one, seed=2) for one in layer) for layer in shapes)
-    runner._state = tuple(jax.tree.leaves(state.replace(kv=made)))
+    inspection.set_state(engine.runner, state.replace(kv=made))
 
 
 def decode_step(engine: LLMEngine, rows: int, context: int) -> Packed:
@@ -134,7 +132,7 @@ def decode_step(engine: LLMEngine, rows: int, context: int) -> Packed:
     runner, count = engine.runner, -(-context // BLOCK)
     order = np.random.default_rng(0).permutation(rows * count).astype(np.int32)
     slot, index = np.divmod(np.arange(rows * count, dtype=np.int32), count)
-    runner._state = runner._small.patch(runner._state, np.stack([slot, index, order], axis=1), None)
+    inspection.patch_tables(runner, np.stack([slot, index, order], axis=1))
     ones = np.ones(rows, np.int32)
     plan = Plan(
         now=0.0,
@@ -156,12 +154,11 @@ def decode_step(engine: LLMEngine, rows: int, context: int) -> Packed:
 
 def dispatch_seconds(engine: LLMEngine, step: Packed, count: int) -> float:
     """Return the host's seconds to dispatch a step."""
-    runner, joined = engine.runner, None
-    buffer = runner._with_room(step.buffer, step.key)
+    runner = engine.runner
+    buffer = inspection.fitted(runner, step.buffer, step.key)
     replay(engine, [step])
     began = time.perf_counter()
-    for _ in range(count):
-        runner._state, joined = runner.programs[step.key](runner._params, runner._state, buffer)
+    joined = inspection.dispatch(runner, [(runner.programs[step.key], buffer)] * count)
     taken = time.perf_counter() - began
     jax.block_until_ready(joined)
     return taken / count

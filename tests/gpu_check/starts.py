@@ -25,13 +25,13 @@ def run(check: Check) -> None:
     kept, empty = check.folder / "programs", check.folder / "empty"
     whole = ["--model", str(shape.folder), *shape.flags]
     # On a CPU the dry run has kept a GPU's table of programs, and the command's own table is another.
-    _start(check, "8B, all programs, kept", whole + (COVERING if check.is_dry else ALL), kept, LEAST["8B"])
-    _start(check, "embedded model, nothing kept", [], empty, LEAST["embedded"])
-    _start(check, "embedded model, kept", [], empty, LEAST["embedded"])
-    _start(check, "8B, covering programs, kept", whole + COVERING, kept, LEAST["embedded"])
+    start_of(check, "8B, all programs, kept", whole + (COVERING if check.is_dry else ALL), kept, LEAST["8B"])
+    start_of(check, "embedded model, nothing kept", [], empty, LEAST["embedded"])
+    start_of(check, "embedded model, kept", [], empty, LEAST["embedded"])
+    start_of(check, "8B, covering programs, kept", whole + COVERING, kept, LEAST["embedded"])
 
 
-def _start(check: Check, what: str, options: list[str], cache: Path, needs: float) -> None:
+def start_of(check: Check, what: str, options: list[str], cache: Path, needs: float) -> None:
     if check.is_over(5 if check.is_dry else needs, what):
         return
     command = [sys.executable, "-W", "ignore", "-m", "jaxllm", "generate", "Once upon a time", "--max-tokens", "8"]

@@ -104,9 +104,9 @@ def test_a_ceiling_that_folds_is_a_failure(tmp_path):
     right = machine.ceilings(True)
     assert set(right) == {"read", "copy", "product"}
     small = right["read"]._replace(arrays=lambda: (jnp.ones((64, 64)),), work=1 << 14)
-    assert machine._rate(notes, "read", small) > 0 and not notes.notes["failures"]
+    assert machine.rate_of(notes, "read", small) > 0 and not notes.notes["failures"]
     planted = small._replace(run=folding, turns=8, work=8 << 14)
-    machine._rate(notes, "copy", planted)
+    machine.rate_of(notes, "copy", planted)
     assert notes.notes["failures"] == [
         "the ceiling 'copy' is wrong: its program of 8 turns reads the array 1 times"
     ]  # fmt: skip
@@ -126,7 +126,7 @@ def test_a_ceiling_that_raises_leaves_the_datasheets(tmp_path, monkeypatch):
     def broken(check, name, ceiling):
         raise MemoryError("no memory")
 
-    monkeypatch.setattr(machine, "_rate", broken)
+    monkeypatch.setattr(machine, "rate_of", broken)
     monkeypatch.setattr(machine, "limits_of", lambda device: machine.DATASHEETS["H100"])
     notes = Check("machine", tmp_path, 9, is_dry=True)
     machine.run(notes)
@@ -189,9 +189,9 @@ def test_a_feature_that_differs_is_seen_and_a_tie_is_none():
 
 def test_a_group_that_dies_fails_and_one_without_time_is_not_run(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    results, trouble = features._group("usual", "cpu", tmp_path, time.monotonic() + 9)
+    results, trouble = features.group_of("usual", "cpu", tmp_path, time.monotonic() + 9)
     assert not results and trouble == "its process ended with 1: "
-    assert features._group("usual", "cpu", tmp_path, time.monotonic()) == ([], "")
+    assert features.group_of("usual", "cpu", tmp_path, time.monotonic()) == ([], "")
     notes = Check("features", tmp_path, 9, is_dry=True)
     features.run(notes)
     assert len(notes.notes["failures"]) == len(feature.CASES) and notes.notes["measured"][-1]["cases_compared"] == 0
@@ -249,7 +249,7 @@ def test_the_seconds_to_the_first_text(tmp_path):
     assert starts.first_text(silent, dict(os.environ), 0.3, tmp_path / "log")[1] is None
     assert starts.first_text([sys.executable, "-c", ""], dict(os.environ), 9, tmp_path / "log")[1] == 1
     notes = Check("starts", tmp_path, 0.5, is_dry=False)
-    starts._start(notes, "a model", [], tmp_path, 9)
+    starts.start_of(notes, "a model", [], tmp_path, 9)
     assert notes.notes["not_run"]
 
 
@@ -348,13 +348,13 @@ def test_a_rival_that_is_faster_goes_into_the_table_and_out_again(tmp_path, monk
     heads = kernels.HEADS["8B"]
     slower, faster = {"triton": 0.5, "flashinfer": 0.4}, {"triton": 0.5, "flashinfer": 0.7, "xla": 0.01}
     assert kernels.gains([slower, faster, {"triton": 0.5}], "triton") == {"flashinfer": pytest.approx(1.12**0.5)}
-    kernels._note_fastest(notes, "8B", heads, [slower, faster])
+    kernels.note_fastest(notes, "8B", heads, [slower, faster])
     kept, row = choice.fastest()
     assert kept == other and row["measured"]["times"] == 1.058
     assert row | {"fastest": "flashinfer", "group": 4, "head_size": 128, "dtype": "bfloat16"} == row
-    kernels._note_fastest(notes, "8B", heads, [{"triton": 0.5}])
+    kernels.note_fastest(notes, "8B", heads, [{"triton": 0.5}])
     assert choice.fastest() == [kept, row], "what was not timed stays"
-    kernels._note_fastest(notes, "8B", heads, [slower])
+    kernels.note_fastest(notes, "8B", heads, [slower])
     assert choice.fastest() == [kept]
     choice.fastest.cache_clear()
 

@@ -62,7 +62,7 @@ class Site:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60.0)
 
     def close(self) -> None:
-        self.run(self.server._close(0.1))
+        self.run(self.server.close(0.1))
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(10.0)
         self.loop.close()

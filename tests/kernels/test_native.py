@@ -60,7 +60,7 @@ def test_products_are_those_of_xla(data: st.DataObject) -> None:
     has_zeros = kind in ("int8", "int4") and not rounds and data.draw(st.booleans())
     zeros = jnp.asarray(rng.integers(-3, 4, (groups, rows)), jnp.int8) if has_zeros else None
 
-    assert native._takes(x, weight, scales, zeros, kind) == (tokens <= most)
+    assert native.takes(x, weight, scales, zeros, kind) == (tokens <= most)
     by, other = (
         np.asarray(
             jax.jit(partial(pallas_kernels.linear, kind=kind, rounds_rows=rounds, implementation=name))(
@@ -93,8 +93,8 @@ def test_what_is_not_finite_shows(kind: Kind) -> None:
 
 
 def test_environments_share_a_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(build, "_run", lambda command: "version 1")
-    monkeypatch.setattr(build, "_build", lambda command, sources, place: place)
+    monkeypatch.setattr(build, "run_command", lambda command: "version 1")
+    monkeypatch.setattr(build, "compile_library", lambda command, sources, place: place)
     commands = [["c++", "-O3", f"-I/home/{each}/include"] for each in "ab"] + [["c++", "-O2", "-I/home/a/include"]]
     places = [build.kept(tmp_path, "kernels", command, [], ["digest"]) for command in commands]
     assert places[0] == places[1] != places[2]
@@ -111,7 +111,7 @@ def test_a_library_that_is_damaged_is_built_again(tmp_path: Path) -> None:
     library.unlink()  # else the file that is loaded here would be written over
     library.write_bytes(whole[: len(whole) // 2])
     assert build.loaded(tmp_path, flags).jaxllm_check() == 0
-    assert build._is_whole(library) and [*tmp_path.iterdir()] == [library]
+    assert build.is_whole(library) and [*tmp_path.iterdir()] == [library]
 
 
 @needs_compiler
@@ -164,14 +164,14 @@ def test_a_library_that_others_could_have_written_is_not_loaded(
 ) -> None:
     built: list[Path] = []
 
-    def _build(command: list[str], sources: object, place: Path) -> Path:
+    def compile_library(command: list[str], sources: object, place: Path) -> Path:
         built.append(place)
         content = b"a library"
         place.write_bytes(content + hashlib.sha256(content).digest())
         place.chmod(0o755)
         return place
 
-    monkeypatch.setattr(build, "_build", _build)
+    monkeypatch.setattr(build, "compile_library", compile_library)
     folder = tmp_path / "native"
     keep = partial(build.kept, folder, "kernels", ["true"], [], [])
     place = keep()

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from jaxllm.embedded import MODEL_DIR
-from jaxllm.engine.loader import _eos_ids
+from jaxllm.engine.loader import eos_ids_of
 from jaxllm.errors import UserError
 from jaxllm.model import weights
 from jaxllm.model.families import read_spec
@@ -56,7 +56,7 @@ def start(folder: Path) -> None:
     spec, family = read_spec(config)
     tokenizer = load_tokenizer(folder)
     settings = {"eos_token_id": config.get("eos_token_id")} | weights.read_generation_config(folder)
-    _eos_ids(tokenizer, settings, spec.vocab_size)
+    eos_ids_of(tokenizer, settings, spec.vocab_size)
     default_sampling_params(settings)
     weights.check(folder, spec, family, UNDIVIDED)
 

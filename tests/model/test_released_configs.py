@@ -12,7 +12,7 @@ import pytest
 import transformers
 
 from jaxllm.errors import UserError
-from jaxllm.model.families import _SAMPLING, _WITHOUT_EFFECT, FAMILIES, read_spec
+from jaxllm.model.families import FAMILIES, SAMPLING, WITHOUT_EFFECT, read_spec
 from jaxllm.model.spec import Rope
 from tests.model import test_dense_families, test_encoder_families, test_families, test_moe_families
 from tests.model.test_dense_families import PHI_3, PYTHIA, SMOLLM_3, STABLELM
@@ -75,7 +75,7 @@ def test_what_transformers_writes_is_read_and_every_key_of_it_counts(architectur
     assert (spec.vocab_size, spec.width) == (written["vocab_size"], width)
     assert spec.tie_embeddings == written.get("tie_word_embeddings", True)
     passed_over = set()
-    for key in written.keys() - _WITHOUT_EFFECT:
+    for key in written.keys() - WITHOUT_EFFECT:
         for other in _other_values(written[key]):
             try:
                 if read_spec(written | {key: other})[0] == spec:
@@ -93,7 +93,7 @@ def test_what_transformers_writes_is_read_and_every_key_of_it_counts(architectur
         (SMOLLM_3, {"transformers.js_config": {"dtype": "q4f16"}, "pretraining_tp": 2, "no_rope_layer_interval": 4}),
         (LLAMA_2_7B, {"max_sequence_length": 2048, "pad_token_id": 0}),  # the first Llama
         # a file that transformers 4 wrote whole
-        (LLAMA_2_7B, dict(_SAMPLING) | {"do_sample": False, "max_length": 20, "pruned_heads": {}}),
+        (LLAMA_2_7B, dict(SAMPLING) | {"do_sample": False, "max_length": 20, "pruned_heads": {}}),
         (MISTRAL_7B, {"_flash_attn_2_enabled": False}),
         # GPT-2 medium, large and XL; DistilGPT-2
         (GPT_2, {"n_special": 0, "predict_special_tokens": True, "output_past": True, "_num_labels": 1}),

@@ -79,7 +79,7 @@ def test_each_shard_reads_its_own_bytes_and_no_others(tmp_path, monkeypatch, qua
     file = (folder / "model.safetensors").read_bytes()
     header_bytes = 8 + int.from_bytes(file[:8], "little")
     times, by_shard, shard = np.zeros(len(file), np.uint8), [0] * 4, 0
-    give, fill = sources._give, weights._fill
+    give, fill = sources.give_columns, weights.fill
 
     def counted_give(source, row, store, tensor):
         offset = source.ctypes.data - np.frombuffer(tensor.mapping, np.uint8).ctypes.data
@@ -93,8 +93,8 @@ def test_each_shard_reads_its_own_bytes_and_no_others(tmp_path, monkeypatch, qua
         shard = max((piece.start or 0) * 4 // length for piece, length in zip(index, shape, strict=True))
         fill(store, side, parts, own, shape, shards, index)
 
-    monkeypatch.setattr(sources, "_give", counted_give)
-    monkeypatch.setattr(weights, "_fill", noted_fill)
+    monkeypatch.setattr(sources, "give_columns", counted_give)
+    monkeypatch.setattr(weights, "fill", noted_fill)
     weights.load(folder, spec, family, sharding.make_layout(jax.devices(), 4), "float32", quantization=quantization)
     assert (times[:header_bytes] == 0).all()
     np.testing.assert_array_equal(times[header_bytes:], 1)

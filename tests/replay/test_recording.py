@@ -29,6 +29,7 @@ from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.occupancy import NO_TOKEN, digests_of
 from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm.scheduler.state import Limits, Move, Plan, Request, initial
+from tests.support import inspection
 from tests.support.serving_process import QUICK, ServingProcess
 from tests.support.sizes import MANY_SLOTS, SLOTS
 
@@ -55,7 +56,7 @@ class Driver:
             self.now += 0.001
             if random.random() < 0.3 and self.num_added < num_requests:
                 is_gang = not self.core.limits.max_drafts and random.random() < 0.3
-                self.core.add(self._gang() if is_gang else [self._request() for _ in range(2)])
+                self.core.add(self._gang() if is_gang else [self.request() for _ in range(2)])
             if random.random() < 0.05 and self.core.requests:
                 self._abort(random.choice(list(self.core.requests)))
             if random.random() < 0.01:
@@ -97,13 +98,13 @@ class Driver:
         self.num_forks += 1
 
     def _gang(self) -> list[Request]:
-        first = self._request()
+        first = self.request()
         limit = min(first.limit, first.num_prompt + 12)
         first = replace(first, root=b"", gang=self.num_added, limit=limit, name="beams")
-        others = [self._request() for _ in range(self.random.randint(1, 2))]
+        others = [self.request() for _ in range(self.random.randint(1, 2))]
         return [first, *(replace(first, sequence_id=one.sequence_id, tokens=first.tokens[:]) for one in others)]
 
-    def _request(self) -> Request:
+    def request(self) -> Request:
         self.num_added += 1
         number, random = self.num_added, self.random
         prompt = [random.choice((3, 4))] * random.randint(1, 20)
@@ -161,7 +162,7 @@ def test_a_cache_that_is_reset_with_a_step_in_flight_can_be_replayed(tmp_path: P
             engine.step()
             if ends == "abort":
                 engine.abort_request(name)
-        assert engine._in_flight and engine.reset_prefix_cache()
+        assert inspection.is_in_flight(engine) and engine.reset_prefix_cache()
     engine.close()
     assert len(plans_of(tmp_path / "log")) > 2
 
@@ -272,7 +273,7 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path, caplog:
         def close(self) -> None:
             pass
 
-    driver.recorder._file = Full()  # type: ignore[assignment]
+    driver.recorder.file = Full()  # type: ignore[assignment]
     driver.run(50)
     assert len(driver.plans) > 60
     assert [record.message for record in caplog.records] == [
@@ -366,7 +367,7 @@ def test_foreign_names_neither_end_a_line_nor_reach_the_terminal(
 ) -> None:
     name = "\x1b[31m\nall 9 plans are the same\r\x9b"
     driver = Driver(tmp_path / "log", about={f"a{name}": f"b{name}"})
-    driver.core.add([replace(driver._request(), name=f"c{name}")])
+    driver.core.add([replace(driver.request(), name=f"c{name}")])
     driver.run(20)
     driver.core.abort({next(iter(driver.core.requests)): f"d{name}"})
     for flags in ((), ("--plans",), ("--at", "1"), ("--request", "c"), ("--json",)):

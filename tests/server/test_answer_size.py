@@ -32,7 +32,7 @@ PLAIN = st.recursive(
 @settings(deadline=None, max_examples=200)
 def test_an_answer_in_pieces_is_the_same_bytes(value: object) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sse, "_FEW", 3)
+        patched.setattr(sse, "FEW", 3)
         assert sse.dumps_large(value) == sse.dumps(value)
 
 
@@ -42,7 +42,7 @@ def test_what_answers_repeat_is_the_same_bytes_and_is_written_once(beginning: li
     repeated = Repeated(beginning)
     value = {"choices": [{"own": repeated, "all": Continued(repeated, rest)}, {"all": Continued(repeated, [])}] * 2}
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sse, "_FEW", 3)
+        patched.setattr(sse, "FEW", 3)
         assert sse.dumps_large(value) == sse.dumps(value)
         written = repeated.json
         assert sse.dumps_large(value) == sse.dumps(value) and repeated.json is written
@@ -52,7 +52,7 @@ def test_no_piece_is_large() -> None:
     """Each piece holds the interpreter while it is written, so none may be long."""
     entries = [{f"token {number}": -0.5 * number for number in range(21)} for _ in range(3000)]
     answer = {"choices": [{"text": "a", "logprobs": {"tokens": ["a"] * 3000, "top_logprobs": entries}}] * 3}
-    pieces = list(sse._pieces(answer))
+    pieces = list(sse.pieces_of(answer))
     assert json.loads(b"".join(pieces)) == answer
     assert max(map(len, pieces)) < 200_000
 
@@ -81,9 +81,9 @@ def test_outputs_whose_length_nobody_named_end_when_their_answer_is_full(length:
     for n in (1, 2, 40, 128):
         asked = SamplingParams(n=n, logprobs=20, max_tokens=None)
         most = min(length - 9, values // (21 * n))
-        assert own._bounded(Call(), asked, 9).max_tokens in (most, None if most == length - 9 else most)
-        assert own._bounded(Call(stream=True), asked, 9) is asked
+        assert own.bounded(Call(), asked, 9).max_tokens in (most, None if most == length - 9 else most)
+        assert own.bounded(Call(stream=True), asked, 9) is asked
         named = Call(sampling={"max_tokens": length - 9})
         if most < length - 9:
             with pytest.raises(UserError):
-                own._bounded(named, SamplingParams(n=n, logprobs=20, max_tokens=length - 9), 9)
+                own.bounded(named, SamplingParams(n=n, logprobs=20, max_tokens=length - 9), 9)

@@ -257,7 +257,7 @@ class Site(Clients):
 
     def close(self) -> None:
         super().close()
-        self.run(self.server._close(0.1))
+        self.run(self.server.close(0.1))
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(10.0)
         self.loop.close()

@@ -61,9 +61,9 @@ def _of_bound(bound: Any) -> Iterator[Account]:
 
 
 def _of_store(store: Any) -> Iterator[Account]:
-    due = {client: sum(each.size for each in kept.values()) for client, kept in store._kept.items()}
+    due = {client: sum(each.size for each in kept.values()) for client, kept in store.kept.items()}
     yield "bytes", store.num_bytes, sum(due.values())
-    yield "bytes by client", store._held, {client: count for client, count in due.items() if count}
+    yield "bytes by client", store.held, {client: count for client, count in due.items() if count}
 
 
 def _of_grammars(grammars: Any) -> Iterator[Account]:

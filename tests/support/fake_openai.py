@@ -48,21 +48,21 @@ class FakeOpenAI:
         self._key = key  # of what is not a request
         self.metrics = 'vllm:num_requests_running{engine="0"} 3.0\nvllm:generation_tokens_total{engine="0"} 70.0\n'
         config = uvicorn.Config(Starlette(routes=routes), port=0, log_config=None, log_level="critical", lifespan="off")
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
 
     def __enter__(self) -> FakeOpenAI:
-        self._thread.start()
+        self.thread.start()
         end = time.monotonic() + 10
-        while not self._server.started and time.monotonic() < end:
+        while not self.server.started and time.monotonic() < end:
             time.sleep(0.01)
-        self.port = self._server.servers[0].sockets[0].getsockname()[1]
+        self.port = self.server.servers[0].sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.should_exit = True
-        self._thread.join(10)
+        self.server.should_exit = True
+        self.thread.join(10)
 
     def _show_metrics(self, request: Request) -> Response:
         return self._locked(request, PlainTextResponse(self.metrics))

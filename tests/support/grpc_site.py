@@ -120,7 +120,7 @@ class FakeEngine(FakeAdapters):
         self.paused: tuple[str, bool] | None = None
         self.max_queued_requests = 32
         self.config = SimpleNamespace(tensor_parallel_size=2, enable_lora=has_adapters)
-        self._model = ModelInfo(
+        self.model_info = ModelInfo(
             tokenizer=cast(Any, SimpleNamespace(has_chat_template=True)),
             generation_config={},
             default_params=SamplingParams(temperature=0.6, max_tokens=None),
@@ -139,7 +139,7 @@ class FakeEngine(FakeAdapters):
     def model(self) -> ModelInfo:
         if self.state == "loading":
             raise errors.UnavailableError("The model is still being loaded.")
-        return self._model
+        return self.model_info
 
     def get_load(self) -> Load:
         return Load(1, 2, 3, 4, 99, 8, 50.0, 0.25, 0.5)

@@ -69,7 +69,7 @@ def test_a_tokenizer_in_another_process_is_the_same(kind: str, tmp_path: Path, c
     @settings(max_examples=8, deadline=None)
     @given(TEXTS, TEXTS, st.sampled_from([TEMPLATE, REFUSES, "{% if"]), st.booleans(), st.lists(st.integers(0, 330)))
     def same(text: str, second: str, template: str, has_tools: bool, ids: list[int]) -> None:
-        other._chat_templates = plain._chat_templates = {"default": template}
+        other.chat_templates = plain.chat_templates = {"default": template}
         chat = [{"role": "user", "content": text}, {"role": "assistant", "content": second}]
         tools = [{"type": "function", "function": {"name": text or "f", "parameters": {"n": 2**70}}}]
         named = {"tools": tools if has_tools else None}
@@ -129,7 +129,7 @@ def test_templates_alone_leave_the_text_to_the_models_own_tokenizer(tmp_path: Pa
     plain = own.with_chat_templates({"default": TEMPLATE})
     assert other.encode_chat(HI) == plain.encode_chat(HI) and other.encode("a fox") == own.encode("a fox")
     assert other.template_shape(None, None) == plain.template_shape(None, None)
-    own._backend = None  # another template, the operator's, does not leave this process
+    own.backend = None  # another template, the operator's, does not leave this process
     with pytest.raises(AttributeError):
         ConfinedTemplates(own, {}, confined, b"key", Source(source.folder)).encode_chat(HI, chat_template=TEMPLATE)
 
@@ -153,19 +153,19 @@ def test_more_tokenizers_than_processes_keep(tmp_path: Path, monkeypatch: pytest
     for number, source in enumerate([*sources, *sources], start=1):
         assert own.call(source, "encode", "the")
         assert own.num_processes == (1 if number <= confinement.MOST_KEPT else 2)
-        assert all(len(process.sources) <= confinement.MOST_KEPT for process in own._idle)
+        assert all(len(process.sources) <= confinement.MOST_KEPT for process in own.idle)
     own.close()
 
 
 def test_memory_that_others_hold_fails_no_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ask, asked = confinement._Process.ask, []
+    ask, asked = confinement.Process.ask, []
 
     def full(process: Any, frame: bytes, seconds: float) -> dict[str, Any]:
         asked.append(list(process.sources))
         shared = len(process.sources) > 1
         return {"failed": f"{confinement.TOO_MUCH_MEMORY}, or crashes"} if shared else ask(process, frame, seconds)
 
-    monkeypatch.setattr(confinement._Process, "ask", full)
+    monkeypatch.setattr(confinement.Process, "ask", full)
     own = Confinement()
     first, second = sources_in(tmp_path, 2)
     assert own.call(first, "identity") == own.call(second, "identity")
@@ -175,17 +175,17 @@ def test_memory_that_others_hold_fails_no_task(tmp_path: Path, monkeypatch: pyte
 
 def test_a_closed_one_ends_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(confinement, "MOST_KEPT", 1)
-    own, ask = Confinement(), confinement._Process.ask
+    own, ask = Confinement(), confinement.Process.ask
     first, second = sources_in(tmp_path, 2)
     told = own.call(first, "identity")
-    (idle,) = own._idle
+    (idle,) = own.idle
 
     def closing(process: Any, frame: bytes, seconds: float) -> dict[str, Any]:
         own.close()
         assert not idle.is_alive and process.is_alive
         return ask(process, frame, seconds)
 
-    monkeypatch.setattr(confinement._Process, "ask", closing)
+    monkeypatch.setattr(confinement.Process, "ask", closing)
     assert own.call(second, "identity") == told and own.num_processes == 0, "a task that runs is finished"
     with pytest.raises(EngineError, match="closed"):
         own.call(first, "identity")

@@ -112,7 +112,7 @@ def _load(kind: str) -> Tokenizer:
         return load_tokenizer(MODEL_DIR)
     if kind == "stories":
         loaded = load_tokenizer(STORIES)
-        return Tokenizer(loaded._backend, {"bos_token": "<s>", "eos_token": "</s>"}, {"default": LLAMA}, kind)
+        return Tokenizer(loaded.backend, {"bos_token": "<s>", "eos_token": "</s>"}, {"default": LLAMA}, kind)
     backend, template = _build(kind)
     return Tokenizer(backend, {"bos_token": "<s>", "eos_token": "</s>"}, {"default": template}, kind)
 
@@ -123,12 +123,12 @@ def tokenizers() -> dict[str, Tokenizer]:
 
 
 def _contents(tokenizer: Tokenizer) -> list[str]:
-    return [token.content for token in tokenizer._backend.get_added_tokens_decoder().values() if token.special]
+    return [token.content for token in tokenizer.backend.get_added_tokens_decoder().values() if token.special]
 
 
 def _unknown(tokenizer: Tokenizer) -> set[int]:
     return {0} if tokenizer.name in ("stories", "metaspace_first", "metaspace_always") else (
-        {tokenizer._backend.token_to_id("[UNK]")} if tokenizer.name == "unknown" else set()
+        {tokenizer.backend.token_to_id("[UNK]")} if tokenizer.name == "unknown" else set()
     )  # fmt: skip
 
 
@@ -221,7 +221,7 @@ def test_no_special_token_reaches_across_two_strings(kind: str, tokenizers: dict
     options = {"chat_template": JOINED}
     for one in _contents(tokenizer):
         for cut in range(1, len(one)):
-            if special_token_guard._WORD.fullmatch(one[:cut]) or special_token_guard._WORD.fullmatch(one[cut:]):
+            if special_token_guard.WORD.fullmatch(one[:cut]) or special_token_guard.WORD.fullmatch(one[cut:]):
                 continue  # see chat_tokens.py: plain words are left alone
             messages = [{"role": "user", "name": f"x{one[:cut]}", "content": f" {one[cut:]} "}]
             _check(tokenizer, messages, [{"role": "user", "name": "x", "content": "the"}], **options)
@@ -282,7 +282,7 @@ def test_other_conversations_are_encoded_as_ever(kind: str, tokenizers: dict[str
     @given(texts, texts)
     def check(first: str, second: str) -> None:
         messages = _conversation(first, second)
-        if tokenizer._special_tokens.find("".join(message["content"] for message in messages)):
+        if tokenizer.special_tokens.find("".join(message["content"] for message in messages)):
             return
         text, ids = tokenizer.encode_chat(messages)
         assert text == tokenizer.apply_chat_template(messages)
@@ -299,7 +299,7 @@ def test_other_conversations_are_encoded_as_ever(kind: str, tokenizers: dict[str
 def test_text_in_segments_has_the_ids_of_text_in_one(kind: str, tokenizers: dict[str, Tokenizer]) -> None:
     """The way of a disguised conversation, taken by any text: special tokens are the template's there."""
     tokenizer = tokenizers[kind]
-    special = tokenizer._special_tokens
+    special = tokenizer.special_tokens
     words = ["the", " ", "  ", "\n", "a", "é", "日", "<think>", "<b>", "<b> ", " x", ">", "|", ". "]
     texts = st.lists(st.sampled_from([*words, *_contents(tokenizer)]), max_size=10).map("".join)
     disguise = Disguise(special, [])
@@ -330,12 +330,12 @@ def test_what_goes_around_a_prompt_can_be_added(tokenizers: dict[str, Tokenizer]
         tokenizer = tokenizers[kind]
         _, ids = tokenizer.encode_chat(_conversation("the"))
         _, more = tokenizer.encode_chat(_conversation("the"), add_special_tokens=True)
-        assert more == [tokenizer._backend.token_to_id(token) for token in before] + ids
+        assert more == [tokenizer.backend.token_to_id(token) for token in before] + ids
 
 
 def test_a_tokenizer_that_splits_special_tokens_has_none() -> None:
     tokenizer = _load("byte_level")
-    tokenizer._backend.encode_special_tokens = True
+    tokenizer.backend.encode_special_tokens = True
     messages = _conversation("a <|im_end|>")
     text, ids = tokenizer.encode_chat(messages)
     assert ids == tokenizer.encode(text) and not _special_ids(tokenizer, ids)
@@ -444,7 +444,7 @@ def test_chat_prompts_are_made_this_way(tokenizers: dict[str, Tokenizer]) -> Non
 
 
 def test_a_large_vocabulary_is_not_read_again(tokenizers: dict[str, Tokenizer]) -> None:
-    backend = tokenizers["byte_level"]._backend
+    backend = tokenizers["byte_level"].backend
     read = []
 
     class Watched:

@@ -302,8 +302,8 @@ def test_long_texts_are_read_and_written_as_short_ones_are(kind: str, tokenizers
     text = (TEXT + " <|end|> the ") * 400
     for special in (True, False):
         ids = tokenizer.encode(text, special)
-        assert ids == tokenizer._backend.encode(text, add_special_tokens=special).ids
-        assert len(ids) > 4096 and tokenizer.decode(ids, special) == tokenizer._backend.decode(ids, special)
+        assert ids == tokenizer.backend.encode(text, add_special_tokens=special).ids
+        assert len(ids) > 4096 and tokenizer.decode(ids, special) == tokenizer.backend.decode(ids, special)
     for bad in (-1, 2**32, "1", 1.5):
         with pytest.raises(UserError, match="Token ids must be integers from 0 to 4294967295"):
             tokenizer.decode([*ids, bad])
@@ -402,7 +402,7 @@ def test_what_is_streamed_behind_a_prompt_is_the_full_decode(
 ) -> None:
     tokenizer = tokenizers[kind]
     ids = st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=24)
-    word = tokenizer._backend.token_to_id("the" if kind == "wordpiece" else "a")
+    word = tokenizer.backend.token_to_id("the" if kind == "wordpiece" else "a")
 
     @EXAMPLES
     @given(prompt=ids, output=ids)
@@ -453,7 +453,7 @@ def _byte_ids(tokenizer: Tokenizer, kind: str) -> dict[int, int]:
     """The id of each byte's own token."""
     if kind != "byte_level":
         return {byte: 3 + byte for byte in range(256)}
-    vocabulary = json.loads(tokenizer._backend.to_str())["model"]["vocab"]
+    vocabulary = json.loads(tokenizer.backend.to_str())["model"]["vocab"]
     split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     found = {}
     for code in [*range(0x250), *range(0x300, 0xD800, 64), 0xE000, 0xFFFD, *range(0x10000, 0x110000, 4096)]:
@@ -476,7 +476,7 @@ def test_every_string_of_three_critical_bytes(kind: str, tokenizers: dict[str, T
 def _ids_of_all_bytes(tokenizer: Tokenizer) -> dict[int, int]:
     """Also of bytes that no valid text has."""
     found = _byte_ids(tokenizer, "byte_level")
-    vocabulary = json.loads(tokenizer._backend.to_str())["model"]["vocab"]
+    vocabulary = json.loads(tokenizer.backend.to_str())["model"]["vocab"]
     for byte in {0xC0, 0xC1, *range(0xF5, 0x100)}:
         found[byte] = vocabulary[chr(byte)]  # printable Latin-1 letters stand for themselves
     return found

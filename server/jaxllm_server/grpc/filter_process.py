@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jaxllm_server.shared.options import ServerOptions
 
 _log = logging.getLogger("jaxllm.server.grpc")
-_RESTART_SECONDS = 1.0
+RESTART_SECONDS = 1.0
 _END_SECONDS = 4.0
 _LONGEST_DIR = 30  # the path of a Unix socket has 103 bytes on some systems, and one holds an IPv6 address
 _MORE_BLOCK_BYTES = 64 << 10  # beyond max_header_bytes: up to here gRPC's core answers with a status
@@ -32,13 +32,13 @@ class FilterProcess:
     def __init__(self, listening: Sequence[socket.socket], options: ServerOptions) -> None:
         self._listening = listening
         try:
-            self._folder = mkdtemp(prefix="jaxllm-grpc-", dir=None if len(gettempdir()) < _LONGEST_DIR else "/tmp")
+            self.folder = mkdtemp(prefix="jaxllm-grpc-", dir=None if len(gettempdir()) < _LONGEST_DIR else "/tmp")
         except OSError as error:
             message = f"gRPC's sockets need a folder for temporary files ({error.strerror}), or --no-grpc-filter."
             raise UserError(message, "grpc_filter") from error
-        self.address = f"unix:{self._folder}/{CORE}"
+        self.address = f"unix:{self.folder}/{CORE}"
         self._given: dict[str, Any] = {
-            "folder": self._folder,
+            "folder": self.folder,
             "max_block_bytes": options.max_header_bytes + _MORE_BLOCK_BYTES,
             "stall_seconds": options.stall_timeout or None,
             "certfile": options.ssl_certfile,
@@ -46,7 +46,7 @@ class FilterProcess:
             "ca_certs": options.ssl_ca_certs,
             "client_auth": options.ssl_client_auth,
         }
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._restarting: asyncio.TimerHandle | None = None
         try:
@@ -64,7 +64,7 @@ class FilterProcess:
         with control:
             listening = tuple(each.fileno() for each in self._listening)
             settings = Settings(listening=listening, control=control.fileno(), **self._given)
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "jaxllm_server.grpc.filter", settings.to_json()],
                 pass_fds=(*settings.listening, settings.control),
                 stdin=subprocess.DEVNULL,
@@ -90,21 +90,21 @@ class FilterProcess:
 
     async def end(self) -> None:
         """End it once clients have read all, or a few seconds later."""
-        process, self._process = self._process, None
+        process, self.process = self.process, None
         if process is not None and self._control is not None:
             self._control.close()
             await asyncio.to_thread(self._wait, process)
         self._forget()
 
     def _on_death(self) -> None:
-        assert self._control is not None and self._process is not None
+        assert self._control is not None and self.process is not None
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._control)
         self._control.close()
-        self._wait(self._process, 0.1)
-        self._control = self._process = None
+        self._wait(self.process, 0.1)
+        self._control = self.process = None
         _log.error("the process in front of gRPC has died: all its connections are lost, another one starts")
-        self._restarting = loop.call_later(_RESTART_SECONDS, self._restart)
+        self._restarting = loop.call_later(RESTART_SECONDS, self._restart)
 
     def _restart(self) -> None:
         """Start the process, or try again later if the system refuses one."""
@@ -115,7 +115,7 @@ class FilterProcess:
                 self._control.close()
                 self._control = None
             _log.error("the process for gRPC's connections cannot be started (%s); trying again", error.strerror)
-            self._restarting = asyncio.get_running_loop().call_later(_RESTART_SECONDS, self._restart)
+            self._restarting = asyncio.get_running_loop().call_later(RESTART_SECONDS, self._restart)
 
     def _wait(self, process: subprocess.Popen[bytes], seconds: float = _END_SECONDS) -> None:
         try:
@@ -125,4 +125,4 @@ class FilterProcess:
             process.wait()
 
     def _forget(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)

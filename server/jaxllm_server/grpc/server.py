@@ -47,7 +47,7 @@ class GrpcServer:
         self._server = server
         self._health = health
         self._uds = uds
-        self._front = front
+        self.front = front
 
     async def set_state(self, state: str) -> None:
         """Set what health checks report: a state of `AsyncLLM.state`."""
@@ -55,12 +55,12 @@ class GrpcServer:
 
     async def stop(self, grace: float | None) -> None:
         """Take no more calls, let those that run finish for `grace` seconds, end the rest with UNAVAILABLE."""
-        if self._front is not None:
-            self._front.close_listener()
+        if self.front is not None:
+            self.front.close_listener()
         self._health.close()  # an open Watch would hold the server for the whole grace
         await self._server.stop(grace)
-        if self._front is not None:
-            await self._front.end()
+        if self.front is not None:
+            await self.front.end()
         if self._uds is not None:
             Path(self._uds).unlink(missing_ok=True)
 

@@ -13,7 +13,7 @@ from jaxllm_server.shared.repeated import Continued, Repeated
 
 DONE = b"data: [DONE]\n\n"
 _END = b"\n\n"
-_FEW = 256  # items of a list that are written at once
+FEW = 256  # items of a list that are written at once
 # ASCII only: some clients split lines at U+2028 and U+0085 too (httpx's iter_lines does), in the middle of an event.
 _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
@@ -25,30 +25,31 @@ def dumps(value: Any) -> bytes:
 
 def dumps_large(value: Any) -> bytes:
     """Return as `dumps` does, written in pieces: the encoder, in C, lets no other thread run while it writes one."""
-    return b"".join(_pieces(value))
+    return b"".join(pieces_of(value))
 
 
-def _pieces(value: Any) -> Iterator[bytes | memoryview]:
+def pieces_of(value: Any) -> Iterator[bytes | memoryview]:
+    """Write a value as JSON in pieces, none of which takes long."""
     if isinstance(value, Repeated):
         if value.json is None:
-            value.json = b"".join(_pieces(list(value)))
+            value.json = b"".join(pieces_of(list(value)))
         yield value.json
     elif isinstance(value, Continued) and value.beginning and value.rest:
-        (beginning,) = _pieces(value.beginning)
-        yield from (memoryview(beginning)[:-1], b",", memoryview(b"".join(_pieces(value.rest)))[1:])
+        (beginning,) = pieces_of(value.beginning)
+        yield from (memoryview(beginning)[:-1], b",", memoryview(b"".join(pieces_of(value.rest)))[1:])
     elif isinstance(value, Mapping):
         for number, (name, inner) in enumerate(value.items()):
             yield b"%b%b:" % (b"," if number else b"{", dumps(name))
-            yield from _pieces(inner)
+            yield from pieces_of(inner)
         yield b"}" if value else b"{}"
-    elif isinstance(value, list | tuple) and len(value) <= _FEW and any(isinstance(each, dict) for each in value):
+    elif isinstance(value, list | tuple) and len(value) <= FEW and any(isinstance(each, dict) for each in value):
         for number, inner in enumerate(value):
             yield b"," if number else b"["
-            yield from _pieces(inner)
+            yield from pieces_of(inner)
         yield b"]"
-    elif isinstance(value, list | tuple) and len(value) > _FEW:
-        for start in range(0, len(value), _FEW):
-            yield (b"," if start else b"[") + dumps(value[start : start + _FEW])[1:-1]
+    elif isinstance(value, list | tuple) and len(value) > FEW:
+        for start in range(0, len(value), FEW):
+            yield (b"," if start else b"[") + dumps(value[start : start + FEW])[1:-1]
         yield b"]"
     else:
         yield dumps(value)

@@ -107,7 +107,7 @@ _HANDLING = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.
 _SHARE = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 
 # Name without its prefix, what it counts, buckets.
-_HISTOGRAMS: tuple[tuple[str, str, Sequence[float]], ...] = (
+HISTOGRAMS: tuple[tuple[str, str, Sequence[float]], ...] = (
     ("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS),
     ("request_generation_tokens", "Generated tokens of an output.", _TOKENS),
     ("request_max_num_generation_tokens", "Generated tokens of the longest output of a request.", _TOKENS),
@@ -131,7 +131,7 @@ _HISTOGRAMS: tuple[tuple[str, str, Sequence[float]], ...] = (
     ("step_seconds", "Seconds of an engine step.", _STEP),
     ("batch_occupancy", "Requests in an engine step, as a share of the most that can run at once.", _SHARE),
 )
-_COUNTERS: tuple[tuple[str, str, Callable[[Metrics], float]], ...] = (
+COUNTERS: tuple[tuple[str, str, Callable[[Metrics], float]], ...] = (
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda own: own.prompt_tokens),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda own: own.cached_tokens),
     ("num_preemptions", "Requests that lost their place and were computed again.", lambda own: own.preemptions),
@@ -149,7 +149,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Metrics], float]], ...] = (
     ("compile_seconds", "Seconds spent compiling, of all threads.", lambda own: own.compile_seconds),
     ("compilations_after_ready", "Compilations that a request waited for.", lambda own: own.compilations_after_ready),
 )
-_GAUGES: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
+GAUGES: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
     ("num_requests_running", "Requests that take part in steps.", lambda load: load.running),
     ("num_requests_waiting", "Requests in the queue.", lambda load: load.waiting),
     (
@@ -218,9 +218,9 @@ class PrometheusObserver(Collector):
     def __init__(self, engine: EngineView, model_name: str, adapters: FinishedByAdapter, number: int = 0) -> None:
         """`number` is which of a fleet's engines it is."""
         self._engine = engine
-        self._adapters = adapters
+        self.adapters = adapters
         self._labels = {"model_name": model_name, "engine": str(number)}
-        self._histograms = {name: Histogram(bounds) for name, _, bounds in _HISTOGRAMS}
+        self._histograms = {name: Histogram(bounds) for name, _, bounds in HISTOGRAMS}
         self._handled: dict[tuple[str, str, str], int] = {}  # by protocol, route and code
         self._handling: dict[tuple[str, str], Histogram] = {}  # by protocol and route
         self.held_bytes: Callable[[], Mapping[str, int]] = dict  # by account of the server's ledger
@@ -309,9 +309,9 @@ class PrometheusObserver(Collector):
 
     def _engine_families(self) -> Iterator[Metric]:
         metrics, load = self._engine.metrics, self._engine.get_load()
-        for name, documentation, read in _COUNTERS:
+        for name, documentation, read in COUNTERS:
             yield self._counter(name, documentation, [({}, read(metrics))])
-        for name, documentation, read in _GAUGES:
+        for name, documentation, read in GAUGES:
             yield self._gauge(name, documentation, [({}, read(load))])
         waiting = [({"reason": "capacity"}, load.waiting - load.deferred), ({"reason": "deferred"}, load.deferred)]
         text = "Requests in the queue, by what they wait for: capacity, or (deferred) a place for their adapter only."
@@ -358,8 +358,8 @@ class PrometheusObserver(Collector):
         }
         text = "Adapters of the requests that run and that wait; the value is the time."
         yield self._gauge("lora_requests_info", text, [(labels, time.time())])
-        counts = {served.name: served.num_finished for served in self._adapters}
-        counts[OTHER] = counts.get(OTHER, 0) + self._adapters.num_finished_others
+        counts = {served.name: served.num_finished for served in self.adapters}
+        counts[OTHER] = counts.get(OTHER, 0) + self.adapters.num_finished_others
         samples = [({"lora_name": name}, count) for name, count in counts.items()]
         text = "Requests that ended with an adapter; other: with one that is no longer loaded."
         yield self._counter("lora_requests_finished", text, samples)
@@ -369,7 +369,7 @@ class PrometheusObserver(Collector):
             longest = self._engine.model.max_model_len
         except EngineError:  # still being loaded: there has been no request
             return
-        for name, documentation, bounds in _HISTOGRAMS:
+        for name, documentation, bounds in HISTOGRAMS:
             family = HistogramMetricFamily(f"jaxllm:{name}", documentation, labels=list(self._labels))
             buckets, total = self._histograms[name].buckets(longest if bounds is _TOKENS else math.inf)
             family.add_metric(list(self._labels.values()), buckets, total)

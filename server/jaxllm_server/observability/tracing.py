@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Attribute = str | bool | int | float
 REQUEST_SPAN = "llm_request"
 _MOST_CHARACTERS = 256  # of an error's text
-_FAREWELL_SECONDS = 2.0  # for the last spans to leave
+FAREWELL_SECONDS = 2.0  # for the last spans to leave
 
 
 class Span:
@@ -62,7 +62,7 @@ class Tracer:
         """
         if endpoint is None:
             return Tracer()
-        return _tracer_to(_exporter(endpoint))
+        return tracer_to(exporter_to(endpoint))
 
     def start(self, traceparent: str | None, name: str, attributes: Mapping[str, Attribute | None]) -> Span:
         """Start a span and make it the current task's; it is the client's trace that goes on where there is one.
@@ -142,7 +142,7 @@ class _RecordingTracer(Tracer):
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        self._provider = provider
+        self.provider = provider
         self._tracer = provider.get_tracer("jaxllm")
         self._propagator = TraceContextTextMapPropagator()
 
@@ -158,12 +158,13 @@ class _RecordingTracer(Tracer):
 
     def close(self) -> None:
         # OpenTelemetry's own waits up to 30 s for a collector that is gone (measured with 1.45).
-        closing = threading.Thread(target=self._provider.shutdown, name="jaxllm-tracing-close", daemon=True)
+        closing = threading.Thread(target=self.provider.shutdown, name="jaxllm-tracing-close", daemon=True)
         closing.start()
-        closing.join(_FAREWELL_SECONDS)
+        closing.join(FAREWELL_SECONDS)
 
 
-def _exporter(endpoint: str) -> SpanExporter:
+def exporter_to(endpoint: str) -> SpanExporter:
+    """Return what sends spans to an endpoint of OTLP over HTTP."""
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UserError(
@@ -182,7 +183,7 @@ def _exporter(endpoint: str) -> SpanExporter:
     return OTLPSpanExporter(parts._replace(path="/v1/traces").geturl() if parts.path in ("", "/") else endpoint)
 
 
-def _tracer_to(exporter: SpanExporter) -> Tracer:
+def tracer_to(exporter: SpanExporter) -> Tracer:
     """Make a tracer whose spans leave in batches, in a thread; more than the queue holds are dropped."""
     from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
     from opentelemetry.sdk.trace import TracerProvider

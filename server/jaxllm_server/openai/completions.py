@@ -116,9 +116,9 @@ class CompletionReply:
         ]
         self._usages: dict[int, Usage] = {}
         self._prompts: dict[int, PromptInfo] = {}  # by call; a choice may begin long after its call's first chunk
-        self._offsets: dict[int, _Offset] = {}  # of choices that have begun
+        self._offsets: dict[int, Offset] = {}  # of choices that have begun
         # Log-probabilities of each call's prompt, which its choices share.
-        self._echoes: dict[int, tuple[Mapping[str, Repeated], _Offset]] = {}
+        self._echoes: dict[int, tuple[Mapping[str, Repeated], Offset]] = {}
         self._shown: dict[int, Repeated] = {}
 
     def response(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
@@ -156,16 +156,16 @@ class CompletionReply:
             index = number * self._num_outputs + part.index
             is_first = index not in self._offsets
             said = self.prompt_texts[number] if is_first and self.echo_of else ""
-            offset = self._offsets.get(index) or _Offset(len(said))
+            offset = self._offsets.get(index) or Offset(len(said))
             if not (is_first and said) and not _says_something(part, self.form):
                 continue
             prompt = self._prompts.get(number) if is_first else None
             if self._echoes_logprobs and prompt is not None and prompt.logprobs is not None:
                 echoed, offset = self._echoed(number, prompt)
-                own = _logprobs(reported(part.logprobs, self.form) or (), offset, self.form) or {}
+                own = columns_of(reported(part.logprobs, self.form) or (), offset, self.form) or {}
                 logprobs: Any = {name: Continued(lists, own.get(name, ())) for name, lists in echoed.items()}
             else:
-                logprobs = _logprobs(reported(part.logprobs, self.form), offset, self.form)
+                logprobs = columns_of(reported(part.logprobs, self.form), offset, self.form)
             self._offsets[index] = offset
             choice: dict[str, Any] = {
                 "index": index,
@@ -187,11 +187,11 @@ class CompletionReply:
                     choice["prompt_token_ids"] = list(prompt.token_ids)
             yield choice
 
-    def _echoed(self, number: int, prompt: PromptInfo) -> tuple[Mapping[str, Repeated], _Offset]:
+    def _echoed(self, number: int, prompt: PromptInfo) -> tuple[Mapping[str, Repeated], Offset]:
         """Return the log-probabilities of a call's prompt, made once, and the offset of the text that follows."""
         if number not in self._echoes:
-            offset, first = _Offset(0), Logprob(0.0, None, prompt.first_text, prompt.first_bytes)
-            lists = _logprobs(prompt.logprobs, offset, self.form, (prompt.token_ids[0], first)) or {}
+            offset, first = Offset(0), Logprob(0.0, None, prompt.first_text, prompt.first_bytes)
+            lists = columns_of(prompt.logprobs, offset, self.form, (prompt.token_ids[0], first)) or {}
             self._echoes[number] = {name: Repeated(values) for name, values in lists.items()}, offset
         lists, offset = self._echoes[number]
         return lists, offset.copy()
@@ -296,16 +296,16 @@ def _says_something(part: Part, form: Form) -> bool:
     )
 
 
-class _Offset:
+class Offset:
     """Where the next token's text begins: at the first character that the tokens before have not finished."""
 
     def __init__(self, start: int) -> None:
         self.characters = start
         self._decoder = getincrementaldecoder("utf-8")("replace")
 
-    def copy(self) -> _Offset:
+    def copy(self) -> Offset:
         """Return a copy."""
-        copied = _Offset(self.characters)
+        copied = Offset(self.characters)
         copied._decoder.setstate(self._decoder.getstate())
         return copied
 
@@ -314,9 +314,9 @@ class _Offset:
         self.characters += len(self._decoder.decode(new))
 
 
-def _logprobs(
+def columns_of(
     entries: Sequence[dict[int, Logprob] | None] | None,
-    offset: _Offset,
+    offset: Offset,
     form: Form,
     first: tuple[int, Logprob] | None = None,
 ) -> dict[str, list[Any]] | None:

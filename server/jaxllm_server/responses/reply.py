@@ -63,7 +63,7 @@ _SAMPLING = SAMPLING - {"n", "max_tokens", "prompt_logprobs", "logprob_token_ids
 REPEATED_NUMBERS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")  # with the model's defaults
 _REPEATED = ("user", "safety_identifier", "prompt_cache_key")  # texts that a response repeats, without effect
 _OF_TEMPLATE = frozenset({"chat_template_kwargs", "enable_thinking", "think", "thinking"})  # as in chats
-_FIELDS = (
+FIELDS = (
     _SAMPLING
     | _OF_TEMPLATE
     | WITHOUT_EFFECT
@@ -86,7 +86,7 @@ class ResponseReply:
     """
 
     id_prefix = RESPONSE_PREFIX
-    fields, unbuilt = _FIELDS, _UNBUILT
+    fields, unbuilt = FIELDS, _UNBUILT
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class ResponseReply:
     ) -> None:
         request.check_names(body)
         self.ignored: list[str] = []
-        fields = given(body, _FIELDS, _UNBUILT, options.unknown_fields, self.ignored)
+        fields = given(body, FIELDS, _UNBUILT, options.unknown_fields, self.ignored)
         own_id = text(fields, "request_id")
         if own_id is not None and len(own_id) > options.max_request_id_chars:  # each item has it in its id
             most = options.max_request_id_chars

@@ -47,8 +47,8 @@ class ResponseStore:
 
     def __init__(self, most_bytes: int) -> None:
         self._most = most_bytes
-        self._kept: dict[str, OrderedDict[str, Stored]] = {}  # by client and id, the one used longest ago first
-        self._held: dict[str, int] = {}  # bytes by client
+        self.kept: dict[str, OrderedDict[str, Stored]] = {}  # by client and id, the one used longest ago first
+        self.held: dict[str, int] = {}  # bytes by client
         self.num_bytes = 0
 
     def put(self, client: str, response_id: str, stored: Stored) -> None:
@@ -56,11 +56,11 @@ class ResponseStore:
         self.delete(client, response_id)
         if stored.size > self._most:
             return
-        self._kept.setdefault(client, OrderedDict())[response_id] = stored
+        self.kept.setdefault(client, OrderedDict())[response_id] = stored
         self._count(client, stored.size)
         while self.num_bytes > self._most:
-            largest = max(self._held, key=self._held.__getitem__)
-            self.delete(largest, next(iter(self._kept[largest])))
+            largest = max(self.held, key=self.held.__getitem__)
+            self.delete(largest, next(iter(self.kept[largest])))
 
     def get(self, client: str, response_id: str) -> Stored:
         """Return a response.
@@ -68,7 +68,7 @@ class ResponseStore:
         Raises:
             LostError: if it is not kept, or another client's.
         """
-        stored = self._kept.get(client, {}).get(response_id)
+        stored = self.kept.get(client, {}).get(response_id)
         if stored is None:
             raise LostError(response_id)
         return stored
@@ -85,13 +85,13 @@ class ResponseStore:
         following: str | None = response_id
         while following is not None and following not in chain:
             chain[following] = self.get(client, following)
-            self._kept[client].move_to_end(following)
+            self.kept[client].move_to_end(following)
             following = chain[following].previous
         return dict(reversed(chain.items()))
 
     def delete(self, client: str, response_id: str) -> bool:
         """Forget a response; return whether it was kept."""
-        stored = self._kept.get(client, {}).pop(response_id, None)
+        stored = self.kept.get(client, {}).pop(response_id, None)
         if stored is None:
             return False
         self._count(client, -stored.size)
@@ -99,9 +99,9 @@ class ResponseStore:
 
     def _count(self, client: str, num_bytes: int) -> None:
         self.num_bytes += num_bytes
-        self._held[client] = self._held.get(client, 0) + num_bytes
-        if not self._held[client]:
-            del self._held[client], self._kept[client]
+        self.held[client] = self.held.get(client, 0) + num_bytes
+        if not self.held[client]:
+            del self.held[client], self.kept[client]
 
 
 class OfConnection:

@@ -146,8 +146,8 @@ class FairPlaces:
     """Places for prompts, which clients take in turns, one prompt a turn. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, deque[tuple[asyncio.Future[None], int]]] = {}  # by client, the next one first
-        self._num_taken = self._tokens_taken = 0
+        self.waiting: dict[str, deque[tuple[asyncio.Future[None], int]]] = {}  # by client, the next one first
+        self.num_taken = self.tokens_taken = 0
         self._most, self._most_tokens = 1, 1
         self._goes_on: asyncio.Handle | None = None  # hands out further places in the loop's next round
 
@@ -156,7 +156,7 @@ class FairPlaces:
         """Wait for a place and hold it: of `most` places, in which all prompts have `most_tokens`, or one has more."""
         self._most, self._most_tokens = most, most_tokens
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client, deque()).append((turn, num_tokens))
+        self.waiting.setdefault(client, deque()).append((turn, num_tokens))
         self._hand_out()
         try:
             await turn
@@ -185,35 +185,35 @@ class FairPlaces:
 
     def _hand_out_one(self) -> bool:
         """Give the next client a place for its next prompt; return False if it does not fit."""
-        if not self._waiting:
+        if not self.waiting:
             return False
-        client, turns = next(iter(self._waiting.items()))
+        client, turns = next(iter(self.waiting.items()))
         turn, num_tokens = turns[0]
         if turn.done():  # it was cancelled, and `_withdraw` has not run yet
             turns.popleft()
             if not turns:
-                del self._waiting[client]
+                del self.waiting[client]
             return True
-        is_full = self._num_taken >= self._most or self._tokens_taken + num_tokens > self._most_tokens
-        if self._num_taken and is_full:
+        is_full = self.num_taken >= self._most or self.tokens_taken + num_tokens > self._most_tokens
+        if self.num_taken and is_full:
             return False
         turns.popleft()
-        del self._waiting[client]
+        del self.waiting[client]
         if turns:
-            self._waiting[client] = turns  # after the others
+            self.waiting[client] = turns  # after the others
         turn.set_result(None)
-        self._num_taken, self._tokens_taken = self._num_taken + 1, self._tokens_taken + num_tokens
+        self.num_taken, self.tokens_taken = self.num_taken + 1, self.tokens_taken + num_tokens
         return True
 
     def _withdraw(self, client: str, turn: asyncio.Future[None]) -> None:
         """Take a prompt out; its client keeps its place among the others."""
-        turns = deque(each for each in self._waiting.get(client, ()) if each[0] is not turn)
+        turns = deque(each for each in self.waiting.get(client, ()) if each[0] is not turn)
         if turns:
-            self._waiting[client] = turns
+            self.waiting[client] = turns
         else:
-            self._waiting.pop(client, None)
+            self.waiting.pop(client, None)
         self._hand_out()
 
     def _give_back(self, num_tokens: int) -> None:
-        self._num_taken, self._tokens_taken = self._num_taken - 1, self._tokens_taken - num_tokens
+        self.num_taken, self.tokens_taken = self.num_taken - 1, self.tokens_taken - num_tokens
         self._hand_out()

@@ -31,7 +31,7 @@ class Listener:
         self._make_protocol = make_protocol
         self._handshake = {} if tls is None else {"ssl": tls, "ssl_handshake_timeout": handshake_seconds}
         self._loop = asyncio.get_running_loop()
-        self._opening: set[asyncio.Task[None]] = set()  # with TLS a connection is first agreed upon
+        self.opening: set[asyncio.Task[None]] = set()  # with TLS a connection is first agreed upon
         self._retrying: asyncio.TimerHandle | None = None
         self._is_short = False  # since the last connection
         listening.setblocking(False)
@@ -42,12 +42,12 @@ class Listener:
         if self._retrying is not None:
             self._retrying.cancel()
         self._loop.remove_reader(self._socket)
-        for task in self._opening:
+        for task in self.opening:
             task.cancel()
 
     async def wait_closed(self) -> None:
         """Wait until no connection is being opened."""
-        await asyncio.gather(*self._opening, return_exceptions=True)
+        await asyncio.gather(*self.opening, return_exceptions=True)
 
     def _resume(self) -> None:
         self._retrying = None
@@ -64,8 +64,8 @@ class Listener:
                 return
             self._is_short = False
             task = self._loop.create_task(self._open(connection))
-            self._opening.add(task)
-            task.add_done_callback(self._opening.discard)
+            self.opening.add(task)
+            task.add_done_callback(self.opening.discard)
 
     def _pause(self, error: OSError) -> None:
         if not self._is_short:

@@ -44,7 +44,7 @@ class OutputReader:
         self.may_reason = self._reasoning is not None and self._reasoning.may_reason(prompt, is_switched_off)
         self._usage = Usage()
         self._is_first = True
-        self._splitters: dict[int, _Splitter] = {}
+        self._splitters: dict[int, Splitter] = {}
         self._num_tokens: dict[int, int] = {}
         self.shows_markers = any(tokenizer.is_special(marker) for marker in self._make_splitter().markers)
 
@@ -103,15 +103,15 @@ class OutputReader:
             return "tool_calls"
         return reason  # pyright: ignore[reportReturnType] - "error" never comes here: the engine raises it
 
-    def _make_splitter(self) -> _Splitter:
+    def _make_splitter(self) -> Splitter:
         tools = (None, None) if self._tool_parsers is None else self._tool_parsers()
         form = self._reasoning
         if form is None:
-            return _Splitter(None, *tools, None)
-        return _Splitter(form.parser(self._prompt), *tools, form.counter(self._tokenizer.token_id))
+            return Splitter(None, *tools, None)
+        return Splitter(form.parser(self._prompt), *tools, form.counter(self._tokenizer.token_id))
 
 
-class _Splitter:
+class Splitter:
     """Splits one output's text into content, reasoning and tool calls."""
 
     def __init__(

@@ -42,7 +42,7 @@ from jaxllm_server.shared.truncation import cut_ids
 
 _log = logging.getLogger("jaxllm.server")
 _STEPS = 3  # for which the engine has prompts: the two that are in flight, and the one after them
-_FULL_SECONDS = 0.25  # until a prompt for which the queue had no room tries again
+FULL_SECONDS = 0.25  # until a prompt for which the queue had no room tries again
 _DOES = {"embed": "embeds texts", "classify": "classifies texts", "score": "scores pairs of texts"}
 
 
@@ -176,7 +176,7 @@ async def _outputs(
             except OverloadedError:
                 if timeout is not None and time.monotonic() > arrival + timeout:
                     raise late(timeout) from None
-                await asyncio.sleep(_FULL_SECONDS)
+                await asyncio.sleep(FULL_SECONDS)
             except (UserError, RequestFailedError) as error:
                 raise _naming(error, item, len(items)) from None
 

@@ -154,7 +154,7 @@ class Serving:
                 model = self.engine.model if adapter is None else adapter.language.model
                 prompt = await self.prompt_of(call, params, model)
             self._check_length(call, params, prompt)
-            params = self._bounded(call, params, len(prompt["prompt_token_ids"]))
+            params = self.bounded(call, params, len(prompt["prompt_token_ids"]))
             if call.suffix is not None and not params.ignore_eos:
                 stop_ids = (*params.stop_token_ids, *fill_in_middle.stop_ids(model.tokenizer))
                 params = replace(params, stop_token_ids=stop_ids)
@@ -363,7 +363,7 @@ class Serving:
         if asked is not None and not is_cut and isinstance(ids, Sequence) and len(ids) + asked > longest:
             raise too_long(longest, len(ids), asked)
 
-    def _bounded(self, call: Call, params: SamplingParams, num_prompt: int) -> SamplingParams:
+    def bounded(self, call: Call, params: SamplingParams, num_prompt: int) -> SamplingParams:
         """Refuse an answer that would hold too many log-probabilities; outputs of a stream are not kept.
 
         If the client gave no max_tokens, the outputs end when the answer has reached its bound.

@@ -96,7 +96,7 @@ def test_a_parameter_is_named_by_its_path(asked: Any, parameter: str, path: str)
 async def test_unary_answers(run: Any) -> None:
     async with site() as own, own.channel() as channel:
         pooler = Pooler("cls", labels=("no", "yes"), dimensions=(4, 8))
-        own.serving.engine._model = replace(own.serving.engine.model, pooler=pooler, pooled_size=2)
+        own.serving.engine.model_info = replace(own.serving.engine.model, pooler=pooler, pooled_size=2)
         own.serving.tasks = ("classify",)
         stub = InferenceServiceStub(channel)
         call = stub.Embed(pb.EmbedRequest(text="abc", request_id="r1", model="alias"))

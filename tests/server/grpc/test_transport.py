@@ -383,7 +383,7 @@ async def test_no_file_descriptor_is_left(run: Any, grpc_filter: bool) -> None:
 @pytest.mark.ci
 async def test_the_process_in_front_is_started_again(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Although the system refuses it a process twice."""
-    monkeypatch.setattr("jaxllm_server.grpc.filter_process._RESTART_SECONDS", 0.1)
+    monkeypatch.setattr("jaxllm_server.grpc.filter_process.RESTART_SECONDS", 0.1)
     popen, refusals = subprocess.Popen, [errno.EAGAIN, errno.ENOMEM]
 
     def refused(*args: Any, **options: Any) -> Any:
@@ -394,13 +394,13 @@ async def test_the_process_in_front_is_started_again(run: Any, monkeypatch: pyte
     async with site(lambda call: words("a", "b", wait=0.05), grpc_filter=True) as own, own.channel() as channel:
         generate = InferenceServiceStub(channel).Generate
         assert await generate(ask())
-        front: Any = own.server._front
-        folder = Path(front._folder)
+        front: Any = own.server.front
+        folder = Path(front.folder)
         own.serving.started.clear()
         call = generate(ask())
         await own.serving.started.wait()
         monkeypatch.setattr(subprocess, "Popen", refused)
-        front._process.kill()
+        front.process.kill()
         assert (await error_of(call)).code() == grpc.StatusCode.UNAVAILABLE
         assert await generate(ask(), wait_for_ready=True, timeout=SOON)
         assert not refusals and folder.stat().st_mode & 0o777 == 0o700

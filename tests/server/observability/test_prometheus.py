@@ -211,7 +211,7 @@ def test_adapters_are_named_in_vllms_metric_and_their_requests_counted() -> None
     engine.metrics.adapter_loads = 4
     engine.load = Load(running_adapters=("a", "b"), waiting_adapters=("b",))
     observer = _observer(engine)
-    observer._adapters = served = _Adapters(  # pyright: ignore[reportAttributeAccessIssue]
+    observer.adapters = served = _Adapters(  # pyright: ignore[reportAttributeAccessIssue]
         [SimpleNamespace(name=name, num_finished=count) for name, count in (("a", 5), ("other", 1))]
     )
     served.num_finished_others = 2

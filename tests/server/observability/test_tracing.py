@@ -29,10 +29,10 @@ class _Traced:
 
     def __init__(self) -> None:
         self.exporter = InMemorySpanExporter()
-        self.tracer = tracing._tracer_to(self.exporter)
+        self.tracer = tracing.tracer_to(self.exporter)
 
     def spans(self) -> Any:
-        self.tracer._provider.force_flush()  # pyright: ignore[reportAttributeAccessIssue]
+        self.tracer.provider.force_flush()  # pyright: ignore[reportAttributeAccessIssue]
         return self.exporter.get_finished_spans()
 
 
@@ -139,8 +139,8 @@ def test_closing_sends_what_is_left_and_does_not_wait_for_a_collector_that_hangs
             self.gone.wait(20.0)
             return super().export(spans)
 
-    monkeypatch.setattr(tracing, "_FAREWELL_SECONDS", 0.1)
-    tracer = tracing._tracer_to(Hanging())
+    monkeypatch.setattr(tracing, "FAREWELL_SECONDS", 0.1)
+    tracer = tracing.tracer_to(Hanging())
     tracer.start(None, "last", {}).end()
     begin = time.monotonic()
     tracer.close()
@@ -184,7 +184,7 @@ def test_an_endpoint_that_is_no_url_of_http_is_refused(endpoint: str) -> None:
     ],
 )
 def test_the_path_of_an_endpoint_is_that_of_otlp_unless_it_has_one(endpoint: str, url: str) -> None:
-    exporter = tracing._exporter(endpoint)
+    exporter = tracing.exporter_to(endpoint)
     assert exporter._endpoint == url  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -14,7 +14,7 @@ from jaxllm.sampling_params import SamplingParams
 from jaxllm.text import detokenizer
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm_server.openai.chat import logprobs_of
-from jaxllm_server.openai.completions import _logprobs, _Offset  # pyright: ignore[reportPrivateUsage]
+from jaxllm_server.openai.completions import Offset, columns_of
 from jaxllm_server.openai.messages import Form
 from tests.support.tokenizer_kinds import KINDS, TEXT, build
 
@@ -36,7 +36,7 @@ _TEXTS = st.lists(
 
 
 def _completion(entries: list[dict[int, Logprob]]) -> dict[str, list[Any]]:
-    written = _logprobs(entries, _Offset(0), FORM, None)
+    written = columns_of(entries, Offset(0), FORM, None)
     assert written is not None
     return written
 

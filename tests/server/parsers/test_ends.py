@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jaxllm_server.parsers.reasoning import TaggedReasoning
 from jaxllm_server.parsers.table import REASONING_PARSERS, TOOL_PARSERS
-from jaxllm_server.shared.output_reader import _Splitter  # pyright: ignore[reportPrivateUsage]
+from jaxllm_server.shared.output_reader import Splitter
 from tests.server.parsers.test_call_forms import _CALLS, TOOLS, TRANSCRIPTS, WRITERS, Calls, _tools
 from tests.support.naive import distinct
 
@@ -32,7 +32,7 @@ def read(
     numbers = count()
     parsers = [TOOL_PARSERS[style].parser(lambda name: f"id-{next(numbers)}", tools) for _ in range(2)]
     form = None if reasoning is None else REASONING_PARSERS[reasoning].form.parser(TAGGED[reasoning].starts[0])
-    splitter = _Splitter(form, parsers[0], parsers[1], None)
+    splitter = Splitter(form, parsers[0], parsers[1], None)
     content, thought, calls = "", "", list[list[str]]()
     for piece, reason in [*((piece, None) for piece in pieces), ("", end)]:
         new, new_thought, deltas = splitter.push(piece, reason)

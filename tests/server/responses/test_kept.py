@@ -53,7 +53,7 @@ def test_the_store_is_bounded_and_who_holds_the_most_loses_the_oldest() -> None:
                     store.get(*key)
     for key in kept:
         store.delete(*key)
-    assert store.num_bytes == 0 and not store._kept and not store._held, "no client is remembered"
+    assert store.num_bytes == 0 and not store.kept and not store.held, "no client is remembered"
 
 
 def test_a_chain_ends_where_one_is_lost_or_leads_to_itself() -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from jaxllm.errors import FeatureDisabledError, UnsupportedError, UserError
 from jaxllm_server.responses.items import MOST_PARTS, items_of, messages_of, references_of, response_id_of
-from jaxllm_server.responses.reply import _FIELDS, REPEATED_NUMBERS, ResponseReply
+from jaxllm_server.responses.reply import FIELDS as KNOWN
+from jaxllm_server.responses.reply import REPEATED_NUMBERS, ResponseReply
 from jaxllm_server.shared.calls import Call, Chunk, NamedTool, Part, Usage
 from jaxllm_server.shared.options import ServerOptions
 
@@ -275,7 +276,7 @@ LEAVES = st.none() | st.booleans() | st.integers(-2, 2**70) | st.floats(allow_na
 VALUES = st.recursive(
     LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(NAMES, inner, max_size=6), max_leaves=12
 )
-BODIES = st.dictionaries(st.sampled_from(sorted(_FIELDS)), VALUES, max_size=4)
+BODIES = st.dictionaries(st.sampled_from(sorted(KNOWN)), VALUES, max_size=4)
 ITEMS = st.lists(st.dictionaries(NAMES, VALUES, max_size=6), max_size=4)
 
 

@@ -89,7 +89,7 @@ async def test_it_ends_at_once_while_a_client_says_nothing_of_tls(listening: soc
     listener = Listener(listening, asyncio.Protocol, tls)
     with socket.create_connection(listening.getsockname()) as client:
         async with asyncio.timeout(5.0):
-            while not listener._opening:
+            while not listener.opening:
                 await asyncio.sleep(0.01)
         began = time.monotonic()
         listener.close()

@@ -314,7 +314,7 @@ def test_a_reader_that_does_not_read_has_no_more_computed() -> None:
 
 
 def test_a_queue_that_is_full_refuses_a_call_and_delays_one_that_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pooling, "_FULL_SECONDS", 0.01)
+    monkeypatch.setattr(pooling, "FULL_SECONDS", 0.01)
     engine = Engine()
     engine.refusals = 40
     assert len(ask(engine, PoolCall(inputs=["a"] * 30))) == 30
@@ -376,7 +376,7 @@ def test_places_are_taken_in_turns_within_both_bounds(prompts: list[Any], most: 
                 task.cancel()
         ends = await asyncio.gather(*tasks, return_exceptions=True)
         assert not [end for end in ends if isinstance(end, AssertionError)]
-        assert places._num_taken == places._tokens_taken == 0 and not places._waiting
+        assert places.num_taken == places.tokens_taken == 0 and not places.waiting
 
     asyncio.run(play())
 
@@ -431,13 +431,13 @@ def test_of_a_long_text_a_part_is_tokenized_and_says_the_same(
         tokenizer, engine, read = load_tokenizer(folder), Engine(), list[int]()
         engine.model = replace(engine.model, tokenizer=tokenizer, vocab_size=10_000)
         whole, first = tokenizer.encode(text), tokenizer.encode_first(text, 9)
-        encode = tokenizer._encoding_of
+        encode = tokenizer.encoding_of
 
         def noted(text: str, *others: Any, encode: Any = encode, read: list[int] = read, **more: Any) -> Any:
             read.append(len(text))
             return encode(text, *others, **more)
 
-        monkeypatch.setattr(tokenizer, "_encoding_of", noted)
+        monkeypatch.setattr(tokenizer, "encoding_of", noted)
         ask(engine, PoolCall(inputs=[text], truncate_prompt_tokens=9))
         assert engine.given[0][0]["prompt_token_ids"].tolist() == first
         if len(whole) > LONGEST:

@@ -1,0 +1,132 @@
+"""What tests and measurements see and change inside of an engine that no public name shows.
+
+`tests/test_source.py` keeps private names of the product out of all other tests, but for a few that it names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from jaxllm.engine.async_llm import AsyncLLM
+from jaxllm.engine.input_batch import InputBatch
+from jaxllm.engine.llm_engine import LLMEngine
+from jaxllm.outputs import RequestOutput
+from jaxllm.runner.compiled_programs import Key, Programs
+from jaxllm.runner.model_runner import Runner
+from jaxllm.scheduler.state import Plan
+
+# The runner.
+
+
+def params_of(runner: Runner) -> tuple[Any, ...]:
+    """Return the weights, as the programs take them."""
+    return runner._params
+
+
+def set_params(runner: Runner, params: Iterable[Any]) -> None:
+    """Give the programs other weights."""
+    runner._params = tuple(params)
+
+
+def arrays_of(runner: Runner) -> tuple[Any, ...]:
+    """Return the device's state, as the programs take it."""
+    return runner._state
+
+
+def state_of(runner: Runner) -> Any:
+    """Return the device's state as the object that a step is traced with."""
+    return jax.tree.unflatten(jax.tree.structure(runner._state_shapes), runner._state)
+
+
+def set_state(runner: Runner, state: Any) -> None:
+    """Replace the device's state; None frees it."""
+    runner._state = tuple(jax.tree.leaves(state))
+
+
+def lose_state(runner: Runner) -> None:
+    """Do what a program does that fails once its input was donated."""
+    for leaf in runner._state:
+        leaf.delete()
+
+
+def patch_tables(runner: Runner, table: Any) -> None:
+    """Write entries of the block table, as an admission does."""
+    runner._state = runner._small.patch(runner._state, table, None)
+
+
+def fitted(runner: Runner, buffer: Any, key: Key) -> Any:
+    """Return a packed step as the program's argument, with room for its results."""
+    return runner._with_room(buffer, key)
+
+
+def lowered(runner: Runner, key: Key) -> Any:
+    """Trace a program."""
+    return runner._lower(key)
+
+
+def dispatch(runner: Runner, steps: Iterable[tuple[Any, Any]]) -> Any:
+    """Dispatch programs with their buffers, one behind the other; return what the last one gives."""
+    joined = None
+    for program, buffer in steps:
+        runner._state, joined = program(runner._params, runner._state, buffer)
+    return joined
+
+
+def exchange_programs(programs: Programs, ready: dict[Key, Any]) -> None:
+    """Let other callables stand for compiled programs."""
+    programs._ready.update(ready)
+
+
+def drop_queue(programs: Programs) -> int:
+    """Compile no more of what is asked for; return how many programs that leaves out."""
+    with programs._lock:
+        left = len(programs._queue)
+        programs._queue.clear()
+    return left
+
+
+# The engine.
+
+
+def batch_of(engine: LLMEngine) -> InputBatch:
+    """Return the sequences by slot."""
+    return engine._batch
+
+
+def planned_by(engine: LLMEngine) -> Plan | None:
+    """Return the plan that is being committed."""
+    return engine._planned
+
+
+def is_in_flight(engine: LLMEngine) -> bool:
+    """Whether a step runs on the device."""
+    return bool(engine._in_flight)
+
+
+def forgive(engine: LLMEngine) -> None:
+    """Forget that steps have failed."""
+    engine._failed_steps.reset()
+
+
+def set_recorder(engine: LLMEngine, recorder: Any) -> None:
+    """Record with an object of one's own, or no more."""
+    engine.scheduler._recorder = recorder
+
+
+def serve_without_a_device(llm: AsyncLLM, engine: LLMEngine, inbox: Any) -> None:
+    """Let an engine that is not started take requests; an object of one's own answers them."""
+    llm._engine, llm._queue, llm._inbox = engine, inbox, inbox
+    llm._life.on("ready")
+
+
+def set_loop(llm: AsyncLLM, loop: Any) -> None:
+    """Name the loop in which outputs are delivered."""
+    llm._loop = loop
+
+
+def deliver(llm: AsyncLLM, outputs: list[RequestOutput]) -> None:
+    """Hand outputs to their readers, as the engine's thread does."""
+    llm._deliver(outputs, None)
