@@ -15,9 +15,19 @@ from jaxllm.errors import UserError
 from jaxllm.model.families import FAMILIES, SAMPLING, WITHOUT_EFFECT, read_spec
 from jaxllm.model.spec import Rope
 from tests.model import test_dense_families, test_encoder_families, test_families, test_moe_families
-from tests.model.test_dense_families import PHI_3, PYTHIA, SMOLLM_3, STABLELM
-from tests.model.test_families import GPT_2, LLAMA_2_7B, LLAMA_31_8B, MISTRAL_7B, QWEN_3_06B
-from tests.model.test_moe_families import GRANITE_3B_A800M, QWEN_3_30B_A3B
+from tests.model.released import (
+    GPT_2,
+    GRANITE_3B_A800M,
+    LLAMA_2_7B,
+    LLAMA_31_8B,
+    MISTRAL_7B,
+    PHI_3,
+    PYTHIA,
+    QWEN_3_06B,
+    QWEN_3_30B_A3B,
+    SMOLLM_3,
+    STABLELM,
+)
 
 _CLASSES = {"Gemma3ForCausalLM": "Gemma3TextConfig", "GPT2LMHeadModel": "GPT2Config"}
 _ARCHITECTURES = [family.architectures[0] for family in FAMILIES]

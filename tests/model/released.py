@@ -1,0 +1,26 @@
+"""The config.json files of published models, by name: `from tests.model.released import LLAMA_2_7B`.
+
+As on the hub, in the form of their time; keys that all of a family share, or that have no effect, may be left out.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxllm.model.families import read_spec
+from jaxllm.model.spec import Spec
+
+CONFIGS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("released_configs.json").read_text())
+
+
+def __getattr__(name: str) -> dict[str, Any]:
+    if name not in CONFIGS:
+        raise AttributeError(name)
+    return CONFIGS[name]
+
+
+def spec_of(config: dict[str, Any], max_model_len: int | None = None) -> Spec:
+    """Read a config.json."""
+    return read_spec(config, max_model_len)[0]
