@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,57 +14,55 @@ from jaxllm.config import EngineArgs, EngineConfig
 from jaxllm.sampling_params import SamplingParams
 from tests.support.fake_llm import FakeLLM, Run, seen_params
 
+# What a flag is given, and the value, where the type of its field does not say it.
+TEXTS: dict[str, tuple[str, Any]] = {
+    **{name: (text, text) for name, text in (("dtype", "float32"), ("device", "cpu"), ("quantization", "int8"))},
+    **{name: (text, text) for name, text in (("kv_cache_dtype", "fp8_e4m3"), ("scheduling_policy", "priority"))},
+    **{name: (text, text) for name, text in (("load_format", "dummy"), ("precompile", "all"), ("runner", "pooling"))},
+    **{
+        "max_model_len": ("4K", 4096),
+        "max_num_batched_tokens": ("2k", 2000),
+        "min_tokens": ("1", 1),
+        "kernels": ("sample=xla", ("sample=xla",)),
+    },
+    **{"logits_processors": ("module:function",) * 2, "pooler_config": ('{"pooling_type": "MEAN"}',) * 2},
+    "speculative_config": ('{"method": "ngram", "num_speculative_tokens": 4}',) * 2,
+}
+
+
+def text_and_value(own: Any, number: int) -> tuple[str, Any]:
+    """Return what to give a field's flag, different for each, and what the field has then."""
+    kind = str(own.type).removesuffix(" | None")
+    match kind.partition("[")[0]:
+        case _ if own.name in TEXTS:
+            text, value = TEXTS[own.name]
+            value = json.loads(text) if kind.startswith("Mapping") else value
+            return text, (value,) if own.name == "logits_processors" else value
+        case "int":
+            return str(number), number
+        case "float":
+            return f"0.{number}", float(f"0.{number}")
+        case "Sequence":
+            return (f"{number}", (number,)) if kind == "Sequence[int]" else (f"--x{number}", (f"--x{number}",))
+        case _:
+            return f"x{number}", f"x{number}"
+
 
 def test_every_field_is_a_flag_that_reaches_its_place(run: Run) -> None:
-    given = {
-        "--tokenizer": "t", "--revision": "r", "--dtype": "float32", "--device": "cpu",
-        "--quantization": "int8", "--kv-cache-dtype": "fp8_e4m3", "--engine-seed": "-3",
-        "--max-model-len": "4K", "--block-size": "32", "--max-num-batched-tokens": "2k", "--max-num-seqs": "8",
-        "--tensor-parallel-size": "2", "--data-parallel-size": "3", "--gpu-memory-utilization": "0.5",
-        "--kv-cache-memory-bytes": "1G",
-        "--num-kv-blocks": "9", "--scheduling-policy": "priority", "--max-logprobs": "7", "--load-format": "dummy",
-        "--precompile": "all", "--compilation-cache-dir": "c", "--compilation-cache-bytes": "1G",
-        "--n": "2", "--presence-penalty": "0.5", "--frequency-penalty": "-0.5", "--repetition-penalty": "1.5",
-        "--temperature": "0.9", "--top-p": "0.8", "--top-k": "5", "--min-p": "0.1", "--seed": "11", "--stop": "x",
-        "--stop-token-ids": "3", "--max-tokens": "9", "--min-tokens": "1", "--logprobs": "2",
-        "--truncate-prompt-tokens": "1k", "--prompt-logprobs": "3", "--logprob-token-ids": "4",
-        "--allowed-token-ids": "5", "--bad-words": "w", "--logits-processors": "module:function",
-        "--max-loras": "3", "--max-lora-rank": "8", "--max-cpu-loras": "5",
-        "--kernels": "sample=xla", "--runner": "pooling", "--pooler-config": '{"pooling_type": "MEAN"}',
-        "--speculative-config": '{"method": "ngram", "num_speculative_tokens": 4}',
-    }  # fmt: skip
-    switches = [
-        "--no-enable-prefix-caching", "--no-async-scheduling", "--enable-kv-cache-events", "--deterministic",
-        "--stop=--y", "--skip-tokenizer-init", "--enable-lora",
-    ]  # fmt: skip
-    with_help = [own for own in fields(SamplingParams) if own.metadata["help"] is not None]
-    opposite = {own.name: own.default is False for own in with_help if str(own.type).startswith("bool")}
-    switches += [flags.flag_of(name if on else f"no_{name}", SamplingParams) for name, on in opposite.items()]
-    code, _, _ = run("generate", "-m", "m", *(part for pair in given.items() for part in pair), *switches, "--", "p")
-    assert code == 0
-    assert EngineConfig(model="m", **FakeLLM.made.settings) == EngineConfig(
-        model="m", tokenizer="t", revision="r", dtype="float32", device="cpu", seed=-3, max_model_len=4096,
-        quantization="int8", kv_cache_dtype="fp8_e4m3", block_size=32, enable_prefix_caching=False, deterministic=True,
-        async_scheduling=False, enable_kv_cache_events=True, max_num_batched_tokens=2000, max_num_seqs=8,
-        tensor_parallel_size=2, data_parallel_size=3, gpu_memory_utilization=0.5,
-        kv_cache_memory_bytes=2**30, num_kv_blocks=9,
-        scheduling_policy="priority", max_logprobs=7, load_format="dummy", precompile="all",
-        compilation_cache_dir="c", compilation_cache_bytes=2**30,
-        logits_processors=("module:function",), kernels=("sample=xla",),
-        enable_lora=True, max_loras=3, max_lora_rank=8, max_cpu_loras=5,
-        skip_tokenizer_init=True, runner="pooling", pooler_config={"pooling_type": "MEAN"},
-        speculative_config={"method": "ngram", "num_speculative_tokens": 4},
-    )  # fmt: skip
-    assert seen_params() == [
-        SamplingParams(
-            n=2, presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.5, temperature=0.9, top_p=0.8,
-            top_k=5, min_p=0.1, seed=11, stop=["x", "--y"], stop_token_ids=[3], max_tokens=9,
-            min_tokens=1, logprobs=2, truncate_prompt_tokens=1000, prompt_logprobs=3, logprob_token_ids=[4],
-            allowed_token_ids=[5], bad_words=["w"], **opposite,
-        )
-    ]  # fmt: skip
-    num_fields = len(fields(EngineConfig)) - 1 + len(with_help)
-    assert num_fields == len(given) + len(switches) - 1  # --stop is there twice
+    arguments, values = [], {EngineConfig: dict[str, Any](), SamplingParams: dict[str, Any]()}
+    own_fields = [(cls, own) for cls in values for own in fields(cls) if own.metadata.get("help") is not None]
+    for number, (cls, own) in enumerate(own_fields, start=10):
+        name = "engine-seed" if (cls, own.name) == (EngineConfig, "seed") else own.name.replace("_", "-")
+        if str(own.type).startswith("bool"):
+            values[cls][own.name] = not own.default
+            arguments.append(f"--no-{name}" if own.default else f"--{name}")
+        else:
+            text, values[cls][own.name] = text_and_value(own, number)
+            arguments += [f"--{name}={text}"] if text.startswith("--") else [f"--{name}", text]
+    code, _, err = run("generate", "-m", "m", *arguments, "--", "p")
+    assert code == 0, err
+    assert EngineConfig(model="m", **FakeLLM.made.settings) == EngineConfig(model="m", **values[EngineConfig])
+    assert seen_params() == [SamplingParams(**values[SamplingParams])]
 
 
 def test_flags_that_are_not_given_leave_the_models_defaults(run: Run) -> None:

@@ -5,28 +5,22 @@ Against the front ends alone, so that what is measured is theirs.
 
 from __future__ import annotations
 
-import json
-import re
 import selectors
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import h2.events
-import httpx
 import pytest
 
 from tests.hostile.conftest import STALL_SECONDS
-from tests.hostile.frames import Frames
-from tests.hostile.machine import growth, num_descriptors, resident_bytes
+from tests.hostile.machine import resident_bytes
 from tests.hostile.wire import Waits, address_of, ask_streams, honest_client, post, statuses_of
 from tests.support.serving_process import ServingProcess
 
 HONEST = "50 8 0.002"  # chunks, characters, seconds between
 NUM_ATTACKERS = 500
-NUM_READERS = 200
 
 
 @contextmanager
@@ -90,55 +84,3 @@ def test_hundreds_of_slow_lorises_are_told_so_and_let_go(fake: ServingProcess) -
     # A byte that was under way when the server closed makes the kernel throw the answer away.
     assert set(map(tuple, told)) <= {(408,), ()} and told.count([408]) > NUM_ATTACKERS // 2
     assert grown < 20 << 20
-
-
-@contextmanager
-def stopped_over_http(server: ServingProcess) -> Iterator[Callable[[], int]]:
-    """Open streams that are not read; give what counts those that the server still serves."""
-    body = json.dumps({"prompt": "100000 65536 0.01", "stream": True}).encode()
-    before = num_descriptors(server.process.pid)
-    with ExitStack() as readers:
-        for _ in range(NUM_READERS // 2):
-            reader = readers.enter_context(socket.socket())
-            # On loopback a segment is 64 KiB, and the kernel would take megabytes before the server felt anything.
-            reader.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
-            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            reader.connect(address_of(server))
-            reader.sendall(post(body, f"Content-Length: {len(body)}"))
-            assert reader.recv(100)
-        # One connection may be the honest client's, two are gRPC's.
-        yield lambda: max(0, num_descriptors(server.process.pid) - before - 3)
-
-
-@contextmanager
-def stopped_over_grpc(server: ServingProcess) -> Iterator[Callable[[], int]]:
-    before = num_slow_consumers(server)
-    with ExitStack() as connections:
-        for _ in range(2):
-            frames = connections.enter_context(Frames(server.grpc))
-            for _ in range(NUM_READERS // 4):
-                stream = frames.ask(text="100000 65536 0.01")
-                assert frames.read(
-                    lambda events, stream=stream: any(
-                        isinstance(event, h2.events.DataReceived) and event.stream_id == stream for event in events
-                    )
-                )
-        yield lambda: NUM_READERS // 2 - (num_slow_consumers(server) - before)
-
-
-def num_slow_consumers(server: ServingProcess) -> int:
-    metrics = httpx.get(f"{server.http}/metrics").text
-    counted = re.findall(r'requests_handled_total{code="RESOURCE_EXHAUSTED",[^}]*protocol="grpc"[^}]*} (.+)', metrics)
-    return int(sum(map(float, counted)))
-
-
-@pytest.mark.slow
-def test_hundreds_of_readers_that_stop_cost_little_and_are_let_go(fake: ServingProcess) -> None:
-    with growth(fake.process.pid) as most, unhurt(fake):
-        with stopped_over_http(fake) as num_http, stopped_over_grpc(fake) as num_grpc:
-            limit = time.monotonic() + STALL_SECONDS + 15
-            while num_http() or num_grpc():
-                assert time.monotonic() < limit, (num_http(), num_grpc())
-                time.sleep(0.1)
-    print(f"memory of {NUM_READERS} readers that have stopped: {most() / 2**20:.1f} MiB")
-    assert most() < 200 << 20

@@ -17,10 +17,8 @@ import grpc.aio
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection_pb2
 
 from jaxllm import errors
-from jaxllm.client import AuthError
 from jaxllm.v1 import control_pb2, inference_pb2
 from tests.support.failures import (
     INVALID,
@@ -191,18 +189,6 @@ def test_what_this_server_could_be_but_is_not(rpc: Grpc, http: httpx.Client) -> 
         assert over_http(http.post(f"/v1/{path}_lora_adapter", json={}, headers=admin_http)) == refused
 
 
-def test_an_id_that_is_in_use(rpc: Grpc, http: httpx.Client) -> None:
-    request = Request(text="Once", request_id="same", stop=LONG)
-    stream = rpc.inference.StreamGenerate(request, metadata=bearer(USER))
-    next(stream)
-    in_use = ("ALREADY_EXISTS", "REQUEST_ID_IN_USE", errors.RequestIdInUseError)
-    assert over_grpc(lambda: rpc.inference.Generate(request, metadata=bearer(USER))) == in_use
-    response = http.post("/v1/completions", json=asked(request_id="same"))
-    assert over_http(response) == (409, "request_id_in_use", "invalid_request_error")
-    stream.cancel()
-    eventually(lambda: is_idle(rpc))
-
-
 @contextmanager
 def full_house(rpc: Grpc) -> Iterator[None]:
     """Two run and two wait."""
@@ -256,19 +242,6 @@ def test_what_never_fits_is_refused_for_good(rpc: Grpc, http: httpx.Client) -> N
     eventually(lambda: is_idle(rpc))
 
 
-def test_what_is_too_large(rpc: Grpc, http: httpx.Client) -> None:
-    text = "a" * (LIMIT + 1)
-    told = over_grpc(lambda: rpc.inference.Generate(Request(text=text), metadata=bearer(USER)))
-    assert told == ("RESOURCE_EXHAUSTED", "", errors.UserError)  # gRPC's own, without details
-    assert over_http(http.post("/v1/completions", json={"prompt": text})) == (
-        413,
-        "body_too_large",
-        "invalid_request_error",
-    )
-    response = http.get("/v1/models", headers={"x-long": "a" * 20_000})
-    assert over_http(response) == (431, "head_too_large", "invalid_request_error")
-
-
 def test_while_it_is_paused(rpc: Grpc, http: httpx.Client) -> None:
     not_ready = ("UNAVAILABLE", "NOT_READY", errors.UnavailableError)
     stream = rpc.inference.StreamGenerate(Request(text="Once", stop=LONG), metadata=bearer(USER))
@@ -290,36 +263,6 @@ def test_while_it_is_paused(rpc: Grpc, http: httpx.Client) -> None:
     eventually(lambda: rpc.health.Check(check).status == health_pb2.HealthCheckResponse.SERVING, 1.0)
 
 
-def test_keys_over_grpc(rpc: Grpc) -> None:
-    missing = ("UNAUTHENTICATED", "AUTH_MISSING", AuthError)
-    unknown = ("UNAUTHENTICATED", "AUTH_INVALID", AuthError)
-    admin = ("PERMISSION_DENIED", "ADMIN_REQUIRED", AuthError)
-    listed = reflection_pb2.ServerReflectionRequest(list_services="")
-    calls: list[Callable[..., Any]] = [
-        lambda **own: rpc.inference.Generate(Request(text="a"), **own),
-        lambda **own: rpc.inference.StreamGenerate(Request(text="a"), **own),
-        lambda **own: rpc.inference.Tokenize(inference_pb2.TokenizeRequest(text="a"), **own),
-        lambda **own: rpc.inference.ListModels(inference_pb2.ListModelsRequest(), **own),
-        lambda **own: rpc.reflection.ServerReflectionInfo(iter([listed]), **own),
-        lambda **own: rpc.control.GetServerInfo(control_pb2.GetServerInfoRequest(), **own),
-        lambda **own: rpc.control.Abort(control_pb2.AbortRequest(), **own),
-        lambda **own: rpc.control.PauseGeneration(control_pb2.PauseGenerationRequest(), **own),
-    ]
-    for number, call in enumerate(calls):
-        assert over_grpc(call) == missing
-        for wrong in ("wrong", USER[:-1], f"{USER}x", f"{USER} x", ""):
-            assert over_grpc(lambda call=call, wrong=wrong: call(metadata=bearer(wrong))) == unknown
-        assert over_grpc(lambda call=call: call(metadata=(("authorization", f"Basic {USER}"),))) == unknown
-        assert over_grpc(lambda call=call: call(metadata=bearer(ADMIN) + bearer(ADMIN))) == unknown
-        if number >= 5:
-            assert over_grpc(lambda call=call: call(metadata=bearer(USER))) == admin
-    rpc.control.Abort(control_pb2.AbortRequest(), metadata=bearer(ADMIN))
-    rpc.inference.ListModels(inference_pb2.ListModelsRequest(), metadata=bearer(ADMIN))
-    assert list(rpc.reflection.ServerReflectionInfo(iter([listed]), metadata=bearer(USER)))
-    assert rpc.health.Check(health_pb2.HealthCheckRequest()).status  # without a key
-    assert next(rpc.health.Watch(health_pb2.HealthCheckRequest())).status
-
-
 def test_what_is_not_there(rpc: Grpc, http: httpx.Client) -> None:
     for path in ("/jaxllm.v1.InferenceService/Nothing", "/jaxllm.v1.Nothing/Generate", "/nothing"):
         call = rpc.channel.unary_unary(path)
@@ -337,12 +280,6 @@ def test_what_is_not_there(rpc: Grpc, http: httpx.Client) -> None:
     assert over_http(plain) == (415, "content_type", "invalid_request_error")
     broken = http.post("/v1/completions", content=b"{", headers={"content-type": "application/json"})
     assert over_http(broken) == WRONG
-
-
-def test_what_is_not_a_message(rpc: Grpc) -> None:
-    call = rpc.channel.unary_unary("/jaxllm.v1.InferenceService/Generate")
-    for raw in (b"\xff" * 20, b"\x12\x02\xff\xfe", b"\x12\x7f"):  # garbage, a text that is not UTF-8, cut off
-        assert over_grpc(lambda raw=raw: call(raw, metadata=bearer(USER))) == INVALID
 
 
 def test_a_message_is_one_short_line_that_can_be_shown_whatever_it_repeats() -> None:

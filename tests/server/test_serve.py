@@ -244,34 +244,6 @@ def test_a_conversation_goes_on_from_a_response_that_is_kept(openai: OpenAI) -> 
     assert "".join(entry.token for entry in part.logprobs) == part.text
 
 
-def test_n_logprobs_seed_and_usage(openai: OpenAI, client: Client) -> None:
-    own: Any = {"n": 3, "temperature": 1.0, "seed": 3, "max_tokens": 12}
-    plain = openai.completions.create(model=MODEL, prompt=PROMPT, logprobs=2, **own)
-    assert [choice.index for choice in plain.choices] == [0, 1, 2]
-    assert len({choice.text for choice in plain.choices}) == 3
-    for choice in plain.choices:
-        assert choice.logprobs is not None and choice.logprobs.tokens is not None
-        assert "".join(choice.logprobs.tokens).strip() == choice.text.strip()
-        assert all(len(top) in (2, 3) for top in choice.logprobs.top_logprobs or ())
-    assert plain.usage is not None
-    num_tokens = sum(
-        len(choice.logprobs.tokens) for choice in plain.choices if choice.logprobs and choice.logprobs.tokens
-    )
-    assert num_tokens <= plain.usage.completion_tokens <= num_tokens + 3  # an end-of-sequence token has no text
-    chunks = list(
-        openai.completions.create(
-            model=MODEL, prompt=PROMPT, stream=True, stream_options={"include_usage": True}, **own
-        )
-    )
-    assert chunks[-1].usage == plain.usage and not chunks[-1].choices
-    texts = ["", "", ""]
-    for chunk in chunks[:-1]:
-        for choice in chunk.choices:
-            texts[choice.index] += choice.text
-    assert texts == [choice.text for choice in plain.choices]
-    assert [output.text for output in client.generate(PROMPT, **own).outputs] == texts
-
-
 def test_a_prompt_is_scored_without_an_output(openai: OpenAI) -> None:
     """As lm-eval does: the numbers are those of an echo with a token, without that token's."""
     own: Any = {"model": MODEL, "prompt": [PROMPT, "The cat sat"], "echo": True, "logprobs": 2, "n": 2, "seed": 1}

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from jaxllm import Client, UserError
-from tests.support.serving_process import QUICK, ServingProcess
+from jaxllm import Client
 
 pytestmark = pytest.mark.ci  # a process of its own; the mapping is tested in tests/server/openai
 
@@ -152,16 +150,6 @@ def test_what_cannot_be_followed_is_refused_by_name(http: httpx.Client, body: di
             assert "strin" in error["message"]
 
 
-def test_over_grpc_the_path_is_named(client: Client) -> None:
-    for constraint in ({"json": WRONG}, {"regex": "(a"}, {"grammar": "start: ("}):
-        with pytest.raises(UserError) as caught:
-            client.generate("a", structured_outputs=constraint, max_tokens=9)
-        assert caught.value.parameter == "structured_outputs"
-    with pytest.raises(UserError) as caught:
-        client.chat(MESSAGES, tools=WRONG_TOOLS, tool_choice="required")
-    assert caught.value.parameter == "tools"
-
-
 def test_a_bad_schema_leaves_others_unharmed(http: httpx.Client) -> None:
     def ask(number: int) -> tuple[int, str]:
         form = ({"response_format": WRONG_FORM}, {"response_format": FORM}, {})[number % 3]
@@ -174,18 +162,3 @@ def test_a_bad_schema_leaves_others_unharmed(http: httpx.Client) -> None:
         answers = list(pool.map(ask, range(24)))
     assert [status for status, _ in answers] == [400, 200, 200] * 8
     assert all(is_person(text) for _, text in answers[1::3])
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("style", ["qwen3", pytest.param("deepseek_r1", marks=pytest.mark.slow)])
-def test_with_a_reasoning_parser_a_prompt_without_reasoning_is_constrained_at_once(style: str, tmp_path: Path) -> None:
-    template = tmp_path / "closed.jinja"
-    turns = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    template.write_text(turns + "<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    arguments = ("--reasoning-parser", style, "--chat-template", str(template))
-    with ServingProcess(*arguments, *QUICK) as server, httpx.Client(base_url=server.http, timeout=60.0) as http:
-        for stream in (False, True):
-            (choice,) = chat(http, response_format=FORM, stream=stream)
-            assert is_person(choice["message"]["content"]) and "reasoning" not in choice["message"]
-            (choice,) = chat(http, tools=TOOLS, tool_choice=NAMED, stream=stream)
-            assert is_person(choice["message"]["tool_calls"][0]["function"]["arguments"])

@@ -25,7 +25,6 @@ from jaxllm.v1 import inference_pb2 as pb
 from jaxllm.v1 import types_pb2 as ty
 from jaxllm_server.grpc import error_details, messages, replies
 from jaxllm_server.parsers.tool_parsers import ToolCallDelta
-from jaxllm_server.shared import strict_json
 from jaxllm_server.shared.calls import Chunk, NamedTool, Part, PromptInfo, Timing, Usage
 from jaxllm_server.shared.error_table import AdminRequiredError, AuthError
 
@@ -119,15 +118,6 @@ def test_no_field_of_a_request_is_ignored(path: tuple[str, ...]) -> None:
     if isinstance(told, str):
         dotted = ".".join(path)
         assert dotted.startswith(told.split("[")[0]) and told, f"{told!r} does not name {dotted}"
-
-
-def test_every_sampling_name_exists_and_has_one_path() -> None:
-    names = [name for section in messages.SAMPLING_NAMES.values() for name in section.values()]
-    assert len(set(names)) == len(names)
-    assert set(names) <= set(SamplingParams.__dataclass_fields__)
-    for section, own_names in messages.SAMPLING_NAMES.items():
-        message = pb.GenerateRequest.DESCRIPTOR.fields_by_name[section].message_type
-        assert message is not None and set(own_names) <= set(message.fields_by_name)
 
 
 def test_unset_is_absent_and_zero_is_given() -> None:
@@ -278,13 +268,7 @@ def tools_of_depth(levels: int) -> str:
         bad("chat.tools_json", **chat_of(tools_json="{}")),
         bad("chat.tools_json", **chat_of(tools_json="[1]")),
         bad("chat.tools_json", **chat_of(tools_json="[NaN]")),
-        bad("chat.tools_json", **chat_of(tools_json="[" * 100_000)),
-        bad("chat.tools_json", **chat_of(tools_json="[" + "1" * 5000 + "]")),
-        bad("chat.tools_json", **chat_of(tools_json='[{"a": 1e999}]')),
-        bad("chat.tools_json", **chat_of(tools_json='[{"a": 1, "a": 2}]')),
-        bad("chat.tools_json", **chat_of(tools_json='[{"a": "\\ud800"}]')),
         bad("chat.tools_json", **chat_of(tools_json=tools_of_depth(MOST_DEPTH))),
-        bad("chat.tools_json", **chat_of(tools_json=tools_of_depth(800))),
         bad("chat.tool_choice", **chat_of(tool_choice=99)),
         bad("chat.required_tool", **chat_of(required_tool="f")),
         bad("chat.required_tool", **chat_of(required_tool="f", tool_choice=ty.TOOL_CHOICE_AUTO)),
@@ -303,22 +287,6 @@ def test_what_cannot_be_is_refused_by_its_path(path: str, request_: pb.GenerateR
     violation = details_of(error_details.failure_of(caught.value, request_))["BadRequest"].field_violations[0]
     assert violation.field == path
     assert "\n" not in str(caught.value)
-
-
-def test_tools_are_read_as_a_body_over_http_is() -> None:
-    for text in ("[]", "[{}]", '[{"a": [1, -0.5, null, "\\u00e9"]}]', tools_of_depth(MOST_DEPTH - 1)):
-        assert call_of(pb.GenerateRequest(chat=chat_of(tools_json=text)["chat"])).tools == json.loads(text)
-        strict_json.read(f'{{"tools": {text}}}'.encode(), MOST_DEPTH)
-    for text, said in (
-        ('[{"a": 1e999}]', "holds a number that is too large for a double."),
-        ('[{"a": 1, "a": 2}]', "names 'a' twice in one object."),
-        (tools_of_depth(MOST_DEPTH), "is nested more than"),
-        ("[NaN]", "is not valid JSON: NaN is not a JSON number."),
-    ):
-        with pytest.raises(errors.UserError, match=f"^tools_json {said}"):
-            call_of(pb.GenerateRequest(chat=chat_of(tools_json=text)["chat"]))
-        with pytest.raises(errors.UserError, match=f"^The body {said}"):
-            strict_json.read(f'{{"tools": {text}}}'.encode(), MOST_DEPTH)
 
 
 def test_stream_options_are_of_streams_only() -> None:

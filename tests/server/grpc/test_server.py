@@ -287,22 +287,6 @@ async def test_exceptions_become_statuses(
     assert (str(error) in caplog.text) == (code == "INTERNAL")
 
 
-async def test_violations_have_the_path_of_the_request(run: Any) -> None:
-    def script(call: Call) -> AsyncIterator[Chunk]:
-        return failing(errors.ContextLengthError("This model's maximum context length is 8 tokens.", 9, 8))
-
-    async with site(script) as own, own.channel() as channel:
-        stub = InferenceServiceStub(channel)
-        ids = types_pb2.TokenIds(ids=[1])
-        for request, path in ((ask(), "text"), (pb.GenerateRequest(token_ids=ids), "token_ids")):
-            details = details_of(await error_of(stub.Generate(request)))
-            assert details["BadRequest"].field_violations[0].field == path
-        bad = ask(output=types_pb2.OutputOptions(token_bytes=True))
-        details = details_of(await error_of(stub.Generate(bad)))
-        assert details["BadRequest"].field_violations[0].field == "output.token_bytes"
-        assert len(own.serving.calls) == 2
-
-
 async def test_a_unary_call_has_one_message(run: Any) -> None:
     async with site() as own, own.channel() as channel:
         for messages in ([], [ask(), ask()]):
