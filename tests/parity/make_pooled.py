@@ -13,11 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from tests.parity.make_golden import _SIZES as DECODER
 from tests.parity.make_golden import SEED
 from tests.support.paths import GOLDEN_POOLED
 
 LENGTHS = (1, 2, 17, 40)
+DECODER: dict[str, Any] = {
+    **{"vocab_size": 128, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6},
+    **{"num_key_value_heads": 2, "max_position_embeddings": 128},
+}
 _PLAIN = {"vocab_size": 128, "max_position_embeddings": 64, "hidden_size": 48, "intermediate_size": 64}
 _ENCODER: dict[str, Any] = _PLAIN | {"num_hidden_layers": 2, "num_attention_heads": 6}
 _DISTILBERT = {
