@@ -20,6 +20,7 @@ import h2.exceptions
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
@@ -33,24 +34,17 @@ from tests.support.serving_process import ServingProcess
 
 INFERENCE, CONTROL = "/jaxllm.v1.InferenceService", "/jaxllm.v1.ControlService"
 REQUESTS: dict[str, type[Message]] = {
-    f"{INFERENCE}/Generate": inference_pb2.GenerateRequest,
-    f"{INFERENCE}/StreamGenerate": inference_pb2.GenerateRequest,
-    f"{INFERENCE}/Tokenize": inference_pb2.TokenizeRequest,
-    f"{INFERENCE}/Detokenize": inference_pb2.DetokenizeRequest,
-    f"{INFERENCE}/Embed": inference_pb2.EmbedRequest,
-    f"{INFERENCE}/StreamEmbed": inference_pb2.EmbedRequest,
-    f"{INFERENCE}/Classify": inference_pb2.ClassifyRequest,
-    f"{INFERENCE}/Score": inference_pb2.ScoreRequest,
-    f"{INFERENCE}/ListModels": inference_pb2.ListModelsRequest,
-    f"{CONTROL}/GetServerInfo": control_pb2.GetServerInfoRequest,
-    f"{CONTROL}/GetLoad": control_pb2.GetLoadRequest,
-    f"{CONTROL}/Abort": control_pb2.AbortRequest,
-    f"{CONTROL}/PauseGeneration": control_pb2.PauseGenerationRequest,
-    f"{CONTROL}/LoadAdapter": control_pb2.LoadAdapterRequest,
-    f"{CONTROL}/StreamKvEvents": control_pb2.StreamKvEventsRequest,
+    **{
+        f"/{service.full_name}/{method.name}": GetMessageClass(method.input_type)
+        for file in (inference_pb2, control_pb2)
+        for service in file.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+    },
     "/grpc.health.v1.Health/Check": health_pb2.HealthCheckRequest,
-    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": reflection_pb2.ServerReflectionRequest,
-    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": reflection_pb2.ServerReflectionRequest,
+    **{
+        f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo": reflection_pb2.ServerReflectionRequest
+        for version in ("v1", "v1alpha")
+    },
 }
 STREAMED = ("ServerReflectionInfo", "StreamEmbed")  # take a stream of requests
 LONGEST_PATH = 6  # messages within messages; those of Struct go on for ever

@@ -6,7 +6,6 @@ With what the documentation of both protocols says about ids.
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import grpc
@@ -24,34 +23,6 @@ NUM_CALLS = 100
 ID = "the-same"
 LENGTH = 40
 ASKED: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": LENGTH, "ignore_eos": True, "temperature": 1.0}
-
-
-async def test_a_hundred_equal_ids_over_http(server: ServingProcess) -> None:
-    """All are answered, each with its own text under the common id; one client goes, and only its request ends."""
-
-    async def one(http: httpx.AsyncClient, seed: int) -> tuple[str, str] | None:
-        body = ASKED | {"seed": seed, "stream": True}
-        text = ""
-        async with http.stream("POST", "/v1/completions", json=body, headers={"x-request-id": ID}) as response:
-            assert response.status_code == 200
-            async for line in response.aiter_lines():
-                if seed == 50 and line:
-                    return None  # gone
-                if line.startswith("data: {"):
-                    text += json.loads(line[6:])["choices"][0]["text"]
-        return text, response.headers["x-request-id"]
-
-    limits = httpx.Limits(max_connections=NUM_CALLS)
-    async with httpx.AsyncClient(base_url=server.http, timeout=60, limits=limits) as http:
-        answers = await asyncio.gather(*(one(http, seed) for seed in range(NUM_CALLS)))
-    with httpx.Client(base_url=server.http, timeout=60) as http:
-        alone = [http.post("/v1/completions", json=ASKED | {"seed": seed}).json() for seed in range(0, NUM_CALLS, 10)]
-    assert [answer is None for answer in answers] == [seed == 50 for seed in range(NUM_CALLS)]
-    assert {answer[1] for answer in answers if answer} == {ID}
-    assert len({answer[0] for answer in answers if answer}) > 90, "each has its own seed"
-    for seed, answer in zip(range(0, NUM_CALLS, 10), alone, strict=True):
-        if seed != 50:
-            assert answers[seed] == (answer["choices"][0]["text"], ID)
 
 
 async def test_a_hundred_equal_ids_over_grpc_of_which_one_is_aborted(server: ServingProcess) -> None:

@@ -263,25 +263,6 @@ def test_while_it_is_paused(rpc: Grpc, http: httpx.Client) -> None:
     eventually(lambda: rpc.health.Check(check).status == health_pb2.HealthCheckResponse.SERVING, 1.0)
 
 
-def test_what_is_not_there(rpc: Grpc, http: httpx.Client) -> None:
-    for path in ("/jaxllm.v1.InferenceService/Nothing", "/jaxllm.v1.Nothing/Generate", "/nothing"):
-        call = rpc.channel.unary_unary(path)
-        told = over_grpc(lambda call=call: call(b"", metadata=bearer(USER)))
-        assert told == ("UNIMPLEMENTED", "", errors.FeatureDisabledError)
-    for path, code in (("/nothing", "unknown_url"), ("/v1", "unknown_url"), ("/v2/embed", "feature_disabled")):
-        assert over_http(http.post(path, json={})) == (404, code, "not_found")
-    assert over_http(http.post("/v1/embeddings", json={})) == (400, "feature_disabled", "invalid_request_error")
-    assert over_http(http.get("/v1/models/other")) == (404, "model_not_found", "not_found")
-    wrong_method = (405, "method_not_supported", "invalid_request_error")
-    response = http.get("/v1/completions")
-    assert over_http(response) == wrong_method and response.headers["allow"] == "POST"
-    assert over_http(http.delete("/v1/models")) == wrong_method
-    plain = http.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"})
-    assert over_http(plain) == (415, "content_type", "invalid_request_error")
-    broken = http.post("/v1/completions", content=b"{", headers={"content-type": "application/json"})
-    assert over_http(broken) == WRONG
-
-
 def test_a_message_is_one_short_line_that_can_be_shown_whatever_it_repeats() -> None:
     for said in ("a\r\nGET / HTTP/1.1", "\x1b[31mred", "\0", "\ud800", "\u202e", "\U0010ffff" * 10**6, "x" * 10**6):
         message = str(errors.UserError(f"There is no {said}; leave it out."))

@@ -2,6 +2,8 @@
 
 A verdict is "accepted", or the name of the parameter that was refused. What a protocol cannot even write (NaN in JSON,
 2^64 or a text in a protobuf integer) is refused by the client library. One engine, one server, real clients.
+
+The tables of values are judged over all ways in by fuzz/test_table, and by a server in test_optimized.
 """
 
 from __future__ import annotations
@@ -295,10 +297,6 @@ def is_json(value: Any) -> bool:
     return True
 
 
-def named(case: tuple[Any, ...]) -> str:
-    return f"{case[0]}-{repr(case[1])[:24]}".encode("ascii", "backslashreplace").decode()
-
-
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
     site = Site()
@@ -313,39 +311,6 @@ def test_the_table_is_long_and_about_this_model(site: Site) -> None:
     engine = site.server.engine
     assert len(GOOD) + len(BAD) >= 200
     assert (engine.model.vocab_size, engine.model.max_model_len) == (VOCABULARY, 512)
-
-
-@pytest.mark.filterwarnings("ignore:temperature .* was raised")
-@pytest.mark.parametrize("case", GOOD, ids=named)
-def test_a_good_value_is_accepted_by_all(site: Site, case: tuple[str, Any]) -> None:
-    fields = {**BASE, case[0]: case[1]}
-    if case[0] in ("temperature", "seed"):
-        fields["top_k"] = 3  # what is scaled is masked too
-    verdicts = [site.over_python(fields), site.over_grpc(fields), site.over_http(fields)]
-    assert verdicts == [ACCEPTED] * 3
-
-
-@pytest.mark.parametrize("case", BAD, ids=named)
-def test_a_bad_value_is_refused_by_all_by_its_name(site: Site, case: tuple[str, Any]) -> None:
-    name, value = case
-    fields = {**BASE, name: value}
-    written = Refused(name if is_json(value) else None)
-    verdicts = [site.over_python(fields), site.over_grpc(fields), site.over_http(fields)]
-    assert verdicts == [Refused(name), Refused(name), written]
-
-
-@pytest.mark.parametrize("case", TOGETHER, ids=lambda case: "-".join(case[0]))
-def test_bad_combinations_are_refused_by_all_alike(site: Site, case: tuple[dict[str, Any], str]) -> None:
-    fields = {**BASE, **case[0]}
-    assert [site.over_python(fields), site.over_grpc(fields), site.over_http(fields)] == [Refused(case[1])] * 3
-
-
-@pytest.mark.parametrize("case", EDGES, ids=named)
-def test_a_server_has_the_same_bounds_on_both_protocols(site: Site, case: tuple[str, Any, Any]) -> None:
-    name, most, more = case
-    for value, verdict in ((most, ACCEPTED), (more, Refused(name))):
-        fields = {**BASE, name: value}
-        assert [site.over_grpc(fields), site.over_http(fields)] == [verdict] * 2, value
 
 
 def test_what_the_context_cannot_hold_is_refused_by_both_protocols(site: Site) -> None:
