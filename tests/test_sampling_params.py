@@ -26,6 +26,7 @@ from jaxllm.sampling_params import (
     default_sampling_params,
     validate_for_model,
 )
+from tests.support.naive import Unread
 
 HUGE = 10**5000  # CPython refuses to print it
 
@@ -326,13 +327,6 @@ def test_a_model_limits_ids_and_logprobs():
         "the engine with max_logprobs=-1 (--max-logprobs -1)."
     )
     validate_for_model(SamplingParams(logprobs=-1, prompt_logprobs=-1), 100, 100)
-
-
-class Unread(list):
-    """A list that must not be iterated over."""
-
-    def __iter__(self):
-        raise AssertionError("read")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from jaxllm import AsyncClient, Client, errors
+from tests.support.failures import eventually
 from tests.support.serving_process import QUICK, ROOT, ServingProcess
 
 ENDLESS: dict[str, Any] = {"max_tokens": 480, "ignore_eos": True}
@@ -30,15 +31,6 @@ def canary(http: str) -> str:
     answer = httpx.post(f"{http}/v1/completions", json=EXPECTED, timeout=10.0)
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["text"]
-
-
-def wait_until(is_so: Callable[[], bool], seconds: float) -> float:
-    """Wait for something; return how long it took."""
-    began = time.monotonic()
-    while not is_so():
-        assert time.monotonic() - began < seconds, f"not so within {seconds} s"
-        time.sleep(0.02)
-    return time.monotonic() - began
 
 
 def status(http: str, path: str) -> int:
@@ -126,16 +118,16 @@ def hangs(server: ServingProcess) -> None:
 
     def hang() -> None:
         server.signal(signal.SIGUSR2)
-        wait_until(lambda: status(server.http, "/ready") == 503, 10.0)
+        eventually(lambda: status(server.http, "/ready") == 503, 10.0)
         assert status(server.http, "/live") == 200
         assert httpx.post(f"{server.http}/v1/completions", json=EXPECTED).status_code == 503
         with Client(server.grpc) as client:
-            wait_until(lambda: client.health() != "serving", 10.0)  # it is told every 0.2 s
+            eventually(lambda: client.health() != "serving", 10.0)  # it is told every 0.2 s
         server.signal(signal.SIGUSR2)
 
     ends, _ = ends_after(server, 2, hang)
     assert set(ends) == {"length", "data: [DONE]"}
-    wait_until(lambda: status(server.http, "/ready") == 200, 5.0)
+    eventually(lambda: status(server.http, "/ready") == 200, 5.0)
 
 
 def is_stopped(server: ServingProcess) -> None:
@@ -149,7 +141,7 @@ def is_stopped(server: ServingProcess) -> None:
 
     ends, _ = ends_after(server, 4, stop)
     assert set(ends) == {"length", "data: [DONE]"}
-    wait_until(lambda: status(server.http, "/ready") == 200, 10.0)
+    eventually(lambda: status(server.http, "/ready") == 200, 10.0)
 
 
 def is_calm(server: ServingProcess) -> bool:
@@ -165,7 +157,7 @@ def has_no_descriptors(server: ServingProcess) -> None:
     """With 64 file descriptors and 200 clients it neither ends nor spins; when they go, it serves as before."""
     pid = server.process.pid
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    wait_until(lambda: is_calm(server), 120.0)  # a slow machine still compiles programs
+    eventually(lambda: is_calm(server), 120.0)  # a slow machine still compiles programs
     num_open = len(os.listdir(f"/proc/{pid}/fd"))
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (max(64, num_open + 8), before[1]))
     addresses = [server.http.removeprefix("http://"), server.grpc]
@@ -182,7 +174,7 @@ def has_no_descriptors(server: ServingProcess) -> None:
     finally:
         for client in clients:
             client.close()
-    wait_until(lambda: len(os.listdir(f"/proc/{pid}/fd")) <= num_open + 4, 10.0)
+    eventually(lambda: len(os.listdir(f"/proc/{pid}/fd")) <= num_open + 4, 10.0)
     with Client(server.grpc) as client:
         assert client.generate("Once", max_tokens=2).token_ids
     resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
@@ -224,7 +216,7 @@ def without_a_log() -> Any:
         return False
 
     try:
-        wait_until(is_ready, 120.0)
+        eventually(is_ready, 120.0)
         yield process, http
     finally:
         if process.poll() is None:

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from tests.hostile.machine import num_descriptors
+from tests.support.failures import eventually
 from tests.support.serving_process import ROOT, ServingProcess
 from tests.support.sizes import SLOTS, flags
 
@@ -70,10 +71,7 @@ def _unharmed(process: ServingProcess) -> Iterator[ServingProcess]:
     before, start = num_descriptors(process.process.pid), len(process.log)
     yield process
     assert process.process.poll() is None
-    end = time.monotonic() + 5.0
-    while num_descriptors(process.process.pid) > before + 1:  # one for the probe of `server`
-        assert time.monotonic() < end, "files are left open"
-        time.sleep(0.02)
+    eventually(lambda: num_descriptors(process.process.pid) <= before + 1)  # one for the probe of `server`
     log = "".join(process.log[start:])
     assert "Traceback" not in log, log
 

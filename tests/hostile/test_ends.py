@@ -22,18 +22,17 @@ from typing import Any
 
 import grpc
 import pytest
-import uvloop
 
 from jaxllm.config import EngineConfig
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.engine.llm_engine import LLMEngine
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.v1 import inference_pb2
-from jaxllm_server.launch import Server
 from jaxllm_server.shared.options import ServerOptions
 from tests.hostile.frames import SERVICE, Frames
 from tests.hostile.wire import post
 from tests.support.failures import SECRETS, eventually
+from tests.support.server_thread import ServerThread
 from tests.support.sizes import FEW_SLOTS
 
 PHASES = ("queue", "prefill", "decode")
@@ -43,29 +42,13 @@ ALLOWED = 0.1  # beside one step; what a busy machine takes comes on top
 BUSY = 4.0
 
 
-class Site:
-    """A server on a loop in a thread, and what the engine holds."""
+class Site(ServerThread):
+    """A server, and what its engine holds."""
 
     def __init__(self) -> None:
-        self.loop = uvloop.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever)
-        self.thread.start()
         config = EngineConfig(model=str(MODEL_DIR), **FEW_SLOTS)
-        self.server = Server(config, ServerOptions(port=0, grpc_port=0, log_stats_interval=0.0))
-        self.run(self.server.open())
-        self.run(self.server.engine.start())
-        assert self.server.grpc is not None
-        self.grpc = f"127.0.0.1:{self.server.grpc.port}"
+        super().__init__(config, ServerOptions(port=0, grpc_port=0, log_stats_interval=0.0))
         self.options = self.server.serving.options
-
-    def run(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60.0)
-
-    def close(self) -> None:
-        self.run(self.server.close(0.1))
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(10.0)
-        self.loop.close()
 
     def held(self) -> tuple[int, int, int]:
         """Return the requests that run, those that wait, and the blocks in use."""
@@ -145,7 +128,7 @@ def http_closes(site: Site, phase: str, now: Wait, stream: bool, kind: str) -> N
 
 
 def grpc_cancels(site: Site, phase: str, now: Wait, stream: bool) -> None:
-    with grpc.insecure_channel(site.grpc) as channel:
+    with grpc.insecure_channel(site.target) as channel:
         if stream:
             call: Any = channel.unary_stream(f"{SERVICE}/StreamGenerate")(request_of(phase).SerializeToString())
         else:
@@ -155,7 +138,7 @@ def grpc_cancels(site: Site, phase: str, now: Wait, stream: bool) -> None:
 
 
 def grpc_closes(site: Site, phase: str, now: Wait, stream: bool, kind: str) -> None:
-    with Frames(site.grpc) as frames:
+    with Frames(site.target) as frames:
         asked = request_of(phase)
         own: dict[str, Any] = {"token_ids": asked.token_ids, "stop": asked.stop}
         number = frames.ask("StreamGenerate" if stream else "Generate", text=None, **own)
@@ -169,7 +152,7 @@ def grpc_closes(site: Site, phase: str, now: Wait, stream: bool, kind: str) -> N
 
 
 def grpc_deadline(site: Site, phase: str, now: Wait, stream: bool) -> None:
-    with grpc.insecure_channel(site.grpc) as channel:
+    with grpc.insecure_channel(site.target) as channel:
         now.deadline()
         raw = request_of(phase).SerializeToString()
         try:
@@ -184,7 +167,7 @@ def grpc_deadline(site: Site, phase: str, now: Wait, stream: bool) -> None:
 
 def server_deadline_grpc(site: Site, phase: str, now: Wait, stream: bool) -> None:
     site.set_timeout(DEADLINES[phase])
-    with grpc.insecure_channel(site.grpc) as channel:
+    with grpc.insecure_channel(site.target) as channel:
         now.deadline()
         raw = request_of(phase).SerializeToString()
         call: Any = channel.unary_stream(f"{SERVICE}/StreamGenerate")(raw, timeout=20)

@@ -28,6 +28,7 @@ from jaxllm.v1 import control_pb2, inference_pb2
 from tests.hostile.conftest import STALL_SECONDS
 from tests.hostile.frames import SERVICE, Frames, framed
 from tests.hostile.machine import processor_seconds, resident_bytes
+from tests.server.grpc.test_wire import varint
 from tests.support.failures import SECRETS
 from tests.support.grpc_site import details_of
 from tests.support.serving_process import ServingProcess
@@ -55,13 +56,6 @@ BROKEN_TEXTS = (b"\xff", b"\xc0\xaf", b"\xed\xa0\x80", b"a\xe2\x82")
 def channel(fake: ServingProcess) -> Iterator[grpc.Channel]:
     with grpc.insecure_channel(fake.grpc, [("grpc.max_send_message_length", -1)]) as channel:
         yield channel
-
-
-def varint(number: int) -> bytes:
-    found = b""
-    while number > 0x7F:
-        found, number = found + bytes([number & 0x7F | 0x80]), number >> 7
-    return found + bytes([number])
 
 
 def field(number: int, payload: bytes) -> bytes:

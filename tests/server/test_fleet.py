@@ -9,8 +9,6 @@ import socket
 import ssl
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ import pytest
 from websockets.sync.client import connect
 
 from jaxllm import Client
+from tests.support.failures import eventually
 from tests.support.paths import ROOT
 from tests.support.serving_process import QUICK, ServingProcess
 
@@ -83,17 +82,17 @@ def test_a_replica_of_another_machine(certificates: Path) -> None:
             assert "refuses this replica: its key is wrong." in refused.stderr.splitlines()[-1]
             node = subprocess.Popen([*command, KEY], env=env)
             try:
-                wait_for(lambda: states(http) == ["serving", "serving"])
+                eventually(lambda: states(http) == ["serving", "serving"], 60.0)
                 with ThreadPoolExecutor(16) as pool:
                     found = [pool.submit(complete, http, number) for number in range(64)]
-                    wait_for(lambda: has_generated(http))
+                    eventually(lambda: has_generated(http), 60.0)
                     node.terminate()
                     texts = [each.result() for each in found]
                 assert node.wait(30.0) == 0
             finally:
                 node.kill()
             assert has_generated(http)
-            wait_for(lambda: states(http) == ["serving", "loading"])
+            eventually(lambda: states(http) == ["serving", "loading"], 60.0)
             first, second = over_a_web_socket(server.http, ssl=trust, additional_headers=headers)
             assert second["previous_response_id"] == first["id"] and second["usage"]["input_tokens"] > 20
             assert [complete(http, number) for number in range(4)] == texts[:4]
@@ -121,10 +120,3 @@ def has_generated(http: httpx.Client) -> bool:
 
 def states(http: httpx.Client) -> list[str]:
     return [each["state"] for each in http.get("/load").json()["replicas"]]
-
-
-def wait_for(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60.0
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.02)

@@ -8,24 +8,21 @@ The tables of values are judged over all ways in by fuzz/test_table, and by a se
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import httpx
 import pytest
-import uvloop
 
 from jaxllm import AsyncLLM, Client, SamplingParams, UserError
 from jaxllm.config import EngineConfig
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.sampling_fields import OPENAI, names_in
-from jaxllm_server.launch import Server
 from jaxllm_server.shared.options import ServerOptions
+from tests.support.server_thread import ServerThread
 from tests.support.sizes import MANY_SLOTS
 
 pytestmark = pytest.mark.ci  # an engine of its own programs; fuzz/test_table has the verdicts without one
@@ -236,33 +233,17 @@ class Clients:
         return Refused(own.get(error["param"], error["param"]))
 
 
-class Site(Clients):
-    """One engine that three front ends share, on a loop in a thread of its own."""
+class Site(ServerThread, Clients):
+    """One engine that three front ends share."""
 
     def __init__(self) -> None:
-        self.loop = uvloop.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever)
-        self.thread.start()
-        self.server: Server = self.run(self.open())
-        assert self.server.grpc is not None
-        super().__init__(f"http://127.0.0.1:{self.server.http_port}", f"127.0.0.1:{self.server.grpc.port}")
-
-    async def open(self) -> Server:
         options = ServerOptions(port=0, grpc_port=0, max_queued_requests=1000, log_stats_interval=0.0)
-        server = Server(EngineConfig(**SETTINGS), options)
-        await server.open()
-        await server.engine.start()
-        return server
-
-    def run(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60.0)
+        ServerThread.__init__(self, EngineConfig(**SETTINGS), options)
+        Clients.__init__(self, self.url, self.target)
 
     def close(self) -> None:
-        super().close()
-        self.run(self.server.close(0.1))
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(10.0)
-        self.loop.close()
+        Clients.close(self)
+        ServerThread.close(self)
 
     def over_python(self, fields: Mapping[str, Any]) -> Verdict:
         """Judge as for a program that embeds the engine."""

@@ -59,3 +59,10 @@ def parsed_calls(style: str, pieces: Sequence[str], tools: Sequence[Mapping[str,
                 assert delta.index == len(calls) - 1 and delta.id is None and delta.arguments
                 calls[-1] = (*calls[-1][:2], calls[-1][2] + delta.arguments)
     return "".join(content), calls
+
+
+class Unread(list[Any]):
+    """A list that must not be iterated over."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("read")

@@ -196,11 +196,6 @@ def test_large_heads(bounded):
         assert not answer or (status(answer), error_of(answer)["code"]) == (431, "head_too_large")
 
 
-def test_a_large_head_is_told_so(bounded):
-    raw = f"GET /version HTTP/1.1\r\nHost: localhost\r\nX: {'a' * 2500}\r\n\r\n"
-    assert status(raw_exchange(bounded, raw.encode())) == 431
-
-
 # Times.
 
 

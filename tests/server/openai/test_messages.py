@@ -16,7 +16,7 @@ from jaxllm.text.chat_template import compile_template
 from jaxllm_server.http.sse import EventWriter
 from jaxllm_server.openai.chat import ChatReply
 from jaxllm_server.openai.completions import CompletionReply
-from jaxllm_server.openai.messages import SAMPLING, error_body_of
+from jaxllm_server.openai.messages import error_body_of
 from jaxllm_server.openai.tokens import detokenize_request_of, tokenize_call_of, tokens_response
 from jaxllm_server.parsers.tool_parsers import ToolCallDelta
 from jaxllm_server.shared import strict_json
@@ -29,6 +29,7 @@ from jaxllm_server.shared.chat_checks import (
     with_read_arguments,
 )
 from jaxllm_server.shared.options import ServerOptions
+from tests.support.naive import Unread
 
 OPTIONS = ServerOptions()
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -125,10 +126,6 @@ def test_default_length_is_openais_where_the_client_gives_none():
 def test_sampling_passes_raw_and_null_is_unset():
     call = completion(temperature="hot", top_k=-7, stop=None, logit_bias={"1": 5}).calls[0]
     assert call.sampling == {"temperature": "hot", "top_k": -7, "logit_bias": {"1": 5}}
-
-
-def test_every_sampling_name_is_one_that_the_validator_knows():
-    assert SAMPLING <= SamplingParams.__dataclass_fields__.keys()
 
 
 def test_a_beam_search_is_asked_for_and_its_fields_mean_nothing_without():
@@ -685,13 +682,6 @@ def test_template_variables_that_no_request_may_bring(kwargs):
     with pytest.raises(UserError) as caught:
         check_template_kwargs(kwargs)
     assert caught.value.parameter == "chat_template_kwargs" and len(str(caught.value)) < 200
-
-
-class Unread(list):
-    """A list that must not be iterated over."""
-
-    def __iter__(self):
-        raise AssertionError("read")
 
 
 def test_a_conversation_of_too_many_values_is_not_gone_through():

@@ -6,7 +6,6 @@ import json
 import random
 import re
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import takewhile
@@ -21,6 +20,7 @@ from jaxllm.errors import EngineDeadError
 from jaxllm_server.http import response_sockets
 from jaxllm_server.http.response_sockets import ROUTE
 from jaxllm_server.shared.options import ServerOptions
+from tests.support.failures import eventually
 from tests.support.fake_serving import FakeServing, http_server
 
 ENDS = ("response.completed", "response.incomplete", "response.failed", "error")
@@ -227,13 +227,6 @@ def test_messages_are_answered_one_after_the_other(server: tuple[FakeServing, in
         assert ends == [str(number) for number in range(20)]
 
 
-def until(is_so: Any) -> None:
-    end = time.monotonic() + 5
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
 @pytest.mark.parametrize("is_polite", [True, False])
 def test_a_client_that_goes_ends_its_response(server: tuple[FakeServing, int], is_polite: bool) -> None:
     fake, port = server
@@ -246,7 +239,7 @@ def test_a_client_that_goes_ends_its_response(server: tuple[FakeServing, int], i
             assert fake.num_live == 1
             if not is_polite:
                 own.socket.shutdown(socket.SHUT_RDWR)
-        until(lambda: (fake.num_live, fake.num_closed_early) == (0, early + 1))
+        eventually(lambda: (fake.num_live, fake.num_closed_early) == (0, early + 1))
     finally:
         fake.delay = 0.0
 
@@ -256,7 +249,7 @@ def test_a_client_that_reads_nothing_is_cut_off() -> None:
         fake.script = ["x" * 500_000] * 60
         with opened(port, max_queue=1, close_timeout=0.1) as own:
             own.send(json.dumps({"type": "response.create", "input": "Hi"}))
-            until(lambda: fake.num_closed_early == 1)
+            eventually(lambda: fake.num_closed_early == 1)
             assert fake.num_live == 0
 
 
@@ -295,7 +288,7 @@ def test_who_may_open_one_and_how_many() -> None:
                 fake.is_full = True
                 assert asked(own, input="Hi")[-1]["status"] == 429
                 fake.is_full = False
-        until(lambda: observer.handled.count((ROUTE, 101)) == 2)
+        eventually(lambda: observer.handled.count((ROUTE, 101)) == 2)
         counts = [observer.handled.count(("/v1/responses", code)) for code in (200, 404, 429)]
         assert counts == [2, 2, 1], "each message is a request"
         with opened(port, additional_headers=keys[0]):

@@ -19,18 +19,12 @@ from jaxllm_server.shared.calls import Call, NamedTool, Part
 from jaxllm_server.shared.forced_calls import blaming_tools, list_of_calls, parameters_of, with_forced_calls
 from jaxllm_server.shared.options import ServerOptions
 from jaxllm_server.shared.serving import Serving
+from tests.support.naive import Unread
 
 EMPTY = {"type": "object", "properties": {}, "additionalProperties": False}
 NUMBER = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 MESSAGES = [{"role": "user", "content": "a"}]
-
-
-class Unread(list):
-    """A list that must not be iterated over."""
-
-    def __iter__(self) -> Any:
-        raise AssertionError("read")
 
 
 def tool(name: str, **more: Any) -> dict[str, Any]:
