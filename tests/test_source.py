@@ -268,11 +268,11 @@ def _member(items: Any) -> str:
 
 # ---- private names in tests
 
-# Which show to all other tests what is inside of an engine, and whether its accounts are right.
+# Modules that read private names for all other tests.
 INSPECTING = ("tests/support/inspection.py", "tests/support/accounts.py")
 ROOMS_THAT_INSPECT = ("engine", "runner", "scheduler", "simulation", "structured_output")  # in their own tests
-# The only private names that other tests use: a class that Triton is given, a list that a dry run makes a GPU's, and
-# an attribute of OpenAI's client.
+# The only private names in other tests: a class for Triton, the list of programs in a dry run, and an attribute of
+# OpenAI's client.
 PRIVATE = {
     "tests/gpu/traces.py": {"_Tensor"},
     "tests/gpu_check/as_gpu.py": {"_list_programs"},
@@ -283,7 +283,7 @@ PATCHES = ("setattr", "getattr", "hasattr", "delattr", "object", "patch")
 
 @functools.cache
 def private_names() -> frozenset[str]:
-    """List the private names of the product's own objects; those of tuples with named fields are Python's."""
+    """List the private names that the product defines, without the methods of named tuples."""
     found = {name for tree in TREES.values() for node in ast.walk(tree) for name in _defined(node)}
     return frozenset(name for name in found if re.fullmatch(r"_[A-Za-z]\w*", name)) - {"_fields", "_replace", "_asdict"}
 
@@ -296,7 +296,7 @@ def _defined(node: ast.AST) -> Iterator[str]:
 
 
 def private_uses(tree: ast.Module, private: frozenset[str]) -> Iterator[tuple[int, str]]:
-    """Find what a test reads, imports or patches of private names of objects that are not its own."""
+    """Find private names of the product that a test reads, imports or patches."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in private:
             if ast.unparse(node.value) not in ("self", "cls", "super()", "os"):

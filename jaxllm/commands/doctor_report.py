@@ -153,7 +153,7 @@ def _cache(folder: Path) -> dict[str, Any]:
 
 
 def has_nvidia_gpu() -> bool:
-    """Whether this machine has an NVIDIA GPU, for JAX or not."""
+    """Return whether this machine has an NVIDIA GPU."""
     return Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
 
 

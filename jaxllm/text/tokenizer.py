@@ -254,7 +254,7 @@ class Tokenizer:
         return encoding.ids, encoding.type_ids if self._has_types else [0] * len(encoding.ids)
 
     def encoding_of(self, text: str, add_special_tokens: bool, pair: str | None = None) -> Any:
-        """Encode a text, or two, as the backend does; a value that is no text is a UserError."""
+        """Encode one or two texts with the backend; another value is a UserError."""
         for one in (text,) if pair is None else (text, pair):
             if not isinstance(one, str):
                 raise UserError(f"A text must be a string, got {type(one).__name__}.", "prompt")
@@ -431,7 +431,7 @@ class Tokenizer:
 
     @functools.cached_property
     def special_tokens(self) -> SpecialTokens:
-        """The special tokens, as the guard of templates finds them."""
+        """The special tokens, prepared for the guard of chat templates."""
         return SpecialTokens(self.backend)
 
     @functools.cached_property

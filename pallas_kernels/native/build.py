@@ -48,7 +48,7 @@ class Refused(Exception):
 
 @dataclass
 class Refusal:
-    """Why there is no library, and how long that counts."""
+    """The reason for a missing library, and the time until the next attempt."""
 
     reason: str | None = None
     until: float = 0.0  # of `time.monotonic`
@@ -166,7 +166,7 @@ def processor() -> frozenset[str]:
 
 
 def is_whole(file: Path) -> bool:
-    """Whether a file ends with the digest of what it holds."""
+    """Return whether a file ends with the digest of its content."""
     try:
         content = file.read_bytes()
     except OSError:

@@ -14,7 +14,7 @@ from jaxllm.config import EngineArgs, EngineConfig
 from jaxllm.sampling_params import SamplingParams
 from tests.support.fake_llm import FakeLLM, Run, seen_params
 
-# What a flag is given, and the value, where the type of its field does not say it.
+# Texts for flags, with the values that they set, for fields that take only certain texts.
 TEXTS: dict[str, tuple[str, Any]] = {
     **{name: (text, text) for name, text in (("dtype", "float32"), ("device", "cpu"), ("quantization", "int8"))},
     **{name: (text, text) for name, text in (("kv_cache_dtype", "fp8_e4m3"), ("scheduling_policy", "priority"))},
@@ -31,7 +31,7 @@ TEXTS: dict[str, tuple[str, Any]] = {
 
 
 def text_and_value(own: Any, number: int) -> tuple[str, Any]:
-    """Return what to give a field's flag, different for each, and what the field has then."""
+    """Return a text for a field's flag, different for each field, and the value that it sets."""
     kind = str(own.type).removesuffix(" | None")
     match kind.partition("[")[0]:
         case _ if own.name in TEXTS:

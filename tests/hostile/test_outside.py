@@ -1,4 +1,4 @@
-"""What a server does to the world outside: where it listens and whom it calls."""
+"""The server's connections: it listens on the configured addresses and calls no other machine."""
 
 from __future__ import annotations
 

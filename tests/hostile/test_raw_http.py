@@ -168,6 +168,7 @@ def test_a_length_that_is_not_kept(fake: ServingProcess) -> None:
     with ThreadPoolExecutor() as pool:
         answers = list(pool.map(lambda raw: raw_exchange(address_of(fake)[1], raw, STALL_SECONDS + 8), late))
     assert [statuses_of(answer) for answer in answers] == [[408]] * 3
+    assert all(b'"type":"timeout"' in answer.replace(b" ", b"") for answer in answers)
     assert time.monotonic() - began < STALL_SECONDS + 5
     # Half-closed: nothing more can come, and nothing is waited for.
     with socket.create_connection(address_of(fake), timeout=STALL_SECONDS + 8) as connection:

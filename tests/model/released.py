@@ -1,6 +1,6 @@
 """The config.json files of published models, by name: `from tests.model.released import LLAMA_2_7B`.
 
-As on the hub, in the form of their time; keys that all of a family share, or that have no effect, may be left out.
+They are copies of files on the hub; some leave out keys without effect.
 """
 
 from __future__ import annotations

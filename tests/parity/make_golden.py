@@ -1,6 +1,6 @@
 """Makes tests/golden/: for each case a random two-layer model of `transformers`, and what that model computes.
 
-A case is a folder with a config.json, whose windows are shorter than the prompt, so that they matter.
+A case is a folder with a config.json; windows in it are shorter than the prompt.
 Needs torch (`pip install -e ".[parity]"`), then `python -m tests.parity.make_golden [case ...]`. Weights come from
 numpy's generator, so that a case can be made again anywhere; the scale is such that logits are spread out and the
 largest never ties.

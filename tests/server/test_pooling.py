@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from jaxllm import Client, errors
+from jaxllm.commands import cli
 from tests.hostile.conftest import wait_idle
 from tests.hostile.machine import resident_bytes
 from tests.support.pooling_models import LETTERS, bert
@@ -192,3 +193,22 @@ def test_grpc_answers_as_http_does(server: ServingProcess) -> None:
         for refused in (client.classify if kind == "embedder" else client.embed, client.generate):
             with pytest.raises(errors.FeatureDisabledError, match=r"^The model m (embeds|classifies|scores) "):
                 refused("a")
+
+
+def test_bench_serve_measures_embeddings(
+    server: ServingProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    is_embedder = server.kind == "embedder"  # type: ignore[attr-defined]
+    for backend, base, size in (("openai", server.http, 3), ("grpc", server.grpc, 3), ("grpc", server.grpc, 1)):
+        saved = tmp_path / f"{backend}-{size}.json"
+        arguments = ["--backend", backend, "--base-url", base, "--endpoint", "embeddings", "--num-prompts", "10"]
+        arguments += ["--input-len", "12", "--embed-batch-size", str(size), "--result-filename", str(saved)]
+        code = cli.main(["bench", "serve", *arguments, "--save-result"])
+        out, err = capsys.readouterr()
+        assert code == (0 if is_embedder else 1), err
+        if is_embedder:
+            result = json.loads(saved.read_text())
+            assert (result["completed"], result["total_texts"]) == (-(-10 // size), 10), out
+            assert (result["total_input_tokens"], result["warnings"]) == (120, [])
+        else:
+            assert "task is not 'embed'" in err

@@ -3,7 +3,7 @@
 A verdict is "accepted", or the name of the parameter that was refused. What a protocol cannot even write (NaN in JSON,
 2^64 or a text in a protobuf integer) is refused by the client library. One engine, one server, real clients.
 
-The tables of values are judged over all ways in by fuzz/test_table, and by a server in test_optimized.
+fuzz/test_table runs the tables of values over all three, test_optimized over the protocols of a server.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What tests and measurements see and change inside of an engine that no public name shows.
+"""Functions that read and change the inside of an engine, for tests and measurements.
 
-`tests/test_source.py` keeps private names of the product out of all other tests, but for a few that it names.
+`tests/test_source.py` keeps the product's private names out of all other tests, except for the few in its list.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def set_state(runner: Runner, state: Any) -> None:
 
 
 def lose_state(runner: Runner) -> None:
-    """Do what a program does that fails once its input was donated."""
+    """Delete the donated state, as a failing program does."""
     for leaf in runner._state:
         leaf.delete()
 
@@ -68,7 +68,7 @@ def lowered(runner: Runner, key: Key) -> Any:
 
 
 def dispatch(runner: Runner, steps: Iterable[tuple[Any, Any]]) -> Any:
-    """Dispatch programs with their buffers, one behind the other; return what the last one gives."""
+    """Dispatch programs with their buffers in order; return the last result."""
     joined = None
     for program, buffer in steps:
         runner._state, joined = program(runner._params, runner._state, buffer)
@@ -76,12 +76,12 @@ def dispatch(runner: Runner, steps: Iterable[tuple[Any, Any]]) -> Any:
 
 
 def exchange_programs(programs: Programs, ready: dict[Key, Any]) -> None:
-    """Let other callables stand for compiled programs."""
+    """Replace compiled programs by other callables."""
     programs._ready.update(ready)
 
 
 def drop_queue(programs: Programs) -> int:
-    """Compile no more of what is asked for; return how many programs that leaves out."""
+    """Empty the queue of programs to compile; return its length."""
     with programs._lock:
         left = len(programs._queue)
         programs._queue.clear()
@@ -112,18 +112,18 @@ def forgive(engine: LLMEngine) -> None:
 
 
 def set_recorder(engine: LLMEngine, recorder: Any) -> None:
-    """Record with an object of one's own, or no more."""
+    """Replace the recorder; None ends the recording."""
     engine.scheduler._recorder = recorder
 
 
 def serve_without_a_device(llm: AsyncLLM, engine: LLMEngine, inbox: Any) -> None:
-    """Let an engine that is not started take requests; an object of one's own answers them."""
+    """Let an engine take requests without a start; `inbox` answers them."""
     llm._engine, llm._queue, llm._inbox = engine, inbox, inbox
     llm._life.on("ready")
 
 
 def set_loop(llm: AsyncLLM, loop: Any) -> None:
-    """Name the loop in which outputs are delivered."""
+    """Set the loop in which outputs are delivered."""
     llm._loop = loop
 
 

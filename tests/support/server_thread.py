@@ -1,4 +1,4 @@
-"""A server with an engine on an event loop in a thread, so that a test can ask it and look into it."""
+"""A server with an engine on an event loop in a thread of the test's process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxllm_server.shared.options import ServerOptions
 
 
 class ServerThread:
-    """Serves from the moment that it is made until `close`."""
+    """Serves until `close`."""
 
     def __init__(self, config: EngineConfig, options: ServerOptions) -> None:
         self.loop = uvloop.new_event_loop()

@@ -1,7 +1,7 @@
 """Small chat templates, each in the shape of a published family's: the same inputs, the same failures.
 
 The texts of the families' own templates are their makers'; `test_template_shapes.py` reads those from a folder.
-Lines of `templates/*.jinja` end within tags, where a line's end is no text.
+Line breaks in `templates/*.jinja` are inside of tags, where they are not part of the text.
 """
 
 from __future__ import annotations

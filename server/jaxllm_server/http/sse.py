@@ -29,7 +29,7 @@ def dumps_large(value: Any) -> bytes:
 
 
 def pieces_of(value: Any) -> Iterator[bytes | memoryview]:
-    """Write a value as JSON in pieces, none of which takes long."""
+    """Write a value as JSON in small pieces."""
     if isinstance(value, Repeated):
         if value.json is None:
             value.json = b"".join(pieces_of(list(value)))

@@ -164,7 +164,7 @@ class _RecordingTracer(Tracer):
 
 
 def exporter_to(endpoint: str) -> SpanExporter:
-    """Return what sends spans to an endpoint of OTLP over HTTP."""
+    """Return an exporter of spans for an OTLP endpoint over HTTP."""
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UserError(

@@ -361,6 +361,22 @@ async def test_channelz_is_off_unless_it_can_be_on(run: Any) -> None:
             assert error.code() == grpc.StatusCode.PERMISSION_DENIED
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs Linux's /proc")
+@with_and_without_filter
+async def test_no_file_descriptor_is_left(run: Any, grpc_filter: bool) -> None:
+    async def one() -> None:
+        async with site(answer, grpc_filter=grpc_filter) as own, own.channel() as channel:
+            await InferenceServiceStub(channel).Generate(ask())
+
+    await one()
+    await asyncio.sleep(0.1)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        await one()
+    await asyncio.sleep(0.2)
+    assert len(os.listdir("/proc/self/fd")) <= before + 2
+
+
 # The process in front.
 
 

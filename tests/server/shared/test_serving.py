@@ -137,3 +137,6 @@ def test_a_call_beside_null_content_reaches_a_template_that_branches_on_it() -> 
     called = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
     call = Call(messages=[{"role": "user", "content": "a"}, called])
     assert '<call>f\n{"a":1}' in tokenizer.decode(prompt_of(call, tokenizer))
+    function["arguments"] = '{"a": NaN}'
+    with pytest.raises(UserError, match=r"^messages\[1\]\.tool_calls\[0\]\.function\.arguments "):
+        prompt_of(call, tokenizer.with_chat_templates({"default": FAMILIES["qwen2.5"].source}))
