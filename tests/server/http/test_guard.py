@@ -196,6 +196,24 @@ def test_large_heads(bounded):
         assert not answer or (status(answer), error_of(answer)["code"]) == (431, "head_too_large")
 
 
+def post(*headers, body=b""):
+    lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers, "", ""]
+    return "\r\n".join(lines).encode() + body
+
+
+def test_a_declared_length_is_refused_before_anything_is_read(bounded):
+    for length in ("10001", "1000000000", "9" * 18):
+        answer = raw_exchange(bounded, post(f"Content-Length: {length}"))
+        assert status(answer) == 413 and b"connection: close" in answer
+    answer = raw_exchange(bounded, post("Content-Length: 20000", "Expect: 100-continue"))
+    assert status(answer) == 413
+
+
+def test_chunked_body_over_the_limit_has_its_status(bounded):
+    body = b"".join(b"fff\r\n" + b" " * 4095 + b"\r\n" for _ in range(3)) + b"0\r\n\r\n"
+    assert status(raw_exchange(bounded, post("Transfer-Encoding: chunked", body=body))) == 413
+
+
 # Times.
 
 
