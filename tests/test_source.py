@@ -270,7 +270,7 @@ def _member(items: Any) -> str:
 
 # Modules that read private names for all other tests.
 INSPECTING = ("tests/support/inspection.py", "tests/support/accounts.py")
-ROOMS_THAT_INSPECT = ("engine", "runner", "scheduler", "simulation", "structured_output")  # in their own tests
+ROOMS_THAT_INSPECT = ("engine", "runner", "scheduler", "simulation", "structured_output")
 # The only private names in other tests: a class for Triton, the list of programs in a dry run, and an attribute of
 # OpenAI's client.
 PRIVATE = {

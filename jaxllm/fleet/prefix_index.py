@@ -16,7 +16,7 @@ class PrefixIndex:
     """
 
     def __init__(self) -> None:
-        self.replicas: dict[int, tuple[int, set[bytes]]] = {}  # the bit, a power of two, and what it has
+        self.replicas: dict[int, tuple[int, set[bytes]]] = {}  # the bit, a power of two, and the blocks
         self.holders: dict[bytes, int] = {}  # sums of bits
         self.block_size = 0  # tokens of a block, as the events say; 0 before the first
 

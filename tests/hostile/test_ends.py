@@ -43,7 +43,7 @@ BUSY = 4.0
 
 
 class Site(ServerThread):
-    """A server, and what its engine holds."""
+    """A server and the load of its engine."""
 
     def __init__(self) -> None:
         config = EngineConfig(model=str(MODEL_DIR), **FEW_SLOTS)
