@@ -31,7 +31,7 @@ from jaxllm.scheduler.state import Events, Move, Plan, Request
 from jaxllm.version import __version__
 
 MAGIC = "jaxllm recording"
-FORMAT = 5
+FORMAT = 6
 MIN_BYTES = 1 << 20
 _PSEUDONYM = 1 << 30  # at least: no vocabulary has such ids, so a pseudonym is never a stop token
 _log = logging.getLogger(__name__)
@@ -259,7 +259,7 @@ def pack_request(request: Request, pseudonyms: Pseudonyms | None = None) -> dict
 def describe(plan: Plan) -> list[int]:
     """Return a plan's number, decode rows, rows, tokens, and a checksum of all its columns."""
     check = 0
-    for column in (plan.slots, plan.starts, plan.lengths, plan.samples, plan.table, plan.copies):
+    for column in (plan.slots, plan.starts, plan.lengths, plan.samples, plan.table, plan.moves):
         check = zlib.crc32(column.tobytes(), check)
     for one in plan.admitted:
         numbers = np.asarray([one.slot, one.request.sequence_id, one.num_known, one.num_cached], np.int64)

@@ -297,8 +297,8 @@ class Runner:
                     self._state = self._small.patch(self._state, ahead, tokens)
                 if given.extras:
                     self._state = self._small.patch_extras(self._state, given.extras)
-                if len(plan.copies):
-                    self._state = self._small.copy(self._state, plan.copies)
+                if len(plan.moves):
+                    self._state = self._small.move(self._state, plan.moves)
                 self._state, returned = self.programs[key](self._params, self._state, buffer, *own)
                 if len(way) == 1:
                     returned.copy_to_host_async()

@@ -81,10 +81,10 @@ class SmallPrograms:
             state = tuple(jax.tree.leaves(replace(whole, extras=patched)))
         return state
 
-    def copy(self, state: Leaves, copies: np.ndarray) -> Leaves:
-        """Copy blocks, int32[·, 2] of source and target, before a step writes any of them."""
-        for start in range(0, len(copies), COPIED_BLOCKS):
-            piece = copies[start : start + COPIED_BLOCKS]
+    def move(self, state: Leaves, moves: np.ndarray) -> Leaves:
+        """Copy blocks as `Plan.moves` says, before a step writes any of them."""
+        for start in range(0, len(moves), COPIED_BLOCKS):
+            piece = moves[start : start + COPIED_BLOCKS, 1:]
             places = np.zeros((COPIED_BLOCKS, 2), np.int32)
             places[:, 1] = self._num_blocks + np.arange(COPIED_BLOCKS)
             places[: len(piece)] = piece

@@ -6,7 +6,7 @@ Other requests keep two steps in flight beside them. Until the first fork only t
 the others have a slot and nothing else.
 
 A child shares its parent's full blocks. The last block, if it is not full, stays with one child of each parent; the
-others get a new one in the next plan, which brings it and what to copy into it (`Plan.copies`). So a fork takes no
+others get a new one in the next plan, which brings it and what to copy into it (`Plan.moves`). So a fork takes no
 blocks by itself, and who lacks one is served or preempted as everybody is.
 
 Knows requests as numbers of tokens, as scheduler.py does; scheduler.py decides when to call what is here.
@@ -176,12 +176,12 @@ def fork(editor: StateEditor, limits: Limits, moves: Sequence[Move]) -> None:
 def take_changes(editor: StateEditor) -> tuple[np.ndarray, np.ndarray]:
     """Return what forks have changed for the next plan, once its blocks are handed out.
 
-    Entries of block tables, int32[·, 3] as in `Plan.table`, and copies, int32[·, 2] as in `Plan.copies`.
+    Entries of block tables, int32[·, 3] as in `Plan.table`, and moves, int32[·, 3] as in `Plan.moves`.
     """
-    copies = [(source, editor.tables[slot][-1]) for slot, source in editor.copies]
+    moves = [(0, source, editor.tables[slot][-1]) for slot, source in editor.copies]
     entries = np.array(editor.entries, np.int32).reshape(-1, 3)
     editor.entries, editor.copies = (), ()
-    return entries, np.array(copies, np.int32).reshape(-1, 2)
+    return entries, np.array(moves, np.int32).reshape(-1, 3)
 
 
 def disband(editor: StateEditor, slots: Collection[int]) -> None:

@@ -19,7 +19,7 @@ from jaxllm.outputs import FinishReason
 from jaxllm.scheduler import drafting, gangs, occupancy
 from jaxllm.scheduler.admission import admit
 from jaxllm.scheduler.state import (
-    NO_COPIES,
+    NO_MOVES,
     NO_ROWS,
     Admission,
     Events,
@@ -110,9 +110,9 @@ def plan(state: State, limits: Limits, now: float) -> tuple[State, Plan]:
     table: list[np.ndarray] = []
     preempted = _grow(editor, limits, table)
 
-    copies = NO_COPIES
+    moves = NO_MOVES
     if editor.entries or editor.copies:
-        entries, copies = gangs.take_changes(editor)
+        entries, moves = gangs.take_changes(editor)
         table.insert(0, entries)
 
     issued, length = editor.slots.issued, editor.slots.length
@@ -164,7 +164,7 @@ def plan(state: State, limits: Limits, now: float) -> tuple[State, Plan]:
         num_drafts=num_drafts,
         proposes=bool(limits.max_drafts and state.slots.has_drafts[row_slots].any()),
         capacity=state.slots.capacity[row_slots] if limits.max_drafts else None,
-        copies=copies,
+        moves=moves,
     )
 
 

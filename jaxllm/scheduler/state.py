@@ -177,8 +177,8 @@ class Admission:
     num_cached: int  # tokens found in the prefix cache
 
 
-NO_COPIES = np.zeros((0, 2), np.int32)
-NO_COPIES.flags.writeable = False
+NO_MOVES = np.zeros((0, 3), np.int32)
+NO_MOVES.flags.writeable = False
 
 
 class Plan(NamedTuple):
@@ -204,7 +204,9 @@ class Plan(NamedTuple):
     num_drafts: int = 0  # of all rows
     proposes: bool = False  # whether the device drafts behind each row for the next step
     capacity: np.ndarray | None = None  # int32[R]: tokens that the row's blocks hold; of an engine that drafts
-    copies: np.ndarray = NO_COPIES  # int32[·, 2]: blocks, and those that hold the same before anything is written
+    # int32[·, 3]: contents that move before anything is written: the blocks' group, and the block from which and to
+    # which. The first block keeps its content.
+    moves: np.ndarray = NO_MOVES
 
     @property
     def num_tokens(self) -> int:

@@ -786,13 +786,13 @@ def start_all(requests: list[Request], limits: Limits = LIMITS) -> State:
 def test_children_share_full_blocks_and_all_but_one_of_a_parent_get_a_copy_of_the_last() -> None:
     owners = beams(length=6)
     state, plan = run(start_all(owners))
-    assert len(plan.slots) == 1 and not len(plan.copies)
+    assert len(plan.slots) == 1 and not len(plan.moves)
     assert not len(scheduler.plan(state, LIMITS, 0.0)[1].slots), "all wait until their tokens are chosen"
     full, last = state.tables[0]
     state = fork(state, owners, [0, 0, 0])
     assert state.tables == ((full, last), (full,), (full,), ()) and state.pool.references[full] == 3
     state, plan = run(state)
-    assert plan.copies.tolist() == [[last, state.tables[1][1]], [last, state.tables[2][1]]]
+    assert plan.moves.tolist() == [[0, last, state.tables[1][1]], [0, last, state.tables[2][1]]]
     assert plan.table.tolist() == [
         [slot, index, state.tables[slot][index]] for slot, index in ((1, 0), (2, 0), (1, 1), (2, 1))
     ]
@@ -801,11 +801,11 @@ def test_children_share_full_blocks_and_all_but_one_of_a_parent_get_a_copy_of_th
     state = fork(state, owners, [2, 1, 2])  # the first one dies
     assert state.tables[:3] == ((full,), before[1], before[2])
     state, plan = run(state)
-    assert plan.num_decodes == 3 and plan.copies.tolist() == [[before[2][1], state.tables[0][1]]]
-    assert before[0][1] in plan.copies[:, 1], "what the dead one had is free, and taken again"
+    assert plan.num_decodes == 3 and plan.moves.tolist() == [[0, before[2][1], state.tables[0][1]]]
+    assert before[0][1] in plan.moves[:, 2], "what the dead one had is free, and taken again"
     state = fork(state, owners, [0, 0, 0])
     state, plan = run(state)
-    assert not len(plan.copies), "a full block is never copied"
+    assert not len(plan.moves), "a full block is never copied"
     check_accounts(state, LIMITS)
 
 

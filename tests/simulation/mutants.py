@@ -262,10 +262,10 @@ HISTORY = [
     Mutant(
         "blocks are copied after the step has written them",
         "runner.model_runner.Runner._start",
-        "            if len(plan.copies):\n                self._state = self._small.copy(self._state, plan.copies)\n"
+        "            if len(plan.moves):\n                self._state = self._small.move(self._state, plan.moves)\n"
         "            self._state, returned = self.programs[key](self._params, self._state, buffer, *own)\n",
         "            self._state, returned = self.programs[key](self._params, self._state, buffer, *own)\n"
-        "            if len(plan.copies):\n                self._state = self._small.copy(self._state, plan.copies)\n",
+        "            if len(plan.moves):\n                self._state = self._small.move(self._state, plan.moves)\n",
     ),
     Mutant(
         "a child is given the blocks of its own old sequence",

@@ -196,7 +196,7 @@ class Reference:
         at = len(self.entries)
         self._hand_out(growing, counts, pairs[at : at + sum(counts)])
         at += sum(counts)
-        copies = [[source, entry.table[-1]] for entry, source in self.copies]
+        moves = [[0, source, entry.table[-1]] for entry, source in self.copies]
         self.entries, self.copies = [], []
 
         rows: list[tuple[Entry, int, int]] = []
@@ -314,8 +314,8 @@ class Reference:
         for (_, _, block), (_, _, due) in zip(pairs, new_blocks, strict=True):
             if due >= 0 and block != due:
                 raise Violation("the plan's block table names another block")
-        if plan.copies.tolist() != copies:
-            raise Violation(f"a plan copies blocks {plan.copies.tolist()}, where {copies} are due")
+        if plan.moves.tolist() != moves:
+            raise Violation(f"a plan moves blocks {plan.moves.tolist()}, where {moves} are due")
         if plan.adapters != self.places.residents:
             raise Violation(f"adapters {plan.adapters} are resident, where {self.places.residents} are due")
         if len(plan.adapters) > self.limits.max_adapters or len({*plan.adapters} - {*residents}) > 1:

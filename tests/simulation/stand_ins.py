@@ -88,9 +88,9 @@ class Recorder(Reference):
         world.fired += self.drafting + self.late
         self.drafting.clear()
         self.late.clear()
-        for part in (plan.slots, plan.starts, plan.lengths, plan.table, plan.copies):
+        for part in (plan.slots, plan.starts, plan.lengths, plan.table, plan.moves):
             world.digest = zlib.crc32(part.tobytes(), world.digest)
-        world.fired["beam_copies"] += len(plan.copies)
+        world.fired["beam_copies"] += len(plan.moves)
         world.plans.append(plan)
         world.fired["preemption"] += len(plan.preempted)
         world.counted = []
