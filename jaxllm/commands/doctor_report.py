@@ -19,7 +19,7 @@ from jaxllm.bench.environment import versions
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
 from jaxllm.model import weights
-from jaxllm.runner.memory_plan import size
+from jaxllm.runner.memory_plan import MemoryPlan, size
 from jaxllm.runner.model_setup import (
     CPU_CEILING,
     CPU_SHARE,
@@ -200,6 +200,7 @@ def _choices(config: EngineConfig) -> tuple[dict[str, dict[str, Any]], dict[str,
             plan.num_blocks,
             kind if plan.num_blocks == setup.prepared.get("num_kv_blocks") else _blocks_reason(config, setup),
         ),
+        **({"blocks of windowed layers": (plan.num_window_blocks, _window_reason(plan))} if plan.need.windowed else {}),
         **{
             f"kernel {name}": (str(setup.kernels[name]), why)
             for name, why in kernel_reasons(config, setup.platform, setup.kernels).items()
@@ -235,6 +236,11 @@ def _dtype_reason(config: EngineConfig, setup: Setup) -> str:
     if config.dtype != "auto":
         return "asked for"
     return "the default on a CPU" if setup.platform == "cpu" else "the checkpoint's, or bfloat16 for float32"
+
+
+def _window_reason(plan: MemoryPlan) -> str:
+    assert plan.need.windowed is not None
+    return f"a window of {plan.need.windowed.window} tokens for as many requests as those hold"
 
 
 def _blocks_reason(config: EngineConfig, setup: Setup) -> str:

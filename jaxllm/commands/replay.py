@@ -7,7 +7,7 @@ import re
 import sys
 from argparse import ArgumentTypeError
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from jaxllm.errors import printable
 
 if TYPE_CHECKING:
     from jaxllm.replay.replay import Moment, Replay
+    from jaxllm.scheduler.block_pool import Pool
     from jaxllm.scheduler.state import Request, State
 
 
@@ -273,6 +274,15 @@ def plan_line(moment: Moment) -> str:
     return "  ".join(part for part in parts if part)
 
 
+def _blocks(table: Sequence[int]) -> str:
+    return f"{len(table)} blocks {' '.join(map(str, table[:8]))}{' …' if len(table) > 8 else ''}"
+
+
+def _counts(pool: Pool) -> str:
+    used = pool.num_blocks - pool.num_available
+    return f"{len(pool.free)} free, {pool.num_cached} cached, {used} in use"
+
+
 def state_lines(moment: Moment) -> list[str]:
     """Write a plan, and the whole state behind it."""
     state, plan = moment.state, moment.plan
@@ -289,13 +299,17 @@ def state_lines(moment: Moment) -> list[str]:
             continue
         slots, table = state.slots, state.tables[slot]
         counts = f"{slots.known[slot]} known, {slots.issued[slot]} issued of at most {slots.limit[slot]}"
-        blocks = f"{len(table)} blocks {' '.join(map(str, table[:8]))}{' …' if len(table) > 8 else ''}"
+        blocks = _blocks(table)
+        if state.window_tables:
+            blocks += f", of windowed layers {_blocks(state.window_tables[slot])} from {slots.behind[slot]} on"
         lines.append(f"  slot {slot:<4} {_named(record.request)}  {counts}  {blocks}  {rows.get(slot, 'waits')}")
     for place, entry in enumerate(state.waiting):
         request = entry.request
         lines.append(f"  waits {place:<3} {_named(request)}  {entry.known} tokens known, priority {request.priority}")
     pool = state.pool
-    lines.append(f"  blocks: {len(pool.free)} free, {pool.num_cached} cached, {_sizes(state)['blocks in use']} in use")
+    lines.append(f"  blocks: {_counts(pool)}")
+    if state.window_pool is not None:
+        lines.append(f"  blocks of windowed layers: {_counts(state.window_pool)}")
     if state.adapters:
         lines.append(f"  adapters, the next one to go first: {' '.join(map(str, state.adapters))}")
     return lines

@@ -139,7 +139,7 @@ class EngineCore:
             running=state.num_running,
             waiting=len(state.waiting),
             waiting_tokens=self._waiting_tokens,
-            kv_blocks_used=state.pool.num_blocks - state.pool.num_available,
+            kv_blocks_used=state.num_blocks_used,
             kv_blocks_total=state.pool.num_blocks,
             max_running=self.scheduler.limits.num_slots,
             prefix_hit_rate=metrics.cached_tokens / metrics.prompt_tokens if metrics.prompt_tokens else 0.0,

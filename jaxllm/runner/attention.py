@@ -45,30 +45,33 @@ def attention(
     positions: jax.Array,
 ) -> decoder.Attend:
     """Return the function that stores a layer's keys and values in `kv`, then attends over the cache."""
-    size = geometry.block_size
+    size, groups = geometry.block_size, geometry.num_groups
     # Padding must not be stored; its places are all different because the scatter is promised unique ones.
-    nowhere = geometry.num_blocks + jnp.arange(shape.tokens)
-    stored_in = tables.at[slots, positions // size].get(mode="clip")
+    nowhere = [geometry.array_blocks(group) + jnp.arange(shape.tokens) for group in range(groups)]
+    columns = [positions // size]
+    if groups > 1:
+        columns = [columns[0] * groups + group for group in range(groups)]
+    blocks = [tables.at[slots, column].get(mode="clip") for column in columns]
     is_real = slots < geometry.num_slots
-    stored_in = jnp.where(is_real, stored_in, nowhere)
+    stored_in = [jnp.where(is_real, own, other) for own, other in zip(blocks, nowhere, strict=True)]
     offsets = positions % size
     is_deterministic = not shape.tiles and not shape.is_decode  # such shapes are of that mode alone
     # Those that attend by themselves: all tokens, or the first R, of which the decode rows do.
     alone = slice(None) if not shape.tiles else slice(shape.rows)
-    alone_tables = tables.at[slots[alone]].get(mode="clip")  # [T or R, M]
+    alone_tables = _by_group(tables.at[slots[alone]].get(mode="clip"), geometry)  # [T or R, M] each
     lengths = jnp.where(is_real, positions + 1, 0)
     if shape.tiles:
         lengths = jnp.where(jnp.arange(shape.rows) < field["num_decodes"], lengths[alone], 0)
-        tile_tables = tables.at[field["tile_slot"]].get(mode="clip")  # [Y, M]
+        tile_tables = _by_group(tables.at[field["tile_slot"]].get(mode="clip"), geometry)  # [Y, M] each
 
     def attend(layer: int, heads: Heads, window: int | None, sinks: jax.Array | None) -> jax.Array:
         with named_scope("cache_write"):
-            cache = kv[layer]
+            cache, group = kv[layer], geometry.group_of(spec.windows[layer])
             q, *written = _write_kv(
                 heads.qkv,
                 cache.keys,
                 cache.values,
-                stored_in,
+                stored_in[group],
                 offsets,
                 turn=heads.turn,
                 is_interleaved=heads.is_interleaved,
@@ -93,7 +96,7 @@ def attention(
                 q[alone],
                 cache.keys,
                 cache.values,
-                alone_tables,
+                alone_tables[group],
                 lengths,
                 batch_invariant=is_deterministic,
                 implementation=kernels["paged_decode"],
@@ -105,7 +108,7 @@ def attention(
                 q,
                 cache.keys,
                 cache.values,
-                tile_tables,
+                tile_tables[group],
                 field["tile_start"],
                 field["tile_length"],
                 field["tile_position"],
@@ -116,3 +119,10 @@ def attention(
             return chunks.at[: shape.rows].add(decoded)  # what one of them does not cover, it leaves zero
 
     return attend
+
+
+def _by_group(tables: jax.Array, geometry: Geometry) -> list[jax.Array]:
+    """Take block tables apart into those of each group."""
+    if geometry.num_groups == 1:
+        return [tables]
+    return [tables[:, group :: geometry.num_groups] for group in range(geometry.num_groups)]

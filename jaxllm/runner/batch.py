@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -144,6 +144,11 @@ def uniform_shape(max_tokens: int, num_slots: int, block_size: int, sampling_fie
         sampling_fields=sampling_fields,
         drafts=drafts,
     )
+
+
+def of_two_groups(shapes: Sequence[Shape]) -> list[Shape]:
+    """Make room for the block-table entries of windowed layers: of blocks handed out and of blocks given back."""
+    return [replace(shape, entries=3 * shape.entries) for shape in shapes]
 
 
 def coarser(shapes: Sequence[Shape], factor: int = 2) -> list[Shape]:

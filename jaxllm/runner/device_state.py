@@ -30,7 +30,7 @@ class DeviceState(Generic[Leaf]):
     kv: tuple[KvLayer[Leaf], ...]
     drafted: Drafted[Leaf] | None  # of an engine that verifies drafts
     batch: Leaf | None  # int32[W], on a GPU: the packed batch of the newest step, see `step.unpack`
-    tables: Leaf  # int32[S, M]: the blocks of each slot; behind its length, any block
+    tables: Leaf  # int32[S, M · groups]: the blocks of each slot, see `Plan.table`; behind its length, any block
     tokens: Leaf  # int32[S, M * P]: the tokens of each slot that are known to the device
     sampling: Leaf  # int32[S, ROW_WIDTH]: a `sampler.pack_row` for each slot
     extras: Leaf  # int32[S, F] of `sampler.Extras`; the sampling row says how many of them are valid
@@ -64,14 +64,14 @@ def abstract(
         drafted = Drafted(
             lengths=array((geometry.num_slots,), int32, "slots"),
             tokens=array((geometry.num_slots, drafting.most), int32, "slots"),
-            kv=() if drafting.spec is None else abstract_kv(drafting.spec, geometry, layout, cache_dtype),
+            kv=() if drafting.spec is None else abstract_kv(drafting.spec, geometry.of_group(0), layout, cache_dtype),
             aux=(array((max_tokens, spec.width), dtype),) * num_aux,
         )
     return DeviceState(
         kv=abstract_kv(spec, geometry, layout, cache_dtype),
         drafted=drafted,
         batch=array((batch_size,), int32) if batch_size else None,
-        tables=array((geometry.num_slots, geometry.max_blocks), int32, "slots"),
+        tables=array((geometry.num_slots, geometry.max_blocks * geometry.num_groups), int32, "slots"),
         tokens=array((geometry.num_slots, geometry.max_blocks * geometry.block_size), int32, "slots"),
         sampling=array((geometry.num_slots, ROW_WIDTH), int32, "slots"),
         extras=array((geometry.num_slots, extras.width), int32, "slots"),

@@ -102,7 +102,10 @@ class _Passes:
         self._spec, self._params = how.spec, params.draft
 
     def _context(self, shape: Shape, slots: jax.Array, positions: jax.Array) -> decoder.Context:
-        geometry, tables, field = self._model.geometry, self._state.tables, self._own.field
+        tables, field = self._state.tables, self._own.field
+        geometry = self._model.geometry
+        if geometry.num_groups > 1:  # its layers are all of the first group
+            geometry, tables = geometry.of_group(0), tables[:, :: geometry.num_groups]
         attend = attention(self._spec, geometry, self._how.kernels, shape, self.kv, tables, field, slots, positions)
         chosen = fused.chosen(self._how.kernels)
         return decoder.Context(positions, attend, layout=self._model.layout, fused=chosen)

@@ -1,12 +1,16 @@
 """The paged key-value cache on the device: the sizes of its blocks, and the arrays of each layer.
 
+Layers form one or two groups, each with a pool of blocks. The second group holds windowed layers, if a model has other
+layers too (scheduler/windowed.py).
+
 Letters: N blocks in the pool, K key-value heads, P tokens per block, C head size, S slots, M blocks per slot.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +32,30 @@ class Geometry:
     block_size: int  # P
     max_model_len: int  # tokens
     float8: str | None = None  # where the cache holds bytes: the type of 8-bit floats that they are
+    window: int = 0  # tokens that the second group's layers see at most; 0: one group
+    num_window_blocks: int = 0  # of that group
 
     @property
     def max_blocks(self) -> int:
         """Blocks of the longest sequence, M."""
         return -(-self.max_model_len // self.block_size)
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups of layers."""
+        return 2 if self.window else 1
+
+    def array_blocks(self, group: int) -> int:
+        """Return the blocks in the arrays of a group's layers, N; the last of windowed ones holds zeros for ever."""
+        return self.num_window_blocks + 1 if group else self.num_blocks
+
+    def group_of(self, window: int | None) -> int:
+        """Return the group of a layer with a window, or with none."""
+        return int(self.window > 0 and window is not None)
+
+    def of_group(self, group: int) -> Geometry:
+        """Return the sizes as they are where only this group's layers are."""
+        return replace(self, num_blocks=self.array_blocks(group), window=0, num_window_blocks=0)
 
 
 class KvLayer(NamedTuple, Generic[Leaf]):
@@ -44,14 +67,34 @@ class KvLayer(NamedTuple, Generic[Leaf]):
     v_scales: Leaf | None = None
 
 
-def block_bytes(spec: Spec, block_size: int, dtype: jnp.dtype, shards: int) -> int:
-    """Return the bytes that one block takes on one device in a cache of `dtype`, all layers and scales together.
+def window_of(spec: Spec, max_model_len: int) -> int:
+    """Return the tokens that layers of the second group see at most; 0: the model has one group.
+
+    A window that holds any sequence never frees a block. A model whose layers all have windows keeps one group, too.
+    """
+    windows = [window for window in spec.windows if window is not None]
+    is_mixed = 0 < len(windows) < spec.num_layers
+    return max(windows) if spec.is_causal and is_mixed and max(windows) < max_model_len else 0
+
+
+def leaves_by_group(spec: Spec, geometry: Geometry, kv: Sequence[KvLayer[Any]]) -> list[list[int]]:
+    """Return which of the leaves of a cache are those of each group's layers."""
+    groups = [
+        geometry.group_of(window)
+        for window, layer in zip(spec.windows, kv, strict=True)
+        for _ in jax.tree.leaves(layer)
+    ]
+    return [[at for at, own in enumerate(groups) if own == group] for group in range(geometry.num_groups)]
+
+
+def block_bytes(spec: Spec, num_layers: int, block_size: int, dtype: jnp.dtype, shards: int) -> int:
+    """Return the bytes of one block of `num_layers` layers on one device, in a cache of `dtype` with its scales.
 
     Latent attention keeps no values: they are part of the keys, the same on every device.
     """
     arrays = 2 if spec.latent is None else 1
     vector = spec.head_size * dtype.itemsize + (4 if dtype.name in SCALED else 0)
-    return arrays * spec.num_layers * heads_per_shard(spec, shards)[1] * block_size * vector
+    return arrays * num_layers * heads_per_shard(spec, shards)[1] * block_size * vector
 
 
 def abstract_kv(
@@ -59,11 +102,14 @@ def abstract_kv(
 ) -> tuple[KvLayer[jax.ShapeDtypeStruct], ...]:
     """Describe the KV blocks of each layer, with scales where 8-bit numbers need them."""
     heads = heads_per_shard(spec, layout.shards("kv_heads"))[1] * layout.shards("kv_heads")
-    shape = geometry.num_blocks, heads, geometry.block_size, spec.head_size
-    block = jax.ShapeDtypeStruct(shape, dtype, sharding=layout.sharding(*KV_AXES))
-    scales = None
-    if dtype.name in SCALED:
-        scales = jax.ShapeDtypeStruct(shape[:3], jnp.float32, sharding=layout.sharding(*KV_AXES[:3]))
-    if spec.latent is not None:
-        return (KvLayer(block, None, scales),) * spec.num_layers
-    return (KvLayer(block, block, scales, scales),) * spec.num_layers
+
+    def described(group: int) -> KvLayer[jax.ShapeDtypeStruct]:
+        shape = geometry.array_blocks(group), heads, geometry.block_size, spec.head_size
+        block = jax.ShapeDtypeStruct(shape, dtype, sharding=layout.sharding(*KV_AXES))
+        scales = None
+        if dtype.name in SCALED:
+            scales = jax.ShapeDtypeStruct(shape[:3], jnp.float32, sharding=layout.sharding(*KV_AXES[:3]))
+        return KvLayer(block, None, scales) if spec.latent is not None else KvLayer(block, block, scales, scales)
+
+    layers = [described(group) for group in range(geometry.num_groups)]
+    return tuple(layers[geometry.group_of(window)] for window in spec.windows)

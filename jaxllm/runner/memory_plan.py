@@ -6,11 +6,13 @@ large is allocated. Knows no device, no model and no JAX: the caller measures (m
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Literal
 
 from jaxllm.errors import UserError
 
+EXPECTED = 2048  # tokens of a request on average, where its window is no larger
 Knob = Literal["gpu_memory_utilization", "kv_cache_memory_bytes"]
 
 
@@ -25,6 +27,16 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Windowed:
+    """Windowed layers with a separate pool (scheduler/windowed.py)."""
+
+    window: int  # tokens
+    block: int  # bytes of one of their blocks, all of these layers together
+    most: int  # blocks that a request keeps
+    chunks: int  # those that the prompts of one step fill besides, before they are given back
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
     """What a model and its limits need on each device, in bytes unless noted."""
 
@@ -32,11 +44,38 @@ class Need:
     temporaries: int  # of the largest program while it runs
     is_measured: bool  # whether `temporaries` was read from compiled programs; else it is a high estimate
     slots: int  # block tables, tokens and sampling numbers of all slots
-    block: int  # of one KV block, all layers together
+    block: int  # of one KV block, all layers together, or all that see everything
     block_size: int  # tokens
     num_slots: int
     model_len: int  # tokens that the model was made for
     adapters: int = 0  # those on the device, and those that a step in flight still reads
+    windowed: Windowed | None = None  # layers with a separate pool; `block` is then of the other layers
+
+    def window_blocks(self, num_blocks: int) -> int:
+        """Return the number of blocks of windowed layers, given that of the other layers.
+
+        They suffice for the requests that the others hold at the expected length, and for the prompts of a step as far
+        as these take little. A request that is no longer than its window needs equal numbers of both.
+        """
+        if self.windowed is None:
+            return 0
+        expected = min(self.model_len, max(EXPECTED, 2 * self.windowed.window))
+        requests = min(self.num_slots, -(-num_blocks * self.block_size // expected))
+        chunks = min(self.windowed.chunks, max(self.windowed.most, num_blocks // 64))
+        return min(num_blocks, requests * self.windowed.most + chunks)
+
+    def kv_bytes(self, num_blocks: int) -> int:
+        """Return the bytes of `num_blocks` blocks and of the blocks of windowed layers."""
+        if self.windowed is None:
+            return num_blocks * self.block
+        return num_blocks * self.block + (self.window_blocks(num_blocks) + 1) * self.windowed.block
+
+    def blocks_within(self, num_bytes: int) -> int:
+        """Return the most blocks that `num_bytes` hold."""
+        most = num_bytes // self.block
+        if self.windowed is None:
+            return most
+        return bisect_right(range(1, most + 1), num_bytes, key=self.kv_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +101,12 @@ class MemoryPlan:
     @property
     def kv_bytes(self) -> int:
         """Bytes of all KV blocks on one device."""
-        return self.num_blocks * self.need.block
+        return self.need.kv_bytes(self.num_blocks)
+
+    @property
+    def num_window_blocks(self) -> int:
+        """Blocks of windowed layers with a separate pool."""
+        return self.need.window_blocks(self.num_blocks)
 
 
 def share_out(device: Device, need: Need, asked: Asked) -> MemoryPlan:
@@ -80,16 +124,16 @@ def share_out(device: Device, need: Need, asked: Asked) -> MemoryPlan:
         num_blocks = asked.num_blocks
         _check_pool(device, need, num_blocks, most, "num_kv_blocks")
     elif asked.kv_bytes is not None:
-        num_blocks = min(asked.kv_bytes // need.block, need.num_slots * longest)
+        num_blocks = min(need.blocks_within(asked.kv_bytes), need.num_slots * longest)
         _check_pool(device, need, num_blocks, most, "kv_cache_memory_bytes")
         num_blocks = _rounded(num_blocks, longest, asked)
     elif room is None or most is None:
         raise UserError("the device does not report its memory; set kv_cache_memory_bytes.", "kv_cache_memory_bytes")
-    elif asked.prepared_blocks is not None and asked.prepared_blocks * need.block <= most:
+    elif asked.prepared_blocks is not None and need.kv_bytes(asked.prepared_blocks) <= most:
         num_blocks = asked.prepared_blocks
     else:
         share = int(device.share * room) if device.ceiling is None else min(int(device.share * room), device.ceiling)
-        num_blocks = min(max(0, share) // need.block, need.num_slots * longest)
+        num_blocks = min(need.blocks_within(max(0, share)), need.num_slots * longest)
         num_blocks = _rounded(num_blocks, longest, asked)
     return MemoryPlan(
         device=device,
@@ -119,7 +163,6 @@ def _rounded(num_blocks: int, longest: int, asked: Asked) -> int:
 def describe(plan: MemoryPlan, where: str, host: str) -> str:
     """Write a plan as a small table; `where` names the devices, `host` says how the host's memory stands."""
     need = plan.need
-    tokens = plan.num_blocks * need.block_size
     cut = f", cut from {need.model_len}" if plan.max_model_len < need.model_len else ""
     rows = [
         ("weights", size(need.weights), ""),
@@ -129,15 +172,25 @@ def describe(plan: MemoryPlan, where: str, host: str) -> str:
         (
             "KV blocks",
             size(plan.kv_bytes),
-            f"{plan.num_blocks} of {need.block_size} tokens: {tokens / plan.max_model_len:.2f} requests of "
+            f"{plan.num_blocks} of {need.block_size} tokens: {_requests(plan):.2f} requests of "
             f"max_model_len {plan.max_model_len}{cut}",
         ),
+        *([("", "", f"and {plan.num_window_blocks} of windowed layers")] if need.windowed else []),
     ]
     if plan.device.free is not None:
         used = need.weights + need.adapters + need.temporaries + need.slots + plan.kv_bytes
         rows.append(("left", size(plan.device.free - used), f"of {size(plan.device.free)}"))
     lines = [f"  {name:<12} {amount:>10}  {text}".rstrip() for name, amount, text in rows]
     return "\n".join([f"memory of {where}:", *lines, f"  {'host':<12} {host}"])
+
+
+def _requests(plan: MemoryPlan) -> float:
+    """Return how many of the longest requests the blocks hold."""
+    need = plan.need
+    count = plan.num_blocks * need.block_size / plan.max_model_len
+    if need.windowed is None:
+        return count
+    return min(count, plan.num_window_blocks / min(need.windowed.most, _blocks_of(plan.max_model_len, need)))
 
 
 def size(count: int) -> str:
@@ -172,10 +225,10 @@ def _check_weights(device: Device, need: Need) -> None:
 
 def _check_pool(device: Device, need: Need, num_blocks: int, most: int | None, parameter: str) -> None:
     """Refuse a pool that the user asked for and the device cannot hold."""
-    if most is not None and num_blocks * need.block > most:
+    if most is not None and need.kv_bytes(num_blocks) > most:
         programs = need.slots + (need.temporaries if need.is_measured else 0)
         raise UserError(
-            f"{num_blocks} KV blocks need {size(num_blocks * need.block)}, but beside the weights "
+            f"{num_blocks} KV blocks need {size(need.kv_bytes(num_blocks))}, but beside the weights "
             f"({size(need.weights)}) and the programs ({size(programs)}) only "
             f"{size(max(0, most))} of the device's {size(device.free or 0)} are left. Lower {parameter}.",
             parameter,
@@ -198,13 +251,13 @@ def _length(device: Device, need: Need, asked: Asked, num_blocks: int) -> int:
             knob,
         )
     if asked.max_model_len is not None:
-        needed, room = _blocks_of(wanted, need), size(num_blocks * need.block)
+        needed, room = _blocks_of(wanted, need), size(need.kv_bytes(num_blocks))
         if asked.num_blocks is not None:
             more = f"num_kv_blocks to {needed}"
         else:
             more = device.knob if asked.kv_bytes is None else "kv_cache_memory_bytes"
         raise UserError(
-            f"One request of max_model_len {wanted} tokens needs {size(needed * need.block)} of KV blocks, but there "
+            f"One request of max_model_len {wanted} tokens needs {size(need.kv_bytes(needed))} of KV blocks, but there "
             f"is room for {room}. Lower max_model_len to {holds} at most (auto takes what fits), or raise {more}.",
             "max_model_len",
         )

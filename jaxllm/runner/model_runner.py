@@ -37,10 +37,11 @@ from jaxllm.runner import (
 from jaxllm.runner.compilation_cache import use_compilation_cache
 from jaxllm.runner.compiled_programs import VARIANTS, Key, Programs
 from jaxllm.runner.kept_programs import KeptPrograms
-from jaxllm.runner.kv_cache import Geometry
+from jaxllm.runner.kv_cache import Geometry, leaves_by_group
 from jaxllm.runner.memory_plan import MemoryPlan
 from jaxllm.runner.model_setup import (
     Setup,
+    cache_window,
     describe_memory,
     describe_programs,
     describe_weights,
@@ -216,6 +217,8 @@ class Runner:
             max_verified=self._max_verified if self.drafting is not None else 0,
             token_cost=self.setup.token_cost if self.drafting is not None else 0,
             draft_cost=self.drafting.cost if self.drafting is not None else 0,
+            window=self.geometry.window,
+            num_window_blocks=self.geometry.num_window_blocks,
         )
 
     @property
@@ -383,6 +386,8 @@ class Runner:
             block_size=plan.need.block_size,
             max_model_len=plan.max_model_len,
             float8=setup.float8,
+            window=cache_window(setup),
+            num_window_blocks=plan.num_window_blocks,
         )
         self.programs = self._list_programs()
         self._state_shapes = self._describe_state()
@@ -459,7 +464,10 @@ class Runner:
         drafts = 0 if self.drafting is None else self.drafting.most
         further: dict[str, Any] = {"max_adapters": most, "drafts": drafts > 0}
         if self._config.deterministic:
-            return Programs([], [batch.uniform_shape(*sizes, drafts)], self._lower, self.metrics, (), **further)
+            uniform = [batch.uniform_shape(*sizes, drafts)]
+            if geometry.num_groups > 1:
+                uniform = batch.of_two_groups(uniform)
+            return Programs([], uniform, self._lower, self.metrics, (), **further)
         is_quantized = self._config.quantization is not None or setup.family.stored is not None
         is_narrow = setup.dtype != jnp.float32 or is_quantized
         # XLA's CPU back end converts all 8 and 16-bit weights for a product of one row, and
@@ -468,6 +476,8 @@ class Runner:
         decode = batch.decode_shapes(geometry.num_slots, 1 if on_cpu and not is_narrow else 2, setup.platform)
         ragged = batch.ragged_shapes(*sizes, setup.platform)
         verifying = batch.verifying_shapes(self._max_verified, geometry.num_slots, drafts) if drafts else []
+        if geometry.num_groups > 1:
+            decode, ragged, verifying = map(batch.of_two_groups, (decode, ragged, verifying))
         # On a GPU each program is one more to wait for at the start, and noise for greedy rows takes 10 us.
         variants = VARIANTS if on_cpu else VARIANTS[1:]
         further |= {"verifying": verifying, "coarse_factor": 2 if on_cpu else 4}
@@ -509,8 +519,9 @@ class Runner:
             return self._kept.make(name, described, lambda: jitted.lower(*described))
 
         programs = small_programs.compile_all(self._step_model, make)
-        sizes = self.geometry.num_blocks, self.setup.spec.vocab_size
-        self._small = SmallPrograms(programs, self._state_shapes, *sizes)
+        shapes, spec = self._state_shapes, self.setup.spec
+        kv = leaves_by_group(spec, self.geometry, shapes.kv)
+        self._small = SmallPrograms(programs, shapes, self.geometry, kv, spec.vocab_size)
 
     def _lower(self, key: Key) -> jax.stages.Lowered:
         """Trace one program."""

@@ -40,6 +40,7 @@ from jaxllm.runner.program_digest import cpu_name
 from jaxllm.sampling.logits_processors import processor_name
 from jaxllm.sampling.sampler import Extras
 from jaxllm.sampling.vocab_parallel import MOST_TOKENS
+from jaxllm.scheduler import windowed
 from jaxllm.version import __version__
 from pallas_kernels import Choice, Site
 
@@ -331,15 +332,19 @@ def plan_memory(config: EngineConfig, setup: Setup, free: int | None, temporarie
         ceiling=CPU_CEILING if is_cpu else None,
         knob="kv_cache_memory_bytes" if is_cpu else "gpu_memory_utilization",
     )
+    own_window = cache_window(setup)
     need = memory_plan.Need(
         weights=_bytes_on_one(described),
         # At most one is put there in a step, and two steps in flight may read ones that were let go.
         adapters=(config.max_loras + 2) * _bytes_on_one(adapter),
         temporaries=_guess(setup) if temporaries is None else temporaries,
         # Tables, tokens and extras of every slot, and a step's hidden states, see DeviceState.
-        slots=4 * setup.max_num_seqs * (longest + setup.max_model_len + extras_of(config, spec).width)
+        slots=4
+        * setup.max_num_seqs
+        * ((2 if own_window else 1) * longest + setup.max_model_len + extras_of(config, spec).width)
         + setup.max_num_batched_tokens * spec.width * setup.dtype.itemsize * (1 + num_aux),
         block=_block_bytes(config, setup),
+        windowed=_windowed(config, setup) if own_window else None,
         block_size=config.block_size if spec.is_causal else setup.max_model_len,
         num_slots=setup.max_num_seqs,
         is_measured=temporaries is not None,
@@ -361,14 +366,36 @@ def describe_weights(config: EngineConfig, setup: Setup) -> Params[jax.ShapeDtyp
     return replace(described, draft=draft_setup.abstract(setup.drafting, setup.layout, setup.dtype))
 
 
+def cache_window(setup: Setup) -> int:
+    """Return the tokens that windowed layers with a separate pool see; 0: the model has one pool."""
+    return kv_cache.window_of(setup.spec, setup.max_model_len) if setup.pooler is None else 0
+
+
 def _block_bytes(config: EngineConfig, setup: Setup) -> int:
-    """Return the bytes of a block on one device: of the model's cache, and of the one of what drafts for it."""
+    """Return the bytes of a block on one device, in the caches of the model and of its draft model.
+
+    Windowed layers with a separate pool are left out.
+    """
     if not setup.spec.is_causal:
         return 0
-    own = None if setup.drafting is None else setup.drafting.spec
-    specs = [setup.spec] if own is None else [setup.spec, own]
-    shards = setup.layout.shards("kv_heads")
-    return sum(kv_cache.block_bytes(spec, config.block_size, setup.cache_dtype, shards) for spec in specs)
+    others = setup.spec.windows.count(None) if cache_window(setup) else setup.spec.num_layers
+    layers = [(setup.spec, others)]
+    if setup.drafting is not None and setup.drafting.spec is not None:
+        layers.append((setup.drafting.spec, setup.drafting.spec.num_layers))
+    sizes = config.block_size, setup.cache_dtype, setup.layout.shards("kv_heads")
+    return sum(kv_cache.block_bytes(spec, count, *sizes) for spec, count in layers)
+
+
+def _windowed(config: EngineConfig, setup: Setup) -> memory_plan.Windowed:
+    """Return the needs of windowed layers with a separate pool."""
+    spec, window, size = setup.spec, cache_window(setup), config.block_size
+    num_layers = spec.num_layers - spec.windows.count(None)
+    return memory_plan.Windowed(
+        window=window,
+        block=kv_cache.block_bytes(spec, num_layers, size, setup.cache_dtype, setup.layout.shards("kv_heads")),
+        most=windowed.most(window, size),
+        chunks=-(-setup.max_num_batched_tokens // size),
+    )
 
 
 def _bytes_on_one(described: Any) -> int:

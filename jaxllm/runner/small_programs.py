@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxllm.runner import scoring, step
 from jaxllm.runner.device_state import DeviceState
+from jaxllm.runner.kv_cache import Geometry, leaves_by_group
 from jaxllm.runner.results import Scored
 from jaxllm.runner.scoring import SCORED_ROWS
 from jaxllm.runner.step_model import Leaves, StepModel
@@ -23,6 +24,7 @@ from jaxllm.runner.step_model import Leaves, StepModel
 PATCH_ENTRIES = 1024  # changes in one call of `step.patch`
 PATCH_EXTRAS = 8  # requests' extras in one call of `step.patch_extras`: 26 kB each for a vocabulary of 152,000
 COPIED_BLOCKS = 16  # in one call of `step.build_copy`: what ten beams that fork copy at most, and half as much
+COPY_PROGRAMS = ("copy_blocks", "copy_windowed_blocks")  # by group
 Make = Callable[..., Any]  # of a name, a function, its donated arguments, and their descriptions: a compiled program
 
 
@@ -38,8 +40,11 @@ def compile_all(model: StepModel, make: Make) -> dict[str, Any]:
     made = {
         "patch": make("patch", step.patch, (0, 1), shapes.tables, shapes.tokens, changes),
         "patch_extras": make("patch_extras", step.patch_extras, (0,), shapes.extras, extras),
-        "copy_blocks": make("copy_blocks", step.build_copy(model), (0,), kv, described(COPIED_BLOCKS, 2)),
     }
+    for group, leaves in enumerate(leaves_by_group(model.spec, model.geometry, shapes.kv)):
+        name = COPY_PROGRAMS[group]
+        copied = tuple(kv[at] for at in leaves)
+        made[name] = make(name, step.build_copy(model.layout, copied, name), (0,), copied, described(COPIED_BLOCKS, 2))
     for name, is_whole in (("score", False), ("score_whole", True)):
         made[name] = make(name, scoring.build(model, is_whole), (), params, shapes.hidden, described(SCORED_ROWS, 2))
     return made
@@ -49,13 +54,21 @@ class SmallPrograms:
     """Calls the programs of `compile_all`, or others of the same meaning."""
 
     def __init__(
-        self, programs: Mapping[str, Callable[..., Any]], shapes: DeviceState[Any], num_blocks: int, vocab_size: int
+        self,
+        programs: Mapping[str, Callable[..., Any]],
+        shapes: DeviceState[Any],
+        geometry: Geometry,
+        kv: Sequence[Sequence[int]],
+        vocab_size: int,
     ) -> None:
-        """`shapes` describe the state, whose structure and numbers of slots and extras follow from them."""
+        """`shapes` describe the state, whose structure and numbers of slots and extras follow from them.
+
+        `kv` are the indices of each group's keys and values among its leaves, see `leaves_by_group`.
+        """
         self.programs = programs
         self._num_slots, self._num_extras = shapes.extras.shape
-        self._structure, self._num_kv = jax.tree.structure(shapes), len(jax.tree.leaves(shapes.kv))
-        self._num_blocks, self._vocab_size = num_blocks, vocab_size
+        self._structure, self._kv = jax.tree.structure(shapes), kv
+        self._geometry, self._vocab_size = geometry, vocab_size
 
     def patch(self, state: Leaves, table: np.ndarray, history: np.ndarray | None) -> Leaves:
         """Write block-table entries and tokens, int32[·, 3] each of slot, index and value."""
@@ -82,15 +95,19 @@ class SmallPrograms:
         return state
 
     def move(self, state: Leaves, moves: np.ndarray) -> Leaves:
-        """Copy blocks as `Plan.moves` says, before a step writes any of them."""
-        for start in range(0, len(moves), COPIED_BLOCKS):
-            piece = moves[start : start + COPIED_BLOCKS, 1:]
-            places = np.zeros((COPIED_BLOCKS, 2), np.int32)
-            places[:, 1] = self._num_blocks + np.arange(COPIED_BLOCKS)
-            places[: len(piece)] = piece
-            kv, rest = state[: self._num_kv], state[self._num_kv :]
-            state = (*self.programs["copy_blocks"](kv, places), *rest)
-        return state
+        """Copy the blocks of `Plan.moves` before a step writes any of them."""
+        leaves = list(state)
+        for group, own in enumerate(self._kv):
+            copies = moves[moves[:, 0] == group, 1:]
+            for start in range(0, len(copies), COPIED_BLOCKS):
+                piece = copies[start : start + COPIED_BLOCKS]
+                places = np.zeros((COPIED_BLOCKS, 2), np.int32)
+                places[:, 1] = self._geometry.array_blocks(group) + np.arange(COPIED_BLOCKS)
+                places[: len(piece)] = piece
+                copied = self.programs[COPY_PROGRAMS[group]](tuple(leaves[at] for at in own), places)
+                for at, leaf in zip(own, copied, strict=True):
+                    leaves[at] = leaf
+        return tuple(leaves)
 
     def score(
         self, params: Leaves, state: Leaves, scored: Sequence[Scored]

@@ -27,6 +27,7 @@ import pallas_kernels
 from jaxllm.model import decoder, fused
 from jaxllm.model.decoder import Params
 from jaxllm.model.lora_linear import adapted_linear
+from jaxllm.model.sharding import Layout
 from jaxllm.runner import batch, draft_models, drafting
 from jaxllm.runner.attention import attention
 from jaxllm.runner.batch import Shape
@@ -213,19 +214,22 @@ def patch(tables: jax.Array, tokens: jax.Array, changes: jax.Array) -> tuple[jax
     return patched(tables, changes[0]), patched(tokens, changes[1])
 
 
-def build_copy(model: StepModel) -> Callable[[Leaves, jax.Array], Leaves]:
-    """Return what copies blocks of all layers ahead of a step: (KV leaves, copies) -> KV leaves.
+def build_copy(
+    layout: Layout, kv: Sequence[jax.ShapeDtypeStruct], name: str = "copy_blocks"
+) -> Callable[[Leaves, jax.Array], Leaves]:
+    """Return the function that copies blocks of a group before a step: (KV leaves, copies) -> KV leaves.
 
-    `copies` is int32[C, 2], of source and target; a target of N or more is dropped, and no two are the same.
+    `kv` describes the leaves. `copies` is int32[C, 2], of source and target; a target of N or more is dropped, and no
+    two are the same.
     """
 
     def on_shard(leaves: Leaves, copies: jax.Array) -> Leaves:
         copy = partial(pallas_kernels.copy_blocks, sources=copies[:, 0], targets=copies[:, 1])
         return tuple(copy(leaf, None)[0] for leaf in leaves)
 
-    on_shard.__name__ = "copy_blocks"
-    specs = tuple(leaf.sharding.spec for leaf in jax.tree.leaves(model.state.kv))
-    return model.layout.shard_map(on_shard, (specs, model.layout.spec()), specs)
+    on_shard.__name__ = name
+    specs = tuple(leaf.sharding.spec for leaf in kv)  # pyright: ignore[reportOptionalMemberAccess]
+    return layout.shard_map(on_shard, (specs, layout.spec()), specs)
 
 
 def patch_extras(extras: jax.Array, changes: jax.Array) -> jax.Array:

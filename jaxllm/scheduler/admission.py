@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxllm.scheduler import gangs, occupancy
+from jaxllm.scheduler import gangs, occupancy, windowed
 from jaxllm.scheduler.adapter_places import AdapterPlaces
 from jaxllm.scheduler.state import Admission, Limits, State, StateEditor, Waiting
+from jaxllm.scheduler.windowed import Entering
 
 
 def admit(
@@ -59,6 +60,13 @@ def admit(
         # The last known token is always computed: its logits are what the next token is sampled from.
         readable = (entry.known - 1) // limits.block_size if entry.request.reads_cache else 0
         hits = editor.pool.look_up(entry.digests[:readable])
+        if limits.window:
+            hits, near = windowed.cut(editor, limits, entry.digests, hits)
+            entering = Entering(entry.known, len(hits), near)
+            if not windowed.has_room(editor, limits, [entering], num_running):
+                break
+        else:
+            entering = None
         num_new = -(-entry.known // limits.block_size) - len(hits)
         # A block is left for each running request, or the next step would undo the admission.
         available = editor.pool.num_available - editor.pool.num_idle(hits)
@@ -72,12 +80,16 @@ def admit(
         start = len(hits) * limits.block_size
         length = min(entry.known - start, budget)
         occupancy.occupy(editor, limits, slot, entry, start, owned)
+        table.append(_entries(limits, slot, owned))
+        if entering is not None:
+            editor.window_pool.share(entering.near)
+            windowed.enter(editor, limits, slot, entering, table)
+            length = windowed.extend(editor, limits, slot, start, length, num_running, table)
         occupancy.publish_prompt(editor, limits, slot, start, length)
         budget -= length
         num_running += 1
         rows.append((slot, start, length))
         admitted.append(Admission(slot, entry.request, entry.known, start))
-        table.append(np.array(([slot] * len(owned), range(len(owned)), owned), np.int32).T)
     if admitted:
         rest = editor.waiting[len(skipped) + len(admitted) :]
         editor.waiting = (*skipped, *rest) if skipped else rest
@@ -120,9 +132,14 @@ def _admit_gang(
         editor.pool.num_available - editor.pool.num_idle(hits) - num_running
     ):
         return None
+    entering = [Entering(entry.known, len(each.hits), each.near) for entry, each in zip(members, found, strict=False)]
+    if limits.window and not windowed.has_room(editor, limits, entering, num_running + len(members) - len(found)):
+        return None
     slots, num_tokens = [free_slots.pop() for _ in members], 0
     for each in found:
         editor.pool.share(each.hits)
+        if each.near:
+            editor.window_pool.share(each.near)
     for number, (slot, entry) in enumerate(zip(slots, members, strict=True)):
         if number >= len(found):
             occupancy.occupy(editor, limits, slot, entry, 0, ())
@@ -137,12 +154,21 @@ def _admit_gang(
         owned = (*shared, *editor.pool.take(num_new[number]).tolist())
         start = len(shared) * limits.block_size
         occupancy.occupy(editor, limits, slot, entry, start, owned)
-        length = min(entry.known - start, budget - num_tokens)
-        if length and len(rows) < limits.max_step_chunks:
+        length = min(entry.known - start, budget - num_tokens) if len(rows) < limits.max_step_chunks else 0
+        table.append(_entries(limits, slot, owned))
+        if limits.window:
+            windowed.enter(editor, limits, slot, entering[number], table)
+            length = windowed.extend(editor, limits, slot, start, length, num_running, table)
+        if length:
             occupancy.publish_prompt(editor, limits, slot, start, length)
             rows.append((slot, start, length))
             num_tokens += length
         admitted.append(Admission(slot, entry.request, entry.known, start))
-        table.append(np.array(([slot] * len(owned), range(len(owned)), owned), np.int32).T)
     editor.gangs = (*editor.gangs, tuple(slots))
     return num_tokens
+
+
+def _entries(limits: Limits, slot: int, owned: Sequence[int]) -> np.ndarray:
+    """Return the entries of a slot's block table, int32[·, 3], as in `Plan.table`."""
+    columns = range(0, len(owned) * limits.num_groups, limits.num_groups)
+    return np.array(([slot] * len(owned), columns, owned), np.int32).T

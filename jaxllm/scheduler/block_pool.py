@@ -140,6 +140,10 @@ class PoolEditor:
         """Blocks that `take` can hand out: free and cached ones."""
         return len(self._free) + len(self._freed) + self._num_cached
 
+    def find(self, digest: bytes) -> int | None:
+        """Return the indexed block of a digest."""
+        return self._find(digest)
+
     def look_up(self, digests: Iterable[bytes]) -> list[int]:
         """Return the blocks that hold the longest indexed prefix of `digests`."""
         found = []
@@ -202,8 +206,19 @@ class PoolEditor:
             if self._find(digest) == block and references[block] == 1:
                 self._drop(digest)
 
+    def discard(self, digests: Iterable[bytes]) -> None:
+        """Free the cached blocks with these digests."""
+        references = self._pool.references if self._references is None else self._references
+        for digest in digests:
+            block = self._find(digest)
+            if block is not None and references[block] == 0:
+                self._drop(digest)
+                self._own_stamps()[block] += 1
+                self._num_cached -= 1
+                self._freed.append(block)
+
     def release(self, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
-        """Give a request's blocks back: the one way in which a block is freed.
+        """Give a request's blocks back: the one way in which a block is freed, apart from `discard`.
 
         `digests` are those of the leading full blocks. A block that no other request uses becomes cached if the index
         has it under its digest, free otherwise. The last block is evicted first: prefixes outlive their continuations.

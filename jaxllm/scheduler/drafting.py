@@ -65,7 +65,10 @@ def issue(editor: StateEditor, limits: Limits, rows: np.ndarray) -> tuple[np.nda
     blocks = np.maximum(0, -(-(drafts - room) // limits.block_size))
     # As for admissions, a block is left for each running request; and none is taken from others for a guess. Nor may
     # the next step need one for it: a row's bound, a token behind its drafts, must lie in the row's own blocks.
-    if drafts.any() and blocks.sum() > editor.pool.num_available - np.count_nonzero(slots.epochs):
+    available = editor.pool.num_available
+    if limits.window:
+        available = min(available, editor.window_pool.num_available)
+    if drafts.any() and blocks.sum() > available - np.count_nonzero(slots.epochs):
         np.minimum(drafts, np.maximum(0, room - 1), out=drafts)
         blocks[:] = 0
     if drafts.any():

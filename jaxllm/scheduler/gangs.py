@@ -14,12 +14,13 @@ Knows requests as numbers of tokens, as scheduler.py does; scheduler.py decides 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, takewhile
 from typing import NamedTuple
 
 import numpy as np
 
+from jaxllm.scheduler import windowed
 from jaxllm.scheduler.state import Limits, Move, Plan, Request, Running, StateEditor, Waiting
 
 
@@ -29,12 +30,16 @@ class Found(NamedTuple):
     hits: list[int]
     sibling: int = 0  # number of the member …
     count: int = 0  # … whose first blocks it shares, so many; more than there are hits, or 0
+    near: Sequence[int] = ()  # those of the hits that its window covers, of windowed layers
 
 
 def blocks_needed(limits: Limits, num_prompt: int, limit: int, width: int) -> int:
-    """Return the blocks that suffice for a gang of `width` members: they share the prompt's full ones at least."""
+    """Return the blocks that suffice for a gang of `width` members.
+
+    They share the prompt's full ones at least; not those that have windowed layers, see `find`.
+    """
     size = limits.block_size
-    shared = num_prompt // size
+    shared = 0 if limits.window else num_prompt // size
     return shared + width * max(1, -(-max(num_prompt, limit - 1) // size) - shared)
 
 
@@ -82,6 +87,7 @@ def find(editor: StateEditor, limits: Limits, entries: Sequence[Waiting]) -> lis
     Of a new gang only the leader is asked. One that was preempted comes back with the tokens of each: a member's full
     blocks are those of a member before it as far as their tokens are the same, whether or not they were computed yet.
     Chunks are planned by rank, so a member attends to what one before it has computed in that step or earlier.
+    Windowed layers share no blocks this way: an earlier member may have given the block back, or not have it yet.
     """
     if entries[0].known == entries[0].request.num_prompt:
         entries = entries[:1]
@@ -90,6 +96,10 @@ def find(editor: StateEditor, limits: Limits, entries: Sequence[Waiting]) -> lis
         readable = (entry.known - 1) // limits.block_size  # the last known token is always computed
         digests = entry.digests[:readable]
         hits = editor.pool.look_up(digests) if entry.request.reads_cache else []
+        if limits.window:
+            hits, near = windowed.cut(editor, limits, digests, hits)
+            found.append(Found(hits, near=near))
+            continue
         common = [_num_equal(digests, other.digests) for other in entries[:number]]
         most = max(common, default=0)
         found.append(Found([], common.index(most), most) if most > len(hits) else Found(hits))
@@ -139,31 +149,20 @@ def fork(editor: StateEditor, limits: Limits, moves: Sequence[Move]) -> None:
     issued, limit = int(slots.issued[gang[0]]), editor.owner(gang[0]).request.limit
     if issued + 1 >= limit or any(slots.known[source] == 0 for _, source in pairs):
         raise ValueError("a fork needs parents that have tokens, and children that may have more")
-    num_full, num_partial = divmod(issued, limits.block_size)
-    tables = {slot: editor.tables[slot] for slot in gang}
-    records = {slot: editor.owner(slot) for slot in gang}
     keepers: dict[int, int] = {}  # of the last block of each parent: the parent itself if it is its own child
     for target, source in sorted(pairs, key=lambda pair: pair[0] != pair[1]):
         keepers.setdefault(source, target)
+    records = {slot: editor.owner(slot) for slot in gang}
+    for group in range(limits.num_groups):
+        _inherit(editor, limits, group, pairs, keepers, issued)
+    behind = slots.behind.tolist()
     for target, source in pairs:
         if target == source:
             continue
-        blocks = tables[source] if keepers[source] == target else tables[source][:num_full]
-        editor.pool.share(blocks)
-        editor.tables[target] = blocks
         # What the child's index blocks are called has not changed: its tokens were the parent's.
         editor.running[target] = Running(records[target].request, records[target].order, records[source].digests)
-        before = (*tables[target], *(None,) * len(blocks))
-        editor.entries += tuple(
-            (target, index, block)
-            for index, (block, old) in enumerate(zip(blocks, before, strict=False))
-            if block != old
-        )
-        if num_partial and keepers[source] != target:
-            editor.copies += ((target, tables[source][num_full]),)
-    for target, source in pairs:
-        if target != source:
-            editor.pool.release(tables[target], records[target].digests)
+        if behind[target] != behind[source]:
+            own.behind[target] = behind[source]
     for slot in gang:
         if not slots.known[slot]:  # its first row: it comes as a chunk of one token, with what a slot is told at first
             own.given[slot] = issued + 1
@@ -173,12 +172,53 @@ def fork(editor: StateEditor, limits: Limits, moves: Sequence[Move]) -> None:
         own.capacity[slot] = len(editor.tables[slot]) * limits.block_size
 
 
+def _inherit(
+    editor: StateEditor,
+    limits: Limits,
+    group: int,
+    pairs: Sequence[tuple[int, int]],
+    keepers: Mapping[int, int],
+    issued: int,
+) -> None:
+    """Give each child its parent's blocks of a group, apart from a last one that is not full and has another keeper.
+
+    `pairs` are slots of child and parent, `keepers` the child that keeps each parent's last block, and `issued` are
+    the tokens of each.
+    """
+    pool, tables = (editor.window_pool, editor.window_tables) if group else (editor.pool, editor.tables)
+    num_full, num_partial = divmod(issued, limits.block_size)
+    begins = dict.fromkeys(chain.from_iterable(pairs), 0)
+    if group:
+        begins = {slot: int(editor.slots.behind[slot]) for slot in begins}
+    parents = {slot: tables[slot] for slot in begins}
+    children = [(target, source) for target, source in pairs if target != source]
+    for target, source in children:
+        begin = begins[source]
+        blocks = parents[source] if keepers[source] == target else parents[source][: num_full - begin]
+        pool.share(blocks)
+        tables[target] = blocks
+        named = (*(limits.num_window_blocks,) * begin, *blocks)
+        before = (*(limits.num_window_blocks,) * begins[target], *parents[target], *(None,) * len(named))
+        editor.entries += tuple(
+            (target, index * limits.num_groups + group, block)
+            for index, (block, old) in enumerate(zip(named, before, strict=False))
+            if block != old
+        )
+        if num_partial and keepers[source] != target:
+            editor.copies += ((group, target, parents[source][num_full - begin]),)
+    for target, _ in children:
+        pool.release(parents[target], editor.owner(target).digests[begins[target] :])
+
+
 def take_changes(editor: StateEditor) -> tuple[np.ndarray, np.ndarray]:
     """Return what forks have changed for the next plan, once its blocks are handed out.
 
     Entries of block tables, int32[·, 3] as in `Plan.table`, and moves, int32[·, 3] as in `Plan.moves`.
     """
-    moves = [(0, source, editor.tables[slot][-1]) for slot, source in editor.copies]
+    moves = [
+        (group, source, (editor.window_tables if group else editor.tables)[slot][-1])
+        for group, slot, source in editor.copies
+    ]
     entries = np.array(editor.entries, np.int32).reshape(-1, 3)
     editor.entries, editor.copies = (), ()
     return entries, np.array(moves, np.int32).reshape(-1, 3)
@@ -189,7 +229,7 @@ def disband(editor: StateEditor, slots: Collection[int]) -> None:
     gone = set(slots)
     editor.gangs = tuple(gang for gang in editor.gangs if gone.isdisjoint(gang))
     editor.entries = tuple(entry for entry in editor.entries if entry[0] not in gone)
-    editor.copies = tuple(copy for copy in editor.copies if copy[0] not in gone)
+    editor.copies = tuple(copy for copy in editor.copies if copy[1] not in gone)
 
 
 def _all_slots(editor: StateEditor) -> np.ndarray:

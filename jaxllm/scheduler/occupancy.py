@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxllm.scheduler import block_pool, drafting, gangs
+from jaxllm.scheduler import block_pool, drafting, gangs, windowed
 from jaxllm.scheduler.adapter_places import idle_first
 from jaxllm.scheduler.state import Limits, Request, Running, StateEditor, Waiting
 
@@ -57,7 +57,12 @@ def vacate(editor: StateEditor, limits: Limits, slots: Sequence[int], may_publis
             editor.describe(record.request, digests, range(first, len(digests)), limits.block_size)
             editor.pool.publish(zip(digests[first:], table[first:], strict=False))
         # The block of a prompt's end is in the index, even if its last token is to be computed again.
-        editor.pool.release(table, max(digests, record.digests, key=len))
+        named = max(digests, record.digests, key=len)
+        editor.pool.release(table, named)
+        if limits.window:
+            if may_publish:
+                windowed.publish(editor, slot, digests, range(first, len(digests)))
+            windowed.leave(editor, slot, named)
         editor.running[slot], editor.tables[slot] = None, ()
     if editor.gangs:
         gangs.disband(editor, slots)
@@ -66,7 +71,9 @@ def vacate(editor: StateEditor, limits: Limits, slots: Sequence[int], may_publis
     # A free slot has limit and length 0, so that no column test takes it for one with work to do.
     own = editor.own_slots
     columns = own.epochs, own.given, own.issued, own.length, own.known, own.turn, own.done, own.limit, own.capacity
-    for column in (*columns, *drafting.columns(editor)) if limits.max_drafts else columns:
+    columns += drafting.columns(editor) if limits.max_drafts else ()
+    columns += (own.behind,) if limits.window else ()
+    for column in columns:
         column[list(slots)] = 0
 
 
@@ -81,6 +88,8 @@ def publish_prompt(editor: StateEditor, limits: Limits, slot: int, start: int, l
     full = slice(start // limits.block_size, min((start + length) // limits.block_size, len(digests)))
     editor.describe(record.request, digests, range(full.start, full.stop), limits.block_size)
     editor.pool.publish(zip(digests[full], table[full], strict=True))
+    if limits.window:
+        windowed.publish(editor, slot, digests, range(full.start, full.stop))
 
 
 def digests_of(request: Request, limits: Limits, first: Sequence[bytes], num_tokens: int) -> tuple[bytes, ...]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxllm.errors import ContextLengthError
 from jaxllm.outputs import FinishReason
-from jaxllm.scheduler import drafting, gangs, occupancy
+from jaxllm.scheduler import drafting, gangs, occupancy, windowed
 from jaxllm.scheduler.admission import admit
 from jaxllm.scheduler.state import (
     NO_MOVES,
@@ -36,12 +36,20 @@ from jaxllm.scheduler.state import (
 def check_fits(limits: Limits, num_prompt: int, limit: int, width: int = 1) -> None:
     """Refuse a request of at most `limit` tokens, or a gang of `width`, that could not run even alone in the pool."""
     needed = -(-max(num_prompt, limit - 1) // limits.block_size)  # the last token is sampled, never computed
+    windowed_needed = width * min(needed, windowed.most(limits.window, limits.block_size)) if limits.window else 0
     if width > 1:
         needed = gangs.blocks_needed(limits, num_prompt, limit, width)
     if needed > limits.num_blocks:
         raise ContextLengthError(
             f"The request may reach {limit} tokens and would need {needed} KV blocks of {limits.block_size} "
             f"tokens, but the whole pool has {limits.num_blocks}. Lower max_tokens, or raise num_kv_blocks.",
+            num_prompt,
+            limits.num_blocks * limits.block_size,
+        )
+    if windowed_needed > limits.num_window_blocks:
+        raise ContextLengthError(
+            f"{width} sequences that run together would need {windowed_needed} KV blocks of windowed layers, and there "
+            f"are {limits.num_window_blocks}. Lower the number of sequences, or raise num_kv_blocks.",
             num_prompt,
             limits.num_blocks * limits.block_size,
         )
@@ -108,6 +116,8 @@ def plan(state: State, limits: Limits, now: float) -> tuple[State, Plan]:
     """Say what the next step computes: decodes, chunks of running prompts, then admissions, in one token budget."""
     editor = StateEditor(state)
     table: list[np.ndarray] = []
+    if limits.window:
+        windowed.give_back(editor, limits, table, gangs.held(editor) if editor.gangs else NO_ROWS)
     preempted = _grow(editor, limits, table)
 
     moves = NO_MOVES
@@ -129,7 +139,7 @@ def plan(state: State, limits: Limits, now: float) -> tuple[State, Plan]:
     turns = turn[row_slots]
 
     budget = limits.max_step_tokens - num_decodes
-    rows = _continue_prompts(editor, limits, chunking, budget) if chunking.any() else []
+    rows = _continue_prompts(editor, limits, chunking, budget, table) if chunking.any() else []
     admitted: list[Admission] = []
     if editor.waiting and not preempted:
         admit(editor, limits, rows, budget, admitted, table)
@@ -236,6 +246,8 @@ def commit(
     if finished or failed:
         for slot in failed_slots:  # whatever made its logits unusable may be in its blocks
             editor.pool.forget(editor.tables[slot], editor.owner(slot).digests)
+            if limits.window:
+                windowed.forget(editor, slot)
         occupancy.vacate(editor, limits, failed_slots, may_publish=False)
         occupancy.vacate(editor, limits, row_slots[ended].tolist())
     return editor.done(), Events(
@@ -328,11 +340,16 @@ def _grow(editor: StateEditor, limits: Limits, table: list[np.ndarray]) -> tuple
         if editor.gangs:
             full[gangs.held(editor)] = False
         growing = full.nonzero()[0]  # free slots have a limit of 0
-        if not len(growing):
+        lacking = windowed.lacking(editor, limits) if limits.window else []
+        if not len(growing) and not lacking:
             return tuple(preempted)
         counts = -(-(slots.length[growing] - slots.capacity[growing]) // limits.block_size)
-        if counts.sum() <= editor.pool.num_available:
+        if counts.sum() <= editor.pool.num_available and (
+            not limits.window or windowed.can_grow(editor, growing, counts, lacking)
+        ):
             _hand_out(editor, limits, growing, counts, table)
+            if limits.window:
+                windowed.grow(editor, limits, growing, counts, lacking, table)
             return tuple(preempted)
         # Who has its last token in flight will give its blocks back in any case.
         ending = (slots.length >= slots.limit) & (slots.issued >= slots.given)
@@ -357,7 +374,8 @@ def _hand_out(
     tables = editor.tables
     for slot, block in zip(slots.tolist(), taken.tolist(), strict=True):
         tables[slot] += (block,)
-    table.append(np.array((slots, index, taken), np.int32).T)
+    columns = index * limits.num_groups if limits.window else index
+    table.append(np.array((slots, columns, taken), np.int32).T)
 
 
 def _verify(
@@ -381,19 +399,27 @@ def _verify(
     growing = blocks.nonzero()[0]
     if len(growing):
         _hand_out(editor, limits, row_slots[growing], blocks[growing], table)
+        if limits.window:
+            windowed.grow(editor, limits, row_slots[growing], blocks[growing], [], table)
     return int(drafts.sum()), lengths + drafts
 
 
 def _continue_prompts(
-    editor: StateEditor, limits: Limits, chunking: np.ndarray, budget: int
+    editor: StateEditor, limits: Limits, chunking: np.ndarray, budget: int, table: list[np.ndarray]
 ) -> list[tuple[int, int, int]]:
-    """Give the tokens of a step to running prompts by rank: rows of slot, start, length."""
+    """Give the tokens of a step to running prompts by rank: rows of slot, start, length.
+
+    Adds blocks of windowed layers to `table`.
+    """
+    spare = int(np.count_nonzero(editor.slots.epochs)) if limits.window else 0
     rows: list[tuple[int, int, int]] = []
     for slot in sorted(chunking.nonzero()[0].tolist(), key=lambda slot: editor.owner(slot).rank):
         if budget == 0 or len(rows) == limits.max_step_chunks:
             break
         start = int(editor.slots.issued[slot])
         length = min(int(editor.slots.given[slot]) - start, budget)
+        if limits.window:
+            length = windowed.extend(editor, limits, slot, start, length, spare, table)
         budget -= length
         rows.append((slot, start, length))
         occupancy.publish_prompt(editor, limits, slot, start, length)

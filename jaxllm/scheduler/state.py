@@ -40,6 +40,13 @@ class Limits:
     max_verified: int = 0  # tokens of a step that verifies drafts
     token_cost: int = 0  # time that one more token takes in a decode step, in thousandths of the step's fixed time
     draft_cost: int = 0  # … that drafting one token takes
+    window: int = 0  # tokens that a query sees in the layers of a second group of blocks, see windowed.py; 0: no group
+    num_window_blocks: int = 0  # of that group's pool
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of blocks: those of layers that see everything, or of all; and those of windowed layers."""
+        return 2 if self.window else 1
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -108,6 +115,7 @@ class Slots(NamedTuple):
     has_drafts: np.ndarray  # bool[S]: whether the device has drafts for it once all planned steps have run
     tried: np.ndarray  # int32[S]: its last drafts that were compared …
     kept: np.ndarray  # int32[S]: … and those that were equal to the token sampled
+    behind: np.ndarray  # int32[S]: blocks of windowed layers before the first that it names
 
 
 class Move(NamedTuple):
@@ -156,15 +164,27 @@ class State(NamedTuple):
     adapters: tuple[int, ...] = ()
     block_events: tuple[BlockEvent, ...] | None = None  # of the prefix index, until they are taken; None: not recorded
     gangs: tuple[tuple[int, ...], ...] = ()  # slots of each that runs, the leader's first
-    # What forks have changed, for the next plan: entries of block tables as in `Plan.table`, and slots whose next block
-    # must be a copy of another.
+    # Changes by forks, for the next plan: entries of block tables as in `Plan.table`; and copies: group, slot, and the
+    # block that the slot's next block must be a copy of.
     entries: tuple[tuple[int, int, int], ...] = ()
-    copies: tuple[tuple[int, int], ...] = ()
+    copies: tuple[tuple[int, int, int], ...] = ()
+    # Of windowed layers with a separate pool:
+    window_tables: tuple[tuple[int, ...], ...] = ()  # by slot: the blocks that it names, from `Slots.behind` on
+    window_pool: Pool | None = None
 
     @property
     def num_running(self) -> int:
         """Requests that own a slot."""
         return int(np.count_nonzero(self.slots.epochs))
+
+    @property
+    def num_blocks_used(self) -> int:
+        """Blocks of `pool` in use; if a larger share of the windowed layers' is, such a share of them."""
+        pool, other = self.pool, self.window_pool
+        used = pool.num_blocks - pool.num_available
+        if other is None:
+            return used
+        return max(used, -(-(other.num_blocks - other.num_available) * pool.num_blocks // other.num_blocks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +216,8 @@ class Plan(NamedTuple):
     lengths: np.ndarray  # int32[R]: its tokens
     samples: np.ndarray  # bool[R]: whether the row reaches the end of its sequence, so that its result is wanted
     turns: np.ndarray  # int32[R]: `Slots.turn` of the row, which marks a result that is wanted no more
-    table: np.ndarray  # int32[U, 3]: slot, index in the block table, block
+    # int32[U, 3]: slot, column of its block table, block. With G groups, index i of a group is in column i · G + group.
+    table: np.ndarray
     admitted: tuple[Admission, ...] = ()
     preempted: tuple[int, ...] = ()  # ids
     number: int = 0  # counts plans
@@ -258,6 +279,7 @@ def initial(limits: Limits) -> State:
         has_drafts=zeros(num_slots, dtype=np.bool_),
         tried=zeros(num_slots),
         kept=zeros(num_slots),
+        behind=zeros(num_slots),
     )
     return State(
         waiting=(),
@@ -266,6 +288,8 @@ def initial(limits: Limits) -> State:
         tables=((),) * num_slots,
         pool=block_pool.make_pool(limits.num_blocks),
         block_events=() if limits.records_blocks else None,
+        window_tables=((),) * num_slots if limits.window else (),
+        window_pool=block_pool.make_pool(limits.num_window_blocks) if limits.window else None,
     )
 
 
@@ -334,6 +358,14 @@ class StateEditor:
         return self._parts["pool"]
 
     @property
+    def window_pool(self) -> PoolEditor:
+        """The blocks of windowed layers."""
+        if "window_pool" not in self._parts:
+            assert self._state.window_pool is not None
+            self._parts["window_pool"] = PoolEditor(self._state.window_pool)
+        return self._parts["window_pool"]
+
+    @property
     def running(self) -> list[Running | None]:
         """Records by slot."""
         return self._list("running")
@@ -342,6 +374,11 @@ class StateEditor:
     def tables(self) -> list[tuple[int, ...]]:
         """Blocks by slot."""
         return self._list("tables")
+
+    @property
+    def window_tables(self) -> list[tuple[int, ...]]:
+        """Blocks of windowed layers by slot."""
+        return self._list("window_tables")
 
     def owner(self, slot: int) -> Running:
         """Return the record of a slot in use."""
@@ -361,6 +398,8 @@ class StateEditor:
     def forget_cache(self, limits: Limits) -> None:
         """Start with a new pool, in which every block is free."""
         self._parts["pool"] = PoolEditor(block_pool.make_pool(limits.num_blocks), self._state.block_events is not None)
+        if limits.window:
+            self._parts["window_pool"] = PoolEditor(block_pool.make_pool(limits.num_window_blocks))
         self._was_cleared = True
 
     def describe(self, request: Request, digests: Sequence[bytes], full: range, block_size: int) -> None:
@@ -385,8 +424,8 @@ class StateEditor:
         events = old.block_events
         if events is not None and pool is not None:
             events = (*events, *([Cleared()] if self._was_cleared else ()), *self._changes(pool))
-        lists = {name: tuple(part) for name, part in self._parts.items() if name != "pool"}
-        return State(
+        lists = {name: tuple(part) for name, part in self._parts.items() if not isinstance(part, PoolEditor)}
+        state = State(
             waiting=self.waiting,
             slots=new_slots,
             running=lists.get("running", old.running),
@@ -400,6 +439,13 @@ class StateEditor:
             gangs=self.gangs,
             entries=self.entries,
             copies=self.copies,
+        )
+        if old.window_pool is None:
+            return state
+        window_pool = self._parts.get("window_pool")
+        return state._replace(
+            window_tables=lists.get("window_tables", old.window_tables),
+            window_pool=old.window_pool if window_pool is None else window_pool.done(),
         )
 
     def _changes(self, pool: PoolEditor) -> Iterator[BlockEvent]:

@@ -31,7 +31,7 @@ from jaxllm.model import decoder, sharding, weights
 from jaxllm.model.families import read_spec
 from jaxllm.runner import draft_setup, kv_cache
 from jaxllm.runner.aot_manifest import difference
-from jaxllm.runner.model_setup import describe_programs, plan_memory, prepare
+from jaxllm.runner.model_setup import cache_window, describe_programs, plan_memory, prepare
 from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm.scheduler.state import Limits
 from jaxllm_server.launch import ServerOptions, _recorder
@@ -267,7 +267,15 @@ def test_the_plan_counts_what_is_allocated(case: str, shards: int) -> None:
     config = EngineConfig(model=str(GOLDEN / case), **settings)
     setup = prepare(config, needs_weights=False)
     plan = plan_memory(config, setup, 1 << 32)
-    geometry = kv_cache.Geometry(num_slots=2, num_blocks=24, block_size=16, max_model_len=64)
+    geometry = kv_cache.Geometry(
+        num_slots=2,
+        num_blocks=24,
+        block_size=16,
+        max_model_len=64,
+        window=cache_window(setup),
+        num_window_blocks=plan.num_window_blocks,
+    )
+    assert geometry.num_groups == (2 if case == "gemma2" else 1)
     layers = kv_cache.abstract_kv(setup.spec, geometry, setup.layout, setup.cache_dtype)
     leaves = jax.tree.leaves(layers)
     held = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)

@@ -130,7 +130,7 @@ def test_a_block_of_latents_is_counted_once_and_is_whole_on_each_device():
     dtype = np.dtype("bfloat16")
     geometry = kv_cache.Geometry(num_slots=2, num_blocks=5, block_size=16, max_model_len=64)
     for shards in (1, 2):
-        assert kv_cache.block_bytes(spec, 16, dtype, shards) == 2 * 16 * (24 + 8) * 2
+        assert kv_cache.block_bytes(spec, spec.num_layers, 16, dtype, shards) == 2 * 16 * (24 + 8) * 2
         layout = sharding.make_layout(jax.devices(), shards)
         state = device_state.abstract(spec, geometry, 32, Extras(spec.vocab_size), layout, dtype)
         held = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(state.kv)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -29,8 +28,7 @@ def test_a_fork_copies_every_part_of_a_block() -> None:
     leaves = tuple(jax.tree.leaves(layers))
     before = [np.asarray(each) for each in leaves]
     copies = np.array([[0, 3], [4, 1], [2, 6], [5, 7]], np.int32)  # blocks 6 and 7 do not exist
-    model: Any = SimpleNamespace(state=SimpleNamespace(kv=tuple(layers)), layout=layout)
-    copied = jax.jit(step.build_copy(model))(leaves, copies)
+    copied = jax.jit(step.build_copy(layout, leaves))(leaves, copies)
     assert len(copied) == len(leaves) == 6
     for old, new in zip(before, copied, strict=True):
         due = old.copy()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from jaxllm.errors import UserError
-from jaxllm.runner.memory_plan import Asked, Device, Need, coarse, describe, share_out
+from jaxllm.runner.memory_plan import Asked, Device, Need, Windowed, coarse, describe, share_out
 
 GIB = 2**30
 # As of an 8B model in bfloat16 on a GPU of 80 GB of which 92 % may be used.
@@ -48,6 +48,34 @@ def test_a_length_that_nobody_asked_for_is_what_fits() -> None:
 def test_a_pool_is_not_rounded_below_the_length_that_was_asked_for() -> None:
     plan = share_out(replace(GPU, free=26 * GIB), NEED, Asked(max_model_len=1350 * 16))
     assert plan.num_blocks == 1350 > coarse(1350)
+
+
+# As of a model of 48 layers, five of six with a window of 1,024 tokens.
+SIX = replace(NEED, block=6 * 2**20, model_len=8192)
+WINDOWED = replace(SIX, block=2**20, windowed=Windowed(window=1024, block=5 * 2**20, most=66, chunks=512))
+
+
+@pytest.mark.parametrize("length", [2048, 8192, 131072])
+@pytest.mark.parametrize("num_slots", [4, 256])
+def test_windowed_layers_get_blocks_for_as_many_requests(length: int, num_slots: int) -> None:
+    need = replace(WINDOWED, model_len=length, num_slots=num_slots)
+    plan = share_out(GPU, need, Asked(kv_bytes=30 * GIB))
+    one = share_out(GPU, replace(SIX, model_len=length, num_slots=num_slots), Asked(kv_bytes=30 * GIB))
+    assert plan.kv_bytes == plan.num_blocks * 2**20 + (plan.num_window_blocks + 1) * 5 * 2**20 <= 30 * GIB
+    assert plan.num_blocks >= one.num_blocks and plan.num_window_blocks <= plan.num_blocks
+    expected = min(length, 2048)
+    requests = min(num_slots, plan.num_blocks * 16 / expected)
+    assert plan.num_window_blocks >= min(plan.num_blocks, requests * 66)
+
+
+def test_five_windows_of_six_hold_more_tokens_in_the_same_memory() -> None:
+    before, after = (share_out(GPU, need, Asked(kv_bytes=30 * GIB)) for need in (SIX, WINDOWED))
+    assert after.num_blocks >= 1.6 * before.num_blocks
+    assert after.num_window_blocks >= 0.85 * before.num_blocks, "short requests have nearly as much room as before"
+    lines = describe(after, "a GPU", "").splitlines()
+    assert f"and {after.num_window_blocks} of windowed layers" in lines[5]
+    asked = share_out(GPU, WINDOWED, Asked(num_blocks=9000))
+    assert asked.num_blocks == 9000 and asked.kv_bytes < 9000 * 6 * 2**20
 
 
 def test_a_laptop_keeps_most_of_its_memory() -> None:

@@ -44,9 +44,9 @@ def is_too_wide(asked: BeamSearchParams, num_slots: int) -> bool:
     return asked.beam_width + (not asked.ignore_eos) > NUM_LOGPROBS or asked.beam_width > num_slots
 
 
-def blocks_of(num_prompt: int, limit: int, width: int, size: int) -> int:
+def blocks_of(num_prompt: int, limit: int, width: int, size: int, shares: bool = True) -> int:
     """Return the blocks that a search may need: it shares what the prompt fills, and each beam goes on by itself."""
-    shared = num_prompt // size
+    shared = num_prompt // size if shares else 0
     return shared + width * max(1, -(-(limit - 1) // size) - shared)
 
 

@@ -53,7 +53,7 @@ def check_turn(world: World, began: float) -> None:
         for client in world.clients:
             if client.pause is None:
                 raise Violation(f"I7: {client.name} waits although the time of the drain is over")
-    if world.setting["block_events"] and len(world.follower.stored) != len(reference.index):
+    if world.setting["block_events"] and len(world.follower.stored) != len(reference.blocks.index):
         raise Violation("the events of the prefix cache do not add up to it")
     batches = world.llm._blocks._batches
     if len(batches) > 1 and sum(len(batch.events) for batch in batches) > kv_events.LOGGED_EVENTS:
@@ -97,7 +97,8 @@ def check_idle(world: World) -> None:
     """Nothing runs: nothing may be held."""
     world.reference.compare()
     state, engine = world.engine.scheduler.state, world.engine
-    if state.pool.num_available != state.pool.num_blocks or state.num_running or state.waiting:
+    pools = (state.pool, *([] if state.window_pool is None else [state.window_pool]))
+    if any(pool.num_available != pool.num_blocks for pool in pools) or state.num_running or state.waiting:
         raise Violation("I1: blocks are held by no request")
     if engine.outputs.groups or engine.outputs.sequences or engine.scheduler.requests:
         raise Violation("I13: requests are kept after their end")

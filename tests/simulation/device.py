@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from operator import ne
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ from jaxllm.runner.kv_cache import Geometry
 from jaxllm.runner.model_runner import HeldStep, Runner, StepInFlight
 from jaxllm.runner.resident_adapters import ResidentAdapters
 from jaxllm.runner.scoring import SCORED_ROWS
-from jaxllm.runner.small_programs import SmallPrograms
+from jaxllm.runner.small_programs import COPY_PROGRAMS, SmallPrograms
 from jaxllm.sampling.sampler import ROW_WIDTH, Extras, Variant
 from jaxllm.scheduler.state import Limits
 from tests.simulation.beams import BeamTruth, likeliest
@@ -69,7 +70,7 @@ class Faults(Protocol):
     def not_finite(self, samples: Sequence[bool]) -> Sequence[int]: ...
     def strikes_score(self) -> bool: ...
     def unsettled(self, slot: int) -> int: ...
-    def check_private(self, slot: int, blocks: Collection[int]) -> None: ...
+    def check_private(self, slot: int, group: int, written: Collection[int]) -> None: ...
     def note_verified(self, drafts: int, had: int, count: int) -> None: ...
 
 
@@ -107,7 +108,7 @@ class Logits:
     owners: list[Truth]
     offsets: list[int]  # from the row's first place
     tokens: list[int]  # behind which is sampled
-    written: np.ndarray  # where in the cache these are
+    written: list[np.ndarray]  # where in the cache of each group these are
     poisoned: set[int]  # places
     num_chunk_tokens: int = 0
     verified: Sequence[tuple[int, int]] = ()  # drafts that each row had, and those that were kept
@@ -139,8 +140,11 @@ class Device:
         slots, longest = geometry.num_slots, geometry.max_blocks * geometry.block_size
         self.is_lost = False
         self.generation += 1
-        self.content = np.zeros(geometry.num_blocks * geometry.block_size, np.uint64)
-        self.tables = np.full((slots, geometry.max_blocks), geometry.num_blocks, np.int32)
+        groups = range(geometry.num_groups)
+        self.content = [np.zeros(geometry.array_blocks(group) * geometry.block_size, np.uint64) for group in groups]
+        # Entries of windowed layers that were never written name a block that holds something else.
+        self.tables = np.zeros((slots, geometry.max_blocks * len(groups)), np.int32)
+        self.tables[:, :: len(groups)] = geometry.num_blocks
         self.tokens = np.full((slots, longest + 2), -1, np.int32)
         self.rows = np.zeros((slots, ROW_WIDTH), np.int32)
         self.slot_extras = np.zeros((slots, self.extras.width), np.int32)
@@ -261,7 +265,7 @@ class Device:
         table = field["table"]
         table = table[: np.count_nonzero(table[:, 0] < num_slots)]
         for slot, index, block in table.tolist():
-            if slot < 0 or index < 0 or not 0 <= block < geometry.num_blocks:
+            if slot < 0 or index < 0 or not 0 <= block < geometry.array_blocks(index % geometry.num_groups):
                 raise Violation("a block that does not exist")
             self.tables[slot, index] = block
         ends = field["row_position"][:num_places] + 1
@@ -301,36 +305,47 @@ class Device:
         astray = self._follow_astray(token_slots, positions, tokens, content, is_wrong) if self.astray else []
         if np.count_nonzero(is_wrong):
             raise Violation("a row holds tokens that are not its request's")
-        places = self.tables[token_slots, positions // size] * size + positions % size
-        place_list = places.tolist()
-        if max(place_list) >= len(self.content):
-            raise Violation("a row has no block for its token")
-        if len(set(place_list)) < len(place_list):
-            raise Violation("I4: two tokens are written to one place")
-        self.content[places] = content
+        places: list[np.ndarray] = []
+        for group, (held, num_blocks) in enumerate(
+            zip(self.content, (geometry.num_blocks, geometry.num_window_blocks), strict=False)
+        ):
+            own = self.tables[token_slots, positions // size * geometry.num_groups + group] * size + positions % size
+            place_list = own.tolist()
+            if max(place_list) >= num_blocks * size:
+                raise Violation("a row has no block for its token")
+            if len(set(place_list)) < len(place_list):
+                raise Violation("I4: two tokens are written to one place")
+            held[own] = content
+            places.append(own)
+            if shape.drafts:
+                for slot in {slot for slot, offset in zip(slot_list, offsets, strict=True) if offset}:
+                    self.faults.check_private(slot, group, set((own[slots == slot] // size).tolist()))
         self.hidden, self._hidden_slots = content, token_slots
-        self.num_tokens += len(place_list)
-        if shape.drafts:
-            for slot in {slot for slot, offset in zip(slot_list, offsets, strict=True) if offset}:
-                self.faults.check_private(slot, set((places[slots == slot] // size).tolist()))
+        self.num_tokens += len(content)
 
         # Read: every place of every row. What drafts read behind the row's first token this step has just written.
         firsts = [place for place, offset in enumerate(offsets) if not offset]
         row_slots, row_ends = (slots, ends) if len(firsts) == num_places else (slots[firsts], ends[firsts])
         longest = int(row_ends.max())
-        read = self.tables[row_slots][:, self._block_of[:longest]] * size + self._offset_of[:longest]
-        found = self.content.take(read, mode="clip")
-        wrong = found != self._chains[row_slots, :longest]
-        if len(firsts) > 1:
-            wrong &= self._positions[:longest] < row_ends[:, None]
         poisoned: set[int] = set()
-        for slot in astray:
-            wrong[row_slots == slot, self.astray[slot]] = False
-        if np.count_nonzero(wrong):
-            for row in wrong.any(1).nonzero()[0].tolist():
-                if (found[row][wrong[row]] != POISON).any():
-                    raise Violation(f"I3: slot {row_slots[row]} reads a place that holds something else")
-                poisoned.add(firsts[row])  # by a failed row, of which the host could not know
+        for group, held in enumerate(self.content):
+            blocks = self.tables[row_slots][:, self._block_of[:longest] * geometry.num_groups + group]
+            found = held.take(blocks * size + self._offset_of[:longest], mode="clip")
+            wrong = found != self._chains[row_slots, :longest]
+            if len(firsts) > 1:
+                wrong &= self._positions[:longest] < row_ends[:, None]
+            for slot in astray:
+                wrong[row_slots == slot, self.astray[slot]] = False
+            if group:  # before the window, with weight 0: the row's blocks, or the block of zeros
+                lengths = 1 if shape.is_decode else np.diff(field["row_last"][:num_places], prepend=-1)
+                starts = row_ends - lengths
+                is_nothing = (blocks == geometry.num_window_blocks) & (found == 0)
+                wrong &= ~(is_nothing & (self._positions[:longest] <= (starts - geometry.window)[:, None]))
+            if np.count_nonzero(wrong):
+                for row in wrong.any(1).nonzero()[0].tolist():
+                    if (found[row][wrong[row]] != POISON).any():
+                        raise Violation(f"I3: slot {row_slots[row]} reads a place that holds something else")
+                    poisoned.add(firsts[row])  # by a failed row, of which the host could not know
 
         last = slice(None) if shape.is_decode else field["row_last"][:num_places]
         living = [owner for owner in owners if owner is not None]
@@ -343,7 +358,7 @@ class Device:
             owners=living,
             offsets=offsets,
             tokens=tokens[last].tolist(),
-            written=places[last],
+            written=[own[last] for own in places],
             poisoned=poisoned,
         )
 
@@ -503,7 +518,8 @@ class Device:
             logits.owners[row].may_fail = True
             joined[row, 1] = 0
             joined[row, 0] = -1
-            self.content[logits.written[row]] = POISON
+            for held, written in zip(self.content, logits.written, strict=True):
+                held[written[row]] = POISON
         for row, count in counts.items():
             self.lengths[logits.slots[row]] = logits.ends[row] + count
         if shape.drafts:
@@ -531,14 +547,14 @@ class Device:
         joined[4 : 4 + NUM_LOGPROBS] = np.array(logprobs[:NUM_LOGPROBS], np.float32).view(np.int32)
         joined[4 + NUM_LOGPROBS : 4 + 2 * NUM_LOGPROBS] = tokens[:NUM_LOGPROBS]
 
-    def copy_blocks(self, kv: tuple[()], places: np.ndarray) -> tuple[()]:
-        """Copy blocks of the cache; those of no number are padding."""
+    def copy_blocks(self, kv: tuple[()], places: np.ndarray, group: int = 0) -> tuple[()]:
+        """Copy blocks of a group's layers; those of no number are padding."""
         self._check_state()
-        copies = places[places[:, 1] < self.geometry.num_blocks]
+        copies = places[places[:, 1] < self.geometry.array_blocks(group)]
         sources, targets = copies.T.tolist()
         if len(set(targets)) < len(targets) or {*sources} & {*targets}:
             raise Violation("a block is copied onto twice, or both from and onto")
-        blocks = self.content.reshape(self.geometry.num_blocks, -1)
+        blocks = self.content[group].reshape(self.geometry.array_blocks(group), -1)
         blocks[targets] = blocks[sources]
         self.num_copied += len(copies)
         return kv
@@ -689,9 +705,10 @@ class SimulatedRunner(Runner):
         )
         self._state_shapes = shapes
         self._state = device.leaves
-        programs = {"patch": device.patch, "patch_extras": device.patch_extras, "copy_blocks": device.copy_blocks}
+        programs = {"patch": device.patch, "patch_extras": device.patch_extras}
+        programs |= {name: partial(device.copy_blocks, group=group) for group, name in enumerate(COPY_PROGRAMS)}
         programs |= {"score": device.score, "score_whole": device.score}
-        self._small = SmallPrograms(programs, shapes, geometry.num_blocks, VOCABULARY)
+        self._small = SmallPrograms(programs, shapes, geometry, [()] * geometry.num_groups, VOCABULARY)
         self.programs = Programs(
             batch.decode_shapes(geometry.num_slots),
             batch.ragged_shapes(max_step_tokens, geometry.num_slots, geometry.block_size, ROW_WIDTH),

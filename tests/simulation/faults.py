@@ -152,12 +152,13 @@ class StepFaults:
         own = self.world.reference.plans[self.world.plans[-1].number]
         return entry.unsettled - sum(row[-1] for row in own if row[0] is entry)
 
-    def check_private(self, slot: int, blocks: Collection[int]) -> None:
+    def check_private(self, slot: int, group: int, written: Collection[int]) -> None:
         """Check that blocks that drafts are written to are a slot's own, and cannot be found by others."""
         reference = self.world.reference
         entry = reference.running[slot]
-        for block in blocks:
-            if block not in entry.table or reference.references[block] != 1 or block in reference.index.values():
+        blocks, named = (reference.windowed, entry.window.values()) if group else (reference.blocks, entry.table)
+        for block in written:
+            if block not in named or blocks.references[block] != 1 or block in blocks.index.values():
                 raise Violation("I16: a draft is written where another may read")
 
     def note_verified(self, drafts: int, had: int, count: int) -> None:

@@ -21,11 +21,21 @@ class Focus:
     phases: tuple[str | None, ...] = (None,)  # of the requests that are ended from outside
 
 
+def windowed_blocks(chance: random.Random, window: int, block_size: int, num_blocks: int) -> int:
+    """Draw the number of blocks of windowed layers, between the need of one request and the number of the others."""
+    if not window:
+        return 0
+    need = min(num_blocks, -(-(window - 1) // block_size) + 1 + -(-2 // block_size))
+    return chance.choice((need, need + chance.randint(0, 2 * need), chance.randint(need, num_blocks), num_blocks))
+
+
 def _tight(chance: random.Random, slots: int, spare: int, **others: Any) -> dict[str, Any]:
     """Return the setting of a pool that holds a long request, and not all that run."""
     size = chance.choice((1, 2, 2, 4))
     length = size * chance.choice((6, 8))
     own = {"block_size": size, "max_model_len": length, "num_blocks": length // size + chance.randint(1, spare)}
+    window = chance.choice((0, 0, 1, size, size + 1, 2 * size))
+    own |= {"window": window, "num_window_blocks": windowed_blocks(chance, window, size, own["num_blocks"])}
     return own | {"num_slots": slots, "max_step_tokens": max(slots, 8), "most_queued": 4 * slots} | others
 
 

@@ -7,7 +7,7 @@ the sequence up to their end (`oracle.Truth.chain`), the least recently released
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.scheduler import block_pool, drafting
+from jaxllm.scheduler import drafting
 from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm.scheduler.state import Events, Limits, Move, Plan, Request
 from tests.simulation.adapters import Places
 from tests.simulation.beams import BeamTruth
+from tests.simulation.blocks import Blocks
 from tests.simulation.device import Violation
 from tests.simulation.oracle import Truth
 
@@ -57,6 +58,13 @@ class Entry:
     turn: int = 0  # rows planned whose result is wanted
     done: int = 0  # of them, those whose result came or is wanted no more
     table: list[int] = field(default_factory=list)
+    window: dict[int, int] = field(default_factory=dict)  # blocks of windowed layers, by their place in the sequence
+    behind: int = 0  # places before the first of them
+
+    @property
+    def reach(self) -> int:
+        """The place that the next block of windowed layers will have."""
+        return self.behind + len(self.window)
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -98,22 +106,23 @@ class Reference:
         self.places = Places(limits.max_adapters)
         self._passed_over: tuple[Entry, int, set[tuple[int, int]]] | None = None  # see `_check_patience`
         self.gangs: dict[int, list[Entry]] = {}  # searches that run, by their first beam's id
-        self.entries: list[tuple[Entry, int, int]] = []  # changes of block tables that the next plan sends
-        self.copies: list[tuple[Entry, int]] = []  # whose next block is to be a copy, and of which
+        # For the next plan: entries of block tables (entry, place, group, block), and copies (group, entry, source).
+        self.entries: list[tuple[Entry, int, int, int]] = []
+        self.copies: list[tuple[int, Entry, int]] = []
+        self.unread: deque[list[int]] = deque()  # entries of a plan's block table that are not compared yet
+        self.windows: Counter[str] = Counter()  # events of windowed layers' blocks, by name
         self.num_readmitted = 0
         self._began: list[tuple[int, int]] = []  # of the beams of this plan that were admitted: tokens, and cached ones
         self._claim = claim
         self._forget_cache()
 
     def _forget_cache(self) -> None:
-        self.references = [0] * self.limits.num_blocks
-        self.free = set(range(self.limits.num_blocks))
-        self.cached: dict[int, int] = {}  # block -> key, the first is evicted first
-        self.index: dict[int, int] = {}  # key -> block
+        self.blocks = Blocks(self.limits.num_blocks)
+        self.windowed = Blocks(self.limits.num_window_blocks)
 
     @property
     def num_available(self) -> int:
-        return len(self.free) + len(self.cached)
+        return self.blocks.num_available
 
     # What the core is told.
 
@@ -156,8 +165,8 @@ class Reference:
 
     def planned(self, plan: Plan) -> None:
         size = self.limits.block_size
-        new_blocks: list[tuple[int, int, int]] = []
-        pairs = plan.table.tolist()
+        self.unread = deque(plan.table.tolist())
+        gone = [place for _, entry in sorted(self.running.items()) for place in self._give_back(entry)]
         preempted: list[int] = []
         while True:
             growing = [
@@ -166,10 +175,18 @@ class Reference:
                 if entry.length > len(entry.table) * size and entry.length < entry.limit and not is_held(entry)
             ]
             counts = [-(-entry.length // size) - len(entry.table) for entry in growing]
-            if sum(counts) <= self.num_available:
+            lacking = [
+                entry
+                for _, entry in sorted(self.running.items())
+                if self.limits.window and entry.issued < entry.given and entry.reach * size <= entry.issued
+            ]
+            due = sum(count for entry, count in zip(growing, counts, strict=True) if entry.issued >= entry.given)
+            fits = not self.limits.window or due + len(lacking) <= self.windowed.num_available
+            self.windows["window_preempted"] += sum(counts) <= self.num_available and not fits
+            if sum(counts) <= self.num_available and fits:
                 break
             surely = [-(-(each.length - each.unsettled) // size) - len(each.table) for each in growing]
-            if sum(max(0, count) for count in surely) <= self.num_available:
+            if fits and sum(max(0, count) for count in surely) <= self.num_available:
                 raise Violation("I16: a request is preempted for a guess")
             victim = max(
                 (
@@ -179,7 +196,7 @@ class Reference:
                 ),
                 key=lambda each: each.rank,
             )
-            before, slot = self.num_available, victim.slot
+            before, slot = self.num_available + self.windowed.num_available, victim.slot
             victims = self.gangs.get(victim.gang, [victim])
             for each in list(victims):
                 preempted.append(each.id)
@@ -188,15 +205,19 @@ class Reference:
                 self._vacate(each)
                 self._requeue(each)
             self.places.settle(self.running.values())
-            if self.num_available <= before and not any(each in growing for each in victims):
+            after = self.num_available + self.windowed.num_available
+            if after <= before and not any(each in (*growing, *lacking) for each in victims):
                 raise Violation(f"preempting the owner of slot {slot} gave no block")
-        new_blocks += [(entry.slot, index, block) for entry, index, block in self.entries]
-        for entry, count in zip(growing, counts, strict=True):
-            new_blocks += [(entry.slot, len(entry.table) + number, -1) for number in range(count)]
-        at = len(self.entries)
-        self._hand_out(growing, counts, pairs[at : at + sum(counts)])
-        at += sum(counts)
-        moves = [[0, source, entry.table[-1]] for entry, source in self.copies]
+        for entry, index, group, block in self.entries:  # those of requests that were preempted are dropped
+            self._read(entry.slot, index, group, block)
+        for slot, index in gone:
+            self._read(slot, index, 1, self.limits.num_window_blocks)
+        self._hand_out(growing, counts)
+        self._hand_out(lacking, [1] * len(lacking), windowed=True)
+        moves = [
+            [group, source, [*entry.window.values()][-1] if group else entry.table[-1]]
+            for group, entry, source in self.copies
+        ]
         self.entries, self.copies = [], []
 
         rows: list[tuple[Entry, int, int]] = []
@@ -211,7 +232,9 @@ class Reference:
         chunks: list[tuple[Entry, int, int]] = []
         for entry in sorted((entry for entry in works if entry.issued < entry.given), key=lambda entry: entry.rank):
             if budget and len(chunks) < self.limits.max_step_chunks:
-                chunks.append((entry, entry.issued, min(entry.given - entry.issued, budget)))
+                length = min(entry.given - entry.issued, budget)
+                length = self._extend(entry, entry.issued, length, len(self.running))
+                chunks.append((entry, entry.issued, length))
                 budget -= chunks[-1][2]
                 self._publish_chunk(*chunks[-1])
         admitted: list[tuple[int, int, int, int]] = []
@@ -238,8 +261,7 @@ class Reference:
                 if found is None:
                     break
                 self.places.enter(entry.adapter)
-                at, budget = self._admit_gang(members, found, at, budget, pairs, chunks)
-                new_blocks += [(each.slot, index, block) for each in members for index, block in enumerate(each.table)]
+                budget = self._admit_gang(members, found, budget, chunks)
                 admitted += [
                     (each.slot, each.id, known, start)
                     for each, (known, start) in zip(members, self._began[-len(members) :], strict=True)
@@ -247,29 +269,31 @@ class Reference:
                 continue
             hits = self._hits(entry)
             num_new = -(-entry.known // size) - len(hits)
-            idle = sum(self.references[block] == 0 for block in hits)
-            if num_new > self.num_available - idle - len(self.running):
+            if num_new > self.blocks.num_left(hits) - len(self.running):
+                break
+            near = self._near(entry, len(hits))
+            least = self._least(entry, len(hits), near)
+            if self.limits.window and least > self.windowed.num_left(near.values()) - len(self.running):
+                self.windows["window_waits"] += 1
                 break
             self.waiting.remove(entry)
             self.places.enter(entry.adapter)
             entry.slot = min(set(range(self.limits.num_slots)) - set(self.running))
             self.running[entry.slot] = entry
             entry.admission += 1
-            for block in hits:
-                self.references[block] += 1
-                self.cached.pop(block, None)
-            entry.table = list(hits)
+            spare = len(self.running) - 1
+            self.blocks.share(hits)
+            self.windowed.share(near.values())
             start = len(hits) * size
             entry.given = entry.length = entry.known
             entry.issued = start
             entry.has_drafts, entry.tried, entry.kept, entry.unsettled = False, 1, 1, 0
-            at += len(hits)
-            self._hand_out([entry], [num_new], pairs[at : at + num_new])
-            at += num_new
-            chunks.append((entry, start, min(entry.known - start, budget)))
+            self._enter(entry, hits, near, num_new)
+            chunks.append((entry, start, self._extend(entry, start, min(entry.known - start, budget), spare)))
+            if not chunks[-1][2]:
+                raise Violation("a request is admitted that has no block for a token")
             budget -= chunks[-1][2]
             self._publish_chunk(*chunks[-1])
-            new_blocks += [(entry.slot, index, block) for index, block in enumerate(entry.table)]
             admitted.append((entry.slot, entry.id, entry.known, start))
         rows += chunks
         drafts = [0] * len(rows)
@@ -281,9 +305,7 @@ class Reference:
                     entry.has_drafts = False
             else:
                 drafts, blocks, proposes = self._draft(decodes)
-                for entry, count in zip(decodes, blocks, strict=True):
-                    new_blocks += [(entry.slot, len(entry.table) + number, -1) for number in range(count)]
-                self._hand_out(decodes, blocks, pairs[at : at + sum(blocks)])
+                self._hand_out(decodes, blocks)
 
         expected: list[tuple[int, int, int, bool]] = []
         record: list[tuple[Entry, int, bool, int, int]] = []
@@ -309,11 +331,8 @@ class Reference:
             (each.slot, each.request.sequence_id, each.num_known, each.num_cached) for each in plan.admitted
         ] != admitted:
             raise Violation("admissions are not what is due")
-        if [(slot, index) for slot, index, _ in pairs] != [(slot, index) for slot, index, _ in new_blocks]:
-            raise Violation("the plan's block table misses entries or has too many")
-        for (_, _, block), (_, _, due) in zip(pairs, new_blocks, strict=True):
-            if due >= 0 and block != due:
-                raise Violation("the plan's block table names another block")
+        if self.unread:
+            raise Violation("the plan's block table has too many entries")
         if plan.moves.tolist() != moves:
             raise Violation(f"a plan moves blocks {plan.moves.tolist()}, where {moves} are due")
         if plan.adapters != self.places.residents:
@@ -403,10 +422,12 @@ class Reference:
         if events.answered.tolist() != answered or events.complete != tuple(complete):
             raise Violation(f"the rows {events.answered} of beams have answered, where {answered} are due")
         for entry in failed:
-            for index in range(min(entry.brought, len(entry.table))):
-                block, key = entry.table[index], self._key(entry, index)
-                if entry.is_shared and self.index.get(key) == block and self.references[block] == 1:
-                    del self.index[key]
+            for index in range(min(entry.brought, len(entry.table))) if entry.is_shared else ():
+                self.blocks.forget(self._key(entry, index), entry.table[index])
+                if index in entry.window:
+                    self.windowed.forget(self._key(entry, index), entry.window[index])
+            for index in range(min(entry.brought, entry.behind)) if entry.is_shared else ():
+                self.windowed.discard(self._key(entry, index))
         for entry in failed:
             self._vacate(entry, publishes=False)
         self.places.settle(self.running.values())
@@ -439,6 +460,9 @@ class Reference:
             each.id: (each.table, each.brought, each.truth.tokens[: issued + 1].tolist(), each.truth.chain.tolist())
             for each in gang
         }
+        windows = {each.id: (each.window, each.behind) for each in gang}
+        copies: list[tuple[int, Entry, int]] = []
+        entries: list[tuple[Entry, int, int, int]] = []
         becomes = [(*old[move.source][2][num_prompt:issued], move.token) for move in moves]
         first.search.step()
         if first.search.is_over or sorted(becomes) != sorted(tokens for tokens, _, _ in first.search.running):
@@ -451,18 +475,31 @@ class Reference:
             is_first = move.source not in stays
             stays.add(move.source)
             shared = table if is_first else table[: issued // size]
-            for block in shared:
-                self.references[block] += 1
+            self.blocks.share(shared)
             target.table = list(shared)
             for index, block in enumerate(shared):
                 if old[move.target][0][index : index + 1] != [block]:
-                    self.entries.append((target, index, block))
+                    self.entries.append((target, index, 0, block))
+            (window, behind), (before, old_behind) = windows[move.source], windows[move.target]
+            target.window = {at: block for at, block in window.items() if is_first or at < issued // size}
+            target.behind = behind
+            self.windowed.share(target.window.values())
+            nothing = self.limits.num_window_blocks
+            for index in range(target.reach if self.limits.window else 0):
+                block = target.window.get(index, nothing)
+                if block != (nothing if index < old_behind else before.get(index)):
+                    entries.append((target, index, 1, block))
             if issued % size and not is_first:
-                self.copies.append((target, table[issued // size]))
+                self.copies.append((0, target, table[issued // size]))
+                if self.limits.window:
+                    copies.append((1, target, window[issued // size]))
+        self.entries += entries
+        self.copies += copies
         for move in moves:
             target = self.by_id[move.target]
             if move.target != move.source:
-                self._release(target, old[move.target][0], target.brought)
+                self._release(target, dict(enumerate(old[move.target][0])), target.brought, self.blocks)
+                self._release(target, windows[move.target][0], target.brought, self.windowed)
         for move in moves:
             target = self.by_id[move.target]
             target.brought = old[move.source][1]
@@ -480,6 +517,73 @@ class Reference:
             for each in self.gangs[gang]
         )
 
+    def _seen_from(self, entry: Entry) -> int:
+        """Return the place of the first block of windowed layers that a later query of a request may see.
+
+        The next query is at the next token, or at the last known token if that is computed again. The first token of
+        its block counts, because another request that finds the prefix begins there. A request without work keeps its
+        blocks, since a plan without rows is not sent.
+        """
+        size, window = self.limits.block_size, self.limits.window
+        at = min(entry.issued, entry.known - 1)
+        first = at - at % size - window + 1  # the first token that is seen from there
+        works = entry.issued < entry.given or entry.issued < entry.length < entry.limit
+        return max(entry.behind, first // size) if window and works and not is_held(entry) else entry.behind
+
+    def _give_back(self, entry: Entry) -> list[tuple[int, int]]:
+        """Give back the blocks that no later query sees; return their slot and places."""
+        end = self._seen_from(entry)
+        self.windows["window_given_back"] += end > entry.behind
+        gone = {index: entry.window.pop(index) for index in range(entry.behind, end)}
+        self._release(entry, gone, entry.brought, self.windowed)
+        entry.behind = end
+        self.entries = [each for each in self.entries if each[0] is not entry or not each[2] or each[1] not in gone]
+        return [(entry.slot, index) for index in gone]
+
+    def _near(self, entry: Entry, count: int) -> dict[int, int]:
+        """Return the blocks of windowed layers that the first query after `count` found blocks sees."""
+        size = self.limits.block_size
+        first = max(0, (count * size - self.limits.window + 1) // size) if self.limits.window else count
+        return {index: self.windowed.index[self._key(entry, index)] for index in range(first, count)}
+
+    def _least(self, entry: Entry, count: int, near: Mapping[int, int]) -> int:
+        """Return the further blocks of windowed layers that a request needs to be admitted."""
+        size, window = self.limits.block_size, self.limits.window
+        if not window:
+            return 0
+        return min(-(-entry.known // size) - count, -(-(window - 1) // size) + 2 - len(near))
+
+    def _enter(self, entry: Entry, hits: Sequence[int], near: Mapping[int, int], num_new: int) -> None:
+        """Begin a request with the blocks that it finds and `num_new` others."""
+        entry.table, entry.window = list(hits), {}
+        for index, block in enumerate(hits):
+            self._read(entry.slot, index, 0, block)
+        self._hand_out([entry], [num_new], windowed=None)
+        entry.window, entry.behind = dict(near), len(hits) - len(near) if self.limits.window else 0
+        for index in range(len(hits) if self.limits.window else 0):
+            self._read(entry.slot, index, 1, near.get(index, self.limits.num_window_blocks))
+
+    def _extend(self, entry: Entry, start: int, length: int, spare: int) -> int:
+        """Give a request blocks of windowed layers for a chunk, as far as available; return the tokens that fit."""
+        if not self.limits.window:
+            return length
+        size = self.limits.block_size
+        wanted = -(-(start + length) // size) - entry.reach
+        count = max(0, min(wanted, self.windowed.num_available - spare))
+        self._hand_out([entry], [count], windowed=True)
+        self.windows["window_shortened"] += count < wanted
+        return min(length, entry.reach * size - start)
+
+    def _read(self, slot: int, index: int, group: int, due: int | None = None) -> int:
+        """Read the next entry of the plan's block table, which is due to be this."""
+        groups = 2 if self.limits.window else 1
+        if not self.unread or self.unread[0][:2] != [slot, groups * index + group]:
+            raise Violation(f"the plan's block table misses an entry of slot {slot}: block {index} of {group}")
+        block = self.unread.popleft()[2]
+        if due is not None and block != due:
+            raise Violation(f"the plan's block table names block {block}, where {due} is due")
+        return block
+
     def _find(self, members: list[Entry]) -> list[tuple[list[int], Entry | None, int]] | None:
         """Say what blocks each beam finds, in the index or with one before it; None if they cannot all be admitted."""
         size = self.limits.block_size
@@ -487,14 +591,15 @@ class Reference:
             return None
         is_new = members[0].known == members[0].truth.num_prompt
         found: list[tuple[list[int], Entry | None, int]] = []
-        num_new, idle = 0, set()
+        num_new, num_windowed, shared, near = 0, 0, set(), set()
         for number, entry in enumerate(members):
             if is_new and number:
                 num_new += 1  # for its first token
+                num_windowed += 1
                 continue
             hits, best = self._hits(entry), None
             most = len(hits)
-            for other in members[:number]:
+            for other in [] if self.limits.window else members[:number]:
                 pairs = zip(
                     (self._key(entry, index) for index in range((entry.known - 1) // size)),
                     (self._key(other, index) for index in range(other.known // size)),
@@ -504,27 +609,35 @@ class Reference:
                 if count > most:
                     most, best = count, other
             found.append(([], best, most) if best else (hits, None, most))
-            idle |= {block for block in found[-1][0] if self.references[block] == 0}
+            shared |= {*found[-1][0]}
             num_new += -(-entry.known // size) - most
-        return found if num_new <= self.num_available - len(idle) - len(self.running) else None
+            if self.limits.window:
+                own = self._near(entry, most)
+                near |= {*own.values()}
+                num_windowed += self._least(entry, most, own)
+        if num_new > self.blocks.num_left(shared) - len(self.running):
+            return None
+        if self.limits.window and num_windowed > self.windowed.num_left(near) - len(self.running):
+            self.windows["window_waits"] += 1
+            return None
+        return found
 
     def _admit_gang(
         self,
         members: list[Entry],
         found: list[tuple[list[int], Entry | None, int]],
-        at: int,
         budget: int,
-        pairs: list[list[int]],
         chunks: list[tuple[Entry, int, int]],
-    ) -> tuple[int, int]:
-        """Give slots and blocks to all beams of a search; return what is left of the table's entries and tokens."""
+    ) -> int:
+        """Give slots and blocks to all beams of a search; return the tokens that are left."""
         size = self.limits.block_size
         self.gangs[members[0].gang] = members
         self.num_readmitted += len(found) == len(members) > 1
-        for hits, _, _ in found:
-            for block in hits:
-                self.references[block] += 1
-                self.cached.pop(block, None)
+        nears = [self._near(entry, len(hits)) for entry, (hits, _, _) in zip(members, found, strict=False)]
+        for (hits, _, _), near in zip(found, nears, strict=True):
+            self.blocks.share(hits)
+            self.windowed.share(near.values())
+        spare = len(self.running)
         for number, entry in enumerate(members):
             self.waiting.remove(entry)
             entry.slot = min(set(range(self.limits.num_slots)) - set(self.running))
@@ -532,27 +645,25 @@ class Reference:
             entry.admission += 1
             if number >= len(found):
                 self._began.append((entry.known, 0))
-                entry.is_idle, entry.table = True, []
+                entry.is_idle, entry.table, entry.window, entry.behind = True, [], {}, 0
                 entry.given = entry.length = entry.known = entry.issued = 0
                 continue
             hits, sibling, count = found[number]
-            entry.table = list(hits if sibling is None else sibling.table[:count])
             if sibling is not None:
-                for block in entry.table:
-                    self.references[block] += 1
+                hits = sibling.table[:count]
+                self.blocks.share(hits)
             start = count * size
             entry.given = entry.length = entry.known
             entry.issued = start
             self._began.append((entry.known, start))
-            num_new = -(-entry.known // size) - count
-            at += count
-            self._hand_out([entry], [num_new], pairs[at : at + num_new])
-            at += num_new
-            if budget and len(chunks) < self.limits.max_step_chunks:
-                chunks.append((entry, start, min(entry.known - start, budget)))
-                budget -= chunks[-1][2]
+            self._enter(entry, hits, nears[number], -(-entry.known // size) - count)
+            length = min(entry.known - start, budget) if len(chunks) < self.limits.max_step_chunks else 0
+            length = self._extend(entry, start, length, spare)
+            if length:
+                chunks.append((entry, start, length))
+                budget -= length
                 self._publish_chunk(*chunks[-1])
-        return at, budget
+        return budget
 
     def _enqueue(self, entry: Entry) -> None:
         entry.slot = -1
@@ -576,11 +687,21 @@ class Reference:
         hits: list[int] = []
         if entry.reads_cache and entry.is_shared:
             for index in range((entry.known - 1) // self.limits.block_size):
-                block = self.index.get(self._key(entry, index))
+                block = self.blocks.index.get(self._key(entry, index))
                 if block is None:
                     break
                 hits.append(block)
+        longest = len(hits)
+        while not self._is_covered(entry, len(hits)):
+            hits.pop()
+        self.windows["window_cuts"] += len(hits) < longest
         return hits
+
+    def _is_covered(self, entry: Entry, count: int) -> bool:
+        """Whether windowed layers have the blocks that the first query after `count` blocks sees."""
+        size, window = self.limits.block_size, self.limits.window
+        seen = range(max(0, count * size - window + 1), count * size) if window else ()
+        return all(self._key(entry, token // size) in self.windowed.index for token in seen)
 
     def _draft(self, decodes: list[Entry]) -> tuple[list[int], list[int], bool]:
         """Say how many drafts of each row are verified, the blocks that they need, and whether others are drafted."""
@@ -604,7 +725,8 @@ class Reference:
         rooms = [len(entry.table) * size - entry.length for entry in decodes]
         blocks = [max(0, -(-(count - room) // size)) for count, room in zip(drafts, rooms, strict=True)]
         # Those that run must be able to grow; where that is not sure, not even the bound goes beyond a row's blocks.
-        if sum(blocks) > self.num_available - len(self.running):
+        available = [self.num_available, self.windowed.num_available][: 2 if self.limits.window else 1]
+        if sum(blocks) > min(available) - len(self.running):
             fewer = [min(count, max(0, room - 1)) for count, room in zip(drafts, rooms, strict=True)]
             self.drafting["draft_scarce"] += fewer != drafts
             drafts, blocks = fewer, [0] * len(decodes)
@@ -635,24 +757,26 @@ class Reference:
         if entry.tried > 16:
             entry.tried, entry.kept = entry.tried // 2, entry.kept // 2
 
-    def _hand_out(self, entries: list[Entry], counts: list[int], pairs: list[list[int]]) -> None:
-        """Give blocks: free ones first, of which production may choose; then the least recently released ones."""
+    def _hand_out(self, entries: list[Entry], counts: list[int], windowed: bool | None = False) -> None:
+        """Give blocks: free ones first, of which production may choose; then the least recently released ones.
+
+        `windowed`: None for the first group alone, True for the second alone, False for both.
+        """
         wanted = [entry for entry, count in zip(entries, counts, strict=True) for _ in range(count)]
-        if len(pairs) != len(wanted):
-            raise Violation("a plan hands out another number of blocks than is due")
-        num_free = len(self.free)
-        for number, (entry, (_, _, block)) in enumerate(zip(wanted, pairs, strict=True)):
-            if number < num_free:
-                if block not in self.free:
-                    raise Violation(f"I1: block {block} is handed out, and is not free")
-                self.free.remove(block)
-            else:
-                oldest = next(iter(self.cached))
-                if block != oldest:
-                    raise Violation(f"block {block} is evicted, where {oldest} is the least recently used")
-                del self.index[self.cached.pop(block)]
-            self.references[block] = 1
-            entry.table.append(block)
+        for group, blocks in enumerate((self.blocks, self.windowed)):
+            if group and windowed is False:  # prompts get theirs as they are computed
+                wanted = [entry for entry in wanted if entry.issued >= entry.given]
+            if (windowed and not group) or (group and (windowed is None or not self.limits.window)):
+                continue
+            num_free = len(blocks.free)
+            for number, entry in enumerate(wanted):
+                index = entry.reach if group else len(entry.table)
+                block = self._read(entry.slot, index, group)
+                blocks.take(block, number < num_free)
+                if group:
+                    entry.window[index] = block
+                else:
+                    entry.table.append(block)
 
     def _publish_chunk(self, entry: Entry, start: int, length: int) -> None:
         size = self.limits.block_size
@@ -662,7 +786,9 @@ class Reference:
         if entry.is_shared:
             for index in indices:
                 if index < len(entry.table):
-                    self.index.setdefault(self._key(entry, index), entry.table[index])
+                    self.blocks.index.setdefault(self._key(entry, index), entry.table[index])
+                if index in entry.window:
+                    self.windowed.index.setdefault(self._key(entry, index), entry.window[index])
 
     def _vacate(self, entry: Entry, publishes: bool = True, fresh: int = 0) -> None:
         """Empty a slot; `fresh` tokens of it are committed in this very call, and not the request's yet."""
@@ -672,26 +798,19 @@ class Reference:
         full = written // self.limits.block_size
         if publishes:
             self._publish(entry, range(min(entry.brought, full), full))
-        self._release(entry, entry.table, max(full, entry.brought))
+        self._release(entry, dict(enumerate(entry.table)), max(full, entry.brought), self.blocks)
+        self._release(entry, entry.window, max(full, entry.brought), self.windowed)
         del self.running[entry.slot]
         self.gangs.pop(entry.gang, None)
         self.entries = [each for each in self.entries if each[0] is not entry]
-        self.copies = [each for each in self.copies if each[0] is not entry]
-        entry.table = []
+        self.copies = [each for each in self.copies if each[1] is not entry]
+        entry.table, entry.window, entry.behind = [], {}, 0
         entry.turn = entry.done = 0
 
-    def _release(self, entry: Entry, table: list[int], full: int) -> None:
-        """Give blocks back, of which the first `full` may be in the index."""
-        for index in reversed(range(len(table))):
-            block = table[index]
-            self.references[block] -= 1
-            if self.references[block]:
-                continue
-            key = self._key(entry, index) if index < full and entry.is_shared else None
-            if key is not None and self.index.get(key) == block:
-                self.cached[block] = key
-            else:
-                self.free.add(block)
+    def _release(self, entry: Entry, table: Mapping[int, int], full: int, blocks: Blocks) -> None:
+        """Give blocks back, by their place in the sequence, of which the first `full` may be in the index."""
+        for index in sorted(table, reverse=True):
+            blocks.release(table[index], self._key(entry, index) if index < full and entry.is_shared else None)
 
     # Comparing.
 
@@ -729,7 +848,6 @@ class Reference:
         """Compare all that production's state holds."""
         assert self.core is not None
         state, size = self.core.state, self.limits.block_size
-        pool = state.pool
         if [entry.request.sequence_id for entry in state.waiting] != [entry.id for entry in self.waiting]:
             raise Violation("the queue is not in order")
         if [entry.known for entry in state.waiting] != [entry.known for entry in self.waiting]:
@@ -738,7 +856,7 @@ class Reference:
             raise Violation("other adapters are resident than are due, or in another order")
         slots = state.slots
         names = ("ids", "given", "issued", "length", "known", "turn", "done", "limit", "capacity")
-        names += ("may_draft", "has_drafts", "tried", "kept")
+        names += ("may_draft", "has_drafts", "tried", "kept", "behind")
         columns = list(zip(*(getattr(slots, name).tolist() for name in names), strict=True))
         for slot in range(self.limits.num_slots):
             entry = self.running.get(slot)
@@ -752,30 +870,27 @@ class Reference:
             drafts = entry.may_draft, entry.has_drafts, entry.tried, entry.kept
             if not self.limits.max_drafts:
                 drafts = False, False, 0, 0
-            due = entry.id, *counts, entry.limit * (not entry.is_idle), len(entry.table) * size, *drafts
+            due = entry.id, *counts, entry.limit * (not entry.is_idle), len(entry.table) * size, *drafts, entry.behind
+            window = [*entry.window.values()]
+            if [*entry.window] != [*range(entry.behind, entry.reach)]:
+                raise Violation(f"I17: slot {slot} has blocks {[*entry.window]} behind {entry.behind}")
             if columns[slot] != due or list(state.tables[slot]) != entry.table:
                 raise Violation(f"slot {slot} holds {columns[slot]}, where {due} is due")
+            if self.limits.window and list(state.window_tables[slot]) != window:
+                raise Violation(f"slot {slot} has other blocks of windowed layers than are due")
         if state.gangs != tuple(tuple(each.slot for each in gang) for gang in self.gangs.values()):
             raise Violation("other searches run than are due")
-        if state.entries != tuple((each.slot, index, block) for each, index, block in self.entries):
+        groups = 2 if self.limits.window else 1
+        due_entries = tuple((each.slot, index * groups + group, block) for each, index, group, block in self.entries)
+        if state.entries != due_entries:
             raise Violation("forks have changed other entries of block tables than are due")
-        if pool.references.tolist() != self.references:
-            raise Violation("I2: a block is not named as often as tables name it")
-        if sorted(pool.free.tolist()) != sorted(self.free):
-            raise Violation("I1: the free blocks are not those that no request uses")
-        if pool.num_cached != len(self.cached) or block_pool.cached_blocks(pool) != list(self.cached):
-            raise Violation("I1: the cached blocks are not in order of their release")
-        live = sum(1 for _ in self.cached)
-        if len(pool.free) + live + sum(count > 0 for count in self.references) != self.limits.num_blocks:
-            raise Violation("I1: a block is lost")
-        if pool.num_entries > 2 * pool.num_cached + block_pool.MOST_STALE:
-            raise Violation("I13: the queue of cached blocks grows")
-        if with_index:
-            found = sorted(pool.index.values())
-            if found != sorted(self.index.values()):
-                raise Violation("the prefix index holds other blocks")
+        self.blocks.compare(state.pool, with_index)
+        if state.window_pool is not None:
+            self.windowed.compare(state.window_pool, with_index)
 
     def loads(self) -> tuple[Any, ...]:
         """Say how busy the engine must be: running, waiting, tokens that wait, blocks in use."""
-        used = self.limits.num_blocks - self.num_available
+        used = self.blocks.num_used
+        if self.limits.window:
+            used = max(used, -(-self.windowed.num_used * self.limits.num_blocks // self.limits.num_window_blocks))
         return len(self.running), len(self.waiting), sum(entry.known for entry in self.waiting), used

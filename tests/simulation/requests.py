@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.beam_search_params import BeamSearchParams
@@ -169,7 +169,10 @@ def refusal(world: World, client: Client) -> type[Exception] | None:
         return UserError
     needed = -(-(client.limit - 1) // setting["block_size"])
     if client.beams is not None and params.n > 1:
-        needed = blocks_of(num_ids, client.limit, params.n, setting["block_size"])
+        needed = blocks_of(num_ids, client.limit, params.n, setting["block_size"], not setting["window"])
+        one = -(-(client.limit - 1) // setting["block_size"])
+        if setting["window"] and params.n * min(one, least_windowed(setting)) > setting["num_window_blocks"]:
+            return ContextLengthError
     if needed > setting["num_blocks"]:
         return ContextLengthError
     if params.n > setting["num_slots"] + most_queued(setting["most_queued"], setting["num_slots"]):
@@ -177,6 +180,12 @@ def refusal(world: World, client: Client) -> type[Exception] | None:
     if queue_is_full(world, params.n, params.n * num_ids):
         return OverloadedError
     return None
+
+
+def least_windowed(setting: Mapping[str, Any]) -> int:
+    """Return the blocks of windowed layers with which one sequence can go on."""
+    size = setting["block_size"]
+    return -(-(setting["window"] - 1) // size) + 1 + -(-2 // size)
 
 
 def queue_is_full(world: World, num_samples: int, num_tokens: int) -> bool:

@@ -85,8 +85,9 @@ class Recorder(Reference):
             strict=True,
         ):
             world.fired[kind] += after > before
-        world.fired += self.drafting + self.late
+        world.fired += self.drafting + self.late + self.windows
         self.drafting.clear()
+        self.windows.clear()
         self.late.clear()
         for part in (plan.slots, plan.starts, plan.lengths, plan.table, plan.moves):
             world.digest = zlib.crc32(part.tobytes(), world.digest)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.simulation.focus import Focus
+from tests.simulation.focus import Focus, windowed_blocks
 from tests.simulation.oracle import BROKEN, PIECES, VOCABULARY
 
 # Every kind of fault that can be switched on for a seed. What is not a fault (an edge of lengths, a fork) is always on.
@@ -71,6 +71,8 @@ def _setting(chance: random.Random, faults: Sequence[str]) -> dict[str, Any]:
         "roomy": whole * max(2, num_slots // 2 + chance.randint(0, 3)),
     }[size]
     max_adapters = chance.choice((0, 0, 1, 1, 2, 3))
+    window = chance.choice((0, 0, 1, 2, block_size, block_size + 1, 2 * block_size, longest // 2))
+    window = window if window < longest else 0
     return {
         "max_adapters": max_adapters,
         "num_adapters": chance.choice((1, 2, 4, 6)) if max_adapters else 0,
@@ -91,6 +93,8 @@ def _setting(chance: random.Random, faults: Sequence[str]) -> dict[str, Any]:
         "broken_text": "detokenizer_error" in faults,
         "beams": chance.choice((0.05, 0.2, 0.5)),  # share of the parameters that are those of a beam search
         "seed": chance.randrange(1000),
+        "window": window,  # of layers in a second group of blocks; 0: one group
+        "num_window_blocks": windowed_blocks(chance, window, block_size, max(1, num_blocks)),
         "max_drafts": (max_drafts := chance.choice((0, 0, 0, 0, 1, 2, 3, 4))),
         "most_verified": chance.choice((256, num_slots + 1)),
         # Of a token and of a draft, see `Limits`: where they are small, drafts pay even if few are kept.

@@ -92,7 +92,12 @@ class World:
         """Start an engine."""
         setting = self.setting
         geometry = Geometry(
-            setting["num_slots"], setting["num_blocks"], setting["block_size"], setting["max_model_len"]
+            num_slots=setting["num_slots"],
+            num_blocks=setting["num_blocks"],
+            block_size=setting["block_size"],
+            max_model_len=setting["max_model_len"],
+            window=setting["window"],
+            num_window_blocks=setting["num_window_blocks"],
         )
         self.live: dict[str, Client] = {}
         self.clients: list[Client] = []  # that have not ended

@@ -80,11 +80,14 @@ def _of_masks(masks: Any) -> Iterator[Account]:
 
 
 def _of_scheduler(core: Any) -> Iterator[Account]:
-    state, pool = core.state, core.state.pool
-    named = [block for table in state.tables for block in table]
-    counts = np.bincount(np.asarray(named, np.int64), minlength=pool.num_blocks)
-    yield "references of blocks", bool((pool.references == counts).all()), True
-    yield "cached blocks and free ones", pool.num_cached + len(pool.free), int(np.count_nonzero(counts == 0))
+    state = core.state
+    for pool, tables in ((state.pool, state.tables), (state.window_pool, state.window_tables)):
+        if pool is None:
+            continue
+        named = [block for table in tables for block in table]
+        counts = np.bincount(np.asarray(named, np.int64), minlength=pool.num_blocks)
+        yield "references of blocks", bool((pool.references == counts).all()), True
+        yield "cached blocks and free ones", pool.num_cached + len(pool.free), int(np.count_nonzero(counts == 0))
     yield "requests", len(core.requests), len(state.waiting) + state.num_running
     if state.num_running:
         sizes = np.fromiter(map(len, state.tables), np.int64, len(state.tables)) * core.limits.block_size

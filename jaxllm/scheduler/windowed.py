@@ -1,0 +1,195 @@
+"""A second group of blocks: of layers that see only the last W tokens, in models whose other layers see everything.
+
+A query of these layers sees the W tokens up to its position. A slot gives a block back, while its request runs, once
+later queries cannot see it; and a prompt gets its blocks chunk by chunk, not all at admission. Apart from blocks given
+back, a decode row has the same number of blocks in both groups.
+
+A cached prefix can be used if all its blocks are in the first group's index, and those that the window covers in the
+second's. Blocks that were given back may have been evicted since; then the prefix is cut.
+
+The device may load blocks before the window, with weight 0. The table names a block of zeros there, which no slot ever
+gets: its number is `Limits.num_window_blocks`.
+
+Letters: P tokens per block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxllm.scheduler.state import Limits, StateEditor
+
+GROUP = 1
+
+
+class Entering(NamedTuple):
+    """A request that is being admitted."""
+
+    known: int
+    num_hits: int  # leading blocks that it finds, in the first group …
+    near: Sequence[int]  # … and the last of them in the second
+
+
+def covered(limits: Limits) -> int:
+    """Return the most blocks that the first query of a block sees before that block."""
+    return -(-(limits.window - 1) // limits.block_size)
+
+
+def most(window: int, block_size: int) -> int:
+    """Return the blocks that a running request needs: of its window, of its token, and of two steps in flight."""
+    return -(-(window - 1) // block_size) + 1 + -(-2 // block_size)
+
+
+def columns(limits: Limits, indices: range) -> range:
+    """Return the columns of a device's block table for indices of windowed layers' blocks."""
+    groups = limits.num_groups
+    return range(indices.start * groups + GROUP, indices.stop * groups + GROUP, groups)
+
+
+def cut(editor: StateEditor, limits: Limits, digests: Sequence[bytes], hits: list[int]) -> tuple[list[int], list[int]]:
+    """Shorten a cached prefix until the second group has the blocks under its window; return both groups' blocks."""
+    pool, wanted, end = editor.window_pool, covered(limits), len(hits)
+    near: list[int] = []  # the last first
+    at = end
+    while at and len(near) < wanted:
+        at -= 1
+        block = pool.find(digests[at])
+        if block is None:
+            near, end = [], at
+        else:
+            near.append(block)
+    return hits[:end], near[::-1]
+
+
+def has_room(editor: StateEditor, limits: Limits, entering: Sequence[Entering], spare: int) -> bool:
+    """Return whether enough blocks are available for requests to be admitted, with `spare` left over."""
+    found = list({block for each in entering for block in each.near})
+    needed = sum(
+        min(-(-each.known // limits.block_size) - each.num_hits, covered(limits) + 2 - len(each.near))
+        for each in entering
+    )
+    pool = editor.window_pool
+    return needed <= pool.num_available - pool.num_idle(found) - spare
+
+
+def enter(editor: StateEditor, limits: Limits, slot: int, entering: Entering, table: list[np.ndarray]) -> None:
+    """Begin a slot with the blocks that its request finds, which are shared already; add entries to `table`."""
+    begin = entering.num_hits - len(entering.near)
+    editor.own_slots.behind[slot] = begin
+    editor.window_tables[slot] = tuple(entering.near)
+    blocks = [limits.num_window_blocks] * begin + [*entering.near]
+    _tell(limits, table, slot, range(entering.num_hits), blocks)
+
+
+def extend(
+    editor: StateEditor, limits: Limits, slot: int, start: int, length: int, spare: int, table: list[np.ndarray]
+) -> int:
+    """Give a slot the blocks that a chunk of its prompt fills, if `spare` are left over; return the tokens that fit."""
+    end = int(editor.slots.behind[slot]) + len(editor.window_tables[slot])
+    count = -(-(start + length) // limits.block_size) - end
+    count = max(0, min(count, editor.window_pool.num_available - spare))
+    if count:
+        hand_out(editor, limits, [slot], [count], table)
+    return min(length, (end + count) * limits.block_size - start)
+
+
+def hand_out(
+    editor: StateEditor, limits: Limits, slots: Sequence[int], counts: Sequence[int], table: list[np.ndarray]
+) -> None:
+    """Give each of `slots` further blocks, `counts` of them; add them to `table`."""
+    if not slots:
+        return
+    tables, at = editor.window_tables, 0
+    taken = editor.window_pool.take(sum(counts)).tolist()
+    for slot, count in zip(slots, counts, strict=True):
+        end = int(editor.slots.behind[slot]) + len(tables[slot])
+        blocks = taken[at : at + count]
+        tables[slot] += tuple(blocks)
+        _tell(limits, table, slot, range(end, end + count), blocks)
+        at += count
+
+
+def lacking(editor: StateEditor, limits: Limits) -> list[int]:
+    """Return the slots with a prompt to continue whose next token has no block."""
+    slots, tables = editor.slots, editor.window_tables
+    return [
+        slot
+        for slot in (slots.issued < slots.given).nonzero()[0].tolist()
+        if (slots.behind[slot] + len(tables[slot])) * limits.block_size <= slots.issued[slot]
+    ]
+
+
+def can_grow(editor: StateEditor, growing: np.ndarray, counts: np.ndarray, lacking: Sequence[int]) -> bool:
+    """Return whether the blocks that `grow` hands out are available."""
+    is_decode = editor.slots.issued[growing] >= editor.slots.given[growing]
+    return int(counts[is_decode].sum()) + len(lacking) <= editor.window_pool.num_available
+
+
+def grow(
+    editor: StateEditor,
+    limits: Limits,
+    growing: np.ndarray,
+    counts: np.ndarray,
+    lacking: Sequence[int],
+    table: list[np.ndarray],
+) -> None:
+    """Give decode rows the numbers of blocks that they got in the first group, and each slot in `lacking` one block."""
+    is_decode = editor.slots.issued[growing] >= editor.slots.given[growing]
+    hand_out(editor, limits, growing[is_decode].tolist(), counts[is_decode].tolist(), table)
+    hand_out(editor, limits, lacking, [1] * len(lacking), table)
+
+
+def give_back(editor: StateEditor, limits: Limits, table: list[np.ndarray], held: np.ndarray) -> None:
+    """Give back the blocks that no later query sees; add entries of the block of zeros to `table`.
+
+    The next query is at `issued`, or at the last known token if that is computed again. Its window is counted from the
+    first token of its block, so that the request's prefix can be hit again. Slots without work, such as those of gangs
+    in `held`, keep their blocks: a plan without rows is not sent to the device.
+    """
+    slots = editor.slots
+    begins = np.minimum(slots.issued, slots.known - 1) // limits.block_size - covered(limits)
+    works = (slots.issued < slots.given) | ((slots.issued < slots.length) & (slots.length < slots.limit))
+    works[held] = False
+    for slot in ((begins > slots.behind) & works).nonzero()[0].tolist():
+        old, new = int(slots.behind[slot]), int(begins[slot])
+        _release(editor, slot, new - old)
+        editor.own_slots.behind[slot] = new
+        _tell(limits, table, slot, range(old, new), [limits.num_window_blocks] * (new - old))
+        if editor.entries:  # of forks, that are not sent yet
+            gone = columns(limits, range(old, new))
+            editor.entries = tuple(each for each in editor.entries if each[0] != slot or each[1] not in gone)
+
+
+def publish(editor: StateEditor, slot: int, digests: Sequence[bytes], full: range) -> None:
+    """Index those of a slot's blocks `full` that were not given back; `digests` are those of all its blocks."""
+    behind = int(editor.slots.behind[slot])
+    first = max(full.start, behind)
+    table = editor.window_tables[slot]
+    editor.window_pool.publish(zip(digests[first : full.stop], table[first - behind :], strict=False))
+
+
+def leave(editor: StateEditor, slot: int, digests: Sequence[bytes]) -> None:
+    """Give all blocks of a slot back; `digests` are those of its sequence's leading blocks."""
+    editor.window_pool.release(editor.window_tables[slot], digests[int(editor.slots.behind[slot]) :])
+    editor.window_tables[slot] = ()
+
+
+def forget(editor: StateEditor, slot: int) -> None:
+    """Remove a slot's blocks from the index, including those given back, unless other slots name them."""
+    behind, digests = int(editor.slots.behind[slot]), editor.owner(slot).digests
+    editor.window_pool.forget(editor.window_tables[slot], digests[behind:])
+    editor.window_pool.discard(digests[:behind])
+
+
+def _release(editor: StateEditor, slot: int, count: int) -> None:
+    table, behind = editor.window_tables[slot], int(editor.slots.behind[slot])
+    editor.window_pool.release(table[:count], editor.owner(slot).digests[behind : behind + count])
+    editor.window_tables[slot] = table[count:]
+
+
+def _tell(limits: Limits, table: list[np.ndarray], slot: int, indices: range, blocks: Iterable[int]) -> None:
+    entries = [(slot, column, block) for column, block in zip(columns(limits, indices), blocks, strict=True)]
+    table.append(np.array(entries, np.int32).reshape(-1, 3))
