@@ -56,7 +56,7 @@ from jaxllm.runner.resident_adapters import ResidentAdapters, Weights
 from jaxllm.runner.results import Result, Scored
 from jaxllm.runner.small_programs import SmallPrograms
 from jaxllm.runner.startup_timing import Compilations, Phases
-from jaxllm.runner.step_input import StepInput
+from jaxllm.runner.step_input import PackedStep, StepInput
 from jaxllm.runner.step_model import Leaves, StepModel
 from jaxllm.sampling.logits_processors import load_processors
 from jaxllm.sampling.sampler import ROW_WIDTH, Variant
@@ -247,7 +247,10 @@ class Runner:
         rows that have none. After an exception the state may be lost: call `renew`, and compute every running request
         again.
         """
-        started = self._start(given)
+        with self._compilations_counted():
+            with span("pack"):
+                packed = self.pack(given)
+            started = self.run(packed)
         if given.is_held:
             assert isinstance(started, HeldStep)
             return started
@@ -283,34 +286,46 @@ class Runner:
             joined.copy_to_host_async()
         return self._in_flight(joined, plan, key, held.scores)
 
-    def _start(self, given: StepInput) -> StepInFlight | HeldStep:
-        plan, adapters, scored = given.plan, given.side.get("adapters"), given.side.get("scored", ())
-        with self._compilations_counted():
-            with span("pack"):
-                num_adapters = 0 if adapters is None else len(self.adapters.of_rows(adapters))
-                way = self.programs.choose(plan, given.variant, given.is_held, num_adapters)
-                key, shape = way[0], way[0].shape
-                which, own = self.adapters.arguments(adapters, shape.adapters)
-                buffer = batch.pack(plan, shape, self.geometry.num_slots, given.chunks, given.sampling, which)
-                buffer = self._with_room(buffer, key)
-            with span("dispatch"):
-                ahead = plan.table[shape.entries :]
-                if len(ahead) or given.tokens:
-                    tokens = np.asarray(given.tokens, np.int32) if given.tokens else None
-                    self._state = self._small.patch(self._state, ahead, tokens)
-                if given.extras:
-                    self._state = self._small.patch_extras(self._state, given.extras)
-                if len(plan.moves):
-                    self._state = self._small.move(self._state, plan.moves)
-                self._state, returned = self.programs[key](self._params, self._state, buffer, *own)
-                if len(way) == 1:
-                    returned.copy_to_host_async()
-                scores = self._small.score(self._params, self._state, scored) if scored else ()
+    def pack(self, given: StepInput) -> PackedStep:
+        """Choose the program of a step and lay out its inputs, independently of what is on a device."""
+        plan, rows = given.plan, given.side.get("adapters")
+        adapters = () if rows is None else self.adapters.of_rows(rows)
+        way = self.programs.choose(plan, given.variant, given.is_held, len(adapters))
+        shape = way[0].shape
+        which = self.adapters.places(rows, adapters, shape.adapters)
+        buffer = batch.pack(plan, shape, self.geometry.num_slots, given.chunks, given.sampling, which)
+        return PackedStep(
+            plan=plan,
+            way=way,
+            buffer=self._with_room(buffer, way[0]),
+            table=plan.table[shape.entries :],
+            tokens=np.asarray(given.tokens, np.int32) if given.tokens else None,
+            extras=given.extras,
+            adapters=adapters,
+            scored=given.side.get("scored", ()),
+        )
+
+    def run(self, packed: PackedStep) -> StepInFlight | HeldStep:
+        """Dispatch a packed step."""
+        plan, way = packed.plan, packed.way
+        key, small = way[0], self._small
+        with span("dispatch"):
+            if len(packed.table) or packed.tokens is not None:
+                self._state = small.patch(self._state, packed.table, packed.tokens)
+            if packed.extras:
+                self._state = small.patch_extras(self._state, packed.extras)
+            if len(plan.moves):
+                self._state = small.move(self._state, plan.moves)
+            own = self.adapters.arguments(packed.adapters, key.shape.adapters)
+            self._state, returned = self.programs[key](self._params, self._state, packed.buffer, *own)
+            if len(way) == 1:
+                returned.copy_to_host_async()
+            scores = small.score(self._params, self._state, packed.scored) if packed.scored else ()
         self.metrics.steps += 1
-        self.metrics.padded_tokens += shape.tokens
+        self.metrics.padded_tokens += key.shape.tokens
         self.metrics.computed_tokens += plan.num_tokens
         if len(way) > 1:
-            return HeldStep(plan, way[1], buffer, returned, scores)
+            return HeldStep(plan, way[1], packed.buffer, returned, scores)
         return self._in_flight(returned, plan, key, scores)
 
     def _in_flight(self, joined: jax.Array, plan: Plan, key: Key, scores: Sequence[Any]) -> StepInFlight:

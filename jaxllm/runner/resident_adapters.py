@@ -8,7 +8,7 @@ Letters: R rows of a plan, U adapters of a program.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -42,22 +42,23 @@ class ResidentAdapters:
         self._leaves, self._numbers = kept, numbers
         return len(missing)
 
-    def of_rows(self, rows: np.ndarray) -> list[int]:
+    def of_rows(self, rows: np.ndarray) -> tuple[int, ...]:
         """List the distinct adapters of rows, int64[R] of numbers, 0 where a row has none."""
-        return [number for number in dict.fromkeys(rows.tolist()) if number]
+        return tuple(number for number in dict.fromkeys(rows.tolist()) if number)
 
-    def arguments(self, rows: np.ndarray | None, count: int) -> tuple[np.ndarray | None, tuple[Leaves, ...]]:
-        """Return what a program of `count` adapters needs: which of them each row has, int32[R], and their arrays.
-
-        Where a plan has fewer adapters, zeros fill up.
-        """
+    def places(self, rows: np.ndarray | None, distinct: Sequence[int], count: int) -> np.ndarray | None:
+        """Return the place among `distinct` of each row's adapter, int32[R]; `count` where a row has none."""
         if rows is None or not count:
-            return None, (self._zeros(),) * count
-        distinct = self.of_rows(rows)
+            return None
         at = {number: index for index, number in enumerate(distinct)} | {0: count}
-        which = np.array([at[number] for number in rows.tolist()], np.int32)
+        return np.array([at[number] for number in rows.tolist()], np.int32)
+
+    def arguments(self, distinct: Sequence[int], count: int) -> tuple[Leaves, ...]:
+        """Return the arrays of `count` adapters for a program: of `distinct`, then zeros."""
+        if not count:
+            return ()
         leaves = [self._leaves[number] for number in distinct]
-        return which, (*leaves, *(self._zeros(),) * (count - len(leaves)))
+        return (*leaves, *(self._zeros(),) * (count - len(leaves)))
 
     def forget(self) -> None:
         """Let go of all arrays."""

@@ -1,4 +1,4 @@
-"""`StepInput`: the inputs of a step that are not on the device."""
+"""`StepInput`: the inputs of a step that are not on the device. `PackedStep`: the same, laid out for a program."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxllm.runner.compiled_programs import Way
 from jaxllm.sampling.sampler import Variant
 from jaxllm.scheduler.state import Plan
 
@@ -24,3 +25,17 @@ class StepInput:
     tokens: list[tuple[int, int, int]] = field(default_factory=list)  # slot, position, token: sent before the step
     extras: list[tuple[int, np.ndarray]] = field(default_factory=list)  # slot, packed `sampler.Extras`: sent before it
     side: dict[str, Any] = field(default_factory=dict)  # arrays and lists of features, by name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedStep:
+    """A step as each process of an engine would run it: programs and host arrays, and nothing on a device."""
+
+    plan: Plan
+    way: Way  # keys of the program, or of the two halves of a held step
+    buffer: np.ndarray  # int32[·], see batch.py
+    table: np.ndarray  # int32[·, 3]: block-table entries that are sent before the step
+    tokens: np.ndarray | None  # int32[·, 3] of slot, position, token: sent before the step
+    extras: Sequence[tuple[int, np.ndarray]]
+    adapters: tuple[int, ...]  # numbers, in the order of the program's arguments
+    scored: Sequence[Any]

@@ -261,11 +261,13 @@ HISTORY = [
     ),
     Mutant(
         "blocks are copied after the step has written them",
-        "runner.model_runner.Runner._start",
-        "            if len(plan.moves):\n                self._state = self._small.move(self._state, plan.moves)\n"
-        "            self._state, returned = self.programs[key](self._params, self._state, buffer, *own)\n",
-        "            self._state, returned = self.programs[key](self._params, self._state, buffer, *own)\n"
-        "            if len(plan.moves):\n                self._state = self._small.move(self._state, plan.moves)\n",
+        "runner.model_runner.Runner.run",
+        "        if len(plan.moves):\n            self._state = small.move(self._state, plan.moves)\n"
+        "        own = self.adapters.arguments(packed.adapters, key.shape.adapters)\n"
+        "        self._state, returned = self.programs[key](self._params, self._state, packed.buffer, *own)\n",
+        "        own = self.adapters.arguments(packed.adapters, key.shape.adapters)\n"
+        "        self._state, returned = self.programs[key](self._params, self._state, packed.buffer, *own)\n"
+        "        if len(plan.moves):\n            self._state = small.move(self._state, plan.moves)\n",
     ),
     Mutant(
         "a child is given the blocks of its own old sequence",
