@@ -49,7 +49,8 @@ def test_products_are_those_of_xla(data: st.DataObject) -> None:
     rounds = kind == "int8" and data.draw(st.booleans())
     dtype = data.draw(st.sampled_from(["float32", "bfloat16"]))
     most = native.MOST_ROWS[dtype if kind == "float" else "quantized"]
-    tokens, rows = data.draw(st.integers(1, 20) | st.integers(1, most + 1)), data.draw(st.integers(1, 40))
+    # XLA of jax 0.10 multiplies a product of one row of weights with its scales in another order.
+    tokens, rows = data.draw(st.integers(1, 20) | st.integers(1, most + 1)), data.draw(st.integers(1 + rounds, 40))
     groups = 1 if kind == "float" or rounds else data.draw(st.integers(1, 3))
     step = 32 if kind.endswith("4") else 16 if groups > 1 else 1
     columns = groups * step * data.draw(st.integers(1, 8 if step > 1 else 300))
