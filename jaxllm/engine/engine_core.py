@@ -27,10 +27,11 @@ from jaxllm.metrics import Load, Metrics
 from jaxllm.outputs import FinishReason, RequestOutput
 from jaxllm.runner.model_runner import Flight, HeldStep
 from jaxllm.runner.profiling import DEFAULT_STEPS, Profile, span
+from jaxllm.runner.results import Result
 from jaxllm.runner.step_input import StepInput
 from jaxllm.sampling import sampler
 from jaxllm.scheduler.recorded import RecordedScheduler, Recorder
-from jaxllm.scheduler.state import BlockEvent, Plan, Waiting
+from jaxllm.scheduler.state import BlockEvent, Events, Plan, Waiting
 
 Stuck = list[tuple[Output, str]]  # sequences that cannot go on, and why
 
@@ -193,8 +194,7 @@ class EngineCore:
         self._failed_steps.reset()  # whatever becomes of the next one, a step has ended
         with span("commit"):
             events = self.scheduler.commit(plan, yielded.tokens, result.is_finite, yielded.counts, result.counts)
-            for take_in in self.features.take_in:
-                ended += take_in(plan, result, events)
+            ended += self._take_in(plan, result, events)
         outputs: list[RequestOutput] = []
         stuck: Stuck = []
         try:
@@ -211,6 +211,20 @@ class EngineCore:
             except Exception as error:
                 outputs += self._recover(error)
             return [*outputs, *self.outputs.due(ended, self._clock())] if ended else outputs
+
+    def _take_in(self, plan: Plan, result: Result, events: Events) -> list[SequenceGroup]:
+        """Let features take in a step; one that raises ends the requests of the step that it has a state for."""
+        ended: list[SequenceGroup] = []
+        for feature in self.features.taking_in:
+            try:
+                ended += feature.take_in(plan, result, events)
+            except Exception:
+                groups = {id(own.group): own.group for own in map(self._batch.owner, plan.slots.tolist())}
+                for group in groups.values():
+                    if feature.name in group.states and not group.is_finished:
+                        self.outputs.fail(group)
+                        ended.append(group)
+        return ended
 
     def _issue(self) -> tuple[Plan, Flight] | None:
         """Plan a step and give it to the device; None if all requests wait for tokens of steps in flight."""

@@ -48,6 +48,7 @@ class Dictation(Feature):
         self.words: dict[int, tuple[int, ...]] = {}  # by slot
         self.calls: set[str] = set()
         self.said: dict[str, int] = {}  # by request
+        self.fails = False
 
     def thread_of(self, options: Mapping[str, Any]) -> bytes | None:
         self.calls.add("thread_of")
@@ -102,6 +103,8 @@ class Dictation(Feature):
 
     def take_in(self, plan: Plan, result: Result, events: Events) -> Sequence[SequenceGroup]:
         self.calls.add("take_in")
+        if self.fails:
+            raise RuntimeError("a feature that fails")
         for sequence_id in events.ids.tolist():
             key = self.core.outputs.sequences[sequence_id].group.internal_id
             if key in self.said:
@@ -153,6 +156,12 @@ def test_a_feature_of_a_test_runs_without_a_change_of_the_product() -> None:
         assert outputs["told"].outputs[0].token_ids[: len(WORDS)] == WORDS
         assert outputs["told"].outputs[0].stop_reason == "8 tokens"
         assert outputs["plain"].outputs[0].token_ids == alone, "its neighbour is not told"
+        made[0].fails = True
+        engine.add_request("told", "Once upon a time", dictated)
+        engine.add_request("plain", "Once upon a time", GREEDY)
+        outputs = run(engine)
+        assert outputs["told"].outputs[0].finish_reason == "error", "its own request ends"
+        assert outputs["plain"].outputs[0].token_ids == alone, "and no other"
         with pytest.raises(UserError, match="words must be tokens of the model"):
             engine.add_request("bad", "Once", replace(dictated, words=(10**6,)))
     finally:

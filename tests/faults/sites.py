@@ -45,8 +45,9 @@ NOT_OF_A_REQUEST = {
         "jaxllm.engine.engine_thread": "EngineThread._take_in EngineThread._step EngineThread._turn "
         "EngineThread.call_back _with_speed",
         "jaxllm.engine.interrupts": "uninterrupted",
-        "jaxllm.engine.engine_core": "EngineCore.step EngineCore._step EngineCore.load EngineCore._check_open "
-        "EngineCore.has_unfinished_requests EngineCore.abort_requests EngineCore.take_block_events",
+        "jaxllm.engine.engine_core": "EngineCore.step EngineCore._step EngineCore._take_in EngineCore.load "
+        "EngineCore._check_open EngineCore.has_unfinished_requests EngineCore.abort_requests "
+        "EngineCore.take_block_events",
         "jaxllm.engine.output_processor": "OutputProcessor.take_in OutputProcessor.due OutputProcessor.abort "
         "OutputProcessor.add",
         "jaxllm.engine.recovery": "FailedSteps.reset",

@@ -136,7 +136,7 @@ class Features:
         self.inputs: tuple[Callable[[StepInput], None], ...] = hooks("inputs")
         self.masks: tuple[Callable[[Plan], Masks | None], ...] = hooks("masks")
         self.read: tuple[Callable[[Plan, Result, Yielded], None], ...] = hooks("read")
-        self.take_in: tuple[Callable[[Plan, Result, Events], Sequence[SequenceGroup]], ...] = hooks("take_in")
+        self.taking_in = [each for each in features if type(each).take_in is not Feature.take_in]
         self.show: tuple[Callable[[SequenceGroup, RequestOutput], None], ...] = hooks("show")
         self.forget: tuple[Callable[[SequenceGroup], None], ...] = hooks("forget")
         self.load: tuple[Callable[[State], Mapping[str, Any]], ...] = hooks("load")
