@@ -14,6 +14,7 @@ from jaxllm.commands.arguments import Usage
 from jaxllm.commands.constraint_flags import schema_of
 from jaxllm.sampling_fields import declaration_of
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.structured_outputs_params import StructuredOutputsParams
 
 METRICS = ("ttft", "tpot", "itl", "e2el", "client_queue_time")
 GOODPUT = ("ttft", "tpot", "e2el")
@@ -119,8 +120,8 @@ def headers_of(options: Mapping[str, Any]) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}", **given}
 
 
-def schema_in(options: Mapping[str, Any]) -> Any:
-    """Return the constraint that `--json-schema-path` gives, a `StructuredOutputsParams`, or None."""
+def schema_in(options: Mapping[str, Any]) -> StructuredOutputsParams | None:
+    """Return the constraint that `--json-schema-path` gives."""
     return schema_of(options["json_schema_path"]) if options["json_schema_path"] else None
 
 

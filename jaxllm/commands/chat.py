@@ -10,19 +10,11 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.commands.arguments import Subparsers, add_model, build, engine_config, new_command
-from jaxllm.commands.flags import add_engine_flags, add_sampling_flags, given
-from jaxllm.commands.session import (
-    Adapter,
-    add_lora,
-    add_output_form,
-    add_verbose,
-    open_llm,
-    output_form,
-    stream,
-    with_lora,
-)
+from jaxllm.commands.arguments import Subparsers, add_model, engine_config, new_command
+from jaxllm.commands.flags import add_engine_flags
+from jaxllm.commands.session import add_request_flags, add_verbose, open_llm, params_of, stream, with_lora
 from jaxllm.errors import UserError
+from jaxllm.lora_request import LoRARequest
 from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -45,9 +37,7 @@ def add(commands: Subparsers) -> None:
     parser.add_argument("--system", help="the system prompt")
     add_model(parser)
     add_verbose(parser)
-    add_lora(parser)
-    add_sampling_flags(parser.add_argument_group("sampling"), CHAT_TOKENS, skipped=_NO_FLAGS)
-    add_output_form(parser)
+    add_request_flags(parser, CHAT_TOKENS, skipped=_NO_FLAGS)
     add_engine_flags(parser.add_argument_group("engine"), skipped={"skip_tokenizer_init"})
 
 
@@ -55,8 +45,7 @@ def run(options: dict[str, Any]) -> int:
     """Talk until the input ends."""
     options, adapter = with_lora(options)
     engine_config(options)
-    build(SamplingParams, options, max_tokens=CHAT_TOKENS)
-    own = {"max_tokens": CHAT_TOKENS, **given(options, SamplingParams), **output_form(options)}
+    own = params_of(options, CHAT_TOKENS)
     system = [{"role": "system", "content": options["system"]}] if options["system"] else []
     is_terminal = sys.stdin.isatty()
     if is_terminal:
@@ -83,7 +72,7 @@ def run(options: dict[str, Any]) -> int:
     return 0
 
 
-def _check_template(llm: LLM, system: list[dict[str, str]], adapter: Adapter | None) -> None:
+def _check_template(llm: LLM, system: list[dict[str, str]], adapter: LoRARequest | None) -> None:
     """Refuse a model without a template, or with one that does not take the system prompt."""
     try:
         llm.chat_prompt([*system, {"role": "user", "content": "Hello"}], lora_request=adapter)
@@ -114,7 +103,7 @@ def _read_line(is_terminal: bool) -> str | None:
 
 
 def _turn(
-    llm: LLM, history: list[dict[str, str]], line: str, params: SamplingParams, adapter: Adapter | None
+    llm: LLM, history: list[dict[str, str]], line: str, params: SamplingParams, adapter: LoRARequest | None
 ) -> list[dict[str, str]]:
     """Answer one line; return the conversation with both, or as it was where there is no answer."""
     try:
@@ -141,7 +130,7 @@ def _turn(
 
 
 def _fit(
-    llm: LLM, messages: list[dict[str, str]], max_tokens: int | None, adapter: Adapter | None
+    llm: LLM, messages: list[dict[str, str]], max_tokens: int | None, adapter: LoRARequest | None
 ) -> tuple[list[dict[str, str]], dict[str, Any]]:
     """Drop the oldest questions and answers until the conversation leaves room for an answer; give it and its prompt.
 

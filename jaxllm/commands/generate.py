@@ -12,18 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxllm.commands.arguments import Subparsers, Usage, add_model, add_profile, build, engine_config, new_command
-from jaxllm.commands.flags import add_engine_flags, add_sampling_flags, flag_of, given
-from jaxllm.commands.session import (
-    add_lora,
-    add_output_form,
-    add_verbose,
-    open_llm,
-    output_form,
-    profile,
-    stream,
-    with_lora,
-)
+from jaxllm.commands.arguments import Subparsers, Usage, add_model, add_profile, engine_config, new_command
+from jaxllm.commands.flags import add_engine_flags, flag_of
+from jaxllm.commands.session import add_request_flags, add_verbose, open_llm, params_of, profile, stream, with_lora
 from jaxllm.errors import UserError
 from jaxllm.outputs import Logprob, RequestOutput
 from jaxllm.sampling_params import SamplingParams
@@ -49,9 +40,7 @@ def add(commands: Subparsers) -> None:
     add_profile(parser)
     add_model(parser)
     add_verbose(parser)
-    add_lora(parser)
-    add_sampling_flags(parser.add_argument_group("sampling"), GENERATE_TOKENS)
-    add_output_form(parser)
+    add_request_flags(parser, GENERATE_TOKENS)
     add_engine_flags(parser.add_argument_group("engine"))
 
 
@@ -59,8 +48,7 @@ def run(options: dict[str, Any]) -> int:
     """Continue the prompts and write what came; 1 where an output failed, 130 after ^C."""
     options, adapter = with_lora(options)
     engine_config(options)
-    build(SamplingParams, options, max_tokens=GENERATE_TOKENS)
-    own = {"max_tokens": GENERATE_TOKENS, **given(options, SamplingParams), **output_form(options)}
+    own = params_of(options, GENERATE_TOKENS)
     if not options["json"]:
         _warn_of_numbers(own)
     jobs = _read_prompts(options, own)

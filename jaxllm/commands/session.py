@@ -10,14 +10,14 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.commands.arguments import by_flags
+from jaxllm.commands.arguments import build, by_flags
 from jaxllm.commands.constraint_flags import add_constraint_flags, constraint_of
-from jaxllm.commands.flags import given
+from jaxllm.commands.flags import add_sampling_flags, given
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
 from jaxllm.lora_request import LoRARequest
@@ -29,12 +29,18 @@ if TYPE_CHECKING:
 
 REQUEST_ID = "cli"
 
-Adapter = LoRARequest  # that `--lora` names
 
-
-def add_lora(parser: argparse.ArgumentParser) -> None:
-    """Add `--lora`."""
+def add_request_flags(parser: argparse.ArgumentParser, max_tokens: int, skipped: Collection[str] = ()) -> None:
+    """Add the flags of a request: `--lora`, sampling parameters but the skipped ones, and the form of the output."""
     parser.add_argument("--lora", metavar="PATH", help="a LoRA adapter of the model: its folder or hub id")
+    add_sampling_flags(parser.add_argument_group("sampling"), max_tokens, skipped)
+    add_constraint_flags(parser.add_argument_group("form of the output"))
+
+
+def params_of(options: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
+    """Return the sampling parameters that the flags give, with the command's default of `max_tokens`; check them."""
+    build(SamplingParams, options, max_tokens=max_tokens)
+    return {"max_tokens": max_tokens, **given(options, SamplingParams), **constraint_of(options)}
 
 
 def with_lora(options: dict[str, Any]) -> tuple[dict[str, Any], LoRARequest | None]:
@@ -50,16 +56,6 @@ def with_lora(options: dict[str, Any]) -> tuple[dict[str, Any], LoRARequest | No
         rank = highest_rank(store.folder_of(request))
     own = {"EngineConfig.max_lora_rank": rank, **options, "EngineConfig.enable_lora": True}
     return own, request
-
-
-def add_output_form(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for the form of the output."""
-    add_constraint_flags(parser.add_argument_group("form of the output"))
-
-
-def output_form(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the sampling parameters that these flags are."""
-    return constraint_of(options)
 
 
 def add_verbose(parser: argparse.ArgumentParser) -> None:

@@ -33,6 +33,7 @@ from jaxllm.errors import (
     UnavailableError,
     late,
 )
+from jaxllm.lora_request import LoRARequest
 from jaxllm.metrics import DeviceReport, Load, Observer, StepReport
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import SamplingParams
@@ -64,7 +65,7 @@ class AsyncLLM(StreamingEngine, AsyncAdapterCalls):
         hang_timeout: float = 8.0,  # seconds that a step may take before the engine counts as hung
         observer: Observer | None = None,
         recorder: Recorder | None = None,
-        adapters: Sequence[Any] = (),  # `LoRARequest`s, read before the engine is ready
+        adapters: Sequence[LoRARequest] = (),  # read before the engine is ready
         parts: Parts | None = None,  # what the engine is made of, its clock too; None: loaded from the model
         thread_type: type[EngineThread] = EngineThread,
         **engine_args: Any,

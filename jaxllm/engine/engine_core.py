@@ -5,6 +5,7 @@ All that a request may ask for besides plain sampling is a feature (features/fea
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ from jaxllm.sampling import sampler
 from jaxllm.scheduler.recorded import RecordedScheduler, Recorder
 from jaxllm.scheduler.state import BlockEvent, Events, Plan, Waiting
 
+_log = logging.getLogger(__name__)
 Stuck = list[tuple[Output, str]]  # sequences that cannot go on, and why
 
 
@@ -219,6 +221,7 @@ class EngineCore:
             try:
                 ended += feature.take_in(plan, result, events)
             except Exception:
+                _log.exception("%s could not take in a step", feature.name)
                 groups = {id(own.group): own.group for own in map(self._batch.owner, plan.slots.tolist())}
                 for group in groups.values():
                     if feature.name in group.states and not group.is_finished:

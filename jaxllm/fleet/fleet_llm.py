@@ -329,8 +329,11 @@ class FleetLLM(NoAdapters, StreamingEngine):
         timeout: float | None,
     ) -> Routed:
         """Find out what a request's way depends on; its replica checks it."""
-        for option in options:
-            raise combinations.refusal(option, combinations.FLEET)
+        unknown = options.keys() - {"lora_request"}
+        if unknown:
+            raise TypeError(f"a request has no {', '.join(sorted(unknown))}")
+        if options:
+            raise combinations.refusal("lora_request", combinations.FLEET)
         text, ids, salt = parts_of(prompt, "token_type_ids")
         digests: Sequence[bytes] = ()
         tokens: Sequence[int]

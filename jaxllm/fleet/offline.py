@@ -17,6 +17,7 @@ from jaxllm.errors import UserError
 from jaxllm.fleet.fleet_llm import FleetLLM
 from jaxllm.fleet.node import NO_BOUND
 from jaxllm.fleet.replica import Routed
+from jaxllm.lora_request import LoRARequest
 from jaxllm.metrics import Load, Metrics
 from jaxllm.outputs import CompletionOutput, FinishReason, RequestOutput
 from jaxllm.runner.profiling import DEFAULT_STEPS, Profile
@@ -59,7 +60,7 @@ class FleetEngine:
         """What all have counted."""
         return self._fleet.metrics
 
-    def model_of(self, lora_request: Any) -> ModelInfo:
+    def model_of(self, lora_request: LoRARequest | None) -> ModelInfo:
         """Return the model; adapters are refused."""
         if lora_request is not None:
             raise combinations.refusal("lora_request", combinations.FLEET)
@@ -83,7 +84,7 @@ class FleetEngine:
         prompt: Any,
         params: Any = None,
         priority: int = 0,
-        lora_request: Any = None,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Queue a request."""
         self.add([self.accept(request_id, prompt, params, priority, lora_request)])
@@ -94,7 +95,7 @@ class FleetEngine:
         prompt: Any,
         params: Any = None,
         priority: int = 0,
-        lora_request: Any = None,
+        lora_request: LoRARequest | None = None,
     ) -> Routed:
         """Let a replica check a request."""
         options = {} if lora_request is None else {"lora_request": lora_request}

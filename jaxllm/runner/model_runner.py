@@ -287,7 +287,7 @@ class Runner:
         return self._in_flight(joined, plan, key, held.scores)
 
     def pack(self, given: StepInput) -> PackedStep:
-        """Choose the program of a step and lay out its inputs, independently of what is on a device."""
+        """Choose the program of a step and lay out its inputs; reads nothing from a device."""
         plan, rows = given.plan, given.side.get("adapters")
         adapters = () if rows is None else self.adapters.of_rows(rows)
         way = self.programs.choose(plan, given.variant, given.is_held, len(adapters))

@@ -23,7 +23,7 @@ from jaxllm.runner.step_model import Leaves, StepModel
 
 PATCH_ENTRIES = 1024  # changes in one call of `step.patch`
 PATCH_EXTRAS = 8  # requests' extras in one call of `step.patch_extras`: 26 kB each for a vocabulary of 152,000
-COPIED_BLOCKS = 16  # in one call of `step.build_copy`: what ten beams that fork copy at most, and half as much
+COPIED_BLOCKS = 16  # in one call of `step.build_copy`: one and a half times what ten beams that fork need at most
 COPY_PROGRAMS = ("copy_blocks", "copy_windowed_blocks")  # by group
 Make = Callable[..., Any]  # of a name, a function, its donated arguments, and their descriptions: a compiled program
 

@@ -81,7 +81,7 @@ def enter(editor: StateEditor, limits: Limits, slot: int, entering: Entering, ta
     editor.own_slots.behind[slot] = begin
     editor.window_tables[slot] = tuple(entering.near)
     blocks = [limits.num_window_blocks] * begin + [*entering.near]
-    _tell(limits, table, slot, range(entering.num_hits), blocks)
+    _add_entries(limits, table, slot, range(entering.num_hits), blocks)
 
 
 def extend(
@@ -108,7 +108,7 @@ def hand_out(
         end = int(editor.slots.behind[slot]) + len(tables[slot])
         blocks = taken[at : at + count]
         tables[slot] += tuple(blocks)
-        _tell(limits, table, slot, range(end, end + count), blocks)
+        _add_entries(limits, table, slot, range(end, end + count), blocks)
         at += count
 
 
@@ -157,7 +157,7 @@ def give_back(editor: StateEditor, limits: Limits, table: list[np.ndarray], held
         old, new = int(slots.behind[slot]), int(begins[slot])
         _release(editor, slot, new - old)
         editor.own_slots.behind[slot] = new
-        _tell(limits, table, slot, range(old, new), [limits.num_window_blocks] * (new - old))
+        _add_entries(limits, table, slot, range(old, new), [limits.num_window_blocks] * (new - old))
         if editor.entries:  # of forks, that are not sent yet
             gone = columns(limits, range(old, new))
             editor.entries = tuple(each for each in editor.entries if each[0] != slot or each[1] not in gone)
@@ -190,6 +190,6 @@ def _release(editor: StateEditor, slot: int, count: int) -> None:
     editor.window_tables[slot] = table[count:]
 
 
-def _tell(limits: Limits, table: list[np.ndarray], slot: int, indices: range, blocks: Iterable[int]) -> None:
+def _add_entries(limits: Limits, table: list[np.ndarray], slot: int, indices: range, blocks: Iterable[int]) -> None:
     entries = [(slot, column, block) for column, block in zip(columns(limits, indices), blocks, strict=True)]
     table.append(np.array(entries, np.int32).reshape(-1, 3))

@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxllm import LLMEngine, SamplingParams, UserError
 from jaxllm.config import config_of
 from jaxllm.engine.accepted import Accepted
-from jaxllm.engine.features.feature import Core, Feature, Masks, Yielded
+from jaxllm.engine.features.feature import Core, Feature, Masks, Yielded, both
 from jaxllm.engine.loader import load_parts
 from jaxllm.engine.sequence import Sequence as Output
 from jaxllm.engine.sequence import SequenceGroup
@@ -133,6 +134,21 @@ def run(engine: LLMEngine) -> dict[str, RequestOutput]:
     while engine.has_unfinished_requests():
         outputs |= {output.request_id: output for output in engine.step()}
     return outputs
+
+
+def bits_of(words: np.ndarray) -> np.ndarray:
+    return np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=1, bitorder="little").astype(np.bool_)
+
+
+def test_masks_of_several_features_allow_what_each_allows() -> None:
+    rng, allowed, masks = np.random.default_rng(0), np.ones((5, 64), np.bool_), []
+    for _ in range(3):
+        words, is_masked = rng.integers(-(2**31), 2**31, (5, 2)).astype(np.int32), rng.random(5) < 0.5
+        allowed &= bits_of(words) | ~is_masked[:, None]
+        masks.append(Masks(words, is_masked, []))
+    found = both(masks)
+    assert (found.is_masked == np.any([each.is_masked for each in masks], axis=0)).all()
+    assert (bits_of(found.words) == allowed)[found.is_masked].all()
 
 
 def test_a_feature_of_a_test_runs_without_a_change_of_the_product() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -43,17 +44,17 @@ class AdapterClient(Protocol):
         ...
 
 
-class AsyncAdapterCalls:
+class AsyncAdapterCalls(ABC):
     """The methods of `AdapterClient` for one engine."""
 
     @property
+    @abstractmethod
     def engine(self) -> AdapterCalls:
         """The engine; UnavailableError while it is being loaded."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def off_loop(self, function: Callable[..., Any], *arguments: Any, language: bytes | None = None) -> Any:
         """Run something slow in a thread, as `EngineClient.off_loop`."""
-        raise NotImplementedError
 
     def find_adapter(self, lora_request: LoRARequest) -> Adapter | None:
         """Return an adapter that is in memory; None if it must be read."""
