@@ -350,7 +350,7 @@ HISTORY = [
     Mutant(
         "the device keeps the entry of a block that was given back",
         "scheduler.windowed.give_back",
-        "_tell(limits, table, slot, range(old, new), [limits.num_window_blocks] * (new - old))",
+        "_add_entries(limits, table, slot, range(old, new), [limits.num_window_blocks] * (new - old))",
         "pass",
     ),
     Mutant(
@@ -368,8 +368,8 @@ HISTORY = [
     Mutant(
         "a slot keeps its last owner's entries before the window",
         "scheduler.windowed.enter",
-        "_tell(limits, table, slot, range(entering.num_hits), blocks)",
-        "_tell(limits, table, slot, range(begin, entering.num_hits), blocks[begin:])",
+        "_add_entries(limits, table, slot, range(entering.num_hits), blocks)",
+        "_add_entries(limits, table, slot, range(begin, entering.num_hits), blocks[begin:])",
     ),
     Mutant(
         "a cached prefix is used whose window has gone",
