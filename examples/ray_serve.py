@@ -34,27 +34,27 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from jaxllm.checkpoints.weights import resolve
 from jaxllm.config import EngineConfig, config_of
 from jaxllm.engine.async_llm import AsyncLLM
 from jaxllm.engine.model_info import ModelInfo
 from jaxllm.errors import OutOfRangeError, UnavailableError
 from jaxllm.fleet import PrefixIndex, choose, digests_of
-from jaxllm.model.weights import resolve
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.state import BlockEvent, Cleared, Removed, Stored
 from jaxllm.text.tokenizer import load_tokenizer
+from jaxllm_server.access.auth import Keys, only_header
+from jaxllm_server.access.client_quota import client_of
 from jaxllm_server.http.app import make_app
 from jaxllm_server.http.error_bodies import answer_of, body_too_large
 from jaxllm_server.http.sse import DONE, event
 from jaxllm_server.launch import new_server
 from jaxllm_server.openai.chat import ChatReply
 from jaxllm_server.openai.completions import CompletionReply
-from jaxllm_server.openai.messages import error_body_of
+from jaxllm_server.openai.replies import error_body_of
+from jaxllm_server.serving import Serving
 from jaxllm_server.shared import strict_json
-from jaxllm_server.shared.auth import Keys, only_header
-from jaxllm_server.shared.client_quota import client_of
 from jaxllm_server.shared.options import ServerOptions
-from jaxllm_server.shared.serving import Serving
 
 _log = logging.getLogger("ray.serve")
 REPORT_SECONDS = 0.1  # between two looks at a replica; its answer takes about two milliseconds

@@ -9,10 +9,10 @@ from contextlib import suppress
 
 import pytest
 
+from jaxllm.checkpoints.lora_config import read_lora_config
 from jaxllm.errors import UserError
+from jaxllm.families.stored_formats import read_stored
 from jaxllm.linear_expression import Expression, Work
-from jaxllm.model.lora_config import read_lora_config
-from jaxllm.model.stored_formats import read_stored
 
 LETTERS = "abAB_.1\n "
 

@@ -10,7 +10,7 @@ import tomllib
 import pytest
 
 import jaxllm
-from jaxllm.model.families import FAMILIES
+from jaxllm.families.families import FAMILIES
 from tests.support.paths import ROOT
 
 IMPORT = """

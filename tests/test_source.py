@@ -42,12 +42,17 @@ UNSAFE_METHODS = frozenset(
 )
 # Where a command of our own, git or a compiler is started; with a list of arguments, never through a shell.
 STARTS_PROCESSES = (
-    *("jaxllm/bench/", "jaxllm/fleet/replica.py", "jaxllm/runner/compile_noise.py", "pallas_kernels/native/build.py"),
+    *(
+        "jaxllm/bench/",
+        "jaxllm/fleet/replica.py",
+        "jaxllm/compiling/compile_noise.py",
+        "pallas_kernels/native/build.py",
+    ),
     "jaxllm/text/confinement.py",
     "server/jaxllm_server/grpc/filter_process.py",
 )
 # Which unpickles compiled programs: from files that no other user could have written.
-UNPICKLES = "jaxllm/runner/kept_programs.py"
+UNPICKLES = "jaxllm/compiling/kept_programs.py"
 # What is imported by a name that is made at run time: our own modules, and what the engine's settings name.
 IMPORTS_BY_NAME = ("jaxllm/__init__.py", "jaxllm/sampling/logits_processors.py", "pallas_kernels/choice.py")
 

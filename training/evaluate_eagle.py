@@ -18,11 +18,11 @@ import numpy as np
 from jax import Array
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.checkpoints import eagle_files, weights
 from jaxllm.embedded import HEADS, MODEL_DIR
-from jaxllm.model import eagle_files, weights
+from jaxllm.families.families import read_spec
 from jaxllm.model.decoder import Params
 from jaxllm.model.eagle import Head
-from jaxllm.model.families import read_spec
 from jaxllm.model.sharding import make_layout
 from jaxllm.model.spec import Spec
 from training import drafting

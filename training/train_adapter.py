@@ -21,11 +21,12 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
+from jaxllm.checkpoints import weights
 from jaxllm.embedded import MODEL_DIR
-from jaxllm.model import decoder, lora, weights
+from jaxllm.families.families import read_spec
+from jaxllm.families.family import LLAMA_TENSORS
+from jaxllm.model import decoder, lora
 from jaxllm.model.decoder import Params
-from jaxllm.model.families import read_spec
-from jaxllm.model.family import LLAMA_TENSORS
 from jaxllm.model.lora import Adapter, Pair
 from jaxllm.model.lora_linear import adapted_linear
 from jaxllm.model.sharding import UNDIVIDED, make_layout

@@ -20,12 +20,13 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
+from jaxllm.checkpoints import weights
 from jaxllm.embedded import MODEL_DIR
-from jaxllm.model import eagle, weights
+from jaxllm.families.families import read_spec
+from jaxllm.families.family import LLAMA_TENSORS
+from jaxllm.model import eagle
 from jaxllm.model.decoder import Params
 from jaxllm.model.eagle import Head
-from jaxllm.model.families import read_spec
-from jaxllm.model.family import LLAMA_TENSORS
 from jaxllm.model.sharding import make_layout
 from jaxllm.model.spec import Spec
 from training import command, corpus, drafting, packing

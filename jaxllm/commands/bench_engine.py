@@ -33,7 +33,7 @@ def read_engine(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> tupl
 
 def check_context(config: EngineConfig, input_len: int, output_len: int) -> None:
     """Refuse a request that the model cannot hold, before its weights are read and its programs compiled."""
-    from jaxllm.runner.model_setup import prepare
+    from jaxllm.setup.model_setup import prepare
 
     longest = prepare(config, needs_weights=False).max_model_len
     if input_len + output_len > longest:

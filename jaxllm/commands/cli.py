@@ -20,9 +20,9 @@ from typing import Any, NoReturn
 from jaxllm.commands import bench, chat, compile, convert, doctor, embed, generate, replay, serve
 from jaxllm.commands.arguments import Usage
 from jaxllm.commands.flags import IDLE, read_config_file
+from jaxllm.compiling import compile_noise
 from jaxllm.config import no_effect
 from jaxllm.errors import EngineError, UserError
-from jaxllm.runner import compile_noise
 from jaxllm.version import __version__
 
 COMMANDS = {

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from jaxllm.checkpoints import orbax_checkpoint, weights
+from jaxllm.checkpoints.checkpoint import INDEX
+from jaxllm.checkpoints.files import inside
+from jaxllm.checkpoints.pooler_files import read_pooler
+from jaxllm.checkpoints.stored_head import with_stored_head
 from jaxllm.errors import UserError
-from jaxllm.model import orbax_checkpoint, weights
-from jaxllm.model.checkpoint import INDEX
-from jaxllm.model.families import read_spec
-from jaxllm.model.files import inside
-from jaxllm.model.pooler_files import read_pooler
-from jaxllm.model.stored_head import with_stored_head
+from jaxllm.families.families import read_spec
 
 _KEPT = (
     *("*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*.jinja", "LICENSE*", "README*"),

@@ -16,11 +16,11 @@ import jax
 import psutil
 
 from jaxllm.bench.environment import versions
+from jaxllm.checkpoints import weights
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
-from jaxllm.model import weights
-from jaxllm.runner.memory_plan import MemoryPlan, size
-from jaxllm.runner.model_setup import (
+from jaxllm.setup.memory_plan import MemoryPlan, size
+from jaxllm.setup.model_setup import (
     CPU_CEILING,
     CPU_SHARE,
     Setup,

@@ -9,6 +9,7 @@ from typing import Any
 from jaxllm.commands.arguments import Subparsers, Usage, add_model, build, engine_config, errors_by_flags, new_command
 from jaxllm.commands.flags import COMMON, add_common_flags, add_engine_flags, add_flags
 from jaxllm.config import EngineConfig
+from jaxllm.model import decoder
 from jaxllm_server.shared.options import ServerOptions
 
 
@@ -70,15 +71,14 @@ def _check(config: EngineConfig, options: ServerOptions) -> None:
     Reads no weights but those of adapters; of a model on the hub the small files are fetched.
     """
     from jaxllm.engine.features.adapters import store
-    from jaxllm.model import weights
-    from jaxllm.runner.model_setup import free_bytes, plan_memory, prepare
-    from jaxllm_server.shared.adapters import requests_of
+    from jaxllm.setup.model_setup import free_bytes, plan_memory, prepare
+    from jaxllm_server.adapters import requests_of
 
     with errors_by_flags(ServerOptions):
         modules = requests_of(options.lora_modules) if config.enable_lora else ()
     with errors_by_flags(EngineConfig):
         setup = prepare(config, needs_weights=False)
-        weights.check_shards(setup.spec, setup.layout)
+        decoder.check_shards(setup.spec, setup.layout)
         plan_memory(config, setup, free_bytes(setup))
         read = store.weights_reader(setup, config)
         for request in modules:

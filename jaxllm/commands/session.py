@@ -48,8 +48,8 @@ def with_lora(options: dict[str, Any]) -> tuple[dict[str, Any], LoRARequest | No
     path = options["lora"]
     if path is None:
         return options, None
+    from jaxllm.checkpoints.lora_files import highest_rank
     from jaxllm.engine.features.adapters import store
-    from jaxllm.model.lora_files import highest_rank
 
     request = LoRARequest("lora", 1, path)
     with store.naming(replace(request, lora_name=path)):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxllm.compiling.startup_timing import Phase, Phases, describe
 from jaxllm.config import EngineConfig
 from jaxllm.engine.features.table import FEATURES, Factory
 from jaxllm.engine.language import Language
@@ -18,10 +19,9 @@ from jaxllm.engine.model_info import ModelInfo
 from jaxllm.errors import UserError
 from jaxllm.metrics import Metrics
 from jaxllm.runner.model_runner import Runner
-from jaxllm.runner.model_setup import prepare
 from jaxllm.runner.pooling_runner import make_runner
-from jaxllm.runner.startup_timing import Phase, Phases, describe
 from jaxllm.sampling_params import default_sampling_params
+from jaxllm.setup.model_setup import prepare
 from jaxllm.text.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 
 

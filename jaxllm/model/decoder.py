@@ -23,6 +23,7 @@ from jax import Array, lax, named_scope
 from jaxtyping import Float, Int
 
 import pallas_kernels
+from jaxllm.errors import UserError
 from jaxllm.model import fused, layers, mla, moe
 from jaxllm.model import pooler as pooling
 from jaxllm.model.parameters import Part, Scheme, Weight
@@ -450,3 +451,20 @@ def _row_parallel(x: Array, weights: Arrays, name: str, linear: Callable[..., Ar
     total = layout.total(linear(name, x, weights[name]).astype(x.dtype), _SUMMED[name])
     bias = weights.get(f"{name}_bias")
     return total if bias is None else total + bias
+
+
+def check_shards(spec: Spec, layout: Layout) -> None:
+    """Refuse a layout over which the model cannot be divided evenly."""
+    experts = spec.experts
+    widths = [spec.ffn_width] if experts is None or not all(experts.layers) else []
+    widths += [experts.ffn_width, experts.shared_width] if experts else []
+    for name, axis, count in (
+        ("attention heads", "heads", spec.num_heads),
+        ("key-value heads", "kv_heads", spec.num_kv_heads),
+        *(("feed-forward columns", "feed_forward", width) for width in widths),
+    ):
+        shards = layout.shards(axis)
+        if count % shards and (axis != "kv_heads" or shards % count):
+            raise UserError(
+                f"tensor_parallel_size {shards} does not divide the model's {count} {name}.", "tensor_parallel_size"
+            )

@@ -19,7 +19,7 @@ from jax import Array, named_scope
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from jaxllm.model import decoder, layers, quantized, weights
+from jaxllm.model import decoder, layers, quantized
 from jaxllm.model.decoder import Context, Params
 from jaxllm.model.parameters import Part, Weight
 from jaxllm.model.sharding import UNDIVIDED, Layout
@@ -80,7 +80,7 @@ def map_shape(head: Head, layout: Layout) -> jax.ShapeDtypeStruct:
 
 def abstract(head: Head, layout: Layout, dtype: DTypeLike) -> Params[jax.ShapeDtypeStruct]:
     """Describe the head's parameters, shapes, type and shardings, with nothing allocated."""
-    weights.check_shards(head.spec, layout)
+    decoder.check_shards(head.spec, layout)
     described = jax.tree.map(lambda weight: quantized.describe(weight, layout, dtype), declare(head, layout))
     return with_map(head, described, map_shape(head, layout))
 

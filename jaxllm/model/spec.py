@@ -161,6 +161,6 @@ def heads_per_shard(spec: Spec, shards: int) -> tuple[int, int]:
     """Count the query heads and the key-value heads that one of `shards` devices holds.
 
     With more shards than key-value heads, neighbouring shards hold copies of one head: the cache then has
-    `shards` heads in all. `weights.check_shards` says whether a model can be divided at all.
+    `shards` heads in all. `decoder.check_shards` says whether a model can be divided at all.
     """
     return spec.num_heads // shards, max(1, spec.num_kv_heads // shards)

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from jaxllm.compiling import aot_manifest
 from jaxllm.config import EngineConfig
 from jaxllm.metrics import Metrics
-from jaxllm.runner import aot_manifest
-from jaxllm.runner.model_setup import describe_programs, prepare
 from jaxllm.runner.pooling_runner import make_runner
+from jaxllm.setup.model_setup import describe_programs, prepare
 
 
 def compile_ahead(config: EngineConfig, folder: Path, progress: bool = False) -> int:

@@ -20,7 +20,7 @@ from jaxllm.model.decoder import Heads
 from jaxllm.model.spec import Spec
 from jaxllm.runner import batch
 from jaxllm.runner.batch import Shape
-from jaxllm.runner.kv_cache import Geometry, KvLayer
+from jaxllm.setup.kv_cache import Geometry, KvLayer
 from pallas_kernels import Choice
 
 # Code that layers and programs share is jitted by itself: here, in sampler.py and in model/. JAX then traces it once

@@ -26,14 +26,14 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
+from jaxllm.compiling.compile_noise import hidden
+from jaxllm.compiling.compile_threads import run_at_idle_priority
+from jaxllm.compiling.kept_programs import KeptPrograms
 from jaxllm.errors import is_exhaustion
 from jaxllm.freed_memory import return_freed_memory
 from jaxllm.metrics import Metrics
 from jaxllm.runner import batch
 from jaxllm.runner.batch import Shape
-from jaxllm.runner.compile_noise import hidden
-from jaxllm.runner.compile_threads import run_at_idle_priority
-from jaxllm.runner.kept_programs import KeptPrograms
 from jaxllm.runner.step import program_name
 from jaxllm.sampling.sampler import Variant
 from jaxllm.scheduler.state import Plan

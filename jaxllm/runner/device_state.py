@@ -18,9 +18,10 @@ from flax import struct
 
 from jaxllm.model.sharding import Layout
 from jaxllm.model.spec import Spec
-from jaxllm.runner.drafting import Drafted, Drafting
-from jaxllm.runner.kv_cache import Geometry, KvLayer, Leaf, abstract_kv
+from jaxllm.runner.drafting import Drafted
 from jaxllm.sampling.sampler import ROW_WIDTH, Extras
+from jaxllm.setup.draft_setup import Drafting
+from jaxllm.setup.kv_cache import Geometry, KvLayer, Leaf, abstract_kv
 
 
 @struct.dataclass

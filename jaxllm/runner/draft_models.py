@@ -25,11 +25,12 @@ from jaxllm.runner import drafting
 from jaxllm.runner.attention import attention
 from jaxllm.runner.batch import Shape
 from jaxllm.runner.device_state import DeviceState
-from jaxllm.runner.drafting import Drafted, Drafting, Places
+from jaxllm.runner.drafting import Drafted, Places
 from jaxllm.runner.step_model import StepModel
 from jaxllm.sampling import sampler
 from jaxllm.sampling.sampler import SamplingRows, Variant
 from jaxllm.sampling.vocab_parallel import Vocabulary
+from jaxllm.setup.draft_setup import Drafting
 
 
 class Batch(NamedTuple):

@@ -11,8 +11,7 @@ Letters: S slots, T tokens of a step, R sequences, K drafts of a row at most, L 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Generic, NamedTuple
 
 import jax
@@ -20,11 +19,9 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jaxllm.model.eagle import Head
-from jaxllm.model.spec import Spec
-from jaxllm.runner.kv_cache import KvLayer, Leaf
 from jaxllm.sampling.sampler import Sampled
-from pallas_kernels import Choice
+from jaxllm.setup.draft_setup import Drafting
+from jaxllm.setup.kv_cache import KvLayer, Leaf
 
 NO_DRAFT = -1  # equal to no token
 
@@ -37,19 +34,6 @@ class Drafted(Generic[Leaf]):
     tokens: Leaf  # int32[S, K]: drafts behind them
     kv: tuple[KvLayer[Leaf], ...] = ()  # of the draft model
     aux: tuple[Leaf, ...] = ()  # [T, D] each: the target's hidden states between the halves of a step
-
-
-@dataclass(frozen=True)
-class Drafting:
-    """How an engine drafts: by prompt lookup, or with a model."""
-
-    most: int  # K
-    min_match: int = 1  # of prompt lookup: tokens
-    max_match: int = 1
-    spec: Spec | None = None  # of the draft model, or of the head's layer
-    head: Head | None = None
-    kernels: Mapping[str, Choice] = field(default_factory=dict, hash=False)  # by operation, of the draft model
-    cost: int = 0  # see `Limits.draft_cost`
 
 
 class Places(NamedTuple):

@@ -20,26 +20,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.checkpoints import weights
+from jaxllm.compiling import aot_manifest
+from jaxllm.compiling.compilation_cache import use_compilation_cache
+from jaxllm.compiling.kept_programs import KeptPrograms
+from jaxllm.compiling.program_digest import digest, digest_compiler, digest_source
+from jaxllm.compiling.startup_timing import Compilations, Phases
 from jaxllm.config import EngineConfig
 from jaxllm.metrics import DeviceReport, Metrics
-from jaxllm.model import decoder, lora, weights
-from jaxllm.runner import (
-    aot_manifest,
-    batch,
-    device_state,
-    draft_setup,
-    memory_plan,
-    results,
-    scoring,
-    small_programs,
-    step,
-)
-from jaxllm.runner.compilation_cache import use_compilation_cache
+from jaxllm.model import decoder, lora
+from jaxllm.runner import batch, device_state, results, scoring, small_programs, step
 from jaxllm.runner.compiled_programs import VARIANTS, Key, Programs
-from jaxllm.runner.kept_programs import KeptPrograms
-from jaxllm.runner.kv_cache import Geometry, leaves_by_group
-from jaxllm.runner.memory_plan import MemoryPlan
-from jaxllm.runner.model_setup import (
+from jaxllm.runner.profiling import span
+from jaxllm.runner.resident_adapters import ResidentAdapters, Weights
+from jaxllm.runner.results import Result, Scored
+from jaxllm.runner.small_programs import SmallPrograms
+from jaxllm.runner.step_input import PackedStep, StepInput
+from jaxllm.runner.step_model import Leaves, StepModel
+from jaxllm.sampling.logits_processors import load_processors
+from jaxllm.sampling.sampler import ROW_WIDTH, Variant
+from jaxllm.scheduler.state import Limits, Plan
+from jaxllm.setup import draft_setup, memory_plan
+from jaxllm.setup.kv_cache import Geometry, leaves_by_group
+from jaxllm.setup.memory_plan import MemoryPlan
+from jaxllm.setup.model_setup import (
     Setup,
     cache_window,
     describe_memory,
@@ -50,17 +54,6 @@ from jaxllm.runner.model_setup import (
     kernel_reasons,
     plan_memory,
 )
-from jaxllm.runner.profiling import span
-from jaxllm.runner.program_digest import digest, digest_compiler, digest_source
-from jaxllm.runner.resident_adapters import ResidentAdapters, Weights
-from jaxllm.runner.results import Result, Scored
-from jaxllm.runner.small_programs import SmallPrograms
-from jaxllm.runner.startup_timing import Compilations, Phases
-from jaxllm.runner.step_input import PackedStep, StepInput
-from jaxllm.runner.step_model import Leaves, StepModel
-from jaxllm.sampling.logits_processors import load_processors
-from jaxllm.sampling.sampler import ROW_WIDTH, Variant
-from jaxllm.scheduler.state import Limits, Plan
 
 MOST_VERIFIED = 256  # tokens of a step that verifies drafts, unless there are more slots: each has logits
 _log = logging.getLogger(__name__)

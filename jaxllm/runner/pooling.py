@@ -23,13 +23,14 @@ from jaxllm.model.decoder import Attend, Heads, Params
 from jaxllm.model.pooler import Pooler
 from jaxllm.model.sharding import Layout
 from jaxllm.model.spec import Spec, heads_per_shard
-from jaxllm.runner import batch, encoder_batch, kv_cache, step
+from jaxllm.runner import batch, encoder_batch, step
 from jaxllm.runner.attention import attention
 from jaxllm.runner.batch import Shape
 from jaxllm.runner.compiled_programs import Key, ProgramTable, Way
-from jaxllm.runner.kv_cache import Geometry, KvLayer, Leaf
 from jaxllm.runner.step_model import Leaves, StepModel
 from jaxllm.scheduler.state import Plan
+from jaxllm.setup import kv_cache
+from jaxllm.setup.kv_cache import Geometry, KvLayer, Leaf
 from pallas_kernels.kv_cache.xla import rotate
 
 # Queries of a bin that attend at once, so that their scores stay in a processor's cache. 2,048 tokens in bins of 512,

@@ -16,10 +16,10 @@ import numpy as np
 
 from jaxllm.runner import scoring, step
 from jaxllm.runner.device_state import DeviceState
-from jaxllm.runner.kv_cache import Geometry, leaves_by_group
 from jaxllm.runner.results import Scored
 from jaxllm.runner.scoring import SCORED_ROWS
 from jaxllm.runner.step_model import Leaves, StepModel
+from jaxllm.setup.kv_cache import Geometry, leaves_by_group
 
 PATCH_ENTRIES = 1024  # changes in one call of `step.patch`
 PATCH_EXTRAS = 8  # requests' extras in one call of `step.patch_extras`: 26 kB each for a vocabulary of 152,000

@@ -15,9 +15,9 @@ from jaxllm.model.decoder import Params
 from jaxllm.model.pooler import Pooler
 from jaxllm.model.sharding import Layout
 from jaxllm.model.spec import Spec
-from jaxllm.runner.drafting import Drafting
-from jaxllm.runner.kv_cache import Geometry
 from jaxllm.sampling.sampler import Extras, Processor
+from jaxllm.setup.draft_setup import Drafting
+from jaxllm.setup.kv_cache import Geometry
 from pallas_kernels import Choice
 
 Leaves = tuple[jax.Array, ...]

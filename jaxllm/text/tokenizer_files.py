@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxllm.checkpoints.files import inside, read_object, read_template
 from jaxllm.errors import UserError
-from jaxllm.model.files import inside, read_object, read_template
 
 # What is fetched from a hub repository; also what the conversion by transformers may need.
 TOKENIZER_FILES = (

@@ -28,10 +28,10 @@ from jaxllm.errors import UserError
 from jaxllm.file_limit import raise_file_limit
 from jaxllm.log_lines import LineFormatter
 from jaxllm.replay.recording import FileRecorder
+from jaxllm_server.access.sockets import listen
 from jaxllm_server.observability.log_limit import Seldom
 from jaxllm_server.shared import garbage
 from jaxllm_server.shared.options import ServerOptions
-from jaxllm_server.shared.sockets import listen
 
 if TYPE_CHECKING:
     from jaxllm_server.grpc.server import GrpcServer
@@ -84,10 +84,10 @@ class Server:
     """One engine and its front ends."""
 
     def __init__(self, config: EngineConfig, options: ServerOptions, progress: bool = False) -> None:
+        from jaxllm_server.access.auth import Keys
         from jaxllm_server.observability.fleet_metrics import observer_of
         from jaxllm_server.observability.tracing import Tracer
-        from jaxllm_server.shared.auth import Keys
-        from jaxllm_server.shared.serving import Serving
+        from jaxllm_server.serving import Serving
 
         self.options = options
         self.engine = _engine(config, options, progress)
@@ -243,7 +243,7 @@ class Server:
 
 def _engine(config: EngineConfig, options: ServerOptions, progress: bool) -> EngineClient:
     """Make the engine, or the fleet of them."""
-    from jaxllm_server.shared.adapters import requests_of
+    from jaxllm_server.adapters import requests_of
 
     bounds: dict[str, Any] = {
         "max_queued_requests": options.max_queued_requests,

@@ -12,7 +12,7 @@ import pytest
 from jaxllm import LLM, EngineError
 from jaxllm.bench import startup
 from jaxllm.commands import cli
-from jaxllm.runner.startup_timing import Phase, Phases, describe
+from jaxllm.compiling.startup_timing import Phase, Phases, describe
 from tests.support import paths
 from tests.support.sizes import SLOTS, flags
 

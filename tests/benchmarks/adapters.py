@@ -17,7 +17,7 @@ from pathlib import Path
 import jax
 
 from jaxllm import LLM, LoRARequest, SamplingParams
-from jaxllm.model import weights
+from jaxllm.checkpoints import weights
 from jaxllm.runner.compiled_programs import Key
 from jaxllm.sampling.sampler import Variant
 from tests.benchmarks import shapes

@@ -30,7 +30,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.metrics import Metrics
 from jaxllm.runner import Runner
-from jaxllm.runner.model_setup import prepare
+from jaxllm.setup.model_setup import prepare
 config = EngineConfig(model=str(MODEL_DIR), precompile="covering", compilation_cache_dir=sys.argv[1])
 setup = prepare(config)
 Runner._compile_small = Runner.renew = lambda self: None

@@ -22,7 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.model import weights
+from jaxllm.checkpoints import weights
 from tests.benchmarks import shapes
 from tests.benchmarks.aims import require
 from tests.benchmarks.bare import compile_greedy

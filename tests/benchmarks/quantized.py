@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from jaxllm import LLM
-from jaxllm.model import weights
+from jaxllm.checkpoints import weights
 from tests.benchmarks import shapes
 from tests.benchmarks.aims import require
 from tests.benchmarks.bare import compile_greedy

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 
 from jaxllm.config import EngineConfig
-from jaxllm.model.families import read_spec
+from jaxllm.families.families import read_spec
 from jaxllm.model.spec import Spec
 from tests.benchmarks.shapes import SHAPES
 from tests.benchmarks.step_bytes import BANDWIDTH, CONTEXT, STORED, WIDE, Stored, cache_bytes, weight_bytes

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
+from jaxllm.families.families import read_spec
 from jaxllm.model import decoder
-from jaxllm.model.families import read_spec
 from jaxllm.model.parameters import Scheme, Weight
 from jaxllm.model.spec import Spec
 from pallas_kernels.linear.numbers import PACKED

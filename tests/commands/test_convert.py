@@ -15,12 +15,12 @@ import pytest
 import tensorstore
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.checkpoints import orbax_checkpoint, weights
 from jaxllm.commands import cli
 from jaxllm.commands.conversion import convert
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.errors import UserError
-from jaxllm.model import orbax_checkpoint, weights
-from jaxllm.model.families import read_spec
+from jaxllm.families.families import read_spec
 from jaxllm.model.sharding import UNDIVIDED
 from tests.model.test_parity import CASES, QUICK
 from tests.support.checkpoints import CONFIG, load, random_tensors, write_checkpoint

@@ -10,7 +10,7 @@ import pytest
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.beam_search_params import BeamSearchParams
-from jaxllm.runner import kv_cache
+from jaxllm.setup import kv_cache
 from tests.support.paths import GOLDEN, STORIES
 from tests.support.sizes import SHORT_BLOCKS
 

@@ -22,9 +22,10 @@ import pytest
 from jaxllm import LLM, Logprob, RequestOutput, RequestOutputKind, SamplingParams, UserError
 from jaxllm.config import EngineConfig
 from jaxllm.embedded import MODEL_DIR
-from jaxllm.runner import batch, model_runner, model_setup
+from jaxllm.runner import batch, model_runner
 from jaxllm.runner.compiled_programs import VARIANTS, Programs, halves
 from jaxllm.scheduler.state import Plan
+from jaxllm.setup import model_setup
 from pallas_kernels import choice
 from tests.support.paths import GOLDEN
 

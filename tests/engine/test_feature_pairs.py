@@ -16,7 +16,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.features.table import FEATURES
 from jaxllm.fleet.fleet_llm import FleetLLM
 from jaxllm.fleet.offline import FleetEngine
-from jaxllm.runner.model_setup import prepare
+from jaxllm.setup.model_setup import prepare
 from jaxllm_server.launch import new_server
 from jaxllm_server.shared.options import ServerOptions
 from tests.support.adapters import write_adapter

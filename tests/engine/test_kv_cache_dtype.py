@@ -24,16 +24,17 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxllm import LLM, BeamSearchParams, LoRARequest, SamplingParams, UserError
+from jaxllm.checkpoints import weights
 from jaxllm.commands import cli
+from jaxllm.compiling.aot_manifest import difference
 from jaxllm.config import EngineConfig
 from jaxllm.embedded import ADAPTERS, MODEL_DIR
-from jaxllm.model import decoder, sharding, weights
-from jaxllm.model.families import read_spec
-from jaxllm.runner import draft_setup, kv_cache
-from jaxllm.runner.aot_manifest import difference
-from jaxllm.runner.model_setup import cache_window, describe_programs, plan_memory, prepare
+from jaxllm.families.families import read_spec
+from jaxllm.model import decoder, sharding
 from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm.scheduler.state import Limits
+from jaxllm.setup import draft_setup, kv_cache
+from jaxllm.setup.model_setup import cache_window, describe_programs, plan_memory, prepare
 from jaxllm_server.launch import ServerOptions, _recorder
 from tests.model.test_parity import CASES
 from tests.support.heads import apart

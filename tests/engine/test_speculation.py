@@ -18,7 +18,7 @@ import pytest
 from jaxllm import LLM, LoRARequest, SamplingParams
 from jaxllm.embedded import HEADS, MODEL_DIR
 from jaxllm.metrics import Metrics
-from jaxllm.runner import draft_setup
+from jaxllm.setup import draft_setup
 from tests.engine import structured_requests, test_combinations, test_deterministic
 from tests.engine.test_combinations import Answer, ban_above, check_equal, combination, scale
 from tests.support.adapters import write_adapter

@@ -20,6 +20,7 @@ from unittest import mock
 
 import pytest
 
+from jaxllm.compiling.compile_noise import StandardError
 from jaxllm.engine.async_llm import AsyncLLM
 from jaxllm.engine.fair_threads import FairThreads
 from jaxllm.fleet import supervisor
@@ -27,7 +28,6 @@ from jaxllm.fleet.supervisor import MOST_FAILED_STARTS, Supervisor
 from jaxllm.metrics import Metrics
 from jaxllm.runner import compiled_programs
 from jaxllm.runner.batch import decode_shapes
-from jaxllm.runner.compile_noise import StandardError
 from jaxllm.runner.compiled_programs import Key, ProgramTable
 from jaxllm.structured_output.grammars import Grammars
 from jaxllm.structured_outputs_params import StructuredOutputsParams

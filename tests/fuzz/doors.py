@@ -35,15 +35,15 @@ from jaxllm.scheduler.state import Limits
 from jaxllm.structured_output.grammars import Grammars
 from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
 from jaxllm.v1 import inference_pb2
+from jaxllm_server.generation.calls import Call, Chunk
 from jaxllm_server.grpc import messages, replies
 from jaxllm_server.grpc.error_details import failure_of
 from jaxllm_server.openai.chat import ChatReply
 from jaxllm_server.openai.completions import CompletionReply
 from jaxllm_server.openai.tokens import detokenize_request_of, tokenize_call_of
+from jaxllm_server.serving import Serving
 from jaxllm_server.shared import strict_json
-from jaxllm_server.shared.calls import Call, Chunk
 from jaxllm_server.shared.options import ServerOptions
-from jaxllm_server.shared.serving import Serving
 from tests.support import inspection
 
 VOCABULARY = 1536

@@ -17,13 +17,14 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from jaxllm.checkpoints import weights
+from jaxllm.checkpoints.checkpoint import open_tensors
+from jaxllm.checkpoints.lora_files import read_adapter
+from jaxllm.checkpoints.pooler_files import read_pooler
 from jaxllm.embedded import MODEL_DIR
-from jaxllm.model import weights
-from jaxllm.model.checkpoint import open_tensors
+from jaxllm.families.families import read_spec
+from jaxllm.model import decoder
 from jaxllm.model.decoder import declare
-from jaxllm.model.families import read_spec
-from jaxllm.model.lora_files import read_adapter
-from jaxllm.model.pooler_files import read_pooler
 from jaxllm.model.sharding import UNDIVIDED
 from jaxllm.replay.replay import Replay
 from jaxllm.sampling_params import default_sampling_params
@@ -84,7 +85,7 @@ def read_model(place: Path) -> None:
     config = weights.read_config(place)
     for length in (None, 4096):
         spec, family = read_spec(config, length)
-        weights.check_shards(spec, UNDIVIDED)
+        decoder.check_shards(spec, UNDIVIDED)
         declare(spec, pooler=read_pooler(place, config, spec, family, "pooling"))
 
 

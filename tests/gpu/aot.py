@@ -21,19 +21,21 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 import pallas_kernels
-from jaxllm.model import decoder, lora, quantized, weights
+from jaxllm.checkpoints import weights
+from jaxllm.families.families import read_spec
+from jaxllm.model import decoder, lora, quantized
 from jaxllm.model.decoder import Params
-from jaxllm.model.families import read_spec
 from jaxllm.model.parameters import Scheme, Weight
 from jaxllm.model.sharding import RULES, Layout
 from jaxllm.model.spec import Spec, heads_per_shard
-from jaxllm.runner import batch, device_state, draft_setup, step
+from jaxllm.runner import batch, device_state, step
 from jaxllm.runner.batch import Shape
-from jaxllm.runner.drafting import Drafting
-from jaxllm.runner.kv_cache import Geometry
-from jaxllm.runner.model_setup import OPERATIONS
 from jaxllm.runner.step_model import StepModel
 from jaxllm.sampling.sampler import ROW_WIDTH, Extras, Variant
+from jaxllm.setup import draft_setup
+from jaxllm.setup.draft_setup import Drafting
+from jaxllm.setup.kv_cache import Geometry
+from jaxllm.setup.model_setup import OPERATIONS
 from pallas_kernels import Choice, Site
 from tests.gpu import buffers
 from tests.gpu.buffers import Buffers

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.model.families import read_spec
+from jaxllm.families.families import read_spec
 from jaxllm.model.spec import Spec
 from pallas_kernels import tuning
 from pallas_kernels.attention.division import Pieces, evenly

@@ -16,7 +16,7 @@ import pytest
 
 import pallas_kernels
 from jaxllm import LLM, SamplingParams
-from jaxllm.runner.model_setup import OPERATIONS
+from jaxllm.setup.model_setup import OPERATIONS
 from pallas_kernels import Choice, Site, tuning
 from pallas_kernels.tuning import Latent, Tuning
 from tests.kernels import test_attention

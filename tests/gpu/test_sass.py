@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from jaxllm.model.families import read_spec
+from jaxllm.families.families import read_spec
 from pallas_kernels.tuning import Decode, Tuning
 from tests.benchmarks.shapes import SHAPES
 from tests.gpu import measured_steps, resources, sass, step_costs

@@ -21,11 +21,11 @@ pytest.importorskip("jax_cuda13_plugin")
 
 import pallas_kernels
 from jaxllm.embedded import MODEL_DIR
+from jaxllm.families.families import read_spec
 from jaxllm.model import decoder, moe
-from jaxllm.model.families import read_spec
 from jaxllm.model.parameters import Scheme
-from jaxllm.runner.drafting import Drafting
 from jaxllm.sampling.sampler import Variant
+from jaxllm.setup.draft_setup import Drafting
 from pallas_kernels import Choice
 from pallas_kernels.attention import division
 from tests.benchmarks.shapes import SHAPES

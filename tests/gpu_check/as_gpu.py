@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from jaxllm.model import weights
-from jaxllm.runner import model_setup
+from jaxllm.checkpoints import weights
 from jaxllm.runner.compiled_programs import Programs
 from jaxllm.runner.model_runner import Runner
+from jaxllm.setup import model_setup
 
 
 @contextmanager

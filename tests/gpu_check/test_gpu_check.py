@@ -17,9 +17,10 @@ import pytest
 from jaxllm.config import EngineArgs
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.metrics import Metrics
-from jaxllm.runner import batch, model_setup
+from jaxllm.runner import batch
 from jaxllm.runner.compiled_programs import VARIANTS, Programs
 from jaxllm.sampling.sampler import Variant
+from jaxllm.setup import model_setup
 from pallas_kernels import choice, measuring, tune, tuning
 from pallas_kernels.attention import xla_lanes
 from tests.benchmarks import bare

@@ -18,7 +18,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
 from jaxllm_server.http.guard import is_request_id
 from jaxllm_server.launch import Server, configure_logging
-from jaxllm_server.shared import pool_stream
+from jaxllm_server.pooling import pool_stream
 from jaxllm_server.shared.options import ServerOptions
 from tests.support.fake_serving import SCRIPT, FakeServing
 

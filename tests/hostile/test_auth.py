@@ -16,9 +16,9 @@ import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from jaxllm.v1 import control_pb2, inference_pb2
+from jaxllm_server.access.auth import Keys
 from jaxllm_server.http.endpoints import Endpoints
 from jaxllm_server.openai.pooling import REPLIES
-from jaxllm_server.shared.auth import Keys
 from jaxllm_server.shared.error_table import AuthError
 from jaxllm_server.shared.options import ServerOptions
 from tests.hostile.wire import statuses_of

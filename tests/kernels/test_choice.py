@@ -11,7 +11,7 @@ import pytest
 import pallas_kernels
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
-from jaxllm.runner.model_setup import OPERATIONS, kernel_reasons, prepare
+from jaxllm.setup.model_setup import OPERATIONS, kernel_reasons, prepare
 from pallas_kernels import Site, choice
 from pallas_kernels.native import build
 from tests.support import paths

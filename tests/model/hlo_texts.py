@@ -26,7 +26,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
 from jaxllm.metrics import Metrics
 from jaxllm.runner.model_runner import Runner
-from jaxllm.runner.model_setup import prepare
+from jaxllm.setup.model_setup import prepare
 from tests.support.paths import GOLDEN, ROOT
 
 SETTINGS: dict[str, dict[str, Any]] = {

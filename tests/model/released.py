@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jaxllm.model.families import read_spec
+from jaxllm.families.families import read_spec
 from jaxllm.model.spec import Spec
 
 CONFIGS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("released_configs.json").read_text())

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxllm.model import decoder, layers, sharding, weights
-from jaxllm.model.families import read_spec
+from jaxllm.checkpoints import weights
+from jaxllm.families.families import read_spec
+from jaxllm.model import decoder, layers, sharding
 from jaxllm.model.spec import BandScaling, LinearScaling, Rope, Spec
 from pallas_kernels import rotate
 from pallas_kernels.activations import activate

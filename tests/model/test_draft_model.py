@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from jaxllm.errors import UserError
+from jaxllm.families.families import read_spec
 from jaxllm.model import draft_model
-from jaxllm.model.families import read_spec
 from tests.support.checkpoints import CONFIG
 
 

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jaxllm.checkpoints import eagle_files, weights
 from jaxllm.errors import UserError
-from jaxllm.model import decoder, eagle, eagle_files, sharding, weights
+from jaxllm.families.families import read_spec
+from jaxllm.model import decoder, eagle, sharding
 from jaxllm.model.decoder import Context
-from jaxllm.model.families import read_spec
 from jaxllm.model.spec import Spec
 from tests.support.checkpoints import CONFIG, write_checkpoint
 from tests.support.heads import apart

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from jaxllm.checkpoints.pooler_files import read_pooler
+from jaxllm.families.families import read_spec
 from jaxllm.model import decoder
-from jaxllm.model.families import read_spec
 from jaxllm.model.pooler import Dense, Pooler
-from jaxllm.model.pooler_files import read_pooler
 from jaxllm.model.spec import Rope
 from tests.model.released import (
     BERT,

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import jaxllm.model
-from jaxllm.model.families import FAMILIES, read_spec
-from jaxllm.model.pooler_files import GENERATING
+from jaxllm.checkpoints.pooler_files import GENERATING
+from jaxllm.families.families import FAMILIES, read_spec
 from jaxllm.model.spec import BandScaling, LinearScaling, Rope, Spec, heads_per_shard
 from tests.model.released import (
     CONFIGS,

@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
+from jaxllm.checkpoints import weights
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.engine.loader import eos_ids_of
 from jaxllm.errors import UserError
-from jaxllm.model import weights
-from jaxllm.model.families import read_spec
+from jaxllm.families.families import read_spec
 from jaxllm.model.sharding import UNDIVIDED
 from jaxllm.sampling_params import default_sampling_params
 from jaxllm.text.tokenizer import load_tokenizer

@@ -8,10 +8,10 @@ import pytest
 
 import pallas_kernels
 from jaxllm import LLM, SamplingParams
+from jaxllm.checkpoints.weights import read_config
+from jaxllm.families.families import read_spec
 from jaxllm.model import fused
-from jaxllm.model.families import read_spec
 from jaxllm.model.quantized import Quantized
-from jaxllm.model.weights import read_config
 from pallas_kernels import Choice
 from tests.support.paths import GOLDEN
 

@@ -17,20 +17,22 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.checkpoints import weights
 from jaxllm.commands import cli
 from jaxllm.commands.conversion import convert
+from jaxllm.compiling.aot_manifest import difference
 from jaxllm.config import EngineArgs, EngineConfig
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.errors import UserError
-from jaxllm.model import decoder, layers, sharding, weights
-from jaxllm.model.families import read_spec
+from jaxllm.families.families import read_spec
+from jaxllm.model import decoder, layers, sharding
 from jaxllm.model.parameters import Scheme
 from jaxllm.model.quantized import Quantized
-from jaxllm.runner import batch, device_state, kv_cache, step
-from jaxllm.runner.aot_manifest import difference
-from jaxllm.runner.model_setup import OPERATIONS, describe_programs, free_bytes, plan_memory, prepare
+from jaxllm.runner import batch, device_state, step
 from jaxllm.runner.step_model import StepModel
 from jaxllm.sampling.sampler import Extras, Variant
+from jaxllm.setup import kv_cache
+from jaxllm.setup.model_setup import OPERATIONS, describe_programs, free_bytes, plan_memory, prepare
 from jaxllm.text.tokenizer import load_tokenizer
 from pallas_kernels import Choice, by_row
 from tests.support.checkpoints import CONFIG, load, random_tensors, write_checkpoint

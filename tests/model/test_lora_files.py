@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jaxllm.checkpoints.lora_files import LoraFiles, read_adapter
+from jaxllm.checkpoints.weights import read_config
 from jaxllm.errors import UserError
-from jaxllm.model.families import read_spec
-from jaxllm.model.lora_files import LoraFiles, read_adapter
-from jaxllm.model.weights import read_config
+from jaxllm.families.families import read_spec
 from tests.support.checkpoints import write_checkpoint
 from tests.support.layouts import layout_of
 from tests.support.lora_deltas import assert_merged

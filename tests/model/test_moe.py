@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxllm.model import decoder, moe, sharding, weights
-from jaxllm.model.families import read_spec
+from jaxllm.checkpoints import weights
+from jaxllm.families.families import read_spec
+from jaxllm.model import decoder, moe, sharding
 from jaxllm.model.spec import Experts, Spec
 from tests.parity.driver import Driver
 from tests.support.paths import GOLDEN

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jaxllm.checkpoints import weights
 from jaxllm.commands.conversion import convert
 from jaxllm.errors import UserError
-from jaxllm.model import sharding, weights
-from jaxllm.model.families import read_spec
-from jaxllm.runner import device_state, kv_cache
+from jaxllm.families.families import read_spec
+from jaxllm.model import decoder, sharding
+from jaxllm.runner import device_state
 from jaxllm.sampling.sampler import Extras
+from jaxllm.setup import kv_cache
 from tests.support.checkpoints import load
 from tests.support.layouts import layout_of
 from tests.support.paths import GOLDEN
@@ -120,9 +122,9 @@ def test_layers_that_guess_further_tokens_are_left_out(tmp_path):
 
 def test_devices_that_do_not_divide_an_expert_are_refused():
     config = json.loads((GOLDEN / "deepseek-v3" / "config.json").read_text()) | {"intermediate_size": 66}
-    weights.check_shards(read_spec(config | {"moe_intermediate_size": 18})[0], layout_of(3))
+    decoder.check_shards(read_spec(config | {"moe_intermediate_size": 18})[0], layout_of(3))
     with pytest.raises(UserError, match="16 feed-forward columns"):
-        weights.check_shards(read_spec(config)[0], layout_of(3))
+        decoder.check_shards(read_spec(config)[0], layout_of(3))
 
 
 def test_a_block_of_latents_is_counted_once_and_is_whole_on_each_device():

@@ -12,9 +12,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxllm.model import decoder, sharding, weights
-from jaxllm.model.families import FAMILIES, read_spec
-from jaxllm.model.pooler_files import GENERATING
+from jaxllm.checkpoints import weights
+from jaxllm.checkpoints.pooler_files import GENERATING
+from jaxllm.families.families import FAMILIES, read_spec
+from jaxllm.model import decoder, sharding
 from jaxllm.model.spec import PairScaling, Rope, YarnScaling
 from tests.parity.driver import Driver, decode_greedily, generate
 from tests.support.paths import GOLDEN

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxllm.model.families import FAMILIES
-from jaxllm.model.pooler_files import GENERATING
+from jaxllm.checkpoints.pooler_files import GENERATING
+from jaxllm.families.families import FAMILIES
 from tests.parity.make_pooled import CASES, STORED
 from tests.parity.pooled_driver import PooledDriver
 from tests.support.paths import GOLDEN_POOLED

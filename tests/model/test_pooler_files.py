@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from jaxllm.checkpoints import weights
+from jaxllm.checkpoints.pooler_files import most_tokens, read_pooler
 from jaxllm.commands.conversion import convert
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
-from jaxllm.model import weights
-from jaxllm.model.families import read_spec
+from jaxllm.families.families import read_spec
 from jaxllm.model.pooler import Dense, Pooler
-from jaxllm.model.pooler_files import most_tokens, read_pooler
 from jaxllm.model.sharding import UNDIVIDED
 from tests.parity.pooled_driver import PooledDriver
 from tests.support.checkpoints import CONFIG, random_tensors, write_checkpoint

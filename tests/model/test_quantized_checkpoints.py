@@ -14,15 +14,16 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.checkpoints import weights
 from jaxllm.commands import cli
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
+from jaxllm.families.families import read_spec
 from jaxllm.lora_request import LoRARequest
-from jaxllm.model import decoder, moe, quantized, sharding, weights
-from jaxllm.model.families import read_spec
+from jaxllm.model import decoder, moe, quantized, sharding
 from jaxllm.model.parameters import Scheme, Weight
 from jaxllm.model.quantized import Quantized
-from jaxllm.runner.model_setup import prepare
+from jaxllm.setup.model_setup import prepare
 from pallas_kernels.linear.numbers import PACKED, dequantized
 from tests.support.adapters import write_adapter
 from tests.support.checkpoints import CONFIG, load, random_tensors, write_checkpoint

@@ -12,7 +12,7 @@ import pytest
 import transformers
 
 from jaxllm.errors import UserError
-from jaxllm.model.families import FAMILIES, SAMPLING, WITHOUT_EFFECT, read_spec
+from jaxllm.families.families import FAMILIES, SAMPLING, WITHOUT_EFFECT, read_spec
 from jaxllm.model.spec import Rope
 from tests.model import test_dense_families, test_encoder_families, test_families, test_moe_families
 from tests.model.released import (

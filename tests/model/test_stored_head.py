@@ -9,11 +9,12 @@ import jax
 import numpy as np
 import pytest
 
+from jaxllm.checkpoints import weights
 from jaxllm.commands.conversion import convert
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
-from jaxllm.model import sharding, weights
-from jaxllm.runner.model_setup import prepare
+from jaxllm.model import sharding
+from jaxllm.setup.model_setup import prepare
 from tests.support.checkpoints import CONFIG, random_tensors, write_checkpoint
 
 TIED = CONFIG | {"tie_word_embeddings": True}

@@ -14,9 +14,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxllm.checkpoints import sources, weights
 from jaxllm.errors import UserError
-from jaxllm.model import sharding, sources, weights
-from jaxllm.model.families import read_spec
+from jaxllm.families.families import read_spec
+from jaxllm.model import decoder, sharding
 from tests.support import paths
 from tests.support.checkpoints import CONFIG, load, random_tensors, write_checkpoint
 from tests.support.layouts import layout_of
@@ -258,7 +259,7 @@ def test_a_folder_without_weights_or_config_is_refused(tmp_path):
 @pytest.mark.parametrize(("shards", "what"), [(3, "attention heads"), (16, "8 attention heads")])
 def test_a_number_of_devices_that_does_not_divide_the_model_is_refused(shards, what):
     with pytest.raises(UserError, match=what):
-        weights.check_shards(read_spec(CONFIG)[0], layout_of(shards))
+        decoder.check_shards(read_spec(CONFIG)[0], layout_of(shards))
     with pytest.raises(UserError, match="JAX sees 4 device"):
         sharding.make_layout(jax.devices()[:4], 5)
 
@@ -348,8 +349,8 @@ def test_loading_peaks_below_1_3_times_the_weights(tmp_path):
         from pathlib import Path
         import jax
         from jaxllm.model import sharding
-        from jaxllm.model import weights
-        from jaxllm.model.families import read_spec
+        from jaxllm.checkpoints import weights
+        from jaxllm.families.families import read_spec
 
         def resident(field):
             return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field)) * 1024

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
-from jaxllm.model import decoder, sharding, weights
-from jaxllm.model.families import read_spec
+from jaxllm.checkpoints import weights
+from jaxllm.families.families import read_spec
+from jaxllm.model import decoder, sharding
 from jaxllm.model.spec import Spec, heads_per_shard
 
 BLOCK_TOKENS = 4

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.model import decoder, layers, pooler_files, sharding, weights
+from jaxllm.checkpoints import pooler_files, weights
+from jaxllm.families.families import read_spec
+from jaxllm.model import decoder, layers, sharding
 from jaxllm.model import pooler as pooling
-from jaxllm.model.families import read_spec
 from jaxllm.model.pooler import Pooler
 from jaxllm.model.spec import Spec
 from pallas_kernels import rotate

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, LoRARequest, SamplingParams
+from jaxllm.checkpoints.lora_files import read_adapter
+from jaxllm.checkpoints.weights import read_config
 from jaxllm.embedded import ADAPTERS, MODEL_DIR
-from jaxllm.model.families import read_spec
-from jaxllm.model.lora_files import read_adapter
-from jaxllm.model.weights import read_config
+from jaxllm.families.families import read_spec
 from tests.parity import make_golden
 from tests.support.layouts import layout_of
 from tests.support.lora_deltas import assert_merged

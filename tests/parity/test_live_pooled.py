@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxllm.model import pooler_files
+from jaxllm.checkpoints import pooler_files
 from jaxllm.text.tokenizer import load_tokenizer
 from tests.model.test_pooled_parity import agrees
 from tests.parity import make_pooled

@@ -24,11 +24,11 @@ from jaxllm.errors import UserError
 from jaxllm.replay import recording
 from jaxllm.replay.recording import FileRecorder, Kind
 from jaxllm.replay.replay import Moment, Replay
-from jaxllm.runner import model_setup
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.occupancy import NO_TOKEN, digests_of
 from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm.scheduler.state import Limits, Move, Plan, Request, initial
+from jaxllm.setup import model_setup
 from tests.support import inspection
 from tests.support.serving_process import QUICK, ServingProcess
 from tests.support.sizes import MANY_SLOTS, SLOTS

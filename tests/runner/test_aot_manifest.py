@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from jaxllm import LLM
+from jaxllm.compiling import aot_manifest, program_digest
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
-from jaxllm.model.families import read_spec
-from jaxllm.runner import aot_manifest, program_digest
-from jaxllm.runner.model_setup import describe_programs, plan_memory, prepare
+from jaxllm.families.families import read_spec
+from jaxllm.setup.model_setup import describe_programs, plan_memory, prepare
 from tests.support import paths
 from tests.support.checkpoints import CONFIG, write_checkpoint
 from tests.support.paths import GOLDEN

@@ -16,7 +16,7 @@ NOISE = (
 OLD_NOISE = NOISE.replace("E0000 00:00:1764230000.123456   12345 ", "2026-11-27 10:34:02.197166: E external/xla/")
 SCRIPT = """
 import os, sys, threading, time
-from jaxllm.runner import compile_noise
+from jaxllm.compiling import compile_noise
 noise, old, is_wanted, platform, end = sys.argv[1], sys.argv[2], sys.argv[3] == "1", sys.argv[4], sys.argv[5]
 if is_wanted:
     compile_noise.hide()

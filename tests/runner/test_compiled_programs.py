@@ -21,18 +21,19 @@ import pytest
 from jax._src import test_util as jtu
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.compiling.compilation_cache import use_compilation_cache
 from jaxllm.config import EngineConfig
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.freed_memory import return_freed_memory
 from jaxllm.metrics import Metrics
-from jaxllm.runner import batch, device_state, memory_plan
+from jaxllm.runner import batch, device_state
 from jaxllm.runner.batch import coarser, decode_shapes, ragged_shapes, uniform_shape
-from jaxllm.runner.compilation_cache import use_compilation_cache
 from jaxllm.runner.compiled_programs import IDLE_SECONDS, VARIANTS, Key, Programs
 from jaxllm.runner.model_runner import Runner
-from jaxllm.runner.model_setup import free_bytes, plan_memory, prepare
 from jaxllm.sampling.sampler import Variant
 from jaxllm.scheduler.state import Plan
+from jaxllm.setup import memory_plan
+from jaxllm.setup.model_setup import free_bytes, plan_memory, prepare
 from tests.benchmarks import padding
 from tests.support.paths import ROOT
 

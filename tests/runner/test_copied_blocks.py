@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxllm.model.sharding import make_layout
 from jaxllm.runner import step
-from jaxllm.runner.kv_cache import KvLayer
+from jaxllm.setup.kv_cache import KvLayer
 
 
 def test_a_fork_copies_every_part_of_a_block() -> None:

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.runner.drafting import NO_DRAFT, Drafted, Drafting, Places, count, look_up, take_in
+from jaxllm.runner.drafting import NO_DRAFT, Drafted, Places, count, look_up, take_in
 from jaxllm.sampling.sampler import Sampled, SamplingRows, Variant, pack_row, sample, unpack_rows
 from jaxllm.sampling.vocab_parallel import Vocabulary
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.setup.draft_setup import Drafting
 
 SIZE = 24  # tokens that a slot has room for
 

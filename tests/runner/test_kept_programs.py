@@ -22,12 +22,12 @@ import pytest
 from jax.experimental import serialize_executable
 from jax.sharding import PartitionSpec
 
+from jaxllm.compiling import kept_programs
+from jaxllm.compiling.kept_programs import KeptPrograms
+from jaxllm.compiling.program_digest import Undigested, digest, digest_compiler, digest_options, digest_source
 from jaxllm.config import EngineConfig
 from jaxllm.model.sharding import make_layout
-from jaxllm.runner import kept_programs
-from jaxllm.runner.kept_programs import KeptPrograms
-from jaxllm.runner.model_setup import describe_weights, prepare
-from jaxllm.runner.program_digest import Undigested, digest, digest_compiler, digest_options, digest_source
+from jaxllm.setup.model_setup import describe_weights, prepare
 from tests.support.paths import GOLDEN, ROOT
 from tests.support.sizes import FEW_SLOTS
 

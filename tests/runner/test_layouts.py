@@ -12,13 +12,13 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.checkpoints import weights
 from jaxllm.commands.conversion import convert
 from jaxllm.embedded import ADAPTERS, HEADS, MODEL_DIR
+from jaxllm.families.families import read_spec
 from jaxllm.lora_request import LoRARequest
-from jaxllm.model import weights
-from jaxllm.model.families import read_spec
 from jaxllm.model.sharding import RULES, Layout, make_layout
-from jaxllm.runner import model_setup
+from jaxllm.setup import model_setup
 from tests.support.checkpoints import write_checkpoint
 from tests.support.paths import STORIES
 from tests.support.sizes import FEW_SLOTS

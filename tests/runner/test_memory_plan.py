@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from jaxllm.errors import UserError
-from jaxllm.runner.memory_plan import Asked, Device, Need, Windowed, coarse, describe, share_out
+from jaxllm.setup.memory_plan import Asked, Device, Need, Windowed, coarse, describe, share_out
 
 GIB = 2**30
 # As of an 8B model in bfloat16 on a GPU of 80 GB of which 92 % may be used.

@@ -12,12 +12,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxllm.model import lora, sharding, weights
-from jaxllm.model.families import read_spec
-from jaxllm.runner import batch, device_state, kv_cache, step
-from jaxllm.runner.model_setup import OPERATIONS
+from jaxllm.checkpoints import weights
+from jaxllm.families.families import read_spec
+from jaxllm.model import lora, sharding
+from jaxllm.runner import batch, device_state, step
 from jaxllm.runner.step_model import StepModel
 from jaxllm.sampling.sampler import ROW_WIDTH, Extras, Variant
+from jaxllm.setup import kv_cache
+from jaxllm.setup.model_setup import OPERATIONS
 from pallas_kernels import Choice
 from tests.support.paths import GOLDEN
 

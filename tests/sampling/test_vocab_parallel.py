@@ -20,7 +20,6 @@ import pytest
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
 from jaxllm.model.sharding import Layout, make_layout
-from jaxllm.runner.model_setup import prepare
 from jaxllm.sampling.sampler import (
     Extras,
     SamplingRows,
@@ -33,6 +32,7 @@ from jaxllm.sampling.sampler import (
 )
 from jaxllm.sampling.vocab_parallel import MOST_TOKENS, Vocabulary
 from jaxllm.sampling_params import MAX_REPORTED_TOKENS, SamplingParams
+from jaxllm.setup.model_setup import prepare
 from pallas_kernels.sampling.xla import from_words, masses, words
 from tests.support.checkpoints import CONFIG
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm import SamplingParams, UserError
+from jaxllm_server.generation.answer_size import MOST_VALUES, AnswerSize
+from jaxllm_server.generation.calls import Call
 from jaxllm_server.http import sse
-from jaxllm_server.shared.answer_size import MOST_VALUES, AnswerSize
-from jaxllm_server.shared.calls import Call
 from jaxllm_server.shared.repeated import Continued, Repeated
 from tests.server.shared.test_serving import serving
 

@@ -21,11 +21,11 @@ from jaxllm.embedded import MODEL_DIR
 from jaxllm.engine.input_processor import read_prompt
 from jaxllm.text.tokenizer import load_tokenizer
 from jaxllm.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
-from jaxllm_server.shared.auth import Keys
-from jaxllm_server.shared.calls import Call
-from jaxllm_server.shared.client_quota import Places, Shares, UrgentShares, client_of, host_of_peer, peer_of
+from jaxllm_server.access.auth import Keys
+from jaxllm_server.access.client_quota import Places, Shares, UrgentShares, client_of, host_of_peer, peer_of
+from jaxllm_server.generation.calls import Call
+from jaxllm_server.serving import Serving
 from jaxllm_server.shared.options import ServerOptions
-from jaxllm_server.shared.serving import Serving
 from tests.faults import fairness
 from tests.support.fake_serving import FakeServing, http_server
 from tests.support.grpc_site import site

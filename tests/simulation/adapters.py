@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxllm.checkpoints.lora_files import LoraFiles
 from jaxllm.engine.features.adapters.store import Adapter, Adapters
 from jaxllm.engine.features.feature import Core
 from jaxllm.errors import UserError
 from jaxllm.lora_request import LoRARequest
-from jaxllm.model.lora_files import LoraFiles
 from jaxllm.runner.resident_adapters import ResidentAdapters
 from tests.simulation.device import Violation
 

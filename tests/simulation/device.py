@@ -24,18 +24,19 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxllm.metrics import Metrics
-from jaxllm.runner import batch, draft_setup
+from jaxllm.runner import batch
 from jaxllm.runner.batch import TILE, Shape
 from jaxllm.runner.compiled_programs import Key, Programs
 from jaxllm.runner.device_state import DeviceState
 from jaxllm.runner.drafting import NO_DRAFT, Drafted
-from jaxllm.runner.kv_cache import Geometry
 from jaxllm.runner.model_runner import HeldStep, Runner, StepInFlight
 from jaxllm.runner.resident_adapters import ResidentAdapters
 from jaxllm.runner.scoring import SCORED_ROWS
 from jaxllm.runner.small_programs import COPY_PROGRAMS, SmallPrograms
 from jaxllm.sampling.sampler import ROW_WIDTH, Extras, Variant
 from jaxllm.scheduler.state import Limits
+from jaxllm.setup import draft_setup
+from jaxllm.setup.kv_cache import Geometry
 from tests.simulation.beams import BeamTruth, likeliest
 from tests.simulation.oracle import NUM_LOGPROBS, VOCABULARY, Truth, logprob, mix
 

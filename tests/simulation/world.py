@@ -35,9 +35,9 @@ from jaxllm.errors import (
 )
 from jaxllm.metrics import StepReport
 from jaxllm.outputs import RequestOutput
-from jaxllm.runner.kv_cache import Geometry
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.scheduler.state import Plan, Request
+from jaxllm.setup.kv_cache import Geometry
 from tests.simulation.adapters import Folders, Held, make_store
 from tests.simulation.beams import BeamTruth
 from tests.simulation.block_events import Follower

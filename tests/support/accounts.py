@@ -112,7 +112,7 @@ ACCOUNTS: dict[str, Callable[[Any], Iterator[Account]]] = {
     "jaxllm.scheduler.recorded.RecordedScheduler": _of_scheduler,
     "jaxllm.structured_output.grammars.Grammars": _of_grammars,
     "jaxllm.structured_output.slow_masks.SlowMasks": _of_masks,
-    "jaxllm_server.shared.client_quota.Bound": _of_bound,
+    "jaxllm_server.access.client_quota.Bound": _of_bound,
     "jaxllm_server.responses.store.ResponseStore": _of_store,
 }
 

@@ -10,11 +10,12 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
-from jaxllm.model import sharding, weights
+from jaxllm.checkpoints import weights
+from jaxllm.checkpoints.pooler_files import GENERATING
+from jaxllm.families.families import read_spec
+from jaxllm.model import sharding
 from jaxllm.model.decoder import declare
-from jaxllm.model.families import read_spec
 from jaxllm.model.pooler import Pooler
-from jaxllm.model.pooler_files import GENERATING
 
 CONFIG: dict[str, Any] = {
     **{"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "hidden_size": 32, "intermediate_size": 64},

@@ -24,14 +24,14 @@ from jaxllm.metrics import Load
 from jaxllm.model.pooler import Pooler
 from jaxllm.outputs import Logprob
 from jaxllm.sampling_params import SamplingParams
+from jaxllm_server.access.ledger import Ledger
+from jaxllm_server.adapters import ServedAdapters
+from jaxllm_server.generation.calls import Chunk, Part, PromptInfo, Usage
 from jaxllm_server.http.app import make_app
 from jaxllm_server.http.protocol import server_config
 from jaxllm_server.http.server import HttpServer
-from jaxllm_server.shared.adapters import ServedAdapters
-from jaxllm_server.shared.calls import Chunk, Part, PromptInfo, Usage
-from jaxllm_server.shared.ledger import Ledger
+from jaxllm_server.pooling.pool_calls import PoolCall, PoolResult
 from jaxllm_server.shared.options import ServerOptions
-from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
 
 SCRIPT = ["Once", " upon", " a", " time", " there", " was", " a", " fox", "."]
 

@@ -24,15 +24,15 @@ from jaxllm.metrics import Load
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.state import Cleared, Removed, Stored
 from jaxllm.v1 import inference_pb2 as pb
+from jaxllm_server.access.auth import Keys
+from jaxllm_server.access.client_quota import Shares
+from jaxllm_server.access.ledger import Ledger
+from jaxllm_server.adapters import ServedAdapters
+from jaxllm_server.generation.calls import Call, Chunk, Part, PromptInfo, Timing, Usage
 from jaxllm_server.grpc.server import GrpcServer, start_grpc
-from jaxllm_server.shared import pool_stream
-from jaxllm_server.shared.adapters import ServedAdapters
-from jaxllm_server.shared.auth import Keys
-from jaxllm_server.shared.calls import Call, Chunk, Part, PromptInfo, Timing, Usage
-from jaxllm_server.shared.client_quota import Shares
-from jaxllm_server.shared.ledger import Ledger
+from jaxllm_server.pooling import pool_stream
+from jaxllm_server.pooling.pool_calls import PoolCall, PoolResult
 from jaxllm_server.shared.options import ServerOptions
-from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
 from tests.support.fake_serving import FakeAdapters
 
 Result = TypeVar("Result")

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxllm.checkpoints.lora_files import LoraFiles
+from jaxllm.checkpoints.weights import read_config
+from jaxllm.families.families import read_spec
 from jaxllm.model.decoder import declare
-from jaxllm.model.families import read_spec
-from jaxllm.model.lora_files import LoraFiles
 from jaxllm.model.parameters import Weight
-from jaxllm.model.weights import read_config
 from tests.support.checkpoints import load
 from tests.support.layouts import layout_of
 

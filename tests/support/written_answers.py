@@ -11,8 +11,8 @@ from itertools import groupby
 from random import Random
 from typing import Any
 
+from jaxllm_server.generation.calls import Chunk, Part, Timing, Usage
 from jaxllm_server.parsers.tool_parsers import ToolCallDelta
-from jaxllm_server.shared.calls import Chunk, Part, Timing, Usage
 from tests.support.fake_serving import FakeServing
 
 _ALPHABET = [*'ab {}[]":,<>\\/\n\t0', "ß", "—", "\u2028", "🦊", "</think>", "<tool_call>"]

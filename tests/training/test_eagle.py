@@ -13,10 +13,11 @@ import optax
 import pytest
 from tokenizers import Tokenizer
 
+from jaxllm.checkpoints import eagle_files, weights
 from jaxllm.embedded import HEADS, MODEL_DIR
-from jaxllm.model import eagle, eagle_files, sharding, weights
+from jaxllm.families.families import read_spec
+from jaxllm.model import eagle, sharding
 from jaxllm.model.decoder import Context
-from jaxllm.model.families import read_spec
 from training import drafting, evaluate_eagle, train_eagle
 from training.questions import held_out_questions
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxllm.errors import UnsupportedError, UserError
-from jaxllm_server.openai.messages import Body
-from jaxllm_server.shared.calls import NamedTool, ToolChoice
-from jaxllm_server.shared.chat_checks import MOST_MESSAGES
+from jaxllm_server.generation.calls import NamedTool, ToolChoice
+from jaxllm_server.generation.chat_checks import MOST_MESSAGES
+from jaxllm_server.requests.fields import Body
 
 # Claude Code begins `system` with a line about its version and the request, which is for Anthropic's accounts: it
 # differs in every request, so that no prefix would ever be found in the cache.

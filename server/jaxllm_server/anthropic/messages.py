@@ -13,10 +13,11 @@ from jaxllm.sampling_fields import ANTHROPIC, names_in
 from jaxllm.sampling_params import SamplingParams
 from jaxllm_server.anthropic.conversation import is_prefilled, messages_of, tool_choice_of, tool_id, tools_of
 from jaxllm_server.anthropic.errors import error_body_of
-from jaxllm_server.openai.messages import Body, flag, given, integer, mapping, shared_call_fields, text
+from jaxllm_server.generation.calls import Call, Chunk, Part, Usage, is_forced
 from jaxllm_server.parsers.tool_parsers import ToolCallDelta
+from jaxllm_server.requests.fields import Body, flag, integer, mapping, text
+from jaxllm_server.requests.shared_fields import given, shared_call_fields
 from jaxllm_server.shared import strict_json
-from jaxllm_server.shared.calls import Call, Chunk, Part, Usage, is_forced
 from jaxllm_server.shared.options import ServerOptions
 
 _PROMPT = frozenset({"model", "messages", "system", "tools", "tool_choice", "thinking", "output_config"})

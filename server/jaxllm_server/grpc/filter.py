@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxllm_server.access.listener import Listener
 from jaxllm_server.grpc.frames import FrameCheck, FrameError
-from jaxllm_server.shared.listener import Listener
 
 READ_BYTES = 32 * 1024  # at once from a connection
 CORE = "core"  # name of gRPC's socket in the folder

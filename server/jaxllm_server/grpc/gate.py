@@ -20,17 +20,17 @@ from google.protobuf.message import DecodeError, Message
 
 from jaxllm.errors import DeadlineError, EngineError, UserError
 from jaxllm.freed_memory import return_freed_memory
+from jaxllm_server.access.auth import only_header
+from jaxllm_server.access.client_quota import Places, peer_of
 from jaxllm_server.grpc import wire
 from jaxllm_server.grpc.error_details import Failure, failure_of
 from jaxllm_server.grpc.health import CONTROL, HEALTH
 from jaxllm_server.grpc.service import REQUEST_ID, first
-from jaxllm_server.shared.auth import only_header
-from jaxllm_server.shared.client_quota import Places, peer_of
 
 if TYPE_CHECKING:
+    from jaxllm_server.access.auth import Keys
     from jaxllm_server.observability.prometheus import PrometheusObserver
     from jaxllm_server.observability.tracing import Tracer
-    from jaxllm_server.shared.auth import Keys
 
 _log = logging.getLogger("jaxllm.server.grpc")
 CHANNELZ = "grpc.channelz.v1.Channelz"

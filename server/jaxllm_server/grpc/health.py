@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxllm.v1 import control_pb2, inference_pb2
-from jaxllm_server.shared.client_quota import Places, peer_of
+from jaxllm_server.access.client_quota import Places, peer_of
 
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 CONTROL = control_pb2.DESCRIPTOR.services_by_name["ControlService"].full_name

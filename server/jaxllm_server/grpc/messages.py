@@ -21,9 +21,9 @@ from jaxllm.errors import UnsupportedError, UserError
 from jaxllm.pooling_params import PoolingTask
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.v1 import inference_pb2, types_pb2
+from jaxllm_server.generation.calls import Call, NamedTool, ToolChoice
+from jaxllm_server.pooling.pool_calls import PoolCall
 from jaxllm_server.shared import strict_json
-from jaxllm_server.shared.calls import Call, NamedTool, ToolChoice
-from jaxllm_server.shared.pool_calls import PoolCall
 
 PoolRequest: TypeAlias = inference_pb2.EmbedRequest | inference_pb2.ClassifyRequest | inference_pb2.ScoreRequest
 

@@ -23,9 +23,9 @@ from jaxllm_server.grpc.messages import SAMPLING_NAMES
 if TYPE_CHECKING:
     from jaxllm.engine.kv_events import BlockBatch
     from jaxllm.model.pooler import Pooler
+    from jaxllm_server.generation.calls import Chunk, Part, Timing, Usage
     from jaxllm_server.parsers.tool_parsers import ToolCallDelta
-    from jaxllm_server.shared.calls import Chunk, Part, Timing, Usage
-    from jaxllm_server.shared.pool_calls import PoolResult
+    from jaxllm_server.pooling.pool_calls import PoolResult
 
 
 FINISH_REASONS: Mapping[str | None, types_pb2.FinishReason] = {

@@ -19,18 +19,18 @@ from grpc_reflection.v1alpha._async import ReflectionServicer
 
 from jaxllm.errors import UserError
 from jaxllm.v1 import control_pb2_grpc, inference_pb2_grpc
+from jaxllm_server.access.sockets import check_uds, listen
 from jaxllm_server.grpc.filter_process import FilterProcess
 from jaxllm_server.grpc.gate import CHANNELZ, Gate
 from jaxllm_server.grpc.health import CONTROL, HEALTH, INFERENCE, Health
 from jaxllm_server.grpc.service import ControlService, InferenceService
-from jaxllm_server.shared.sockets import check_uds, listen
 
 if TYPE_CHECKING:
+    from jaxllm_server.access.auth import Keys
     from jaxllm_server.observability.prometheus import PrometheusObserver
     from jaxllm_server.observability.tracing import Tracer
-    from jaxllm_server.shared.auth import Keys
+    from jaxllm_server.serving import Serving
     from jaxllm_server.shared.options import ServerOptions
-    from jaxllm_server.shared.serving import Serving
 
 REFLECTION_ALPHA = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"].full_name
 REFLECTION = "grpc.reflection.v1.ServerReflection"

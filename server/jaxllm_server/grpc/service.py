@@ -29,17 +29,17 @@ from jaxllm.errors import (
 )
 from jaxllm.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
 from jaxllm.version import __version__
+from jaxllm_server.access.client_quota import client_of, host_of_peer, peer_of
+from jaxllm_server.access.ledger import REQUESTS
 from jaxllm_server.grpc import messages, replies
 from jaxllm_server.grpc.error_details import failure_of
-from jaxllm_server.shared.client_quota import client_of, host_of_peer, peer_of
-from jaxllm_server.shared.ledger import REQUESTS
 
 if TYPE_CHECKING:
     from jaxllm.engine.engine_client import PauseMode
-    from jaxllm_server.shared.auth import Keys
-    from jaxllm_server.shared.calls import Call, Chunk
-    from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
-    from jaxllm_server.shared.serving import Serving
+    from jaxllm_server.access.auth import Keys
+    from jaxllm_server.generation.calls import Call, Chunk
+    from jaxllm_server.pooling.pool_calls import PoolCall, PoolResult
+    from jaxllm_server.serving import Serving
 
 Asked = TypeVar("Asked", "Call", "PoolCall")
 Item = TypeVar("Item")

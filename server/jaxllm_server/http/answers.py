@@ -18,20 +18,20 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxllm.errors import UserError
+from jaxllm_server.access.ledger import ANSWERS, OUTPUTS, Entry
 from jaxllm_server.http.error_bodies import ClientGone, log_failure
 from jaxllm_server.http.protocol import transport_of
 from jaxllm_server.http.sse import dumps, dumps_large
 from jaxllm_server.http.writers import EventReply, Writer
-from jaxllm_server.openai.messages import Reply
 from jaxllm_server.openai.pooling import PoolReply
-from jaxllm_server.shared.ledger import ANSWERS, OUTPUTS, Entry
+from jaxllm_server.requests.form import Reply
 from jaxllm_server.shared.merge import merge
 
 if TYPE_CHECKING:
+    from jaxllm_server.generation.calls import Chunk
     from jaxllm_server.observability.tracing import Tracer
-    from jaxllm_server.shared.calls import Chunk
-    from jaxllm_server.shared.pool_calls import PoolResult
-    from jaxllm_server.shared.serving import Serving
+    from jaxllm_server.pooling.pool_calls import PoolResult
+    from jaxllm_server.serving import Serving
 
 Result = TypeVar("Result")
 AnyReply = TypeVar("AnyReply", Reply | EventReply, PoolReply)

@@ -11,6 +11,7 @@ from uuid import uuid4
 from starlette.routing import Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxllm_server.access.auth import Keys
 from jaxllm_server.http.endpoints import Endpoints
 from jaxllm_server.http.error_bodies import (
     ClientGone,
@@ -24,13 +25,12 @@ from jaxllm_server.http.error_bodies import (
 from jaxllm_server.http.guard import Guard, request_id_of
 from jaxllm_server.http.protocol import transport_of
 from jaxllm_server.observability.tracing import Tracer
-from jaxllm_server.openai.unknown_fields import warnings_of
-from jaxllm_server.shared.auth import Keys
+from jaxllm_server.requests.unknown_fields import warnings_of
 from jaxllm_server.shared.options import ServerOptions
 
 if TYPE_CHECKING:
     from jaxllm_server.observability.prometheus import PrometheusObserver
-    from jaxllm_server.shared.serving import Serving
+    from jaxllm_server.serving import Serving
 
 _log = logging.getLogger("jaxllm.server.http")
 CLIENT_GONE = 499  # nginx's number, for the metrics: nothing is sent

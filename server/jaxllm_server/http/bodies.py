@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 
+from jaxllm_server.access.ledger import BODIES, REQUESTS, Entry, size_of
+from jaxllm_server.generation.calls import LARGE_REQUEST
 from jaxllm_server.http.answers import while_connected
 from jaxllm_server.http.error_bodies import ClientGone, Refusal, body_too_large
 from jaxllm_server.http.guard import CLIENT
 from jaxllm_server.ollama.replies import PATHS as OLLAMA_PATHS
 from jaxllm_server.shared import strict_json
-from jaxllm_server.shared.calls import LARGE_REQUEST
-from jaxllm_server.shared.ledger import BODIES, REQUESTS, Entry, size_of
 from jaxllm_server.shared.options import ServerOptions
 
 if TYPE_CHECKING:
-    from jaxllm_server.shared.serving import Serving
+    from jaxllm_server.serving import Serving
 
 Result = TypeVar("Result")
 DEAD = ("dead", "stopped")  # states of an engine that answers nothing any more

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jaxllm.errors import FeatureDisabledError, UnavailableError, UserError
 from jaxllm.pooling_params import TASKS as POOLING_TASKS
 from jaxllm.version import __version__
+from jaxllm_server.access.client_quota import Places
 from jaxllm_server.anthropic.messages import MessagesReply, count_call_of
 from jaxllm_server.http import docs_page
 from jaxllm_server.http.answers import PoolAnswer, TextAnswer, json_response, while_connected
@@ -39,15 +40,15 @@ from jaxllm_server.openai.chat import ChatReply
 from jaxllm_server.openai.chats import ChatsReply
 from jaxllm_server.openai.completions import CompletionReply
 from jaxllm_server.openai.invocations import route_of
-from jaxllm_server.openai.messages import Body, Reply
 from jaxllm_server.openai.pooling import REPLIES, PoolReply
 from jaxllm_server.openai.tokens import detokenize_request_of, tokenize_call_of, tokens_response
-from jaxllm_server.shared.client_quota import Places
+from jaxllm_server.requests.fields import Body
+from jaxllm_server.requests.form import Reply
 from jaxllm_server.shared.options import ServerOptions
 
 if TYPE_CHECKING:
     from jaxllm_server.observability.prometheus import PrometheusObserver
-    from jaxllm_server.shared.serving import Serving
+    from jaxllm_server.serving import Serving
 
 _log = logging.getLogger("jaxllm.server.http")
 AnyReply = TypeVar("AnyReply")

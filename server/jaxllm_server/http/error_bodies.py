@@ -18,7 +18,7 @@ from jaxllm.errors import EngineError, OverloadedError, printable
 from jaxllm_server.anthropic import errors as anthropic
 from jaxllm_server.http.sse import dumps
 from jaxllm_server.ollama.replies import PATHS as OLLAMA_PATHS
-from jaxllm_server.openai.messages import error_body, error_body_of
+from jaxllm_server.openai.replies import error_body, error_body_of
 from jaxllm_server.shared.error_table import row_of
 
 _log = logging.getLogger("jaxllm.server.http")

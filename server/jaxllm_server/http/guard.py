@@ -12,10 +12,10 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jaxllm_server.access.auth import Keys, only_header
+from jaxllm_server.access.client_quota import client_of
 from jaxllm_server.http.error_bodies import Headers, Refusal, body_too_large
 from jaxllm_server.http.forwarded import Proxies
-from jaxllm_server.shared.auth import Keys, only_header
-from jaxllm_server.shared.client_quota import client_of
 from jaxllm_server.shared.options import LOOPBACK, ServerOptions
 
 CLIENT = "jaxllm.client"  # in a request's scope: the client's name

@@ -18,12 +18,12 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxllm.errors import OverloadedError
+from jaxllm_server.access.client_quota import Bound
+from jaxllm_server.access.ledger import BODIES, Ledger
 from jaxllm_server.http.guard import CLIENT
 from jaxllm_server.http.protocol import UPGRADE
 from jaxllm_server.http.sse import dumps
 from jaxllm_server.responses.store import OfConnection
-from jaxllm_server.shared.client_quota import Bound
-from jaxllm_server.shared.ledger import BODIES, Ledger
 from jaxllm_server.shared.options import ServerOptions
 
 if TYPE_CHECKING:

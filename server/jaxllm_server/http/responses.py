@@ -21,6 +21,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from jaxllm.errors import RequestIdInUseError, UnsupportedError, UserError, printable
+from jaxllm_server.access.client_quota import Places
+from jaxllm_server.access.ledger import REQUESTS, RESPONSES, Entry
+from jaxllm_server.generation.calls import LARGE_REQUEST, Call
 from jaxllm_server.http.answers import TextAnswer, while_connected
 from jaxllm_server.http.bodies import BodyReader
 from jaxllm_server.http.error_bodies import Refusal, log_failure
@@ -28,7 +31,7 @@ from jaxllm_server.http.guard import CLIENT
 from jaxllm_server.http.response_sockets import KEPT, ResponseSockets
 from jaxllm_server.http.sse import dumps, dumps_large
 from jaxllm_server.http.writers import NamedWriter
-from jaxllm_server.openai.messages import Body, text
+from jaxllm_server.requests.fields import Body, text
 from jaxllm_server.responses.compaction import CompactionReply
 from jaxllm_server.responses.items import RESPONSE_PREFIX, Item, num_characters, references_of, response_id_of
 from jaxllm_server.responses.reply import REPEATED_NUMBERS, ResponseReply
@@ -43,14 +46,11 @@ from jaxllm_server.responses.store import (
     ordered,
     page_of,
 )
-from jaxllm_server.shared.calls import LARGE_REQUEST, Call
-from jaxllm_server.shared.client_quota import Places
-from jaxllm_server.shared.ledger import REQUESTS, RESPONSES, Entry
 from jaxllm_server.shared.options import ServerOptions
 
 if TYPE_CHECKING:
     from jaxllm_server.observability.tracing import Tracer
-    from jaxllm_server.shared.serving import Serving
+    from jaxllm_server.serving import Serving
 
 OwnReply = TypeVar("OwnReply", bound=ResponseReply)
 _LARGE = 256 << 10  # bytes of JSON that are read or written beside the event loop: 1 ms (measured)

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import uvicorn
 
-from jaxllm_server.shared.listener import Listener
+from jaxllm_server.access.listener import Listener
 
 
 class HttpServer(uvicorn.Server):

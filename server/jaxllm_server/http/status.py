@@ -19,12 +19,12 @@ from jaxllm_server.http.answers import json_response
 from jaxllm_server.http.bodies import DEAD
 from jaxllm_server.http.error_bodies import nothing_at
 from jaxllm_server.ollama.models import asked_name, ollama_details, ollama_model
-from jaxllm_server.openai.messages import model_card, model_list
+from jaxllm_server.openai.replies import model_card, model_list
 from jaxllm_server.shared.options import ServerOptions
 
 if TYPE_CHECKING:
     from jaxllm_server.observability.prometheus import PrometheusObserver
-    from jaxllm_server.shared.serving import Serving
+    from jaxllm_server.serving import Serving
 
 
 class StatusEndpoints:

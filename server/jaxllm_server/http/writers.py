@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
+from jaxllm_server.generation.calls import Call, Chunk
 from jaxllm_server.http.sse import DONE, EventWriter, dumps, event, named_event
-from jaxllm_server.openai.messages import Reply, error_body_of
-from jaxllm_server.shared.calls import Call, Chunk
+from jaxllm_server.openai.replies import error_body_of
+from jaxllm_server.requests.form import Reply
 
 Write: TypeAlias = Callable[[Any], bytes]
 

@@ -10,7 +10,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from jaxllm.errors import UserError
-from jaxllm_server.openai.messages import Body, given, text
+from jaxllm_server.requests.fields import Body, text
+from jaxllm_server.requests.shared_fields import given
 from jaxllm_server.shared.options import ServerOptions
 
 _NEVER = "9999-12-31T23:59:59Z"

@@ -11,15 +11,16 @@ from typing import Any
 from jaxllm.errors import UnsupportedError, UserError
 from jaxllm.sampling_fields import OLLAMA, names_in
 from jaxllm.sampling_params import SamplingParams
+from jaxllm_server.generation.calls import Call, Chunk, Part, Timing
 from jaxllm_server.ollama.models import model_name, moment
 from jaxllm_server.openai.conversation import conversation_of
-from jaxllm_server.openai.messages import Body, flag, given, mapping, prompts_of, text
 from jaxllm_server.openai.pooling import PoolReply, numbers_text
+from jaxllm_server.pooling.pool_calls import PoolResult
+from jaxllm_server.requests.fields import Body, flag, mapping, prompts_of, text
+from jaxllm_server.requests.shared_fields import given
 from jaxllm_server.shared import strict_json
-from jaxllm_server.shared.calls import Call, Chunk, Part, Timing
 from jaxllm_server.shared.error_table import message_of
 from jaxllm_server.shared.options import ServerOptions
-from jaxllm_server.shared.pool_calls import PoolResult
 
 PATHS = tuple(f"/api/{name}" for name in ("chat", "generate", "embed", "tags", "show", "ps", "version"))
 _SAMPLING = names_in(SamplingParams, OLLAMA)

@@ -5,7 +5,8 @@ Pure functions of their arguments. Knows no HTTP and no adapter.
 
 from __future__ import annotations
 
-from jaxllm_server.openai.messages import Body, flag, given, text
+from jaxllm_server.requests.fields import Body, flag, text
+from jaxllm_server.requests.shared_fields import given
 
 UNBUILT = {"is_3d_lora_weight": (False,)}
 LOAD_FIELDS = frozenset({"lora_name", "lora_path", "load_inplace", *UNBUILT})

@@ -10,32 +10,21 @@ from typing import Any
 
 from jaxllm.errors import UserError
 from jaxllm.outputs import Logprob
+from jaxllm_server.generation.calls import Call, Chunk, NamedTool, Part, ToolChoice, Usage, is_forced
 from jaxllm_server.openai.conversation import CONVERSATION, conversation_of, with_transferred_ids
-from jaxllm_server.openai.messages import (
-    SHARED,
-    UNBUILT,
-    Body,
-    Form,
+from jaxllm_server.openai.replies import (
     finish_reason,
     finite,
-    flag,
-    form_of,
-    given,
-    integer,
-    mapping,
-    names_of,
-    one_of,
     prompt_logprobs_of,
     reported,
-    sampling_of,
-    shared_call_fields,
-    text,
     token_name,
     usage_fields,
     usage_without,
 )
 from jaxllm_server.parsers.tool_parsers import ToolCallDelta
-from jaxllm_server.shared.calls import Call, Chunk, NamedTool, Part, ToolChoice, Usage, is_forced
+from jaxllm_server.requests.fields import Body, flag, integer, mapping, one_of, text
+from jaxllm_server.requests.form import Form, form_of
+from jaxllm_server.requests.shared_fields import SHARED, UNBUILT, given, names_of, sampling_of, shared_call_fields
 from jaxllm_server.shared.options import ServerOptions
 
 _UNBUILT = {

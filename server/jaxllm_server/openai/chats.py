@@ -10,11 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from jaxllm.errors import UserError
+from jaxllm_server.generation.calls import Call, Chunk
 from jaxllm_server.openai.chat import ChatReply
 from jaxllm_server.openai.completions import check_fan_out, numbered
 from jaxllm_server.openai.conversation import messages_of
-from jaxllm_server.openai.messages import Body, usage_fields
-from jaxllm_server.shared.calls import Call, Chunk
+from jaxllm_server.openai.replies import usage_fields
+from jaxllm_server.requests.fields import Body
 from jaxllm_server.shared.options import ServerOptions
 
 # vLLM's bounds; a prompt that is written already would be that of every conversation.

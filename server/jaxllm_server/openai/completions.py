@@ -13,30 +13,20 @@ from typing import Any
 
 from jaxllm.errors import UnsupportedError, UserError
 from jaxllm.outputs import Logprob
-from jaxllm_server.openai.messages import (
-    SHARED,
-    UNBUILT,
-    Body,
-    Form,
+from jaxllm_server.generation.answer_size import AnswerSize
+from jaxllm_server.generation.calls import Call, Chunk, Part, PromptInfo, Usage
+from jaxllm_server.openai.replies import (
     finish_reason,
     finite,
-    flag,
-    form_of,
-    given,
-    integer,
-    names_of,
     prompt_logprobs_of,
-    prompts_of,
     reported,
-    sampling_of,
-    shared_call_fields,
-    text,
     token_name,
     usage_fields,
     usage_without,
 )
-from jaxllm_server.shared.answer_size import AnswerSize
-from jaxllm_server.shared.calls import Call, Chunk, Part, PromptInfo, Usage
+from jaxllm_server.requests.fields import Body, flag, integer, prompts_of, text
+from jaxllm_server.requests.form import Form, form_of
+from jaxllm_server.requests.shared_fields import SHARED, UNBUILT, given, names_of, sampling_of, shared_call_fields
 from jaxllm_server.shared.options import ServerOptions
 from jaxllm_server.shared.repeated import Continued, Repeated
 

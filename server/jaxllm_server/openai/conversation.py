@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.errors import UserError
-from jaxllm_server.openai.messages import Body, flag, mapping, one_of
+from jaxllm_server.requests.fields import Body, flag, mapping, one_of
 
 CONVERSATION = frozenset(
     (

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxllm.errors import UserError
-from jaxllm_server.openai.messages import Body
+from jaxllm_server.requests.fields import Body
 
 
 def route_of(body: Body, tasks: Sequence[str]) -> str:

@@ -16,19 +16,10 @@ import numpy as np
 
 from jaxllm.errors import UserError
 from jaxllm.pooling_params import PoolingTask
-from jaxllm_server.openai.messages import (
-    TRUNCATION_SIDES,
-    WITHOUT_EFFECT,
-    Body,
-    flag,
-    given,
-    integer,
-    one_of,
-    prompts_of,
-    text,
-)
+from jaxllm_server.pooling.pool_calls import PoolCall, PoolResult
+from jaxllm_server.requests.fields import Body, flag, integer, one_of, prompts_of, text
+from jaxllm_server.requests.shared_fields import TRUNCATION_SIDES, WITHOUT_EFFECT, given
 from jaxllm_server.shared.options import ServerOptions
-from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
 
 _UNBUILT: Mapping[str, tuple[Any, ...]] = {
     "padding": ("do_not_pad",),

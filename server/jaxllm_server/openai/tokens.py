@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxllm.errors import UserError
+from jaxllm_server.generation.calls import Call
 from jaxllm_server.openai.conversation import CONVERSATION, conversation_of
-from jaxllm_server.openai.messages import Body, flag, given, text
-from jaxllm_server.shared.calls import Call
+from jaxllm_server.requests.fields import Body, flag, text
+from jaxllm_server.requests.shared_fields import given
 
 TEXT_FIELDS = frozenset({"model", "prompt", "add_special_tokens", "return_token_strs"})
 CHAT_FIELDS = CONVERSATION | {"model", "add_special_tokens", "return_token_strs"}

@@ -12,10 +12,11 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxllm.errors import UserError
-from jaxllm_server.openai.messages import Body, given
+from jaxllm_server.generation.calls import Call, Chunk
+from jaxllm_server.requests.fields import Body
+from jaxllm_server.requests.shared_fields import given
 from jaxllm_server.responses.items import Item, item_id, packed
 from jaxllm_server.responses.reply import ResponseReply
-from jaxllm_server.shared.calls import Call, Chunk
 from jaxllm_server.shared.options import ServerOptions
 
 _MOST_TOKENS = 1024  # of a summary; a quarter of the context, where that is less

@@ -13,21 +13,19 @@ from typing import Any, Literal
 
 from jaxllm.errors import FeatureDisabledError, UnsupportedError, UserError
 from jaxllm.outputs import Logprob
+from jaxllm_server.generation.calls import Call, Chunk, Part, Usage, is_forced
 from jaxllm_server.openai.chat import logprobs_of
 from jaxllm_server.openai.conversation import conversation_of
-from jaxllm_server.openai.messages import (
+from jaxllm_server.requests.fields import Body, flag, integer, text
+from jaxllm_server.requests.form import form_of
+from jaxllm_server.requests.shared_fields import (
     SAMPLING,
     UNBUILT,
     WITHOUT_EFFECT,
-    Body,
-    flag,
-    form_of,
     given,
-    integer,
     names_of,
     sampling_of,
     shared_call_fields,
-    text,
 )
 from jaxllm_server.responses import request
 from jaxllm_server.responses.items import (
@@ -41,7 +39,6 @@ from jaxllm_server.responses.items import (
     num_parts,
 )
 from jaxllm_server.responses.output import Event, Output
-from jaxllm_server.shared.calls import Call, Chunk, Part, Usage, is_forced
 from jaxllm_server.shared.error_table import code_of, message_of, row_of
 from jaxllm_server.shared.options import ServerOptions
 

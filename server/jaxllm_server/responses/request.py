@@ -10,9 +10,9 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxllm.errors import UnsupportedError, UserError
+from jaxllm_server.generation.calls import NamedTool, ToolChoice
 from jaxllm_server.openai.conversation import REASONING_EFFORTS
-from jaxllm_server.openai.messages import Body, flag, mapping, text
-from jaxllm_server.shared.calls import NamedTool, ToolChoice
+from jaxllm_server.requests.fields import Body, flag, mapping, text
 
 LOGPROBS = "message.output_text.logprobs"
 # Parts of an answer that are sent on request. Those of tools that OpenAI runs are asked for by clients that use none;

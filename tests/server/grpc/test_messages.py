@@ -23,9 +23,9 @@ from jaxllm.sampling_params import SamplingParams
 from jaxllm.structured_outputs_params import StructuredOutputsParams
 from jaxllm.v1 import inference_pb2 as pb
 from jaxllm.v1 import types_pb2 as ty
+from jaxllm_server.generation.calls import Chunk, NamedTool, Part, PromptInfo, Timing, Usage
 from jaxllm_server.grpc import error_details, messages, replies
 from jaxllm_server.parsers.tool_parsers import ToolCallDelta
-from jaxllm_server.shared.calls import Chunk, NamedTool, Part, PromptInfo, Timing, Usage
 from jaxllm_server.shared.error_table import AdminRequiredError, AuthError
 
 MOST_DEPTH = 64

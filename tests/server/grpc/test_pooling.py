@@ -20,7 +20,7 @@ from jaxllm.v1 import inference_pb2 as pb
 from jaxllm.v1 import types_pb2 as ty
 from jaxllm.v1.inference_pb2_grpc import InferenceServiceStub
 from jaxllm_server.grpc import error_details, messages
-from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
+from jaxllm_server.pooling.pool_calls import PoolCall, PoolResult
 from tests.server.grpc.test_messages import leaves, set_leaf
 from tests.support.grpc_site import SOON, Site, details_in, drained, error_of, pooled, reason_of, site
 

@@ -23,11 +23,11 @@ from jaxllm.scheduler.state import Stored
 from jaxllm.v1 import control_pb2, control_pb2_grpc, types_pb2
 from jaxllm.v1 import inference_pb2 as pb
 from jaxllm.v1.inference_pb2_grpc import InferenceServiceStub
+from jaxllm_server.access.auth import Keys
+from jaxllm_server.generation.calls import Call, Chunk
 from jaxllm_server.grpc.replies import kv_events_of
 from jaxllm_server.grpc.server import INFERENCE
 from jaxllm_server.grpc.service import InferenceService
-from jaxllm_server.shared.auth import Keys
-from jaxllm_server.shared.calls import Call, Chunk
 from jaxllm_server.shared.options import ServerOptions
 from tests.server.grpc.test_messages import ERRORS
 from tests.support.grpc_site import (

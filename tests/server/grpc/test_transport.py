@@ -26,10 +26,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from jaxllm import errors
 from jaxllm.v1 import inference_pb2 as pb
 from jaxllm.v1.inference_pb2_grpc import InferenceServiceStub
+from jaxllm_server.access.auth import Keys
+from jaxllm_server.access.sockets import check_uds
+from jaxllm_server.generation.calls import Call, Chunk
 from jaxllm_server.grpc.server import CONTROL, INFERENCE
-from jaxllm_server.shared.auth import Keys
-from jaxllm_server.shared.calls import Call, Chunk
-from jaxllm_server.shared.sockets import check_uds
 from tests.support.certificates import credentials
 from tests.support.grpc_site import (
     NOT_SERVING,

@@ -15,8 +15,8 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from jaxllm.errors import UserError
+from jaxllm_server.access.auth import Keys
 from jaxllm_server.http.protocol import MAX_PIPELINED, protocol_of
-from jaxllm_server.shared.auth import Keys
 from jaxllm_server.shared.error_table import AdminRequiredError, AuthError
 from jaxllm_server.shared.options import ServerOptions
 from tests.support.failures import over_http

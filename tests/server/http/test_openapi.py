@@ -15,6 +15,7 @@ from jaxllm.errors import UserError
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
 from jaxllm_server.anthropic.messages import MessagesReply, count_call_of
+from jaxllm_server.generation.chat_checks import check_tools
 from jaxllm_server.http.endpoints import Endpoints
 from jaxllm_server.http.openapi import BODIES, description_of
 from jaxllm_server.ollama.models import asked_name
@@ -24,11 +25,10 @@ from jaxllm_server.openai.chat import ChatReply
 from jaxllm_server.openai.chats import ChatsReply
 from jaxllm_server.openai.completions import CompletionReply
 from jaxllm_server.openai.invocations import route_of
-from jaxllm_server.openai.messages import WITHOUT_EFFECT
 from jaxllm_server.openai.pooling import REPLIES
+from jaxllm_server.requests.shared_fields import WITHOUT_EFFECT
 from jaxllm_server.responses.compaction import CompactionReply
 from jaxllm_server.responses.reply import ResponseReply
-from jaxllm_server.shared.chat_checks import check_tools
 from jaxllm_server.shared.options import ServerOptions
 from tests.support.fake_serving import FakeServing, http_server
 

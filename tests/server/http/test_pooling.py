@@ -18,8 +18,8 @@ import pytest
 
 from jaxllm.errors import FeatureDisabledError, OverloadedError, RequestFailedError, UserError
 from jaxllm_server.openai.pooling import REPLIES
+from jaxllm_server.pooling.pool_calls import PoolCall
 from jaxllm_server.shared.options import ServerOptions
-from jaxllm_server.shared.pool_calls import PoolCall
 from tests.server.openai.test_pooling import LEAST
 from tests.support.failures import eventually
 from tests.support.fake_serving import LABELS, FakeServing, http_server, pooled, raw_exchange

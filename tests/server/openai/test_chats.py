@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from jaxllm.errors import UnsupportedError, UserError
+from jaxllm_server.generation.calls import Chunk, Part, PromptInfo, Usage
 from jaxllm_server.openai.chat import ChatReply
 from jaxllm_server.openai.chats import ChatsReply
-from jaxllm_server.shared.calls import Chunk, Part, PromptInfo, Usage
 from jaxllm_server.shared.options import ServerOptions
 
 OPTIONS = ServerOptions()

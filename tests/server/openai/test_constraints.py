@@ -12,7 +12,7 @@ from jaxllm.sampling_params import SamplingParams
 from jaxllm.structured_outputs_params import StructuredOutputsParams
 from jaxllm_server.openai.chat import ChatReply
 from jaxllm_server.openai.completions import CompletionReply
-from jaxllm_server.openai.constraints import GUIDED, constraint_of
+from jaxllm_server.requests.constraints import GUIDED, constraint_of
 from jaxllm_server.shared.options import ServerOptions
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -13,21 +13,21 @@ from jaxllm.errors import ContextLengthError, OverloadedError, RequestFailedErro
 from jaxllm.outputs import Logprob
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.text.chat_template import compile_template
-from jaxllm_server.http.sse import EventWriter
-from jaxllm_server.openai.chat import ChatReply
-from jaxllm_server.openai.completions import CompletionReply
-from jaxllm_server.openai.messages import error_body_of
-from jaxllm_server.openai.tokens import detokenize_request_of, tokenize_call_of, tokens_response
-from jaxllm_server.parsers.tool_parsers import ToolCallDelta
-from jaxllm_server.shared import strict_json
-from jaxllm_server.shared.calls import Chunk, NamedTool, Part, PromptInfo, Usage
-from jaxllm_server.shared.chat_checks import (
+from jaxllm_server.generation.calls import Chunk, NamedTool, Part, PromptInfo, Usage
+from jaxllm_server.generation.chat_checks import (
     check_messages,
     check_template_kwargs,
     check_tools,
     texts_of,
     with_read_arguments,
 )
+from jaxllm_server.http.sse import EventWriter
+from jaxllm_server.openai.chat import ChatReply
+from jaxllm_server.openai.completions import CompletionReply
+from jaxllm_server.openai.replies import error_body_of
+from jaxllm_server.openai.tokens import detokenize_request_of, tokenize_call_of, tokens_response
+from jaxllm_server.parsers.tool_parsers import ToolCallDelta
+from jaxllm_server.shared import strict_json
 from jaxllm_server.shared.options import ServerOptions
 from tests.support.naive import Unread
 

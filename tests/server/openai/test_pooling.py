@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from jaxllm.errors import UnsupportedError, UserError
 from jaxllm_server.openai.pooling import REPLIES, PoolReply
+from jaxllm_server.pooling.pool_calls import PoolCall, PoolResult
 from jaxllm_server.shared.options import ServerOptions
-from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
 
 OPTIONS = ServerOptions(max_pooling_inputs=5)
 LABELS = ("dull", "witty\n")

@@ -15,7 +15,7 @@ from jaxllm.text import detokenizer
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm_server.openai.chat import logprobs_of
 from jaxllm_server.openai.completions import Offset, columns_of
-from jaxllm_server.openai.messages import Form
+from jaxllm_server.requests.form import Form
 from tests.support.tokenizer_kinds import KINDS, TEXT, build
 
 TOKENIZERS = {kind: Tokenizer(build(kind), {}, {}, kind) for kind in KINDS}

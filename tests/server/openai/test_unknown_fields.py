@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from jaxllm.errors import UserError
 from jaxllm_server.openai import chat, completions, pooling, tokens
-from jaxllm_server.openai.messages import SHARED
-from jaxllm_server.openai.unknown_fields import FOREIGN, MEANINGFUL, OF_OTHER_ROUTES, warnings_of
+from jaxllm_server.requests.shared_fields import SHARED
+from jaxllm_server.requests.unknown_fields import FOREIGN, MEANINGFUL, OF_OTHER_ROUTES, warnings_of
 from jaxllm_server.shared.options import ServerOptions
 
 

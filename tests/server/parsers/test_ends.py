@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxllm_server.generation.output_reader import Splitter
 from jaxllm_server.parsers.reasoning import TaggedReasoning
 from jaxllm_server.parsers.table import REASONING_PARSERS, TOOL_PARSERS
-from jaxllm_server.shared.output_reader import Splitter
 from tests.server.parsers.test_call_forms import _CALLS, TOOLS, TRANSCRIPTS, WRITERS, Calls, _tools
 from tests.support.naive import distinct
 

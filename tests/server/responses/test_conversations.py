@@ -21,10 +21,10 @@ from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from jaxllm.outputs import Logprob
+from jaxllm_server.generation.calls import Chunk, Part, PromptInfo, Usage
 from jaxllm_server.parsers.table import REASONING_PARSERS, TOOL_PARSERS
 from jaxllm_server.parsers.tool_parsers import ToolCallDelta
 from jaxllm_server.responses.reply import REPEATED_NUMBERS, ResponseReply
-from jaxllm_server.shared.calls import Chunk, Part, PromptInfo, Usage
 from jaxllm_server.shared.options import ServerOptions
 from tests.support.fake_serving import FakeServing, http_server
 

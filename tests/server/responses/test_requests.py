@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.errors import FeatureDisabledError, UnsupportedError, UserError
+from jaxllm_server.generation.calls import Call, Chunk, NamedTool, Part, Usage
 from jaxllm_server.responses.items import MOST_PARTS, items_of, messages_of, references_of, response_id_of
 from jaxllm_server.responses.reply import FIELDS as KNOWN
 from jaxllm_server.responses.reply import REPEATED_NUMBERS, ResponseReply
-from jaxllm_server.shared.calls import Call, Chunk, NamedTool, Part, Usage
 from jaxllm_server.shared.options import ServerOptions
 
 NUMBERS = dict.fromkeys(REPEATED_NUMBERS, 1.0)

@@ -13,9 +13,9 @@ import pytest
 
 from jaxllm.errors import AdapterNotFoundError, FeatureDisabledError, NotFoundError, UserError
 from jaxllm.lora_request import LoRARequest
-from jaxllm_server.shared.adapters import ServedAdapters, requests_of
+from jaxllm_server.adapters import ServedAdapters, requests_of
+from jaxllm_server.serving import Serving
 from jaxllm_server.shared.options import ServerOptions
-from jaxllm_server.shared.serving import Serving
 from tests.support.fake_serving import FakeAdapters
 
 

@@ -23,9 +23,9 @@ from jaxllm.sampling_params import SamplingParams
 from jaxllm.structured_output.constraint import Constraint
 from jaxllm.structured_outputs_params import StructuredOutputsParams
 from jaxllm.text.tokenizer import load_tokenizer
+from jaxllm_server.generation.calls import Call
 from jaxllm_server.parsers.harmony import CHANNEL
 from jaxllm_server.parsers.table import REASONING_PARSERS, TOOL_PARSERS
-from jaxllm_server.shared.calls import Call
 from tests.server.shared.test_forced_calls import MESSAGES, NUMBER, FakeEngine, serving, tool
 from tests.structured_output.draws import Drawing, bits
 

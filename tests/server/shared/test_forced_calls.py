@@ -14,11 +14,11 @@ from jaxllm.errors import FeatureDisabledError, UnsupportedError, UserError
 from jaxllm.outputs import CompletionOutput, RequestOutput
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.text.chat_template import compile_template
+from jaxllm_server.generation.calls import Call, NamedTool, Part
+from jaxllm_server.generation.forced_calls import blaming_tools, list_of_calls, parameters_of, with_forced_calls
 from jaxllm_server.parsers.table import REASONING_PARSERS
-from jaxllm_server.shared.calls import Call, NamedTool, Part
-from jaxllm_server.shared.forced_calls import blaming_tools, list_of_calls, parameters_of, with_forced_calls
+from jaxllm_server.serving import Serving
 from jaxllm_server.shared.options import ServerOptions
-from jaxllm_server.shared.serving import Serving
 from tests.support.naive import Unread
 
 EMPTY = {"type": "object", "properties": {}, "additionalProperties": False}

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from jaxllm.errors import UserError
+from jaxllm_server.generation.calls import Call, NamedTool
 from jaxllm_server.parsers.table import TOOL_PARSERS
-from jaxllm_server.shared.calls import Call, NamedTool
 from tests.server.shared.test_forced_calls import MESSAGES, TOOLS, FakeEngine, answer, serving
 
 EARLIER = {

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.errors import OverloadedError
-from jaxllm_server.shared.ledger import BODIES, PROMPTS, REQUESTS, Entry, Ledger, size_of
+from jaxllm_server.access.ledger import BODIES, PROMPTS, REQUESTS, Entry, Ledger, size_of
 from jaxllm_server.shared.options import ServerOptions
 
 ACCOUNTS = (BODIES, REQUESTS, PROMPTS)

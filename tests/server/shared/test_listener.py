@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from jaxllm_server.shared import listener as module
-from jaxllm_server.shared.listener import Listener
+from jaxllm_server.access import listener as module
+from jaxllm_server.access.listener import Listener
 
 
 class Scarce:

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from jaxllm import errors
-from jaxllm_server.shared import pool_stream
-from jaxllm_server.shared.ledger import Ledger
+from jaxllm_server.access.ledger import Ledger
+from jaxllm_server.pooling import pool_stream
+from jaxllm_server.pooling.pool_calls import PoolCall
 from jaxllm_server.shared.options import ServerOptions
-from jaxllm_server.shared.pool_calls import PoolCall
 
 
 class Message:

@@ -33,12 +33,12 @@ from jaxllm.outputs import PoolingOutput, PoolingRequestOutput
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.text import tokenizer
 from jaxllm.text.tokenizer import load_tokenizer
-from jaxllm_server.shared import pooling
-from jaxllm_server.shared.calls import Call
-from jaxllm_server.shared.client_quota import FairPlaces
+from jaxllm_server.access.client_quota import FairPlaces
+from jaxllm_server.generation.calls import Call
+from jaxllm_server.pooling import pooling
+from jaxllm_server.pooling.pool_calls import PoolCall, PoolResult
+from jaxllm_server.serving import Serving
 from jaxllm_server.shared.options import ServerOptions
-from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
-from jaxllm_server.shared.serving import Serving
 from tests.support.pooling_models import bert
 
 SLOTS, LONGEST, VOCABULARY, STEP = 4, 16, 512, 40

@@ -14,9 +14,9 @@ from jaxllm.errors import ContextLengthError, NotFoundError, UserError
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.text import fill_in_middle
 from jaxllm.text.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
-from jaxllm_server.shared.calls import Call
+from jaxllm_server.generation.calls import Call
+from jaxllm_server.serving import Serving
 from jaxllm_server.shared.options import ServerOptions
-from jaxllm_server.shared.serving import Serving
 from tests.server.shared.test_forced_calls import FakeEngine, answer
 from tests.support.tokenizer_kinds import build
 from tests.text.template_families import FAMILIES

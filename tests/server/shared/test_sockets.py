@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 
 from jaxllm.errors import UserError
-from jaxllm_server.shared.sockets import listen
+from jaxllm_server.access.sockets import listen
 from tests.support.host_names import resolve, with_ipv6
 
 NAMES = ("gRPC", "grpc_port", "grpc_uds")

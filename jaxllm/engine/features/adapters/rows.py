@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from jaxllm.checkpoints.lora_files import LoraFiles
 from jaxllm.engine.accepted import Accepted
 from jaxllm.engine.features.adapters.store import Adapter, Adapters, weights_reader
 from jaxllm.engine.features.feature import Core, Feature
 from jaxllm.engine.sequence import Sequence, SequenceGroup
-from jaxllm.model.lora_files import LoraFiles
 from jaxllm.runner.step_input import StepInput
 from jaxllm.scheduler.admission import num_deferred
 from jaxllm.scheduler.state import State

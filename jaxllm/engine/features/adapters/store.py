@@ -18,6 +18,8 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from jaxllm.checkpoints.lora_files import LoraFiles, read_adapter
+from jaxllm.checkpoints.weights import resolve
 from jaxllm.config import EngineConfig
 from jaxllm.embedded import ADAPTERS
 from jaxllm.engine.language import Language
@@ -25,9 +27,7 @@ from jaxllm.engine.model_info import ModelInfo
 from jaxllm.errors import UserError
 from jaxllm.lora_request import LoRARequest
 from jaxllm.model import lora
-from jaxllm.model.lora_files import LoraFiles, read_adapter
-from jaxllm.model.weights import resolve
-from jaxllm.runner.model_setup import Setup
+from jaxllm.setup.model_setup import Setup
 from jaxllm.text.confined_tokenizer import ConfinedTemplates, ConfinedTokenizer
 from jaxllm.text.confinement import ConfinedError, Confinement, Source
 from jaxllm.text.tokenizer import Tokenizer

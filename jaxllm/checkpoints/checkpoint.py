@@ -1,0 +1,214 @@
+"""A folder of safetensors files as named, memory-mapped tensors, checked before anything is read.
+
+Reads the format itself (an 8-byte length, a JSON header, the bytes; github.com/huggingface/safetensors, "Format"), so
+that every fault names its file and tensor, and so that pages already copied can be given back: mapped pages count as
+the process's memory until then. Knows no model and no JAX.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxllm.checkpoints.files import inside, parse_object, read_object
+from jaxllm.errors import UserError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+_DTYPES: dict[str, np.dtype] = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F64": np.dtype(np.float64),
+}
+_INTEGERS: dict[str, np.dtype] = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32)}
+# What quantized matrices are made of, beside floats.
+_CODES: dict[str, np.dtype] = {
+    **{"I32": np.dtype(np.int32), "I8": np.dtype(np.int8), "U8": np.dtype(np.uint8)},
+    **{"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu)},
+}
+# Bits of an element of every type that the format has; most are only named when they are refused.
+_BITS: dict[str, int] = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    "F4": 4,
+}
+_LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
+_LARGEST = 2**48  # of sizes, and of their product without the zeros: numpy refuses arrays beyond an address
+_MOST_AXES = 32
+_FILE_NAME = re.compile(r"\w[\w.+-]{0,200}\.safetensors", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Where one tensor's bytes are. `dtype` is the format's own name; `start` counts from the file's first byte."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+    mapping: mmap.mmap
+
+    def values(self) -> np.ndarray:
+        """View the tensor in the mapped file; types other than 16, 32 and 64-bit floats are a UserError."""
+        if self.dtype not in _DTYPES:
+            raise UserError(
+                f"{self.file.name}: tensor {self.name} has type {self.dtype}; only {', '.join(_DTYPES)} can be read."
+            )
+        return self._view(_DTYPES[self.dtype])
+
+    def integers(self) -> np.ndarray:
+        """View a tensor of 32 or 64-bit integers in the mapped file; any other type is a UserError."""
+        if self.dtype not in _INTEGERS:
+            raise UserError(
+                f"{self.file.name}: tensor {self.name} has type {self.dtype}, not one of {', '.join(_INTEGERS)}."
+            )
+        return self._view(_INTEGERS[self.dtype])
+
+    def codes(self, *types: str) -> np.ndarray:
+        """View a tensor of one of `types`, the format's own names, in the mapped file; any other is a UserError."""
+        if self.dtype not in types:
+            raise UserError(f"{self.file.name}: tensor {self.name} has type {self.dtype}, not {' or '.join(types)}.")
+        return self._view((_DTYPES | _CODES)[self.dtype])
+
+    @property
+    def is_float(self) -> bool:
+        """Whether `values` can be read."""
+        return self.dtype in _DTYPES
+
+    def raw(self) -> np.ndarray:
+        """View the tensor's bytes in the mapped file."""
+        return np.frombuffer(self.mapping, np.uint8, self.num_bytes, self.start)
+
+    def _view(self, dtype: np.dtype) -> np.ndarray:
+        return np.frombuffer(self.mapping, dtype, math.prod(self.shape), self.start).reshape(self.shape)
+
+    def release(self) -> None:
+        """Give the tensor's pages back to the system; they are read again if needed."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            first = self.start // mmap.PAGESIZE * mmap.PAGESIZE
+            self.mapping.madvise(mmap.MADV_DONTNEED, first, self.start + self.num_bytes - first)
+
+
+def open_tensors(folder: Path, part: str = "") -> dict[str, Tensor]:
+    """Map every safetensors file of a model, or of the sub-folder `part`, and list its tensors by name.
+
+    One `model.safetensors`, or the files that the model's `model.safetensors.index.json` names. A missing or truncated
+    file, a senseless header or an index that does not agree with its files is a UserError that names it.
+    """
+    if part or not (folder / INDEX).is_file():
+        place = folder / part
+        if not (place / SINGLE).is_file():
+            raise UserError(f"{place} holds neither {SINGLE} nor {INDEX}{never_read(place)}.", "model")
+        return read_file(folder, (Path(part) / SINGLE).as_posix())
+    index = read_object(folder, INDEX) or {}
+    places = index.get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise UserError(f"{folder / INDEX}: weight_map must name a file for each tensor.")
+    for file in set(places.values()):
+        if not _FILE_NAME.fullmatch(file):
+            raise UserError(f"{folder / INDEX}: {file!r} is not the name of a safetensors file in the folder.")
+    tensors: dict[str, Tensor] = {}
+    files = {file: read_file(folder, file) for file in sorted(set(places.values()))}
+    for name, file in places.items():
+        if name not in files[file]:
+            raise UserError(f"{file}: tensor {name} is missing, though {INDEX} says it is there.")
+        tensors[name] = files[file][name]
+    for file, found in files.items():
+        _refuse(set(found) - set(places), f"{file}: tensor {{}} is not in {INDEX}.")
+    return tensors
+
+
+def never_read(folder: Path) -> str:
+    """Say of a folder without the file that is looked for which one of it will not do; nothing where it has none."""
+    others = [path.name for kind in ("bin", "pt", "pth", "pkl", "ckpt") for path in folder.glob(f"*.{kind}")]
+    if not others:
+        return ""
+    return f" ({min(others)} is never read, since to read such a file runs its code: convert it to safetensors first)"
+
+
+def _refuse(names: Iterable[str], message: str) -> None:
+    for name in sorted(names):
+        raise UserError(message.format(name))
+
+
+def read_file(folder: Path, file: str) -> dict[str, Tensor]:
+    """Map one safetensors file of a folder and list its tensors by name."""
+    path = inside(folder, file)
+    try:
+        if not path.is_file():
+            raise UserError(f"{path} cannot be read: there is no such file.")
+        with path.open("rb") as stream:
+            size = path.stat().st_size
+            if size < 8:
+                raise UserError(f"{path} is truncated: {size} bytes are not even a header.")
+            mapping = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from None
+    length = int.from_bytes(mapping[:8], "little")
+    if length > _LONGEST_HEADER:
+        raise UserError(f"{path} is not a safetensors file: its header would have {length} bytes.")
+    if 8 + length > size:
+        raise UserError(f"{path} is truncated: its header has {length} bytes, the whole file {size}.")
+    try:
+        header = parse_object(mapping[8 : 8 + length])
+    except ValueError as error:
+        raise UserError(f"{path} is not a safetensors file: its header {error}.") from None
+    notes = header.pop("__metadata__", {})
+    texts = [text for pair in notes.items() for text in pair] if isinstance(notes, dict) else [None]
+    if not all(isinstance(text, str) and _is_unicode(text) for text in texts):
+        raise UserError(f"{path}: the header's __metadata__ must be texts by name.")
+    tensors = {name: _tensor(path, name, entry, 8 + length, size, mapping) for name, entry in header.items()}
+    _check_layout(path, tensors.values(), 8 + length, size)
+    return tensors
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _tensor(path: Path, name: str, entry: Any, base: int, size: int, mapping: mmap.mmap) -> Tensor:
+    try:
+        name.encode()
+        if not isinstance(entry["shape"], list) or not isinstance(entry["data_offsets"], list):
+            raise ValueError
+        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        if not all(type(number) is int and 0 <= number <= _LARGEST for number in (*shape, begin, end)) or begin > end:
+            raise ValueError
+        if not isinstance(dtype, str) or len(shape) > _MOST_AXES or math.prod(filter(None, shape)) > _LARGEST:
+            raise ValueError
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"{path}: the header's entry for tensor {name} makes no sense.") from None
+    if base + end > size:
+        raise UserError(f"{path} is truncated: tensor {name} ends at byte {base + end} of {size}.")
+    if dtype not in _BITS:
+        raise UserError(f"{path}: tensor {name} has type {dtype:.32}, which is not one of {', '.join(_BITS)}.")
+    if math.prod(shape) * _BITS[dtype] != 8 * (end - begin):
+        raise UserError(f"{path}: tensor {name} of shape {shape} and type {dtype} does not fill {end - begin} bytes.")
+    return Tensor(name, path, dtype, shape, base + begin, end - begin, mapping)
+
+
+def _check_layout(path: Path, tensors: Iterable[Tensor], base: int, size: int) -> None:
+    """Refuse tensors that share bytes, and bytes that belong to none: as the format has it."""
+    place = base
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.num_bytes)):
+        if tensor.start != place:
+            fault = "shares bytes with another" if tensor.start < place else "begins behind bytes that belong to none"
+            raise UserError(f"{path}: tensor {tensor.name} {fault}.")
+        place += tensor.num_bytes
+    if place != size:
+        raise UserError(f"{path}: the last {size - place} bytes belong to no tensor.")

@@ -1,0 +1,200 @@
+"""From a folder in PEFT's format to the arrays of an adapter, laid out as the weights that they are added to.
+
+Reads adapter_config.json and adapter_model.safetensors, nothing else of the folder. Every tensor is looked up and its
+shape checked before the first byte is copied; which tensors there are must be what the config says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jaxllm.checkpoints.checkpoint import Tensor, never_read, read_file
+from jaxllm.checkpoints.files import read_object
+from jaxllm.checkpoints.lora_config import CONFIG, LoraConfig, read_lora_config
+from jaxllm.errors import UserError
+from jaxllm.families.families import Family
+from jaxllm.model import decoder, lora
+from jaxllm.model.lora import PRODUCTS, Adapter, Pair
+from jaxllm.model.parameters import Weight
+from jaxllm.model.rows import in_order, in_tensors
+from jaxllm.model.sharding import UNDIVIDED, Layout
+from jaxllm.model.spec import Spec
+
+WEIGHTS = "adapter_model.safetensors"
+
+_OF_THE_MODEL = "base_model.model."  # PEFT's two wrappers
+_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+
+
+@dataclass(frozen=True, eq=False)
+class LoraFiles:
+    """An adapter as it was read: its own rank, a digest of what it computes, and its arrays for all devices.
+
+    They are padded with zeros to the highest rank that the engine takes.
+    """
+
+    rank: int
+    digest: bytes
+    weights: Adapter[np.ndarray]
+
+
+@dataclass(frozen=True)
+class _Module:
+    """What an adapter adds to one of the model's linear modules: scale · B·A, with A [rank, in] and B [out, rank]."""
+
+    a: Tensor
+    b: Tensor
+    rank: int
+    scale: float
+
+
+def read_adapter(
+    folder: Path, spec: Spec, family: Family, layout: Layout, max_rank: int, dtype: DTypeLike
+) -> LoraFiles:
+    """Read the adapter in `folder` for a model of this layout; a broken adapter is a UserError of one line.
+
+    Arrays are whole, of `dtype` and of the rank `max_rank`; an adapter of a higher one is refused.
+    """
+    lora.check_supported(spec)
+    try:
+        fields = read_object(folder, CONFIG)
+        if fields is None:
+            raise UserError(f"{folder} has no {CONFIG}.")
+        if not (folder / WEIGHTS).is_file():
+            raise UserError(f"{folder} has no {WEIGHTS}{never_read(folder)}.")
+        config, tensors = read_lora_config(fields), read_file(folder, WEIGHTS)
+        modules = _find_modules(config, tensors, _linear_modules(spec, family), family.prefix, max_rank)
+        # Copied once: what is computed with is what the digest is of, even if the file changes meanwhile.
+        stored = {each.name: np.array(each.values()) for module in modules.values() for each in (module.a, module.b)}
+        weights = _fill(modules, stored, spec, family, layout, max_rank, jnp.dtype(dtype))
+    except UserError as error:
+        raise UserError(str(error), "lora_request") from None
+    return LoraFiles(max(module.rank for module in modules.values()), _digest(modules, stored), weights)
+
+
+def highest_rank(folder: Path) -> int:
+    """Return the highest rank that an adapter's config names; whatever else is wrong with it is for `read_adapter`."""
+    fields = read_object(folder, CONFIG)
+    if fields is None:
+        raise UserError(f"{folder} has no {CONFIG}.", "lora_request")
+    table = fields.get("rank_pattern")
+    ranks = [fields.get("r"), *(table.values() if isinstance(table, dict) else ())]
+    return max((rank for rank in ranks if type(rank) is int and rank > 0), default=8)  # PEFT's default
+
+
+def _linear_modules(spec: Spec, family: Family) -> dict[str, tuple[int, int]]:
+    """List the modules that can be adapted, by their names without the family's prefix: outputs and inputs."""
+    sizes: dict[str, tuple[int, int]] = {}
+    for _, layer, weight in _products(spec, UNDIVIDED):
+        names = _names(weight, family, layer)
+        _, rows = in_tensors(weight.parts, names, family.alternating)
+        sizes |= {name: (rows[name], weight.shape[1]) for name in names}
+    return sizes
+
+
+def _products(spec: Spec, layout: Layout) -> Iterator[tuple[str, int, Weight]]:
+    for layer, weights in enumerate(decoder.declare(spec, layout).layers):
+        yield from ((name, layer, weights[name]) for name in PRODUCTS if name in weights)
+
+
+def _names(weight: Weight, family: Family, layer: int) -> list[str]:
+    """Name the modules of a weight's parts."""
+    return [family.tensors[part.name].format(layer).removesuffix(".weight") for part in weight.parts]
+
+
+def _find_modules(
+    config: LoraConfig, tensors: dict[str, Tensor], sizes: dict[str, tuple[int, int]], prefix: str, max_rank: int
+) -> dict[str, _Module]:
+    """Look up the two tensors of every module that the config names, and check that there are no others."""
+    found: dict[str, dict[str, Tensor]] = {}
+    names: dict[str, str] = {}  # full, as the config's expressions see them
+    for tensor in tensors.values():
+        match = _NAME.fullmatch(tensor.name)
+        module = match[1].removeprefix(prefix) if match else ""
+        if match is None or module not in sizes:
+            raise UserError(
+                f"{WEIGHTS}: tensor {tensor.name:.100} belongs to no matrix of the model's attention or plain "
+                "feed-forward; adapters of experts, embeddings, the head and other modules are not supported."
+            )
+        if names.setdefault(module, match[1]) != match[1]:
+            raise UserError(f"{WEIGHTS}: module {module} has two names.")
+        found.setdefault(module, {})[match[2]] = tensor
+    # Without the head, the model's own names have no prefix.
+    bare = bool(names) and not any(name.startswith(prefix) for name in names.values())
+    modules: dict[str, _Module] = {}
+    for name, (rows, columns) in sizes.items():
+        full, own = names.get(name, name if bare else prefix + name), found.get(name, {})
+        if not config.is_targeted(full):
+            for tensor in own.values():
+                raise UserError(f"{WEIGHTS}: tensor {tensor.name} is of a module that {CONFIG} does not name.")
+            continue
+        rank = config.rank_of(full)
+        if rank > max_rank:
+            raise UserError(f"the adapter's rank is {rank}, at most {max_rank} here; start with max_lora_rank={rank}.")
+        for which, shape in (("A", (rank, columns)), ("B", (rows, rank))):
+            if which not in own:
+                missing = f"{_OF_THE_MODEL}{full}.lora_{which}.weight"
+                raise UserError(f"{WEIGHTS}: tensor {missing} is missing, though {CONFIG} names its module.")
+            if own[which].shape != shape:
+                said = f"has shape {list(own[which].shape)}, the model and {CONFIG} say {list(shape)}"
+                raise UserError(f"{WEIGHTS}: tensor {own[which].name} {said}.")
+        modules[name] = _Module(own["A"], own["B"], rank, config.scale_of(full))
+    if not modules:
+        raise UserError(f"{CONFIG}: target_modules names no module of the model.")
+    return modules
+
+
+def _fill(
+    modules: dict[str, _Module],
+    stored: dict[str, np.ndarray],
+    spec: Spec,
+    family: Family,
+    layout: Layout,
+    max_rank: int,
+    dtype: np.dtype,
+) -> Adapter[np.ndarray]:
+    """Put the modules' tensors into arrays that are laid out as the weights."""
+    layers: list[dict[str, Pair[np.ndarray]]] = [{} for _ in range(spec.num_layers)]
+    for product, layer, weight in _products(spec, layout):
+        names = _names(weight, family, layer)
+        a = np.zeros((len(names), max_rank, weight.shape[1]), dtype)
+        b = tuple(np.zeros((part.rows * part.copies, max_rank), dtype) for part in weight.parts)
+        places, _ = in_tensors(weight.parts, names, family.alternating)
+        for name, part, place, rows_a, rows_b in zip(names, weight.parts, places, a, b, strict=True):
+            if name not in modules:
+                continue
+            own = modules[name]
+            rows_a[: own.rank] = _values(own.a.name, stored, 1.0, dtype)
+            values = _values(own.b.name, stored, own.scale, dtype)
+            runs = in_order((part,), len(rows_b), layout.shards(weight.axes[0]), slice(None))
+            pieces = [values[piece] for run in runs for piece in place.slices(run.first, run.count)]
+            rows_b[:, : own.rank] = np.concatenate(pieces)
+        layers[layer][product] = Pair(a.reshape(-1, weight.shape[1]), b)
+    return tuple(layers)
+
+
+def _values(name: str, stored: dict[str, np.ndarray], scale: float, dtype: np.dtype) -> np.ndarray:
+    """Multiply a tensor with `scale` and round it to `dtype`, once."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        values = (stored[name].astype(np.float32) * np.float32(scale)).astype(dtype)
+    if not np.isfinite(values).all():
+        raise UserError(f"{WEIGHTS}: tensor {name} has values that are not finite numbers.")
+    return values
+
+
+def _digest(modules: dict[str, _Module], stored: dict[str, np.ndarray]) -> bytes:
+    """Return the SHA-256 of what the adapter adds: the modules' names and scales, and their tensors as stored."""
+    digest = hashlib.sha256()
+    for name, module in sorted(modules.items()):
+        for tensor in (module.a, module.b):
+            digest.update(f"{name} {module.scale.hex()} {tensor.dtype} {tensor.shape} ".encode())
+            digest.update(stored[tensor.name].view(np.uint8).data)
+    return digest.digest()

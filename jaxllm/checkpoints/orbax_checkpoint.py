@@ -1,0 +1,296 @@
+"""An Orbax checkpoint of the decoder's parameters: written by `jaxllm convert`, restored piece by piece onto devices.
+
+Holds one array for each part of a weight (see `declaration.Part`) and of each expert, whole, in the type it was stored
+in, without padding: so any number of devices can restore it, each its own rows or columns. Beside the checkpoint lies a
+list of its files, the last thing written: what it does not find, or finds shorter, is a copy that was cut off. Knows
+what a model's weights are only from `decoder.declare`; knows no family and no safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import DTypeLike
+from tqdm import tqdm
+
+from jaxllm.checkpoints.files import inside, read_object
+from jaxllm.errors import UserError
+from jaxllm.model import quantized
+from jaxllm.model.decoder import Params
+from jaxllm.model.parameters import Part, Weight
+from jaxllm.model.sharding import Layout
+
+FOLDER = "orbax"  # within the model's folder
+LISTING = "orbax.json"  # beside it
+_SMALL_FILE = 2**20  # bytes: below, a file is part of Orbax's index, and its content is checked too
+_CHUNK_BYTES = 2**20  # of an array, read as a whole: a shard's columns are tiles of few neighbours' chunks
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+Name = tuple[int | None, str]  # of a part: its layer, None outside the layers
+
+
+def is_here(folder: Path) -> bool:
+    """Say whether a model's folder holds an Orbax checkpoint, be it a damaged one."""
+    return (folder / LISTING).is_file() or (folder / FOLDER).is_dir()
+
+
+def has_head(folder: Path) -> bool:
+    """Return whether the checkpoint has an output head apart from the embedding."""
+    return (read_object(folder, LISTING) or {}).get("has_head") is True
+
+
+def write(folder: Path, parts: dict[Name, np.ndarray], written: Callable[[Name], None]) -> None:
+    """Write the parts of a model's weights into `folder`, one at a time, and call `written` after each.
+
+    An array may be a view of a mapped file: no more than one is copied into memory at once.
+    """
+    import orbax.checkpoint as ocp
+    from orbax.checkpoint import type_handlers
+
+    names = {_key(name): name for name in parts}
+
+    class OneByOne(type_handlers.NumpyHandler):
+        """Writes each array before it looks at the next; Orbax's own would copy all of them first."""
+
+        async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
+            for value, about, arg in zip(values, infos, args, strict=True):
+                for future in await super().serialize([value], [about], [arg]):
+                    future.result()
+                written(names[about.name])
+            return []
+
+    tree: dict[str, Any] = {}
+    for name, values in parts.items():
+        _place(tree, name, values)
+    handlers = type_handlers.create_type_handler_registry(
+        (np.ndarray, OneByOne(deepcopy_host_arrays=False)),
+        (jax.Array, type_handlers.ArrayHandler()),  # none is written, but Orbax would complain
+    )
+    # Weights hardly shrink (bfloat16 by a fifth), and they are read more often than written.
+    handler = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=handlers)
+    chunked = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), tree)
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save((folder / FOLDER).absolute(), ocp.args.PyTreeSave(tree, save_args=chunked))
+    listing = {"files": list_files(folder), "has_head": (None, "head") in parts}
+    (folder / LISTING).write_text(json.dumps(listing, indent=1) + "\n")
+
+
+def check(folder: Path, declared: Params[Weight]) -> None:
+    """Refuse a checkpoint that is incomplete, damaged, or not of the declared weights; reads no weights."""
+    listed = (read_object(folder, LISTING) or {}).get("files")
+    if not isinstance(listed, dict):
+        raise UserError(
+            f"{folder} has no whole {LISTING}: its Orbax checkpoint is not complete; convert again.", "model"
+        )
+    found = list_files(folder)
+    for name in sorted(listed):
+        if found.get(name) != listed[name]:
+            fault = "is missing" if name not in found else "is not as it was written (cut off, or changed)"
+            raise UserError(f"{folder}: {name} of the Orbax checkpoint {fault}; copy or convert it again.", "model")
+    stored = _describe(folder)
+    for name, (weight, part) in _parts(declared).items():
+        array = stored.pop(_key(name), None)
+        expected = _shape(weight, part)
+        if array is None:
+            raise UserError(f"{folder}: the Orbax checkpoint has no array {_key(name)}.", "model")
+        if tuple(array.shape) != expected:
+            raise UserError(
+                f"{folder}: array {_key(name)} of the Orbax checkpoint has shape {list(array.shape)}, config.json says "
+                f"{list(expected)}.",
+                "model",
+            )
+        if str(array.dtype) not in _FLOATS:
+            raise UserError(f"{folder}: array {_key(name)} has type {array.dtype}, not one of {_FLOATS}.", "model")
+    for key in sorted(stored):
+        raise UserError(
+            f"{folder}: array {key} of the Orbax checkpoint is not part of the model that config.json describes; the "
+            "two do not belong together.",
+            "model",
+        )
+
+
+def load(folder: Path, declared: Params[Weight], layout: Layout, dtype: DTypeLike, progress: bool) -> Params[Array]:
+    """Restore the declared weights as arrays of `dtype`, a layer at a time.
+
+    Each device reads its own piece of each part, rounded once from the stored type, and joins its pieces itself. What
+    is quantized is read in float32 first.
+    """
+    check(folder, declared)
+    dtype = jnp.dtype(dtype)
+    described = jax.tree.leaves(jax.tree.map(lambda weight: quantized.describe(weight, layout, dtype), declared))
+    total = sum(leaf.size * leaf.dtype.itemsize for leaf in described)
+    bar = tqdm(
+        total=total,
+        unit="B",
+        unit_scale=True,
+        unit_divisor=1024,
+        desc="reading weights",
+        disable=not progress,
+        leave=False,
+    )
+
+    def restore(layer: int | None, weights: dict[str, Weight]) -> dict[str, Any]:
+        tree: dict[str, Any] = {}
+        for weight in weights.values():
+            for part in weight.parts:
+                for name in _names(weight, part):
+                    kind = jnp.dtype(jnp.float32) if weight.scheme is not None else weight.type_of(dtype)
+                    _place(tree, (layer, name), _target(weight, part, layout, kind))
+        pieces = _restore(folder, tree)
+        pieces = pieces["top"] if layer is None else pieces["layers"][str(layer)]
+        arrays: dict[str, Any] = {
+            name: _join(weight, [pieces[part.name] for part in weight.parts], layout)
+            if weight.stack is None
+            else _stack(weight, [pieces[part.name] for part in weight.parts], layout)
+            for name, weight in weights.items()
+        }
+        arrays |= {
+            name: quantized.quantize(arrays.pop(name), weight, layout)
+            for name, weight in weights.items()
+            if weight.scheme is not None
+        }
+        bar.update(sum(array.nbytes for array in jax.tree.leaves(jax.block_until_ready(arrays))))
+        return arrays
+
+    with bar:
+        top: dict[str, Any] = {}
+        for name, weight in declared.top.items():  # the largest ones: not two at a time
+            top |= restore(None, {name: weight})
+        return Params(top, tuple(restore(layer, weights) for layer, weights in enumerate(declared.layers)))
+
+
+def list_files(folder: Path) -> dict[str, list[int | None]]:
+    """List the checkpoint's files: size in bytes, and the checksum (CRC-32) of small ones."""
+    found: dict[str, list[int | None]] = {}
+    for path in sorted((folder / FOLDER).rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if inside(folder, name).is_file():
+            size = path.stat().st_size
+            found[name] = [
+                size,
+                zlib.crc32(path.read_bytes()) if size < _SMALL_FILE else None,
+            ]
+    return found
+
+
+def _key(name: Name) -> str:
+    """Name a part as Orbax does."""
+    layer, part = name
+    return f"top.{part}" if layer is None else f"layers.{layer}.{part}"
+
+
+def _place(tree: dict[str, Any], name: Name, leaf: Any) -> None:
+    """Put a leaf where its key leads."""
+    *path, last = _key(name).split(".")
+    for step in path:
+        tree = tree.setdefault(step, {})
+    tree[last] = leaf
+
+
+def _parts(declared: Params[Weight]) -> dict[Name, tuple[Weight, Part]]:
+    """List the parts of every weight, each with the weight it belongs to."""
+    return {
+        (layer, name): (weight, part)
+        for layer, weights in [(None, declared.top), *enumerate(declared.layers)]
+        for weight in weights.values()
+        for part in weight.parts
+        for name in _names(weight, part)
+    }
+
+
+def _names(weight: Weight, part: Part) -> list[str]:
+    """Name the arrays of a part: one, or one for each expert."""
+    return [part.name] if weight.stack is None else [f"{part.name}.{expert}" for expert in range(weight.stack)]
+
+
+def _shape(weight: Weight, part: Part) -> tuple[int, ...]:
+    """Say how one array of a part is stored: [out, ...], or by the teeth of its comb, [teeth, rows of one, ...]."""
+    rows = (part.rows,) if part.comb is None else (part.rows // part.comb.length, part.comb.length)
+    return (*rows, *weight.one[1:])
+
+
+def _describe(folder: Path) -> dict[str, Any]:
+    """Read what arrays there are, by key: shape and dtype."""
+    import orbax.checkpoint as ocp
+
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            tree = checkpointer.metadata((folder / FOLDER).absolute()).item_metadata.tree
+    except Exception as error:
+        raise _unreadable(folder, error) from error
+    return {".".join(str(entry.key) for entry in path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def _target(weight: Weight, part: Part, layout: Layout, dtype: jnp.dtype) -> Any:
+    """Describe the layout of a part: a piece on each device, and the same one on neighbours where it is copied."""
+    import orbax.checkpoint as ocp
+
+    if _is_one_array(weight):  # the vocabulary's last rows may be padding: zeros
+        return ocp.ArrayRestoreArgs(
+            dtype=dtype, sharding=layout.sharding(*weight.axes), global_shape=weight.shape, strict=False
+        )
+    first, *inner = weight.axes_of_one
+    axes = (first, *inner) if part.comb is None else (first, None, *inner)
+    sharding = layout.with_copies(first, part.copies).sharding(*axes)
+    return ocp.ArrayRestoreArgs(dtype=dtype, sharding=sharding, global_shape=_shape(weight, part))
+
+
+def _restore(folder: Path, targets: dict[str, Any]) -> dict[str, Any]:
+    """Read the arrays of the tree `targets`, whose leaves are Orbax's restore arguments."""
+    import orbax.checkpoint as ocp
+
+    item = jax.tree.map(lambda target: jax.ShapeDtypeStruct(target.global_shape, target.dtype), targets)
+    args = ocp.args.PyTreeRestore(item, restore_args=targets, partial_restore=True)
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            return checkpointer.restore((folder / FOLDER).absolute(), args)
+    except jax.errors.JaxRuntimeError:  # of the device, as when its memory is full
+        raise
+    except Exception as error:  # Orbax raises Exception itself
+        raise _unreadable(folder, error) from error
+
+
+def _unreadable(folder: Path, error: Exception) -> UserError:
+    reason = " ".join(str(error).split())
+    return UserError(f"{folder}: the Orbax checkpoint cannot be read ({reason:.200}); convert it again.", "model")
+
+
+def _is_one_array(weight: Weight) -> bool:
+    first = weight.parts[0]
+    return weight.stack is None and len(weight.parts) == 1 and first.copies == 1 and first.comb is None
+
+
+def _join(weight: Weight, pieces: list[Array], layout: Layout) -> Array:
+    """Join each device's pieces of a weight's parts, on that device."""
+    if _is_one_array(weight):
+        return pieces[0]
+    held = [_by_device(piece) for piece in pieces]
+    joined = [_concatenate(weight, [piece[device] for piece in held]) for device in layout.devices]
+    return jax.make_array_from_single_device_arrays(weight.shape, layout.sharding(*weight.axes), joined)
+
+
+def _stack(weight: Weight, pieces: list[dict[str, Array]], layout: Layout) -> Array:
+    """Join each device's pieces of a weight's parts for each expert, and lay the experts on each other."""
+    held = [[_by_device(piece[str(expert)]) for piece in pieces] for expert in range(weight.stack or 0)]
+    stacked = [
+        jnp.stack([_concatenate(weight, [piece[device] for piece in parts]) for parts in held])
+        for device in layout.devices
+    ]
+    return jax.make_array_from_single_device_arrays(weight.shape, layout.sharding(*weight.axes), stacked)
+
+
+def _by_device(array: Array) -> dict[Any, Array]:
+    return {shard.device: shard.data for shard in array.addressable_shards}
+
+
+def _concatenate(weight: Weight, parts: list[Array]) -> Array:
+    inner = weight.one[1:]
+    return jnp.concatenate([part.reshape(-1, *part.shape[part.ndim - len(inner) :]) for part in parts])

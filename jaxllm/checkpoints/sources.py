@@ -1,0 +1,209 @@
+"""Where the parts of weights are in a checkpoint's tensors, and how their rows are read, piece by piece.
+
+Every tensor is looked up and its shape checked before the first byte is copied. Knows which tensors a family stores,
+but no family by name, and no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from jaxllm.checkpoints.checkpoint import Tensor, open_tensors
+from jaxllm.checkpoints.stored_matrices import Matrix, Side, collect
+from jaxllm.errors import UserError
+from jaxllm.families.family import Family
+from jaxllm.families.stored_formats import Stored
+from jaxllm.model import pooler as pooling
+from jaxllm.model.decoder import Params
+from jaxllm.model.parameters import Part, Weight
+from jaxllm.model.pooler import Pooler
+from jaxllm.model.rows import Rows, in_tensors
+
+_PIECE_BYTES = 32 * 2**20  # copied before the pages read are given back
+
+Store = Callable[[int, np.ndarray], None]  # takes rows, with the number of the first
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the rows of one part are: `at` those places of the [out, in] (or [out]) view of a tensor.
+
+    `expert` says which piece of a tensor that holds all experts.
+    """
+
+    tensor: Tensor | Matrix
+    at: Rows
+    expert: int | None
+    is_transposed: bool
+
+    def view(self) -> np.ndarray:
+        """View the tensor, or its piece of one expert, as [out, in] (or [out])."""
+        assert isinstance(self.tensor, Tensor)
+        values = self.tensor.values()
+        if self.expert is not None:
+            values = values[self.expert]
+        return values.T if self.is_transposed else values
+
+    def whole(self, part: Part) -> np.ndarray:
+        """View all rows of the part; those of a comb that the part itself names by tooth, [teeth, rows of one, ...].
+
+        Heads that alternate with those of other parts are copied.
+        """
+        values, comb = self.view(), self.at.comb
+        if comb is None:
+            return values[self.at.first : self.at.first + part.rows]
+        teeth = values.reshape(-1, comb.period, *values.shape[1:])
+        teeth = teeth[:, comb.first : comb.first + comb.length]
+        return teeth if part.comb is not None else teeth.reshape(part.rows, *values.shape[1:])
+
+    def give(
+        self, side: Side, width: int, start: int, count: int, columns: tuple[slice, ...], store: Store, row: int
+    ) -> int:
+        """Give `columns` of `count` rows of the part from `start` on to `store`, as those from `row` on.
+
+        Of a quantized matrix they are those of one `side` of it, `width` columns wide. The pages read are given back on
+        the way. Returns the row behind the last.
+        """
+        for rows in self.at.slices(start, count):
+            if isinstance(self.tensor, Matrix):
+                view = self.tensor.view(side, self.expert, width)
+                for some in _steps(rows, view.row_bytes):
+                    store(row, block := view.read(some, *columns))
+                    row += len(block)
+                    self.tensor.release()
+            else:
+                give_columns(source := self.view()[(rows, *columns)], row, store, self.tensor)
+                row += len(source)
+        return row
+
+
+def _steps(rows: slice, row_bytes: int) -> Iterator[slice]:
+    """Divide rows into pieces that are copied at once."""
+    step, count, each = rows.step or 1, len(range(rows.start, rows.stop, rows.step or 1)), _PIECE_BYTES // row_bytes
+    for start in range(0, count, max(1, each)):
+        first, last = rows.start + start * step, rows.start + (min(start + max(1, each), count) - 1) * step
+        yield slice(first, last + 1, step)
+
+
+def give_columns(source: np.ndarray, row: int, store: Store, tensor: Tensor) -> None:
+    """Give `source`, a view of `tensor`, to `store` from `row` on, and its pages back on the way."""
+    rows = len(source)
+    if source.flags.c_contiguous and source.size:  # a row of a transposed tensor lies on all of its pages
+        rows = max(1, _PIECE_BYTES * len(source) // source.nbytes)
+    for start in range(0, len(source), max(1, rows)):
+        store(row + start, source[start : start + rows])
+        tensor.release()
+
+
+# For each weight, the parts of each of its pieces along axis 0 (one piece where it is no stack of experts).
+Sources = dict[tuple[int | None, str], tuple[tuple[Source, ...], ...]]
+
+
+def open_sources(folder: Path, declared: Params[Weight], family: Family, pooler: Pooler | None) -> Sources:
+    """Look up the tensors behind every weight of a folder; refuse missing, misshapen and unexpected ones."""
+    # A checkpoint saved from the bare model, without the head, lacks the prefix.
+    tensors = {_usual(name.removeprefix(family.prefix)): tensor for name, tensor in open_tensors(folder).items()}
+    names = dict(family.tensors)
+    if pooler is not None:
+        names |= pooling.tensors(pooler)
+        for path in {dense.stem.rpartition("/")[0] for dense in pooler.layers} - {""}:
+            tensors |= {f"{path}/{name}": tensor for name, tensor in open_tensors(folder, path).items()}
+    found = tensors if family.stored is None else collect(tensors, family.stored)
+    return find_sources(declared, replace(family, tensors=names), found)
+
+
+def _usual(name: str) -> str:
+    """Rename what the first checkpoints of transformers have under other names."""
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+
+
+def find_sources(declared: Params[Weight], family: Family, tensors: Mapping[str, Tensor | Matrix]) -> Sources:
+    """Look up the tensors behind declared weights, by their names without the family's prefix; refuse all others."""
+    sources: Sources = {}
+    used: set[str] = set()
+    for layer, weights in [(None, declared.top), *enumerate(declared.layers)]:
+        for name, weight in weights.items():
+            pieces = []
+            for expert in [None] if weight.stack is None else range(weight.stack):
+                names, found = _find_parts(weight, family, tensors, layer, expert)
+                pieces.append(found)
+                used.update(names)
+            sources[layer, name] = tuple(pieces)
+    # A head stored beside the embedding that it is tied to is a copy of it.
+    copies = set() if "head" in declared.top else {family.tensors["head"]}
+    behind = f"layers.{len(declared.layers)}."  # layers that guess further tokens ahead, which are not built
+    for name in sorted(set(tensors) - used - copies):
+        is_behind = family.has_layers_behind and name.startswith(behind)
+        if not name.endswith(family.ignored) and not name.startswith(family.heads) and not is_behind:
+            raise UserError(
+                f"{tensors[name].file.name}: tensor {tensors[name].name} is not part of the model that config.json "
+                "describes; the two do not belong together.",
+                "model",
+            )
+    return sources
+
+
+def _find_parts(
+    weight: Weight, family: Family, tensors: Mapping[str, Tensor | Matrix], layer: int | None, expert: int | None
+) -> tuple[list[str], tuple[Source, ...]]:
+    """Look up the tensors of one piece of a weight, and check their shapes; return their names as well."""
+    patterns = [family.tensors[part.name] for part in weight.parts]
+    names = [pattern.format(layer, expert) for pattern in patterns]
+    for name in names:
+        if name not in tensors:
+            raise UserError(f"the checkpoint has no tensor {name} (nor one with {family.prefix!r} before it).", "model")
+    places, rows = in_tensors(weight.parts, names, family.alternating)
+    found = []
+    for part, pattern, name, at in zip(weight.parts, patterns, names, places, strict=True):
+        which = expert if pattern.count("{}") == 1 else None  # the tensor holds all experts
+        is_transposed = part.name in family.transposed and isinstance(tensors[name], Tensor)
+        found.append(Source(tensors[name], at, which, is_transposed))
+    for source, name in zip(found, names, strict=True):
+        shape = (rows[name], *weight.one[1:])
+        shape = shape[::-1] if source.is_transposed else shape
+        _check_type(weight, source.tensor, family.stored, name)
+        _check_shape(source.tensor, shape if source.expert is None else (weight.stack or 0, *shape))
+        if family.stored is not None and weight.is_product:
+            _check_scheme(weight, source.tensor, family.stored, name)
+    return names, tuple(found)
+
+
+def _check_shape(tensor: Tensor | Matrix, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise UserError(
+            f"{tensor.file.name}: tensor {tensor.name} has shape {list(tensor.shape)}, config.json says {list(shape)}.",
+            "model",
+        )
+    if isinstance(tensor, Tensor):
+        tensor.values()  # refuses a type that cannot be read
+
+
+def _check_type(weight: Weight, tensor: Tensor | Matrix, stored: Stored | None, name: str) -> None:
+    """Refuse an unquantized tensor with a type other than a float."""
+    if isinstance(tensor, Matrix) or tensor.is_float:
+        return
+    if stored is None:
+        why = "config.json has no quantization_config that says how it is quantized"
+    elif weight.scheme is not None:
+        scales = f"{name.removesuffix('weight')}{stored.scale}" if stored.layout == "plain" else "its scales"
+        why = f"the checkpoint lacks {scales}, without which a matrix of {stored.method} cannot be read"
+    elif stored.leaves_out(name.removesuffix(".weight")):
+        why = f"quantization_config in config.json ({stored.method}) leaves it out"
+    else:
+        why = f"of {stored.method} it is read unquantized only"
+    raise UserError(f"{tensor.file.name}: tensor {tensor.name} has type {tensor.dtype}, but {why}.", "model")
+
+
+def _check_scheme(weight: Weight, tensor: Tensor | Matrix, stored: Stored, name: str) -> None:
+    """Refuse a matrix that is quantized though config.json says that it is not, or the other way round."""
+    if isinstance(tensor, Matrix) == (weight.scheme is not None):
+        return
+    fault = "is quantized" if isinstance(tensor, Matrix) else "is not quantized"
+    why = "quantization_config in config.json says the opposite"
+    if isinstance(tensor, Matrix) and not stored.leaves_out(name.removesuffix(".weight")):
+        why = f"but of {stored.method} it is read unquantized only"
+    raise UserError(f"{tensor.file.name}: tensor {tensor.name} {fault}, {why}.", "quantization_config")

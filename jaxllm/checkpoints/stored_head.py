@@ -1,0 +1,55 @@
+"""Detects an output head that differs from the embedding to which config.json ties it.
+
+Most are copies of the embedding. One that differs is the model's own, which transformers takes as well. Reads tensors
+by their names, on the host.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from jaxllm.checkpoints import orbax_checkpoint
+from jaxllm.checkpoints.checkpoint import INDEX, SINGLE, Tensor, open_tensors
+from jaxllm.families.family import Family
+from jaxllm.model.spec import Spec
+
+_log = logging.getLogger("jaxllm")
+_ROWS = 4096  # that are compared at once
+
+
+def with_stored_head(folder: Path, spec: Spec, family: Family) -> Spec:
+    """Return `spec`, untied if the folder stores a head that differs from the embedding."""
+    if not spec.tie_embeddings:
+        return spec
+    if orbax_checkpoint.is_here(folder):
+        return replace(spec, tie_embeddings=not orbax_checkpoint.has_head(folder))
+    if not (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
+        return spec
+    tensors = {name.removeprefix(family.prefix): tensor for name, tensor in open_tensors(folder).items()}
+    head, embedding = (family.tensors[name] for name in ("head", "embed"))
+    if not _differs(tensors, head, embedding):
+        return spec
+    _log.warning("%s differs from %s, which config.json ties it to: it is read as the head", head, embedding)
+    return replace(spec, tie_embeddings=False)
+
+
+def _differs(tensors: Mapping[str, Tensor], head: str, embedding: str) -> bool:
+    if embedding not in tensors:
+        return False  # which is refused when the weights are looked up
+    if head not in tensors:
+        stem = head.removesuffix("weight")
+        return any(name.startswith(stem) and not name.endswith("bias") for name in tensors)  # a quantized one
+    own, tied = tensors[head], tensors[embedding]
+    if own.shape != tied.shape or own.dtype != tied.dtype:
+        return True
+    one, other = own.raw(), tied.raw()
+    step = max(1, len(one) // max(1, own.shape[0]) * _ROWS)
+    is_same = all(np.array_equal(one[at : at + step], other[at : at + step]) for at in range(0, len(one), step))
+    own.release()
+    tied.release()
+    return not is_same

@@ -1,0 +1,368 @@
+"""Quantized matrices in a checkpoint's tensors, as `pallas_kernels.linear` takes them, piece by piece.
+
+`collect` finds the tensors of each matrix by their names, checks their types and shapes against each other, and puts
+one `Matrix` in their place, under the name that the matrix has where it is not quantized. Bytes are read, and turned to
+another order where the format's is another, when a piece is asked for. Knows no model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxllm.checkpoints.checkpoint import Tensor
+from jaxllm.errors import UserError
+from jaxllm.families.stored_formats import Stored
+from pallas_kernels import Kind
+from pallas_kernels.linear.numbers import PACKED, dequantized, packed
+
+Side = Literal["floats", "values", "scales", "zeros"]
+
+_SCALES = ("F32", "F16", "BF16", "F8_E8M0")
+_AWQ_NIBBLES = np.asarray([0, 4, 1, 5, 2, 6, 3, 7])  # where in a word the columns are (AutoAWQ, "order_map")
+# Of activations and of the KV cache, which stay as they are.
+_UNUSED = tuple(f".{what}_{kind}" for what in ("input", "output", "k", "v", "q") for kind in ("scale", "zero_point"))
+_MAIN = {"packed": ".weight_packed", "plain": ".weight", "gptq": ".qweight", "awq": ".qweight", "mxfp4": "_blocks"}
+
+
+@dataclass(frozen=True)
+class View:
+    """A matrix [rows, columns] whose pieces are made when they are read."""
+
+    shape: tuple[int, int]
+    row_bytes: int
+    read: Callable[[slice, slice], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A quantized matrix [out, in], or one for each of E experts [E, out, in].
+
+    `values` gives rows and columns of an expert as `linear` takes them, columns counted in elements of that; `scales`
+    and `zeros` some rows with all G stored groups of `group` columns: [rows, G].
+    """
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+    kind: Kind
+    group: int
+    tensors: tuple[Tensor, ...]
+    values: Callable[[int | None, slice, slice], np.ndarray]
+    scales: Callable[[int | None, np.ndarray], np.ndarray]
+    zeros: Callable[[int | None, np.ndarray], np.ndarray] | None
+
+    def view(self, side: Side, expert: int | None, groups: int) -> View:
+        """View one side of a matrix: the scales and zeros as those of `groups` groups, each in a stored one."""
+        rows, columns = self.shape[-2:]
+        if side == "floats":
+            return View((rows, columns), 4 * columns, lambda some, of: self._floats(expert, some, of))
+        if side == "values":
+            width = columns // 2 if self.kind in PACKED else columns
+            return View((rows, width), width, lambda some, of: self.values(expert, some, of))
+        own = self.scales if side == "scales" else self.zeros
+        stored = np.arange(groups) * (columns // groups) // self.group
+
+        def read(some: slice, of: slice) -> np.ndarray:
+            assert own is not None
+            return own(expert, _numbers(some, rows))[:, stored[of]]
+
+        return View((rows, groups), 4 * groups, read)
+
+    def _floats(self, expert: int | None, some: slice, of: slice) -> np.ndarray:
+        """Dequantize a piece: float32."""
+        columns = self.shape[-1]
+        start, stop, _ = of.indices(columns)
+        bounds = [bound // 2 if self.kind in PACKED else bound for bound in (start, stop)]
+        numbers = _numbers(some, self.shape[-2])
+        size = math.gcd(self.group, start, stop - start)
+        stored = np.arange(start, stop, size) // self.group
+        scales = self.scales(expert, numbers)[:, stored].T
+        zeros = None if self.zeros is None else self.zeros(expert, numbers)[:, stored].T
+        return dequantized(self.values(expert, some, slice(*bounds)), scales, zeros, self.kind, np.float32, np)
+
+    def release(self) -> None:
+        """Give the pages of the tensors back to the system."""
+        for tensor in self.tensors:
+            tensor.release()
+
+
+def collect(tensors: dict[str, Tensor], stored: Stored) -> dict[str, Tensor | Matrix]:
+    """Put a `Matrix` in the place of the tensors that make it up; one that is missing or misshapen is a UserError."""
+    end = _MAIN[stored.layout]
+    found: dict[str, Tensor | Matrix] = {}
+    used: set[str] = set()
+    for name, tensor in tensors.items():
+        if not name.endswith(end) or (
+            stored.layout == "plain" and f"{name.removesuffix('weight')}{stored.scale}" not in tensors
+        ):
+            continue
+        own = _Tensors(tensors, name.removesuffix(end), stored, tensor, used)
+        matrix = _LAYOUTS[stored.layout](own)
+        found[own.stem if stored.layout == "mxfp4" else f"{own.stem}.weight"] = matrix
+    kept = {name: tensor for name, tensor in tensors.items() if name not in used and not name.endswith(_UNUSED)}
+    return kept | found
+
+
+class _Tensors:
+    """The tensors of one matrix, by the ends of their names."""
+
+    def __init__(self, tensors: dict[str, Tensor], stem: str, stored: Stored, main: Tensor, used: set[str]) -> None:
+        self.stem, self.stored, self.main = stem, stored, main
+        self._tensors, self._used = tensors, used
+        self._own = {main.name: main}
+        used.add(f"{stem}{_MAIN[stored.layout]}")
+
+    def take(self, end: str) -> Tensor:
+        """Take another tensor of the matrix."""
+        name = f"{self.stem}{end}"
+        if name not in self._tensors:
+            raise UserError(f"{self.main.file.name}: tensor {self.main.name} lacks the tensor {name}.", "model")
+        self._used.add(name)
+        self._own[name] = self._tensors[name]
+        return self._tensors[name]
+
+    def has(self, end: str) -> bool:
+        """Say whether there is such a tensor."""
+        return f"{self.stem}{end}" in self._tensors
+
+    def refuse(self, why: str, tensor: Tensor | None = None) -> UserError:
+        """Make the error of a matrix."""
+        tensor = tensor or self.main
+        return UserError(f"{tensor.file.name}: tensor {tensor.name} {why}.", "model")
+
+    def check(self, tensor: Tensor, *shapes: tuple[int, ...]) -> None:
+        """Refuse a tensor of another shape."""
+        if tensor.shape not in shapes:
+            wanted = " or ".join(str(list(shape)) for shape in shapes)
+            raise self.refuse(
+                f"has shape {list(tensor.shape)}, quantization_config and {self.main.name} say {wanted}", tensor
+            )
+
+    def groups(self, columns: int) -> tuple[int, int]:
+        """Give the columns that share a scale, and into how many such groups a row of `columns` falls."""
+        size = self.stored.scheme.group or columns
+        return size, -(-columns // size)
+
+    def matrix(self, shape: tuple[int, ...], values: Any, scales: Any, zeros: Any) -> Matrix:
+        """Make the matrix."""
+        if shape[-1] % 2 or not math.prod(shape):
+            raise self.refuse(f"makes a matrix {list(shape)}, of which two columns do not fill a byte")
+        scheme = self.stored.scheme
+        group, _ = self.groups(shape[-1])
+        own = tuple(self._own.values())
+        return Matrix(
+            self.main.name,
+            self.main.file,
+            shape,
+            scheme.kind,
+            group,
+            own,
+            values,
+            scales,
+            zeros if scheme.has_zeros else None,
+        )
+
+
+def _numbers(rows: slice, count: int) -> np.ndarray:
+    return np.arange(*rows.indices(count))
+
+
+def _nibbles(words: np.ndarray, places: np.ndarray, bits: int) -> np.ndarray:
+    """Read from each of the words the number at its place, less half of what the numbers can be."""
+    numbers = (words.view(np.uint32) >> (bits * places).astype(np.uint32)) & np.uint32((1 << bits) - 1)
+    return numbers.astype(np.int16) - np.int16(1 << (bits - 1))
+
+
+def _bits(kind: Kind) -> int:
+    return 4 if kind == "int4" else 8
+
+
+def _signed(values: np.ndarray, kind: Kind) -> np.ndarray:
+    """Make the product's numbers of bytes: those of 8 bits are stored with 128 added."""
+    return values if kind == "int4" else (values ^ np.uint8(0x80)).view(np.int8)
+
+
+def _packed(own: _Tensors) -> Matrix:
+    """Words of neighbouring columns, the first in the lowest bits: in bytes, the product's own order."""
+    kind = own.stored.scheme.kind
+    each = 32 // _bits(kind)
+    words = own.main.codes("I32")
+    said = own.take(".weight_shape")
+    shape = tuple(said.integers().reshape(-1).tolist())
+    if len(shape) != 2 or not all(0 < size <= 2**31 for size in shape):
+        raise own.refuse(f"says the shape {shape!s:.80}, which no matrix has", said)
+    rows, columns = shape
+    own.check(own.main, (rows, -(-columns // each)))
+    bytes_ = words.view(np.uint8)
+    _check_order(own, ".weight_g_idx", columns)
+
+    def values(expert: int | None, some: slice, of: slice) -> np.ndarray:
+        return _signed(bytes_[some, of], kind)
+
+    return own.matrix((rows, columns), values, _scales(own, rows, columns), _zeros(own, rows, columns))
+
+
+def _plain(own: _Tensors) -> Matrix:
+    """A number in each element: of 8 bits, or of 4 in 8."""
+    kind = own.stored.scheme.kind
+    if len(own.main.shape) != 2:
+        raise own.refuse(f"has shape {list(own.main.shape)}, which no quantized matrix has")
+    rows, columns = own.main.shape
+    numbers = own.main.codes("F8_E4M3" if kind == "float8" else "I8")
+
+    def values(expert: int | None, some: slice, of: slice) -> np.ndarray:
+        if kind != "int4":
+            return numbers[some, of]
+        start, stop, _ = of.indices(columns // 2)
+        return packed(numbers[some, 2 * start : 2 * stop] + np.int8(8), np)
+
+    return own.matrix((rows, columns), values, _scales(own, rows, columns), _zeros(own, rows, columns))
+
+
+def _scales(own: _Tensors, rows: int, columns: int) -> Callable[[int | None, np.ndarray], np.ndarray]:
+    """Read the scales of compressed-tensors and fp8: of groups, rows, blocks or the whole matrix."""
+    tensor, block = own.take(f".{own.stored.scale}"), own.stored.block
+    return _by_rows(own, tensor, tensor.codes(*_SCALES), -(-rows // block), own.groups(columns)[1], block)
+
+
+def _by_rows(own: _Tensors, tensor: Tensor, array: np.ndarray, rows: int, groups: int, block: int) -> Any:
+    """Read something [rows, groups], or one number for all, of which `block` rows of the matrix share a row."""
+    alone = ((), (1,), (1, 1)) if groups == 1 else ()
+    own.check(tensor, (rows, groups), *(((rows,),) if groups == 1 else ()), *alone)
+    table = array.reshape(-1, groups)
+
+    def read(expert: int | None, numbers: np.ndarray) -> np.ndarray:
+        return table[numbers // block if len(table) == rows else np.zeros_like(numbers)].astype(np.float32)
+
+    return read
+
+
+def _zeros(own: _Tensors, rows: int, columns: int) -> Any:
+    """Read the zeros of compressed-tensors, as numbers or in words of neighbouring rows."""
+    if not own.stored.scheme.has_zeros:
+        if own.has(".weight_zero_point"):
+            own.take(".weight_zero_point")  # zeros, which some writers keep
+        return None
+    tensor, (_, groups) = own.take(".weight_zero_point"), own.groups(columns)
+    bits = _bits(own.stored.scheme.kind)
+    each = 32 // bits
+    if not own.stored.packs_zeros:
+        return _by_rows(own, tensor, tensor.codes("I8"), rows, groups, 1)
+    words = tensor.codes("I32")
+    own.check(tensor, (-(-rows // each), groups))
+
+    def read(expert: int | None, numbers: np.ndarray) -> np.ndarray:
+        return _nibbles(words[numbers // each], (numbers % each)[:, None], bits)
+
+    return read
+
+
+def _check_order(own: _Tensors, end: str, columns: int) -> None:
+    """Refuse columns whose groups are not neighbours: as their numbers say, if there are some."""
+    if not own.has(end):
+        return
+    order, (size, _) = own.take(end), own.groups(columns)
+    own.check(order, (columns,))
+    numbers = order.integers()
+    if np.array_equal(numbers, np.arange(columns) // size) or np.all(numbers == -1):
+        return
+    raise own.refuse("puts columns in another order (desc_act, actorder), which is not supported", order)
+
+
+def _gptq(own: _Tensors) -> Matrix:
+    """The transposed matrix in words of neighbouring columns; zeros in words of neighbouring rows."""
+    scheme, bits = own.stored.scheme, _bits(own.stored.scheme.kind)
+    each = 32 // bits
+    words = own.main.codes("I32")
+    if words.ndim != 2:
+        raise own.refuse(f"has shape {list(words.shape)}, which no quantized matrix has")
+    rows, columns = words.shape[1], words.shape[0] * each
+    scales = _transposed_scales(own, rows, columns)
+    _check_order(own, ".g_idx", columns)
+    tensor, (_, groups) = own.take(".qzeros"), own.groups(columns)
+    stored = tensor.codes("I32")
+    own.check(tensor, (groups, -(-rows // each)))
+
+    def values(expert: int | None, some: slice, of: slice) -> np.ndarray:
+        start, stop, _ = of.indices(4 * len(words))
+        turned = np.ascontiguousarray(words[start // 4 : -(-stop // 4), some].T).view(np.uint8)
+        return _signed(turned[:, start % 4 : start % 4 + stop - start], scheme.kind)
+
+    def zeros(expert: int | None, numbers: np.ndarray) -> np.ndarray:
+        found = _nibbles(stored[:, numbers // each], numbers % each, bits)
+        return (found + np.int16(own.stored.zero_shift)).T
+
+    if scheme.has_zeros:
+        return own.matrix((rows, columns), values, scales, zeros)
+
+    def checked_scales(expert: int | None, numbers: np.ndarray) -> np.ndarray:
+        if np.any(zeros(expert, numbers)):
+            raise own.refuse("has zeros, though quantization_config says that it is symmetric (sym)", tensor)
+        return scales(expert, numbers)
+
+    return own.matrix((rows, columns), values, checked_scales, None)
+
+
+def _awq(own: _Tensors) -> Matrix:
+    """The transposed matrix, and its zeros, in words of neighbouring rows in an order of their own."""
+    words = own.main.codes("I32")
+    if words.ndim != 2:
+        raise own.refuse(f"has shape {list(words.shape)}, which no quantized matrix has")
+    columns, rows = words.shape[0], words.shape[1] * 8
+    scales = _transposed_scales(own, rows, columns)
+    tensor, (_, groups) = own.take(".qzeros"), own.groups(columns)
+    stored = tensor.codes("I32")
+    own.check(tensor, (groups, rows // 8))
+
+    def values(expert: int | None, some: slice, of: slice) -> np.ndarray:
+        start, stop, _ = of.indices(columns // 2)
+        numbers = _numbers(some, rows)
+        found = _nibbles(words[2 * start : 2 * stop, numbers // 8], _AWQ_NIBBLES[numbers % 8], 4)
+        return packed(found.T + np.int16(8), np)
+
+    def zeros(expert: int | None, numbers: np.ndarray) -> np.ndarray:
+        return _nibbles(stored[:, numbers // 8], _AWQ_NIBBLES[numbers % 8], 4).T
+
+    return own.matrix((rows, columns), values, scales, zeros)
+
+
+def _transposed_scales(own: _Tensors, rows: int, columns: int) -> Callable[[int | None, np.ndarray], np.ndarray]:
+    tensor = own.take(".scales")
+    own.check(tensor, (own.groups(columns)[1], rows))
+    array = tensor.codes(*_SCALES)
+    return lambda expert, numbers: array[:, numbers].T.astype(np.float32)
+
+
+def _mxfp4(own: _Tensors) -> Matrix:
+    """Blocks of 32 numbers in 16 bytes, the even one in the lower half, and the exponents of their scales."""
+    if len(own.main.shape) != 4 or own.main.shape[3] != 16:
+        raise own.refuse(f"has shape {list(own.main.shape)}, not [experts, rows, groups, 16]")
+    experts, rows, groups, _ = own.main.shape
+    numbers = own.main.codes("U8").reshape(experts, rows, groups * 16)
+    exponents = own.take("_scales")
+    own.check(exponents, (experts, rows, groups))
+    scales = exponents.codes("U8").view(np.dtype("uint8"))
+
+    def read(expert: int | None, some: np.ndarray) -> np.ndarray:
+        found = scales[expert or 0, some].astype(np.int32)
+        return np.where(found == 255, np.float32(np.nan), np.ldexp(np.float32(1), found - 127)).astype(np.float32)
+
+    def values(expert: int | None, some: slice, of: slice) -> np.ndarray:
+        return numbers[expert or 0, some, of]
+
+    return own.matrix((experts, rows, groups * 32), values, read, None)
+
+
+_LAYOUTS: dict[str, Callable[[_Tensors], Matrix]] = {
+    "packed": _packed,
+    "plain": _plain,
+    "gptq": _gptq,
+    "awq": _awq,
+    "mxfp4": _mxfp4,
+}

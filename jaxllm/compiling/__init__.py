@@ -1,0 +1,1 @@
+"""Compiles programs, and keeps them between processes."""

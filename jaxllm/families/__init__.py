@@ -1,0 +1,1 @@
+"""Reads a model's config.json: its architecture, fields and stored formats."""

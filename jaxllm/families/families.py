@@ -1,0 +1,123 @@
+"""The table of model families: which row a config.json belongs to, and the Spec that the row makes of it.
+
+The rows are in `dense_families`, `moe_families` and `encoder_families`, the only files that know family names. A key
+that the row's reader did not look at, and that is not known to be without effect on the computation, is an error that
+names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from jaxllm.errors import UserError
+from jaxllm.families.config_fields import Fields
+from jaxllm.families.dense_families import DENSE
+from jaxllm.families.encoder_families import ENCODERS
+from jaxllm.families.family import Family
+from jaxllm.families.moe_families import ROUTED
+from jaxllm.families.stored_formats import read_stored
+from jaxllm.model.spec import Spec
+
+FAMILIES: tuple[Family, ...] = (*DENSE, *ROUTED, *ENCODERS)
+
+# Keys about training, bookkeeping, other programs, or things the engine reads elsewhere (token ids): no effect on the
+# forward pass.
+WITHOUT_EFFECT = frozenset(
+    """
+    architectures model_type torch_dtype dtype transformers_version use_cache _name_or_path _commit_hash tokenizer_class
+    bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id decoder_start_token_id prefix auto_map
+    initializer_range init_std attention_dropout hidden_dropout activation_dropout dropout layerdrop embd_pdrop
+    attn_pdrop resid_pdrop classifier_dropout residual_dropout embedding_dropout attention_probs_dropout_prob
+    hidden_dropout_prob pretraining_tp gradient_checkpointing cache_implementation
+    attn_implementation _attn_implementation_autoset _attn_implementation
+    _flash_attn_2_enabled output_attentions output_hidden_states return_dict torchscript
+    use_bfloat16 chunk_size_feed_forward is_decoder problem_type id2label label2id num_labels
+    task_specific_params finetuning_task summary_type summary_use_proj summary_activation summary_proj_to_labels
+    summary_first_dropout unsloth_version unsloth_fixed is_llama_config
+    output_router_logits router_aux_loss_coef router_jitter_noise aux_loss_alpha seq_aux ep_size
+    transformers.js_config custom_pipelines max_sequence_length n_special predict_special_tokens output_past _num_labels
+    tf_legacy_loss do_sample max_length early_stopping num_beam_groups diversity_penalty length_penalty output_scores
+    return_dict_in_generate remove_invalid_values sentence_transformers sbert_ce_default_activation_function
+    matryoshka_dimensions is_matryoshka classifier_pooling classifier_bias classifier_activation qa_dropout
+    seq_classif_dropout mlp_dropout decoder_bias deterministic_flash_attn sparse_prediction sparse_pred_ignore_index
+    initializer_cutoff_factor reference_compile repad_logits_with_grad sinusoidal_pos_embds directionality
+    pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type tie_weights_
+    """.split()
+)
+# Sampling settings, which transformers 4 wrote here with the values that change nothing.
+SAMPLING: dict[str, Any] = {
+    "min_length": 0,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "temperature": 1.0,
+    "top_k": 50,
+    "top_p": 1.0,
+    "typical_p": 1.0,
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+}
+
+
+def read_spec(config: Mapping[str, Any], max_model_len: int | None = None) -> tuple[Spec, Family]:
+    """Read a Hugging Face config: the decoder it describes and its row of the table.
+
+    `max_model_len` is the context length asked for: some rotations depend on it. An unknown architecture, a key that
+    is not understood, a missing or an impossible value is a UserError naming it.
+    """
+    names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UserError(f"config.json: architectures must be a list of names, got {names!r:.80}.", "architectures")
+    known = {name: family for family in FAMILIES for name in family.architectures}
+    family = next((known[name] for name in names if name in known), None)
+    if family is None:
+        said = ", ".join(map(str, names)) or "none"
+        if "text_config" in config:
+            raise UserError(
+                f"config.json: {said} is not a model of text alone (it has a text_config); choose one that is.",
+                said,
+            )
+        raise UserError(f"config.json: architecture {said} is not supported; supported: {', '.join(known)}.", said)
+    stored = read_stored(config)
+    if stored is not None:
+        config = {key: value for key, value in config.items() if key != "quantization_config"}
+        family = replace(family, stored=stored)
+    return read_fields(Fields(config, max_model_len), family.read), family
+
+
+def read_fields(fields: Fields, read: Callable[[Fields], Spec]) -> Spec:
+    """Read a config's Spec with a row's reader; refuse what no reader understands."""
+    quantization = fields.raw("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
+        raise UserError(
+            f"config.json: quantization_config ({method!s:.80}) is not supported; use an unquantised checkpoint.",
+            "quantization_config",
+        )
+    try:
+        spec = read(fields)
+    except (ArithmeticError, ValueError) as error:  # numbers that are right one by one: a division by zero, a logarithm
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"config.json: its numbers make no model ({error}).", "model") from error
+    if not spec.is_causal and (spec.latent or spec.sinks):
+        what = "latent attention" if spec.latent else "attention sinks"
+        raise UserError(f"config.json: is_causal = False is not supported for models with {what}.", "is_causal")
+    fields.only("is_encoder_decoder", False)
+    fields.only("add_cross_attention", False)
+    fields.only("tie_encoder_decoder", False)
+    fields.only("pruned_heads", {})
+    for key, neutral in SAMPLING.items():
+        if (value := fields.raw(key)) not in (None, neutral):
+            raise UserError(
+                f"config.json: {key} = {value!r:.80} is for sampling; move it to generation_config.json.", key
+            )
+    fields.finish(WITHOUT_EFFECT)
+    if spec.num_heads % spec.num_kv_heads != 0:
+        raise UserError(
+            f"config.json: {spec.num_heads} attention heads cannot share {spec.num_kv_heads} key-value heads evenly.",
+            "num_key_value_heads",
+        )
+    return spec

@@ -1,0 +1,92 @@
+"""A row of the table of families: how a config.json is read, and what a checkpoint's tensors are called.
+
+Holds Llama's names, of which most families have most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from jaxllm.families.config_fields import Fields
+from jaxllm.families.stored_formats import Stored
+from jaxllm.model.pooler import Activation, Dense, Pooling
+from jaxllm.model.spec import Spec
+
+# Says of a classifier's config.json, the model's width and the number of labels what makes its numbers.
+Head = Callable[[Fields, int, int], tuple[Pooling, tuple[Dense, ...]]]
+
+
+def named(stems: Mapping[str, str]) -> dict[str, str]:
+    """Name the tensors of parts and of their biases, given the part of both names that is the same."""
+    weights = {part: f"{stem}.weight" for part, stem in stems.items()}
+    return weights | {f"{part}_bias": f"{stem}.bias" for part, stem in stems.items()}
+
+
+# What each part of a weight (see decoder.declare) is called, after the family's prefix; {} is the layer's number,
+# a second one the expert's or the head's.
+LLAMA_TENSORS = named(
+    {
+        "embed": "embed_tokens",
+        "final_norm": "norm",
+        "head": "lm_head",
+        "attn_norm": "layers.{}.input_layernorm",
+        "q": "layers.{}.self_attn.q_proj",
+        "k": "layers.{}.self_attn.k_proj",
+        "v": "layers.{}.self_attn.v_proj",
+        "out": "layers.{}.self_attn.o_proj",
+        "q_norm": "layers.{}.self_attn.q_norm",
+        "k_norm": "layers.{}.self_attn.k_norm",
+        "mlp_norm": "layers.{}.post_attention_layernorm",
+        "gate": "layers.{}.mlp.gate_proj",
+        "up": "layers.{}.mlp.up_proj",
+        "down": "layers.{}.mlp.down_proj",
+        "router": "layers.{}.mlp.gate",
+        "expert_gate": "layers.{}.mlp.experts.{}.gate_proj",
+        "expert_up": "layers.{}.mlp.experts.{}.up_proj",
+        "expert_down": "layers.{}.mlp.experts.{}.down_proj",
+        "shared_gate": "layers.{}.mlp.shared_expert.gate_proj",
+        "shared_up": "layers.{}.mlp.shared_expert.up_proj",
+        "shared_down": "layers.{}.mlp.shared_expert.down_proj",
+        "shared_weight": "layers.{}.mlp.shared_expert_gate",
+    }
+)
+
+
+def one_product(fields: Fields, width: int, labels: int) -> tuple[Pooling, tuple[Dense, ...]]:
+    """Classify by the last token, as decoders do."""
+    return "last", (Dense(labels, bias=False, stem="score"),)
+
+
+def two_products(pooling: Pooling, inner: str, activation: Activation, outer: str) -> Head:
+    """Classify by two products with an activation between, given what their tensors are called."""
+
+    def head(fields: Fields, width: int, labels: int) -> tuple[Pooling, tuple[Dense, ...]]:
+        return pooling, (Dense(width, activation=activation, stem=inner), Dense(labels, stem=outer))
+
+    return head
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row of the table. `prefix` is what tensor names may start with; they are compared without it.
+
+    Parts that name the same tensor lie in it one after the other, `alternating` ones row by row, or head by head. Those
+    named in `transposed` are stored [in, out]. A part of an expert (or head) whose name has no second {} is a tensor of
+    all of them. `ignored` are endings of tensor names that hold no weights; `has_layers_behind`: nor do layers behind
+    the last; `heads` are beginnings of names of heads, which an embedder does not need. `head` is that of the
+    classifiers among the architectures, None where there are none. `stored` is how a checkpoint's matrices are
+    quantized, which its own config.json says and not the table.
+    """
+
+    architectures: tuple[str, ...]
+    read: Callable[[Fields], Spec]
+    tensors: Mapping[str, str] = field(default_factory=lambda: LLAMA_TENSORS)
+    prefix: str = "model."
+    transposed: frozenset[str] = frozenset()
+    alternating: frozenset[str] = frozenset()
+    ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
+    has_layers_behind: bool = False
+    heads: tuple[str, ...] = ()
+    head: Head | None = None
+    stored: Stored | None = None

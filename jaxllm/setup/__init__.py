@@ -1,0 +1,1 @@
+"""Chooses devices, types, sizes and memory before anything large is allocated."""

@@ -1,0 +1,460 @@
+"""Choices made before anything large is allocated: devices, types, sizes, kernels, and the memory for each.
+
+Made from the configuration, the model's config.json and what the devices report; `jaxllm doctor` prints them. Knows no
+programs and no requests.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import psutil
+
+import pallas_kernels
+from jaxllm import combinations
+from jaxllm.checkpoints import weights
+from jaxllm.checkpoints.pooler_files import most_tokens, read_pooler
+from jaxllm.checkpoints.stored_head import with_stored_head
+from jaxllm.compiling import aot_manifest
+from jaxllm.compiling.program_digest import cpu_name
+from jaxllm.config import EngineConfig
+from jaxllm.errors import UserError
+from jaxllm.families.families import Family, read_spec
+from jaxllm.families.stored_formats import Stored
+from jaxllm.model import lora
+from jaxllm.model.decoder import Params
+from jaxllm.model.parameters import Scheme
+from jaxllm.model.pooler import Pooler
+from jaxllm.model.sharding import Layout, make_layout
+from jaxllm.model.spec import Spec, heads_per_shard
+from jaxllm.sampling.logits_processors import processor_name
+from jaxllm.sampling.sampler import Extras
+from jaxllm.sampling.vocab_parallel import MOST_TOKENS
+from jaxllm.scheduler import windowed
+from jaxllm.setup import draft_setup, kv_cache, memory_plan
+from jaxllm.setup.draft_setup import DraftFolder, Drafting
+from jaxllm.setup.memory_plan import MemoryPlan
+from jaxllm.version import __version__
+from pallas_kernels import Choice, Site
+
+OPERATIONS = (  # of a step
+    *("write_kv", "paged_decode", "paged_prefill", "sample", "linear"),
+    *("fused_linear", "fused_topk", "fused_experts"),
+)
+GPU_SHARE = 0.97  # of the remaining memory; the rest is for programs' code and for tuning later ones
+CPU_SHARE = 0.25  # of the free memory, for KV blocks: other programs of a laptop need memory too
+TOKEN_COST = {"cpu": 120, "gpu": 4}  # see `Limits`; measured by tests/benchmarks/verifying.py, on no GPU yet
+CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "int8": "int8"}
+CPU_CEILING = 2 << 30  # bytes of KV blocks: 87,000 tokens of a 0.5B model in float32
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What was chosen from configuration, model and device, before anything large is allocated."""
+
+    folder: Path
+    spec: Spec
+    family: Family
+    pooler: Pooler | None  # None: the model generates
+    generation_config: dict[str, Any]
+    platform: str
+    devices: tuple[jax.Device, ...]  # pyright: ignore[reportInvalidTypeForm]
+    layout: Layout  # over the first of the devices
+    dtype: jnp.dtype
+    cache_dtype: jnp.dtype  # of keys and values
+    float8: str | None  # see `Geometry.float8`
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kernels: Mapping[str, Choice]  # by operation
+    drafting: Drafting | None
+    draft: DraftFolder | None  # of a draft model or an EAGLE-3 head
+    token_cost: int  # see `Limits.token_cost`
+    prepared: Mapping[str, Any]  # the manifest that `jaxllm compile` wrote, {} without one
+
+
+def choose_devices(config: EngineConfig) -> tuple[jax.Device, ...]:  # pyright: ignore[reportInvalidTypeForm]
+    """Return the devices to run on; a UserError if JAX sees none of the kind asked for."""
+    # Must be set before the back end starts; without it XLA takes 75 % of a GPU.
+    if not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & os.environ.keys():
+        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(config.gpu_memory_utilization)
+    if config.device == "auto":
+        return tuple(jax.devices())
+    try:
+        return tuple(jax.devices(config.device))
+    except RuntimeError as error:
+        raise UserError(
+            "device is 'gpu' but JAX sees none: install jaxllm[cuda12] or jaxllm[cuda13], and check `nvidia-smi`.",
+            "device",
+        ) from error
+
+
+def choose_dtype(config: EngineConfig, checkpoint: dict[str, Any], platform: str) -> jnp.dtype:
+    """Return the type of weights and activations, and of the cache where none is set.
+
+    "auto" is float32 on a CPU (without 16-bit instructions it is the fastest as well as the most exact); on a GPU it is
+    the checkpoint's own type, and bfloat16 for a float32 checkpoint.
+    """
+    if config.dtype != "auto":
+        return jnp.dtype(config.dtype)
+    if platform == "cpu":
+        return jnp.dtype(jnp.float32)
+    stored = checkpoint.get("dtype") or checkpoint.get("torch_dtype") or "bfloat16"
+    if stored not in ("bfloat16", "float16", "float32"):
+        raise UserError(f"config.json: dtype {stored!r:.80} is not supported; set dtype.", "dtype")
+    return jnp.dtype(jnp.bfloat16 if stored == "float32" else stored)
+
+
+def choose_cache_dtype(config: EngineConfig, dtype: jnp.dtype, is_cpu: bool) -> tuple[jnp.dtype, str | None]:
+    """Return the type of the cache's arrays, and the type of 8-bit floats if those hold them as bytes.
+
+    On a CPU they do: with arrays of 8-bit floats a step of the embedded model took 72 MiB of temporaries for a pool of
+    32, since XLA converts all of it in every layer (jax 0.12).
+    """
+    if config.kv_cache_dtype == "auto":
+        return dtype, None
+    name = CACHE_DTYPES[config.kv_cache_dtype]
+    if is_cpu and name != "int8":
+        return jnp.dtype(jnp.uint8), name
+    return jnp.dtype(name), None
+
+
+def choose_kernels(
+    config: EngineConfig,
+    spec: Spec,
+    layout: Layout,
+    dtype: jnp.dtype,
+    cache_dtype: jnp.dtype,
+    scheme: Scheme | None,
+) -> dict[str, Choice]:
+    """Choose an implementation of each operation of a step: the one asked for, or the best available.
+
+    `scheme` is that of quantized matrices. One that is asked for and cannot run here is a UserError; no other is
+    substituted.
+    """
+    device = layout.devices[0]
+    heads, kv_heads = heads_per_shard(spec, layout.shards("heads"))
+    site = Site(
+        platform=device.platform,
+        capability=pallas_kernels.capability_of(device),
+        dtype=dtype.name,
+        cache_dtype=cache_dtype.name,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=spec.head_size if spec.latent is None else spec.latent.rank + spec.latent.rope_size,
+        value_size=spec.latent.rank if spec.latent else None,
+        block_tokens=config.block_size,
+        has_softcap=spec.attention_softcap is not None,
+        shards=layout.shards("vocab"),
+        kind="float" if scheme is None else scheme.kind,
+        rounds_rows=scheme is not None and scheme.rounds_rows,
+        is_deterministic=config.deterministic,
+    )
+    asked = {}
+    for text in config.kernels:
+        operation, is_named, name = str(text).partition("=")
+        if not is_named or operation not in OPERATIONS:
+            known = ", ".join(OPERATIONS)
+            raise UserError(f"kernels: {text!r} is not operation=implementation; operations are {known}.", "kernels")
+        asked[operation] = name
+    try:
+        return {operation: pallas_kernels.resolve(operation, site, asked.get(operation)) for operation in OPERATIONS}
+    except ValueError as error:
+        raise UserError(f"kernels: {error}.", "kernels") from error
+
+
+def kernel_reasons(config: EngineConfig, platform: str, kernels: Mapping[str, Choice]) -> dict[str, str]:
+    """Return the reason why each operation's implementation was chosen."""
+    return {
+        operation: "asked for"
+        if f"{operation}={chosen.name}" in config.kernels
+        else chosen.reason or f"best on {platform}"
+        for operation, chosen in kernels.items()
+    }
+
+
+def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
+    """Choose everything that can be chosen without loading weights; `jaxllm doctor` prints it."""
+    folder = weights.resolve(config.model, config.revision, tokenizer_only=not needs_weights)
+    checkpoint = weights.read_config(folder)
+    spec, family = read_spec(checkpoint, config.max_model_len)
+    spec = with_stored_head(folder, spec, family)
+    own_pooler = read_pooler(folder, checkpoint, spec, family, config.runner, config.pooler_config)
+    devices = choose_devices(config)
+    platform = devices[0].platform
+    if spec.vocab_size > MOST_TOKENS:
+        raise UserError(f"config.json: vocab_size must be at most {MOST_TOKENS}, got {spec.vocab_size}.", "vocab_size")
+    if config.max_model_len is not None and config.max_model_len > spec.max_position:
+        raise UserError(
+            f"max_model_len ({config.max_model_len}) is greater than what the model was made for "
+            f"({spec.max_position} positions); lower it.",
+            "max_model_len",
+        )
+    if family.stored is not None:
+        _check_stored(config, family.stored)
+    is_cpu = platform == "cpu"
+    _check_combinations(config, spec, family.stored is None, own_pooler is not None, is_cpu)
+    dtype = choose_dtype(config, checkpoint, platform)
+    cache_dtype, float8 = choose_cache_dtype(config, dtype, is_cpu)
+    scheme = weights.at_load(config.quantization, is_cpu) if family.stored is None else family.stored.scheme
+    recorded = aot_manifest.read(config.cache_dir(), spec)
+    if config.deterministic and any(str(text).startswith("paged_prefill") for text in config.kernels):
+        raise UserError(
+            "kernels: paged_prefill does nothing in deterministic mode, where every token attends by paged_decode.",
+            "kernels",
+        )
+    most = spec.max_position if own_pooler is None else min(spec.max_position, most_tokens(folder) or spec.max_position)
+    longest = config.max_model_len or recorded.get("max_model_len") or most
+    slots, tokens = step_sizes(config, recorded, is_cpu, own_pooler is not None)
+    if not spec.is_causal and tokens < longest:  # its prompts are computed whole
+        if config.max_num_batched_tokens is not None:
+            raise UserError(
+                f"max_num_batched_tokens ({tokens}) must be at least max_model_len ({longest}), because "
+                f"{family.architectures[0]} reads whole prompts. Raise it, or lower max_model_len.",
+                "max_num_batched_tokens",
+            )
+        tokens = longest
+
+    layout = make_layout(devices, config.tensor_parallel_size)
+
+    def kernels_of(own: Spec) -> dict[str, Choice]:
+        return choose_kernels(config, own, layout, dtype, cache_dtype, scheme)
+
+    how, draft = draft_setup.choose(config, spec, longest, kernels_of)
+    return Setup(
+        folder=folder,
+        spec=spec,
+        family=family,
+        pooler=own_pooler,
+        # Older checkpoints name the end of a text in config.json only.
+        generation_config={"eos_token_id": checkpoint.get("eos_token_id")} | weights.read_generation_config(folder),
+        platform=platform,
+        devices=devices,
+        layout=layout,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        float8=float8,
+        max_model_len=longest,
+        max_num_seqs=slots,
+        max_num_batched_tokens=tokens,
+        kernels=kernels_of(spec),
+        drafting=how,
+        draft=draft,
+        token_cost=0 if config.deterministic else TOKEN_COST[platform],
+        prepared=recorded,
+    )
+
+
+def _check_stored(config: EngineConfig, stored: Stored) -> None:
+    """Refuse to quantize what is quantized already, unless it comes to the same."""
+    kinds = {"int8": "int8", "fp8": "float8", "int4": "int4"}
+    if config.quantization is not None and kinds[config.quantization] != stored.scheme.kind:
+        raise UserError(
+            f"quantization {config.quantization} is not possible: the checkpoint is quantized already "
+            f"({stored.method}, {stored.scheme.kind}); leave it out.",
+            "quantization",
+        )
+
+
+def _check_combinations(config: EngineConfig, spec: Spec, rounds: bool, pools: bool, is_cpu: bool) -> None:
+    """Refuse settings that do not go with each other or with the model; `rounds`: its weights may be rounded here."""
+    asked = {
+        "speculative_config": config.speculative_config is not None,
+        "enable_lora": config.enable_lora,
+        "deterministic": config.deterministic,
+        "kv_cache_dtype": config.kv_cache_dtype != "auto",
+        "quantization": config.quantization is not None and rounds,
+    }
+    present = {
+        combinations.POOLS: pools,
+        combinations.WHOLE_PROMPTS: not spec.is_causal,
+        combinations.LATENT: spec.latent is not None,
+        combinations.EXPERTS: bool(spec.experts),
+        # A ring all-reduce sums each piece of an array in another order; with two devices there is only one order.
+        combinations.MANY_GPUS: not is_cpu and config.tensor_parallel_size > 2,
+    }
+    combinations.check(*([name for name, holds in own.items() if holds] for own in (asked, present)))
+
+
+def step_sizes(config: EngineConfig, recorded: Mapping[str, Any], is_cpu: bool, pools: bool = False) -> tuple[int, int]:
+    """Return the requests that run at once, and the tokens of a step.
+
+    A deterministic step always computes its full size, so that is small, and sizes `recorded` without the mode are not
+    used.
+    """
+    if recorded.get("deterministic", False) != config.deterministic:
+        recorded = {}
+    slots = config.max_num_seqs or recorded.get("max_num_seqs")
+    tokens = config.max_num_batched_tokens or recorded.get("max_num_batched_tokens")
+    if config.deterministic:
+        usual_slots, usual_tokens = (16, 32) if is_cpu else (128, 256)
+    elif pools:  # each prompt takes one step, or few
+        usual_slots, usual_tokens = (256, 2048) if is_cpu else (1024, 16384)
+    else:
+        usual_slots, usual_tokens = (64, 160) if is_cpu else (256, 8192)
+    tokens = tokens or max(usual_tokens, 2 * (slots or 0))  # at least half of a step is left for prompts
+    return slots or min(usual_slots, tokens), tokens
+
+
+def free_bytes(setup: Setup) -> int | None:
+    """Return the free memory of a device before anything is allocated; None where it does not report it."""
+    if setup.platform == "cpu":
+        return psutil.virtual_memory().available // len(setup.layout.devices)  # virtual devices share the host's
+    stats = setup.devices[0].memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        return None
+    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+
+
+def plan_memory(config: EngineConfig, setup: Setup, free: int | None, temporaries: int | None = None) -> MemoryPlan:
+    """Share out the memory of one device.
+
+    `free` are its bytes before anything is allocated; `temporaries` what its largest program needs while it runs, None
+    before programs are compiled. A UserError if something does not fit.
+    """
+    spec = setup.spec
+    longest = -(-setup.max_model_len // config.block_size)
+    head = None if setup.drafting is None else setup.drafting.head
+    num_aux = 0 if head is None else len(head.aux_layers)
+    is_cpu = setup.platform == "cpu"
+    described = describe_weights(config, setup)
+    adapter = lora.abstract(spec, setup.layout, setup.dtype, config.max_lora_rank) if config.enable_lora else ()
+    device = memory_plan.Device(
+        free=free,
+        share=CPU_SHARE if is_cpu else GPU_SHARE,
+        ceiling=CPU_CEILING if is_cpu else None,
+        knob="kv_cache_memory_bytes" if is_cpu else "gpu_memory_utilization",
+    )
+    own_window = cache_window(setup)
+    need = memory_plan.Need(
+        weights=_bytes_on_one(described),
+        # At most one is put there in a step, and two steps in flight may read ones that were let go.
+        adapters=(config.max_loras + 2) * _bytes_on_one(adapter),
+        temporaries=_guess(setup) if temporaries is None else temporaries,
+        # Tables, tokens and extras of every slot, and a step's hidden states, see DeviceState.
+        slots=4
+        * setup.max_num_seqs
+        * ((2 if own_window else 1) * longest + setup.max_model_len + extras_of(config, spec).width)
+        + setup.max_num_batched_tokens * spec.width * setup.dtype.itemsize * (1 + num_aux),
+        block=_block_bytes(config, setup),
+        windowed=_windowed(config, setup) if own_window else None,
+        block_size=config.block_size if spec.is_causal else setup.max_model_len,
+        num_slots=setup.max_num_seqs,
+        is_measured=temporaries is not None,
+        model_len=setup.max_model_len,
+    )
+    asked = memory_plan.Asked(
+        max_model_len=config.max_model_len,
+        kv_bytes=config.kv_cache_memory_bytes,
+        # Without a cache a block is a number: one for each request, and one more that admissions leave free for it.
+        num_blocks=config.num_kv_blocks if spec.is_causal else 2 * setup.max_num_seqs,
+        prepared_blocks=setup.prepared.get("num_kv_blocks"),
+    )
+    return memory_plan.share_out(device, need, asked)
+
+
+def describe_weights(config: EngineConfig, setup: Setup) -> Params[jax.ShapeDtypeStruct]:
+    """Describe all weights that a step reads: those of the model, and of what drafts for it."""
+    described = weights.abstract(setup.spec, setup.layout, setup.dtype, config.quantization, setup.pooler, setup.family)
+    return replace(described, draft=draft_setup.abstract(setup.drafting, setup.layout, setup.dtype))
+
+
+def cache_window(setup: Setup) -> int:
+    """Return the tokens that windowed layers with a separate pool see; 0: the model has one pool."""
+    return kv_cache.window_of(setup.spec, setup.max_model_len) if setup.pooler is None else 0
+
+
+def _block_bytes(config: EngineConfig, setup: Setup) -> int:
+    """Return the bytes of a block on one device, in the caches of the model and of its draft model.
+
+    Windowed layers with a separate pool are left out.
+    """
+    if not setup.spec.is_causal:
+        return 0
+    others = setup.spec.windows.count(None) if cache_window(setup) else setup.spec.num_layers
+    layers = [(setup.spec, others)]
+    if setup.drafting is not None and setup.drafting.spec is not None:
+        layers.append((setup.drafting.spec, setup.drafting.spec.num_layers))
+    sizes = config.block_size, setup.cache_dtype, setup.layout.shards("kv_heads")
+    return sum(kv_cache.block_bytes(spec, count, *sizes) for spec, count in layers)
+
+
+def _windowed(config: EngineConfig, setup: Setup) -> memory_plan.Windowed:
+    """Return the needs of windowed layers with a separate pool."""
+    spec, window, size = setup.spec, cache_window(setup), config.block_size
+    num_layers = spec.num_layers - spec.windows.count(None)
+    return memory_plan.Windowed(
+        window=window,
+        block=kv_cache.block_bytes(spec, num_layers, size, setup.cache_dtype, setup.layout.shards("kv_heads")),
+        most=windowed.most(window, size),
+        chunks=-(-setup.max_num_batched_tokens // size),
+    )
+
+
+def _bytes_on_one(described: Any) -> int:
+    """Count the bytes of described arrays on one device."""
+    leaves = jax.tree.leaves(described)
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def extras_of(config: EngineConfig, spec: Spec) -> Extras:
+    """Return the layout of requests' extras in the device's state."""
+    return Extras(spec.vocab_size, tuple(map(processor_name, config.logits_processors)))
+
+
+def describe_memory(plan: MemoryPlan, setup: Setup) -> str:
+    """Write a memory plan as a small table, and the host's memory."""
+    host = psutil.virtual_memory()
+    own = psutil.Process().memory_info().rss
+    where = "the host" if setup.platform == "cpu" else setup.devices[0].device_kind
+    if len(setup.layout.devices) > 1:
+        where = f"each of {len(setup.layout.devices)} devices ({where})"
+    used, free, total = (memory_plan.size(number) for number in (own, host.available, host.total))
+    text = f"{used} in use by this process, {free} of {total} free"
+    return memory_plan.describe(plan, where, text)
+
+
+def describe_programs(config: EngineConfig, setup: Setup, plan: MemoryPlan) -> dict[str, Any]:
+    """Return the manifest: what programs are compiled for, beside the model's shapes (see aot_manifest.py)."""
+    return {
+        "jaxllm": __version__,
+        "jax": jax.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
+        "device": setup.devices[0].device_kind,
+        "processor": cpu_name() if setup.platform == "cpu" else "",
+        "num_devices": len(setup.devices),
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+        "kernels": {operation: str(chosen) for operation, chosen in setup.kernels.items()},
+        "dtype": setup.dtype.name,
+        "quantization": config.quantization if setup.family.stored is None else repr(setup.family.stored),
+        "kv_cache_dtype": setup.float8 or setup.cache_dtype.name,
+        "adapters": [config.max_loras, config.max_lora_rank] if config.enable_lora else None,
+        "deterministic": config.deterministic,
+        "speculative": repr(setup.drafting),
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "pools": setup.pooler is not None,
+        "block_size": config.block_size,
+        "num_kv_blocks": plan.num_blocks,
+        "max_model_len": plan.max_model_len,
+        "max_num_seqs": setup.max_num_seqs,
+        "max_num_batched_tokens": setup.max_num_batched_tokens,
+        "max_logprobs": config.max_logprobs,
+        "logits_processors": list(map(processor_name, config.logits_processors)),
+    }
+
+
+def _guess(setup: Setup) -> int:
+    """Estimate, on the high side, what the largest program needs while it runs; checked once it is compiled."""
+    spec = setup.spec
+    widest = max(2 * spec.ffn_width, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size, spec.width)
+    if spec.experts is not None:  # the outputs of each token's experts, twice
+        widest = max(widest, 2 * spec.experts.per_token * spec.width)
+    return 4 * (8 * setup.max_num_batched_tokens * widest + 8 * setup.max_num_seqs * spec.vocab_size)

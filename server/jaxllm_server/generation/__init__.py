@@ -1,0 +1,1 @@
+"""A generating call on any protocol: its prompts, constraints and forms of output."""

@@ -1,0 +1,100 @@
+"""What an answer must look like that has to call a tool: a JSON schema of the call, or of the list of calls.
+
+Pure. Forms are vLLM's (tool_parsers/utils.py, get_json_schema_from_tools), but for two: a tool without parameters takes
+`{}` alone, and each tool's references are its own, so that two tools may give one name to different definitions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from jaxllm.errors import UserError
+from jaxllm.structured_outputs_params import check_size
+from jaxllm_server.generation.calls import Call, NamedTool, is_forced
+
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+_COMBINED = ("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const")  # any of them says what kind a value is
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # names to schemas
+_VALUES = ("enum", "const", "default", "examples")  # no schemas, whatever they look like
+
+
+def with_forced_calls(call: Call, sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call's sampling with the constraint that its `tool_choice` is; its tools were checked.
+
+    Raises:
+        UserError: naming `tool_choice`, for a tool that there is not, or beside another constraint; naming `tools`,
+            where they are too large.
+    """
+    if sampling.get("structured_outputs") is not None:
+        message = "structured_outputs and a tool_choice that forces a call exclude each other: give one of them."
+        raise UserError(message, "tool_choice")
+    tools = {tool["function"]["name"]: tool["function"].get("parameters") for tool in reversed(call.tools or ())}
+    with blaming_tools(call):
+        check_size([*tools.values()])  # before each is copied
+    if isinstance(call.tool_choice, NamedTool):
+        if call.tool_choice.name not in tools:
+            shown = call.tool_choice.name[:64]
+            raise UserError(f"tool_choice names {shown!r}, which is none of the tools.", "tool_choice")
+        schema = parameters_of(tools[call.tool_choice.name])
+    elif not tools:
+        raise UserError("tool_choice=required needs tools.", "tool_choice")
+    else:
+        schema = list_of_calls([(name, tools[name]) for name in reversed(tools)], call.takes_one_call)
+    return {**sampling, "structured_outputs": {"json": schema}}
+
+
+@contextmanager
+def blaming_tools(call: Call) -> Iterator[None]:
+    """Have errors name the tools, where a constraint was made of them."""
+    try:
+        yield
+    except UserError as error:
+        if is_forced(call.tool_choice) and error.parameter == "structured_outputs":
+            raise type(error)(str(error), "tools") from error
+        raise
+
+
+def parameters_of(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return the schema of a tool's arguments; they are an object."""
+    if not parameters:
+        return _NO_ARGUMENTS
+    return parameters if any(name in parameters for name in _COMBINED) else {"type": "object", **parameters}
+
+
+def list_of_calls(tools: Sequence[tuple[str, Mapping[str, Any] | None]], is_single: bool) -> dict[str, Any]:
+    """Return the schema of a list of at least one call, or exactly one."""
+    kinds, definitions = [], {}
+    for number, (name, parameters) in enumerate(tools):
+        own = f"{number}"
+        definitions[own] = moved(parameters_of(parameters), f"#/$defs/{own}")
+        kinds.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{own}"}},
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+        )
+    items = kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+    most = {"maxItems": 1} if is_single else {}
+    return {"type": "array", "minItems": 1, **most, "items": items, "$defs": definitions}
+
+
+def moved(schema: Any, to: str) -> Any:
+    """Return a schema whose references into itself hold where it lies at `to` of another; nested 64 levels at most."""
+    if isinstance(schema, list):
+        return [moved(each, to) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    copied = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+            value = to + value[1:]
+        elif key in _BY_NAME and isinstance(value, Mapping):
+            value = {name: moved(each, to) for name, each in value.items()}
+        elif key not in _VALUES:
+            value = moved(value, to)
+        copied[key] = value
+    return copied

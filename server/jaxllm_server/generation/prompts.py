@@ -1,0 +1,141 @@
+"""What a call's prompt becomes: a text is tokenized, a conversation written out by the chat template, ids are checked.
+
+What cannot fit into the context is refused before it is tokenized. Knows no protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from jaxllm.engine.async_llm import LONG_TEXT
+from jaxllm.engine.engine_client import EngineClient
+from jaxllm.engine.input_processor import num_kept, text_to_encode
+from jaxllm.engine.model_info import ModelInfo
+from jaxllm.engine.prompts import checked_ids
+from jaxllm.errors import UserError, too_long
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.text import fill_in_middle
+from jaxllm.text.tokenizer import Tokenizer
+from jaxllm_server.generation.calls import Call
+from jaxllm_server.generation.chat_checks import (
+    check_messages,
+    check_template_kwargs,
+    check_tools,
+    texts_of,
+    with_read_arguments,
+)
+from jaxllm_server.shared.options import ServerOptions
+from jaxllm_server.shared.truncation import cut_ids
+
+_NO_TEMPLATE = (
+    "This model has no chat template: send a text instead of messages (/v1/completions, over gRPC `text`), or start "
+    "the server with --chat-template."
+)
+LEFT_OUT = 4  # times the context that a conversation may be, because templates may leave parts of it out
+
+
+class Prompts:
+    """Makes the prompts of one served model. `off_loop` runs what a client's prompt takes beside the event loop.
+
+    `template` is the operator's chat template, None for the model's own; `template_kwargs` are what it is given, unless
+    a request says otherwise.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        options: ServerOptions,
+        template: str | None,
+        template_kwargs: Mapping[str, Any],
+        off_loop: Callable[..., Awaitable[Any]],
+    ) -> None:
+        self._engine = engine
+        self._options = options
+        self._template = template
+        self._template_kwargs = template_kwargs
+        self._off_loop = off_loop
+
+    async def prompt_of(
+        self, call: Call, params: SamplingParams | None = None, model: ModelInfo | None = None
+    ) -> dict[str, Any]:
+        """Return a call's prompt for the engine: its token ids, and its text where there is one.
+
+        What cannot fit into the context is refused before it is tokenized, or cut where `params` say so. `model` is
+        the model as the call's adapter has it.
+        """
+        model = self._engine.model if model is None else model
+        tokenizer = model.tokenizer
+        if (call.prompt is None) == (call.messages is None):
+            raise UserError("A request has either a prompt or messages.", "prompt")
+        longest = self._engine.model.max_model_len
+        kept = None if params is None else num_kept(params, longest)
+        if call.messages is not None and call.written_ids is not None:
+            if call.tools is not None:
+                check_tools(call.tools, self._options.max_tools)
+            ids = cut_ids(call.written_ids, kept, call.truncation_side)
+            if len(ids) >= longest:
+                raise too_long(longest, len(ids), None)
+            return {"prompt_token_ids": checked_ids(ids, model.vocab_size)}
+        if call.messages is not None:
+            if self._template is None and not tokenizer.has_chat_template:
+                raise UserError(_NO_TEMPLATE, "messages")
+            if call.tools is not None:
+                check_tools(call.tools, self._options.max_tools)
+            check_template_kwargs(call.template_kwargs)
+            # Templates may leave words out, old reasoning for one: what is far too long is no conversation.
+            most = LEFT_OUT * longest + 4096
+            check_messages(call.messages, longest, most)
+            given, language = (self._encode_chat, call, most, tokenizer), tokenizer.confined
+            text, ids = await self._off_loop(call.client, *given, language=language)
+            if call.truncation_side == "right" and kept is not None and len(ids) > kept:
+                return {"prompt_token_ids": ids[:kept]}  # the text is another one now
+            return {"prompt": text, "prompt_token_ids": ids}
+        if not isinstance(call.prompt, str) and call.suffix is None:
+            return {"prompt_token_ids": cut_ids(call.prompt or (), kept, call.truncation_side)}
+        text, ids = await self._encode_text(call, params or SamplingParams(), tokenizer)
+        return {"prompt": text, "prompt_token_ids": ids}
+
+    async def _encode_text(self, call: Call, params: SamplingParams, tokenizer: Tokenizer) -> tuple[str, Sequence[int]]:
+        """Return what of a prompt's text is needed, and its token ids."""
+        add, longest = call.add_special_tokens is not False, self._engine.model.max_model_len
+        kept, before = num_kept(params, longest), call.prompt if isinstance(call.prompt, str) else ""
+        if call.suffix is not None:
+            text = before + call.suffix
+            tokenizer.check_length(text, longest)
+            encode = partial(fill_in_middle.encode, tokenizer, call.prompt or "", call.suffix, add)
+        elif kept is not None and call.truncation_side == "right":
+            text = before
+            encode = partial(_encode_beginning, tokenizer, text, kept, add)
+        else:
+            text = text_to_encode(before, params, tokenizer, longest)
+            encode = partial(tokenizer.encode, text, add)
+        if len(text) <= LONG_TEXT and tokenizer.confined is None:
+            return text, encode()
+        return text, await self._off_loop(call.client, encode, language=tokenizer.confined)
+
+    def _encode_chat(self, call: Call, most: int, tokenizer: Tokenizer) -> tuple[str, list[int]]:
+        """Write out a conversation of `most` tokens, and return its token ids as well; slow.
+
+        A template may show any of its texts, and what none shows is copied and searched for special tokens all the
+        same: an ignored key of 1,300,000 empty lists took 16 s.
+        """
+        tools = call.tools if call.tool_choice != "none" else None
+        shape = tokenizer.template_shape(self._template, tools)
+        messages = with_read_arguments(call.messages or (), shape, self._options.max_json_depth)
+        tokenizer.check_length("".join(texts_of([messages, tools])), self._engine.model.max_model_len, most)
+        return tokenizer.encode_chat(
+            messages,
+            add_generation_prompt=call.add_generation_prompt,
+            continue_final_message=call.continue_final_message,
+            tools=tools,
+            chat_template=self._template,
+            chat_template_kwargs={**self._template_kwargs, **call.template_kwargs},
+            add_special_tokens=bool(call.add_special_tokens),
+            read_arguments=None,
+        )
+
+
+def _encode_beginning(tokenizer: Tokenizer, text: str, most: int, add_special_tokens: bool) -> list[int]:
+    return tokenizer.encode(tokenizer.beginning_of(text, most), add_special_tokens)[:most]

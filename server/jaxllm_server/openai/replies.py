@@ -1,0 +1,131 @@
+"""Parts of replies of the OpenAI API: usage, log-probabilities, errors, model cards. Pure functions on plain dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jaxllm.errors import UserError
+from jaxllm.outputs import Logprob
+from jaxllm_server.generation.calls import Part, Usage
+from jaxllm_server.requests.form import Form
+from jaxllm_server.shared.error_table import code_of, message_of, row_of
+
+LEAST_LOGPROB = -9999.0  # in place of -inf, which JSON does not have; vLLM's number
+_FINISH_REASONS = {"context": "length", "time_limit": "length"}  # OpenAI's API has no others for them
+
+
+def finish_reason(part: Part) -> str | None:
+    """Return why an output ended, in OpenAI's words."""
+    reason = part.finish_reason
+    return None if reason is None else _FINISH_REASONS.get(reason, reason)
+
+
+def usage_without(usage: Usage, parts: Iterable[Part]) -> Usage:
+    """Return what a chunk's usage was before some of its parts: what has been sent when they are still to come."""
+    parts = list(parts)
+    return replace(
+        usage,
+        completion_tokens=usage.completion_tokens - sum(len(part.token_ids) for part in parts),
+        reasoning_tokens=usage.reasoning_tokens - sum(part.num_reasoning for part in parts),
+    )
+
+
+def usage_fields(usages: Iterable[Usage], form: Form) -> dict[str, Any]:
+    """Return the tokens that a request's calls have used together."""
+    prompt = completion = cached = reasoning = 0
+    for usage in usages:
+        prompt += usage.prompt_tokens
+        completion += usage.completion_tokens
+        cached += usage.cached_prompt_tokens
+        reasoning += usage.reasoning_tokens
+    fields: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
+    if form.shows_cached:
+        fields["prompt_tokens_details"] = {"cached_tokens": cached}
+    if form.shows_reasoning:
+        fields["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    return fields
+
+
+def token_name(token: int, entry: Logprob, form: Form, before_bytes: str = "") -> str:
+    """Return a token's name in log-probabilities: its text, or its bytes in OpenAI's notation."""
+    if form.tokens_as_ids or not entry.decoded_token:
+        return f"token_id:{token}"
+    if entry.raw_bytes is None:
+        return entry.decoded_token
+    return before_bytes + "".join(f"\\x{byte:02x}" for byte in entry.raw_bytes)
+
+
+def reported(entries: Sequence[dict[int, Logprob]] | None, form: Form) -> Sequence[dict[int, Logprob]] | None:
+    """Return the log-probabilities to show, the sampled token's first.
+
+    With `logprob_token_ids` these are of the sampled and the named tokens, without likelier ones, as in vLLM.
+    """
+    ids = form.logprob_ids
+    if entries is None or not ids:
+        return entries
+    return [
+        {token: entry for place, (token, entry) in enumerate(candidates.items()) if place == 0 or token in ids}
+        for candidates in entries
+    ]
+
+
+def prompt_logprobs_of(entries: Sequence[dict[int, Logprob] | None] | None) -> list[dict[str, Any] | None] | None:
+    """Return the log-probabilities of a prompt in vLLM's form."""
+    if entries is None:
+        return None
+    return [
+        None
+        if candidates is None
+        else {
+            str(token): {"logprob": finite(entry), "rank": entry.rank, "decoded_token": entry.decoded_token}
+            for token, entry in candidates.items()
+        }
+        for candidates in entries
+    ]
+
+
+def finite(entry: Logprob) -> float:
+    """Return a log-probability that JSON can hold."""
+    return max(LEAST_LOGPROB, entry.logprob)  # in this order a NaN gives the bound too
+
+
+def error_body(message: str, kind: str, parameter: str | None, reason: str) -> dict[str, dict[str, Any]]:
+    """Return OpenAI's form of an error."""
+    return {"error": {"message": message, "type": kind, "param": parameter, "code": code_of(reason)}}
+
+
+def error_body_of(error: BaseException) -> dict[str, dict[str, Any]]:
+    """Return what a client reads of an exception."""
+    row = row_of(error)
+    parameter = error.parameter if isinstance(error, UserError) else None
+    return error_body(message_of(error), row.kind, parameter, row.reason)
+
+
+def model_card(name: str, root: str, created: int, max_model_len: int, parent: str | None = None) -> dict[str, Any]:
+    """Return what the API says about a served name.
+
+    `root` is the model as the server was started with it, as vLLM has it: a client on the same machine finds the
+    tokenizer there. Of an adapter it is where that was loaded from, and `parent` the model's name. `created` is in
+    seconds since 1970.
+    """
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "jaxllm",
+        "root": root,
+        "parent": parent,
+        "max_model_len": max_model_len,
+        "permission": [],
+    }
+
+
+def model_list(cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the cards of all served names."""
+    return {"object": "list", "data": cards}

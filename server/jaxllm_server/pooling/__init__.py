@@ -1,0 +1,1 @@
+"""A pooling call on any protocol."""

@@ -1,0 +1,103 @@
+"""A client's stream of texts: each is a call of its own, begun when there is room and answered when it is computed.
+
+Knows nothing of messages, status codes or connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+
+from jaxllm.errors import OverloadedError, RequestFailedError, UserError
+from jaxllm_server.access.ledger import REQUESTS
+from jaxllm_server.pooling import pooling
+from jaxllm_server.pooling.pool_calls import PoolCall, PoolResult
+from jaxllm_server.pooling.pool_site import PoolSite
+
+Request = TypeVar("Request")
+Failure: TypeAlias = UserError | RequestFailedError
+
+
+class Answer(NamedTuple, Generic[Request]):
+    """What became of a request."""
+
+    index: int  # from 0, in the order of the requests
+    request: Request
+    outcome: PoolResult | Failure
+
+
+async def answers(
+    serving: PoolSite, requests: AsyncIterator[Request], read: Callable[[Request], PoolCall], client: str
+) -> AsyncGenerator[Answer[Request]]:
+    """Answer each request of one input, in any order; what is wrong with one is its own answer.
+
+    No more requests are asked for than can be under way together, answers that were not taken included; a full queue
+    is waited for.
+    """
+    queue: asyncio.Queue[Answer[Request] | Exception | None] = asyncio.Queue()
+    tasks: set[asyncio.Task[None]] = set()
+    has_moved = asyncio.Event()
+    num_open = num_asked = 0
+
+    async def answer(index: int, request: Request) -> None:
+        try:
+            outcome = await _pooled(serving, read(request))
+        except (UserError, RequestFailedError) as error:
+            error.args = (f"Input {index}: {error}",)
+            outcome = error.with_traceback(None)
+        queue.put_nowait(Answer(index, request, outcome))
+
+    async def ask() -> None:
+        nonlocal num_open, num_asked
+        async for request in requests:
+            while not pooling.has_room(serving, client, num_open):
+                has_moved.clear()
+                await has_moved.wait()
+            begin(answer(num_asked, request))
+            num_asked, num_open = num_asked + 1, num_open + 1
+            await asyncio.sleep(0)  # it takes its place
+        queue.put_nowait(None)
+
+    def begin(work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        tasks.add(task)
+        task.add_done_callback(end)
+
+    def end(task: asyncio.Task[None]) -> None:
+        tasks.discard(task)
+        failure = RequestFailedError("An input was not answered.") if task.cancelled() else task.exception()
+        if isinstance(failure, Exception):
+            queue.put_nowait(failure)
+
+    item, num_given, has_all = None, 0, False
+    begin(ask())
+    try:
+        while not has_all or num_given < num_asked:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                has_all = True
+                continue
+            yield item
+            num_given, num_open = num_given + 1, num_open - 1
+            has_moved.set()
+    finally:
+        item = None  # what is raised holds this frame: a cycle would hold the call's messages
+        left = list(tasks)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+
+async def _pooled(serving: PoolSite, call: PoolCall) -> PoolResult:
+    while True:
+        try:
+            with serving.ledger.entry(call.client) as entry:
+                entry.charge(REQUESTS, 2 * sum(map(len, call.inputs)))
+                async with aclosing(serving.pool(call)) as results:
+                    return await anext(results)
+        except OverloadedError as error:
+            await asyncio.sleep(error.retry_after)

@@ -1,0 +1,77 @@
+"""Typed reads of the fields of a JSON body. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxllm.checks import INT32_MAX
+from jaxllm.errors import UserError
+
+Body = Mapping[str, Any]
+SHOWN_NAME = 64  # characters of a field's name that an error repeats
+
+
+def flag(fields: Body, name: str, default: bool | None) -> bool | None:
+    """Return a field that must be true or false."""
+    value = fields.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise UserError(f"{name} must be true or false.", name)
+    return default if value is None else value
+
+
+def text(fields: Body, name: str) -> str | None:
+    """Return a field that must be a string."""
+    value = fields.get(name)
+    if value is not None and not isinstance(value, str):
+        raise UserError(f"{name} must be a string.", name)
+    return value
+
+
+def one_of(fields: Body, name: str, choices: Sequence[str]) -> str | None:
+    """Return a field that must be one of some words."""
+    value = text(fields, name)
+    if value is not None and value not in choices:
+        raise UserError(f"{name} must be one of {', '.join(choices)}, got {value[:SHOWN_NAME]!r}.", name)
+    return value
+
+
+def integer(fields: Body, name: str, default: int) -> int:
+    """Return a field that must be a whole number of 32 bits."""
+    value = fields.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or not -INT32_MAX - 1 <= value <= INT32_MAX:
+        raise UserError(f"{name} must be an integer of 32 bits.", name)
+    return value
+
+
+def mapping(fields: Body, name: str) -> dict[str, Any] | None:
+    """Return a field that must be an object."""
+    value = fields.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise UserError(f"{name} must be an object.", name)
+    return value
+
+
+def prompts_of(fields: Body, name: str, most: int) -> list[str | list[int]]:
+    """Distinguish the four forms of a prompt; ids are checked by the engine, which knows its vocabulary."""
+    value = fields.get(name)
+    if value is None:
+        raise UserError(f"{name} is missing: give a string, a list of strings, or token ids.", name)
+    if isinstance(value, str):
+        return [value]
+    kinds = set(map(type, value)) if isinstance(value, list) else set()
+    if kinds == {int}:
+        return [value]
+    if kinds not in ({str}, {list}):
+        message = f"{name} must be a string, a list of strings, a list of token ids or a list of those."
+        raise UserError(message, name)
+    if len(value) > most:
+        raise UserError(f"{name} may hold at most {most} prompts, got {len(value)}.", name)
+    if kinds == {list} and any(set(map(type, ids)) - {int} for ids in value):
+        raise UserError(f"{name} must hold token ids only, or strings only.", name)
+    return value
+
+
+def is_same(value: Any, accepted: Any) -> bool:
+    """Return whether two values are equal and are both Boolean, or neither."""
+    return value == accepted and isinstance(value, bool) == isinstance(accepted, bool)

@@ -1,0 +1,122 @@
+"""Fields that several routes share, with names and defaults of vLLM beyond those of the OpenAI API. Pure.
+
+Only the shape of a field is checked here; `SamplingParams` and `Serving` check its value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from jaxllm.errors import UnsupportedError, UserError
+from jaxllm.sampling_fields import OPENAI, names_in
+from jaxllm.sampling_params import SamplingParams
+from jaxllm_server.requests.constraints import FIELDS as CONSTRAINTS
+from jaxllm_server.requests.constraints import constraint_of
+from jaxllm_server.requests.fields import Body, flag, integer, is_same, one_of, text
+from jaxllm_server.requests.unknown_fields import OF_OTHER_ROUTES, check
+
+# Handed to SamplingParams under the same names, with any value; of those that it has not built it refuses every value
+# but the default.
+SAMPLING = frozenset(names_in(SamplingParams, OPENAI))
+# Clients send these; on a server with one model and no store they can change nothing.
+WITHOUT_EFFECT = frozenset(
+    (
+        *("user", "store", "metadata", "service_tier", "safety_identifier"),
+        *("prompt_cache_key", "prompt_cache_retention"),
+    )
+)
+# Fields that other servers have and jaxllm has not built; the values listed ask for nothing and are accepted.
+UNBUILT: Mapping[str, tuple[Any, ...]] = {
+    "guided_decoding_backend": ("auto",),
+    "structural_tag": (),
+    "logits_processors": ([],),
+    "kv_transfer_params": ({},),
+    "session_id": ("",),
+}
+TRUNCATION_SIDES = ("left", "right")  # where `truncate_prompt_tokens` cuts
+# Of a beam search, beside `use_beam_search`: with their defaults, which ask for nothing.
+_BEAMS: Mapping[str, Any] = {"length_penalty": 1.0, "early_stopping": False}
+SHARED = (
+    SAMPLING
+    | WITHOUT_EFFECT
+    | UNBUILT.keys()
+    | CONSTRAINTS
+    | {"model", "stream", "stream_options", "request_id", "priority", "cache_salt", "add_special_tokens"}
+    | {"return_token_ids", "return_tokens_as_token_ids", "logprobs", "vllm_xargs", "truncation_side"}
+    | {"time_limit"}  # jaxllm's own
+    | {"use_beam_search", *_BEAMS}
+)
+_OURS = SHARED | OF_OTHER_ROUTES
+
+
+def given(
+    body: Body,
+    known: Collection[str],
+    unbuilt: Mapping[str, tuple[Any, ...]],
+    policy: str = "refuse",
+    ignored: list[str] | None = None,
+) -> dict[str, Any]:
+    """Return the fields that are set: null is not.
+
+    `policy` is `--unknown-fields`; the names of fields that it lets pass are appended to `ignored`.
+
+    Raises:
+        UserError: for an unknown field that `policy` refuses, with the nearest name.
+        UnsupportedError: for one of `unbuilt` with a value that asks for something.
+    """
+    passed = check(body, known, _OURS, policy)
+    if ignored is not None:
+        ignored += passed
+    fields = {name: value for name, value in body.items() if value is not None and name in known}
+    for name in fields.keys() & unbuilt.keys():
+        if not any(is_same(fields[name], accepted) for accepted in unbuilt[name]):
+            raise UnsupportedError(f"{name} is not supported by jaxllm yet.", name)
+    return fields
+
+
+def sampling_of(fields: Body) -> dict[str, Any]:
+    """Return what a request says about sampling, unchecked."""
+    if fields.get("stream") is True and "prompt_logprobs" in fields:
+        raise UserError("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
+    sampling = {name: fields[name] for name in SAMPLING if name in fields}
+    if is_same(sampling.get("thinking_token_budget"), -1):  # vLLM's "no bound"
+        del sampling["thinking_token_budget"]
+    constraint = constraint_of(fields)
+    if constraint is not None:
+        sampling["structured_outputs"] = constraint[1]
+    return sampling | ({"extra_args": fields["vllm_xargs"]} if "vllm_xargs" in fields else {})
+
+
+def beams_of(fields: Body) -> dict[str, Any] | None:
+    """Return what a request says about its beam search; None if it wants none."""
+    asked = {name: fields[name] for name in _BEAMS if name in fields}
+    if flag(fields, "use_beam_search", False):
+        return asked
+    for name, value in asked.items():
+        if not is_same(value, _BEAMS[name]):
+            raise UserError(f"{name} is of a beam search: it needs use_beam_search.", name)
+    return None
+
+
+def names_of(fields: Body) -> dict[str, str]:
+    """Return what errors call parameters that a request of either kind may have given by another name."""
+    names = {"extra_args": "vllm_xargs"}
+    given = [name for name in fields if name in CONSTRAINTS and name != "structured_outputs"]
+    if "structured_outputs" not in fields and given:
+        names["structured_outputs"] = given[0]
+    return names
+
+
+def shared_call_fields(fields: Body) -> dict[str, Any]:
+    """Return the fields of `Call` that both kinds of request have under the same names."""
+    return {
+        "model": text(fields, "model") or "",
+        "priority": integer(fields, "priority", 0),
+        "cache_salt": text(fields, "cache_salt"),
+        "beams": beams_of(fields),
+        "add_special_tokens": flag(fields, "add_special_tokens", None),
+        "truncation_side": one_of(fields, "truncation_side", TRUNCATION_SIDES) or "left",
+        "stream": bool(flag(fields, "stream", False)),
+        "time_limit": fields.get("time_limit"),  # the engine checks it
+    }
