@@ -28,7 +28,7 @@ from jaxllm.metrics import Load, Metrics
 from jaxllm.outputs import FinishReason, RequestOutput
 from jaxllm.runner.model_runner import Flight, HeldStep
 from jaxllm.runner.profiling import DEFAULT_STEPS, Profile, span
-from jaxllm.runner.results import Result
+from jaxllm.runner.results import StepOutput
 from jaxllm.runner.step_input import StepInput
 from jaxllm.sampling import sampler
 from jaxllm.scheduler.recorded import RecordedScheduler, Recorder
@@ -214,7 +214,7 @@ class EngineCore:
                 outputs += self._recover(error)
             return [*outputs, *self.outputs.due(ended, self._clock())] if ended else outputs
 
-    def _take_in(self, plan: Plan, result: Result, events: Events) -> list[SequenceGroup]:
+    def _take_in(self, plan: Plan, result: StepOutput, events: Events) -> list[SequenceGroup]:
         """Let features take in a step; one that raises ends the requests of the step that it has a state for."""
         ended: list[SequenceGroup] = []
         for feature in self.features.taking_in:

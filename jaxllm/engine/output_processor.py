@@ -13,7 +13,7 @@ from jaxllm.engine import sequence
 from jaxllm.engine.sequence import SequenceGroup
 from jaxllm.metrics import Metrics
 from jaxllm.outputs import FinishReason, RequestOutput
-from jaxllm.runner.results import Result
+from jaxllm.runner.results import StepOutput
 from jaxllm.sampling_params import RequestOutputKind
 from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm.scheduler.state import Events
@@ -64,7 +64,7 @@ class OutputProcessor:
                 self._end(own, reason, None)
         return [self._finish(group, now) for group, _ in going]
 
-    def take_in(self, result: Result, events: Events) -> list[RequestOutput]:
+    def take_in(self, result: StepOutput, events: Events) -> list[RequestOutput]:
         """Append what a step sampled, as far as the scheduler accepted it; return the outputs that are due."""
         now = self._clock()
         changed: dict[str, SequenceGroup] = {}
@@ -105,7 +105,9 @@ class OutputProcessor:
                 outputs.append(output)
         return outputs
 
-    def _append(self, own: sequence.Sequence, count: int, row: int, result: Result, events: Events, now: float) -> None:
+    def _append(
+        self, own: sequence.Sequence, count: int, row: int, result: StepOutput, events: Events, now: float
+    ) -> None:
         """Take in the newest `count` tokens of a sequence, which may end it."""
         if own.group.metrics.first_token_time is None:
             own.group.metrics.first_token_time = now

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxllm.engine.language import Language
 from jaxllm.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
-from jaxllm.runner.results import Result
+from jaxllm.runner.results import StepOutput
 from jaxllm.sampling.sampler import Variant
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.text import detokenizer
@@ -67,7 +67,7 @@ class Sequence:
         return self.eos_ids.union(self.params.stop_token_ids)
 
     def take_in(
-        self, result: Result, row: int, count: int, finish_reason: FinishReason | None
+        self, result: StepOutput, row: int, count: int, finish_reason: FinishReason | None
     ) -> tuple[int, End | None]:
         """Take in a row of a step, which yielded the newest `count` of `tokens`; return as `advance` does."""
         start = len(self.tokens) - count
@@ -146,7 +146,7 @@ class Sequence:
             self.matcher = replace(self.matcher, held="")
         self._append(delta)
 
-    def add_logprobs(self, tokenizer: Tokenizer, token: int, result: Result, row: int) -> None:
+    def add_logprobs(self, tokenizer: Tokenizer, token: int, result: StepOutput, row: int) -> None:
         """Append the log-probabilities of a sampled token, if they were asked for."""
         if self.logprobs is None:
             return
@@ -155,7 +155,7 @@ class Sequence:
         value = float(result.logprob[row])
         chosen = logprob_of(tokenizer, token, value, int(result.rank[row]))
         top_ids, top_logprobs = result.top_ids[row], result.top_logprobs[row]
-        whole = result.whole.get(self.sequence_id)
+        whole = result.side.get("whole", {}).get(self.sequence_id)
         if whole is not None:
             top_ids, top_logprobs = whole.top_ids, whole.top_logprobs
         entry = entry_of(tokenizer, token, chosen, self.params.logprobs or 0, top_ids, top_logprobs)

@@ -5,9 +5,8 @@ Letters: R rows, W columns, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,24 +41,21 @@ class Score(NamedTuple):
     top_ids: np.ndarray  # int32[n]
 
 
-@dataclass(frozen=True)
-class Result:
+@dataclass(frozen=True, slots=True)
+class StepOutput:
     """The sampled tokens of a step, on the host: a row for each row of its plan."""
 
     tokens: np.ndarray  # int32[R]; int32[R, W] with `counts`
     is_finite: np.ndarray  # bool[R]
-    logprob: np.ndarray | None = None  # float32[R]; this and later fields only if the variant computes them
+    logprob: np.ndarray | None = None  # float32[R]; the fields down to `reported` only if the variant computes them
     rank: np.ndarray | None = None  # int32[R]
     top_logprobs: np.ndarray | None = None  # float32[R, n]
     top_ids: np.ndarray | None = None  # int32[R, n]
     reported: np.ndarray | None = None  # float32[R, MAX_REPORTED_TOKENS]
-    scores: Sequence[Score] = ()  # of the positions that the step was given to score
-    whole: dict[int, Score] = field(default_factory=dict)  # of sampled tokens, over the vocabulary, by sequence
-    pooled: np.ndarray | None = None  # float32[R, W], of a model that pools, where no tokens are sampled
     # Of a step that verified drafts. The arrays of log-probabilities have an entry for each token of it.
     counts: np.ndarray | None = None  # int32[R]: tokens that a row sampled, drafts that were kept and one more
-    drafted: np.ndarray | None = None  # int32[R]: drafts that it verified
     places: np.ndarray | None = None  # int[R]: of its first token in those arrays
+    side: dict[str, Any] = field(default_factory=dict)  # arrays and lists of features, by name
 
 
 def join(sampled: Sampled) -> jax.Array:
@@ -91,7 +87,7 @@ def num_logprobs(max_logprobs: int, vocab_size: int) -> int:
     return min(MOST_LOGPROBS if max_logprobs == -1 else max_logprobs, MOST_LOGPROBS, vocab_size)
 
 
-def read_verified(joined: np.ndarray, plan: Plan, num_logprobs: int) -> Result:
+def read_verified(joined: np.ndarray, plan: Plan, num_logprobs: int) -> StepOutput:
     """Take the results of a program that verifies drafts apart, an entry for each token of the plan."""
     joined, (counts, drafted) = joined[:, :-2], joined[:, -2:].T
     result = read(joined, plan.num_tokens, num_logprobs)
@@ -106,19 +102,19 @@ def read_verified(joined: np.ndarray, plan: Plan, num_logprobs: int) -> Result:
         tokens=result.tokens[np.minimum(following, plan.num_tokens - 1)],
         is_finite=result.is_finite[places],
         counts=counts[places],
-        drafted=drafted[places],
         places=places,
+        side={"drafted": drafted[places]},
     )
 
 
-def read(joined: np.ndarray, num_rows: int, num_logprobs: int) -> Result:
+def read(joined: np.ndarray, num_rows: int, num_logprobs: int) -> StepOutput:
     """Take a step's results apart, int32[R, W] as `build` returns them; rows from `num_rows` on are padding."""
     joined = np.ascontiguousarray(joined[:num_rows].T)  # [W, R]
     tokens, is_finite = joined[0], joined[1].astype(np.bool_)
     if len(joined) == 2:
-        return Result(tokens, is_finite)
+        return StepOutput(tokens, is_finite)
     ids_at, reported_at = 4 + num_logprobs, 4 + 2 * num_logprobs
-    return Result(
+    return StepOutput(
         tokens=tokens,
         is_finite=is_finite,
         logprob=joined[2].view(np.float32),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxllm.engine.features.feature import Feature, Yielded
-from jaxllm.runner.results import Result
+from jaxllm.runner.results import StepOutput
 from jaxllm.runner.step_input import StepInput
 from jaxllm.scheduler.state import Plan
 
@@ -22,8 +22,8 @@ class Drafts(Feature):
         rows = zip(plan.slots[first:].tolist(), ends, plan.samples[first:].tolist(), strict=True)
         step.tokens += [(slot, end, batch.owner(slot).tokens[end]) for slot, end, samples in rows if not samples]
 
-    def read(self, plan: Plan, result: Result, yielded: Yielded) -> None:
+    def read(self, plan: Plan, result: StepOutput, yielded: Yielded) -> None:
         """Yield the drafts that were kept, and the token after them."""
-        if result.counts is not None and result.drafted is not None:
+        if result.counts is not None:
             yielded.counts = result.counts
-            self.core.metrics.note_drafts(result.drafted.tolist(), result.counts.tolist())
+            self.core.metrics.note_drafts(result.side["drafted"].tolist(), result.counts.tolist())

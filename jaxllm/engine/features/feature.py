@@ -22,7 +22,7 @@ from jaxllm.engine.sequence import SequenceGroup
 from jaxllm.metrics import Metrics
 from jaxllm.outputs import RequestOutput
 from jaxllm.runner.model_runner import Runner
-from jaxllm.runner.results import Result
+from jaxllm.runner.results import StepOutput
 from jaxllm.runner.step_input import StepInput
 from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm.scheduler.state import Events, Plan, State
@@ -95,10 +95,10 @@ class Feature:
     def masks(self, plan: Plan) -> Masks | None:
         """Return the masks of a held step, all steps before which have been committed."""
 
-    def read(self, plan: Plan, result: Result, yielded: Yielded) -> None:
+    def read(self, plan: Plan, result: StepOutput, yielded: Yielded) -> None:
         """Read a step's result before it is committed; change the tokens that it yields."""
 
-    def take_in(self, plan: Plan, result: Result, events: Events) -> Sequence[SequenceGroup]:
+    def take_in(self, plan: Plan, result: StepOutput, events: Events) -> Sequence[SequenceGroup]:
         """Take in a step that has just been committed; return the requests that have ended."""
         return ()
 
@@ -135,7 +135,7 @@ class Features:
         self.place: tuple[Callable[[int, Output], None], ...] = hooks("place")
         self.inputs: tuple[Callable[[StepInput], None], ...] = hooks("inputs")
         self.masks: tuple[Callable[[Plan], Masks | None], ...] = hooks("masks")
-        self.read: tuple[Callable[[Plan, Result, Yielded], None], ...] = hooks("read")
+        self.read: tuple[Callable[[Plan, StepOutput, Yielded], None], ...] = hooks("read")
         self.taking_in = [each for each in features if type(each).take_in is not Feature.take_in]
         self.show: tuple[Callable[[SequenceGroup, RequestOutput], None], ...] = hooks("show")
         self.forget: tuple[Callable[[SequenceGroup], None], ...] = hooks("forget")

@@ -23,7 +23,7 @@ from jaxllm.engine.accepted import Accepted
 from jaxllm.engine.features.feature import Core, Feature, Masks, Yielded
 from jaxllm.engine.input_batch import blaming
 from jaxllm.engine.sequence import Sequence, SequenceGroup
-from jaxllm.runner.results import Result
+from jaxllm.runner.results import StepOutput
 from jaxllm.runner.step_input import StepInput
 from jaxllm.sampling.sampler import Variant
 from jaxllm.scheduler import scheduler
@@ -86,7 +86,7 @@ class GrammarRows(Feature):
         """Hold a step that samples a row which obeys a grammar."""
         step.is_held |= bool((self._is_constrained[step.plan.slots] & step.plan.samples).any())
 
-    def read(self, plan: Plan, result: Result, yielded: Yielded) -> None:
+    def read(self, plan: Plan, result: StepOutput, yielded: Yielded) -> None:
         """Let grammars read the sampled tokens.
 
         A row yields the tokens that its grammar forces behind the sampled one as well, if all rows have enough of them.
@@ -116,7 +116,7 @@ class GrammarRows(Feature):
             tokens[row, 1 : counts[row]] = forced
         yielded.tokens, yielded.counts = tokens, counts
 
-    def take_in(self, plan: Plan, result: Result, events: Events) -> tuple[SequenceGroup, ...]:
+    def take_in(self, plan: Plan, result: StepOutput, events: Events) -> tuple[SequenceGroup, ...]:
         """Count the tokens that grammars forced."""
         if result.counts is None:
             self.core.metrics.forced_tokens += max(0, len(events.tokens) - len(events.ids))

@@ -15,7 +15,7 @@ from jaxllm.engine.features.feature import Core, Feature
 from jaxllm.engine.input_batch import blaming
 from jaxllm.engine.sequence import Sequence, SequenceGroup, entry_of, logprob_of
 from jaxllm.outputs import Logprob, RequestOutput
-from jaxllm.runner.results import MOST_LOGPROBS, Result, Score, Scored
+from jaxllm.runner.results import MOST_LOGPROBS, Score, Scored, StepOutput
 from jaxllm.runner.step_input import StepInput
 from jaxllm.sampling.sampler import Variant
 from jaxllm.sampling_params import RequestOutputKind
@@ -79,16 +79,16 @@ class Scoring(Feature):
         if scored:
             step.side["scored"], step.variant = scored, Variant.FULL
 
-    def take_in(self, plan: Plan, result: Result, events: Events) -> list[SequenceGroup]:
+    def take_in(self, plan: Plan, result: StepOutput, events: Events) -> list[SequenceGroup]:
         """Take in scores; end a request if the logits of its prompt were not finite."""
         ended: list[SequenceGroup] = []
         outputs = self.core.outputs
-        for score in result.scores:
+        for score in result.side.get("scored", ()):
             own = outputs.sequences.get(score.of.sequence_id)
             if own is None:
                 continue
             if score.of.position >= len(own.group.prompt_token_ids):
-                result.whole[own.sequence_id] = score
+                result.side.setdefault("whole", {})[own.sequence_id] = score
                 continue
             try:
                 self._scores(own.group).add(own.group, score)

@@ -20,7 +20,7 @@ from jaxllm.engine.features.feature import Core, Feature
 from jaxllm.engine.sequence import Sequence, SequenceGroup
 from jaxllm.errors import UserError
 from jaxllm.outputs import CompletionOutput
-from jaxllm.runner.results import Result
+from jaxllm.runner.results import StepOutput
 from jaxllm.runner.step_input import StepInput
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.scheduler import scheduler
@@ -140,7 +140,7 @@ class BeamSearches(Feature):
         places = [(int(slots[row]), int(plan.starts[row])) for row in rows]
         step.tokens += [(slot, position, batch.owner(slot).tokens[position]) for slot, position in places]
 
-    def take_in(self, plan: Plan, result: Result, events: Events) -> list[SequenceGroup]:
+    def take_in(self, plan: Plan, result: StepOutput, events: Events) -> list[SequenceGroup]:
         """Take in the likeliest tokens of beams; continue each search that has those of all its beams."""
         if not len(events.answered):
             return []
