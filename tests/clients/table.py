@@ -23,24 +23,25 @@ HEADER = """\
 
 <!-- Made by `make clients`, all but the last section. Do not edit: tests/clients/table.py writes it. -->
 
-Published clients, unmodified, against `jaxllm serve`. Each cell is made by the tests of its row's file in
-`tests/clients` whose names begin with its column, `test_openai.py::test_stream…`; an empty one is what the client does
-not do. `make clients` installs the clients into an environment of their own, runs all tests and writes this table.
+For users of a client library: published clients, unmodified, that were tested against `jaxllm serve`, and their
+settings. `make clients` installs the clients into a separate environment, runs all tests and writes this table. A
+cell is the result of the tests in its row's file in `tests/clients` with names that begin with its column,
+`test_openai.py::test_stream…`; a cell is empty if the client lacks the function.
 
-- Tools: a call, its result, and the answer; agents ask the embedded model's adapter `tools` held-out questions.
+- Tools: a call, its result, and the answer; agents send held-out questions to the embedded model's adapter `tools`.
 - Responses, Messages: `/v1/responses` and `/v1/messages`: text, streams and calls of each.
 - The harness's log-likelihoods are in the column log-probabilities; a stream of gRPC is `StreamGenerate`.
 
-What some of them must be told, besides where the server is:
+Settings that some clients need, besides the address of the server:
 
-- The base URL ends with `/v1` for OpenAI's clients and Vercel's `@ai-sdk/anthropic`; for Anthropic's own, and for
+- The base URL ends with `/v1` for OpenAI's clients and Vercel's `@ai-sdk/anthropic`; for Anthropic's clients, and for
   LangChain's and LiteLLM's ways to it, it does not.
 - LangChain's `OpenAIEmbeddings`: `check_embedding_ctx_length=False`, or it sends token ids of OpenAI's vocabulary.
 - LlamaIndex: `OpenAILike` with `is_function_calling_model=True`, or its agents write calls into the prompt.
-- DSPy asks for JSON of a schema where it knows the model by its name; `--served-model-name` may give a second one.
+- DSPy requests JSON of a schema for model names in its list; `--served-model-name` may give a second name.
 - The harness's `local-completions` takes the server's tokenizer with `--enable-tokenizer-info-endpoint`, and otherwise
   looks for one on the model hub.
-- Pydantic AI's model for Messages is not in the table: release 2.31 fails of itself with release 2 of `anthropic`.
+- Pydantic AI's model for Messages is not in the table: release 2.31 fails with release 2 of `anthropic`.
 
 """.splitlines()
 
