@@ -1,6 +1,6 @@
-"""What a server tells of itself: the names it serves, its state, its load, its metrics.
+"""Routes about the server: models, state, load and metrics.
 
-`/health`, `/live` and `/ready` look at the engine's state and never wait for it.
+`/health`, `/live` and `/ready` read the engine's state without waiting for it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class StatusEndpoints:
-    """What those routes do. `read_body` is that of the server's other routes."""
+    """Handlers of these routes."""
 
     def __init__(
         self,
@@ -44,56 +44,54 @@ class StatusEndpoints:
         self._since = int(time.time())
 
     async def models(self, request: Request) -> ASGIApp:
-        """List the names that the model goes by, and its adapters."""
+        """List the model's names and its adapters."""
         write = anthropic.model_list if _is_anthropics_client(request) else model_list
         return json_response(write(self._cards()))
 
     async def model(self, request: Request) -> ASGIApp:
-        """Describe one name."""
+        """Describe a model or adapter."""
         asked = request.path_params["model"]
-        if not asked:  # "" would be the served one
+        if not asked:  # "" would select the served model
             raise nothing_at(request.scope["path"])
         self._serving.check_model(asked)
         card = self._card(asked)
         return json_response(anthropic.model_info(card) if _is_anthropics_client(request) else card)
 
     def _cards(self) -> list[dict[str, Any]]:
-        """Describe all served names."""
         names = (*self._serving.names, *(served.name for served in self._serving.adapters))
         return [self._card(name) for name in names]
 
     def _card(self, name: str) -> dict[str, Any]:
-        """Describe a served name."""
         serving, length = self._serving, self._serving.engine.model.max_model_len
         if name in serving.adapters:
             return model_card(name, serving.adapters.find(name).source, self._since, length, serving.names[0])
         return model_card(name, serving.root, self._since, length)
 
     async def ollama_models(self, request: Request) -> ASGIApp:
-        """List the served names as Ollama does."""
+        """List the models in Ollama's form."""
         return json_response({"models": [ollama_model(card) for card in self._cards()]})
 
     async def ollama_show(self, request: Request) -> ASGIApp:
-        """Describe one name as Ollama does."""
+        """Describe a model in Ollama's form."""
         asked = asked_name(await self._read(request), self._options.unknown_fields)
         self._serving.check_model(asked)
         pools = self._serving.engine.model.pooler is not None
         return json_response(ollama_details(self._card(asked), self._options, pools))
 
     async def health(self, request: Request) -> ASGIApp:
-        """Say whether there is an engine. Fails while the model is being loaded: vLLM's clients wait for this one."""
+        """Report whether the engine runs. Fails while the model is loading, as vLLM's clients expect."""
         return Response(status_code=503 if self._serving.engine.state in (*DEAD, "loading") else 200)
 
     async def ping(self, request: Request) -> ASGIApp:
-        """Say whether there is an engine, as /health does; SageMaker asks here."""
+        """Report whether the engine runs, as /health does, for SageMaker."""
         return await self.health(request)
 
     async def live(self, request: Request) -> ASGIApp:
-        """Say whether the process is worth keeping."""
+        """Report whether the process works; a failure means that it needs a restart."""
         return Response(status_code=503 if self._serving.engine.state in DEAD else 200)
 
     async def ready(self, request: Request) -> ASGIApp:
-        """Say whether new requests are accepted; while the model is loaded, how many of its programs are ready."""
+        """Report whether new requests are accepted and, during loading, the number of programs ready."""
         state = self._serving.engine.state
         answer = {"state": state}
         if state == "loading" and (metrics := self._serving.engine.metrics).programs_awaited:
@@ -101,11 +99,11 @@ class StatusEndpoints:
         return json_response(answer, 200 if state == "serving" else 503)
 
     async def version(self, request: Request) -> ASGIApp:
-        """Say what serves."""
+        """Return the server's version."""
         return json_response({"version": __version__})
 
     async def load(self, request: Request) -> ASGIApp:
-        """Say how busy the engine is; `server_load` is vLLM's number, of requests that are not answered yet."""
+        """Return the engine's load; `server_load` is vLLM's count of unfinished requests."""
         engine = self._serving.engine
         load = engine.get_load()
         answer = {"server_load": load.running + load.waiting, **load._asdict()}
@@ -114,12 +112,11 @@ class StatusEndpoints:
         return json_response(answer)
 
     async def metrics(self, request: Request) -> ASGIApp:
-        """Write all metrics for Prometheus."""
+        """Return all metrics for Prometheus."""
         if self._observer is None:
             raise nothing_at("/metrics")
         return Response(self._observer.render(), media_type=self._observer.content_type)
 
 
 def _is_anthropics_client(request: Request) -> bool:
-    """Whether a client of Anthropic's API asks, on a path that both have."""
     return "anthropic-version" in request.headers
