@@ -1,7 +1,7 @@
-"""docs/clients.md: which client does what against this server, from the outcomes of the tests of this folder.
+"""docs/clients.md: the features that each client can use with this server, from the outcomes of these tests.
 
 A file of tests is a row, `test_openai.py` the first. A test's name begins with its column: `test_stream` and
-`test_stream_of_an_object` both are the cell "stream". Pure, but for `versions`, which looks into the environment.
+`test_stream_of_an_object` are both in the cell "stream". Pure except `versions`, which reads the environment.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.clients.common import NODE, aiperf
 from tests.support.paths import ROOT
 
 DOCUMENT = ROOT / "docs" / "clients.md"
-BY_HAND = "## vLLM's own tests"  # from here on the document is not made
+BY_HAND = "## vLLM's own tests"  # the rest of the document is written by hand
 
 
 HEADER = """\
@@ -47,7 +47,7 @@ Settings that some clients need, besides the address of the server:
 
 
 class Client(NamedTuple):
-    """A row: its name for people, and the packages that it consists of, the first of which it is."""
+    """A row: its display name, and its packages, the main one first."""
 
     name: str
     packages: tuple[str, ...]
@@ -79,7 +79,7 @@ CLIENTS: dict[str, Client] = {
     "test_grpc_js": Client("gRPC, JavaScript", ("npm:@grpc/grpc-js",)),
 }
 MODULES = tuple(CLIENTS)
-# Columns, by how the names of their tests begin.
+# Columns, by the prefix of their tests' names.
 FEATURES: dict[str, str] = {
     "test_chat": "chat",
     "test_stream": "stream",
@@ -90,7 +90,7 @@ FEATURES: dict[str, str] = {
     "test_responses": "Responses",
     "test_messages": "Messages",
 }
-# In files of requirements, but helpers of the tests.
+# Required by the tests, not clients.
 HELPERS = frozenset({"faiss-cpu", "beartype", "pytest", "npm:@grpc/proto-loader", "npm:zod"})
 
 
@@ -105,12 +105,12 @@ def feature_of(test: str) -> str:
 
 
 def packages() -> list[str]:
-    """Return every package that is in `CLIENTS`."""
+    """Return every package in `CLIENTS`."""
     return [package for client in CLIENTS.values() for package in client.packages]
 
 
 def versions() -> dict[str, str]:
-    """Return the version of every package that is installed."""
+    """Return the version of every installed package."""
     return {package: _version(package) for package in packages()}
 
 
@@ -122,9 +122,9 @@ def _version(package: str) -> str:
 
 
 def render(outcomes: Mapping[tuple[str, str], Iterable[bool]], versions: Mapping[str, str], before: str) -> str:
-    """Return the document: `outcomes` has of each file's stem and column which of its tests passed.
+    """Return the document; `outcomes` lists, by file stem and column, whether each test passed.
 
-    The section by hand is copied from `before`, the former document.
+    The section written by hand is copied from `before`, the previous document.
     """
     rows = [("client", *FEATURES.values())]
     for module, client in CLIENTS.items():

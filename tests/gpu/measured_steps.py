@@ -1,8 +1,8 @@
-"""The time of a decode step of Llama-3.1-8B on one H100 as the sum of its kernels' times: arithmetic, nothing runs.
+"""The time of a decode step of Llama-3.1-8B on one H100, computed as the sum of its kernels' times. Nothing runs.
 
-`python -m tests.gpu.measured_steps` compares it with measured steps and predicts others. All times
-were measured in bfloat16 on an H100 80GB HBM3 on 2026-11-27: a step's kernels by JAX's profiler, products in CUDA
-graphs over weights that exceed the L2 cache.
+`python -m tests.gpu.measured_steps` compares it with measured steps and predicts others. All times were measured in
+bfloat16 on an H100 80GB HBM3 on 2026-11-27: a step's kernels by JAX's profiler, products in CUDA graphs over weights
+that exceed the L2 cache.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PRODUCTS: dict[str, tuple[Times, ...]] = {
         {1: 54.3, 16: 57.2, 64: 66.7, 128: 65.6, 256: 73.0},
     ),
 }
-MOST_FUSED = max(PRODUCTS["triton"][0])  # rows; with more, products are XLA's
+MOST_FUSED = max(PRODUCTS["triton"][0])  # rows; XLA computes the products of more
 # Further launches of a layer: keys and values, and six of XLA's around its products.
 STORE: Times = {1: 1.6, 16: 1.9, 64: 3.1, 256: 8.5}
 APART: Times = {1: 1.75, 16: 1.9, 64: 3.35, 128: 4.1, 256: 6.7}
@@ -56,18 +56,18 @@ HEAD: Times = {1: 348.0, 16: 353.0, 64: 370.0, 128: 400.0, 256: 443.0}
 OTHERS, LAUNCH = 16, 1.6  # further launches of a step, and microseconds of a small one in a graph
 TOLERANCE = 0.08
 
-FEW = 8  # visits that programs make of a row of 1k
+FEW = 8  # visits that programs make to a row of 1k
 BEFORE = Decode(keys=32, programs=RESIDENT * PROCESSORS[90] // 8, splits=1, least_keys=256, tuning=Tuning(4, 5))
 
 
 class Attend(NamedTuple):
     """The time of a layer's attention: the longest program's visits in sequence, or the bytes, whichever is longer."""
 
-    visit: float  # microseconds that a program waits for its loads and multiplies: 14.2 us for 8 visits of one row
-    start: float  # microseconds in which memory is idle, at the beginning and the end
-    bandwidth: float  # bytes a second in between
-    combine: Times  # of the kernel that adds up pieces, by rows
-    few: float | None = None  # microseconds of up to FEW visits, if not `visit` for each
+    visit: float  # microseconds for a program's loads and multiplications: 14.2 us for 8 visits of one row
+    start: float  # microseconds of idle memory, at the beginning and the end
+    bandwidth: float  # bytes a second otherwise
+    combine: Times  # of the kernel that adds pieces, by rows
+    few: float | None = None  # microseconds of up to FEW visits, instead of `visit` each
 
     def microseconds(self, num_bytes: float, visits: int) -> float:
         waiting = visits * self.visit if self.few is None or visits > FEW else self.few
@@ -81,16 +81,16 @@ ATTEND = {
 
 
 class Measured(NamedTuple):
-    """A step that was measured."""
+    """A measured step."""
 
     name: str
     lengths: Sequence[int]
     products: str
     milliseconds: float
-    slower: float = 0.0  # milliseconds, at most, that its whole run was slower than the other runs
+    slower: float = 0.0  # milliseconds, at most, by which its run was slower than the other runs
 
     def difference(self, found: float) -> float:
-        """Return the relative difference of a time from the measured one, or from the nearer end of its range."""
+        """Return the relative difference from the measured time, or from the nearer end of its range."""
         nearest = min(max(found, self.milliseconds - self.slower), self.milliseconds)
         return found / nearest - 1
 
@@ -102,7 +102,7 @@ STEPS = (
     Measured("16 of 8k", [8192] * 16, "a9dbdfd", 13.7, slower=1.0),
     *(Measured(f"{rows} of 1k, xla", [1024] * rows, "xla", one) for rows, one in ((1, 6.16), (16, 7.0), (64, 10.09))),
     Measured("128 of 1k, xla", [1024] * 128, "xla", 13.6),
-    # benchmarks/gpu, 2026-11-27: measured after the constants of products were.
+    # benchmarks/gpu, 2026-11-27, measured after the constants of products.
     *(
         Measured(f"{rows} of 1k, now", [1024] * rows, "triton", one)
         for rows, one in ((1, 5.83), (16, 6.69), (64, 9.33), (128, 13.22), (256, 19.91))
@@ -122,13 +122,13 @@ def pieces(lengths: Sequence[int], chosen: Decode, window: int | None = None) ->
 
 
 def visits(lengths: Sequence[int], kv_heads: int, chosen: Decode) -> list[int]:
-    """Count the visits of each program that has any, in the order in which a device begins programs."""
+    """Return the visits of each program that has any, in the order in which a device starts programs."""
     each = [math.ceil(keys / chosen.keys) for row in pieces(lengths, chosen) for keys in row]
     return [one for one in each if one] * kv_heads
 
 
 def makespan(durations: Sequence[int], places: int) -> int:
-    """Run programs in order on `places`, each on the first free one; return the end of the last program."""
+    """Return the end of the last program, with programs started in order, each in the first free place."""
     ends = [0] * places
     for duration in durations:
         heapq.heapreplace(ends, ends[0] + duration)
@@ -136,7 +136,7 @@ def makespan(durations: Sequence[int], places: int) -> int:
 
 
 def longest(spec: Spec, lengths: Sequence[int], chosen: Decode | None = None) -> int:
-    """Count the visits of a layer's attention that are made one after another, with today's division by default."""
+    """Return the number of consecutive visits of a layer's attention; by default with the current division."""
     heads, size = spec.num_kv_heads, spec.head_size
     if chosen is None:
         chosen = tuning.of_decode(CAPABILITY, len(lengths), heads, size, "bfloat16", "bfloat16", max(lengths))
@@ -144,12 +144,12 @@ def longest(spec: Spec, lengths: Sequence[int], chosen: Decode | None = None) ->
 
 
 def at(times: Times, rows: int) -> float:
-    """Return the time for a number of rows, interpolated linearly between measured ones."""
+    """Return the time for a number of rows, linearly interpolated."""
     return float(np.interp(rows, list(times), list(times.values())))
 
 
 def milliseconds(spec: Spec, lengths: Sequence[int], products: str, attend: Attend, num_visits: int) -> float:
-    """Add up the launches of a step, which run one after another."""
+    """Return the time of a step: its launches run one after another."""
     rows = len(lengths)
     is_fused = products != "xla" and rows <= MOST_FUSED
     layer = sum(at(one, rows) for one in PRODUCTS[products if is_fused else "xla"])
@@ -162,12 +162,12 @@ def milliseconds(spec: Spec, lengths: Sequence[int], products: str, attend: Atte
 
 
 def floor(spec: Spec, lengths: Sequence[int]) -> float:
-    """Return the milliseconds in which weights, keys and values can be read."""
+    """Return the milliseconds for reading weights, keys and values."""
     return 1e3 * (weight_bytes(spec, STORED[0]) + cache_bytes(spec, sum(lengths), is_eight_bit=False)) / READING
 
 
 def llama() -> Spec:
-    """Return the model that was measured."""
+    """Return the measured model."""
     return read_spec(dict(SHAPES["llama-3.1-8b"]))[0]
 
 
@@ -181,7 +181,7 @@ def compared() -> Iterator[tuple[Measured, float]]:
 
 
 def lines() -> Iterator[str]:
-    """Write both tables."""
+    """Yield the lines of both tables."""
     spec = llama()
     yield "| step | measured, ms | computed, ms | difference |"
     yield "| --- " * 4 + "|"

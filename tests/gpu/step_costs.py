@@ -1,8 +1,8 @@
 """The cost of decode steps of Llama-3.1-8B on an H100: `python -m tests.gpu.step_costs` prints the tables.
 
 Nothing runs. Kernels are counted in the program that XLA compiles; attention's programs are those of its grid, with the
-registers and the shared memory of its machine code. Times come from measured_steps.py. pallas_kernels/README.md has the
-tables.
+registers and the shared memory of its machine code. Times are those of measured_steps.py. pallas_kernels/README.md has
+the tables.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.benchmarks.step_bytes import STORED, cache_bytes, weight_bytes
 from tests.gpu import aot, conftest, measured_steps, resources, sass
 from tests.gpu.measured_steps import ATTEND, makespan, visits
 
-assert conftest  # it finds XLA an assembler
+assert conftest  # gives XLA an assembler
 CAPABILITY = 90
 BLOCK = 16
 ROWS = (1, 4, 16, 33, 64, 256)
@@ -31,14 +31,14 @@ BATCHES["1 of 32k, 63 of 512"] = [32768] + [512] * 63
 
 
 class Attention(NamedTuple):
-    """How a layer's attention fills a device."""
+    """The use of a device by a layer's attention."""
 
     waves: float
-    visits: int  # one after another, from the first program's beginning to the last one's end
+    visits: int  # consecutive, from the start of the first program to the end of the last
 
 
 class Cost(NamedTuple):
-    """What a step costs."""
+    """The cost of a step."""
 
     num_bytes: int
     kernels: int
@@ -48,7 +48,7 @@ class Cost(NamedTuple):
 
 
 def attention(spec: Spec, lengths: Sequence[int]) -> Attention:
-    """Compile the kernel of a layer and lay its programs out on the device."""
+    """Compile a layer's kernel and place its programs on the device."""
     heads, size, rows = (spec.num_heads, spec.num_kv_heads), spec.head_size, len(lengths)
     table = max(lengths) // BLOCK
     cache = jax.ShapeDtypeStruct((rows * table, heads[1], BLOCK, size), "bfloat16")
@@ -69,14 +69,14 @@ def attention(spec: Spec, lengths: Sequence[int]) -> Attention:
 
 
 def cost(spec: Spec, lengths: Sequence[int], kernels: int, attention: Attention) -> Cost:
-    """Add up a step."""
+    """Return the cost of a step."""
     num_bytes = weight_bytes(spec, STORED[0]) + cache_bytes(spec, sum(lengths), is_eight_bit=False)
     found = measured_steps.milliseconds(spec, lengths, "triton", ATTEND["triton"], attention.visits)
     return Cost(num_bytes, kernels, attention, found, measured_steps.floor(spec, lengths))
 
 
 def filled(spec: Spec) -> Iterator[str]:
-    """Write how often attention fills the device, and its visits, by rows and contexts."""
+    """Yield the lines of a table: waves and visits of attention, by rows and contexts."""
     yield "| context of each row | " + " | ".join(f"{rows} rows" for rows in ROWS) + " |"
     yield "| --- " * (1 + len(ROWS)) + "|"
     for context in (1024, 16384):
@@ -85,7 +85,7 @@ def filled(spec: Spec) -> Iterator[str]:
 
 
 def lines() -> Iterator[str]:
-    """Write the tables."""
+    """Yield the lines of all tables."""
     spec = measured_steps.llama()
     kernels = {rows: aot.compile_step(SHAPES["llama-3.1-8b"], rows=rows).kernels for rows in (2, 64, 256)}
     yield "| rows, contexts | GB | kernels | waves | visits | ms | of bytes alone |"

@@ -1,4 +1,4 @@
-"""The sum of kernels' times reproduces the steps that were measured on an H100."""
+"""The sum of kernels' times reproduces the steps measured on an H100."""
 
 from __future__ import annotations
 

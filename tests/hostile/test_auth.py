@@ -1,6 +1,6 @@
-"""Who has no key gets nowhere: every route and method with every kind of wrong key, and paths in disguise.
+"""Without a valid key every route and method is refused, with every kind of wrong key and disguised paths.
 
-The routes are these.
+Also checks that the list of routes is complete.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.serving_process import ServingProcess
 
 KEY, ADMIN = "sk-1234567890abcdef", "boss-1234567890abcdef"
 
-# Every HTTP route: its method, and what it answers to: no key, a wrong one, a user's, an admin's.
+# Every HTTP route: its method, and its statuses with no key, a wrong one, a user's, an admin's.
 ROUTES = {
     ("POST", "/v1/completions"): (401, 401, 400, 400),
     **{("POST", f"/v1/chat/completions{path}"): (401, 401, 400, 400) for path in ("", "/batch")},
@@ -61,7 +61,7 @@ ROUTES = {
     ("GET", "/"): (200, 200, 200, 200),
     ("GET", "/docs"): (200, 200, 200, 200),
 }
-# Every gRPC service but health, which is open: whether its calls are an administrator's.
+# Every gRPC service except health, which is open: whether it requires an admin key.
 SERVICES = {
     "jaxllm.v1.InferenceService": False,
     "jaxllm.v1.ControlService": True,
@@ -173,7 +173,7 @@ def test_no_path_in_disguise_is_open(port: int, path: str) -> None:
         assert status(port, "GET", path, host=host) == refused, host
     for wrong in ("Bearer wrong", "Bearer sk-", f"Bearer {KEY}x", "Basic c2s="):
         assert status(port, "GET", path, authorization(wrong)) == refused, wrong
-    # With a key it is nothing special, either.
+    # With a key it is not special, either.
     keyed = status(port, "GET", path, authorization(f"Bearer {KEY}"))
     assert keyed in (200, 400, 404, 405) or (keyed == 403 and path in ("/load", "/metrics"))
 
@@ -251,7 +251,7 @@ def methods() -> list[tuple[str, bool]]:
 @pytest.mark.ci
 def test_what_each_call_says_to_each_key(keyed: ServingProcess) -> None:
     def code(method: str, *metadata: tuple[str, str | bytes]) -> str:
-        # As a stream both ways, which any kind of call looks like on the wire.
+        # A bidirectional stream, which has the wire format of any kind of call.
         call = channel.stream_stream(method)(iter([b""]), metadata=metadata, timeout=10)
         try:
             list(call)
@@ -296,16 +296,16 @@ def t_of(one: list[float], other: list[float]) -> float:
 
 
 def test_the_time_of_a_check_tells_nothing_about_the_key() -> None:
-    """Twenty thousand keys that share nothing with the real one, and as many that share all but the last character.
+    """Compares 20,000 keys without a common prefix with the real one and 20,000 that differ only in the last character.
 
-    Interleaved in random order; the slowest tenth, which is the machine's own, is left out.
+    Interleaved in random order; the slowest tenth, which is noise, is left out.
     """
     keys = Keys((KEY * 4, "another" * 8), (ADMIN * 4,))
     length = len(KEY) * 4
     rng = random.Random(3)
 
     def t() -> float:
-        # Made anew each time: where a text lies in memory can make its reading slower, and says nothing of the key.
+        # New strings each time: their place in memory may slow down reading, independent of the key.
         wrong = ["Bearer " + "x" * length, "Bearer " + (KEY * 4)[:-1] + "x"]
         times: tuple[list[float], list[float]] = ([], [])
         order = [0, 1] * 20_000
@@ -320,7 +320,7 @@ def test_the_time_of_a_check_tells_nothing_about_the_key() -> None:
         most = sorted(times[0] + times[1])[int(0.9 * len(order))]
         return t_of(*([value for value in kind if value <= most] for kind in times))
 
-    # A leak shows every time; chance does not.
+    # A leak shows every time; noise does not.
     found = [t()]
     while abs(found[-1]) >= 4.5 and len(found) < 3:
         found.append(t())
@@ -329,7 +329,7 @@ def test_the_time_of_a_check_tells_nothing_about_the_key() -> None:
 
 
 def test_a_comparison_that_stops_early_would_be_seen() -> None:
-    """The test above can fail: a comparison of characters, one after the other, is far beyond its bound."""
+    """Shows that the test above can fail: a comparison character by character far exceeds its bound."""
 
     def naive(given: str) -> bool:
         return all(map(str.__eq__, given, KEY * 4))

@@ -22,17 +22,17 @@ from jaxllm.scheduler.state import Plan
 
 
 def params_of(runner: Runner) -> tuple[Any, ...]:
-    """Return the weights, as the programs take them."""
+    """Return the weights as the programs take them."""
     return runner._params
 
 
 def set_params(runner: Runner, params: Iterable[Any]) -> None:
-    """Give the programs other weights."""
+    """Replace the weights of the programs."""
     runner._params = tuple(params)
 
 
 def arrays_of(runner: Runner) -> tuple[Any, ...]:
-    """Return the device's state, as the programs take it."""
+    """Return the device's state as the programs take it."""
     return runner._state
 
 
@@ -107,7 +107,7 @@ def is_in_flight(engine: LLMEngine) -> bool:
 
 
 def forgive(engine: LLMEngine) -> None:
-    """Forget that steps have failed."""
+    """Reset the count of failed steps."""
     engine._failed_steps.reset()
 
 
@@ -117,13 +117,13 @@ def set_recorder(engine: LLMEngine, recorder: Any) -> None:
 
 
 def serve_without_a_device(llm: AsyncLLM, engine: LLMEngine, inbox: Any) -> None:
-    """Let an engine take requests without a start; `inbox` answers them."""
+    """Let an engine accept requests without a start; `inbox` answers them."""
     llm._engine, llm._queue, llm._inbox = engine, inbox, inbox
     llm._life.on("ready")
 
 
 def set_loop(llm: AsyncLLM, loop: Any) -> None:
-    """Set the loop in which outputs are delivered."""
+    """Set the loop that outputs are delivered to."""
     llm._loop = loop
 
 

@@ -1,4 +1,4 @@
-"""Speculative decoding: the drafts that steps verify; see scheduler/drafting.py and runner/drafting.py."""
+"""Speculative decoding in the engine; see scheduler/drafting.py and runner/drafting.py."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from jaxllm.scheduler.state import Plan
 
 
 class Drafts(Feature):
-    """Sends the tokens that drafts are made of, and counts the drafts that were kept. Has no state."""
+    """Sends tokens that drafting reads, and counts accepted drafts. Stateless."""
 
     name = "drafts"
 
     def inputs(self, step: StepInput) -> None:
-        """Send the token that follows each chunk which does not reach its sequence's end, if drafts read it."""
+        """Send the token after each chunk that ends before its sequence does, if the draft model reads it."""
         if not self.core.runner.reads_ahead:
             return
         plan, batch, first = step.plan, self.core.batch, step.plan.num_decodes
@@ -23,7 +23,7 @@ class Drafts(Feature):
         step.tokens += [(slot, end, batch.owner(slot).tokens[end]) for slot, end, samples in rows if not samples]
 
     def read(self, plan: Plan, result: StepOutput, yielded: Yielded) -> None:
-        """Yield the drafts that were kept, and the token after them."""
+        """Yield the accepted drafts and the token after them."""
         if result.counts is not None:
             yielded.counts = result.counts
             self.core.metrics.note_drafts(result.side["drafted"].tolist(), result.counts.tolist())
