@@ -26,6 +26,10 @@ from tests.support.fake_serving import SCRIPT, FakeServing
 class Ordered(FakeServing):
     """Answers with the chunks that the prompt specifies."""
 
+    def __init__(self):
+        super().__init__()
+        self.pooling.stream = self._pool_stream
+
     async def generate(self, call, params=None):
         self.check_model(call.model)
         if not is_request_id(call.request_id, ServerOptions()):
@@ -43,8 +47,8 @@ class Ordered(FakeServing):
         if not call.stream:
             yield self._chunk(call, params, 0, [text] * count, is_last=True)
 
-    async def pool_stream(self, *asked):
-        return pool_stream.answers(self, *asked)  # type: ignore[arg-type]
+    async def _pool_stream(self, *asked):
+        return pool_stream.answers(self, self.pool, *asked)  # type: ignore[arg-type]
 
 
 async def run(options: ServerOptions) -> None:

@@ -58,6 +58,7 @@ class ScriptedServing:
         self.started = asyncio.Event()
         self.engine: Any = FakeEngine(has_adapters=options.lora_root is not None)
         self.adapters = ServedAdapters(self.engine, options, self.names)
+        self.pooling = SimpleNamespace(pool=self.pool, stream=self.pool_stream)
 
     async def off_loop(self, client: str, function: Callable[..., Any], *arguments: Any, language: Any = None) -> Any:
         return await asyncio.to_thread(function, *arguments)
@@ -94,7 +95,7 @@ class ScriptedServing:
             self.num_open -= 1
 
     async def pool_stream(self, *asked: Any) -> AsyncGenerator[pool_stream.Answer[pb.EmbedRequest]]:
-        return pool_stream.answers(cast(Any, self), *asked)
+        return pool_stream.answers(cast(Any, self), self.pool, *asked)
 
     async def tokenize(self, call: Call) -> list[int]:
         self.calls.append(call)

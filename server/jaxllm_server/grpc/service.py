@@ -106,7 +106,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         def read(request: inference_pb2.EmbedRequest) -> PoolCall:
             return replace(messages.pool_call_of(request, request.request_id or None), client=client)
 
-        answers = await self._serving.pool_stream(requests, read, client)
+        answers = await self._serving.pooling.stream(requests, read, client)
         # At once: a client of grpc.aio that writes while its call is refused does not learn why (grpc/grpc#36066), so
         # it may wait for this. For the same reason, failures of single texts do not end the stream.
         request_id = first(context.invocation_metadata(), REQUEST_ID) or uuid4().hex
@@ -215,7 +215,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         async def pool(call: PoolCall) -> list[PoolResult]:
             with self._serving.ledger.entry(client) as entry:
                 entry.charge(REQUESTS, 2 * request.ByteSize())  # the message, and the call that was made from it
-                async with aclosing(self._serving.pool(call)) as results:
+                async with aclosing(self._serving.pooling.pool(call)) as results:
                     return [result async for result in results]
 
         try:

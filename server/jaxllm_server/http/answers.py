@@ -182,7 +182,7 @@ class PoolAnswer(Answer[PoolReply]):
 
     async def _work(self, scope: Scope, send: Send) -> None:
         (call,) = self.reply.calls
-        async with aclosing(self.serving.pool(replace(call, client=self.client))) as results:
+        async with aclosing(self.serving.pooling.pool(replace(call, client=self.client))) as results:
             found = sorted([result async for result in results], key=lambda result: result.index)
         if sum(len(result.values) for result in found) > _MANY_NUMBERS:
             content = await self.serving.engine.off_loop(self._write, found, client=self.client)
