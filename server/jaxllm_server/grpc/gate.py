@@ -22,7 +22,7 @@ from jaxllm_server.access.client_quota import Places, peer_of
 from jaxllm_server.grpc import wire
 from jaxllm_server.grpc.error_details import Failure, failure_of
 from jaxllm_server.grpc.health import CONTROL, HEALTH
-from jaxllm_server.grpc.service import REQUEST_ID, first
+from jaxllm_server.grpc.servicer import REQUEST_ID, first
 
 if TYPE_CHECKING:
     from jaxllm_server.access.auth import Keys
