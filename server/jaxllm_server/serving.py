@@ -29,9 +29,7 @@ from jaxllm_server.access.ledger import PROMPTS, REQUESTS, Entry, Ledger
 from jaxllm_server.adapters import Served, ServedAdapters
 from jaxllm_server.generation import beam_calls
 from jaxllm_server.generation.calls import LARGE_REQUEST, Call, Chunk, is_forced
-from jaxllm_server.generation.chat_checks import (
-    check_tools,
-)
+from jaxllm_server.generation.chat_checks import check_tools
 from jaxllm_server.generation.forced_calls import blaming_tools, with_forced_calls
 from jaxllm_server.generation.output_forms import OutputForms
 from jaxllm_server.generation.prompts import Prompts

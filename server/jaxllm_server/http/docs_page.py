@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from hashlib import sha256
 from html import escape
 from typing import Any
@@ -80,13 +80,13 @@ HEADERS: Mapping[str, str] = {
 }
 
 
-def page_of(description: Mapping[str, Any], is_served: Callable[[str], bool]) -> bytes:
+def page_of(description: Mapping[str, Any], served: Collection[str]) -> bytes:
     """Return the page for an OpenAPI document, with only the paths that are served."""
     title = escape(description["info"]["title"])
     operations = [
         part
         for path, methods in description["paths"].items()
-        if is_served(path)
+        if path in served
         for method, operation in methods.items()
         for part in _operation(path, method.upper(), operation, description["components"]["schemas"])
     ]
@@ -100,9 +100,9 @@ def page_of(description: Mapping[str, Any], is_served: Callable[[str], bool]) ->
     return "\n".join(page).encode()
 
 
-def front_page(description: Mapping[str, Any], is_served: Callable[[str], bool]) -> bytes:
+def front_page(description: Mapping[str, Any], served: Collection[str]) -> bytes:
     """Return the page at `/`: a list of paths, and a link to `/docs`."""
-    paths = [path for path in description["paths"] if is_served(path)]
+    paths = [path for path in description["paths"] if path in served]
     link = "<p>Try them at <a href=docs>/docs</a>. For tools: <a href=openapi.json>openapi.json</a>."
     listed = "".join(f"<li><code>{escape(path)}</code>" for path in paths)
     return "\n".join((*_head("jaxllm"), f"{link if '/docs' in paths else ''}<ul>{listed}</ul></html>")).encode()

@@ -24,11 +24,14 @@ from jaxllm.errors import RequestIdInUseError, UnsupportedError, UserError, prin
 from jaxllm_server.access.client_quota import Places
 from jaxllm_server.access.ledger import REQUESTS, RESPONSES, Entry
 from jaxllm_server.generation.calls import LARGE_REQUEST, Call
+from jaxllm_server.http.answering import Answering
 from jaxllm_server.http.answers import TextAnswer, while_connected
-from jaxllm_server.http.bodies import BodyReader
 from jaxllm_server.http.error_bodies import Refusal, log_failure
 from jaxllm_server.http.guard import CLIENT
+from jaxllm_server.http.openapi import BODIES
 from jaxllm_server.http.response_sockets import KEPT, ResponseSockets
+from jaxllm_server.http.response_sockets import ROUTE as SOCKETS
+from jaxllm_server.http.routes import GET, ApiRoute
 from jaxllm_server.http.sse import dumps, dumps_large
 from jaxllm_server.http.writers import NamedWriter
 from jaxllm_server.requests.fields import Body, text
@@ -46,11 +49,9 @@ from jaxllm_server.responses.store import (
     ordered,
     page_of,
 )
-from jaxllm_server.shared.options import ServerOptions
 
 if TYPE_CHECKING:
     from jaxllm_server.observability.tracing import Tracer
-    from jaxllm_server.serving import Serving
 
 OwnReply = TypeVar("OwnReply", bound=ResponseReply)
 _LARGE = 256 << 10  # bytes of JSON, 1 ms (measured); above, in a thread
@@ -96,27 +97,30 @@ class Job:
 class ResponseEndpoints:
     """Handlers of the routes."""
 
-    def __init__(
-        self,
-        serving: Serving,
-        options: ServerOptions,
-        tracer: Tracer,
-        places: Places,
-        bodies: BodyReader,
-        parts_of_answer: Callable[[Request, Any], dict[str, Any]],
-        head_of: Callable[[Any], dict[str, Any]],
-    ) -> None:
-        self._serving = serving
-        self._options = options
+    def __init__(self, answering: Answering, tracer: Tracer, places: Places) -> None:
+        self._serving, self._options = answering.serving, answering.options
         self._tracer = tracer
         self._places = places
-        self._bodies = bodies
-        self._parts_of_answer = parts_of_answer
-        self._head_of = head_of
-        self._store = ResponseStore(options.max_stored_response_bytes)
-        self.sockets = ResponseSockets(options, serving.ledger, partial(OfConnection, self._store))
-        serving.ledger.watch(RESPONSES, lambda: self._store.num_bytes)
+        self._answering = answering
+        self._bodies = answering.bodies
+        self._store = ResponseStore(self._options.max_stored_response_bytes)
+        self._sockets = ResponseSockets(self._options, self._serving.ledger, partial(OfConnection, self._store))
+        self._serving.ledger.watch(RESPONSES, lambda: self._store.num_bytes)
         self._jobs: dict[tuple[str, str], Job] = {}
+
+    def routes(self) -> list[ApiRoute]:
+        """Return the routes."""
+        one = "/v1/responses/{response_id}"
+        read = {"/v1/responses": self.create, "/v1/responses/input_tokens": self.count}
+        read["/v1/responses/compact"] = self.compact
+        return [
+            *(ApiRoute(path, run, bodies=(BODIES[path],), pools=False) for path, run in read.items()),
+            ApiRoute(f"{one}/cancel", self.cancel, pools=False),
+            ApiRoute(one, self.retrieve, GET, pools=False),
+            ApiRoute(f"{one}/input_items", self.input_items, GET, pools=False),
+            ApiRoute("/v1/responses", self._sockets.open, GET, pools=False, is_bounded=False, label=SOCKETS),
+            ApiRoute(one, self.delete, ("DELETE",), pools=False, is_bounded=False),
+        ]
 
     async def create(self, request: Request) -> ASGIApp:
         """Answer a conversation, immediately or in the background."""
@@ -124,8 +128,8 @@ class ResponseEndpoints:
         self._serving.check_room(client, pools=False)
         kept_here: OfConnection | None = request.scope.get(KEPT)
         reply, chain = await self._reply_of(request, ResponseReply)
-        parts = self._parts_of_answer(request, reply)
-        head = self._head_of(reply) | await self._sampling_of(reply, client, parts["num_bytes"])
+        parts = self._answering.parts(request, reply)
+        head = self._answering.head(reply) | await self._sampling_of(reply, client, parts["num_bytes"])
         response_id: str = head["id"]
         self._serving.check_text("request_id", reply.request_id)
         items = b""
@@ -160,7 +164,7 @@ class ResponseEndpoints:
     async def count(self, request: Request) -> ASGIApp:
         """Count the input tokens of a request."""
         reply, _ = await self._reply_of(request, ResponseReply)
-        self._parts_of_answer(request, reply)  # reports ignored fields
+        self._answering.parts(request, reply)  # reports ignored fields
         self._serving.check_text("request_id", reply.request_id)
         call = replace(reply.calls[0], client=request.scope[CLIENT])
         ids = await while_connected(request.receive, self._serving.tokenize(call))
@@ -171,8 +175,8 @@ class ResponseEndpoints:
         self._serving.check_room(request.scope[CLIENT], pools=False)
         reply, _ = await self._reply_of(request, CompactionReply)
         reply.bound(self._serving.engine.model.max_model_len)
-        parts = self._parts_of_answer(request, reply)
-        head = self._head_of(reply) | await self._sampling_of(reply, request.scope[CLIENT], parts["num_bytes"])
+        parts = self._answering.parts(request, reply)
+        head = self._answering.head(reply) | await self._sampling_of(reply, request.scope[CLIENT], parts["num_bytes"])
         return TextAnswer(**parts, writer=NamedWriter(reply, head))
 
     async def _reply_of(self, request: Request, reply_type: type[OwnReply]) -> tuple[OwnReply, dict[str, Stored]]:

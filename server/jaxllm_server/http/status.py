@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -15,33 +15,49 @@ from starlette.types import ASGIApp
 
 from jaxllm.version import __version__
 from jaxllm_server.anthropic import models as anthropic
+from jaxllm_server.http.answering import Answering
 from jaxllm_server.http.answers import json_response
 from jaxllm_server.http.bodies import DEAD
 from jaxllm_server.http.error_bodies import nothing_at
-from jaxllm_server.ollama.models import asked_name, ollama_details, ollama_model
+from jaxllm_server.http.routes import GET, PLAIN, ApiRoute, Body
+from jaxllm_server.ollama.models import SHOW_FIELDS, asked_name, ollama_details, ollama_model
 from jaxllm_server.openai.replies import model_card, model_list
-from jaxllm_server.shared.options import ServerOptions
 
 if TYPE_CHECKING:
     from jaxllm_server.observability.prometheus import PrometheusObserver
-    from jaxllm_server.serving import Serving
+
+_SHOW = Body(
+    "OllamaShow", "Describe a served name as Ollama does.", SHOW_FIELDS, ("model",), {"model": "jaxllm-embedded"}
+)
 
 
 class StatusEndpoints:
     """Handlers of these routes."""
 
-    def __init__(
-        self,
-        serving: Serving,
-        options: ServerOptions,
-        observer: PrometheusObserver | None,
-        read_body: Callable[[Request], Awaitable[dict[str, Any]]],
-    ) -> None:
-        self._serving = serving
-        self._options = options
+    def __init__(self, answering: Answering, observer: PrometheusObserver | None) -> None:
+        self._serving, self._options = answering.serving, answering.options
+        self._bodies = answering.bodies
         self._observer = observer
-        self._read = read_body
         self._since = int(time.time())
+
+    def routes(self) -> list[ApiRoute]:
+        """Return the routes."""
+        get = partial(ApiRoute, methods=GET, is_bounded=False)
+        return [
+            ApiRoute("/api/show", self.ollama_show, bodies=(_SHOW,)),
+            get("/v1/models", self.models),
+            get("/v1/models/{model:path}", self.model),
+            get("/api/tags", self.ollama_models),
+            get("/api/ps", self.ollama_models),
+            get("/api/version", self.version),
+            get("/health", self.health, media=()),
+            get("/live", self.live, media=()),
+            get("/ready", self.ready),
+            get("/version", self.version),
+            get("/load", self.load),
+            get("/metrics", self.metrics, media=(PLAIN,)),
+            ApiRoute("/ping", self.ping, ("GET", "POST"), is_bounded=False, media=()),
+        ]
 
     async def models(self, request: Request) -> ASGIApp:
         """List the model's names and its adapters."""
@@ -73,7 +89,7 @@ class StatusEndpoints:
 
     async def ollama_show(self, request: Request) -> ASGIApp:
         """Describe a model in Ollama's form."""
-        asked = asked_name(await self._read(request), self._options.unknown_fields)
+        asked = asked_name(await self._bodies.json(request), self._options.unknown_fields)
         self._serving.check_model(asked)
         pools = self._serving.engine.model.pooler is not None
         return json_response(ollama_details(self._card(asked), self._options, pools))

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias
 from jaxllm_server.generation.calls import Call, Chunk
 from jaxllm_server.http.sse import DONE, EventWriter, dumps, event, named_event
 from jaxllm_server.openai.replies import error_body_of
-from jaxllm_server.requests.form import Reply
+from jaxllm_server.requests.form import CallsReply, Reply
 
 Write: TypeAlias = Callable[[Any], bytes]
 
@@ -39,7 +39,7 @@ class Writer(Protocol):
         ...
 
 
-class EventReply(Protocol):
+class EventReply(CallsReply, Protocol):
     """A request of an API with several event types in a stream.
 
     Each event has a `type`. `begin` is called first.
@@ -47,9 +47,6 @@ class EventReply(Protocol):
 
     calls: Sequence[Call]
     is_stream: bool
-    request_id: str
-    id_prefix: str
-    names: Mapping[str, str]  # parameter in errors -> field of the request, where different
 
     def begin(self, head: Mapping[str, Any]) -> None:
         """Set `id`, `created` (seconds since 1970) and `model`."""

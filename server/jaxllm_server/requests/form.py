@@ -28,17 +28,23 @@ class Form:
     logprob_ids: Sequence[int] | None = None  # report these tokens instead of the likeliest
 
 
-class Reply(Protocol):
+class CallsReply(Protocol):
+    """The calls of a request, for text or pooling."""
+
+    calls: Sequence[Any]
+    request_id: str
+    id_prefix: str
+    names: Mapping[str, str]  # parameter in errors -> field of the request, where different
+
+
+class Reply(CallsReply, Protocol):
     """A request's calls, and the conversion of their chunks. Its only state is the output's progress."""
 
     calls: Sequence[Call]
     form: Form
     is_stream: bool
-    request_id: str
-    id_prefix: str
     object: str
     chunk_object: str
-    names: Mapping[str, str]  # parameter in errors -> field of the request, where different
 
     @property
     def ignored(self) -> Sequence[str]:
