@@ -100,7 +100,6 @@ class Endpoint:
         self._open()
 
     def _open(self) -> None:
-        """Prepare the channel, without network traffic."""
         raise NotImplementedError
 
     def _connect(self, library: Any) -> Any:
@@ -125,13 +124,11 @@ class Endpoint:
 
 
 def error_of(failure: Any, target: str) -> UserError | EngineError:
-    """Convert a `grpc.RpcError` or `grpc.aio.AioRpcError` into an exception of `jaxllm.errors`."""
     trailers = dict(failure.trailing_metadata() or ())
     return read_error(failure.code().name, failure.details() or "", trailers.get("grpc-status-details-bin"), target)
 
 
 def read_health(response: health_pb2.HealthCheckResponse) -> str:
-    """Return a health state's name."""
     return _HEALTH.get(response.status, "unknown")
 
 

@@ -14,10 +14,7 @@ class AuthError(errors.UserError):
 
 
 def read_error(code: str, message: str, details: bytes | None, target: str) -> errors.UserError | errors.EngineError:
-    """Convert an error status into the exception that the engine would have raised.
-
-    `code` is the status's name; `details` is a serialized google.rpc.Status.
-    """
+    """`code` is the status's name; `details` is a serialized google.rpc.Status."""
     text = " ".join(message.split()) or code
     info, violation, delay = _details(details)
     reason = info.reason
@@ -46,7 +43,6 @@ def read_error(code: str, message: str, details: bytes | None, target: str) -> e
     return (_ENGINE_ERRORS.get(reason) or _ENGINE_ERRORS.get(code, errors.EngineError))(text)
 
 
-# Keyed by ErrorInfo.reason, or else by status code.
 _USER_ERRORS = {
     "UNSUPPORTED_PARAMETER": errors.UnsupportedError,
     "INVALID_ARGUMENT": errors.UserError,
@@ -70,7 +66,7 @@ _RETRY_AFTER = 1.0  # seconds, if an overloaded server or a proxy sends no hint
 
 
 def _details(packed: bytes | None) -> tuple[error_details_pb2.ErrorInfo, str, float]:
-    """Return a google.rpc.Status's ErrorInfo, first invalid field, and retry delay in seconds."""
+    """Return ErrorInfo, first invalid field, retry delay in seconds."""
     info, violation, delay = error_details_pb2.ErrorInfo(), "", _RETRY_AFTER
     status = status_pb2.Status()
     try:

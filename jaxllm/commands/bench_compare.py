@@ -14,7 +14,6 @@ from jaxllm.errors import UserError
 
 
 def add(benchmarks: Subparsers) -> None:
-    """Add the command."""
     parser = new_command(benchmarks, "compare", run, "compare two results")
     parser.description = (
         "Show the ratio B/A of every figure that both results have. With one file a side, intervals come "
@@ -29,7 +28,7 @@ def add(benchmarks: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Print the ratios, and other differences to stderr."""
+    """Print the ratios; other differences to stderr."""
     files, a, b = options["files"], options["a"], options["b"]
     if (len(files), a, b) != (2, None, None) and (files or not a or not b):
         raise Usage("give two files, or those of each side with --a and --b")

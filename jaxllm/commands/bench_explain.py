@@ -9,12 +9,11 @@ from jaxllm.commands.bench_engine import add_engine, check_context, read_engine
 from jaxllm.commands.bench_results import add_number, write
 from jaxllm.commands.session import add_verbose, open_llm
 
-# Without precompilation, steps could run in programs larger than necessary.
+# Otherwise steps could run in programs larger than necessary.
 ENGINE_DEFAULTS = {"EngineConfig.precompile": "all"}
 
 
 def add(benchmarks: Subparsers) -> None:
-    """Add the command."""
     parser = new_command(
         benchmarks, "explain", run, "split the time of a step: attention, matrix products, sampling, host, waiting"
     )
@@ -32,7 +31,6 @@ def add(benchmarks: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Trace steps and print their breakdown."""
     options, config = read_engine(options, ENGINE_DEFAULTS)
     from jaxllm.bench.explain import report
     from jaxllm.bench.traced import batch, trace

@@ -13,14 +13,13 @@ from jaxllm.errors import UserError
 
 
 def add_output(parser: argparse.ArgumentParser, has_plot: bool = True) -> None:
-    """Add `--output-json`, and optionally `--plot`."""
     parser.add_argument("--output-json", metavar="FILE", help="write the figures, their samples and the environment")
     if has_plot:
         parser.add_argument("--plot", metavar="FILE", help="draw them into one file: .png or .html (jaxllm[bench])")
 
 
 def check_output(options: Mapping[str, Any]) -> None:
-    """Raise UserError for unwritable result files, before measuring."""
+    """Raise UserError for unwritable files, before measuring."""
     for name in ("output_json", "plot"):
         path = options.get(name)
         if path is not None and not Path(path).expanduser().absolute().parent.is_dir():
@@ -32,7 +31,6 @@ def check_output(options: Mapping[str, Any]) -> None:
 
 
 def write(options: Mapping[str, Any], figures: Mapping[str, Any]) -> None:
-    """Write figures and environment to the requested files."""
     from jaxllm.bench import environment
 
     result = {**figures, "environment": environment.describe()}
@@ -50,20 +48,17 @@ def write(options: Mapping[str, Any], figures: Mapping[str, Any]) -> None:
 
 
 def add_number(parser: argparse.ArgumentParser, flag: str, default: int, text: str, least: int = 1) -> None:
-    """Add an integer flag with a minimum of 0 or 1."""
     kind = positive if least else natural
     parser.add_argument(flag, type=kind, default=default, metavar="N", help=f"{text} (default: {default})")
 
 
 def positive(text: str) -> int:
-    """Parse an integer above 0, for argparse."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
 def natural(text: str) -> int:
-    """Parse an integer of at least 0, for argparse."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(text)

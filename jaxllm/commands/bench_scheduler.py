@@ -14,7 +14,6 @@ LOADS = ("decode", "turnover")
 
 
 def add(benchmarks: Subparsers) -> None:
-    """Add the command."""
     parser = new_command(benchmarks, "scheduler", run, "measure the scheduler alone")
     parser.description = (
         "Measure what a step's plan and commit cost while so many requests run. decode: each gets a token. "
@@ -33,7 +32,7 @@ def add(benchmarks: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Measure and print; raises EngineError if a median exceeds the limit."""
+    """Raise EngineError if a median exceeds the limit."""
     check_output(options)
     from tqdm import tqdm
 

@@ -1,4 +1,4 @@
-"""The flags of `bench serve`: declaration, validation and conversion. Loads nothing."""
+"""The flags of `bench serve`."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ ENDPOINTS = {
     "openai-embeddings": "/v1/embeddings",
     "grpc": "",
 }
-_EMBEDS = ("embeddings", "/v1/embeddings")  # values of --endpoint that select embeddings for any backend
+_EMBEDS = ("embeddings", "/v1/embeddings")  # values of --endpoint
 _EMBED_METRICS = ("e2el", "client_queue_time")
 SAMPLING = {own.name: type(own.default) for own in fields(SamplingParams) if declaration_of(own).shapes_distribution}
 HTTP_PORT, GRPC_PORT = 8000, 50051
-_KEYS = ("OPENAI_API_KEY", "JAXLLM_API_KEY")  # environment variables for the API key, in order of preference
+_KEYS = ("OPENAI_API_KEY", "JAXLLM_API_KEY")  # environment variables, in order of preference
 RAMP = ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add all flags except the dataset's."""
     _add_server_flags(parser.add_argument_group("server"))
     _add_load_flags(parser.add_argument_group("load"))
     _add_request_flags(parser.add_argument_group("requests"))
@@ -41,7 +40,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def resolve(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Validate the options and add derived ones such as `embeds`."""
+    """Validate options and add derived ones such as `embeds`."""
     embeds = options["backend"] == "openai-embeddings" or options["endpoint"] in _EMBEDS
     own = {"embeds": embeds}
     if embeds:
@@ -98,7 +97,7 @@ def _check(options: Mapping[str, Any]) -> None:
 
 
 def base_of(options: Mapping[str, Any]) -> str:
-    """Return the server's address: a URL without a path, or a gRPC target."""
+    """Return a URL without a path, or a gRPC target."""
     is_grpc = options["backend"] == "grpc"
     if options["base_url"]:
         base = options["base_url"].rstrip("/")
@@ -112,7 +111,7 @@ def base_of(options: Mapping[str, Any]) -> str:
 
 
 def headers_of(options: Mapping[str, Any]) -> dict[str, str]:
-    """Return the headers of every request, with the environment's API key by default."""
+    """Return the headers, with the environment's API key by default."""
     given = dict(options["header"])
     key = next((os.environ[name] for name in _KEYS if os.environ.get(name)), None)
     if key is None or any(name.lower() == "authorization" for name in given):
@@ -121,12 +120,11 @@ def headers_of(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def schema_in(options: Mapping[str, Any]) -> StructuredOutputsParams | None:
-    """Return the constraint of `--json-schema-path`."""
     return schema_of(options["json_schema_path"]) if options["json_schema_path"] else None
 
 
 def fields_of(options: Mapping[str, Any], ignores_eos: bool) -> dict[str, Any]:
-    """Return the fields of every request except prompt and length."""
+    """Return all fields except prompt and length."""
     fields: dict[str, Any] = {name: options[name] for name in SAMPLING if options[name] is not None}
     if (constraint := schema_in(options)) is not None:
         schema = constraint.json

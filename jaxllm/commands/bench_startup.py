@@ -13,7 +13,6 @@ from jaxllm.errors import EngineError
 
 
 def add(benchmarks: Subparsers) -> None:
-    """Add the command."""
     parser = new_command(benchmarks, "startup", run, "measure starts, cold and warm")
     parser.description = (
         "Measure starts from the process's beginning until the engine is ready, until the first token, and "
@@ -32,7 +31,7 @@ def add(benchmarks: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Measure and print; raises EngineError if a start exceeds its limit."""
+    """Raise EngineError if a start exceeds its limit."""
     config = engine_config(options)
     check_output(options)
     from tqdm import tqdm

@@ -15,7 +15,6 @@ SWEPT = ("serve", "throughput", "latency", "startup", "scheduler", "kernels", "e
 
 
 def add(benchmarks: Subparsers) -> None:
-    """Add the command."""
     parser = new_command(benchmarks, "sweep", run, "run a grid of another benchmark")
     parser.description = (
         "Run another benchmark with every combination of settings, each in a process of its own. Started "
@@ -35,7 +34,7 @@ def add(benchmarks: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Run the missing cells and write the table; 1 if a cell failed."""
+    """Run the missing cells; return 1 if one failed."""
     from tqdm import tqdm
 
     from jaxllm.bench import sweep

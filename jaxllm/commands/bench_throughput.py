@@ -22,12 +22,11 @@ if TYPE_CHECKING:
     from jaxllm.bench.throughput import Served
     from jaxllm.bench.workload import Job
 
-ENGINE_DEFAULTS = {"EngineConfig.precompile": "all"}  # excludes compilation from the measurement
+ENGINE_DEFAULTS = {"EngineConfig.precompile": "all"}
 READ_BY_HF = {"dtype", "revision", "load_format", "tokenizer"}
 
 
 def add(benchmarks: Subparsers) -> None:
-    """Add the command."""
     parser = new_command(benchmarks, "throughput", run, "measure many requests at once, offline")
     parser.description = (
         "Measure how long many requests take that are all there at once, without a server. Outputs are of "
@@ -49,7 +48,7 @@ def add(benchmarks: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Measure, and print in vLLM's format."""
+    """Print in vLLM's format."""
     _check_backend(options)
     check_trace(options)
     options, config = read_engine(options, ENGINE_DEFAULTS)
@@ -62,7 +61,6 @@ def run(options: dict[str, Any]) -> int:
     from jaxllm.bench.datasets import make_jobs
     from jaxllm.text.tokenizer import load_tokenizer
 
-    # Both backends get the same token ids.
     jobs = make_jobs(dataset, load_tokenizer(config.tokenizer or config.model, config.revision), as_text=False)
     if constraint is not None:
         jobs = [replace(job, structured_outputs=constraint) for job in jobs]

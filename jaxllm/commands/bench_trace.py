@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 
 def add_trace(parser: argparse.ArgumentParser) -> None:
-    """Add the flags."""
     parser.add_argument(
         "--explain",
         action="store_true",
@@ -24,7 +23,6 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
 
 
 def check_trace(options: Mapping[str, Any]) -> None:
-    """Raise Usage for an invalid number of steps."""
     if options["profile_steps"] < 1:
         raise Usage("--profile-steps must be at least 1")
 

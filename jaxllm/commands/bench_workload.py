@@ -11,11 +11,7 @@ from jaxllm.commands.flags import flag_of, given
 
 
 def dataset_options(options: Mapping[str, Any], dataset_name: DatasetName = "random") -> DatasetOptions:
-    """Return the dataset options; `dataset_name` is the default.
-
-    Raises:
-        Usage: for a flag of another dataset, or an invalid value.
-    """
+    """Return the options; raises Usage for a flag of another dataset, or an invalid value."""
     own = given(options, DatasetOptions)
     chosen = own.get("dataset_name", dataset_name)
     for name in own:

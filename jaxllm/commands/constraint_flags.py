@@ -31,12 +31,7 @@ def add_constraint_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def constraint_of(options: Mapping[str, Any]) -> dict[str, StructuredOutputsParams]:
-    """Return the constraint as an argument of `SamplingParams`, or {}.
-
-    Raises:
-        Usage: for several flags or an invalid value.
-        UserError: for a file with invalid content.
-    """
+    """Return the constraint as an argument of `SamplingParams`, or {}; raises Usage or UserError."""
     flags = [flag for name, flag in _FLAGS.items() if options[name] not in (None, False)]
     if len(flags) > 1:
         raise Usage(f"{' and '.join(flags)} exclude each other: give one of them")
@@ -54,7 +49,6 @@ def constraint_of(options: Mapping[str, Any]) -> dict[str, StructuredOutputsPara
 
 
 def schema_of(file: str) -> StructuredOutputsParams:
-    """Return the constraint of a JSON schema file."""
     text = _text_of(file)
     try:
         schema = json.loads(text)

@@ -1,6 +1,6 @@
-"""The report of `jaxllm doctor`: versions, devices, memory, caches, and an engine's choices for a model.
+"""The report of `jaxllm doctor`: versions, devices, memory, caches, and choices for a model.
 
-Loads no weights and compiles nothing. `jaxllm.setup` makes the choices.
+Loads no weights and compiles nothing.
 """
 
 from __future__ import annotations
@@ -50,10 +50,7 @@ OPTIONAL = {"jax-cuda12-plugin", "jax-cuda13-plugin", "jax-triton", "triton", "t
 
 
 def examine(config: EngineConfig) -> dict[str, Any]:
-    """Return the report as JSON values.
-
-    "problems" prevent the model from running ("usable" is False); "advice" lists improvements.
-    """
+    """Return JSON values: "problems" prevent a run, "advice" lists improvements."""
     problems, advice = [], []
     found = dict(versions(PACKAGES))
     problems += [f"{name} is not installed." for name in PACKAGES if name not in OPTIONAL and name not in found]
@@ -95,7 +92,6 @@ def examine(config: EngineConfig) -> dict[str, Any]:
 
 
 def describe(report: dict[str, Any]) -> str:
-    """Format a report of `examine` as text."""
     sections = {
         "versions": [f"{name} {version or '-'}" for name, version in report["versions"].items()],
         "devices": [_describe_device(device) for device in report["devices"]],
@@ -139,7 +135,7 @@ def _describe_device(device: dict[str, Any]) -> str:
 
 
 def _cache(folder: Path) -> dict[str, Any]:
-    """Count compiled programs: JAX's files end in "-cache", jaxllm's in ".program"."""
+    """Count programs: JAX's files end in "-cache", jaxllm's in ".program"."""
     files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     return {
@@ -151,12 +147,11 @@ def _cache(folder: Path) -> dict[str, Any]:
 
 
 def has_nvidia_gpu() -> bool:
-    """Return whether an NVIDIA GPU is present."""
     return Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
 
 
 def _choices(config: EngineConfig) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """Return an engine's choices with reasons, and its memory plan; raises the errors of a start."""
+    """Return choices with reasons, and the memory plan."""
     is_local = Path(config.model).expanduser().is_dir()
     setup = prepare(config, needs_weights=False)
     if is_local:

@@ -1,6 +1,6 @@
-"""`jaxllm embed`: the texts of a file become vectors in another, or the lines that are nearest to a question are shown.
+"""`jaxllm embed`: write the embeddings of a file's texts, or print the lines nearest to a query.
 
-Knows what it reads; texts stream through in batches, so that memory does not grow with the file.
+Memory does not grow with the file.
 """
 
 from __future__ import annotations
@@ -30,14 +30,13 @@ if TYPE_CHECKING:
 
 
 class Line(NamedTuple):
-    """A text, and where it stands."""
+    """A text and its line number."""
 
     number: int
     text: str
 
 
 def add(commands: Subparsers) -> None:
-    """Describe the command."""
     parser = new_command(commands, "embed", run, "texts to vectors, or the lines nearest to a question")
     parser.description = (
         "Write the embedding of each text of INPUT, in its order: to OUTPUT.npy, float32, or OUTPUT.jsonl. What was "
@@ -65,7 +64,7 @@ def add(commands: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Embed the texts; 130 after ^C, when what has been written stays."""
+    """Return 130 after ^C; rows already written are kept."""
     options["model"] = options["model"] or str(EMBEDDER_DIR)
     engine_config(options)
     output: Path | None = options["output"]
@@ -79,7 +78,7 @@ def run(options: dict[str, Any]) -> int:
         name = "standard input" if options["input"] == "-" else options["input"]
         lines = _reader(file, name, options["field"], options["skip_empty"])
         digest = hashlib.sha256()
-        count = sum(1 for _ in lines(digest.update))  # whatever is wrong with a line is said before the model loads
+        count = sum(1 for _ in lines(digest.update))  # fails for an invalid line before the model loads
         if not count:
             raise UserError(f"{name} holds no text.", "input")
         with open_llm(options) as llm:
@@ -95,7 +94,7 @@ def run(options: dict[str, Any]) -> int:
 
 @contextmanager
 def _opened(name: str) -> Iterator[IO[bytes]]:
-    """Open the input; standard input is copied, because it is read twice."""
+    """Standard input is copied, because it is read twice."""
     if name != "-":
         with open(name, "rb") as file:
             yield file
@@ -110,7 +109,7 @@ Lines = Callable[..., Iterator[Line]]
 
 
 def _reader(file: IO[bytes], name: str, field: str | None, skip_empty: bool) -> Lines:
-    """Give what reads the lines of a file from its beginning, and passes each one as it is to `see`."""
+    """Return a function that yields the lines from the beginning, passing each raw line to `see`."""
     file.seek(0)
     is_json = field is not None or name.endswith(".jsonl") or file.readline().lstrip().startswith(b"{")
 
@@ -132,7 +131,6 @@ def _reader(file: IO[bytes], name: str, field: str | None, skip_empty: bool) -> 
 
 
 def _text_of(line: str, field: str) -> str:
-    """Read the text of a JSON line."""
     try:
         record = json.loads(line)
     except RecursionError:
@@ -143,7 +141,7 @@ def _text_of(line: str, field: str) -> str:
 
 
 class _Embed:
-    """Embeds lines with a model; the engine runs texts of like lengths together."""
+    """Embeds lines; the engine batches texts of similar length."""
 
     def __init__(self, llm: LLM, options: Mapping[str, Any], count: int) -> None:
         self.size, self._llm, self._count = options["batch_size"], llm, count
@@ -154,7 +152,7 @@ class _Embed:
         )
 
     def vectors(self, lines: Sequence[Line]) -> np.ndarray:
-        """Return the vectors of lines, float32[N, D]."""
+        """Return float32[N, D]."""
         import numpy as np
 
         try:
@@ -165,13 +163,13 @@ class _Embed:
             if is_refused and error.parameter != "prompt":
                 raise
             if len(lines) > 1:
-                return np.concatenate([self.vectors([line]) for line in lines])  # one of them it is
+                return np.concatenate([self.vectors([line]) for line in lines])  # find the failing line
             where = f"line {lines[0].number}" if lines[0].number else "--query"
             raise (UserError if is_refused else EngineError)(f"{where}: {error}") from error
         return np.stack([output.outputs.data for output in outputs])
 
     def batches(self, lines: Iterator[Line], done: int = 0) -> Iterator[tuple[list[Line], np.ndarray]]:
-        """Yield lines with their vectors, without the first `done`, and show how far it is."""
+        """Yield lines with vectors, skipping the first `done`."""
         from tqdm import tqdm
 
         lines = islice(lines, done, None)
@@ -182,7 +180,7 @@ class _Embed:
 
 
 def _write(embed: _Embed, lines: Lines, path: Path, job: Mapping[str, Any]) -> int:
-    """Write the vectors that are not there yet."""
+    """Append the missing vectors."""
     from jaxllm.commands.vector_file import VectorFile
 
     (first,) = embed.vectors([next(lines())])
@@ -199,7 +197,7 @@ def _write(embed: _Embed, lines: Lines, path: Path, job: Mapping[str, Any]) -> i
 
 
 def _show_nearest(embed: _Embed, lines: Iterator[Line], query: str, most: int = 5) -> None:
-    """Show the lines whose vectors point most in the direction of the query's."""
+    """Print the lines with the highest cosine similarity to the query."""
     import numpy as np
 
     (asked,) = embed.vectors([Line(0, query)])

@@ -53,11 +53,10 @@ class VectorFile:
         self._save()
 
     def finish(self) -> None:
-        """Mark the file as complete."""
         self._note.unlink()
 
     def _save(self) -> None:
-        """Record the number of complete rows, in the note and in the header of an .npy file."""
+        """Record the complete rows, in the note and in the header of an .npy file."""
         if self._is_binary:
             header = io.BytesIO()
             shape = (self.num_rows, len(self._first))
@@ -73,7 +72,7 @@ class VectorFile:
         new.replace(self._note)
 
     def _read_note(self) -> tuple[int, int]:
-        """Return the complete rows and bytes; raises UserError if texts or model have changed."""
+        """Return complete rows and bytes; raises UserError if texts or model have changed."""
         try:
             note = json.loads(self._note.read_text(encoding="utf-8"))
             changed = [name for name, value in self._job.items() if note[name] != value]

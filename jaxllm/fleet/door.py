@@ -30,7 +30,7 @@ Connected = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[Non
 
 
 class Door(NamedTuple):
-    """The address at which replicas on other machines connect."""
+    """Where replicas on other machines connect."""
 
     address: str  # HOST:PORT
     key: str
@@ -45,7 +45,6 @@ class Greeting(NamedTuple):
     key: bytes
 
     def pack(self) -> bytes:
-        """Serialize the greeting; UserError if the key is too long."""
         text = b"\n".join((self.version.encode(), self.number.encode(), self.key))
         if len(text) > MOST_GREETING:
             raise UserError(f"The key of a fleet may have some {MOST_GREETING - 64} bytes.", "admin_api_key")
@@ -53,7 +52,7 @@ class Greeting(NamedTuple):
 
 
 async def read_greeting(reader: asyncio.StreamReader) -> Greeting:
-    """Read a greeting within `HELLO_SECONDS`; raises TimeoutError, or ValueError for other data."""
+    """Read a greeting; raises TimeoutError after `HELLO_SECONDS`, ValueError for other data."""
     async with asyncio.timeout(HELLO_SECONDS):
         (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         if size > MOST_GREETING:
@@ -63,22 +62,21 @@ async def read_greeting(reader: asyncio.StreamReader) -> Greeting:
 
 
 def is_same_key(given: bytes, key: str) -> bool:
-    """Compare keys in constant time."""
     return hmac.compare_digest(given, key.encode())
 
 
 class DoorListener:
-    """Accepts connections and limits the unauthenticated ones. Used on the event loop."""
+    """Limits unauthenticated connections."""
 
     def __init__(self, door: Door, connected: Connected) -> None:
-        """`connected` reads the greeting, checks the key, and then calls `admit`."""
+        """`connected` checks the greeting, and then calls `admit`."""
         self._tls, self._connected = door.tls, connected
         self.strangers: dict[asyncio.Task[None], None] = {}
         self._admitted: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Start listening and return the port; raises OSError if the address cannot be bound."""
+        """Return the port; raises OSError if the address cannot be bound."""
         loop = asyncio.get_running_loop()
         family, kind, protocol, _, address = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
         listener = socket.socket(family, kind, protocol)
@@ -116,7 +114,6 @@ class DoorListener:
         self._admitted.discard(task)
 
     def admit(self) -> None:
-        """Mark the current task's connection as authenticated."""
         task = asyncio.current_task()
         if task is not None and task in self.strangers:
             del self.strangers[task]
@@ -144,7 +141,6 @@ class DoorListener:
                 peer.close()
 
     async def close(self) -> None:
-        """Stop listening and close all connections."""
         accepting = [] if self._accepting is None else [self._accepting]
         tasks = [*accepting, *self.strangers, *self._admitted]
         for task in tasks:

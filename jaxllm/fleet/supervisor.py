@@ -1,4 +1,4 @@
-"""Starts local replicas, accepts all connections, detects lost replicas and restarts them.
+"""Starts and restarts local replicas, accepts all connections, detects lost replicas.
 
 Used on the event loop.
 """
@@ -21,7 +21,7 @@ from jaxllm.version import __version__
 from pallas_kernels.own_folders import OwnFolder
 
 _log = logging.getLogger(__name__)
-WARN_SECONDS = 1.0  # minimum interval of warnings about refused connections
+WARN_SECONDS = 1.0  # between warnings about refused connections
 LOOK_SECONDS = 0.25
 START_SECONDS = 120.0  # for a process to connect; importing JAX is slow
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds before a restart, doubled each time …
@@ -32,11 +32,9 @@ MOST_FAILED_STARTS = 5  # in a row, then the replica is given up
 class Listener(Protocol):
     """Receives the events of supervised replicas."""
 
-    def heard(self, replica: Replica, said: list[Any]) -> None:
-        """Process the messages of a frame."""
+    def heard(self, replica: Replica, said: list[Any]) -> None: ...
 
-    def lost(self, replica: Replica, error: Exception) -> None:
-        """Handle a replica that ended or is about to."""
+    def lost(self, replica: Replica, error: Exception) -> None: ...
 
     def hopeless(self, error: Exception) -> None:
         """Handle the failure of all replicas."""
@@ -100,7 +98,6 @@ class Supervisor:
             self._listener.hopeless(EngineDeadError("The fleet's supervision has failed."))
 
     async def close(self) -> None:
-        """Stop the replicas and the listeners."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -116,7 +113,7 @@ class Supervisor:
         self._folder.remove()
 
     async def drain(self, replica: Replica) -> None:
-        """Drain a replica; return once it is idle and, if local, serves again after a restart."""
+        """Return once the replica is idle and, if local, serves again after a restart."""
         if not replica.takes_work:
             raise UnavailableError(f"Replica {replica.number} takes no work now: it is {replica.state}.")
         if sum(each.takes_work for each in self._replicas) == 1:
@@ -128,7 +125,6 @@ class Supervisor:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def keep(self, replica: Replica, path: str) -> None:
-        """Start a local replica, and restart it when lost."""
         wait, num_failed = FIRST_WAIT, 0
         settings, environment = self._settings_of(replica.number, path)
         while True:
@@ -166,7 +162,7 @@ class Supervisor:
             _log.warning("replica %d has gone: %s; another may connect", replica.number, end.why)
 
     async def until_lost(self, replica: Replica) -> End:
-        """Wait until a replica is lost, notify the listener, and return the reason."""
+        """Notify the listener, and return the reason."""
         why = ""
         looked = replica.heard = time.monotonic()
         while not why:
@@ -192,10 +188,7 @@ class Supervisor:
         replica.is_drained = False
         return end
 
-    # Connections.
-
     async def connected_from_afar(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve the connection of a remote replica."""
         await self._connected(reader, writer, is_local=False)
 
     async def _connected(
