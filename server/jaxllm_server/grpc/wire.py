@@ -32,7 +32,7 @@ class _Malformed(Exception):
 
 
 def check(raw: bytes, descriptor: Any) -> None:
-    """Raise UserError if a message is too complex. Malformed messages are left to the parser."""
+    """Raise UserError if a message is too complex. Malformed ones are left to the parser."""
     if not _shape(descriptor).repeats:
         return
     left: list[tuple[int, int, Any]] = [(0, len(raw), descriptor)]
@@ -90,7 +90,6 @@ def _shape(descriptor: Any) -> _Shape:
 
 
 def _repeats(descriptor: Any, seen: frozenset[str]) -> bool:
-    """Return whether a message contains costly repeated fields."""
     if descriptor is None or descriptor.full_name in seen:
         return False
     if descriptor.GetOptions().map_entry:

@@ -1,4 +1,4 @@
-"""Converts errors to HTTP status, headers and body, in the form of the requested API; logs server errors."""
+"""Converts errors to HTTP answers, in the form of the requested API; logs server errors."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def body_too_large(max_body_bytes: int) -> Refusal:
 
 
 def nothing_at(path: str) -> Refusal:
-    """Return the refusal of an unknown path, with the missing feature or the likely path."""
+    """Name the missing feature or the likely path."""
     shown = printable(path[:_SHOWN_PATH])
     why = _UNSERVED.get(_VERSION.sub("", path, count=1).partition("/")[0])
     if why is not None:
@@ -90,14 +90,12 @@ def is_anthropics(path: str) -> bool:
 
 
 def status_of(error: BaseException) -> int:
-    """Return the HTTP status of an error."""
     if isinstance(error, Refusal):
         return error.status
     return error.status_code if isinstance(error, HTTPException) else row_of(error).http
 
 
 def answer_of(error: BaseException, path: str = "", request_id: str = "") -> tuple[int, Headers, bytes]:
-    """Return status, headers and body for an error on `path`."""
     status = status_of(error)
     if isinstance(error, Refusal):
         body = error_body(str(error), error.kind, error.parameter, error.reason)
@@ -116,7 +114,7 @@ def answer_of(error: BaseException, path: str = "", request_id: str = "") -> tup
 
 
 def log_failure(request_name: str, error: BaseException) -> None:
-    """Log server errors; client errors and overload are not logged."""
+    """Client errors and overload are not logged."""
     if status_of(error) < 500:
         return
     if status_of(error) == 503:

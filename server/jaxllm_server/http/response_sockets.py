@@ -1,6 +1,6 @@
 """`/v1/responses` over a WebSocket: runs each message as a POST request to the app, and sends its events as texts.
 
-The same limits and errors apply. A connection handles one request at a time and keeps private responses.
+A connection handles one request at a time and keeps private responses.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ _TOO_OLD = {
     "message": "A WebSocket lasts 60 minutes at most. Open a new one to go on.",
     "param": None,
 }
-# Prefixes of headers that only apply to the upgrade.
 _OF_OFFER = (b"connection", b"upgrade", b"sec-websocket-", b"content-", b"transfer-encoding")
 _END = b"\n\n"
 _ERROR, _FAILED = b"event: error\n", b"event: response.failed\n"
@@ -53,7 +52,6 @@ class ResponseSockets:
         self._open = Bound(options.max_rpcs, max(1, options.max_rpcs // 2))
 
     async def open(self, request: Request) -> ASGIApp:
-        """Answer conversations over a WebSocket."""
         upgrade = request.scope.get("extensions", {}).get(UPGRADE)
         if upgrade is None or request.method != "GET":
             raise HTTPException(405, headers={"allow": "POST"})
@@ -88,7 +86,7 @@ class ResponseSockets:
 
 @contextmanager
 def _received(ledger: Ledger, client: str) -> Iterator[Callable[[int], None]]:
-    """Yield a function that charges a message's bytes until the block ends; it may raise OverloadedError."""
+    """Yield a function that charges a message's bytes until the block ends."""
     with ledger.entry(client) as entry:
         yield partial(entry.charge, BODIES)
 
@@ -131,7 +129,7 @@ class _Turn:
         self.is_through = False
 
     async def receive(self) -> Message:
-        """Return the message; later calls wait for a disconnect."""
+        """Later calls wait for a disconnect."""
         if self._message is not None:
             body, self._message = self._message, None
             self._socket.release()
@@ -140,7 +138,6 @@ class _Turn:
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
-        """Send an answer's events, or its error, as texts."""
         if message["type"] == "http.response.start":
             self._status = message["status"]
             return
@@ -155,7 +152,7 @@ class _Turn:
             await self._socket.send(_error(self._status, json.loads(self._rest)["error"]))
 
     async def _send_event(self, event: bytes) -> None:
-        """Send an event; `error` is skipped, so that a failed response has one terminal event."""
+        """Skip `error`, so that a failed response has one terminal event."""
         self.has_failed |= event.startswith(_FAILED)
         if not event.startswith(_ERROR):
             await self._socket.send(event.partition(b"\ndata: ")[2])

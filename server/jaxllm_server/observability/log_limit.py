@@ -23,7 +23,7 @@ class Seldom(logging.Filter):
         self._lines: dict[str, tuple[float, int]] = {}  # line -> (time written, repetitions suppressed since)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether to write a line. No lock: only the event loop writes these lines."""
+        """No lock: only the event loop writes these lines."""
         if record.name not in self._names or record.exc_info:
             return True
         line, now = record.getMessage(), self._clock()

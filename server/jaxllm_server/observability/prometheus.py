@@ -1,7 +1,7 @@
 """Prometheus metrics: vLLM's families with prefix `jaxllm:`, and further ones.
 
-Names, buckets and labels are vLLM's (v1/metrics/loggers.py), so its dashboards only need another prefix. Label values
-are from closed sets, so clients cannot create series. A scrape never waits for the engine. Used on the event loop.
+Names, buckets and labels are vLLM's (v1/metrics/loggers.py). Label values are from closed sets, so clients cannot
+create series. A scrape never waits for the engine. Used on the event loop.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ _DEVICE_BYTES = MappingProxyType({"bytes_in_use": "in_use", "peak_bytes_in_use":
 
 
 class Histogram:
-    """A histogram; observing takes a few hundred nanoseconds for any count."""
+    """Observing takes a few hundred nanoseconds for any count."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
@@ -168,12 +168,11 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Add `value`, `count` times."""
         self._counts[bisect_left(self.bounds, value)] += count
         self._sum += value * count
 
     def buckets(self, highest: float = math.inf) -> tuple[list[tuple[str, float]], float]:
-        """Return cumulative counts of the buckets up to `highest`, and the sum of values."""
+        """Return cumulative counts up to `highest`, and the sum of values."""
         totals = list(accumulate(self._counts))
         shown = [
             (str(float(bound)), total) for bound, total in zip(self.bounds, totals, strict=False) if bound <= highest
@@ -185,22 +184,18 @@ class FinishedRequests(Protocol):
     """The finished requests of an adapter."""
 
     @property
-    def name(self) -> str:
-        """The adapter's served name."""
-        ...
+    def name(self) -> str: ...
 
     @property
-    def num_finished(self) -> int:
-        """Number of finished requests."""
-        ...
+    def num_finished(self) -> int: ...
 
 
 class FinishedByAdapter(Protocol):
-    """The finished requests of all served adapters."""
+    """The finished requests of all adapters."""
 
     @property
     def num_finished_others(self) -> int:
-        """Number of finished requests of unloaded adapters."""
+        """Requests of unloaded adapters."""
         ...
 
     def __iter__(self) -> Iterator[FinishedRequests]: ...
@@ -228,24 +223,20 @@ class PrometheusObserver(Collector):
         GCCollector(registry=self._registry)
 
     def step(self, report: StepReport) -> None:
-        """Record a step."""
         own = self._histograms
         own["step_seconds"].observe(report.seconds)
         own["iteration_tokens_total"].observe(report.num_tokens)
         own["batch_occupancy"].observe(report.num_rows / max(self._engine.get_load().max_running, 1))
 
     def tokens(self, seconds: float, count: int, is_first: bool) -> None:
-        """Record the latency of tokens, shared equally by those that arrive together."""
+        """Tokens that arrive together share the latency equally."""
         if is_first:
             self._histograms["time_to_first_token_seconds"].observe(seconds)
         else:
             self._histograms["inter_token_latency_seconds"].observe(seconds / count, count)
 
     def finished(self, output: RequestOutput, params: SamplingParams) -> None:
-        """Record a finished request, successful or not.
-
-        Unlike vLLM, prompt tokens count once per request, not per output, to match `prompt_tokens_total`.
-        """
+        """Unlike vLLM, count prompt tokens once per request, not per output, to match `prompt_tokens_total`."""
         own = self._histograms
         lengths = [len(completion.token_ids) for completion in output.outputs]
         own["request_prompt_tokens"].observe(len(output.prompt_token_ids))
@@ -289,18 +280,16 @@ class PrometheusObserver(Collector):
         self._handling.setdefault((protocol, route), Histogram(_HANDLING)).observe(seconds)
 
     def render(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all families, for `render`."""
         yield from self._engine_families()
         yield from self._histogram_families()
         yield from self._device_families()
         yield from self._handled_families()
 
     def describe(self) -> Iterable[Metric]:
-        """Return no descriptions: the engine may not be loaded when this is called."""
+        """Return no descriptions: the engine may not be loaded yet."""
         return ()
 
     def _engine_families(self) -> Iterator[Metric]:
@@ -345,7 +334,7 @@ class PrometheusObserver(Collector):
         yield self._counter("spec_decode_num_accepted_tokens_per_pos", text, places)
 
     def _adapter_families(self, load: Load) -> Iterator[Metric]:
-        """Yield the adapters in use, as labels; routers read the newest sample."""
+        """Yield adapters in use, as labels; routers read the newest sample."""
         labels = {
             "max_lora": str(self._engine.config.max_loras),
             "running_lora_adapters": ",".join(load.running_adapters),
@@ -371,7 +360,7 @@ class PrometheusObserver(Collector):
             yield family
 
     def _device_families(self) -> Iterator[Metric]:
-        """Yield device metrics, unless the model is loading: querying JAX would block."""
+        """Yield nothing while the model is loading: querying JAX would block."""
         report = self._engine.device_report()
         if report is None:
             return

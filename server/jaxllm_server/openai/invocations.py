@@ -1,7 +1,4 @@
-"""`/invocations`, SageMaker's single route: selects the actual route by the body and the model's tasks. Pure.
-
-The first matching rule applies, as in vLLM.
-"""
+"""`/invocations`, SageMaker's single route: selects a route by body and tasks, in vLLM's order. Pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Reads constraints on the output: `response_format`, and vLLM's `structured_outputs` and `guided_*`. Pure.
-
-Checks shapes only.
-"""
+"""Reads constraints on the output, checking shapes only. Pure."""
 
 from __future__ import annotations
 
@@ -27,13 +24,9 @@ _SHOWN = 64
 
 
 def constraint_of(fields: Mapping[str, Any]) -> tuple[str, Any] | None:
-    """Return the name of the constraining field and its value as `structured_outputs`, if any.
+    """Return the constraining field's name and its value as `structured_outputs`, if any.
 
     `strict` has no effect: a schema is always enforced, as in vLLM.
-
-    Raises:
-        UserError: for a wrong shape, or several constraining fields.
-        UnsupportedError: for a type of `response_format` that is not implemented.
     """
     found: dict[str, Any] = {}
     wanted = _response_format(fields.get("response_format"))

@@ -1,4 +1,4 @@
-"""The server's settings, named as in vLLM, and validated. `EngineConfig` has the engine's."""
+"""The server's settings, named as in vLLM."""
 
 from __future__ import annotations
 
@@ -231,17 +231,14 @@ class ServerOptions:
 
     @property
     def most_receiving_bytes(self) -> int:
-        """The maximum bytes of HTTP bodies being received, in total."""
         return _BODIES_AT_ONCE * self.max_body_bytes if self.max_receiving_bytes is None else self.max_receiving_bytes
 
     @property
     def most_request_bytes(self) -> int:
-        """The maximum bytes of parsed requests, in total."""
         return _PARSED * self.most_receiving_bytes
 
     @property
     def is_loopback(self) -> bool:
-        """Whether the server is only reachable from this machine."""
         return self.host in LOOPBACK
 
 
@@ -264,7 +261,6 @@ def _check_type(name: str, value: Any, kind: str) -> None:
 
 
 def template_kwargs(options: ServerOptions) -> Mapping[str, Any]:
-    """Parse `default_chat_template_kwargs`."""
     import json
 
     if options.default_chat_template_kwargs is None:
