@@ -1,4 +1,4 @@
-"""`jaxllm bench throughput`: time many simultaneous requests offline, with jaxllm or transformers."""
+"""`jaxllm bench throughput`: time many requests offline, with jaxllm or transformers."""
 
 from __future__ import annotations
 

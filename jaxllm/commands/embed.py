@@ -180,7 +180,6 @@ class _Embed:
 
 
 def _write(embed: _Embed, lines: Lines, path: Path, job: Mapping[str, Any]) -> int:
-    """Append the missing vectors."""
     from jaxllm.commands.vector_file import VectorFile
 
     (first,) = embed.vectors([next(lines())])
@@ -197,7 +196,7 @@ def _write(embed: _Embed, lines: Lines, path: Path, job: Mapping[str, Any]) -> i
 
 
 def _show_nearest(embed: _Embed, lines: Iterator[Line], query: str, most: int = 5) -> None:
-    """Print the lines with the highest cosine similarity to the query."""
+    """Print the lines with the highest cosine similarity."""
     import numpy as np
 
     (asked,) = embed.vectors([Line(0, query)])

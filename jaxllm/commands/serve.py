@@ -14,7 +14,7 @@ from jaxllm_server.shared.options import ServerOptions
 
 def add(commands: Subparsers) -> None:
     parser = new_command(commands, "serve", run, "serve a model over gRPC and OpenAI-compatible HTTP")
-    parser.usage = "%(prog)s [MODEL] [FLAG ...]"  # with all flags, 40 lines
+    parser.usage = "%(prog)s [MODEL] [FLAG ...]"  # not 40 lines of flags
     parser.description = (
         "Serve a model over gRPC and OpenAI-compatible HTTP, on this machine only unless --host says otherwise."
     )

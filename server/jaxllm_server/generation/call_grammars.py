@@ -51,7 +51,6 @@ class Calls:
         return json.dumps(text, ensure_ascii=False) if token is None else f"<[{token}]>"
 
     def row(self, call: str, separator: str = "SPACE?") -> str:
-        """Return a rule for one call or several."""
         return call if self._is_single else f"{call} ({separator} {call})*"
 
     def any_tool(self, rule: Callable[[str], str]) -> str:

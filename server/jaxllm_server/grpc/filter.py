@@ -212,7 +212,7 @@ class Client(asyncio.BufferedProtocol):
                 self._loop.call_later(seconds, self.resume)
 
     def pause(self) -> None:
-        """Calls nest."""
+        """Pause reading; calls nest."""
         self._pauses += 1
         if self._pauses == 1 and not self.transport.is_closing():
             self.transport.pause_reading()

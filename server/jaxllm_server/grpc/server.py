@@ -67,7 +67,7 @@ class GrpcServer:
 async def start_grpc(
     serving: Serving, options: ServerOptions, keys: Keys, tracer: Tracer, observer: PrometheusObserver
 ) -> GrpcServer:
-    """Start a server; the engine may still be loading.
+    """Start a server while the engine may still be loading.
 
     Raises UserError for a port or socket in use, an unusable certificate or a missing package.
     """

@@ -215,7 +215,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     async def ResetPrefixCache(
         self, request: control_pb2.ResetPrefixCacheRequest, context: ServicerContext
     ) -> control_pb2.ResetPrefixCacheResponse:
-        """Has no effect while requests run."""
+        """Do nothing while requests run."""
         return control_pb2.ResetPrefixCacheResponse(was_reset=await self._serving.engine.reset_prefix_cache())
 
     async def PauseGeneration(

@@ -55,7 +55,7 @@ class Front:
         self._observer = observer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises nothing."""
+        """Answer one request; raises nothing."""
         if scope["type"] != "http":
             await _answer_other(scope, receive, send)
             return

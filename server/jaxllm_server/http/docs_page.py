@@ -101,7 +101,6 @@ def page_of(description: Mapping[str, Any], served: Collection[str]) -> bytes:
 
 
 def front_page(description: Mapping[str, Any], served: Collection[str]) -> bytes:
-    """Return the page at `/`."""
     paths = [path for path in description["paths"] if path in served]
     link = "<p>Try them at <a href=docs>/docs</a>. For tools: <a href=openapi.json>openapi.json</a>."
     listed = "".join(f"<li><code>{escape(path)}</code>" for path in paths)

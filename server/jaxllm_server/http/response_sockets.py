@@ -52,6 +52,7 @@ class ResponseSockets:
         self._open = Bound(options.max_rpcs, max(1, options.max_rpcs // 2))
 
     async def open(self, request: Request) -> ASGIApp:
+        """Answer conversations over a WebSocket."""
         upgrade = request.scope.get("extensions", {}).get(UPGRADE)
         if upgrade is None or request.method != "GET":
             raise HTTPException(405, headers={"allow": "POST"})

@@ -16,7 +16,7 @@ _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 
 def dumps(value: Any) -> bytes:
-    """Serialize to ASCII JSON; raises ValueError for NaN and infinities."""
+    """Raises ValueError for NaN and infinities."""
     return _encode(value).encode("ascii")
 
 

@@ -225,7 +225,7 @@ def _best(parts: Sequence[Part], most: int) -> list[Part]:
 
 
 def check_fan_out(count: Any, name: str, num_prompts: int, options: ServerOptions) -> None:
-    """Raise UserError for too many sequences; other types are validated later."""
+    """Refuse too many sequences; other types are validated later."""
     most = options.most_sequences
     if name == "best_of" and count > options.max_n:
         raise UserError(f"best_of may be at most {options.max_n}, got {count}.", name)

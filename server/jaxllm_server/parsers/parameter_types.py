@@ -87,7 +87,7 @@ def _referred(reference: str, root: Any) -> Any:
 
 
 def is_text(types: Sequence[str]) -> bool:
-    """Return whether all values are strings, so that they can be streamed."""
+    """Return whether values are strings, which can be streamed."""
     return tuple(types) == ("string",)
 
 

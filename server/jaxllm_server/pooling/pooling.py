@@ -105,7 +105,6 @@ async def pool(serving: PoolSite, places: FairPlaces, call: PoolCall) -> AsyncGe
 
 
 async def _each(call: PoolCall, outputs_of: _Outputs) -> AsyncGenerator[PoolResult]:
-    """Yield a result per input or pair."""
     seconds = call.pairs or [None] * len(call.inputs)
     both = zip(call.inputs, seconds, strict=True)
     items = [_Item(index, "inputs", first, second) for index, (first, second) in enumerate(both)]
