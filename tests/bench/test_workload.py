@@ -204,7 +204,7 @@ def test_every_field_of_the_dataset_has_a_flag() -> None:
     [
         ({"random_input_len": 0}, "--random-input-len must be at least 1"),
         ({"random_range_ratio": 1.0}, "--random-range-ratio must be in [0, 1)"),
-        ({"sonnet_input_len": 5}, "--sonnet-input-len is of the dataset sonnet; --dataset-name is random"),
+        ({"sonnet_input_len": 5}, "--sonnet-input-len requires --dataset-name sonnet, got random"),
         ({"dataset_name": "sharegpt"}, "--dataset-path is needed"),
         ({"dataset_path": "x"}, "--dataset-path is not read by the dataset random; choose a --dataset-name"),
         ({"dataset_name": "custom", "dataset_path": "x", "input_len": 3}, "--input-len cannot be given"),

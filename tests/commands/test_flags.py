@@ -177,7 +177,9 @@ def test_help_begins_with_what_most_set_and_says_which_paths_need_the_key(run: R
     assert len(usual.splitlines()) < 60
     said = " ".join(out.split())
     assert "every path but /health, /live, /ready, /ping, /docs and /openapi.json" in said
-    assert "/metrics (Prometheus has to send it), /load and the routes of adapters over HTTP, gRPC's control" in said
+    assert (
+        "over HTTP /metrics (Prometheus has to send it), /load, /drain and the routes that load adapters, over" in said
+    )
 
 
 def test_log_probabilities_without_json_are_warned_of(run: Run) -> None:

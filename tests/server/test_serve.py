@@ -492,7 +492,7 @@ def test_a_start_that_cannot_be_is_one_line_and_an_exit_code(server: ServingProc
     for arguments, code, message in [
         (["--port", port, "--grpc-port", "none"], 1, "HTTP cannot listen"),
         (["--port", "none", "--grpc-port", server.grpc.rpartition(":")[2]], 1, "gRPC cannot listen"),
-        (["--port", "none", "--grpc-port", "none"], 2, "both front ends are off"),
+        (["--port", "none", "--grpc-port", "none"], 2, "both front ends are disabled"),
         (["--prot", "1"], 2, "did you mean --port"),
         (["/nowhere"], 2, "there is no folder /nowhere"),
     ]:
