@@ -31,7 +31,7 @@ def new_command(
     return parser
 
 
-def add_model(parser: argparse.ArgumentParser, default: str = "the small model within jaxllm") -> None:
+def add_model(parser: argparse.ArgumentParser, default: str = "the small model in jaxllm") -> None:
     """Add `--model`."""
     parser.add_argument("-m", "--model", help=f"folder or hub id (default: {default})")
 
@@ -39,7 +39,7 @@ def add_model(parser: argparse.ArgumentParser, default: str = "the small model w
 def add_profile(parser: argparse.ArgumentParser, what: str = "the first steps") -> None:
     """Add `--profile` and `--profile-steps`, for `profiling.profiled`."""
     parser.add_argument("--profile", metavar="DIR", help=f"write a trace of {what}, for ui.perfetto.dev")
-    parser.add_argument("--profile-steps", type=int, default=64, metavar="N", help="steps of it (default: 64)")
+    parser.add_argument("--profile-steps", type=int, default=64, metavar="N", help="steps of the trace (default: 64)")
 
 
 def build(cls: type, options: Mapping[str, Any], **others: Any) -> Any:

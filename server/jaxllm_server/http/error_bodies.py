@@ -28,7 +28,7 @@ _UNDER_V1 = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/em
 _MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")  # Anthropic's clients add /v1 themselves
 # Missing routes of OpenAI's, vLLM's and Anthropic's servers, by the first path segment after the version.
 _UNSERVED: Mapping[str, str] = {
-    "embed": "jaxllm does not support Cohere's embed API yet; use /v1/embeddings.",
+    "embed": "Cohere's embed API is not supported by jaxllm yet; use /v1/embeddings.",
     **dict.fromkeys(("audio", "realtime"), "jaxllm does not support speech models."),
     "images": "jaxllm does not support image models.",
     "moderations": "jaxllm does not support moderation models; use /classify with a classifier.",

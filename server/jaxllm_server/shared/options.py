@@ -85,8 +85,8 @@ class ServerOptions:
     admin_api_key: tuple[str, ...] = setting(
         (),
         "key for administration: over HTTP /metrics (Prometheus has to send it), /load, /drain and the routes that "
-        "load adapters, over gRPC the control service; may be repeated (default: the --api-key if there is only one; "
-        "with several, no key is accepted)",
+        "load adapters, over gRPC the control service; may be repeated (default: the only --api-key; with "
+        "several, none is accepted)",
         "KEY",
     )
     ssl_keyfile: str | None = setting(None, "private key, for TLS on both front ends", "FILE")

@@ -143,7 +143,7 @@ INPUTS: list[tuple[Any, str]] = [
     ([{"type": "function_call_output", "call_id": "c", "output": ""}], "No tool call found"),
     ([{"type": "function_call_output", "call_id": "c1", "output": ""}, CALL], "No tool call found"),
     ([{"role": "assistant", "content": "", "phase": "thought"}], "input[0].phase"),
-    ([{"type": "item_reference", "id": "msg_other_0"}], "'msg_other_0' is not kept"),
+    ([{"type": "item_reference", "id": "msg_other_0"}], "'msg_other_0' is not stored"),
     ([{"role": "user", "content": ""}] * (MOST_PARTS + 1), f"at most {MOST_PARTS} items"),
     ([{"role": "user", "content": [{"type": "input_text", "text": ""}] * MOST_PARTS}], f"at most {MOST_PARTS} items"),
 ]
