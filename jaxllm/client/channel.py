@@ -77,7 +77,7 @@ class Endpoint:
         if ":" not in target:
             raise UserError(f"target needs a port, as in {target or 'localhost'}:50051.", "target", target)
         if (ssl_certfile is None) != (ssl_keyfile is None):
-            raise UserError("ssl_certfile and ssl_keyfile go together.", "ssl_keyfile", ssl_keyfile)
+            raise UserError("ssl_certfile and ssl_keyfile must be given together.", "ssl_keyfile", ssl_keyfile)
         self.target = target
         self.timeout = timeout
         has_tls = tls or ssl_ca_certs is not None or ssl_certfile is not None

@@ -23,7 +23,7 @@ def read_error(code: str, message: str, details: bytes | None, target: str) -> e
         prompt_tokens, length = (info.metadata.get(key, "") for key in ("prompt_tokens", "max_model_len"))
         return errors.ContextLengthError(text, int(prompt_tokens or 0), int(length or 0), parameter or "prompt")
     if code == "RESOURCE_EXHAUSTED" and not reason and "larger than max" in message:
-        return errors.UserError(f"The request is larger than {target} takes: {text}", "prompt")
+        return errors.UserError(f"The request is larger than the limit of {target}: {text}", "prompt")
     if code == "RESOURCE_EXHAUSTED" and reason != "SLOW_CONSUMER":
         return errors.OverloadedError(text, delay)
     if code == "UNAVAILABLE" and not reason and _HTTP1 in text:
@@ -32,7 +32,7 @@ def read_error(code: str, message: str, details: bytes | None, target: str) -> e
     if code == "UNAVAILABLE" and not reason:
         return errors.UnavailableError(f"{target} cannot be reached: {text}")
     if code == "UNIMPLEMENTED" and not reason:
-        return errors.FeatureDisabledError(f"{target} does not have this call; is it a jaxllm server? {text}")
+        return errors.FeatureDisabledError(f"{target} does not support this call; is it a jaxllm server? {text}")
     if code == "UNAUTHENTICATED":
         return AuthError(f"`api_key=` of the client: {text}", "api_key")
     if code == "PERMISSION_DENIED":

@@ -126,7 +126,7 @@ class EmbedRequests:
     def _request(self, prompt: str | Sequence[int]) -> inference_pb2.EmbedRequest:
         request = inference_pb2.EmbedRequest()
         request.CopyFrom(self._common)
-        _set_prompt(request, prompt, "they are prompts of their own.")
+        _set_prompt(request, prompt, "give each as a separate prompt.")
         return request
 
 
@@ -280,7 +280,7 @@ def _set_structure(request: Message, value: object) -> None:
     assert own is not None
     for name in SERVERS:
         if getattr(own, name):
-            message = f"structured_outputs.{name} is the server's to set: leave it out."
+            message = f"structured_outputs.{name} can only be set by the server; remove it."
             raise UserError(message, "structured_outputs", value)
     field = _CONSTRAINTS[own.kind]
     set_field(request, f"structured_output.{field}", "structured_outputs", getattr(own, own.kind))
@@ -317,7 +317,7 @@ def _chat_message(where: str, given: object) -> types_pb2.ChatMessage:
         if key not in _MESSAGE_KEYS:
             near = difflib.get_close_matches(str(key), _MESSAGE_KEYS, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise UserError(f"{name} is not a part of a message.{hint}", name, value)
+            raise UserError(f"{name} is not a field of a message.{hint}", name, value)
         if value is None:
             continue
         if key == "content" and not isinstance(value, str):

@@ -30,14 +30,14 @@ def new_command(
     return parser
 
 
-def add_model(parser: argparse.ArgumentParser, default: str = "the small model within jaxllm") -> None:
+def add_model(parser: argparse.ArgumentParser, default: str = "the small model in jaxllm") -> None:
     """Add `--model`."""
     parser.add_argument("-m", "--model", help=f"folder or hub id (default: {default})")
 
 
 def add_profile(parser: argparse.ArgumentParser, what: str = "the first steps") -> None:
     parser.add_argument("--profile", metavar="DIR", help=f"write a trace of {what}, for ui.perfetto.dev")
-    parser.add_argument("--profile-steps", type=int, default=64, metavar="N", help="steps of it (default: 64)")
+    parser.add_argument("--profile-steps", type=int, default=64, metavar="N", help="steps of the trace (default: 64)")
 
 
 def build(cls: type, options: Mapping[str, Any], **others: Any) -> Any:

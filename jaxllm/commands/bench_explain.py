@@ -18,13 +18,13 @@ def add(benchmarks: Subparsers) -> None:
         benchmarks, "explain", run, "split the time of a step: attention, matrix products, sampling, host, waiting"
     )
     parser.description = (
-        "Run a batch under the profiler and split the time of its steps. All programs are compiled before, "
+        "Run a batch under the profiler and split the time of its steps. All programs are compiled first, "
         "unless flags say otherwise."
     )
-    add_number(parser, "--batch-size", 8, "requests at once")
+    add_number(parser, "--batch-size", 8, "concurrent requests")
     add_number(parser, "--input-len", 32, "tokens of a prompt")
-    add_number(parser, "--num-skipped", 8, "steps before those that are traced; 0: with the prompts", least=0)
-    add_number(parser, "--num-steps", 32, "steps that are traced")
+    add_number(parser, "--num-skipped", 8, "steps before the trace; 0: trace the prompts too", least=0)
+    add_number(parser, "--num-steps", 32, "steps in the trace")
     parser.add_argument("--profile", metavar="DIR", help="keep the trace here, for ui.perfetto.dev")
     add_engine(parser, ENGINE_DEFAULTS, has_plot=False)
     add_verbose(parser)

@@ -15,7 +15,9 @@ from jaxllm.errors import UserError
 def add_output(parser: argparse.ArgumentParser, has_plot: bool = True) -> None:
     parser.add_argument("--output-json", metavar="FILE", help="write the figures, their samples and the environment")
     if has_plot:
-        parser.add_argument("--plot", metavar="FILE", help="draw them into one file: .png or .html (jaxllm[bench])")
+        parser.add_argument(
+            "--plot", metavar="FILE", help="draw the samples into one file: .png or .html (needs jaxllm[bench])"
+        )
 
 
 def check_output(options: Mapping[str, Any]) -> None:
@@ -39,12 +41,12 @@ def write(options: Mapping[str, Any], figures: Mapping[str, Any]) -> None:
         partial = path.with_name(path.name + ".partial")  # so the final name never holds a truncated file
         partial.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         os.replace(partial, path)
-        print(f"{path} has the figures.")
+        print(f"The figures are in {path}.")
     if options.get("plot") is not None:
         from jaxllm.bench.plot import plot
 
         plot(result, options["plot"])
-        print(f"{options['plot']} has the picture.")
+        print(f"The picture is in {options['plot']}.")
 
 
 def add_number(parser: argparse.ArgumentParser, flag: str, default: int, text: str, least: int = 1) -> None:

@@ -98,11 +98,11 @@ def run(options: dict[str, Any]) -> int:
         )
     )
     if is_strict:
-        result["warnings"].append("this server refuses ignore_eos: its answers may be shorter than what was asked for")
+        result["warnings"].append("this server refuses ignore_eos: its answers may be shorter than requested")
     if dataset.dataset_name == "random" and not dataset.random_prefix_len:  # prompts without a common prefix
         result["warnings"] += serve.cache_doubt(measurement.counted)
     if has_timeline and measurement.timeline is None:
-        result["warnings"].append("no timeline: the server shows no metrics of jaxllm or vLLM (--metrics-url)")
+        result["warnings"].append("no timeline: the server has no metrics of jaxllm or vLLM; set --metrics-url")
     _tell(options, result, measurement)
     return 130 if measurement.was_interrupted else int(result["completed"] == 0)
 
@@ -148,8 +148,8 @@ def _check_context(target: Target, dataset: DatasetOptions, jobs: Sequence[Job])
     context = discovery.find_context(target)
     if context is not None and num_in + num_out > context:
         raise UserError(
-            f"a prompt of {num_in} tokens with an output of {num_out} is longer than the context of {context} that the "
-            "server has; lower --input-len or --output-len."
+            f"a prompt of {num_in} tokens with an output of {num_out} is longer than the server's context of "
+            f"{context}; lower --input-len or --output-len."
         )
 
 
@@ -235,7 +235,7 @@ def _tell(options: Mapping[str, Any], result: dict[str, Any], measurement: Measu
         *(f"warning: {doubt}" for doubt in result["warnings"]),
     ]
     if measurement.was_interrupted:
-        notes.append("interrupted: this is what had finished")
+        notes.append("interrupted: these are the results of the finished requests")
     print("\n".join(notes), file=sys.stderr)
     if options["plot"]:
         plot.plot(result, options["plot"])

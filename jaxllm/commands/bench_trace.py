@@ -17,7 +17,7 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--explain",
         action="store_true",
-        help="split a step's time: the first steps run again, under the profiler",
+        help="split the time of a step: repeat the first steps under the profiler",
     )
     add_profile(parser, "these steps")
 

@@ -17,5 +17,5 @@ def dataset_options(options: Mapping[str, Any], dataset_name: DatasetName = "ran
     for name in own:
         owner = next((dataset for dataset in get_args(DatasetName) if name.startswith(f"{dataset}_")), chosen)
         if owner != chosen:
-            raise Usage(f"{flag_of(name, DatasetOptions)} is of the dataset {owner}; --dataset-name is {chosen}")
+            raise Usage(f"{flag_of(name, DatasetOptions)} requires --dataset-name {owner}, got {chosen}")
     return build(DatasetOptions, options, dataset_name=dataset_name)

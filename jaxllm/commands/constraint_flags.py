@@ -23,10 +23,12 @@ _FLAGS = {
 
 def add_constraint_flags(group: argparse._ArgumentGroup) -> None:
     """Add the flags, which are mutually exclusive."""
-    group.add_argument("--json-schema", metavar="FILE", help="the output is JSON after the schema in this file")
+    group.add_argument("--json-schema", metavar="FILE", help="the output is JSON that matches the schema in this file")
     group.add_argument("--json-object", action="store_true", help="the output is a JSON object")
     group.add_argument("--regex", metavar="TEXT", help="the output matches this regular expression")
-    group.add_argument("--choice", action="append", metavar="TEXT", help="the output is this text, or another --choice")
+    group.add_argument(
+        "--choice", action="append", metavar="TEXT", help="the output is one of these texts; may be repeated"
+    )
     group.add_argument("--grammar", metavar="FILE", help="the output follows the grammar in this file, Lark's or EBNF")
 
 

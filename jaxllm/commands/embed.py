@@ -39,8 +39,8 @@ class Line(NamedTuple):
 def add(commands: Subparsers) -> None:
     parser = new_command(commands, "embed", run, "texts to vectors, or the lines nearest to a question")
     parser.description = (
-        "Write the embedding of each text of INPUT, in its order: to OUTPUT.npy, float32, or OUTPUT.jsonl. What was "
-        "broken off goes on when the command is given again. Or show the lines that are nearest to a question."
+        "Write the embedding of each text of INPUT, in its order: to OUTPUT.npy, float32, or OUTPUT.jsonl. An "
+        "interrupted run continues when the command is repeated. Or show the lines that are nearest to a question."
     )
     parser.add_argument(
         "input", nargs="?", default="-", metavar="INPUT", help="a text a line, or JSON lines; '-': standard input"
@@ -48,17 +48,19 @@ def add(commands: Subparsers) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("-o", "--output", type=Path, metavar="OUTPUT", help="file that ends with .npy or .jsonl")
     what.add_argument("--query", metavar="TEXT", help="show the five lines that are nearest to this")
-    parser.add_argument("--field", metavar="NAME", help="of each JSON line (default: text)")
+    parser.add_argument("--field", metavar="NAME", help="field of each JSON line with the text (default: text)")
     parser.add_argument("--dimensions", type=int, metavar="N", help="keep the first N numbers of each vector")
     parser.add_argument(
-        "--no-normalize", dest="normalize", action="store_const", const=False, help="leave vectors as long as they are"
+        "--no-normalize", dest="normalize", action="store_const", const=False, help="do not scale vectors to length 1"
     )
-    parser.add_argument("--truncate", action="store_true", help="cut texts that are too long, instead of refusing them")
-    parser.add_argument("--skip-empty", action="store_true", help="leave empty lines out, instead of refusing them")
+    parser.add_argument(
+        "--truncate", action="store_true", help="truncate texts that are too long, instead of refusing them"
+    )
+    parser.add_argument("--skip-empty", action="store_true", help="skip empty lines, instead of refusing them")
     parser.add_argument(
         "--batch-size", type=int, default=1024, metavar="N", help="texts to embed and write at once (default: 1024)"
     )
-    add_model(parser, "the small embedder within jaxllm")
+    add_model(parser, "the small embedder in jaxllm")
     add_verbose(parser)
     add_engine_flags(parser.add_argument_group("engine"), has_sampling=False)
 
@@ -125,7 +127,7 @@ def _reader(file: IO[bytes], name: str, field: str | None, skip_empty: bool) -> 
             if text.strip():
                 yield Line(number, text)
             elif not skip_empty:
-                raise UserError(f"{name}, line {number} is empty; --skip-empty leaves such lines out.", "input")
+                raise UserError(f"{name}, line {number} is empty; --skip-empty skips such lines.", "input")
 
     return lines
 
@@ -188,7 +190,7 @@ def _write(embed: _Embed, lines: Lines, path: Path, job: Mapping[str, Any]) -> i
             for batch, vectors in embed.batches(lines(), file.num_rows):
                 file.append([line.number for line in batch], [line.text for line in batch], vectors)
         except KeyboardInterrupt:
-            print(f"{path} holds {file.num_rows} vectors; the same command goes on", file=sys.stderr)
+            print(f"{path} holds {file.num_rows} vectors; repeat the command to continue", file=sys.stderr)
             return 130
         file.finish()
     print(f"{path} holds {file.num_rows} vectors of {len(first)} numbers")

@@ -95,7 +95,7 @@ class _NotBuilt(argparse.Action):
             is_taken = values.lower() in [str(value).lower() for value in taken]
             given += f" {values}"
         if not is_taken:
-            raise argparse.ArgumentError(None, f"{given} is not supported by jaxllm yet; leave it out")
+            raise argparse.ArgumentError(None, f"{given} is not supported by jaxllm yet; remove it")
 
 
 class _WithoutEffect(argparse.Action):

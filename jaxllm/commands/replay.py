@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 def add(commands: Subparsers) -> None:
     parser = new_command(commands, "replay", run, "run a recording of a server's scheduler, without its model")
     parser.description = (
-        "Run what `jaxllm serve --record FILE` wrote down: every request, plan and token, without the "
-        "model or its device. The exit code is 1 if a plan is not the one that the server made, or if the recording "
-        "breaks off."
+        "Replay a recording of `jaxllm serve --record FILE`: every request, plan and token, without the "
+        "model or its device. The exit code is 1 if a plan differs from the server's, or if the recording is "
+        "truncated."
     )
     parser.add_argument("file", metavar="FILE", help="the recording")
     parser.add_argument("--plans", action="store_true", help="write a line for each plan")
@@ -89,14 +89,14 @@ def _show(replay: Replay, options: Mapping[str, Any]) -> str | None:
         if summary.num_plans or replay.cut is None:
             _write(summary.lines())
             if difference is None:
-                print(f"all {summary.num_plans:,} plans were made again, and are the same")
+                print(f"all {summary.num_plans:,} plans are the same as the server's")
     return difference
 
 
 def _no_request(name: str, summary: Summary, is_whole: bool) -> str:
     if is_whole:
-        return f"no request of the recording is called {name}"
-    return f"no request called {name} is there at {summary.last:.6f} s; it may come later: leave out --at"
+        return f"the recording has no request {name}"
+    return f"there is no request {name} at {summary.last:.6f} s; it may arrive later: remove --at"
 
 
 def _write(lines: Iterable[str]) -> None:

@@ -21,7 +21,9 @@ def add(commands: Subparsers) -> None:
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="folder or hub id, as --model")
     add_model(parser)
     add_common_flags(parser, ServerOptions)
-    parser.add_argument("--config", metavar="FILE", help="YAML file of flags; those given here go before")
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file of flags; flags of the command line take precedence"
+    )
     server = parser.add_argument_group("server")
     add_flags(server, ServerOptions, skipped=COMMON)
     _add_habits(server)
@@ -33,7 +35,9 @@ def _add_habits(group: argparse._ArgumentGroup) -> None:
     """Accept flags of vLLM whose effect is the default, or another flag's, here."""
     hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     group.add_argument(
-        "--enable-auto-tool-choice", action="store_true", help="as in vLLM; without it, too, the model chooses tools"
+        "--enable-auto-tool-choice",
+        action="store_true",
+        help="no effect: the model always chooses tools, as in vLLM with this flag",
     )
     for flag, field, value in (
         ("--disable-log-requests", "enable_log_requests", False),

@@ -30,7 +30,7 @@ def choose(digests: Sequence[bytes], loads: Mapping[int, int], index: PrefixInde
     requests, prompt and generated, per available replica.
     """
     if not loads:
-        raise ValueError("no replica takes work: there is none to choose")
+        raise ValueError("no replica is available")
     mean = sum(loads.values()) / len(loads)
     matches = index.matches(digests)
 

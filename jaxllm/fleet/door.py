@@ -47,7 +47,9 @@ class Greeting(NamedTuple):
     def pack(self) -> bytes:
         text = b"\n".join((self.version.encode(), self.number.encode(), self.key))
         if len(text) > MOST_GREETING:
-            raise UserError(f"The key of a fleet may have some {MOST_GREETING - 64} bytes.", "admin_api_key")
+            raise UserError(
+                f"The first --admin-api-key of a fleet may have at most {MOST_GREETING - 64} bytes.", "admin_api_key"
+            )
         return _LENGTH.pack(len(text)) + text
 
 
@@ -56,7 +58,7 @@ async def read_greeting(reader: asyncio.StreamReader) -> Greeting:
     async with asyncio.timeout(HELLO_SECONDS):
         (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         if size > MOST_GREETING:
-            raise ValueError("no greeting of a replica")
+            raise ValueError("the greeting is too long for a replica")
         version, number, key = (await reader.readexactly(size)).split(b"\n", 2)
     return Greeting(version.decode("ascii", "replace"), number.decode("ascii", "replace"), key)
 
@@ -98,7 +100,7 @@ class DoorListener:
                 try:
                     peer, _ = await loop.sock_accept(listener)
                 except OSError as error:
-                    _log.warning("no connection of a replica can be accepted: %s", error.strerror)
+                    _log.warning("connections of replicas cannot be accepted (%s); trying again", error.strerror)
                     await asyncio.sleep(_RETRY_SECONDS)
                     continue
                 if len(self.strangers) >= MOST_STRANGERS:

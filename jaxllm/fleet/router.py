@@ -10,7 +10,7 @@ from jaxllm.fleet.prefix_index import PrefixIndex
 from jaxllm.fleet.replica import Replica, Routed
 from jaxllm.outputs import FinishReason
 
-NONE_TAKES_WORK = "No replica takes work now."
+NONE_TAKES_WORK = "No replica is available; retry later."
 MOST_RUNS = 2  # limits how many replicas a faulty request can crash
 
 

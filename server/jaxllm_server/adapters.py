@@ -109,7 +109,7 @@ class ServedAdapters:
         """
         self._check_enabled()
         if self._root is None:
-            message = "This server loads no adapters while it runs: it was started without --lora-root, their folder."
+            message = "This server was started without --lora-root, so it cannot load adapters while it runs."
             raise FeatureDisabledError(message)
         if not name or not path:
             message = "Both 'lora_name' and 'lora_path' must be provided."
@@ -172,7 +172,7 @@ class ServedAdapters:
             message = f"{parameter}: a name must be 1 to {self._most_chars} characters of A-Z, a-z, 0-9 and ._/:@+-"
             raise UserError(f"{message}, got {name!r:.80}.", parameter)
         if name in self._model_names:
-            raise UserError(f"{parameter}: {name} is what the model itself is called.", parameter)
+            raise UserError(f"{parameter}: {name} is the name of the model.", parameter)
 
 
 def requests_of(modules: Sequence[str]) -> tuple[LoRARequest, ...]:

@@ -127,7 +127,7 @@ class Server:
             if signalled.done() and not died.done():
                 await self._drain()
             if died.done():
-                _log.error("the engine has died: %s", died.result(), exc_info=died.result())
+                _log.error("the engine died: %s", died.result(), exc_info=died.result())
                 if self.grpc is not None:
                     await self.grpc.set_state("dead")
                 await asyncio.sleep(FAREWELL_SECONDS)  # lets new calls and probes learn the reason
@@ -181,11 +181,13 @@ class Server:
 
     def _on_signal(self, number: int) -> None:
         if self._signalled.is_set():
-            _log.warning("second signal: ending at once, %d requests are cut off", self.engine.num_live)
+            _log.warning("second signal: exiting at once, %d requests are aborted", self.engine.num_live)
             os._exit(SECOND_SIGNAL)
         name, state = signal.Signals(number).name, self.engine.state
         what = (
-            f"draining for up to {self.options.shutdown_timeout:g} s" if state == "serving" else f"ending while {state}"
+            f"draining for up to {self.options.shutdown_timeout:g} s"
+            if state == "serving"
+            else f"stopping while {state}"
         )
         _log.info("%s: %s", name, what)
         self._signalled.set()
@@ -213,7 +215,9 @@ class Server:
         await asyncio.sleep(self.options.drain_delay)
         is_through = await self.engine.drain(self.options.shutdown_timeout)
         if self.engine.state != "dead":
-            _log.info("all requests are through" if is_through else "time is over: the remaining requests were failed")
+            _log.info(
+                "all requests have finished" if is_through else "shutdown timeout: the remaining requests were aborted"
+            )
 
     def _check_http(self) -> None:
         if self._http_task is not None and self._http_task.done():
@@ -233,7 +237,7 @@ class Server:
             Path(self.options.uds).unlink(missing_ok=True)
         await asyncio.to_thread(self.tracer.close)
         if not await self.engine.close(CLOSE_SECONDS):
-            _log.warning("the engine's thread has not ended: a step hangs")
+            _log.warning("the engine's thread did not stop: a step hangs")
 
 
 def _engine(config: EngineConfig, options: ServerOptions, progress: bool) -> EngineClient:
@@ -247,7 +251,7 @@ def _engine(config: EngineConfig, options: ServerOptions, progress: bool) -> Eng
     if config.data_parallel_size == 1:
         for name in ("data_parallel_address", "data_parallel_size_local"):
             if getattr(options, name) is not None:
-                raise UserError(f"{name} is for a fleet: give data_parallel_size.", name)
+                raise UserError(f"{name} requires a data_parallel_size above 1.", name)
         adapters = requests_of(options.lora_modules)
         return AsyncLLM(config, progress=progress, recorder=_recorder(config, options), adapters=adapters, **bounds)
     if options.record is not None:
@@ -280,10 +284,10 @@ def be_replica(config: EngineConfig, options: ServerOptions) -> int:
         observes=True,
         hang_timeout=options.hang_timeout,
     )
-    _log.info("a replica of the server at %s", options.data_parallel_address)
+    _log.info("running as a replica of the server at %s", options.data_parallel_address)
     if asyncio.run(node.run(settings)):
         return 0
-    _log.error("the server at %s has gone", options.data_parallel_address)
+    _log.error("lost the connection to the server at %s", options.data_parallel_address)
     return 1
 
 

@@ -39,7 +39,7 @@ class Keys:
         # All keys are compared, by digests of equal length, so timing reveals nothing (vLLM CVE-2025-59425).
         names = [name for name, known in self._known if hmac.compare_digest(digest, known)]
         if scheme.lower() != "bearer" or not names:
-            raise AuthError("The API key is not known here.", False)
+            raise AuthError("Unknown API key.", False)
         if admin and self._has_admins and not names[-1].startswith(_ADMIN):
             raise AdminRequiredError("This needs an admin key; see --admin-api-key.")
         return names[-1]
@@ -48,7 +48,7 @@ class Keys:
 def only_header(values: Sequence[str]) -> str | None:
     """Return the only Authorization header, if any."""
     if len(values) > 1:
-        raise AuthError("There may be only one API key, in an Authorization or an x-api-key header.", False)
+        raise AuthError("Send only one API key, in an Authorization or an x-api-key header.", False)
     return values[0] if values else None
 
 

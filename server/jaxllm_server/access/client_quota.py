@@ -78,7 +78,7 @@ class Shares:
     def check(self, client: str, num_sequences: int = 1) -> None:
         bound = self.bound
         if not bound.has_room(client, num_sequences):
-            message = f"This client has {bound.held[client]} of {bound.share} sequences under way."
+            message = f"This client has {bound.held[client]} of {bound.share} concurrent sequences; retry later."
             raise OverloadedError(message, retry_after=1.0)
 
     def room(self, client: str) -> float:
@@ -123,10 +123,14 @@ class Places:
         """Count a call within the context; raises OverloadedError if a limit is reached."""
         bound = self.bound
         if bound.total >= bound.most:
-            raise OverloadedError(f"The server is answering {bound.most} {self._name} already.", retry_after=1.0)
+            raise OverloadedError(
+                f"The server is already handling {bound.most} {self._name}; retry later.", retry_after=1.0
+            )
         is_shared = peer == "unix:"  # without the filter, all Unix socket clients share this name
         if bound.held[peer] >= bound.share and not is_shared:
-            raise OverloadedError(f"This connection has {bound.share} {self._name} already.", retry_after=1.0)
+            raise OverloadedError(
+                f"This connection already has {bound.share} {self._name}; retry later.", retry_after=1.0
+            )
         return bound.counted(peer, 1)
 
 

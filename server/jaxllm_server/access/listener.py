@@ -68,7 +68,7 @@ class Listener:
 
     def _pause(self, error: OSError) -> None:
         if not self._is_short:
-            _log.warning("connections cannot be taken: %s", error.strerror)
+            _log.warning("connections cannot be accepted (%s); trying again", error.strerror)
         self._is_short = True
         self._loop.remove_reader(self._socket)
         self._retrying = self._loop.call_later(RETRY_SECONDS, self._resume)

@@ -70,7 +70,7 @@ class MessagesReply:
         call = _call_of(fields)
         most = fields.get("max_tokens")
         if most is None:
-            raise UserError("max_tokens is missing: say how long the answer may be.", "max_tokens")
+            raise UserError("max_tokens is missing: set the maximum length of the answer.", "max_tokens")
         # max_tokens 0: only fill the prefix cache.
         self._is_warming = integer(fields, "max_tokens", 0) == 0
         sampling = _sampling_of(fields) | ({} if self._is_warming else {"max_tokens": most})

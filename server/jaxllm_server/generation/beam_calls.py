@@ -18,7 +18,9 @@ _KNOWN = frozenset(("n", "temperature", "max_tokens", *_SHARED))
 def check(call: Call, given: Mapping[str, Any]) -> None:
     """Refuse options that a beam search lacks, unless neutral."""
     if call.stream:
-        raise UserError("A beam search knows its outputs at its end only: leave stream off.", "stream")
+        raise UserError(
+            "A beam search cannot stream, as its outputs are only known at the end; remove stream.", "stream"
+        )
     if is_forced(call.tool_choice):
         raise UnsupportedError("tool_choice with a beam search is not supported by jaxllm yet.", "tool_choice")
     neutral = SamplingParams()

@@ -54,7 +54,7 @@ def texts_of(conversation: list[Any]) -> list[str]:
             waiting += value if left >= 0 else ()
         if left < 0:
             message = (
-                f"messages may hold at most {_MOST_VALUES} values, those of tools and the names in objects counted."
+                f"messages may hold at most {_MOST_VALUES} values, including those of tools and the names in objects."
             )
             raise UserError(message, "messages")
     return texts

@@ -31,7 +31,7 @@ def with_forced_calls(call: Call, sampling: Mapping[str, Any]) -> dict[str, Any]
     if isinstance(call.tool_choice, NamedTool):
         if call.tool_choice.name not in tools:
             shown = call.tool_choice.name[:64]
-            raise UserError(f"tool_choice names {shown!r}, which is none of the tools.", "tool_choice")
+            raise UserError(f"tool_choice names {shown!r}, which is not in tools.", "tool_choice")
         schema = parameters_of(tools[call.tool_choice.name])
     elif not tools:
         raise UserError("tool_choice=required needs tools.", "tool_choice")

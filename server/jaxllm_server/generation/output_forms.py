@@ -68,7 +68,9 @@ class OutputForms:
         template = self._template or templates.get("tool_use") or templates.get("default") or ""
         chosen = table.form_of(template, forms)
         if chosen is None:
-            message = f"{parameter}=auto: no parser is for the model's chat template; name one of {', '.join(forms)}."
+            message = (
+                f"{parameter}=auto: no parser matches the model's chat template; choose one of {', '.join(forms)}."
+            )
             raise UserError(message, parameter)
         _log.info("%s: %s, by the chat template", parameter, chosen)
         return chosen

@@ -102,7 +102,7 @@ class FilterProcess:
         self._control.close()
         self._wait(self.process, 0.1)
         self._control = self.process = None
-        _log.error("the process in front of gRPC has died: all its connections are lost, another one starts")
+        _log.error("the process that accepts gRPC connections died; they are lost, and it is restarted")
         self._restarting = loop.call_later(RESTART_SECONDS, self._restart)
 
     def _restart(self) -> None:

@@ -155,7 +155,7 @@ class Gate(grpc.aio.ServerInterceptor):
                 if raw is not _EOF and await context.read() is _EOF:
                     return raw
                 await asyncio.sleep(_CANCEL_SECONDS)
-                raise UserError("A call of this method sends one message, no more and no less.")
+                raise UserError("This method takes exactly one message.")
         except TimeoutError:
             raise self._did_not_come() from None
 
@@ -163,7 +163,7 @@ class Gate(grpc.aio.ServerInterceptor):
         """Return the error for a late message; its memory is released in one second."""
         if self._returns_memory is None:
             self._returns_memory = asyncio.get_running_loop().call_later(1.0, self._return_memory)
-        return DeadlineError("The message did not come in time.")
+        return DeadlineError("The message was not received in time.")
 
     def _return_memory(self) -> None:
         self._returns_memory = None

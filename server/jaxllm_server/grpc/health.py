@@ -56,7 +56,7 @@ class Health(health_pb2_grpc.HealthServicer):
     ) -> health_pb2.HealthCheckResponse:
         status = self._statuses.get(request.service)
         if status is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "There is no service of this name.")
+            await context.abort(grpc.StatusCode.NOT_FOUND, "Unknown service.")
         return health_pb2.HealthCheckResponse(status=status)
 
     async def List(self, request: Message, context: grpc.aio.ServicerContext) -> Message:

@@ -44,7 +44,7 @@ def check(raw: bytes, descriptor: Any) -> None:
             while at < end:
                 num_fields += not shape.has_integer_keys
                 if num_fields > MOST_FIELDS:
-                    raise UserError(f"The message holds more than {MOST_FIELDS} fields, those inside of it counted.")
+                    raise UserError(f"The message holds more than {MOST_FIELDS} fields, including nested ones.")
                 tag, at = _varint(raw, at)
                 kind, number = tag & 7, tag >> 3
                 if kind == _VARINT:

@@ -91,7 +91,7 @@ class Front:
             await self._guard(scope, receive, sender)
         except ClientGone:
             status = CLIENT_GONE
-            _log.info("request %s: the client has gone", own["name"])
+            _log.info("request %s: the client disconnected", own["name"])
         except Exception as error:
             log_failure(own["name"], error)
             if status is not None:

@@ -76,7 +76,7 @@ class BodyReader:
                     if not message.get("more_body", False):
                         return body
         except TimeoutError as error:
-            text = f"The body did not come within {self._options.stall_timeout:g} seconds."
+            text = f"The body was not received within {self._options.stall_timeout:g} seconds."
             raise Refusal(408, text, "REQUEST_TIMEOUT", "timeout", closes=True) from error
 
     async def run(self, function: Callable[[], Result], is_long: bool, client: str) -> Result:

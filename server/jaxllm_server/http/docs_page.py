@@ -93,7 +93,7 @@ def page_of(description: Mapping[str, Any], served: Collection[str]) -> bytes:
     page = (
         *_head(title),
         f"<p>{escape(description['info']['description'])} For tools: <a href=openapi.json>openapi.json</a>.",
-        "<p><label>Key, where the server asks for one: <input id=key type=password autocomplete=off></label>",
+        "<p><label>API key, if the server requires one: <input id=key type=password autocomplete=off></label>",
         *operations,
         f"<script>{_SCRIPT}</script></html>",
     )

@@ -28,10 +28,10 @@ _UNDER_V1 = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/em
 _MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")  # Anthropic's clients add /v1 themselves
 # Missing routes of OpenAI's, vLLM's and Anthropic's servers, by the first path segment after the version.
 _UNSERVED: Mapping[str, str] = {
-    "embed": "Cohere's embed API is not built into jaxllm yet; use /v1/embeddings.",
-    **dict.fromkeys(("audio", "realtime"), "jaxllm has no models of speech."),
-    "images": "jaxllm has no models of images.",
-    "moderations": "jaxllm has no models that judge texts; /classify asks a classifier.",
+    "embed": "Cohere's embed API is not supported by jaxllm yet; use /v1/embeddings.",
+    **dict.fromkeys(("audio", "realtime"), "jaxllm does not support speech models."),
+    "images": "jaxllm does not support image models.",
+    "moderations": "jaxllm does not support moderation models; use /classify with a classifier.",
     **dict.fromkeys(
         ("files", "batches", "fine_tuning", "assistants", "threads"), "this server stores no files and no jobs."
     ),
@@ -66,7 +66,7 @@ class Refusal(Exception):
 
 def body_too_large(max_body_bytes: int) -> Refusal:
     """Return the refusal of a body that is too large."""
-    message = f"The body is larger than the {max_body_bytes} bytes that this server takes."
+    message = f"The body is larger than this server's limit of {max_body_bytes} bytes."
     return Refusal(413, message, "BODY_TOO_LARGE", closes=True)
 
 
@@ -81,7 +81,7 @@ def nothing_at(path: str) -> Refusal:
     hint = "" if near is None else f" Did you mean {near}?"
     if near is not None and near != asked:
         hint += f" Set the client's base URL to this server's address{'' if near in _MESSAGES else ' and /v1'}."
-    return Refusal(404, f"There is nothing at {shown}.{hint}", "ROUTE_NOT_FOUND", "not_found")
+    return Refusal(404, f"Unknown path {shown}.{hint}", "ROUTE_NOT_FOUND", "not_found")
 
 
 def is_anthropics(path: str) -> bool:
@@ -100,7 +100,7 @@ def answer_of(error: BaseException, path: str = "", request_id: str = "") -> tup
     if isinstance(error, Refusal):
         body = error_body(str(error), error.kind, error.parameter, error.reason)
     elif isinstance(error, HTTPException):
-        message = "This path does not take this method."
+        message = "Method not allowed for this path; see the Allow header."
         body = error_body(message, "invalid_request_error", None, "METHOD_NOT_ALLOWED")
     else:
         body = error_body_of(error)

@@ -21,8 +21,8 @@ CLIENT = "jaxllm.client"
 PROBES = frozenset({b"/health", b"/live", b"/ready", b"/ping"})  # need neither key nor known host
 OPEN_PATHS = PROBES | {b"/", b"/docs", b"/openapi.json"}  # need no key; the last three reveal only the routes
 _WRONG_HOST = (
-    "This server is not known by the name in the request's Host header. Start it with --allowed-hosts and that name, "
-    "or let the proxy in front of it send `Host: localhost`."
+    "The Host header names an unknown host. Start the server with --allowed-hosts and that name, or let "
+    " the proxy in front of it send `Host: localhost`."
 )
 # Also as prefixes of the decoded path: the router matches "/%6coad" and "/load\n" to "/load".
 ADMIN_PATHS = ("/drain", "/load", "/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")

@@ -220,7 +220,7 @@ class BoundedProtocol(HttpToolsProtocol):
         Raises Refusal if the client has already sent further bytes.
         """
         if self.cycle.scope is not scope or self.cycle.response_started or self._is_last or self._num_bytes:
-            raise Refusal(400, "Nothing may follow an offer to upgrade.", "BAD_HEADER", closes=True)
+            raise Refusal(400, "No data may follow a request to upgrade.", "BAD_HEADER", closes=True)
         self.cycle.chunked_encoding = False
         await send({"type": "http.response.start", "status": 101, "headers": headers})
         self.cycle.response_complete = True
@@ -287,7 +287,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
             self._abort_later()
         elif not self.transport.is_closing():
-            message = f"The request did not come within {self.head_seconds:g} seconds."
+            message = f"The request was not received within {self.head_seconds:g} seconds."
             self._refuse(Refusal(408, message, "REQUEST_TIMEOUT", "timeout"))
 
     def _refuse(self, refusal: Refusal) -> None:

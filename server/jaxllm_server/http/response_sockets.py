@@ -34,7 +34,7 @@ KEPT = "jaxllm.kept"  # scope key: the connection's `OfConnection`
 _TOO_OLD = {
     "type": "invalid_request_error",
     "code": "websocket_connection_limit_reached",
-    "message": "A WebSocket lasts 60 minutes at most. Open a new one to go on.",
+    "message": "A WebSocket lasts at most 60 minutes; open a new one to continue.",
     "param": None,
 }
 _OF_OFFER = (b"connection", b"upgrade", b"sec-websocket-", b"content-", b"transfer-encoding")
@@ -61,7 +61,7 @@ class ResponseSockets:
         client = request.scope[CLIENT]
         headers = answer_headers(request.scope["headers"])
         if not self._open.has_room(client, 1):
-            raise OverloadedError("Too many WebSockets are open already.", retry_after=1.0)
+            raise OverloadedError("Too many WebSockets are open; retry later.", retry_after=1.0)
 
         def make(transport: Any, flow: Any) -> WebSocket:
             return WebSocket(

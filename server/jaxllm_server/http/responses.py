@@ -195,7 +195,7 @@ class ResponseEndpoints:
     async def retrieve(self, request: Request) -> ASGIApp:
         """Return a response, possibly incomplete."""
         if request.query_params.get("stream", "false") != "false":
-            raise UnsupportedError("A kept response is not streamed by jaxllm: leave stream out.", "stream")
+            raise UnsupportedError("Streaming a stored response is not supported by jaxllm; remove stream.", "stream")
         client, response_id = _asked(request)
         job = self._jobs.get((client, response_id))
         return _json(self._find(client, response_id).response if job is None else await self._written(job, client))
@@ -261,7 +261,7 @@ class ResponseEndpoints:
             message = f"Invalid 'previous_response_id': {previous[:64]!r}. Expected an ID that begins with 'resp'."
             raise UserError(message, "previous_response_id")
         if (client, previous) in self._jobs:
-            raise UserError(f"The response {previous!r} is still being made.", "previous_response_id")
+            raise UserError(f"The response {previous!r} is still in progress; retry later.", "previous_response_id")
         if kept_here is not None:
             previous = kept_here.used = kept_here.name_of(previous)
         try:

@@ -160,7 +160,7 @@ class WebSocket:
     def _take(self, frames: Sequence[Frame], num_bytes: int) -> None:
         for frame in frames:
             if frame.opcode is Opcode.BINARY:
-                self._protocol.fail(CloseCode.UNSUPPORTED_DATA, "messages are texts of JSON")
+                self._protocol.fail(CloseCode.UNSUPPORTED_DATA, "messages must be JSON text")
             elif frame.opcode in (Opcode.TEXT, Opcode.CONT):
                 self._add(frame.data, frame.fin)
         try:
@@ -199,7 +199,7 @@ class WebSocket:
             self._end()
 
     def _on_late(self) -> None:
-        self.close(CloseCode.POLICY_VIOLATION, f"a message did not come within {self._stall_seconds:g} seconds")
+        self.close(CloseCode.POLICY_VIOLATION, f"a message was not received within {self._stall_seconds:g} seconds")
 
     def _expect_more(self) -> None:
         """Disconnect a client that did not respond to the last ping."""

@@ -164,7 +164,7 @@ def _message_in(message: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 def _thinking_of(think: Any) -> dict[str, Any]:
     if not isinstance(think, bool | str | None):
-        raise UserError("think must be true, false, or how much.", "think")
+        raise UserError("think must be true, false, low, medium or high.", "think")
     if think is None:
         return {}
     kwargs: dict[str, Any] = {"enable_thinking": think is not False, "thinking": think is not False}

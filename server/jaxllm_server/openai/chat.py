@@ -239,7 +239,7 @@ def _allowed(allowed: Any, tools: list[Any]) -> tuple[str, list[Any]]:
     unknown = names - {_name_of(tool) for tool in tools}
     if unknown:
         shown = min(map(str, unknown))[:_SHOWN_NAME]
-        raise UserError(f"tool_choice allows {shown!r}, which is none of the tools.", "tool_choice")
+        raise UserError(f"tool_choice allows {shown!r}, which is not in tools.", "tool_choice")
     return allowed["mode"], [tool for tool in tools if _name_of(tool) in names]
 
 

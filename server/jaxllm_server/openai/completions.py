@@ -210,7 +210,11 @@ def _num_candidates(fields: Body) -> int | None:
         return None
     for name, value in (("stream", fields.get("stream")), ("use_beam_search", fields.get("use_beam_search"))):
         if value is True:
-            raise UserError(f"best_of chooses at the end, among samples: leave {name} off.", "best_of", best_of)
+            raise UserError(
+                f"best_of selects among finished samples, which is not possible with {name}; remove one of them.",
+                "best_of",
+                best_of,
+            )
     return best_of
 
 

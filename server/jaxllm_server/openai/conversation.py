@@ -60,7 +60,9 @@ def _written_ids(fields: Body) -> list[int] | None:
         raise UserError("prompt_token_ids must be a list of token ids.", "prompt_token_ids")
     for name in _OF_WRITING:
         if name in fields:
-            raise UserError(f"{name} says how to write a prompt, and prompt_token_ids has it: leave one out.", name)
+            raise UserError(
+                f"{name} has no effect on prompt_token_ids, which are a rendered prompt; remove one of them.", name
+            )
     return ids
 
 

@@ -253,10 +253,10 @@ def _check_inputs(call: PoolCall, most: int) -> None:
         raise UserError(f"There may be 1 to {most} inputs in a call, got {len(call.inputs)}.", "inputs")
     if call.pairs is None:
         if call.task == "score":
-            raise UserError("score compares two texts: give the second ones.", "pairs")
+            raise UserError("score compares two texts: give the second texts.", "pairs")
         return
     if len(call.pairs) != len(call.inputs) or not all(isinstance(text, str) for text in (*call.inputs, *call.pairs)):
-        raise UserError("score compares texts: give as many second as first ones.", "pairs")
+        raise UserError("score compares texts in pairs: give as many second as first texts.", "pairs")
 
 
 def has_room(serving: PoolSite, client: str, num_running: int) -> bool:

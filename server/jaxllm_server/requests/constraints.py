@@ -36,17 +36,17 @@ def constraint_of(fields: Mapping[str, Any]) -> tuple[str, Any] | None:
     if own is not None:
         for name in SERVERS if isinstance(own, Mapping) else ():
             if own.get(name) is not None:
-                message = f"structured_outputs.{name} is the server's to set: leave it out."
+                message = f"structured_outputs.{name} can only be set by the server; remove it."
                 raise UserError(message, "structured_outputs")
         found["structured_outputs"] = own
     guided = {name: fields[old] for old, name in GUIDED.items() if fields.get(old) is not None}
     if guided:
         first = next(old for old in GUIDED if fields.get(old) is not None)
-        warnings.warn(f"a client sent {first}, vLLM's former name of structured_outputs: it is taken.", stacklevel=2)
+        warnings.warn(f"a client sent {first}, vLLM's former name of structured_outputs; it is accepted.", stacklevel=2)
         found[first] = guided
     if len(found) > 1:
         *others, last = found
-        raise UserError(f"{', '.join(others)} and {last} each say what the output must be: give one of them.", last)
+        raise UserError(f"{', '.join(others)} and {last} exclude each other: give one of them.", last)
     return next(iter(found.items()), None)
 
 

@@ -91,7 +91,7 @@ def beams_of(fields: Body) -> dict[str, Any] | None:
         return asked
     for name, value in asked.items():
         if not is_same(value, _BEAMS[name]):
-            raise UserError(f"{name} is of a beam search: it needs use_beam_search.", name)
+            raise UserError(f"{name} requires use_beam_search=true.", name)
     return None
 
 

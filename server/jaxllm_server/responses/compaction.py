@@ -47,7 +47,7 @@ class CompactionReply(ResponseReply):
         ignored: list[str] = []
         fields = given(body, _FIELDS, {}, options.unknown_fields, ignored)
         if "model" not in fields:
-            raise UserError("model is missing: say which one sums up.", "model")
+            raise UserError("model is missing: give the model that writes the summary.", "model")
         own = fields.get("input", [])
         items = [{"role": "user", "content": own}] if isinstance(own, str) else own
         if not history and items == []:

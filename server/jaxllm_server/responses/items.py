@@ -140,7 +140,7 @@ def _item_of(item: Any, path: str, request_id: str, number: str, kept: dict[str,
         _refuse(f"{path} must be an object.")
     if _is_reference(item):
         if item["id"] not in kept:
-            _refuse(f"{path}: an item with the id {item['id'][:_SHOWN]!r} is not kept here, or was given before.")
+            _refuse(f"{path}: an item with the id {item['id'][:_SHOWN]!r} is not stored here, or is referenced twice.")
         return kept.pop(item["id"])
     kind = item.get("type", "message")
     if not isinstance(kind, str) or kind not in _READERS:
@@ -188,7 +188,7 @@ def _reasoning(item: Item, path: str) -> dict[str, Any]:
         [] if item.get(name) is None else _texts_of(item[name], f"{path}.{name}") for name in ("content", "summary")
     )
     if item.get("encrypted_content") and not content and not summary:
-        message = f"{path}.encrypted_content is another server's; jaxllm reads reasoning in content."
+        message = f"{path}.encrypted_content was created by another server; give the reasoning in content."
         raise UnsupportedError(message, "input")
     return {
         "summary": [{"type": "summary_text", "text": text} for text in summary],
@@ -201,7 +201,7 @@ def _compaction(item: Item, path: str) -> dict[str, Any]:
     try:
         unpacked(content)
     except (ValueError, binascii.Error) as error:
-        message = f"{path}.encrypted_content is no compaction of this server's kind, or not whole."
+        message = f"{path}.encrypted_content is not a compaction created by jaxllm, or is truncated."
         raise UserError(message, "input") from error
     return {"encrypted_content": content}
 

@@ -222,7 +222,7 @@ class ResponseReply:
         """Return sampling parameters, and each one's request field for errors."""
         form = request.format_of(fields)[1]
         if form is not None and form["type"] != "text" and "structured_outputs" in fields:
-            message = "text.format and structured_outputs each say what the output must be: give one of them."
+            message = "text.format and structured_outputs exclude each other: give one of them."
             raise UserError(message, "structured_outputs")
         told = {**fields, "response_format": form} if form is not None else fields
         sampling = sampling_of(told)
@@ -267,7 +267,7 @@ def _from_content(entries: Sequence[dict[int, Logprob]], text: str) -> Sequence[
 
 def _check_background(fields: Body, options: ServerOptions) -> None:
     if options.max_stored_response_bytes == 0:
-        message = "This server keeps no responses (--max-stored-response-bytes 0), so none can be polled."
+        message = "This server stores no responses (--max-stored-response-bytes 0), so none can be polled."
         raise FeatureDisabledError(message, "background")
     if not flag(fields, "store", True):
         raise UserError("background can only be used when `store` is true.", "background")

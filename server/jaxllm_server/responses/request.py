@@ -47,7 +47,7 @@ def check_names(body: Body) -> None:
     """Refuse a field of chats, naming the equivalent."""
     for name, own in _CHATS_NAMES.items():
         if body.get(name) not in (None, False):
-            raise UserError(f"{name} is a field of chats: in the Responses API it is {own}.", name)
+            raise UserError(f"{name} is a field of chat completions; in the Responses API it is {own}.", name)
 
 
 def of_message(message: Body) -> dict[str, Any]:
@@ -82,7 +82,9 @@ def metadata_of(fields: Body) -> dict[str, str]:
         len(name) <= _MOST_KEY and isinstance(value, str) and len(value) <= _MOST_VALUE for name, value in pairs.items()
     )
     if not is_small:
-        message = f"metadata may hold {_MOST_METADATA} texts of {_MOST_VALUE} characters, their names of {_MOST_KEY}."
+        message = (
+            f"metadata may have at most {_MOST_METADATA} strings of {_MOST_VALUE} characters, with keys of {_MOST_KEY}."
+        )
         raise UserError(message, "metadata")
     return pairs
 
@@ -102,7 +104,7 @@ def tools_of(fields: Body, max_tools: int) -> list[dict[str, Any]]:
             raise UserError(f"{path} must be an object with a type.", "tools")
         if kind != "function":
             shown = kind[:_SHOWN]
-            message = f"{path}: tools of type {shown!r} are not supported: jaxllm runs none itself, give functions."
+            message = f"{path}: tools of type {shown!r} are not supported: jaxllm does not run tools; give functions."
             raise UnsupportedError(message, "tools")
         if not isinstance(tool.get("name"), str) or not tool["name"]:
             form = '{"type": "function", "name": …, "parameters": {…}}'
@@ -130,7 +132,7 @@ def choice_of(fields: Body, tools: Sequence[Body]) -> tuple[ToolChoice, Sequence
         names = _allowed_names(choice)
         unknown = names - {tool["name"] for tool in tools}
         if unknown:
-            raise UserError(f"tool_choice allows {min(unknown)[:_SHOWN]!r}, which is none of the tools.", "tool_choice")
+            raise UserError(f"tool_choice allows {min(unknown)[:_SHOWN]!r}, which is not in tools.", "tool_choice")
         tools = [tool for tool in tools if tool["name"] in names]
         choice = choice["mode"]
     elif isinstance(choice, Mapping):

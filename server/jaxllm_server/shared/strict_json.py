@@ -53,7 +53,7 @@ def read_value(raw: bytes | bytearray, max_depth: int, name: str, *, in_thread: 
     least_texts = (raw.count(b'"') - raw.count(b'\\"')) // 2
     brackets, num_texts = (b"", least_texts) if least_texts > _MOST_TEXTS else _brackets_of(raw)
     if num_texts > _MOST_TEXTS:
-        raise UserError(f"{name} holds more than {_MOST_TEXTS} texts, names in objects counted.")
+        raise UserError(f"{name} has more than {_MOST_TEXTS} strings, including names in objects.")
     if brackets.count(b"[") > _MOST_LISTS:
         raise UserError(f"{name} holds more than {_MOST_LISTS} lists and objects.")
     try:
