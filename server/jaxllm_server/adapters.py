@@ -1,8 +1,8 @@
-"""The adapters that a server knows by name: loaded at its start or by an administrator, used by requests, unloaded.
+"""LoRA adapters of a server by name: loaded at startup or by an administrator, used by requests, unloaded.
 
-To clients a name is that of a model. Each load is a `LoRARequest` with a number of its own, so that what is loaded
-again under a name is another adapter to the engine; and the engine forgets one when the last request that began with it
-has ended. Belongs to the event loop; folders are read beside it. Knows no protocol.
+Clients select an adapter by its name as the model. Each load gets a new `LoRARequest` number, so an adapter that is
+reloaded under a name is distinct for the engine. The engine drops an adapter after its last request has finished. Runs
+on the event loop; reads folders in threads.
 """
 
 from __future__ import annotations
@@ -24,24 +24,23 @@ from jaxllm.lora_request import LoRARequest
 from jaxllm_server.shared.options import ServerOptions
 
 _log = logging.getLogger("jaxllm.server")
-_NAME = re.compile(r"[A-Za-z0-9._/:@+-]+")  # no commas: a metric lists names with them
+_NAME = re.compile(r"[A-Za-z0-9._/:@+-]+")  # without commas, which separate names in a metric
 _OFF = "LoRA is not enabled: this server was started without --enable-lora."
-_MODULE_KEYS = frozenset({"name", "path", "base_model_name"})  # vLLM's; there is one base model
+_MODULE_KEYS = frozenset({"name", "path", "base_model_name"})  # vLLM's; base_model_name is ignored
 
 
 @dataclass(eq=False)
 class Served:
-    """An adapter under its name."""
+    """An adapter with its name and request counts."""
 
-    request: LoRARequest  # what the engine knows it by
-    source: str  # its path as it was given
+    request: LoRARequest
+    source: str  # the path as given
     num_finished: int = 0  # requests under this name
-    num_users: int = 0  # requests that have not ended
-    is_gone: bool = False  # no new request gets it
+    num_users: int = 0  # unfinished requests
+    is_gone: bool = False  # unloaded or replaced: new requests cannot select it
 
     @property
     def name(self) -> str:
-        """What clients call it."""
         return self.request.lora_name
 
 
@@ -49,7 +48,7 @@ class ServedAdapters:
     """All adapters of one server, by name."""
 
     def __init__(self, engine: EngineClient, options: ServerOptions, model_names: Sequence[str]) -> None:
-        self.num_finished_others = 0  # requests of adapters that were unloaded
+        self.num_finished_others = 0  # of unloaded adapters
         self._engine = engine
         self._model_names = model_names
         self._most_chars = options.max_request_id_chars
@@ -73,7 +72,7 @@ class ServedAdapters:
         return name in self._served
 
     def find(self, name: str) -> Served:
-        """Return the adapter of a name; AdapterNotFoundError if there is none."""
+        """Return an adapter by name. Raises AdapterNotFoundError."""
         self._check_enabled("adapter")
         served = self._served.get(name)
         if served is None:
@@ -81,12 +80,12 @@ class ServedAdapters:
         return served
 
     def known(self, served: Served) -> Known | None:
-        """Return what the engine remembers of an adapter."""
+        """Return the engine's record of an adapter, which remains after its weights are evicted."""
         return self._engine.known_adapter(served.request)
 
     @contextmanager
     def using(self, served: Served | None) -> Iterator[None]:
-        """Have the engine keep an adapter until the block ends, though it be unloaded meanwhile."""
+        """Keep an adapter in the engine within the context, even if it is unloaded in between."""
         if served is None:
             yield
             return
@@ -98,7 +97,7 @@ class ServedAdapters:
             self._forget_unused(served)
 
     def note_finished(self, served: Served) -> None:
-        """Count a request that has ended, under the name that it gave."""
+        """Count a finished request under its adapter's name."""
         current = self._served.get(served.name)
         if current is None:
             self.num_finished_others += 1
@@ -106,9 +105,9 @@ class ServedAdapters:
             current.num_finished += 1
 
     async def load(self, name: str, path: str, *, in_place: bool = False, client: str | None = None) -> None:
-        """Load an adapter from below the folder for that; with `in_place`, one of its name may be loaded.
+        """Load an adapter from a folder below `--lora-root`; `in_place` allows replacing one of the same name.
 
-        What was begun is ended though the caller be cancelled, or the engine would know an adapter without a name.
+        The load completes even if the caller is cancelled; otherwise the engine could hold an adapter without a name.
         """
         self._check_enabled()
         if self._root is None:
@@ -125,7 +124,7 @@ class ServedAdapters:
         await asyncio.shield(load)
 
     def unload(self, name: str) -> None:
-        """Take an adapter from new requests; those that have begun end with it."""
+        """Remove an adapter for new requests; running requests keep it until they finish."""
         self._check_enabled()
         if not name:
             raise UserError("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")
@@ -149,7 +148,7 @@ class ServedAdapters:
                 await self._engine.off_loop(self._engine.read_adapter, request, client=client, language=b"")
             except UserError as error:
                 told = str(error)
-                if root != root.parent:  # of the whole file system nothing is hidden, and every path holds "/"
+                if root != root.parent:  # no folder name to hide if the root is "/"
                     told = told.replace(f"{root}/", "").replace(str(root), path)
                 raise UserError(told, "lora_path") from error
             before = self._served.get(name)
@@ -179,7 +178,7 @@ class ServedAdapters:
 
 
 def requests_of(modules: Sequence[str]) -> tuple[LoRARequest, ...]:
-    """Read `--lora-modules`: texts like NAME=PATH, or JSON objects with "name" and "path"."""
+    """Parse `--lora-modules`: NAME=PATH or JSON objects with "name" and "path"."""
     requests: dict[str, LoRARequest] = {}
     for text in modules:
         name, _, path = text.partition("=")
@@ -206,13 +205,13 @@ def _module_of(text: str) -> tuple[object, object]:
 
 
 def _folder_of(root: Path, name: str, path: str) -> Path:
-    """Return the folder of an adapter; refuse one that is not below `root`, or holds links that lead out of it."""
+    """Return an adapter's folder. Raises if it is outside `root` or contains symlinks to the outside."""
     try:
         folder = (root / path).resolve()
         is_inside = folder.is_relative_to(root)
         is_there = is_inside and folder.is_dir()
         links = [file.resolve() for file in folder.rglob("*") if file.is_symlink()] if is_there else []
-    except (OSError, ValueError, RuntimeError):  # no path at all, or links in a circle
+    except (OSError, ValueError, RuntimeError):  # an invalid path or a symlink loop
         is_inside, is_there, links = True, False, []
     if not is_inside or not all(link.is_relative_to(root) for link in links):
         raise UserError("lora_path must stay inside the folder that the server has for adapters.", "lora_path")

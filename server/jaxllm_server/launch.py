@@ -1,9 +1,9 @@
-"""`jaxllm serve`: one event loop for gRPC and HTTP, one engine, a filter process before gRPC; from port to last stream.
+"""`jaxllm serve`: run the gRPC and HTTP front ends and the engine on one event loop.
 
-Owns the order of starting and stopping, signals and exit codes. Ports are open before the model is loaded, so that
-probes are answered ("not ready") from the first second.
+Owns startup and shutdown order, signals and exit codes. Ports open before the model is loaded, so that probes get "not
+ready" from the first second.
 
-Exit codes: 0 after a signal and a drain, 1 when the engine could not start or has died; a second signal ends at once.
+Exit codes: 0 after a signal and a drain, 1 if the engine failed to start or died. A second signal exits at once.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ if TYPE_CHECKING:
     from jaxllm_server.http.server import HttpServer
 
 _log = logging.getLogger("jaxllm.server")
-WATCH_SECONDS = 0.2  # between two looks at the engine's state
-CLOSE_SECONDS = 3.0  # that the step which is running may take when the process ends
-FAREWELL_SECONDS = 1.0  # for the last errors to reach their clients before the process ends
-SECOND_SIGNAL = 130  # exit code, a shell's for ^C
+WATCH_SECONDS = 0.2  # interval of polling the engine's state
+CLOSE_SECONDS = 3.0  # to finish the running step at shutdown
+FAREWELL_SECONDS = 1.0  # to deliver the last errors to clients at shutdown
+SECOND_SIGNAL = 130  # the shell's exit code for ^C
 
 
 def new_server(config: EngineConfig, options: ServerOptions, progress: bool = False) -> Server:
-    """Make the server of a process of its own; options that cannot be met are errors here."""
+    """Return the server of this process. Raises UserError for options that cannot be met."""
     try:
         import uvicorn  # noqa: F401
         import uvloop  # noqa: F401
 
         import grpc  # noqa: F401  # isort: skip
-    except ModuleNotFoundError as error:  # one that is there and cannot be loaded is another matter
+    except ModuleNotFoundError as error:  # an installed package that fails to import raises ImportError
         raise UserError(f"`jaxllm serve` needs {error.name}: pip install 'jaxllm[server]'") from error
     configure_logging()
     raise_file_limit()
@@ -59,29 +59,29 @@ def new_server(config: EngineConfig, options: ServerOptions, progress: bool = Fa
 
 
 def serve(server: Server) -> int:
-    """Serve a model until a signal or its death; return the exit code."""
+    """Serve until a signal or the engine's death; return the exit code."""
     import uvloop
 
     return uvloop.run(server.run())
 
 
 def configure_logging() -> None:
-    """Write the log to standard error, without what libraries write about themselves and clients."""
+    """Log to standard error, without repetitive messages of libraries."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(
         Seldom("uvicorn.error", "jaxllm.server.http", "jaxllm.server.listener")
     )  # messages that any connection can cause
     handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # writes about every back end that is missing
-    logging.getLogger("jax._src.compilation_cache").setLevel(logging.WARNING)  # writes that it begins without a folder
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # writes what our own lines say
-    # Metadata that are no UTF-8, a key perhaps, and a traceback for each.
+    logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # logs every missing backend
+    logging.getLogger("jax._src.compilation_cache").setLevel(logging.WARNING)  # logs the lack of a cache folder
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # duplicates our messages
+    # Hide invalid UTF-8 in metadata, which gRPC logs with a traceback and which may be a key.
     logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: "Invalid encoding" not in str(record.msg))
 
 
 class Server:
-    """One engine and its front ends."""
+    """An engine and its front ends."""
 
     def __init__(self, config: EngineConfig, options: ServerOptions, progress: bool = False) -> None:
         from jaxllm_server.access.auth import Keys
@@ -103,7 +103,7 @@ class Server:
         self._signalled = asyncio.Event()
 
     async def run(self) -> int:
-        """Open the ports, load the model, serve until it ends."""
+        """Open the ports, load the model and serve; return the exit code."""
         self._handle_signals()
         began = time.monotonic()
         watching: list[asyncio.Task[Any]] = []
@@ -116,8 +116,8 @@ class Server:
             await asyncio.wait([loading, *ends], return_when=asyncio.FIRST_COMPLETED)
             self._check_http()
             if not loading.done():
-                return 0  # no request has been accepted yet
-            loading.result()  # what is wrong with the model
+                return 0  # no request was accepted yet
+            loading.result()  # raises if loading failed
             self.serving.forms.choose()
             garbage.keep_loaded_objects()
             watching.append(asyncio.ensure_future(garbage.collect()))
@@ -133,7 +133,7 @@ class Server:
                 _log.error("the engine has died: %s", died.result(), exc_info=died.result())
                 if self.grpc is not None:
                     await self.grpc.set_state("dead")
-                await asyncio.sleep(FAREWELL_SECONDS)  # for calls and probes that come now to learn why
+                await asyncio.sleep(FAREWELL_SECONDS)  # new calls and probes still get the error
             else:
                 died.cancel()
             await self.close(FAREWELL_SECONDS)
@@ -144,7 +144,7 @@ class Server:
                 task.cancel()
 
     async def open(self) -> None:
-        """Open the ports; a port in use is a UserError."""
+        """Open the ports. Raises UserError if a port is in use."""
         options = self.options
         if options.grpc_port is not None or options.grpc_uds is not None:
             from jaxllm_server.grpc.server import start_grpc
@@ -170,7 +170,7 @@ class Server:
         config = server_config(make_app(self.serving, options, self.observer, self.tracer), options)
         try:
             config.load()
-        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        except (OSError, ValueError) as error:  # includes ssl.SSLError
             for each in listening:
                 each.close()
             raise UserError(f"ssl_certfile and ssl_keyfile cannot be used: {error}", "ssl_certfile") from error
@@ -194,7 +194,7 @@ class Server:
         self._signalled.set()
 
     async def _watch(self) -> None:
-        """Keep gRPC's health service up to date with the engine's state."""
+        """Copy the engine's state to the gRPC health service."""
         reported = None
         while self.grpc is not None:
             state = "draining" if self._signalled.is_set() else self.engine.state
@@ -210,7 +210,7 @@ class Server:
             await log_stats(self.engine, self.options.log_stats_interval, _log.info)
 
     async def _drain(self) -> None:
-        """Say "not ready", refuse new work, let streams finish, close."""
+        """Report "not ready", reject new requests and wait until the running ones finish."""
         self.engine.announce_drain()
         if self.grpc is not None:
             await self.grpc.set_state("draining")
@@ -220,12 +220,12 @@ class Server:
             _log.info("all requests are through" if is_through else "time is over: the remaining requests were failed")
 
     def _check_http(self) -> None:
-        """Raise what ended the HTTP front end, if it ended by itself."""
+        """Raise the exception that stopped the HTTP front end, if any."""
         if self._http_task is not None and self._http_task.done():
             self._http_task.result()
 
     async def close(self, grace: float) -> None:
-        """Close the front ends, which have `grace` seconds to send what they hold, then the engine."""
+        """Close the front ends, with `grace` seconds to send pending data, then the engine."""
         if self.http is not None and self._http_task is not None:
             self.http.should_exit = True
         if self.grpc is not None:
@@ -242,7 +242,7 @@ class Server:
 
 
 def _engine(config: EngineConfig, options: ServerOptions, progress: bool) -> EngineClient:
-    """Make the engine, or the fleet of them."""
+    """Return a single engine, or a fleet if `data_parallel_size` exceeds 1."""
     from jaxllm_server.adapters import requests_of
 
     bounds: dict[str, Any] = {
@@ -272,7 +272,7 @@ def _engine(config: EngineConfig, options: ServerOptions, progress: bool) -> Eng
 
 
 def be_replica(config: EngineConfig, options: ServerOptions) -> int:
-    """Be a replica of another machine's server until that ends; return the exit code, 1 if the server has just gone."""
+    """Run a replica for another machine's server until that stops; return 1 if the connection was lost."""
     from jaxllm.fleet import node
 
     configure_logging()
@@ -294,7 +294,7 @@ def be_replica(config: EngineConfig, options: ServerOptions) -> int:
 
 
 def _recorder(config: EngineConfig, options: ServerOptions) -> FileRecorder | None:
-    """Open the recording, if one is wanted."""
+    """Open the file of `--record`, if set."""
     if options.record is None:
         return None
     _log.info("recording into %s%s", options.record, ", redacted" if options.record_redacted else "")

@@ -1,7 +1,7 @@
-"""Converts requests of `jaxllm.v1` to `Call`s; `replies` writes the answers.
+"""Convert `jaxllm.v1` requests to `Call`s; `replies` converts the results.
 
-Pure functions of their arguments. Knows the messages and what both protocols share; knows no gRPC library, no engine
-and no clock. Every field of a request is mapped here or refused by its path, as `sampling.top_p`; a test walks them.
+Pure functions, without the gRPC library, engine or clock. Each field of a request is converted or refused by its path,
+such as `sampling.top_p`, which a test verifies.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from jaxllm.v1 import inference_pb2, types_pb2
 from jaxllm_server.generation.calls import Call, NamedTool, ToolChoice
 from jaxllm_server.shared import strict_json
 
-# Messages inside one request: 8 MiB could hold four million of them, seconds of the event loop.
+# Submessages per request: 8 MiB could hold four million, which block the event loop for seconds.
 MAX_NESTED_MESSAGES = 16_384
 _MAX_UNKNOWN_BYTES = 4096
 _MAX_DURATION_SECONDS = 315_576_000_000  # of google.protobuf.Duration: 10,000 years
-_EXACT_INTEGERS = 2**53  # whole numbers that a Struct's doubles hold exactly
+_EXACT_INTEGERS = 2**53  # a Struct's doubles hold integers exactly up to here
 
 
 def _sampling_names() -> dict[str, dict[str, str]]:
@@ -39,7 +39,8 @@ def _sampling_names() -> dict[str, dict[str, str]]:
     return names
 
 
-# Section of GenerateRequest -> its field -> the name in SamplingParams: the client's table. `call_of` reads the others.
+# Section of GenerateRequest -> its field -> the name in SamplingParams; from the client's table. `call_of` reads the
+# others.
 SAMPLING_NAMES: Mapping[str, Mapping[str, str]] = _sampling_names()
 _TOOL_CHOICES: Mapping[int, ToolChoice] = {
     types_pb2.TOOL_CHOICE_UNSPECIFIED: None,
@@ -59,19 +60,18 @@ _CONSTRAINTS = {
     "regex": "regex",
     "ebnf": "grammar",
     "choice": "choice",
-    "structural_tag": "structural_tag",  # refused there
+    "structural_tag": "structural_tag",  # refused by StructuredOutputsParams
 }
 
 
 def call_of(request: inference_pb2.GenerateRequest, request_id: str, *, stream: bool, max_json_depth: int) -> Call:
-    """Return what a request asks for; unset fields are absent from `Call.sampling`, so that the defaults decide.
+    """Return the call of a request. Unset fields are absent from `Call.sampling`, so that defaults apply.
 
-    `max_json_depth` is that of a body over HTTP, so that both protocols take the same tools.
-
-    Values are not checked here but where all front ends' are; shapes that only this protocol can have are.
+    Checks only the shapes that are specific to gRPC; values are checked later for all protocols. `max_json_depth` is
+    the limit of HTTP bodies, so that both protocols accept the same tools.
 
     Raises:
-        UserError: naming the path of a field that is unknown, contradicts another or exists and is not built.
+        UserError: naming the path of a field that is unknown, unsupported or contradicts another.
     """
     refuse_unknown_fields(request)
     _refuse_unbuilt(request, stream=stream)
@@ -92,13 +92,12 @@ def call_of(request: inference_pb2.GenerateRequest, request_id: str, *, stream: 
 
 
 def tokenize_call_of(request: inference_pb2.TokenizeRequest, *, max_json_depth: int) -> Call:
-    """Return the call whose prompt is to be tokenized; raises as `call_of` does."""
+    """Return the call to tokenize. Raises as `call_of` does."""
     refuse_unknown_fields(request)
     return Call(model=request.model, **_prompt_of(request, "input", max_json_depth))
 
 
 def detokenize_ids_of(request: inference_pb2.DetokenizeRequest) -> list[int]:
-    """Return the token ids to turn into text."""
     refuse_unknown_fields(request)
     return list(request.token_ids)
 
@@ -139,7 +138,7 @@ def _structured_outputs_of(message: types_pb2.StructuredOutput) -> dict[str, Any
 
 
 def _plain(value: Any) -> Any:
-    """Copy a repeated or map field, or a message."""
+    """Convert a repeated field, a map or a message to plain Python."""
     if isinstance(value, types_pb2.Numbers):
         return list(value.values)
     if isinstance(value, Message):
@@ -164,7 +163,7 @@ def _refuse_unbuilt(request: inference_pb2.GenerateRequest, *, stream: bool) -> 
 def _prompt_of(
     request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, oneof: str, max_json_depth: int
 ) -> dict[str, Any]:
-    """Return the fields of `Call` that say what the prompt is."""
+    """Return the prompt fields of `Call`."""
     kind = request.WhichOneof(oneof)  # pyright: ignore[reportArgumentType]
     if kind is None:
         names = [own.name for own in request.DESCRIPTOR.oneofs_by_name[oneof].fields]
@@ -204,7 +203,7 @@ def _chat_of(chat: types_pb2.ChatPrompt, max_json_depth: int) -> dict[str, Any]:
 
 
 def _message_of(message: types_pb2.ChatMessage, path: str) -> dict[str, Any]:
-    """Return one message of a conversation in OpenAI's form, which chat templates read."""
+    """Return a message in OpenAI's form, which chat templates read."""
     plain: dict[str, Any] = {"role": message.role}
     if message.parts:
         if message.HasField("content"):
@@ -234,7 +233,7 @@ def _message_of(message: types_pb2.ChatMessage, path: str) -> dict[str, Any]:
 def _tools_of(text: str, max_json_depth: int) -> list[dict[str, Any]]:
     path = "chat.tools_json"
     try:
-        # Over HTTP the array is a level below the body.
+        # In an HTTP body the array is one level deeper.
         tools = strict_json.read_value(text.encode(), max_json_depth - 1, "tools_json")
     except UserError as error:
         raise UserError(str(error), path) from error
@@ -248,7 +247,7 @@ def _from_struct(struct: Struct, path: str) -> dict[str, Any]:
 
 
 def _from_value(value: Value, path: str) -> Any:
-    """Return a JSON value as Python has it; a whole number becomes an integer, since Struct knows doubles only."""
+    """Convert a JSON value to Python. Integral numbers become int, since Struct stores doubles."""
     kind = value.WhichOneof("kind")
     if kind is None or kind == "null_value":
         return None
@@ -273,10 +272,10 @@ def _seconds(duration: Duration, path: str) -> float:
 
 
 def refuse_unknown_fields(request: Message) -> None:
-    """Refuse what a newer client may set and this server would ignore: protobuf keeps such fields without a word.
+    """Raise UnsupportedError for unknown fields, which protobuf would keep silently.
 
-    Refuses more than `MAX_NESTED_MESSAGES` messages, too, or entries of one map, and names no field where there is much
-    that is unknown: protobuf makes a Python object of each, two seconds for the millions that fit into 8 MiB.
+    Also refuses more than `MAX_NESTED_MESSAGES` messages or map entries. If the unknown fields are large, names none of
+    them: protobuf creates an object for each, 2 s for the millions that fit into 8 MiB.
     """
     found = list(islice(_messages_in(request), MAX_NESTED_MESSAGES + 1))
     if len(found) > MAX_NESTED_MESSAGES:
@@ -300,16 +299,16 @@ def _too_many(path: str) -> UserError:
 
 
 def _messages_in(message: Message, path: str = "") -> Iterator[tuple[Message, str]]:
-    """Give a message and the messages in it, each with its path; what a Struct holds is a value."""
+    """Yield a message and all messages in it, each with its path; a Struct counts as one."""
     yield message, path
     for descriptor, value in message.ListFields():
-        kind = descriptor.message_type  # None for a field that is no message
+        kind = descriptor.message_type  # None if the field is not a message
         if kind is None:
             continue
         below = f"{path}.{descriptor.name}" if path else descriptor.name
         entries = value.fields if kind is Struct.DESCRIPTOR else value if kind.GetOptions().map_entry else None
         if entries is not None:
-            if len(entries) > MAX_NESTED_MESSAGES:  # to copy one takes 10 µs
+            if len(entries) > MAX_NESTED_MESSAGES:  # copying an entry takes 10 µs
                 raise _too_many(below)
             continue
         if isinstance(value, Message):

@@ -1,4 +1,4 @@
-"""The base of `jaxllm.v1.InferenceService`: checks and reads calls, and writes streams."""
+"""Base class of `jaxllm.v1.InferenceService`: admits and reads calls, and writes streams."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 REQUEST_ID = "x-request-id"
 _LARGE_REQUEST = 1 << 13  # bytes
-_LEAST_REMAINING = 0.001  # seconds; a call with less time before its deadline is refused
+_LEAST_REMAINING = 0.001  # seconds; calls with less time until their deadline are refused
 _MAX_METADATA_CHARS = 256
 
 
@@ -32,7 +32,7 @@ class NamedRequest(Protocol):
 
 
 class Servicer:
-    """Checks and reads the calls of a service."""
+    """Admits and reads calls."""
 
     def __init__(self, serving: Serving, stall_timeout: float, keys: Keys) -> None:
         self._serving = serving
@@ -40,7 +40,7 @@ class Servicer:
         self._keys = keys
 
     def _admit(self, request: NamedRequest, context: ServicerContext) -> tuple[str, bool, str]:
-        """Return a request's id, whether the metadata proposed it, and its client; refuse it without time or room."""
+        """Return the request id, whether it is from the metadata, and the client. Raises without time or room."""
         remaining = context.time_remaining()
         if remaining is not None and remaining < _LEAST_REMAINING:
             raise DeadlineError("The deadline of this call was over before it began.")
@@ -48,32 +48,32 @@ class Servicer:
         self._serving.check_room(client)
         hint = "" if request.request_id else first(context.invocation_metadata(), REQUEST_ID) or ""
         request_id = request.request_id or hint or uuid4().hex
-        # The interceptor reads the id from here, to log failures with it.
+        # The interceptor reads the id from here to log failures.
         if _can_be_metadata(request_id):
             context.set_trailing_metadata(((REQUEST_ID, request_id),))
         return request_id, bool(hint), client
 
     async def _read(self, client: str, request: Message, read: Callable[..., Item], *given: Any, **named: Any) -> Item:
-        """Read a request; a large one in a thread, because every part is checked."""
+        """Convert a request, in a thread if it is large."""
         if request.ByteSize() <= _LARGE_REQUEST:
             return read(request, *given, **named)
         return await self._serving.off_loop(client, partial(read, request, *given, **named))
 
     def _client_of(self, context: ServicerContext) -> str:
-        key = self._keys.check(first(context.invocation_metadata(), "authorization"))  # the gate has checked it
+        key = self._keys.check(first(context.invocation_metadata(), "authorization"))  # already checked by the gate
         return client_of(key, host_of_peer(peer_of(context.peer())))
 
     def _unique(self, request_id: str) -> str:
-        """Return another id for one that is in use."""
+        """Return a new id derived from one in use."""
         ending = f"-{uuid4().hex[:8]}"
         return f"{request_id[: max(0, self._serving.options.max_request_id_chars - len(ending))]}{ending}"
 
 
 class Writer:
-    """Writes a stream's messages; fails if the client does not read for `stall_timeout` seconds (0: never).
+    """Writes a stream's messages; fails if the client reads nothing for `stall_timeout` seconds (0: never).
 
-    Flow control alone is no limit: a client that never read took 4 MiB before a write blocked (measured). One timer per
-    stream checks the current write: a timeout around each write costs 7 microseconds.
+    Flow control alone does not limit memory: a client that never read took 4 MiB before a write blocked (measured). One
+    timer per stream checks the current write; a timeout around each write costs 7 µs.
     """
 
     def __init__(self, context: ServicerContext, stall_timeout: float) -> None:
@@ -97,12 +97,12 @@ class Writer:
             self._timer.cancel()
 
     async def write(self, message: Message) -> None:
-        """Send a message; raises SlowConsumerError after the timeout."""
+        """Send a message. Raises SlowConsumerError after the timeout."""
         self._since = self._loop.time()
         try:
             await self._context.write(message)
         except asyncio.CancelledError:
-            # A cancellation by the client remains.
+            # Do not swallow the client's cancellation.
             if self._is_stalled and self._task.uncancel() == 0:
                 raise SlowConsumerError(f"The stream was not read for {self._stall_timeout:g} seconds.") from None
             raise
@@ -119,10 +119,10 @@ class Writer:
 
 
 def first(metadata: Any, key: str) -> str | None:
-    """Return the first value of a metadata key, as text."""
+    """Return the first text value of a metadata key."""
     return next((value for name, value in metadata or () if name == key and isinstance(value, str)), None)
 
 
 def _can_be_metadata(value: str) -> bool:
-    """Return whether a value, not checked yet, is valid in HTTP/2 headers."""
+    """Return whether an unchecked value is valid in HTTP/2 headers."""
     return len(value) <= _MAX_METADATA_CHARS and value.isascii() and value.isprintable()

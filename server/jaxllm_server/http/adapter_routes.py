@@ -1,4 +1,4 @@
-"""The HTTP routes by which an administrator loads and unloads adapters."""
+"""HTTP routes with which an administrator loads and unloads adapters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ _UNLOAD = Body("UnloadAdapter", "Take an adapter away.", adapters.UNLOAD_FIELDS,
 
 
 def routes(answering: Answering) -> list[ApiRoute]:
-    """Return the routes."""
     served, bodies = answering.serving.adapters, answering.bodies
     is_offered = answering.options.lora_root is not None
 

@@ -1,4 +1,4 @@
-"""Makes the reply of a request, and the fields of its answer, for all routes with replies."""
+"""`Answering`: creates the reply of a request and the fields of its answer."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("jaxllm.server.http")
 Made = TypeVar("Made")
-MakeReply: TypeAlias = Callable[[fields.Body, ServerOptions, str], Made]  # of a body and the request's id
-_MOST_TOLD = 256  # ignored fields in the log: a client can invent any number of names
+MakeReply: TypeAlias = Callable[[fields.Body, ServerOptions, str], Made]  # from a body, the options and the request id
+_MOST_TOLD = 256  # limit on logged names of ignored fields, since a client can invent any number
 
 
 class Answering:
-    """Reads requests of one server and prepares their answers."""
+    """Reads requests and prepares their answers."""
 
     def __init__(self, serving: Serving, options: ServerOptions, tracer: Tracer) -> None:
         self.serving = serving
         self.options = options
         self.bodies = BodyReader(serving, options)
         self._tracer = tracer
-        self._told: set[str] = set()  # ignored fields that are logged already
+        self._told: set[str] = set()  # names of ignored fields already logged
 
     def route(
         self,
@@ -49,7 +49,7 @@ class Answering:
         is_invoked: bool = False,
         media: Sequence[str] = (JSON,),
     ) -> ApiRoute:
-        """Return the route that converts a body by `make_reply` and writes the answer by `write`."""
+        """Return a route that converts bodies with `make_reply` and answers with `write`."""
 
         async def run(request: Request) -> ASGIApp:
             self.serving.check_room(request.scope[CLIENT], pools=pools)
@@ -69,10 +69,10 @@ class Answering:
         return {"id": f"{reply.id_prefix}{reply.request_id}", "created": int(time.time()), "model": model}
 
     def parts(self, request: Request, reply: CallsReply) -> dict[str, Any]:
-        """Return the fields of an `Answer`; the reply's calls get the client's id of the request."""
+        """Return the fields of an `Answer`; sets the client's request id in the reply's calls."""
         own = request.scope["jaxllm"]
         self.warn(request, getattr(reply, "ignored", ()))
-        if is_request_id(reply.request_id, self.options):  # perhaps from the body; an invalid one is refused later
+        if is_request_id(reply.request_id, self.options):  # may be from the body; an invalid one is refused later
             own["name"] = own["name"].replace(own["request_id"], reply.request_id)
         if own["client_id"] is not None:
             reply.calls = [replace(call, client_id=own["client_id"]) for call in reply.calls]
@@ -87,7 +87,7 @@ class Answering:
         }
 
     def warn(self, request: Request, ignored: Sequence[str]) -> None:
-        """Report ignored fields in the answer's headers, and log each of them once."""
+        """Add ignored fields to the answer's headers, and log each of them once."""
         if self.options.unknown_fields != "warn":
             return
         request.scope["jaxllm"]["ignored"] = ignored

@@ -1,8 +1,8 @@
-"""The answers of replies: an ASGI app runs a reply's calls and sends their results, whole or as events.
+"""ASGI apps that run the calls of a reply and send the results, whole or as events.
 
-The first output is awaited before the status is sent, so that what goes wrong until then has a status of its own. When
-the client goes, the calls' iterators are closed, and that aborts them in the engine; `http_protocol` sees to it that a
-client that reads nothing has gone.
+The status is sent after the first output, so that earlier errors have their status. When the client disconnects, the
+calls' iterators are closed, which aborts the requests in the engine; `http/protocol.py` disconnects clients that stop
+reading.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 AnyReply = TypeVar("AnyReply", bound=CallsReply)
-_MANY_VALUES = 1 << 12  # log-probabilities of an answer that is written beside the event loop
-_VALUE_BYTES = 150  # of a log-probability in memory (measured)
-_CHARACTERS = 32  # of text that take as long as one
-_PIECE = 1 << 20  # bytes of a whole answer that are handed over at once: the next waits until most of them have left
+_MANY_VALUES = 1 << 12  # log-probabilities; larger answers are serialized in a thread
+_VALUE_BYTES = 150  # memory of a log-probability (measured)
+_CHARACTERS = 32  # characters of text that take as long as one log-probability
+_PIECE = 1 << 20  # bytes per write of a whole answer; the next waits until most of them are sent
 _STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would collect events
+    (b"x-accel-buffering", b"no"),  # disables nginx's buffering
 ]
 
 
 @dataclass(frozen=True)
 class Answer(ABC, Generic[AnyReply]):
-    """The answer to one request; an ASGI app of its own, as Starlette's responses are."""
+    """The answer to one request, an ASGI app like Starlette's responses."""
 
     serving: Serving
     tracer: Tracer
     reply: AnyReply
-    name: str  # of the request in the log
-    client: str  # its name
-    num_bytes: int  # of the request
+    name: str  # request's name in the log
+    client: str
+    num_bytes: int  # size of the request
     entry: Entry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Compute and send; what fails before the first byte is raised."""
+        """Compute and send the answer. Raises errors that occur before the first byte."""
         traceparent = next((value for name, value in scope["headers"] if name == b"traceparent"), b"")
         span = self.tracer.start(traceparent.decode("latin-1") or None, scope["path"], {"http.request.method": "POST"})
         failure: BaseException | None = None
@@ -80,14 +80,14 @@ class Answer(ABC, Generic[AnyReply]):
 
 
 class _Begun:
-    """Outputs of a call whose prompt has log-probabilities, which the first event of each may repeat."""
+    """Tracks the outputs whose first event repeats the prompt's log-probabilities."""
 
     def __init__(self, num_values: int) -> None:
         self._num_values = num_values
         self._indices: set[int] = set()
 
     def begin(self, chunk: Chunk) -> int:
-        """Return how many values of the prompt a chunk's events repeat at most."""
+        """Return an upper bound on the prompt's log-probabilities in a chunk's events."""
         new = {part.index for part in chunk.outputs} - self._indices
         self._indices |= new
         return len(new) * self._num_values
@@ -98,7 +98,7 @@ class TextAnswer(Answer[Reply | EventReply]):
     """The answer to a request for text."""
 
     writer: Writer
-    prepare: Callable[[], Awaitable[None]] | None = None  # awaited before the first chunk is sent: the calls are valid
+    prepare: Callable[[], Awaitable[None]] | None = None  # awaited before the first chunk is sent
 
     async def _work(self, scope: Scope, send: Send) -> None:
         await (self._stream(scope, send) if self.reply.is_stream else self._send_whole(send))
@@ -136,7 +136,7 @@ class TextAnswer(Answer[Reply | EventReply]):
                 async for number, chunk in items:
                     await _send_events(send, await self._events(number, chunk, begun))
                 ending = writer.end()
-            except Exception as error:  # too late for a status
+            except Exception as error:  # the status is already sent
                 is_whole = False
                 log_failure(self.name, error)
                 ending = writer.failure(error)
@@ -145,7 +145,7 @@ class TextAnswer(Answer[Reply | EventReply]):
             transport.close()
 
     async def _events(self, number: int, chunk: Chunk, begun: dict[int, _Begun]) -> bytes:
-        """Write a chunk's events; those that repeat a long prompt's log-probabilities, beside the event loop."""
+        """Return a chunk's events; serialized in a thread if they repeat a long prompt's log-probabilities."""
         if chunk.prompt is not None and chunk.prompt.logprobs is not None:
             begun[number] = _Begun(_num_prompt_values(chunk))
         own = begun.get(number)
@@ -154,10 +154,10 @@ class TextAnswer(Answer[Reply | EventReply]):
         return await self.serving.off_loop(self.client, self.writer.events, number, chunk)
 
     async def _chunks(self) -> AsyncGenerator[tuple[int, Chunk]]:
-        """Yield the chunks of all calls as they come, each with its call's number."""
+        """Yield the chunks of all calls, each with the index of its call."""
         own: dict[str, Any] = {"client": self.client, "num_bytes": self.num_bytes, "entry": self.entry}
         calls = [replace(call, **own) for call in self.reply.calls]
-        params = await self.serving.completed(calls[0])  # the calls differ in their prompts alone
+        params = await self.serving.completed(calls[0])  # the calls differ in their prompts only
         if len(calls) > 1:
             self.serving.check_calls(calls, params)
         iterators = [self.serving.generate(call, params) for call in calls]
@@ -172,7 +172,7 @@ class TextAnswer(Answer[Reply | EventReply]):
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Do some work, the body having been read; cancel it and raise `ClientGone` when the client goes."""
+    """Return the result of `work`; if the client disconnects, cancel it and raise `ClientGone`."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(receive))
     try:
@@ -188,12 +188,10 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -
 
 
 def json_response(body: Mapping[str, Any], status: int = 200) -> Response:
-    """Return a small answer."""
     return Response(dumps(body), status, media_type="application/json")
 
 
 async def send_json(send: Send, content: bytes) -> None:
-    """Send a whole answer."""
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
     *pieces, last = _pieces(content)
     await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -203,14 +201,14 @@ async def send_json(send: Send, content: bytes) -> None:
 
 
 def _pieces(content: bytes) -> list[bytes]:
-    """Cut a body into pieces of at most `_PIECE` bytes, at least one."""
+    """Split a body into at least one piece of at most `_PIECE` bytes."""
     if len(content) <= _PIECE:
         return [content]
     return [content[start : start + _PIECE] for start in range(0, len(content), _PIECE)]
 
 
 def _num_values(chunk: Chunk) -> int:
-    """Return how many log-probabilities a chunk holds at most as it is written, and its characters in such units."""
+    """Return an upper bound on a chunk's log-probabilities, plus its text in equivalent units."""
     count = sum(sum(map(len, part.logprobs or ())) + len(part.text) // _CHARACTERS for part in chunk.outputs)
     if chunk.prompt is not None and chunk.prompt.logprobs is not None:
         count += len(chunk.outputs) * _num_prompt_values(chunk)

@@ -1,7 +1,6 @@
-"""The table of the HTTP routes, and the handlers of those for text and tokens.
+"""The table of HTTP routes, and the handlers for text and tokens.
 
-The packages of the APIs define bodies and replies, and `answers.py` writes answers. `status.py`, `responses.py` and the
-modules of features have the other handlers.
+API packages define bodies and replies. `status.py`, `responses.py` and the modules of features have the other handlers.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _FEATURES: Sequence[Callable[[Answering], list[ApiRoute]]] = (adapter_routes.rou
 
 
 class Endpoints:
-    """The handlers and the `table` of all routes."""
+    """The handlers, and the `table` of all routes."""
 
     def __init__(
         self, serving: Serving, options: ServerOptions, observer: PrometheusObserver | None, tracer: Tracer
@@ -69,14 +68,13 @@ class Endpoints:
         self.table = [*rows, self._invocations(rows), *self._status.routes(), *self._other_routes()]
 
     def routes(self) -> list[Route]:
-        """Return the table as routes of Starlette."""
+        """Return the table as Starlette routes."""
         return [
             Route(row.path, _counted(row, self._bounded(row.run) if row.is_bounded else row.run), methods=row.methods)
             for row in self.table
         ]
 
     def _text_routes(self) -> list[ApiRoute]:
-        """Return the routes that generate text."""
         named, lines = (partial(self._event_answer, writer) for writer in (NamedWriter, LineWriter))
         return [
             self._text_route("/v1/chat/completions", ChatReply, self._text_answer, is_invoked=True),
@@ -93,7 +91,6 @@ class Endpoints:
         return self._answering.route(path, BODIES[path], make_reply, write, pools=False, **more)
 
     def _token_routes(self) -> list[ApiRoute]:
-        """Return the routes that count or convert tokens."""
         count = "/v1/messages/count_tokens"
         info = ApiRoute("/tokenizer_info", self.tokenizer_info, GET, is_bounded=False)
         return [
@@ -104,7 +101,7 @@ class Endpoints:
         ]
 
     def _other_routes(self) -> list[ApiRoute]:
-        """Return the routes of a fleet's administrator and of the pages."""
+        """Return the routes for draining, the API description and pages."""
         described = [
             ApiRoute("/openapi.json", self.openapi, GET, is_bounded=False),
             ApiRoute("/docs", self.docs, GET, is_bounded=False, media=(HTML,)),
@@ -120,7 +117,7 @@ class Endpoints:
         invoked = {row.path: row.invoked for row in rows if row.invoked is not None}
 
         async def run(request: Request) -> ASGIApp:
-            """Answer a body of any of these routes, which its fields tell (SageMaker)."""
+            """Answer a body of any of these routes, chosen by its fields (SageMaker)."""
             self._serving.check_room(request.scope[CLIENT])
             tasks = self._serving.tasks
 
@@ -153,19 +150,19 @@ class Endpoints:
         return TextAnswer(**parts, writer=ChunkWriter(reply, head), prepare=prepare)
 
     def _event_answer(self, writer: type[NamedWriter], request: Request, reply: EventReply) -> TextAnswer:
-        """Return an answer in another form than OpenAI's."""
+        """Return an answer in Anthropic's or Ollama's form."""
         parts = self._answering.parts(request, reply)
         return TextAnswer(**parts, writer=writer(reply, self._answering.head(reply)))
 
     async def _read(self, request: Request, read: Callable[..., Made]) -> Made:
-        """Read a body, and report its ignored fields."""
+        """Parse a body, and report its ignored fields."""
         ignored: list[str] = []
         found = await self._bodies.read(request, partial(read, policy=self._options.unknown_fields, ignored=ignored))
         self._answering.warn(request, ignored)
         return found
 
     async def count_tokens(self, request: Request) -> ASGIApp:
-        """Count the tokens of a conversation that would be answered."""
+        """Count the tokens of a conversation."""
         call = replace(await self._read(request, count_call_of), client=request.scope[CLIENT])
         ids = await while_connected(request.receive, self._serving.tokenize(call))
         return json_response({"input_tokens": len(ids)})
@@ -189,11 +186,11 @@ class Endpoints:
         return json_response({"prompt": await self._serving.detokenize(ids, request.scope[CLIENT], model)})
 
     async def tokenizer_info(self, request: Request) -> ASGIApp:
-        """Say what the tokenizer's tokenizer_config.json does."""
+        """Return the contents of tokenizer_config.json."""
         return json_response(await self._serving.tokenizer_info(request.scope[CLIENT]))
 
     async def drain(self, request: Request) -> ASGIApp:
-        """Give a replica no more work, and answer when it has none and serves anew."""
+        """Drain a replica: assign no new requests, and answer after its last one has finished and it serves again."""
         engine, number = self._serving.engine, request.query_params.get("replica", "")
         if not engine.drains_replicas:
             raise FeatureDisabledError("this server has one engine: SIGTERM drains it.", "replica")
@@ -203,22 +200,22 @@ class Endpoints:
         return json_response({"replica": int(number[:9])})
 
     async def openapi(self, request: Request) -> ASGIApp:
-        """Describe these routes (OpenAPI 3.1)."""
+        """Return the OpenAPI 3.1 description of these routes."""
         return Response(self._written_description, media_type="application/json")
 
     async def docs(self, request: Request) -> ASGIApp:
-        """Show that description as a page on which the routes can be tried."""
+        """Show the API description as a page for trying the routes."""
         return self._page(docs_page.page_of)
 
     async def front_page(self, request: Request) -> ASGIApp:
-        """List the paths of the API and link to the page on which they can be tried."""
+        """List the API's paths, with a link to the page for trying them."""
         return self._page(docs_page.front_page)
 
     def _page(self, write: Callable[..., bytes]) -> Response:
-        """Return a page about the paths that this server has a use for, written once: requests need no key."""
+        """Return a cached page of the paths that apply to the model."""
         try:
             pools = "generate" not in self._serving.tasks
-        except UnavailableError:  # the model is being loaded
+        except UnavailableError:  # still loading
             pools = None
         key = write.__name__, pools
         if key not in self._pages:
@@ -236,7 +233,7 @@ class Endpoints:
         return dumps(self._description)
 
     def _bounded(self, run: Run) -> Run:
-        """Wrap an endpoint so that its requests count as being answered, body and answer included."""
+        """Count requests of an endpoint against `max_rpcs` until they are answered."""
 
         async def hold(request: Request) -> ASGIApp:
             async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -251,7 +248,7 @@ class Endpoints:
 
 
 def _counted(row: ApiRoute, run: Run) -> Run:
-    """Wrap an endpoint so that its requests are counted under its path."""
+    """Set the route label that metrics count requests under."""
 
     async def count(request: Request) -> ASGIApp:
         request.scope["jaxllm"]["route"] = row.label or row.name

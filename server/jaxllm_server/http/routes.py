@@ -1,6 +1,6 @@
-"""`ApiRoute` and `Body`: a route's handler and description, as values.
+"""`ApiRoute` and `Body`: a route's handler and its description.
 
-`endpoints` collects the routes of all modules in a table, from which `openapi` makes the document.
+`endpoints` collects the routes of all modules in a table, from which `openapi` builds the document.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ JSON, LINES, HTML, PLAIN = "application/json", "application/x-ndjson", "text/htm
 
 
 class Body(NamedTuple):
-    """The body of a route's requests."""
+    """The request body of a route."""
 
     name: str  # of its schema
     summary: str
     fields: Collection[str]
     required: tuple[str, ...]
     example: Mapping[str, Any]
-    unbuilt: Mapping[str, tuple[Any, ...]] = {}  # fields without function, with their accepted values
+    unbuilt: Mapping[str, tuple[Any, ...]] = {}  # unsupported fields with their accepted values
     streams: bool = False
-    shapes: Mapping[str, Schema] = {}  # of fields for which `SHAPES` has no schema, or another
+    shapes: Mapping[str, Schema] = {}  # schemas of fields that `SHAPES` lacks or that differ from it
 
     @classmethod
     def of(
@@ -41,12 +41,12 @@ class Body(NamedTuple):
         example: Mapping[str, Any],
         **own: Any,
     ) -> Body:
-        """Return the body that a class of replies reads: its `fields`, and those of them that are `unbuilt`."""
+        """Return the body of a reply class, with its `fields` and `unbuilt`."""
         return cls(name, summary, reply.fields, required, example, reply.unbuilt, **own)
 
 
 class Invoked(NamedTuple):
-    """The functions by which `/invocations` answers a body of a route."""
+    """The functions with which `/invocations` answers a route's body."""
 
     make_reply: Callable[..., Any]  # from a body, the options and the request id
     write: Callable[[Request, Any], ASGIApp]
@@ -56,12 +56,12 @@ class Invoked(NamedTuple):
 class ApiRoute:
     """A route of the front end."""
 
-    path: str  # in the form of Starlette
+    path: str  # in Starlette's form
     run: Run
     methods: Sequence[str] = ("POST",)
-    bodies: Sequence[Body] = ()  # the alternatives
-    media: Sequence[str] = (JSON,)  # types of its answers, except event streams
-    pools: bool | None = None  # True: for models that pool, False: for those that generate
+    bodies: Sequence[Body] = ()  # alternatives
+    media: Sequence[str] = (JSON,)  # media types of answers, except event streams
+    pools: bool | None = None  # True: for pooling models, False: for generating models
     is_offered: bool = True  # shown on this server's pages
     is_bounded: bool = True  # counted against `max_rpcs`
     label: str = ""  # in metrics; "": `name`
@@ -69,5 +69,5 @@ class ApiRoute:
 
     @property
     def name(self) -> str:
-        """The path, in the form of OpenAPI."""
+        """The path in OpenAPI's form."""
         return self.path.replace(":path", "")

@@ -1,4 +1,4 @@
-"""Routes about the server: models, state, load and metrics.
+"""HTTP routes about the server: models, state, load and metrics.
 
 `/health`, `/live` and `/ready` read the engine's state without waiting for it.
 """
@@ -41,7 +41,6 @@ class StatusEndpoints:
         self._since = int(time.time())
 
     def routes(self) -> list[ApiRoute]:
-        """Return the routes."""
         get = partial(ApiRoute, methods=GET, is_bounded=False)
         return [
             ApiRoute("/api/show", self.ollama_show, bodies=(_SHOW,)),

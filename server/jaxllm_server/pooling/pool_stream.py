@@ -1,7 +1,4 @@
-"""A client's stream of texts: each is a call of its own, begun when there is room and answered when it is computed.
-
-Knows nothing of messages, status codes or connections.
-"""
+"""Answer a client's stream of pooling requests, each as a separate call, as the queue has room."""
 
 from __future__ import annotations
 
@@ -22,9 +19,9 @@ Pool: TypeAlias = Callable[[PoolCall], AsyncGenerator[PoolResult]]
 
 
 class Answer(NamedTuple, Generic[Request]):
-    """What became of a request."""
+    """The outcome of one request."""
 
-    index: int  # from 0, in the order of the requests
+    index: int  # order of the requests, from 0
     request: Request
     outcome: PoolResult | Failure
 
@@ -32,10 +29,9 @@ class Answer(NamedTuple, Generic[Request]):
 async def answers(
     serving: PoolSite, pool: Pool, requests: AsyncIterator[Request], read: Callable[[Request], PoolCall], client: str
 ) -> AsyncGenerator[Answer[Request]]:
-    """Answer each request, of one input, by `pool`, in any order; an invalid request is answered with its error.
+    """Answer each request, of one input, with `pool`, in any order; an invalid request is answered with its error.
 
-    No more requests are asked for than can be under way together, answers that were not taken included; a full queue
-    is waited for.
+    Stops reading `requests` while the queue is full. Answers that the caller has not consumed count as running.
     """
     queue: asyncio.Queue[Answer[Request] | Exception | None] = asyncio.Queue()
     tasks: set[asyncio.Task[None]] = set()
@@ -58,7 +54,7 @@ async def answers(
                 await has_moved.wait()
             begin(answer(num_asked, request))
             num_asked, num_open = num_asked + 1, num_open + 1
-            await asyncio.sleep(0)  # it takes its place
+            await asyncio.sleep(0)  # let the task enter the queue
         queue.put_nowait(None)
 
     def begin(work: Coroutine[Any, Any, None]) -> None:
@@ -86,7 +82,7 @@ async def answers(
             num_given, num_open = num_given + 1, num_open - 1
             has_moved.set()
     finally:
-        item = None  # what is raised holds this frame: a cycle would hold the call's messages
+        item = None  # clear the reference cycle of exception and frame, which would keep the messages alive
         left = list(tasks)
         for task in left:
             task.cancel()
