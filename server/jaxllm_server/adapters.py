@@ -1,8 +1,7 @@
 """LoRA adapters of a server by name: loaded at startup or by an administrator, used by requests, unloaded.
 
-Clients select an adapter by its name as the model. Each load gets a new `LoRARequest` number, so an adapter that is
-reloaded under a name is distinct for the engine. The engine drops an adapter after its last request has finished. Runs
-on the event loop; reads folders in threads.
+Clients select an adapter by its name as the model. Each load gets a new `LoRARequest` number, so that the engine
+distinguishes a reloaded adapter. The engine drops an adapter after its last request. Runs on the event loop.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from jaxllm.lora_request import LoRARequest
 from jaxllm_server.shared.options import ServerOptions
 
 _log = logging.getLogger("jaxllm.server")
-_NAME = re.compile(r"[A-Za-z0-9._/:@+-]+")  # without commas, which separate names in a metric
+_NAME = re.compile(r"[A-Za-z0-9._/:@+-]+")  # no commas, which separate names in a metric
 _OFF = "LoRA is not enabled: this server was started without --enable-lora."
 _MODULE_KEYS = frozenset({"name", "path", "base_model_name"})  # vLLM's; base_model_name is ignored
 
@@ -34,8 +33,8 @@ class Served:
     """An adapter with its name and request counts."""
 
     request: LoRARequest
-    source: str  # the path as given
-    num_finished: int = 0  # requests under this name
+    source: str
+    num_finished: int = 0
     num_users: int = 0  # unfinished requests
     is_gone: bool = False  # unloaded or replaced: new requests cannot select it
 
@@ -45,10 +44,10 @@ class Served:
 
 
 class ServedAdapters:
-    """All adapters of one server, by name."""
+    """The adapters of one server, by name."""
 
     def __init__(self, engine: EngineClient, options: ServerOptions, model_names: Sequence[str]) -> None:
-        self.num_finished_others = 0  # of unloaded adapters
+        self.num_finished_others = 0
         self._engine = engine
         self._model_names = model_names
         self._most_chars = options.max_request_id_chars
@@ -72,7 +71,6 @@ class ServedAdapters:
         return name in self._served
 
     def find(self, name: str) -> Served:
-        """Return an adapter by name. Raises AdapterNotFoundError."""
         self._check_enabled("adapter")
         served = self._served.get(name)
         if served is None:
@@ -80,12 +78,12 @@ class ServedAdapters:
         return served
 
     def known(self, served: Served) -> Known | None:
-        """Return the engine's record of an adapter, which remains after its weights are evicted."""
+        """Return the engine's record of an adapter, which outlasts its weights."""
         return self._engine.known_adapter(served.request)
 
     @contextmanager
     def using(self, served: Served | None) -> Iterator[None]:
-        """Keep an adapter in the engine within the context, even if it is unloaded in between."""
+        """Keep an adapter in the engine within the context, even if it is unloaded."""
         if served is None:
             yield
             return
@@ -97,7 +95,6 @@ class ServedAdapters:
             self._forget_unused(served)
 
     def note_finished(self, served: Served) -> None:
-        """Count a finished request under its adapter's name."""
         current = self._served.get(served.name)
         if current is None:
             self.num_finished_others += 1
@@ -107,7 +104,7 @@ class ServedAdapters:
     async def load(self, name: str, path: str, *, in_place: bool = False, client: str | None = None) -> None:
         """Load an adapter from a folder below `--lora-root`; `in_place` allows replacing one of the same name.
 
-        The load completes even if the caller is cancelled; otherwise the engine could hold an adapter without a name.
+        Completes even if the caller is cancelled; otherwise the engine could hold an adapter without a name.
         """
         self._check_enabled()
         if self._root is None:
@@ -124,7 +121,7 @@ class ServedAdapters:
         await asyncio.shield(load)
 
     def unload(self, name: str) -> None:
-        """Remove an adapter for new requests; running requests keep it until they finish."""
+        """Remove an adapter for new requests; running ones keep it."""
         self._check_enabled()
         if not name:
             raise UserError("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")
@@ -178,7 +175,7 @@ class ServedAdapters:
 
 
 def requests_of(modules: Sequence[str]) -> tuple[LoRARequest, ...]:
-    """Parse `--lora-modules`: NAME=PATH or JSON objects with "name" and "path"."""
+    """Parse `--lora-modules`: NAME=PATH or a JSON object each."""
     requests: dict[str, LoRARequest] = {}
     for text in modules:
         name, _, path = text.partition("=")
@@ -211,7 +208,7 @@ def _folder_of(root: Path, name: str, path: str) -> Path:
         is_inside = folder.is_relative_to(root)
         is_there = is_inside and folder.is_dir()
         links = [file.resolve() for file in folder.rglob("*") if file.is_symlink()] if is_there else []
-    except (OSError, ValueError, RuntimeError):  # an invalid path or a symlink loop
+    except (OSError, ValueError, RuntimeError):  # invalid path or symlink loop
         is_inside, is_there, links = True, False, []
     if not is_inside or not all(link.is_relative_to(root) for link in links):
         raise UserError("lora_path must stay inside the folder that the server has for adapters.", "lora_path")

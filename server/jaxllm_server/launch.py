@@ -38,20 +38,20 @@ if TYPE_CHECKING:
     from jaxllm_server.http.server import HttpServer
 
 _log = logging.getLogger("jaxllm.server")
-WATCH_SECONDS = 0.2  # interval of polling the engine's state
+WATCH_SECONDS = 0.2
 CLOSE_SECONDS = 3.0  # to finish the running step at shutdown
 FAREWELL_SECONDS = 1.0  # to deliver the last errors to clients at shutdown
 SECOND_SIGNAL = 130  # the shell's exit code for ^C
 
 
 def new_server(config: EngineConfig, options: ServerOptions, progress: bool = False) -> Server:
-    """Return the server of this process. Raises UserError for options that cannot be met."""
+    """Return the server of this process. Raises UserError for options that it cannot meet."""
     try:
         import uvicorn  # noqa: F401
         import uvloop  # noqa: F401
 
         import grpc  # noqa: F401  # isort: skip
-    except ModuleNotFoundError as error:  # an installed package that fails to import raises ImportError
+    except ModuleNotFoundError as error:  # not ImportError of a broken package
         raise UserError(f"`jaxllm serve` needs {error.name}: pip install 'jaxllm[server]'") from error
     configure_logging()
     raise_file_limit()
@@ -66,11 +66,11 @@ def serve(server: Server) -> int:
 
 
 def configure_logging() -> None:
-    """Log to standard error, without repetitive messages of libraries."""
+    """Log to standard error, without noise of libraries."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(
         Seldom("uvicorn.error", "jaxllm.server.http", "jaxllm.server.listener")
-    )  # messages that any connection can cause
+    )  # any connection can cause these
     handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # logs every missing backend
@@ -103,7 +103,6 @@ class Server:
         self._signalled = asyncio.Event()
 
     async def run(self) -> int:
-        """Open the ports, load the model and serve; return the exit code."""
         self._handle_signals()
         began = time.monotonic()
         watching: list[asyncio.Task[Any]] = []
@@ -117,7 +116,7 @@ class Server:
             self._check_http()
             if not loading.done():
                 return 0  # no request was accepted yet
-            loading.result()  # raises if loading failed
+            loading.result()
             self.serving.forms.choose()
             garbage.keep_loaded_objects()
             watching.append(asyncio.ensure_future(garbage.collect()))
@@ -133,7 +132,7 @@ class Server:
                 _log.error("the engine has died: %s", died.result(), exc_info=died.result())
                 if self.grpc is not None:
                     await self.grpc.set_state("dead")
-                await asyncio.sleep(FAREWELL_SECONDS)  # new calls and probes still get the error
+                await asyncio.sleep(FAREWELL_SECONDS)
             else:
                 died.cancel()
             await self.close(FAREWELL_SECONDS)
@@ -144,7 +143,7 @@ class Server:
                 task.cancel()
 
     async def open(self) -> None:
-        """Open the ports. Raises UserError if a port is in use."""
+        """Open the ports. Raises UserError."""
         options = self.options
         if options.grpc_port is not None or options.grpc_uds is not None:
             from jaxllm_server.grpc.server import start_grpc
@@ -210,7 +209,7 @@ class Server:
             await log_stats(self.engine, self.options.log_stats_interval, _log.info)
 
     async def _drain(self) -> None:
-        """Report "not ready", reject new requests and wait until the running ones finish."""
+        """Report "not ready", reject new requests and wait for the running ones."""
         self.engine.announce_drain()
         if self.grpc is not None:
             await self.grpc.set_state("draining")
@@ -225,7 +224,7 @@ class Server:
             self._http_task.result()
 
     async def close(self, grace: float) -> None:
-        """Close the front ends, with `grace` seconds to send pending data, then the engine."""
+        """Close the front ends, within `grace` seconds, then the engine."""
         if self.http is not None and self._http_task is not None:
             self.http.should_exit = True
         if self.grpc is not None:
@@ -242,7 +241,6 @@ class Server:
 
 
 def _engine(config: EngineConfig, options: ServerOptions, progress: bool) -> EngineClient:
-    """Return a single engine, or a fleet if `data_parallel_size` exceeds 1."""
     from jaxllm_server.adapters import requests_of
 
     bounds: dict[str, Any] = {
@@ -272,7 +270,7 @@ def _engine(config: EngineConfig, options: ServerOptions, progress: bool) -> Eng
 
 
 def be_replica(config: EngineConfig, options: ServerOptions) -> int:
-    """Run a replica for another machine's server until that stops; return 1 if the connection was lost."""
+    """Run a replica for another machine's server; return 1 if the connection was lost."""
     from jaxllm.fleet import node
 
     configure_logging()
@@ -294,7 +292,6 @@ def be_replica(config: EngineConfig, options: ServerOptions) -> int:
 
 
 def _recorder(config: EngineConfig, options: ServerOptions) -> FileRecorder | None:
-    """Open the file of `--record`, if set."""
     if options.record is None:
         return None
     _log.info("recording into %s%s", options.record, ", redacted" if options.record_redacted else "")

@@ -1,7 +1,6 @@
 """Serve the calls of all protocols: check, complete the defaults, generate, and yield `Chunk`s.
 
-Owns the limits of a request and the served model names. `prompts` builds prompts, `output_reader` splits outputs.
-Independent of messages, status codes and connections.
+Owns the limits of a request and the served model names. Independent of messages, status codes and connections.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from jaxllm_server.shared.options import ServerOptions, template_kwargs
 
 Item = TypeVar("Item")
 _log = logging.getLogger("jaxllm.server")
-_TOKEN_BYTES = 56  # bytes per prompt token: an integer in a list, in a tuple and in the engine's arrays
+_TOKEN_BYTES = 56  # bytes per prompt token: an integer in a list, a tuple and the engine's arrays
 
 
 class Serving:
@@ -66,15 +65,11 @@ class Serving:
         self._prompts = Prompts(engine, options, *written, self.off_loop)
 
     def check_model(self, name: str, adapter: str = "") -> str:
-        """Return the model name for responses: the adapter's name, or the first served name, as in vLLM.
-
-        Raises NotFoundError if the model is not served.
-        """
+        """Return the adapter's name, or the first served name, as in vLLM. Raises NotFoundError."""
         served = self._served(name, adapter)
         return self.names[0] if served is None else served.name
 
     def _served(self, model: str, adapter: str = "") -> Served | None:
-        """Return the adapter that a request selects by `model` or by `adapter`."""
         if model in self.adapters:
             if adapter and adapter != model:
                 raise UserError("model names one adapter and adapter another.", "adapter")
@@ -84,7 +79,7 @@ class Serving:
         return self.adapters.find(adapter) if adapter else None
 
     def check_room(self, client: str, pools: bool | None = None) -> None:
-        """Raise if the client has no quota left or the queue is full; called before the request body is read.
+        """Raise if the client has no quota left or the queue is full; called before the body is read.
 
         `pools`: whether the request is for pooling; None if unknown.
         """
@@ -94,9 +89,9 @@ class Serving:
             self.pooling.check_kind(pools)
 
     def check_calls(self, calls: Sequence[Call], params: SamplingParams) -> None:
-        """Raise unless all calls of a request fit into the quota and the queue. The calls differ in their prompts only.
+        """Raise unless quota and queue have room for all calls of a request, which differ in their prompts only.
 
-        Called before the first one is generated, since a call that fails later wastes the work of the others.
+        Called before the first is generated: if a later call fails, the work of the others is lost.
         """
         beams = beam_calls.beams_of(calls[0], params, self.engine.model.max_model_len)
         num_samples = len(calls) * (params.n if beams is None else beams.beam_width)
@@ -104,7 +99,7 @@ class Serving:
         self.engine.check_queue(num_samples, 0, len(calls))
 
     def params_of(self, call: Call) -> SamplingParams:
-        """Return sampling parameters: the call's, then those of generation_config.json, then neutral values."""
+        """Return the call's sampling parameters, completed from generation_config.json and neutral values."""
         given = dict(call.sampling)
         self._check_bounds(given)
         if call.scores_prompt:
@@ -122,14 +117,11 @@ class Serving:
             return replace(self.engine.model.default_params, **given, output_kind=kind)
 
     async def completed(self, call: Call) -> SamplingParams:
-        """Return `params_of(call)`, computed in a thread if the request is large."""
+        """Return `params_of(call)`, in a thread if the request is large."""
         return await self._large(call, self.params_of, call)
 
     async def generate(self, call: Call, params: SamplingParams | None = None) -> AsyncGenerator[Chunk]:
-        """Yield the answer in one or several chunks; `params` is the result of `completed`.
-
-        Closing the iterator aborts the request.
-        """
+        """Yield the answer in chunks; `params` is from `completed`. Closing the iterator aborts the request."""
         served = self._served(call.model, call.adapter)
         self.check_text("request_id", call.request_id)
         self.check_text("cache_salt", call.cache_salt)
@@ -158,7 +150,7 @@ class Serving:
             said = prompt.get("prompt")
             entry.charge(PROMPTS, len(said or "") + _TOKEN_BYTES * len(prompt["prompt_token_ids"]))
             if said is None and call.messages is not None and self.forms.reasoning_form is not None:
-                ids = prompt["prompt_token_ids"]  # the text shows whether the prompt opens the reasoning
+                ids = prompt["prompt_token_ids"]  # shows whether the prompt opens the reasoning
                 confined = model.tokenizer.confined
                 said = await self.off_loop(call.client, model.tokenizer.decode, ids, False, language=confined)
             reader = self.forms.reader(call, params, said or "", model.tokenizer)
@@ -201,7 +193,7 @@ class Serving:
                         yield chunk
 
     def _priority_of(self, call: Call, num_outputs: int) -> AbstractContextManager[int]:
-        """Yield the call's effective priority. With several API keys, each client's urgent requests are limited."""
+        """Yield the effective priority. With several API keys, each client's urgent requests are limited."""
         if call.priority >= 0 or not self._has_tenants:
             return nullcontext(call.priority)
         num_slots = self.engine.get_load().max_running
@@ -209,7 +201,6 @@ class Serving:
 
     @contextmanager
     def _entry_of(self, call: Call) -> Iterator[Entry]:
-        """Yield the ledger entry of a call; gRPC calls get it here, HTTP calls have it already."""
         if call.entry is not None:
             yield call.entry
             return
@@ -224,7 +215,7 @@ class Serving:
     async def prompt_of(
         self, call: Call, params: SamplingParams | None = None, model: ModelInfo | None = None
     ) -> dict[str, Any]:
-        """Return the engine's prompt of a call: token ids, its text if known, and the cache salt.
+        """Return the engine's prompt: token ids, text if known, and cache salt.
 
         Raises UserError if it exceeds the context and `params` do not truncate it. `model` is that of the call's
         adapter.
@@ -232,7 +223,7 @@ class Serving:
         return {**await self._prompts.prompt_of(call, params, model), **self.salt_of(call.client, call.cache_salt)}
 
     async def _adapter(self, served: Served | None, client: str) -> Adapter | None:
-        """Return a request's adapter; reads it again if the engine evicted it from host memory."""
+        """Return the adapter; reads it again if the engine evicted it from host memory."""
         if served is None:
             return None
         try:
@@ -243,14 +234,13 @@ class Serving:
             raise RequestFailedError("The adapter could not be read again; the server's log has the reason.") from error
 
     async def _model_of(self, name: str, client: str) -> ModelInfo:
-        """Return the model of a served name, with the tokenizer of its adapter."""
+        """Return the model with the tokenizer of the named adapter."""
         served = self._served(name)
         with self.adapters.using(served):
             adapter = await self._adapter(served, client)
             return self.engine.model if adapter is None else adapter.language.model
 
     async def _large(self, call: Call, function: Callable[..., Item], *arguments: Any) -> Item:
-        """Call a function, in a thread if the request is large."""
         if call.num_bytes > LARGE_REQUEST:
             return await self.off_loop(call.client, function, *arguments)
         return function(*arguments)
@@ -258,7 +248,7 @@ class Serving:
     async def off_loop(
         self, client: str, function: Callable[..., Item], *arguments: Any, language: bytes | None = None
     ) -> Item:
-        """Run a client's function in a thread. Raises DeadlineError after the request timeout, waiting included."""
+        """Run a client's function in a thread. Raises DeadlineError after the request timeout."""
         try:
             async with asyncio.timeout(self.options.request_timeout or None):
                 return await self.engine.off_loop(function, *arguments, client=client, language=language)
@@ -266,13 +256,13 @@ class Serving:
             raise late(self.options.request_timeout) from error
 
     def owner_of(self, client: str) -> str:
-        """Return the scope in which request ids are unique: the client if keys distinguish clients, else ""."""
+        """Return the scope of unique request ids: the client if keys distinguish clients, else ""."""
         return client if self._has_tenants else ""
 
     def salt_of(self, client: str, given: str | None) -> dict[str, str]:
         """Return the salt of the prefix cache. With several API keys it begins with the client's name.
 
-        Salts from callers contain no colon, so a caller cannot produce another client's salt.
+        A caller cannot produce another client's salt, since a caller's salt has no colon.
         """
         if self._has_tenants and not self.options.share_prefix_cache:
             return {"cache_salt": f"{client}:{given or ''}"}
@@ -294,7 +284,6 @@ class Serving:
         return config if self._template is None else config | {"chat_template": self._template}
 
     async def detokenize(self, ids: Sequence[int], client: str = "", model: str = "") -> str:
-        """Return the text of token ids, special tokens included."""
         tokenizer = await self.tokenizer_of(model, client)
         vocab_size, longest = self.engine.model.vocab_size, self.engine.model.max_model_len
         if len(ids) > longest:
@@ -304,7 +293,7 @@ class Serving:
         return await self.engine.off_loop(tokenizer.decode, ids, False, client=client, language=tokenizer.confined)
 
     async def echo(self, prompt: str | Sequence[int], client: str, model: str) -> str:
-        """Return the text of a prompt for `echo`; empty if the model has no tokenizer."""
+        """Return the text of a prompt for `echo`; empty without a tokenizer."""
         if isinstance(prompt, str):
             return prompt
         if isinstance(await self.tokenizer_of(model, client), NoTokenizer):
@@ -312,7 +301,7 @@ class Serving:
         return await self.detokenize(prompt, client, model)
 
     def _check_bounds(self, given: Mapping[str, Any]) -> None:
-        """Raise UserError for parameters above the server's limits, before objects of that size are built."""
+        """Check the sizes of parameters before objects of these sizes are built."""
         options = self.options
         n, stops, ids = given.get("n"), given.get("stop"), given.get("stop_token_ids")
         allowed, vocab_size = given.get("allowed_token_ids"), self.engine.model.vocab_size
@@ -331,15 +320,13 @@ class Serving:
             raise UserError(message, "allowed_token_ids")
 
     def check_text(self, name: str, value: str | None) -> None:
-        """Raise UserError for a value that is too long or has characters other than letters, digits, '.', '_' and
-        '-'.
-        """
+        """Raise UserError for a long value, or characters other than letters, digits, '.', '_' and '-'."""
         most = self.options.max_request_id_chars
         if value is not None and (not isinstance(value, str) or not 0 < len(value) <= most or not _is_plain(value)):
             raise UserError(f"{name} must be 1 to {most} characters of A-Z, a-z, 0-9, '.', '_' and '-'.", name)
 
     def _check_length(self, call: Call, params: SamplingParams, prompt: Mapping[str, Any]) -> None:
-        """Raise UserError if the prompt and the client's `max_tokens` together exceed the context."""
+        """Raise UserError if prompt and `max_tokens` together exceed the context."""
         ids = prompt["prompt_token_ids"]
         asked = params.max_tokens if "max_tokens" in call.sampling and not call.may_fill_context else None
         is_cut = params.truncate_prompt_tokens is not None
@@ -350,7 +337,7 @@ class Serving:
     def bounded(self, call: Call, params: SamplingParams, num_prompt: int) -> SamplingParams:
         """Raise if the answer could hold too many log-probabilities; those of streams do not count.
 
-        If the client set no max_tokens, reduces it so that the answer fits.
+        Without a `max_tokens` of the client, reduces it so that the answer fits.
         """
         model = self.engine.model
         per_prompt, per_output = (
@@ -369,16 +356,14 @@ class Serving:
 
 
 def given_of(params: SamplingParams) -> dict[str, Any]:
-    """Return the parameters that differ from their defaults."""
     shown = {own.name: (getattr(params, own.name), own.default) for own in fields(params)}
     given = {name: value for name, (value, default) in shown.items() if value != default and name != "output_kind"}
     if params.structured_outputs is not None:
-        given["structured_outputs"] = params.structured_outputs.kind  # schemas can be long
+        given["structured_outputs"] = params.structured_outputs.kind
     return given
 
 
 def _model_name(model: str) -> str:
-    """Return the default name of a model: the last part of a folder, or the hub id."""
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 

@@ -1,7 +1,7 @@
-"""Convert `jaxllm.v1` requests to `Call`s; `replies` converts the results.
+"""Convert `jaxllm.v1` requests to `Call`s.
 
-Pure functions, without the gRPC library, engine or clock. Each field of a request is converted or refused by its path,
-such as `sampling.top_p`, which a test verifies.
+Pure, without the gRPC library, engine or clock. Each field of a request is converted or refused by its path, such as
+`sampling.top_p`, which a test verifies.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from jaxllm.v1 import inference_pb2, types_pb2
 from jaxllm_server.generation.calls import Call, NamedTool, ToolChoice
 from jaxllm_server.shared import strict_json
 
-# Submessages per request: 8 MiB could hold four million, which block the event loop for seconds.
+# Submessages per request: 8 MiB could hold four million, which take seconds.
 MAX_NESTED_MESSAGES = 16_384
 _MAX_UNKNOWN_BYTES = 4096
 _MAX_DURATION_SECONDS = 315_576_000_000  # of google.protobuf.Duration: 10,000 years
-_EXACT_INTEGERS = 2**53  # a Struct's doubles hold integers exactly up to here
+_EXACT_INTEGERS = 2**53  # doubles hold integers exactly up to here
 
 
 def _sampling_names() -> dict[str, dict[str, str]]:
@@ -39,8 +39,7 @@ def _sampling_names() -> dict[str, dict[str, str]]:
     return names
 
 
-# Section of GenerateRequest -> its field -> the name in SamplingParams; from the client's table. `call_of` reads the
-# others.
+# Section of GenerateRequest -> field -> name in SamplingParams; from the client's table. `call_of` reads the others.
 SAMPLING_NAMES: Mapping[str, Mapping[str, str]] = _sampling_names()
 _TOOL_CHOICES: Mapping[int, ToolChoice] = {
     types_pb2.TOOL_CHOICE_UNSPECIFIED: None,
@@ -53,7 +52,7 @@ _EARLY_STOPPING: Mapping[int, bool | str] = {
     types_pb2.EARLY_STOPPING_ALWAYS: True,
     types_pb2.EARLY_STOPPING_NEVER: "never",
 }
-# Constraint of StructuredOutput -> the name in StructuredOutputsParams.
+# Constraint of StructuredOutput -> name in StructuredOutputsParams.
 _CONSTRAINTS = {
     "json_schema": "json",
     "json_object": "json_object",
@@ -67,8 +66,7 @@ _CONSTRAINTS = {
 def call_of(request: inference_pb2.GenerateRequest, request_id: str, *, stream: bool, max_json_depth: int) -> Call:
     """Return the call of a request. Unset fields are absent from `Call.sampling`, so that defaults apply.
 
-    Checks only the shapes that are specific to gRPC; values are checked later for all protocols. `max_json_depth` is
-    the limit of HTTP bodies, so that both protocols accept the same tools.
+    Values are checked later, for all protocols. `max_json_depth` is the limit of HTTP bodies.
 
     Raises:
         UserError: naming the path of a field that is unknown, unsupported or contradicts another.
@@ -92,7 +90,6 @@ def call_of(request: inference_pb2.GenerateRequest, request_id: str, *, stream: 
 
 
 def tokenize_call_of(request: inference_pb2.TokenizeRequest, *, max_json_depth: int) -> Call:
-    """Return the call to tokenize. Raises as `call_of` does."""
     refuse_unknown_fields(request)
     return Call(model=request.model, **_prompt_of(request, "input", max_json_depth))
 
@@ -138,7 +135,6 @@ def _structured_outputs_of(message: types_pb2.StructuredOutput) -> dict[str, Any
 
 
 def _plain(value: Any) -> Any:
-    """Convert a repeated field, a map or a message to plain Python."""
     if isinstance(value, types_pb2.Numbers):
         return list(value.values)
     if isinstance(value, Message):
@@ -163,7 +159,6 @@ def _refuse_unbuilt(request: inference_pb2.GenerateRequest, *, stream: bool) -> 
 def _prompt_of(
     request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, oneof: str, max_json_depth: int
 ) -> dict[str, Any]:
-    """Return the prompt fields of `Call`."""
     kind = request.WhichOneof(oneof)  # pyright: ignore[reportArgumentType]
     if kind is None:
         names = [own.name for own in request.DESCRIPTOR.oneofs_by_name[oneof].fields]
@@ -247,7 +242,7 @@ def _from_struct(struct: Struct, path: str) -> dict[str, Any]:
 
 
 def _from_value(value: Value, path: str) -> Any:
-    """Convert a JSON value to Python. Integral numbers become int, since Struct stores doubles."""
+    """Convert a JSON value to Python, integral numbers to int, since Struct stores doubles."""
     kind = value.WhichOneof("kind")
     if kind is None or kind == "null_value":
         return None
@@ -272,10 +267,10 @@ def _seconds(duration: Duration, path: str) -> float:
 
 
 def refuse_unknown_fields(request: Message) -> None:
-    """Raise UnsupportedError for unknown fields, which protobuf would keep silently.
+    """Raise UnsupportedError for unknown fields, which protobuf keeps silently.
 
-    Also refuses more than `MAX_NESTED_MESSAGES` messages or map entries. If the unknown fields are large, names none of
-    them: protobuf creates an object for each, 2 s for the millions that fit into 8 MiB.
+    Also refuses more than `MAX_NESTED_MESSAGES` messages or map entries. Names no field if the unknown ones are large:
+    protobuf creates an object for each, 2 s for the millions that fit into 8 MiB.
     """
     found = list(islice(_messages_in(request), MAX_NESTED_MESSAGES + 1))
     if len(found) > MAX_NESTED_MESSAGES:
@@ -299,16 +294,16 @@ def _too_many(path: str) -> UserError:
 
 
 def _messages_in(message: Message, path: str = "") -> Iterator[tuple[Message, str]]:
-    """Yield a message and all messages in it, each with its path; a Struct counts as one."""
+    """Yield a message and its submessages, each with its path; a Struct counts as one."""
     yield message, path
     for descriptor, value in message.ListFields():
-        kind = descriptor.message_type  # None if the field is not a message
+        kind = descriptor.message_type
         if kind is None:
             continue
         below = f"{path}.{descriptor.name}" if path else descriptor.name
         entries = value.fields if kind is Struct.DESCRIPTOR else value if kind.GetOptions().map_entry else None
         if entries is not None:
-            if len(entries) > MAX_NESTED_MESSAGES:  # copying an entry takes 10 µs
+            if len(entries) > MAX_NESTED_MESSAGES:  # 10 µs per copy
                 raise _too_many(below)
             continue
         if isinstance(value, Message):

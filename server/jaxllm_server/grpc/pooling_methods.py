@@ -26,15 +26,15 @@ class PoolingMethods(Servicer):
         return messages.embedding_of(request_id, model, result)
 
     async def StreamEmbed(self, requests: AsyncIterator[inference_pb2.EmbedRequest], context: ServicerContext) -> None:
-        """Stream an embedding per request as soon as it is computed; reads requests as the queue has room."""
+        """Stream an embedding per request as it is computed; reads requests as the queue has room."""
         client, model = self._client_of(context), self._serving.names[0]
 
         def read(request: inference_pb2.EmbedRequest) -> PoolCall:
             return replace(messages.pool_call_of(request, request.request_id or None), client=client)
 
         answers = await self._serving.pooling.stream(requests, read, client)
-        # Sent immediately: a grpc.aio client that writes while its call is refused gets no reason (grpc/grpc#36066).
-        # For the same reason, a failed text does not end the stream.
+        # Sent immediately: a grpc.aio client that writes while its call is refused gets no reason (grpc/grpc#36066),
+        # for which reason a failed text does not end the stream either.
         request_id = first(context.invocation_metadata(), REQUEST_ID) or uuid4().hex
         await context.send_initial_metadata(((REQUEST_ID, request_id),))
         async with aclosing(answers), Writer(context, self._stall_timeout) as writer:
@@ -60,7 +60,6 @@ class PoolingMethods(Servicer):
     async def _pooled(
         self, request: messages.PoolRequest, context: ServicerContext
     ) -> tuple[str, str, list[PoolResult]]:
-        """Return the request id, the model's name and all results of a request."""
         request_id, is_hint, client = self._admit(request, context)
         call = replace(await self._read(client, request, messages.pool_call_of, request_id), client=client)
 

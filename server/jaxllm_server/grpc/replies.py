@@ -1,7 +1,4 @@
-"""Convert `Chunk`s to `jaxllm.v1` responses and stream messages.
-
-Pure, without the gRPC library, engine or clock. A `Reply` holds the state of one answer.
-"""
+"""Convert `Chunk`s to `jaxllm.v1` responses and stream messages. Pure, without the gRPC library, engine or clock."""
 
 from __future__ import annotations
 
@@ -33,14 +30,14 @@ FINISH_REASONS: Mapping[str | None, types_pb2.FinishReason] = {
 
 @dataclass
 class Reply:
-    """The options and the progress of one request's answer."""
+    """The options and progress of one answer."""
 
-    model: str  # echoed name
+    model: str
     has_text: bool = True
     has_token_ids: bool = True
     has_prompt_token_ids: bool = False
     num_logprobs: int | None = None  # alternatives per row; None: no log-probabilities, -1: the vocabulary
-    num_prompt_logprobs: int | None = None  # likewise for the prompt
+    num_prompt_logprobs: int | None = None
     asked: tuple[int, ...] = ()  # logprob_token_ids
     has_logprob_texts: bool = False
     has_usage_always: bool = False
@@ -49,7 +46,6 @@ class Reply:
     _is_begun: bool = False
 
     def response(self, chunk: Chunk) -> inference_pb2.GenerateResponse:
-        """Return the whole answer, from its only chunk."""
         response = inference_pb2.GenerateResponse(
             request_id=chunk.request_id, model=self.model, prompt=self._prompt(chunk), usage=usage_of(chunk.usage)
         )
@@ -63,7 +59,7 @@ class Reply:
         return response
 
     def delta(self, chunk: Chunk) -> inference_pb2.StreamGenerateResponse | None:
-        """Return the next stream message; None if the chunk has no requested data."""
+        """Return the next stream message; None if it would have no requested data."""
         # Filled in place: nested constructors copy, which took twice as long.
         response = inference_pb2.StreamGenerateResponse()
         for part in chunk.outputs:
@@ -95,7 +91,7 @@ class Reply:
         )
 
     def _fill(self, message: types_pb2.Output | types_pb2.OutputDelta, part: Part) -> None:
-        """Set all fields of a part except tool calls, whose types differ."""
+        """Set all fields except tool calls, which differ in type."""
         ids = part.token_ids
         message.index = part.index
         if part.text and self.has_text:
@@ -134,7 +130,6 @@ class Reply:
 
 
 def reply_of(request: inference_pb2.GenerateRequest, model: str) -> Reply:
-    """Return the reply to `request`; `model` is the echoed name."""
     output = request.output
     return Reply(
         model=model,
@@ -183,13 +178,12 @@ def logprobs_of(
 def _likeliest(row: Mapping[int, Logprob], top_k: int) -> list[tuple[int, Logprob]]:
     first, *others = row.items()
     likeliest = [entry for entry in others if entry[1].rank is not None]  # the others are from `asked`
-    if len(likeliest) == top_k:  # the sampled token is not among them
+    if len(likeliest) == top_k:  # without the sampled token
         return likeliest
     return sorted([first, *likeliest], key=lambda entry: -entry[1].logprob)
 
 
 def whole_calls(deltas: Iterable[ToolCallDelta]) -> list[types_pb2.ToolCall]:
-    """Join the deltas of each tool call."""
     calls: dict[int, types_pb2.ToolCall] = {}
     for delta in deltas:
         call = calls.setdefault(delta.index, types_pb2.ToolCall())
@@ -218,19 +212,18 @@ def usage_of(usage: Usage) -> types_pb2.Usage:
 
 
 def timing_of(timing: Timing) -> types_pb2.Timing:
-    """Return the times; omits unreached phases, as of a request that was aborted in the queue."""
+    """Return the times; omits phases that an aborted request did not reach."""
     spans = {name: getattr(timing, name) for name in ("queue", "prefill", "first_token", "total")}
     return types_pb2.Timing(**{name: duration_of(span) for name, span in spans.items() if span is not None})
 
 
 def duration_of(seconds: float) -> Duration:
-    """Return a Duration, rounded to nanoseconds."""
     whole, nanos = divmod(round(seconds * 1e9), 10**9)
     return Duration(seconds=whole, nanos=nanos)
 
 
 def kv_events_of(batch: BlockBatch) -> control_pb2.StreamKvEventsResponse:
-    """Return the changes of the prefix cache in order; adjacent ones of the same kind and adapter form one event."""
+    """Return the changes of the prefix cache in order; adjacent ones of a kind and adapter form one event."""
     response = control_pb2.StreamKvEventsResponse(sequence=batch.sequence)
     response.time.FromNanoseconds(round(batch.time * 1e9))
     for (kind, adapter), own in groupby(batch.events, lambda event: (type(event), getattr(event, "adapter", 0))):
@@ -251,12 +244,12 @@ def kv_events_of(batch: BlockBatch) -> control_pb2.StreamKvEventsResponse:
 
 
 def _hash(digest: bytes) -> int:
-    """Return the first 64 bits of a block's digest, enough for a router to distinguish the blocks of one server."""
+    """Return 64 bits of a block's digest, enough for a router to distinguish blocks of one server."""
     return int.from_bytes(digest[:8], "big")
 
 
 def default_sampling_of(params: SamplingParams) -> types_pb2.SamplingParams:
-    """Return the default sampling of requests; every field except the seed is set."""
+    """Return the default sampling; every field except the seed is set."""
     names = [own for own in SAMPLING_NAMES["sampling"] if getattr(SamplingParams, own) not in (None, ())]
     return types_pb2.SamplingParams(**{own: getattr(params, own) for own in names})
 

@@ -1,4 +1,4 @@
-"""Build the gRPC server: socket, options, TLS, gate, services, health and reflection.
+"""Build the gRPC server: socket, TLS, gate, services, health and reflection.
 
 Numbers in comments were measured with grpcio 1.81.
 """
@@ -34,23 +34,22 @@ if TYPE_CHECKING:
 
 REFLECTION_ALPHA = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"].full_name
 REFLECTION = "grpc.reflection.v1.ServerReflection"
-_NAMES = ("gRPC", "grpc_port", "grpc_uds")  # front end and flags for errors
+_NAMES = ("gRPC", "grpc_port", "grpc_uds")
 
 
 class GrpcServer:
-    """A listening server; created by `start_grpc`."""
+    """A listening server."""
 
     def __init__(
         self, server: grpc.aio.Server, health: Health, port: int | None, uds: str | None, front: FilterProcess | None
     ) -> None:
-        self.port = port  # None for a Unix socket
+        self.port = port
         self._server = server
         self._health = health
         self._uds = uds
         self.front = front
 
     async def set_state(self, state: str) -> None:
-        """Set the state of health checks, from `AsyncLLM.state`."""
         self._health.set_state(state)
 
     async def stop(self, grace: float | None) -> None:
@@ -68,7 +67,7 @@ class GrpcServer:
 async def start_grpc(
     serving: Serving, options: ServerOptions, keys: Keys, tracer: Tracer, observer: PrometheusObserver
 ) -> GrpcServer:
-    """Return a started server that accepts calls; the engine may still be loading.
+    """Return a started server; the engine may still be loading.
 
     Raises:
         UserError: a port or socket in use, an invalid certificate, or a missing package.
@@ -112,11 +111,11 @@ async def start_grpc(
 
 
 def channel_options(options: ServerOptions) -> list[tuple[str, int]]:
-    # Calls that Python has not accepted yet, 7 KB each. With gRPC's default, a burst of 3,000 calls loses some 530. The
+    # Calls that Python has not accepted yet, 7 KB each. With gRPC's default, a burst of 3,000 loses some 530. The
     # filter queues bursts.
     most_pending = 8192 if options.grpc_filter else 100_000
     return [
-        # Otherwise a second server on the same port would start and get a share of the connections.
+        # A second server on the same port would get a share of the connections.
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", options.grpc_max_message_bytes),
         ("grpc.max_send_message_length", -1),
@@ -124,15 +123,15 @@ def channel_options(options: ServerOptions) -> list[tuple[str, int]]:
         ("grpc.absolute_max_metadata_size", options.max_header_bytes),
         ("grpc.server.max_pending_requests", most_pending),
         ("grpc.server.max_pending_requests_hard_limit", most_pending),
-        # Streams per connection, far above the limit on calls: those that a client opens before it receives the limit
-        # all fail as UNAVAILABLE (1,948 of 3,000 calls with 1,024, 0 with 4,096; measured).
+        # Above the limit on calls: streams that a client opens before it receives this setting all fail as UNAVAILABLE
+        # (1,948 of 3,000 calls with 1,024, 0 with 4,096; measured).
         ("grpc.max_concurrent_streams", max(4096, 2 * options.max_rpcs)),
-        # Clients may ping ten times a second, also during calls that are silent for minutes. More is flooding and
-        # closes the connection. (gRPC has no key min_recv_ping_interval_without_data_ms, which others set.)
+        # Clients may ping ten times a second, also during silent calls; more closes the connection. (gRPC has no key
+        # min_recv_ping_interval_without_data_ms, which others set.)
         ("grpc.http2.min_ping_interval_without_data_ms", 100),
         ("grpc.http2.max_ping_strikes", 100),
         ("grpc.keepalive_permit_without_calls", 1),
-        # Drops an unresponsive peer after 40 seconds; without ping_timeout_ms keepalive_timeout_ms waits for 60.
+        # Drops an unresponsive peer after 40 s; without ping_timeout_ms keepalive_timeout_ms waits for 60.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.ping_timeout_ms", 10_000),
@@ -141,14 +140,13 @@ def channel_options(options: ServerOptions) -> list[tuple[str, int]]:
 
 
 def _listen(server: grpc.aio.Server, options: ServerOptions) -> int | None:
-    """Bind the socket, with TLS if configured; return the port, None for a Unix socket."""
     if options.grpc_uds is not None:
-        check_uds(options.grpc_uds, "grpc_uds")  # gRPC itself would delete and replace it
+        check_uds(options.grpc_uds, "grpc_uds")  # gRPC would replace it
         address, flag = f"unix:{options.grpc_uds}", "grpc_uds"
     else:
         host = f"[{options.host}]" if ":" in options.host else options.host
         address, flag = f"{host}:{options.grpc_port}", "grpc_port"
-        # Check first, because gRPC's error has no reason and floods the log.
+        # gRPC's error has no reason and floods the log.
         _close(listen(options.host, options.grpc_port, None, _NAMES))
     try:
         if options.ssl_certfile is None:
@@ -169,7 +167,6 @@ def _close(listening: Sequence[socket.socket]) -> None:
 
 
 def _credentials(options: ServerOptions) -> grpc.ServerCredentials:
-    """Return the TLS credentials. Raises UserError if the key does not match the certificate."""
     assert options.ssl_certfile is not None and options.ssl_keyfile is not None
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
@@ -181,7 +178,7 @@ def _credentials(options: ServerOptions) -> grpc.ServerCredentials:
 
 
 def _add_reflection(server: grpc.aio.Server, names: Sequence[str]) -> None:
-    """Serve reflection under both of its names, whose messages are identical.
+    """Serve reflection under both of its names, which share their messages.
 
     The newer name is not listed: its descriptor is missing here, and clients that describe all listed services (`buf
     curl --list-methods`) would fail.

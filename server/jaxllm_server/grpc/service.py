@@ -1,7 +1,7 @@
 """The services of `jaxllm.v1`: inference and control.
 
-The interceptor converts exceptions to statuses. When a call ends (result, cancellation, deadline, failed write), the
-iterator of `Serving` is closed, which aborts the request in any phase.
+The interceptor converts exceptions to statuses. However a call ends, the iterator of `Serving` is closed, which aborts
+the request in any phase.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jaxllm_server.serving import Serving
 
 _FILES = [each.DESCRIPTOR for each in (types_pb2, inference_pb2, control_pb2)]
-_API_REVISION = (  # number of methods, fields and enum values
+_API_REVISION = (  # methods, fields and enum values
     sum(len(each.methods) for file in _FILES for each in file.services_by_name.values())
     + sum(len(each.fields) for file in _FILES for each in file.message_types_by_name.values())
     + sum(len(each.values) for file in _FILES for each in file.enum_types_by_name.values())
@@ -44,12 +44,11 @@ _PAUSE_MODES: Mapping[int, PauseMode] = {
 
 
 class InferenceService(PoolingMethods, inference_pb2_grpc.InferenceServiceServicer):
-    """Generates, pools, converts tokens and lists models."""
+    """Generation, pooling, tokens and models."""
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: ServicerContext
     ) -> inference_pb2.GenerateResponse:
-        """Return the answer after every sequence has finished."""
         chunks, reply = await self._begin(request, context, stream=False)
         async with aclosing(chunks):
             chunk = await anext(chunks)
@@ -90,7 +89,6 @@ class InferenceService(PoolingMethods, inference_pb2_grpc.InferenceServiceServic
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: ServicerContext
     ) -> inference_pb2.ListModelsResponse:
-        """Return the model and its adapters, with sizes and defaults."""
         engine, options = self._serving.engine, self._serving.options
         params, pooler = engine.model.default_params, engine.model.pooler
         name, *aliases = self._serving.names
@@ -114,7 +112,7 @@ class InferenceService(PoolingMethods, inference_pb2_grpc.InferenceServiceServic
         return inference_pb2.ListModelsResponse(models=[model, *self._adapters(model)])
 
     def _adapters(self, parent: inference_pb2.Model) -> Iterator[inference_pb2.Model]:
-        """Yield each adapter's description: the model's, with the adapter's name and tokenizer."""
+        """Yield the model's description with each adapter's name and tokenizer."""
         for served in self._serving.adapters:
             known = self._serving.adapters.known(served)
             if known is None:
@@ -140,7 +138,7 @@ class InferenceService(PoolingMethods, inference_pb2_grpc.InferenceServiceServic
         return chunks, replies.reply_of(request, model)
 
     async def _hinted(self, call: Call) -> AsyncGenerator[Chunk, None]:
-        """Generate under the id from the metadata; under a derived id while that is in use."""
+        """Generate under the id from the metadata, or a derived id while that is in use."""
         try:
             async with aclosing(self._serving.generate(call)) as chunks:
                 async for chunk in chunks:
@@ -153,7 +151,7 @@ class InferenceService(PoolingMethods, inference_pb2_grpc.InferenceServiceServic
 
 
 class ControlService(control_pb2_grpc.ControlServiceServicer):
-    """Reports state and load, and controls the server."""
+    """State, load and control."""
 
     def __init__(self, serving: Serving, stall_timeout: float) -> None:
         self._serving = serving
@@ -164,7 +162,6 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     async def GetServerInfo(
         self, request: control_pb2.GetServerInfoRequest, context: ServicerContext
     ) -> control_pb2.GetServerInfoResponse:
-        """Return versions and state; once the model is loaded, its sizes too."""
         engine = self._serving.engine
         state = "dead" if engine.state == "stopped" else engine.state
         info = control_pb2.GetServerInfoResponse(
@@ -178,7 +175,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         try:
             model = engine.model
         except EngineError:
-            return info  # still loading
+            return info
         info.max_model_len = model.max_model_len
         info.max_num_seqs = model.max_num_seqs
         info.max_num_batched_tokens = model.max_num_batched_tokens
@@ -210,14 +207,12 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         )
 
     async def Abort(self, request: control_pb2.AbortRequest, context: ServicerContext) -> control_pb2.AbortResponse:
-        """Abort requests; unknown ids are ignored."""
         await self._serving.engine.abort(request.request_ids)
         return control_pb2.AbortResponse()
 
     async def ResetPrefixCache(
         self, request: control_pb2.ResetPrefixCacheRequest, context: ServicerContext
     ) -> control_pb2.ResetPrefixCacheResponse:
-        """Clear the prefix cache, unless requests are running."""
         return control_pb2.ResetPrefixCacheResponse(was_reset=await self._serving.engine.reset_prefix_cache())
 
     async def PauseGeneration(
@@ -239,7 +234,6 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         return control_pb2.ResumeGenerationResponse()
 
     async def StreamKvEvents(self, request: control_pb2.StreamKvEventsRequest, context: ServicerContext) -> None:
-        """Stream insertions into and evictions from the prefix cache."""
         events = self._serving.engine.kv_events(request.start_sequence)
         async with aclosing(events) as batches, Writer(context, self._stall_timeout) as writer:
             async for batch in batches:
@@ -274,7 +268,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
 
 @contextmanager
 def _by_fields() -> Iterator[None]:
-    """Rename the parameters of errors to the fields of these messages."""
+    """Rename the parameters of errors to the fields of messages."""
     try:
         yield
     except UserError as error:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 REQUEST_ID = "x-request-id"
 _LARGE_REQUEST = 1 << 13  # bytes
-_LEAST_REMAINING = 0.001  # seconds; calls with less time until their deadline are refused
+_LEAST_REMAINING = 0.001  # seconds before the deadline; less is refused
 _MAX_METADATA_CHARS = 256
 
 
@@ -48,23 +48,21 @@ class Servicer:
         self._serving.check_room(client)
         hint = "" if request.request_id else first(context.invocation_metadata(), REQUEST_ID) or ""
         request_id = request.request_id or hint or uuid4().hex
-        # The interceptor reads the id from here to log failures.
+        # The interceptor logs failures with this id.
         if _can_be_metadata(request_id):
             context.set_trailing_metadata(((REQUEST_ID, request_id),))
         return request_id, bool(hint), client
 
     async def _read(self, client: str, request: Message, read: Callable[..., Item], *given: Any, **named: Any) -> Item:
-        """Convert a request, in a thread if it is large."""
         if request.ByteSize() <= _LARGE_REQUEST:
             return read(request, *given, **named)
         return await self._serving.off_loop(client, partial(read, request, *given, **named))
 
     def _client_of(self, context: ServicerContext) -> str:
-        key = self._keys.check(first(context.invocation_metadata(), "authorization"))  # already checked by the gate
+        key = self._keys.check(first(context.invocation_metadata(), "authorization"))  # the gate has checked it
         return client_of(key, host_of_peer(peer_of(context.peer())))
 
     def _unique(self, request_id: str) -> str:
-        """Return a new id derived from one in use."""
         ending = f"-{uuid4().hex[:8]}"
         return f"{request_id[: max(0, self._serving.options.max_request_id_chars - len(ending))]}{ending}"
 
@@ -80,7 +78,7 @@ class Writer:
         self._context = context
         self._stall_timeout = stall_timeout
         self._loop = asyncio.get_running_loop()
-        self._since: float | None = None  # start of the current write
+        self._since: float | None = None
         self._is_stalled = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -97,7 +95,7 @@ class Writer:
             self._timer.cancel()
 
     async def write(self, message: Message) -> None:
-        """Send a message. Raises SlowConsumerError after the timeout."""
+        """Send a message. Raises SlowConsumerError."""
         self._since = self._loop.time()
         try:
             await self._context.write(message)
@@ -119,10 +117,8 @@ class Writer:
 
 
 def first(metadata: Any, key: str) -> str | None:
-    """Return the first text value of a metadata key."""
     return next((value for name, value in metadata or () if name == key and isinstance(value, str)), None)
 
 
 def _can_be_metadata(value: str) -> bool:
-    """Return whether an unchecked value is valid in HTTP/2 headers."""
     return len(value) <= _MAX_METADATA_CHARS and value.isascii() and value.isprintable()

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("jaxllm.server.http")
 Made = TypeVar("Made")
-MakeReply: TypeAlias = Callable[[fields.Body, ServerOptions, str], Made]  # from a body, the options and the request id
-_MOST_TOLD = 256  # limit on logged names of ignored fields, since a client can invent any number
+MakeReply: TypeAlias = Callable[[fields.Body, ServerOptions, str], Made]
+_MOST_TOLD = 256  # logged names, since clients can invent any number
 
 
 class Answering:
@@ -36,7 +36,7 @@ class Answering:
         self.options = options
         self.bodies = BodyReader(serving, options)
         self._tracer = tracer
-        self._told: set[str] = set()  # names of ignored fields already logged
+        self._told: set[str] = set()
 
     def route(
         self,
@@ -59,17 +59,15 @@ class Answering:
         return ApiRoute(path, run, bodies=(body,), pools=pools, invoked=invoked, media=media)
 
     async def read(self, request: Request, make: MakeReply[Made]) -> Made:
-        """Read a body and convert it."""
         own_id = request.scope["jaxllm"]["request_id"]
         return await self.bodies.read(request, lambda body: make(body, self.options, own_id))
 
     def head(self, reply: CallsReply) -> dict[str, Any]:
-        """Return the first fields of an answer."""
         model = self.serving.check_model(reply.calls[0].model)
         return {"id": f"{reply.id_prefix}{reply.request_id}", "created": int(time.time()), "model": model}
 
     def parts(self, request: Request, reply: CallsReply) -> dict[str, Any]:
-        """Return the fields of an `Answer`; sets the client's request id in the reply's calls."""
+        """Return the fields of an `Answer`; sets `client_id` in the reply's calls."""
         own = request.scope["jaxllm"]
         self.warn(request, getattr(reply, "ignored", ()))
         if is_request_id(reply.request_id, self.options):  # may be from the body; an invalid one is refused later

@@ -1,8 +1,7 @@
 """ASGI apps that run the calls of a reply and send the results, whole or as events.
 
-The status is sent after the first output, so that earlier errors have their status. When the client disconnects, the
-calls' iterators are closed, which aborts the requests in the engine; `http/protocol.py` disconnects clients that stop
-reading.
+The status is sent after the first output, so that earlier errors have their status. When a client disconnects, the
+calls' iterators are closed, which aborts its requests. `http/protocol.py` disconnects clients that stop reading.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 AnyReply = TypeVar("AnyReply", bound=CallsReply)
-_MANY_VALUES = 1 << 12  # log-probabilities; larger answers are serialized in a thread
-_VALUE_BYTES = 150  # memory of a log-probability (measured)
-_CHARACTERS = 32  # characters of text that take as long as one log-probability
-_PIECE = 1 << 20  # bytes per write of a whole answer; the next waits until most of them are sent
+_MANY_VALUES = 1 << 12  # log-probabilities; more are serialized in a thread
+_VALUE_BYTES = 150  # of a log-probability (measured)
+_CHARACTERS = 32  # of text, as slow as one log-probability
+_PIECE = 1 << 20  # bytes per write; the next waits until most of them are sent
 _STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # disables nginx's buffering
@@ -45,14 +44,14 @@ _STREAM_HEADERS = [
 
 @dataclass(frozen=True)
 class Answer(ABC, Generic[AnyReply]):
-    """The answer to one request, an ASGI app like Starlette's responses."""
+    """The answer to one request, as an ASGI app."""
 
     serving: Serving
     tracer: Tracer
     reply: AnyReply
-    name: str  # request's name in the log
+    name: str  # in the log
     client: str
-    num_bytes: int  # size of the request
+    num_bytes: int
     entry: Entry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -80,7 +79,7 @@ class Answer(ABC, Generic[AnyReply]):
 
 
 class _Begun:
-    """Tracks the outputs whose first event repeats the prompt's log-probabilities."""
+    """Tracks outputs; the first event of each repeats the prompt's log-probabilities."""
 
     def __init__(self, num_values: int) -> None:
         self._num_values = num_values
@@ -136,7 +135,7 @@ class TextAnswer(Answer[Reply | EventReply]):
                 async for number, chunk in items:
                     await _send_events(send, await self._events(number, chunk, begun))
                 ending = writer.end()
-            except Exception as error:  # the status is already sent
+            except Exception as error:
                 is_whole = False
                 log_failure(self.name, error)
                 ending = writer.failure(error)
@@ -154,7 +153,6 @@ class TextAnswer(Answer[Reply | EventReply]):
         return await self.serving.off_loop(self.client, self.writer.events, number, chunk)
 
     async def _chunks(self) -> AsyncGenerator[tuple[int, Chunk]]:
-        """Yield the chunks of all calls, each with the index of its call."""
         own: dict[str, Any] = {"client": self.client, "num_bytes": self.num_bytes, "entry": self.entry}
         calls = [replace(call, **own) for call in self.reply.calls]
         params = await self.serving.completed(calls[0])  # the calls differ in their prompts only
@@ -201,7 +199,6 @@ async def send_json(send: Send, content: bytes) -> None:
 
 
 def _pieces(content: bytes) -> list[bytes]:
-    """Split a body into at least one piece of at most `_PIECE` bytes."""
     if len(content) <= _PIECE:
         return [content]
     return [content[start : start + _PIECE] for start in range(0, len(content), _PIECE)]

@@ -1,4 +1,4 @@
-"""The HTTP front end as an ASGI app: admission, routing, and conversion of all exceptions to responses."""
+"""The HTTP front end as an ASGI app: admission, routing, and conversion of exceptions to responses."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from jaxllm_server.serving import Serving
 
 _log = logging.getLogger("jaxllm.server.http")
-CLIENT_GONE = 499  # nginx's status, for metrics only
-_NOT_FOUND = "no route"  # label of unrouted requests in metrics
+CLIENT_GONE = 499  # nginx's status, for metrics
+_NOT_FOUND = "no route"
 
 
 def make_app(
@@ -55,7 +55,6 @@ class Front:
         self._observer = observer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request. Raises nothing."""
         if scope["type"] != "http":
             await _answer_other(scope, receive, send)
             return
@@ -74,7 +73,7 @@ class Front:
                 if self._options.enable_request_id_headers:
                     added.append((b"x-request-id", shown.encode("ascii")))
                     if is_anthropics(scope["path"]):
-                        added.append((b"request-id", shown.encode("ascii")))  # for Anthropic's clients
+                        added.append((b"request-id", shown.encode("ascii")))
                 if own["ignored"]:
                     added.append((b"warnings", warnings_of(own["ignored"])))
                 message = {**message, "headers": [*message["headers"], *added]}
@@ -120,7 +119,6 @@ async def _send_error(send: Send, error: Exception, path: str, request_id: str) 
 
 
 async def _answer_other(scope: Scope, receive: Receive, send: Send) -> None:
-    """Complete the lifespan protocol and close WebSockets."""
     if scope["type"] == "lifespan":
         for done in ("startup", "shutdown"):
             await receive()

@@ -1,6 +1,6 @@
 """The table of HTTP routes, and the handlers for text and tokens.
 
-API packages define bodies and replies. `status.py`, `responses.py` and the modules of features have the other handlers.
+`status.py`, `responses.py` and the modules of features have the other handlers.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Endpoints:
         self._places = Places("requests", options.max_rpcs)
         self._answering = Answering(serving, options, tracer)
         self._bodies = self._answering.bodies
-        self._pages: dict[tuple[str, bool | None], bytes] = {}  # by writing function, and whether the model pools
+        self._pages: dict[tuple[str, bool | None], bytes] = {}
         self._fingerprint = f"jaxllm-{__version__}"
         self._status = StatusEndpoints(self._answering, observer)
         self._responses = ResponseEndpoints(self._answering, tracer, self._places)
@@ -68,7 +68,6 @@ class Endpoints:
         self.table = [*rows, self._invocations(rows), *self._status.routes(), *self._other_routes()]
 
     def routes(self) -> list[Route]:
-        """Return the table as Starlette routes."""
         return [
             Route(row.path, _counted(row, self._bounded(row.run) if row.is_bounded else row.run), methods=row.methods)
             for row in self.table
@@ -101,7 +100,6 @@ class Endpoints:
         ]
 
     def _other_routes(self) -> list[ApiRoute]:
-        """Return the routes for draining, the API description and pages."""
         described = [
             ApiRoute("/openapi.json", self.openapi, GET, is_bounded=False),
             ApiRoute("/docs", self.docs, GET, is_bounded=False, media=(HTML,)),
@@ -113,7 +111,6 @@ class Endpoints:
         ]
 
     def _invocations(self, rows: Sequence[ApiRoute]) -> ApiRoute:
-        """Return SageMaker's route, which accepts the bodies of `rows`."""
         invoked = {row.path: row.invoked for row in rows if row.invoked is not None}
 
         async def run(request: Request) -> ASGIApp:
@@ -132,7 +129,6 @@ class Endpoints:
         return ApiRoute("/invocations", run, bodies=tuple(bodies.values()))
 
     def _completions(self, request: Request, reply: CompletionReply) -> ASGIApp:
-        """Return the answer of completions, with their prompts if `echo` is set."""
         client, model = request.scope[CLIENT], reply.calls[0].model
 
         async def read_prompts() -> None:
@@ -144,18 +140,15 @@ class Endpoints:
     def _text_answer(
         self, request: Request, reply: Reply, prepare: Callable[[], Awaitable[None]] | None = None
     ) -> TextAnswer:
-        """Return an answer in OpenAI's form."""
         parts = self._answering.parts(request, reply)
         head = {**self._answering.head(reply), "system_fingerprint": self._fingerprint}
         return TextAnswer(**parts, writer=ChunkWriter(reply, head), prepare=prepare)
 
     def _event_answer(self, writer: type[NamedWriter], request: Request, reply: EventReply) -> TextAnswer:
-        """Return an answer in Anthropic's or Ollama's form."""
         parts = self._answering.parts(request, reply)
         return TextAnswer(**parts, writer=writer(reply, self._answering.head(reply)))
 
     async def _read(self, request: Request, read: Callable[..., Made]) -> Made:
-        """Parse a body, and report its ignored fields."""
         ignored: list[str] = []
         found = await self._bodies.read(request, partial(read, policy=self._options.unknown_fields, ignored=ignored))
         self._answering.warn(request, ignored)
@@ -190,7 +183,7 @@ class Endpoints:
         return json_response(await self._serving.tokenizer_info(request.scope[CLIENT]))
 
     async def drain(self, request: Request) -> ASGIApp:
-        """Drain a replica: assign no new requests, and answer after its last one has finished and it serves again."""
+        """Restart a replica once its requests have finished; answer when it serves again."""
         engine, number = self._serving.engine, request.query_params.get("replica", "")
         if not engine.drains_replicas:
             raise FeatureDisabledError("this server has one engine: SIGTERM drains it.", "replica")
@@ -215,7 +208,7 @@ class Endpoints:
         """Return a cached page of the paths that apply to the model."""
         try:
             pools = "generate" not in self._serving.tasks
-        except UnavailableError:  # still loading
+        except UnavailableError:
             pools = None
         key = write.__name__, pools
         if key not in self._pages:
@@ -233,7 +226,7 @@ class Endpoints:
         return dumps(self._description)
 
     def _bounded(self, run: Run) -> Run:
-        """Count requests of an endpoint against `max_rpcs` until they are answered."""
+        """Count requests against `max_rpcs` until they are answered."""
 
         async def hold(request: Request) -> ASGIApp:
             async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -248,8 +241,6 @@ class Endpoints:
 
 
 def _counted(row: ApiRoute, run: Run) -> Run:
-    """Set the route label that metrics count requests under."""
-
     async def count(request: Request) -> ASGIApp:
         request.scope["jaxllm"]["route"] = row.label or row.name
         return await run(request)

@@ -1,7 +1,6 @@
-"""Build the OpenAPI 3.1 document from the routes, the fields of their bodies and the help texts of `SamplingParams`.
+"""Build the OpenAPI 3.1 document from the routes, their bodies' fields and the help texts of `SamplingParams`. Pure.
 
-Pure. `SHAPES` has the schema of each field, `Body.shapes` those of single bodies; a test compares them with the fields'
-checks.
+`SHAPES` has the schema of each field, `Body.shapes` those of single bodies; a test compares them with the checks.
 """
 
 from __future__ import annotations
@@ -134,8 +133,8 @@ BODIES: Mapping[str, Body] = {
     ),
 }
 
-_SOCKETS = ("/v1/responses",)  # paths where GET opens a WebSocket
-_OTHER_FORMS = ("/v1/messages", "/api/")  # with other error bodies than OpenAI's
+_SOCKETS = ("/v1/responses",)  # GET opens a WebSocket
+_OTHER_FORMS = ("/v1/messages", "/api/")  # their errors differ from OpenAI's
 _ERROR_REFERENCE = {"$ref": "#/components/schemas/Error"}
 # Schemas of `SamplingParams` fields, by annotation without "| None".
 _BY_ANNOTATION: Mapping[str, Schema] = {
@@ -273,7 +272,6 @@ def _property(body: Body, name: str) -> Schema | None:
 
 
 def _or_null(shape: Schema) -> Schema:
-    """Return the schema with null as a further value."""
     if "enum" in shape:
         return shape | {"type": [shape["type"], "null"], "enum": [*shape["enum"], None]}
     if "type" in shape:
@@ -282,7 +280,7 @@ def _or_null(shape: Schema) -> Schema:
 
 
 def _of_sampling() -> dict[str, Schema]:
-    """Return schemas and descriptions of the `SamplingParams` fields that bodies share."""
+    """Return schemas and descriptions of the shared `SamplingParams` fields."""
     found: dict[str, Schema] = {}
     for own in fields_of(SamplingParams):
         if own.name in SAMPLING:
@@ -295,7 +293,6 @@ def _of_sampling() -> dict[str, Schema]:
 
 
 _SAMPLING = _of_sampling()
-# Unsupported sampling parameters, with their defaults.
 _UNBUILT: Mapping[str, tuple[Any, ...]] = {
     name: (default,) if (default := getattr(SamplingParams, name, None)) is not None else ()
     for name in SAMPLING - {own.name for own in fields_of(SamplingParams)}

@@ -64,7 +64,7 @@ def routes(answering: Answering) -> list[ApiRoute]:
 class PoolAnswer(Answer[PoolReply]):
     """The answer to a pooling request."""
 
-    head: Mapping[str, Any]  # first fields
+    head: Mapping[str, Any]
 
     async def _work(self, scope: Scope, send: Send) -> None:
         (call,) = self.reply.calls
@@ -77,7 +77,7 @@ class PoolAnswer(Answer[PoolReply]):
         await send_json(send, content)
 
     def _write(self, results: Sequence[PoolResult]) -> bytes:
-        """Serialize item by item, so that other threads can run in between."""
+        """Serialize by item, so that other threads can run."""
         pooler = self.serving.engine.model.pooler
         head = dumps({**self.head, "object": "list", **self.reply.tail(results)})
         items = ",".join(self.reply.items(results, () if pooler is None else pooler.labels))

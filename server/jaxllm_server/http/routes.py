@@ -22,7 +22,7 @@ JSON, LINES, HTML, PLAIN = "application/json", "application/x-ndjson", "text/htm
 class Body(NamedTuple):
     """The request body of a route."""
 
-    name: str  # of its schema
+    name: str
     summary: str
     fields: Collection[str]
     required: tuple[str, ...]
@@ -41,14 +41,13 @@ class Body(NamedTuple):
         example: Mapping[str, Any],
         **own: Any,
     ) -> Body:
-        """Return the body of a reply class, with its `fields` and `unbuilt`."""
         return cls(name, summary, reply.fields, required, example, reply.unbuilt, **own)
 
 
 class Invoked(NamedTuple):
-    """The functions with which `/invocations` answers a route's body."""
+    """The functions that answer a route's body on `/invocations`."""
 
-    make_reply: Callable[..., Any]  # from a body, the options and the request id
+    make_reply: Callable[..., Any]
     write: Callable[[Request, Any], ASGIApp]
 
 
@@ -56,11 +55,11 @@ class Invoked(NamedTuple):
 class ApiRoute:
     """A route of the front end."""
 
-    path: str  # in Starlette's form
+    path: str
     run: Run
     methods: Sequence[str] = ("POST",)
     bodies: Sequence[Body] = ()  # alternatives
-    media: Sequence[str] = (JSON,)  # media types of answers, except event streams
+    media: Sequence[str] = (JSON,)  # of answers, except event streams
     pools: bool | None = None  # True: for pooling models, False: for generating models
     is_offered: bool = True  # shown on this server's pages
     is_bounded: bool = True  # counted against `max_rpcs`
@@ -69,5 +68,5 @@ class ApiRoute:
 
     @property
     def name(self) -> str:
-        """The path in OpenAPI's form."""
+        """The path, in OpenAPI's form."""
         return self.path.replace(":path", "")

@@ -26,7 +26,6 @@ SHOW_FIELDS = frozenset({"model", "name", "verbose", "system", "template", "opti
 
 
 def asked_name(body: Body, policy: str = "refuse") -> str:
-    """Return the model name in a body of `/api/show`; `policy` is `--unknown-fields`."""
     name = model_name(given(body, SHOW_FIELDS, {}, policy))
     if not name:
         raise UserError("model is missing: name one of /api/tags.", "model")
@@ -34,7 +33,7 @@ def asked_name(body: Body, policy: str = "refuse") -> str:
 
 
 def ollama_model(card: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an entry of `/api/tags` and `/api/ps` for a model card of OpenAI's API."""
+    """Return an entry of `/api/tags` and `/api/ps`; `card` is OpenAI's."""
     return {
         **{"name": card["id"], "model": card["id"], "modified_at": moment(card["created"]), "digest": ""},
         **{"size": 0, "size_vram": 0, "expires_at": _NEVER, "context_length": card["max_model_len"]},
@@ -43,7 +42,6 @@ def ollama_model(card: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ollama_details(card: Mapping[str, Any], options: ServerOptions, pools: bool) -> dict[str, Any]:
-    """Return the answer of `/api/show`; `pools`: the model embeds or classifies."""
     parsers = {"tools": options.tool_call_parser, "thinking": options.reasoning_parser}
     found = ["completion", *(name for name, parser in parsers.items() if parser is not None)]
     return {
@@ -54,7 +52,6 @@ def ollama_details(card: Mapping[str, Any], options: ServerOptions, pools: bool)
 
 
 def moment(seconds: int) -> str:
-    """Format seconds since 1970 as Ollama does."""
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 

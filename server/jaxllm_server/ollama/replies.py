@@ -62,11 +62,10 @@ class _Reply:
             )
         ]
         self._head: dict[str, Any] = {}
-        self._tools: dict[int, tuple[str, list[str]]] = {}  # name and pieces of the arguments, by tool call
+        self._tools: dict[int, tuple[str, list[str]]] = {}  # name and argument pieces by call
         self._last: Chunk
 
     def begin(self, head: Mapping[str, Any]) -> None:
-        """Set `created` (seconds since 1970) and `model`."""
         self._head = {"model": head["model"], "created_at": moment(head["created"])}
 
     def response(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
@@ -85,12 +84,11 @@ class _Reply:
         return lines
 
     def last_events(self) -> list[dict[str, Any]]:
-        """Return the tool calls, which Ollama's API does not stream in pieces, and the last line."""
+        """Return the tool calls, whole, and the last line."""
         calls = self._tool_calls()
         return [*([self._line("", "", calls)] if calls else []), self._line("", "") | self._ending(self._last)]
 
     def failure(self, error: Exception) -> list[dict[str, Any]]:
-        """Return the last line of a failed answer."""
         return [{"error": message_of(error)}]
 
     def _collect(self, part: Part) -> None:
@@ -98,7 +96,7 @@ class _Reply:
             self._tools.setdefault(call.index, (call.name or "", []))[1].append(call.arguments)
 
     def _tool_calls(self) -> list[dict[str, Any]]:
-        """Return the tool calls, except truncated ones: arguments that are not a JSON object."""
+        """Return the tool calls, except truncated ones."""
         given = [(name, "".join(texts).strip() or "{}") for name, texts in self._tools.values()]
         read = [(name, strict_json.object_of(arguments, self._max_depth)) for name, arguments in given]
         return [{"function": {"name": name, "arguments": each}} for name, each in read if each is not None]
@@ -108,7 +106,6 @@ class _Reply:
         return {**self._head, "message": {"role": "assistant", "content": content, **shown}, "done": False}
 
     def _ending(self, chunk: Chunk) -> dict[str, Any]:
-        """Return the fields of the last line; durations are in nanoseconds."""
         usage, timing = chunk.usage, chunk.timing or Timing(0.0, 0.0, 0.0, 0.0)
         was_cut = any(part.finish_reason in ("length", "context", "time_limit") for part in chunk.outputs)
         seconds = {"total": timing.total, "load": 0, "prompt_eval": timing.prefill}
@@ -135,7 +132,7 @@ class OllamaChatReply(_Reply):
 
 
 class OllamaGenerateReply(_Reply):
-    """The reply of `/api/generate`; without `raw` the prompt becomes a user message."""
+    """The reply of `/api/generate`; unless `raw`, the prompt is a user message."""
 
     fields = _SHARED | _UNBUILT_OF_GENERATE.keys() | {"prompt", "system", "raw"}
     unbuilt = _UNBUILT_OF_GENERATE
@@ -159,7 +156,6 @@ class OllamaGenerateReply(_Reply):
 
 
 def _message_in(message: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Rename a message's fields to those of chat templates."""
     if message.get("images"):
         raise UnsupportedError(f"messages[{index}].images are not supported by jaxllm yet.", "messages")
     renamed = {"thinking": "reasoning_content", "tool_name": "name"}
@@ -176,7 +172,6 @@ def _thinking_of(think: Any) -> dict[str, Any]:
 
 
 def _sampling_of(fields: Body, policy: str, ignored: list[str]) -> dict[str, Any]:
-    """Return the sampling fields of a body, whose values `SamplingParams` checks."""
     asked = given(mapping(fields, "options") or {}, _SAMPLING.keys() | _IDLE_OPTIONS, {}, policy, ignored)
     sampling = {_SAMPLING[name]: value for name, value in asked.items() if name in _SAMPLING}
     most = sampling.get("max_tokens")

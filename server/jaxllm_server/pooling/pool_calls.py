@@ -1,4 +1,4 @@
-"""`PoolCall` and `PoolResult`: requests and results of pooling, independent of protocols."""
+"""Requests and results of pooling, independent of protocols."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class PoolCall:
     client: str = ""  # from `client_quota.client_of`
     model: str = ""  # "": the served model
     task: PoolingTask | None = None  # None: the model's first task
-    inputs: Sequence[str | Sequence[int]]  # texts or token ids
+    inputs: Sequence[str | Sequence[int]]
     pairs: Sequence[str] | None = None  # for "score": the second text of each input
     dimensions: int | None = None
     normalize: bool | None = None
@@ -25,15 +25,15 @@ class PoolCall:
     truncate_prompt_tokens: int | None = None
     truncation_side: str = "right"  # "left" keeps the last tokens; not for pairs
     add_special_tokens: bool = True
-    request_id: str | None = None  # unique among unfinished requests, per client if keys distinguish clients
-    client_id: str | None = None  # X-Request-Id, for logs and recordings; may repeat
+    request_id: str | None = None  # unique among unfinished requests
+    client_id: str | None = None  # X-Request-Id, for logs; may repeat
     priority: int = 0
     cache_salt: str | None = None
 
 
 @dataclass(slots=True)
 class PoolResult:
-    """The result of one input or pair."""
+    """The result of an input or pair."""
 
     index: int
     values: np.ndarray  # float32[W]: an embedding, a number for each label, or one score

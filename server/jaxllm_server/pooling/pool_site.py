@@ -23,18 +23,18 @@ class PoolSite(Protocol):
     ledger: Ledger
 
     def check_model(self, name: str, adapter: str = "") -> str:
-        """Return the model name for responses. Raises NotFoundError if it is not served."""
+        """Return the model name for responses. Raises NotFoundError."""
         ...
 
     def check_text(self, name: str, value: str | None) -> None:
-        """Raise UserError for a value that is too long or has other than plain characters."""
+        """Raise UserError for a value that is too long or has special characters."""
 
     def owner_of(self, client: str) -> str:
         """Return the scope in which a client's request ids are unique."""
         ...
 
     def salt_of(self, client: str, given: str | None) -> dict[str, str]:
-        """Return the prefix cache salt as an entry of the prompt; `given` is the client's."""
+        """Return the entry of the prompt for the prefix cache salt; `given` is the client's."""
         ...
 
     async def off_loop(

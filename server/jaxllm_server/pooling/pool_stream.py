@@ -1,4 +1,4 @@
-"""Answer a client's stream of pooling requests, each as a separate call, as the queue has room."""
+"""Answer a client's stream of pooling requests, each as a separate call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Pool: TypeAlias = Callable[[PoolCall], AsyncGenerator[PoolResult]]
 class Answer(NamedTuple, Generic[Request]):
     """The outcome of one request."""
 
-    index: int  # order of the requests, from 0
+    index: int
     request: Request
     outcome: PoolResult | Failure
 
@@ -29,7 +29,7 @@ class Answer(NamedTuple, Generic[Request]):
 async def answers(
     serving: PoolSite, pool: Pool, requests: AsyncIterator[Request], read: Callable[[Request], PoolCall], client: str
 ) -> AsyncGenerator[Answer[Request]]:
-    """Answer each request, of one input, with `pool`, in any order; an invalid request is answered with its error.
+    """Yield the outcome of each request, of one input, in any order; an invalid request yields its error.
 
     Stops reading `requests` while the queue is full. Answers that the caller has not consumed count as running.
     """
@@ -54,7 +54,7 @@ async def answers(
                 await has_moved.wait()
             begin(answer(num_asked, request))
             num_asked, num_open = num_asked + 1, num_open + 1
-            await asyncio.sleep(0)  # let the task enter the queue
+            await asyncio.sleep(0)  # lets the task enter the queue
         queue.put_nowait(None)
 
     def begin(work: Coroutine[Any, Any, None]) -> None:
@@ -82,7 +82,7 @@ async def answers(
             num_given, num_open = num_given + 1, num_open - 1
             has_moved.set()
     finally:
-        item = None  # clear the reference cycle of exception and frame, which would keep the messages alive
+        item = None  # break the reference cycle of exception and frame
         left = list(tasks)
         for task in left:
             task.cancel()

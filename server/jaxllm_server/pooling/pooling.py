@@ -1,8 +1,7 @@
 """Embed, classify and score: check a `PoolCall` as a whole, then compute it in parts.
 
 Keeps prompts for three steps in the engine, in at most half of its queue. Clients submit prompts round-robin, so that
-long calls of other clients delay a single prompt by a few steps only. Independent of messages, status codes and
-connections.
+long calls delay another client's prompt by a few steps only. Independent of messages, status codes and connections.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _DOES = {"embed": "embeds texts", "classify": "classifies texts", "score": "scor
 
 
 class _Item(NamedTuple):
-    """A prompt of a call: a text, token ids, or two texts."""
+    """A text, token ids, or two texts."""
 
     index: int  # of its first result …
     parameter: str  # … and the field that errors name
@@ -68,7 +67,6 @@ _Outputs: TypeAlias = Callable[[Sequence[_Item]], AsyncGenerator[tuple[int, Pool
 
 
 def check_kind(model: ModelInfo, name: str, pools: bool) -> None:
-    """Raise FeatureDisabledError if the model does not support the kind of request."""
     if model.pooler is not None and not pools:
         raise FeatureDisabledError(f"The model {name} {_does(model)}; it generates no text.", "model")
     if model.pooler is None and pools:
@@ -78,7 +76,7 @@ def check_kind(model: ModelInfo, name: str, pools: bool) -> None:
 async def pool(serving: PoolSite, places: FairPlaces, call: PoolCall) -> AsyncGenerator[PoolResult]:
     """Yield results as they are computed. Closing the iterator aborts the remaining inputs.
 
-    All inputs are checked before the first is computed. `places` limits the pooling prompts in the engine's queue.
+    All inputs are checked first. `places` limits the pooling prompts in the engine's queue.
     """
     name, model = serving.check_model(call.model), serving.engine.model
     serving.check_text("request_id", call.request_id)
@@ -106,7 +104,6 @@ async def pool(serving: PoolSite, places: FairPlaces, call: PoolCall) -> AsyncGe
 
 
 async def _each(call: PoolCall, outputs_of: _Outputs) -> AsyncGenerator[PoolResult]:
-    """Yield the model's output for each input or pair."""
     seconds = call.pairs or [None] * len(call.inputs)
     both = zip(call.inputs, seconds, strict=True)
     items = [_Item(index, "inputs", first, second) for index, (first, second) in enumerate(both)]
@@ -139,7 +136,7 @@ async def _cosines(call: PoolCall, outputs_of: _Outputs) -> AsyncGenerator[PoolR
 async def _outputs(
     serving: PoolSite, places: FairPlaces, call: PoolCall, params: PoolingParams, items: Sequence[_Item]
 ) -> AsyncGenerator[tuple[int, PoolingRequestOutput]]:
-    """Yield the engine's outputs as they complete, each with the index of its item."""
+    """Yield the engine's outputs as they complete, with the index of each item."""
     arrival, engine = time.monotonic(), serving.engine
     model = engine.model
     timeout = serving.options.request_timeout or None
@@ -207,7 +204,7 @@ async def _outputs(
         num_tokens = sum(prompt.num_tokens for prompt in prompts)
         if serving.options.enable_log_requests:
             _log.info("request %s: %s, %d prompts of %d tokens", request_id, params.task, len(items), num_tokens)
-        # Similar lengths run together, since a step is padded to its longest prompt.
+        # Similar lengths together, since a step is padded to its longest prompt.
         order = sorted(range(len(items)), key=lambda number: -prompts[number].num_tokens)
         tasks: set[asyncio.Task[None]] = set()
         num_begun = tokens_open = 0
@@ -249,7 +246,6 @@ def _task_of(call: PoolCall, model: ModelInfo, name: str) -> PoolingTask:
 
 
 def _check_inputs(call: PoolCall, most: int) -> None:
-    """Check the number and the types of the inputs, before prompts are built."""
     if not 1 <= len(call.inputs) <= most:
         raise UserError(f"There may be 1 to {most} inputs in a call, got {len(call.inputs)}.", "inputs")
     if call.pairs is None:
@@ -261,7 +257,7 @@ def _check_inputs(call: PoolCall, most: int) -> None:
 
 
 def has_room(serving: PoolSite, client: str, num_running: int) -> bool:
-    """Return whether a client with `num_running` prompts of a stream may start another. The first may always start."""
+    """Return whether a client with `num_running` prompts of a stream may start another; always, if 0."""
     if not num_running:
         return True
     load = serving.engine.get_load()
@@ -271,13 +267,11 @@ def has_room(serving: PoolSite, client: str, num_running: int) -> bool:
 
 
 def _places(engine: EngineClient) -> int:
-    """Return the number of requests that can run or wait."""
     slots = engine.get_load().max_running
     return slots + most_queued(engine.max_queued_requests, slots)
 
 
 def _most_tokens(call: PoolCall, longest: int) -> int:
-    """Return the limit on a prompt's tokens: the context, or `truncate_prompt_tokens`."""
     asked = call.truncate_prompt_tokens
     if asked is not None and asked > longest:
         message = f"truncate_prompt_tokens value ({asked}) is greater than max_model_len ({longest})."
@@ -286,9 +280,9 @@ def _most_tokens(call: PoolCall, longest: int) -> int:
 
 
 def _prompts(items: Sequence[_Item], call: PoolCall, model: ModelInfo, most: int) -> list[_Prompt]:
-    """Build and check all prompts. Slow for long texts."""
+    """Build and check all prompts; slow for long texts."""
     cuts, prompts = call.truncate_prompt_tokens is not None, list[_Prompt]()
-    # Cached, since a query repeats for each of its documents.
+    # Cached, since a query repeats for each document.
     cut = model.tokenizer.end_of if cuts and call.truncation_side == "left" else model.tokenizer.beginning_of
     needed = functools.cache(lambda text: cut(text, most))
     count = functools.cache(lambda text: len(model.tokenizer.encode(text, add_special_tokens=False)))
@@ -333,7 +327,7 @@ def _single(given: str | Sequence[int], call: PoolCall, model: ModelInfo, kept: 
 
 
 def _checked(output: PoolingRequestOutput) -> PoolingRequestOutput:
-    """Return the output. Raises if the request was aborted or failed, or if values are not finite."""
+    """Return the output. Raises if it failed or is not finite."""
     told = output.outputs
     if told.finish_reason == "abort":
         raise UnavailableError("The request was aborted.")
@@ -344,7 +338,7 @@ def _checked(output: PoolingRequestOutput) -> PoolingRequestOutput:
 
 
 def _naming(error: Exception, item: _Item, num_items: int) -> Exception:
-    """Add the index of the input to an error's message."""
+    """Prefix the error's message with the index of the input."""
     if num_items > 1:
         error.args = (f"Input {item.index}: {error}",)
     return error

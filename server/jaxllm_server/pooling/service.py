@@ -14,7 +14,7 @@ Item = TypeVar("Item")
 
 
 class Pooling:
-    """Answers pooling calls; refuses them if the model generates text."""
+    """Answers pooling calls, if the model pools."""
 
     def __init__(self, site: PoolSite) -> None:
         self._site = site
@@ -22,21 +22,18 @@ class Pooling:
 
     @property
     def tasks(self) -> Sequence[str]:
-        """The tasks of the model; empty if it generates text."""
+        """The model's tasks; empty if it generates text."""
         model = self._site.engine.model
         return () if model.pooler is None else pooling.tasks_of(model)
 
     def check_kind(self, pools: bool) -> None:
-        """Raise FeatureDisabledError if the model does not support the kind of request."""
         pooling.check_kind(self._site.engine.model, self._site.names[0], pools)
 
     def pool(self, call: PoolCall) -> AsyncGenerator[PoolResult]:
-        """Yield the results of a call. Closing the iterator aborts the remaining inputs."""
         return pooling.pool(self._site, self._places, call)
 
     async def stream(
         self, requests: AsyncIterator[Item], read: Callable[[Item], PoolCall], client: str
     ) -> AsyncGenerator[pool_stream.Answer[Item]]:
-        """Return the answers to a stream of requests. Raises if the engine is not healthy."""
         await self._site.engine.check_health()
         return pool_stream.answers(self._site, self.pool, requests, read, client)
