@@ -1,7 +1,7 @@
-"""The named adapters of a server: loaded at the start or by an administrator, used as models, unloaded.
+"""LoRA adapters of a server by name: loaded at startup or by an administrator, used by requests, unloaded.
 
-Each load gets a `LoRARequest` with a new number, so a reloaded name is another adapter to the engine, which drops one
-when its last request ends. Used on the event loop.
+Clients select an adapter by its name as the model. Each load gets a new `LoRARequest` number, so that the engine
+distinguishes a reloaded adapter. The engine drops an adapter after its last request. Runs on the event loop.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from jaxllm.lora_request import LoRARequest
 from jaxllm_server.shared.options import ServerOptions
 
 _log = logging.getLogger("jaxllm.server")
-_NAME = re.compile(r"[A-Za-z0-9._/:@+-]+")  # no commas: a metric lists names with them
+_NAME = re.compile(r"[A-Za-z0-9._/:@+-]+")  # no commas, which separate names in a metric
 _OFF = "LoRA is not enabled: this server was started without --enable-lora."
-_MODULE_KEYS = frozenset({"name", "path", "base_model_name"})  # vLLM's; there is one base model
+_MODULE_KEYS = frozenset({"name", "path", "base_model_name"})  # vLLM's; base_model_name is ignored
 
 
 @dataclass(eq=False)
 class Served:
-    """An adapter under its name."""
+    """An adapter with its name and request counts."""
 
-    request: LoRARequest  # the engine's key
-    source: str  # path as given
-    num_finished: int = 0  # requests under this name
-    num_users: int = 0  # requests that have not ended
-    is_gone: bool = False  # new requests cannot use it
+    request: LoRARequest
+    source: str
+    num_finished: int = 0
+    num_users: int = 0  # unfinished requests
+    is_gone: bool = False  # unloaded or replaced: new requests cannot select it
 
     @property
     def name(self) -> str:
@@ -44,10 +44,10 @@ class Served:
 
 
 class ServedAdapters:
-    """All adapters of one server, by name."""
+    """The adapters of one server, by name."""
 
     def __init__(self, engine: EngineClient, options: ServerOptions, model_names: Sequence[str]) -> None:
-        self.num_finished_others = 0  # requests of adapters that were unloaded
+        self.num_finished_others = 0
         self._engine = engine
         self._model_names = model_names
         self._most_chars = options.max_request_id_chars
@@ -71,7 +71,6 @@ class ServedAdapters:
         return name in self._served
 
     def find(self, name: str) -> Served:
-        """Return an adapter by name; raises AdapterNotFoundError."""
         self._check_enabled("adapter")
         served = self._served.get(name)
         if served is None:
@@ -79,11 +78,12 @@ class ServedAdapters:
         return served
 
     def known(self, served: Served) -> Known | None:
+        """Return the engine's record of an adapter, which outlasts its weights."""
         return self._engine.known_adapter(served.request)
 
     @contextmanager
     def using(self, served: Served | None) -> Iterator[None]:
-        """Keep an adapter in the engine, even if it is unloaded."""
+        """Keep an adapter in the engine within the context, even if it is unloaded."""
         if served is None:
             yield
             return
@@ -102,10 +102,9 @@ class ServedAdapters:
             current.num_finished += 1
 
     async def load(self, name: str, path: str, *, in_place: bool = False, client: str | None = None) -> None:
-        """Load an adapter from a folder below `--lora-root`; `in_place` replaces a namesake.
+        """Load an adapter from a folder below `--lora-root`; `in_place` allows replacing one of the same name.
 
-        A load that began is completed even if the caller is cancelled; else the engine would have an adapter without a
-        name.
+        Completes even if the caller is cancelled; otherwise the engine could hold an adapter without a name.
         """
         self._check_enabled()
         if self._root is None:
@@ -122,7 +121,7 @@ class ServedAdapters:
         await asyncio.shield(load)
 
     def unload(self, name: str) -> None:
-        """Refuse new requests; running ones finish."""
+        """Remove an adapter for new requests; running ones keep it."""
         self._check_enabled()
         if not name:
             raise UserError("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")
@@ -146,7 +145,7 @@ class ServedAdapters:
                 await self._engine.off_loop(self._engine.read_adapter, request, client=client, language=b"")
             except UserError as error:
                 told = str(error)
-                if root != root.parent:  # a root of "/" is not hidden: every path contains it
+                if root != root.parent:  # no folder name to hide if the root is "/"
                     told = told.replace(f"{root}/", "").replace(str(root), path)
                 raise UserError(told, "lora_path") from error
             before = self._served.get(name)
@@ -176,7 +175,7 @@ class ServedAdapters:
 
 
 def requests_of(modules: Sequence[str]) -> tuple[LoRARequest, ...]:
-    """Parse `--lora-modules`: NAME=PATH, or JSON objects with "name" and "path"."""
+    """Parse `--lora-modules`: NAME=PATH or a JSON object each."""
     requests: dict[str, LoRARequest] = {}
     for text in modules:
         name, _, path = text.partition("=")
@@ -203,13 +202,13 @@ def _module_of(text: str) -> tuple[object, object]:
 
 
 def _folder_of(root: Path, name: str, path: str) -> Path:
-    """Return an adapter's folder, which must be below `root` without links that leave it."""
+    """Return an adapter's folder. Raises if it is outside `root` or contains symlinks to the outside."""
     try:
         folder = (root / path).resolve()
         is_inside = folder.is_relative_to(root)
         is_there = is_inside and folder.is_dir()
         links = [file.resolve() for file in folder.rglob("*") if file.is_symlink()] if is_there else []
-    except (OSError, ValueError, RuntimeError):  # an invalid path, or circular links
+    except (OSError, ValueError, RuntimeError):  # invalid path or symlink loop
         is_inside, is_there, links = True, False, []
     if not is_inside or not all(link.is_relative_to(root) for link in links):
         raise UserError("lora_path must stay inside the folder that the server has for adapters.", "lora_path")

@@ -1,7 +1,9 @@
-"""`jaxllm serve`: one event loop for gRPC and HTTP, one engine, and a filter process before gRPC.
+"""`jaxllm serve`: run the gRPC and HTTP front ends and the engine on one event loop.
 
-Listens before the model is loaded, so that probes are answered. Exit codes: 0 after a signal and a drain, 1 if the
-engine did not start or failed, 130 after a second signal.
+Owns startup and shutdown order, signals and exit codes. Ports open before the model is loaded, so that probes get "not
+ready" from the first second.
+
+Exit codes: 0 after a signal and a drain, 1 if the engine failed to start or died. A second signal exits at once.
 """
 
 from __future__ import annotations
@@ -36,20 +38,20 @@ if TYPE_CHECKING:
     from jaxllm_server.http.server import HttpServer
 
 _log = logging.getLogger("jaxllm.server")
-WATCH_SECONDS = 0.2  # between checks of the engine's state
-CLOSE_SECONDS = 3.0  # for the running step, when the process ends
-FAREWELL_SECONDS = 1.0  # to send the last errors before the process ends
-SECOND_SIGNAL = 130  # exit code, a shell's for ^C
+WATCH_SECONDS = 0.2
+CLOSE_SECONDS = 3.0  # to finish the running step at shutdown
+FAREWELL_SECONDS = 1.0  # to deliver the last errors to clients at shutdown
+SECOND_SIGNAL = 130  # the shell's exit code for ^C
 
 
 def new_server(config: EngineConfig, options: ServerOptions, progress: bool = False) -> Server:
-    """Create a server; raises the errors of its options."""
+    """Return the server of this process. Raises UserError for options that it cannot meet."""
     try:
         import uvicorn  # noqa: F401
         import uvloop  # noqa: F401
 
         import grpc  # noqa: F401  # isort: skip
-    except ModuleNotFoundError as error:  # others: installed but not loadable
+    except ModuleNotFoundError as error:  # not ImportError of a broken package
         raise UserError(f"`jaxllm serve` needs {error.name}: pip install 'jaxllm[server]'") from error
     configure_logging()
     raise_file_limit()
@@ -57,29 +59,29 @@ def new_server(config: EngineConfig, options: ServerOptions, progress: bool = Fa
 
 
 def serve(server: Server) -> int:
-    """Return the exit code."""
+    """Serve until a signal or the engine's death; return the exit code."""
     import uvloop
 
     return uvloop.run(server.run())
 
 
 def configure_logging() -> None:
-    """Log to stderr, without libraries' lines about themselves and clients."""
+    """Log to standard error, without noise of libraries."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(
         Seldom("uvicorn.error", "jaxllm.server.http", "jaxllm.server.listener")
-    )  # messages that any connection can cause
+    )  # any connection can cause these
     handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # logs each missing backend
-    logging.getLogger("jax._src.compilation_cache").setLevel(logging.WARNING)  # logs a start without a folder
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # repeats our lines
-    # Logs a traceback for metadata that are not UTF-8, possibly a key.
+    logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # logs every missing backend
+    logging.getLogger("jax._src.compilation_cache").setLevel(logging.WARNING)  # logs the lack of a cache folder
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # duplicates our messages
+    # Hide invalid UTF-8 in metadata, which gRPC logs with a traceback and which may be a key.
     logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: "Invalid encoding" not in str(record.msg))
 
 
 class Server:
-    """One engine and its front ends."""
+    """An engine and its front ends."""
 
     def __init__(self, config: EngineConfig, options: ServerOptions, progress: bool = False) -> None:
         from jaxllm_server.access.auth import Keys
@@ -113,8 +115,8 @@ class Server:
             await asyncio.wait([loading, *ends], return_when=asyncio.FIRST_COMPLETED)
             self._check_http()
             if not loading.done():
-                return 0  # no request has been accepted yet
-            loading.result()  # raises errors of the model
+                return 0  # no request was accepted yet
+            loading.result()
             self.serving.forms.choose()
             garbage.keep_loaded_objects()
             watching.append(asyncio.ensure_future(garbage.collect()))
@@ -130,7 +132,7 @@ class Server:
                 _log.error("the engine died: %s", died.result(), exc_info=died.result())
                 if self.grpc is not None:
                     await self.grpc.set_state("dead")
-                await asyncio.sleep(FAREWELL_SECONDS)  # lets new calls and probes learn the reason
+                await asyncio.sleep(FAREWELL_SECONDS)
             else:
                 died.cancel()
             await self.close(FAREWELL_SECONDS)
@@ -141,7 +143,7 @@ class Server:
                 task.cancel()
 
     async def open(self) -> None:
-        """Open the ports; raises UserError for one in use."""
+        """Open the ports. Raises UserError."""
         options = self.options
         if options.grpc_port is not None or options.grpc_uds is not None:
             from jaxllm_server.grpc.server import start_grpc
@@ -167,7 +169,7 @@ class Server:
         config = server_config(make_app(self.serving, options, self.observer, self.tracer), options)
         try:
             config.load()
-        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        except (OSError, ValueError) as error:  # includes ssl.SSLError
             for each in listening:
                 each.close()
             raise UserError(f"ssl_certfile and ssl_keyfile cannot be used: {error}", "ssl_certfile") from error
@@ -193,6 +195,7 @@ class Server:
         self._signalled.set()
 
     async def _watch(self) -> None:
+        """Copy the engine's state to the gRPC health service."""
         reported = None
         while self.grpc is not None:
             state = "draining" if self._signalled.is_set() else self.engine.state
@@ -208,7 +211,7 @@ class Server:
             await log_stats(self.engine, self.options.log_stats_interval, _log.info)
 
     async def _drain(self) -> None:
-        """Report "not ready", refuse new work, let streams finish, close."""
+        """Report "not ready", reject new requests and wait for the running ones."""
         self.engine.announce_drain()
         if self.grpc is not None:
             await self.grpc.set_state("draining")
@@ -220,11 +223,12 @@ class Server:
             )
 
     def _check_http(self) -> None:
+        """Raise the exception that stopped the HTTP front end, if any."""
         if self._http_task is not None and self._http_task.done():
             self._http_task.result()
 
     async def close(self, grace: float) -> None:
-        """Close the front ends, with `grace` seconds to flush, then the engine."""
+        """Close the front ends, within `grace` seconds, then the engine."""
         if self.http is not None and self._http_task is not None:
             self.http.should_exit = True
         if self.grpc is not None:
@@ -270,7 +274,7 @@ def _engine(config: EngineConfig, options: ServerOptions, progress: bool) -> Eng
 
 
 def be_replica(config: EngineConfig, options: ServerOptions) -> int:
-    """Run a replica of another machine's server; return the exit code, 1 if the server disconnected."""
+    """Run a replica for another machine's server; return 1 if the connection was lost."""
     from jaxllm.fleet import node
 
     configure_logging()

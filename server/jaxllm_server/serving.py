@@ -1,4 +1,7 @@
-"""Answers `Call`s of any protocol: validates, completes with defaults, generates, and yields `Chunk`s."""
+"""Serve the calls of all protocols: check, complete the defaults, generate, and yield `Chunk`s.
+
+Owns the limits of a request and the served model names. Independent of messages, status codes and connections.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ from jaxllm_server.shared.options import ServerOptions, template_kwargs
 
 Item = TypeVar("Item")
 _log = logging.getLogger("jaxllm.server")
-_TOKEN_BYTES = 56  # per prompt token: the integer, in a list and a tuple, and in the engine's arrays
+_TOKEN_BYTES = 56  # bytes per prompt token: an integer in a list, a tuple and the engine's arrays
 
 
 class Serving:
@@ -62,12 +65,11 @@ class Serving:
         self._prompts = Prompts(engine, options, *written, self.off_loop)
 
     def check_model(self, name: str, adapter: str = "") -> str:
-        """Return the name for answers: the adapter's, else the model's first one, as in vLLM; raises NotFoundError."""
+        """Return the adapter's name, or the first served name, as in vLLM. Raises NotFoundError."""
         served = self._served(name, adapter)
         return self.names[0] if served is None else served.name
 
     def _served(self, model: str, adapter: str = "") -> Served | None:
-        """Return the adapter named as model or in its own field."""
         if model in self.adapters:
             if adapter and adapter != model:
                 raise UserError("model names one adapter and adapter another.", "adapter")
@@ -77,9 +79,9 @@ class Serving:
         return self.adapters.find(adapter) if adapter else None
 
     def check_room(self, client: str, pools: bool | None = None) -> None:
-        """Refuse a client's requests before reading them, if none could be accepted.
+        """Raise if the client has no quota left or the queue is full; called before the body is read.
 
-        `pools` is the kind of request, if known.
+        `pools`: whether the request is for pooling; None if unknown.
         """
         self.shares.check(client)
         self.engine.check_room()
@@ -87,9 +89,9 @@ class Serving:
             self.pooling.check_kind(pools)
 
     def check_calls(self, calls: Sequence[Call], params: SamplingParams) -> None:
-        """Refuse a request's calls, which differ only in their prompts, unless all of them fit.
+        """Raise unless quota and queue have room for all calls of a request, which differ in their prompts only.
 
-        Checked before the first is generated, so that no work is lost.
+        Called before the first is generated: if a later call fails, the work of the others is lost.
         """
         beams = beam_calls.beams_of(calls[0], params, self.engine.model.max_model_len)
         num_samples = len(calls) * (params.n if beams is None else beams.beam_width)
@@ -97,7 +99,7 @@ class Serving:
         self.engine.check_queue(num_samples, 0, len(calls))
 
     def params_of(self, call: Call) -> SamplingParams:
-        """Complete sampling parameters: the client's, then the model's generation_config.json, then neutral values."""
+        """Return the call's sampling parameters, completed from generation_config.json and neutral values."""
         given = dict(call.sampling)
         self._check_bounds(given)
         if call.scores_prompt:
@@ -115,14 +117,11 @@ class Serving:
             return replace(self.engine.model.default_params, **given, output_kind=kind)
 
     async def completed(self, call: Call) -> SamplingParams:
-        """Call `params_of`, in a thread for a large request."""
+        """Return `params_of(call)`, in a thread if the request is large."""
         return await self._large(call, self.params_of, call)
 
     async def generate(self, call: Call, params: SamplingParams | None = None) -> AsyncGenerator[Chunk]:
-        """Yield one or more chunks; `params` is the result of `completed`.
-
-        Closing the iterator aborts the request.
-        """
+        """Yield the answer in chunks; `params` is from `completed`. Closing the iterator aborts the request."""
         served = self._served(call.model, call.adapter)
         self.check_text("request_id", call.request_id)
         self.check_text("cache_salt", call.cache_salt)
@@ -151,7 +150,7 @@ class Serving:
             said = prompt.get("prompt")
             entry.charge(PROMPTS, len(said or "") + _TOKEN_BYTES * len(prompt["prompt_token_ids"]))
             if said is None and call.messages is not None and self.forms.reasoning_form is not None:
-                ids = prompt["prompt_token_ids"]  # their text shows whether the prompt opens the reasoning
+                ids = prompt["prompt_token_ids"]  # shows whether the prompt opens the reasoning
                 confined = model.tokenizer.confined
                 said = await self.off_loop(call.client, model.tokenizer.decode, ids, False, language=confined)
             reader = self.forms.reader(call, params, said or "", model.tokenizer)
@@ -194,7 +193,7 @@ class Serving:
                         yield chunk
 
     def _priority_of(self, call: Call, num_outputs: int) -> AbstractContextManager[int]:
-        """Return a call's priority, limited if keys distinguish clients, so that one cannot starve the others."""
+        """Yield the effective priority. With several API keys, each client's urgent requests are limited."""
         if call.priority >= 0 or not self._has_tenants:
             return nullcontext(call.priority)
         num_slots = self.engine.get_load().max_running
@@ -202,7 +201,6 @@ class Serving:
 
     @contextmanager
     def _entry_of(self, call: Call) -> Iterator[Entry]:
-        """Create the entry of a gRPC request."""
         if call.entry is not None:
             yield call.entry
             return
@@ -212,39 +210,37 @@ class Serving:
 
     @property
     def tasks(self) -> Sequence[str]:
-        """The tasks that clients may request."""
         return self.pooling.tasks or ("generate",)
 
     async def prompt_of(
         self, call: Call, params: SamplingParams | None = None, model: ModelInfo | None = None
     ) -> dict[str, Any]:
-        """Return the prompt for the engine: token ids, text if available, and salt.
+        """Return the engine's prompt: token ids, text if known, and cache salt.
 
-        Refuses prompts that exceed the context, unless `params` allow truncation. `model` is that of the call's
+        Raises UserError if it exceeds the context and `params` do not truncate it. `model` is that of the call's
         adapter.
         """
         return {**await self._prompts.prompt_of(call, params, model), **self.salt_of(call.client, call.cache_salt)}
 
     async def _adapter(self, served: Served | None, client: str) -> Adapter | None:
-        """Return a request's adapter, read again if it was evicted from host memory."""
+        """Return the adapter; reads it again if the engine evicted it from host memory."""
         if served is None:
             return None
         try:
             found = self.engine.find_adapter(served.request)
             return found or await self.off_loop(client, self.engine.read_adapter, served.request, language=b"")
-        except UserError as error:  # it was readable before; its folder is not for clients
+        except UserError as error:  # its path is hidden from the client
             _log.error("%s", error)
             raise RequestFailedError("The adapter could not be read again; the server's log has the reason.") from error
 
     async def _model_of(self, name: str, client: str) -> ModelInfo:
-        """Return the model, or an adapter's view of it."""
+        """Return the model with the tokenizer of the named adapter."""
         served = self._served(name)
         with self.adapters.using(served):
             adapter = await self._adapter(served, client)
             return self.engine.model if adapter is None else adapter.language.model
 
     async def _large(self, call: Call, function: Callable[..., Item], *arguments: Any) -> Item:
-        """Use a thread if the call's request is large."""
         if call.num_bytes > LARGE_REQUEST:
             return await self.off_loop(call.client, function, *arguments)
         return function(*arguments)
@@ -252,7 +248,7 @@ class Serving:
     async def off_loop(
         self, client: str, function: Callable[..., Item], *arguments: Any, language: bytes | None = None
     ) -> Item:
-        """Prepare a prompt in a thread; waiting for one counts towards the request's time limit."""
+        """Run a client's function in a thread. Raises DeadlineError after the request timeout."""
         try:
             async with asyncio.timeout(self.options.request_timeout or None):
                 return await self.engine.off_loop(function, *arguments, client=client, language=language)
@@ -260,13 +256,13 @@ class Serving:
             raise late(self.options.request_timeout) from error
 
     def owner_of(self, client: str) -> str:
-        """Return the scope of unique request ids: the client if keys distinguish clients, else all."""
+        """Return the scope of unique request ids: the client if keys distinguish clients, else ""."""
         return client if self._has_tenants else ""
 
     def salt_of(self, client: str, given: str | None) -> dict[str, str]:
-        """Return the salt of the prefix cache, prefixed with the client if several keys exist.
+        """Return the salt of the prefix cache. With several API keys it begins with the client's name.
 
-        Client-supplied salts cannot contain the colon, so they cannot name another client's.
+        A caller cannot produce another client's salt, since a caller's salt has no colon.
         """
         if self._has_tenants and not self.options.share_prefix_cache:
             return {"cache_salt": f"{client}:{given or ''}"}
@@ -283,12 +279,11 @@ class Serving:
         return (await self._model_of(name, client)).tokenizer
 
     async def tokenizer_info(self, client: str = "") -> dict[str, Any]:
-        """Return tokenizer_config.json with the chat template in use."""
+        """Return the contents of tokenizer_config.json, with the chat template in use."""
         config = (await self.tokenizer_of("", client)).config()
         return config if self._template is None else config | {"chat_template": self._template}
 
     async def detokenize(self, ids: Sequence[int], client: str = "", model: str = "") -> str:
-        """Include special tokens."""
         tokenizer = await self.tokenizer_of(model, client)
         vocab_size, longest = self.engine.model.vocab_size, self.engine.model.max_model_len
         if len(ids) > longest:
@@ -298,7 +293,7 @@ class Serving:
         return await self.engine.off_loop(tokenizer.decode, ids, False, client=client, language=tokenizer.confined)
 
     async def echo(self, prompt: str | Sequence[int], client: str, model: str) -> str:
-        """Return a prompt's text; empty without a tokenizer, like all texts then."""
+        """Return the text of a prompt for `echo`; empty without a tokenizer."""
         if isinstance(prompt, str):
             return prompt
         if isinstance(await self.tokenizer_of(model, client), NoTokenizer):
@@ -306,7 +301,7 @@ class Serving:
         return await self.detokenize(prompt, client, model)
 
     def _check_bounds(self, given: Mapping[str, Any]) -> None:
-        """Validate sizes before allocating memory in proportion to them."""
+        """Check the sizes of parameters before objects of these sizes are built."""
         options = self.options
         n, stops, ids = given.get("n"), given.get("stop"), given.get("stop_token_ids")
         allowed, vocab_size = given.get("allowed_token_ids"), self.engine.model.vocab_size
@@ -325,13 +320,13 @@ class Serving:
             raise UserError(message, "allowed_token_ids")
 
     def check_text(self, name: str, value: str | None) -> None:
-        """Refuse names that are long or unreadable in a log."""
+        """Raise UserError for a long value, or characters other than letters, digits, '.', '_' and '-'."""
         most = self.options.max_request_id_chars
         if value is not None and (not isinstance(value, str) or not 0 < len(value) <= most or not _is_plain(value)):
             raise UserError(f"{name} must be 1 to {most} characters of A-Z, a-z, 0-9, '.', '_' and '-'.", name)
 
     def _check_length(self, call: Call, params: SamplingParams, prompt: Mapping[str, Any]) -> None:
-        """Refuse a `max_tokens` of the client that exceeds the context."""
+        """Raise UserError if prompt and `max_tokens` together exceed the context."""
         ids = prompt["prompt_token_ids"]
         asked = params.max_tokens if "max_tokens" in call.sampling and not call.may_fill_context else None
         is_cut = params.truncate_prompt_tokens is not None
@@ -340,9 +335,9 @@ class Serving:
             raise too_long(longest, len(ids), asked)
 
     def bounded(self, call: Call, params: SamplingParams, num_prompt: int) -> SamplingParams:
-        """Refuse answers with too many log-probabilities; streams are not stored.
+        """Raise if the answer could hold too many log-probabilities; those of streams do not count.
 
-        Without max_tokens, outputs end at the limit.
+        Without a `max_tokens` of the client, reduces it so that the answer fits.
         """
         model = self.engine.model
         per_prompt, per_output = (
@@ -361,16 +356,14 @@ class Serving:
 
 
 def given_of(params: SamplingParams) -> dict[str, Any]:
-    """Omit default values."""
     shown = {own.name: (getattr(params, own.name), own.default) for own in fields(params)}
     given = {name: value for name, (value, default) in shown.items() if value != default and name != "output_kind"}
     if params.structured_outputs is not None:
-        given["structured_outputs"] = params.structured_outputs.kind  # a schema can be long
+        given["structured_outputs"] = params.structured_outputs.kind
     return given
 
 
 def _model_name(model: str) -> str:
-    """Return the last part of a folder, or the hub id."""
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 

@@ -1,4 +1,4 @@
-"""`bench compare`: ratios by hand, intervals that hold what is known, and what differs beside the figures."""
+"""`bench compare`: ratios by hand, coverage of the intervals, and differences between settings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def by_name(comparisons: list[Comparison]) -> dict[str, Comparison]:
 
 
 def test_a_bootstrap_interval_holds_a_known_ratio_as_often_as_it_says() -> None:
-    """Log-normal latencies whose true means, medians and 90th percentiles are all 0.8 times the others'."""
+    """Log-normal latencies, with means, medians and 90th percentiles in the ratio 0.8."""
     random = np.random.default_rng(5)
     hits = dict.fromkeys(("avg_latency", "percentiles.50", "percentiles.90"), 0)
     rounds = 40
@@ -40,7 +40,7 @@ def test_a_bootstrap_interval_holds_a_known_ratio_as_often_as_it_says() -> None:
             interval = found[name].interval
             assert interval is not None and interval[0] < interval[1] < 1.3
             hits[name] += interval[0] <= 0.8 <= interval[1]
-    # 95 % are promised; of 40 rounds, fewer than 33 hits would happen once in 1,000 times.
+    # The level is 95 %; fewer than 33 hits in 40 rounds happen once in 1,000 times.
     assert min(hits.values()) >= 33, hits
 
 
@@ -56,7 +56,7 @@ def test_few_runs_a_side_have_intervals_that_hold_the_ratio_as_well() -> None:
 
 
 def test_welch_by_hand() -> None:
-    """Logarithms (0, 2) against (1, 3): they differ by 1, each mean has the variance 1; t(2; 97.5 %) is 4.30265."""
+    """Logarithms (0, 2) and (1, 3): the means differ by 1 and have variance 1; t(2; 97.5 %) is 4.30265."""
     runs = [[{"elapsed_time": float(np.exp(value))} for value in side] for side in ((0, 2), (1, 3))]
     (only,) = compare(*runs)
     assert (only.a, only.b) == pytest.approx((np.exp(1), np.exp(2)))
@@ -64,7 +64,9 @@ def test_welch_by_hand() -> None:
 
 
 def test_the_gaps_of_a_request_are_drawn_together() -> None:
-    """Two kinds of requests, each of equal gaps: drawn one by one, 2,000 gaps would make the mean look far too sure."""
+    """Two kinds of requests, each with equal gaps: independent draws of 2,000 gaps would make the interval far too
+    narrow.
+    """
 
     def run(seed: int) -> dict[str, Any]:
         slow = np.random.default_rng(seed).integers(0, 2, 20)
@@ -80,7 +82,7 @@ def test_figures_of_vllms_details_follow_its_definitions() -> None:
     run = {
         "ttfts": [0.2, 0.4, 9.0],
         "itls": [[0.1, 0.3], [0.1], []],
-        "output_lens": [5, 3, 0],  # 5 tokens came in 3 messages
+        "output_lens": [5, 3, 0],  # 5 tokens in 3 messages
         "errors": ["", "", "it broke"],
         "mean_ttft_ms": 300.0,
         "mean_tpot_ms": (400 / 4 + 100 / 2) / 2,

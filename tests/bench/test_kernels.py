@@ -1,4 +1,4 @@
-"""`bench kernels`: every implementation of every operation is measured, and a wrong one is seen."""
+"""`bench kernels` measures every implementation of every operation and detects wrong results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from jaxllm.bench import kernels
 from pallas_kernels.native import build
 
-# Of attention, what a CPU can do, in the order of the report.
+# Implementations of attention on a CPU, in the order of the report.
 NATIVE = () if build.refusal() else ("native",)
 OF_A_CPU = {
     "paged_decode": ("xla", "xla_lanes", "pallas", *NATIVE),
@@ -52,7 +52,7 @@ def test_every_implementation_of_every_operation(run_jaxllm: Run, tmp_path: Path
 
 
 def test_the_reference_is_attention() -> None:
-    """The inputs are such that the result is the mean of values, written out: queries of zeros see all alike."""
+    """With queries of zeros, attention returns the mean of the values."""
     (case,) = kernels.make_cases("float32", [(2, 5)], [])
     q, _, values, tables, *_ = case.arrays
     output = np.asarray(case.call("xla", q * 0, *case.arrays[1:]))

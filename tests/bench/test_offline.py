@@ -1,4 +1,4 @@
-"""`bench latency` and `bench throughput`: vLLM's words and keys, exact lengths, and what is not measured."""
+"""`bench latency` and `bench throughput`: vLLM's wording and keys, exact lengths, and missing measurements."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def test_every_job_gets_its_length_and_the_warm_up_leaves_nothing(llm: LLM, n: i
     assert len(firsts) == 3 and all(
         0 < first <= end <= 1e3 * served.seconds for first, end in zip(firsts, ends, strict=True)
     )
-    # TPOT of a request is its time after the first token over the tokens after it; one token has none.
+    # TPOT = time after the first token / number of later tokens; undefined for one token.
     by_hand = [(ends[row] - firsts[row]) / (JOBS[row].max_tokens - 1) for row in (0, 1)]
     assert served.samples.get("tpot_ms", []) == pytest.approx(by_hand if n == 1 else [])
 
 
 @pytest.mark.ci
 def test_through_the_asynchronous_engine_it_is_the_same_work() -> None:
-    served = throughput.run_async(FEW_SLOTS, JOBS * 6, num_warmups=1)  # more than the slots and their queue hold
+    served = throughput.run_async(FEW_SLOTS, JOBS * 6, num_warmups=1)  # more than the slots and the queue hold
     assert served.output_tokens == 60 and len(served.samples["ttft_ms"]) == 18
     assert served.timeline is not None and served.timeline["generated_tokens"][-1] == 60
 
@@ -149,7 +149,7 @@ def test_the_help_shows_the_defaults_of_the_command(run_jaxllm: Run, benchmark: 
 
 
 class FakeNetwork:
-    """Notes what `generate` is asked, and answers with tokens of that length, less what is `missing`."""
+    """Records the arguments of `generate` and returns that number of tokens, less those `missing`."""
 
     def __init__(self, torch: Any) -> None:
         self.torch = torch

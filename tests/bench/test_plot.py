@@ -1,4 +1,4 @@
-"""Pictures of results: what is drawn is what the result holds, and the page is whole by itself."""
+"""Plots of benchmark results: their data, and HTML pages without external resources."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def test_a_page_is_an_svg_without_scripts_or_links(tmp_path: Path) -> None:
     plot(SERVED, str(path))
     page = path.read_text()
     assert "<script" not in page and "<m&m>" not in page
-    # Within, only the names of XML's vocabularies look like addresses, and marks are found by their ids.
+    # The only URLs inside are XML namespaces, and references are by id.
     assert not re.findall(r'(?:src|href)="(?!#)', page)
     ElementTree.fromstring(page[page.index("<svg") : page.index("</html>")])
     for said in ("Time to first token", "Inter-token latency", "tokens a second", "KV blocks in use", "median 150"):
         assert said in page, said
-    assert page.count("<!-- a program compiled -->") == 3  # once in each panel of the timeline
+    assert page.count("<!-- a program compiled -->") == 3  # in each panel of the timeline
 
 
 def test_a_png_of_other_samples(tmp_path: Path) -> None:

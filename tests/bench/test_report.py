@@ -1,4 +1,4 @@
-"""What `bench serve` makes of outcomes: figures and text by hand, events, doubts. No network."""
+"""The report of `bench serve`: figures and text by hand, events and warnings. No network."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def outcome(sent: float, times: list[float], tokens: int, **others: Any) -> Outc
     )  # fmt: skip
 
 
-# The first has a token a message, the second four tokens in two messages, the third failed after one.
+# 3 tokens in 3 messages; 4 tokens in 2 messages; a failure after 1 token.
 OUTCOMES = [
     outcome(100.0, [100.1, 100.2, 100.4], 3),
     outcome(100.25, [100.55, 101.35], 4),

@@ -1,4 +1,4 @@
-"""`bench scheduler`: it measures the load that it names, and its figures are what they are called."""
+"""`bench scheduler` produces the load that it names, and computes its figures correctly."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_every_measured_step_is_of_the_load(load: scheduler.Load, monkeypatch: p
     assert min(rows for rows, _, _ in measured) >= 15
     if load == "decode":
         assert all(row == (16, 16, 0) for row in measured)
-    else:  # outputs of 160 tokens on average: 300 steps end about 30 of 16 that run at once
+    else:  # outputs of 160 tokens on average, 16 at once: about 30 finish in 300 steps
         assert 15 <= sum(finished for _, _, finished in measured) <= 60
 
 

@@ -1,6 +1,6 @@
-"""`bench serve` against a server with the habits of foreign ones, and whole runs of the command.
+"""`bench serve` against a fake server with the behaviour of other engines, and complete runs of the command.
 
-test_serve.py has it run against ours.
+Runs against jaxllm are in tests/server/test_serve.py.
 """
 
 from __future__ import annotations
@@ -321,7 +321,7 @@ def test_an_interrupt_reports_what_has_finished(server: FakeOpenAI, tmp_path: Pa
     end = time.monotonic() + 30
     while len(server.bodies) < 10 and time.monotonic() < end:
         time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all processes
     out, err = process.communicate(timeout=20)
     assert process.returncode == 130, err
     result = json.loads((tmp_path / "a.json").read_text())
@@ -336,8 +336,8 @@ def test_warmups_that_fail_end_it(server: FakeOpenAI, capsys: pytest.CaptureFixt
 
 
 def test_a_process_that_ends_before_the_run_is_told(server: FakeOpenAI, capfd: pytest.CaptureFixture[str]) -> None:
-    process = ClientProcess(Share(target(server, "plain"), (), (), max_concurrency=-1))  # no semaphore can be that
-    with pytest.raises(EngineError, match="a client process exited before the run; its output is above"):
+    process = ClientProcess(Share(target(server, "plain"), (), (), max_concurrency=-1))  # an invalid semaphore
+    with pytest.raises(EngineError, match="a client process ended before the run; what it said is above"):
         process.wait_ready()
     process.close()
     assert "ValueError: Semaphore initial value must be >= 0" in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""`jaxllm bench startup` and `bench explain`, the phases of a start, and what is told of them."""
+"""`jaxllm bench startup` and `bench explain`: the phases of a start and their report."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_an_engine_tells_its_phases(caplog: pytest.LogCaptureFixture) -> None:
     assert {phase.name for phase in phases.values() if phase.is_beside} == {"tracing", "compiling"}
     assert phases["weights"].cause.endswith(f"from {STORIES}") and "/s)" in phases["weights"].cause
     assert "2 × " not in phases["setup"].cause and "cpu" in phases["setup"].cause
-    # Three for steps, one that allocates, and two that score, two that patch and one that copies, which a process
-    # compiles for its first engine of a shape alone.
+    # Three step programs and one that allocates; a process's first engine of a shape also compiles two that score, two
+    # that patch and one that copies.
     numbers = [int(word) for word in phases["compiling"].cause.split() if word.isdigit()]
     assert 5 <= sum(numbers) <= 9
     assert phases["other"].seconds >= 0.0
@@ -69,7 +69,7 @@ def test_starts_are_summed_up_by_kind() -> None:
 
 @pytest.mark.ci
 def test_the_command_starts_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Warm, from the cache of the tests: one process."""
+    """From the warm compilation cache of the tests: one process."""
     with LLM(**SMALL) as llm:
         cache = str(llm.engine.config.cache_dir())
     file = tmp_path / "startup.json"

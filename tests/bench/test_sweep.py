@@ -1,4 +1,4 @@
-"""`bench sweep`: the whole grid, only what is missing, and a table that tells of failures as well."""
+"""`bench sweep`: runs the whole grid, resumes with missing cells, and lists failures in its table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Stand in for the processes: write a result, but fail at --batch-size=13."""
+    """Replaces the processes: writes a result, but fails for --batch-size=13."""
     seen: list[list[str]] = []
 
     def run(command: list[str], stdout: Any, **_: Any) -> SimpleNamespace:
@@ -58,7 +58,7 @@ def test_only_what_is_missing_is_run_again(run_jaxllm: Run, commands: list[list[
     with (tmp_path / "new" / "summary.csv").open() as stream:
         assert [row["avg_latency"] for row in csv.DictReader(stream)] == ["0.1", "", "0.4"] * 2
     assert json.loads((tmp_path / "new" / "summary.json").read_text())[0]["batch-size"] == "1"
-    # Killed in the middle of a cell, and started again: that cell and those that failed.
+    # Resumed after a kill in the middle of a cell: repeats that cell and the failed ones.
     done = next((tmp_path / "new").glob("batch-size=4-run1-*.json"))
     done.rename(done.with_suffix(".json.part"))
     commands.clear()

@@ -1,4 +1,4 @@
-"""What a benchmark asks for and when: lengths, seeds, wrong files, rates; and what a result says of its place."""
+"""Workloads of benchmarks: lengths, seeds, invalid files, rates; and the environment in a result."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_sharegpt_is_pruned_as_in_vllm(tokenizer: Tokenizer, tmp_path: Path) -> 
     alone = DatasetOptions(
         dataset_name="sharegpt", dataset_path=str(path), num_prompts=9, no_oversample=True, sharegpt_output_len=5
     )
-    short = make_jobs(alone, tokenizer, False)  # how long the answers of the file are matters no more
+    short = make_jobs(alone, tokenizer, False)  # the lengths of the file's answers have no effect
     assert [job.max_tokens for job in short] == [5] * 3
     assert max(job.prompt_tokens for job in short) <= 1024
 
@@ -229,7 +229,7 @@ def test_arrivals_take_as_long_as_the_rate_says(burstiness: float) -> None:
     times = arrival_times(400, 8.0, burstiness)
     assert times[-1] == pytest.approx(50.0) and (np.diff(times) >= 0).all() and times[0] > 0
     gaps = np.diff(times)
-    spread = gaps.std() / gaps.mean()  # of a Gamma distribution: one over the root of its shape
+    spread = gaps.std() / gaps.mean()  # for a Gamma distribution: 1 / sqrt(shape)
     assert spread == pytest.approx(1 / math.sqrt(burstiness), rel=0.2, abs=1e-9)
 
 

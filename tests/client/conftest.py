@@ -1,4 +1,4 @@
-"""What every test of the clients starts from: a server on loopback, and a client of each kind."""
+"""Fixtures of the client tests: a server on loopback, and a client of each kind."""
 
 from __future__ import annotations
 

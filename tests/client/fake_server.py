@@ -1,4 +1,4 @@
-"""A gRPC server that does what a test says, both clients as one shape, and an answer in both its forms."""
+"""A scripted gRPC server, an adapter that unifies both clients, and one answer in both forms."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from grpc_status import rpc_status
 from jaxllm import AsyncClient
 from jaxllm.v1 import control_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
 
-WAIT = 10.0  # seconds, for what happens at once
+WAIT = 10.0  # seconds; enough for immediate events
 CODE = grpc.StatusCode
 
 
 class FakeServer(
     inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.ControlServiceServicer, health_pb2_grpc.HealthServicer
 ):
-    """Answers a call with `answers[type of request]`, a message or its maker; a stream with `answers["stream"]`.
+    """Answers a call with `answers[type of request]`, a message or its factory; a stream with `answers["stream"]`.
 
-    StreamEmbed is answered with `answers["embed"]`, of an iterator of requests and the context.
+    StreamEmbed calls `answers["embed"]` with the iterator of requests and the context.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class FakeServer(
         return answer(context) if callable(answer) else answer
 
     def _watch(self, context: grpc.ServicerContext) -> None:
-        """Tell of a call that ends early, and to its own test: its end may come during the next one."""
+        """Set `cancelled` if the call ends early; bound now, since the call may end during the next test."""
         cancelled = self.cancelled
         context.add_callback(lambda: None if context.is_active() else cancelled.set())
 
@@ -70,7 +70,7 @@ class FakeServer(
 
 
 class Blocking:
-    """An AsyncClient that is driven from outside its loop, so that one test can serve both clients."""
+    """Runs an AsyncClient from outside its event loop, so that one test covers both clients."""
 
     def __init__(self, target: str, **options: Any) -> None:
         self._loop = asyncio.new_event_loop()
@@ -94,7 +94,7 @@ class Blocking:
 
 
 class BlockingStream:
-    """The same of an AsyncStream."""
+    """Likewise for an AsyncStream."""
 
     def __init__(self, owner: Blocking, stream: Any) -> None:
         self._owner = owner
@@ -158,7 +158,7 @@ WHOLE = inference_pb2.GenerateResponse(
 
 
 def deltas_of_whole() -> list[inference_pb2.StreamGenerateResponse]:
-    """Cut WHOLE into messages: two sequences interleaved, several deltas in a message, one message without any."""
+    """Split WHOLE into messages: two interleaved sequences, several deltas in a message, a message without deltas."""
     first = WHOLE.outputs[0]
 
     def logprobs(i: int) -> types_pb2.Logprobs:
@@ -208,7 +208,7 @@ def plain(message: Message) -> dict[str, Any]:
 
 
 def abort(code: grpc.StatusCode, message: str, *details: Message) -> Callable[[grpc.ServicerContext], Any]:
-    """Make an answer that is an error with details, as the server sends them."""
+    """Return an answer that aborts with error details, as the server does."""
 
     def answer(context: grpc.ServicerContext) -> None:
         packed = []
@@ -232,7 +232,7 @@ def violation(field: str) -> error_details_pb2.BadRequest:
 
 
 def until_gone(context: grpc.ServicerContext) -> Iterator[Message]:
-    """Send a message, then nothing until the client has gone."""
+    """Send a message, then wait until the client disconnects."""
     yield deltas_of_whole()[0]
     while context.is_active():
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The calls beside generating: tokens, models, load, control, health."""
+"""The client's calls except generation: tokens, models, load, control, health."""
 
 from __future__ import annotations
 

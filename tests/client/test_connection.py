@@ -1,4 +1,4 @@
-"""Reaching a server, and leaving it: addresses, keys, deadlines, streams that are given up, what is imported."""
+"""Connections of the client: addresses, keys, deadlines, abandoned streams, imports."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def test_leaving_a_stream_ends_it_on_the_server(client: Any, server: FakeServer,
             break
         if way == "close":
             stream.close()
-            assert len(list(stream)) <= 1  # what had come already, and no exception
+            assert len(list(stream)) <= 1  # at most one message was already received
         else:
             del stream, _
             gc.collect()
             if isinstance(client, Blocking):
-                # What was let go is cancelled by its loop, which runs only here.
+                # The loop, which runs only here, cancels the abandoned call.
                 deadline = time.monotonic() + WAIT
                 while not server.cancelled.is_set() and time.monotonic() < deadline:
                     client.run(asyncio.sleep(0.05))
@@ -59,7 +59,7 @@ def test_timeouts_are_of_a_client_or_of_a_call(connect: Callable[..., Any], serv
     connect(timeout=100).generate("Hi")
     connect(timeout=100).generate("Hi", timeout=50)
     assert left[0] is None or left[0] > 1e6
-    assert 90 < left[1] < 102  # it crosses the wire in units that round up
+    assert 90 < left[1] < 102  # gRPC rounds timeouts up
     assert 40 < left[2] < 52
     release = threading.Event()
     server.answers[inference_pb2.GenerateRequest] = lambda _: release.wait(WAIT) and WHOLE

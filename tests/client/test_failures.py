@@ -1,4 +1,4 @@
-"""What goes wrong: statuses become the engine's own exceptions; what is tried again; what a broken stream leaves."""
+"""Failures: statuses become the engine's exceptions; retries; results of broken streams."""
 
 from __future__ import annotations
 
@@ -155,4 +155,4 @@ def test_a_stream_that_fails_leaves_what_came_before(client: Any, server: FakeSe
         stream.result()
     assert [output.token_ids for output in stream.so_far.outputs] == [[7], [9]]
     assert stream.so_far.finish_reason is None
-    assert len(server.seen) == 1  # a stream that has begun is not repeated
+    assert len(server.seen) == 1  # a started stream is not retried

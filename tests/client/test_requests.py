@@ -1,4 +1,4 @@
-"""What goes out: prompts, conversations and options become messages, or are refused by name."""
+"""Prompts, conversations and options become messages, or are refused by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jaxllm.structured_outputs_params import StructuredOutputsParams
 from jaxllm.v1 import inference_pb2, types_pb2
 from tests.client.fake_server import FakeServer, deltas_of_whole, plain
 
-# A value of each option, and the request that it makes: those that are plain in `SamplingParams`, then others.
+# Each option with a value and the resulting request.
 OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     **{
         name: (value, {section: {leaf: value}})
@@ -124,7 +124,7 @@ def test_every_option_is_tested() -> None:
 
 
 class Person:
-    """What pydantic's classes have."""
+    """Like a pydantic class."""
 
     @staticmethod
     def model_json_schema() -> dict[str, Any]:

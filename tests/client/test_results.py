@@ -1,4 +1,4 @@
-"""What comes back: answers and streams become what the client's methods return."""
+"""Responses and streams become the results of the client's methods."""
 
 from __future__ import annotations
 

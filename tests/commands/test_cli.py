@@ -1,4 +1,4 @@
-"""The command line: what it reads, writes and returns, with a stand-in for the engine; at the end with the real one."""
+"""The command line: input, output and exit codes, with a fake engine and, at the end, the real one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_help_and_version_import_no_jax() -> None:
     )
     shown = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert shown.startswith("jaxllm 0.") and "--max-tokens TOKENS" in shown and "(default: 128)" in shown
-    assert float(shown.split("seconds")[-1]) < 1.0  # measured: 0.1
+    assert float(shown.split("seconds")[-1]) < 1.0  # 0.1 measured
 
 
 # ---- generate
@@ -45,7 +45,7 @@ def test_text_of_one_prompt_and_of_several(run: Run) -> None:
 
 
 class run_speed:
-    """Equal to a line on speed that begins with `start`."""
+    """Equals a line about speed that begins with `start`."""
 
     def __init__(self, start: str) -> None:
         self.start = start
@@ -169,7 +169,7 @@ def test_a_reader_that_leaves_is_no_error_message() -> None:
     ("closed", "arguments", "code"),
     [
         ((0,), ("generate", "p"), 0),
-        ((0,), ("generate",), 2),  # it reads a prompt, and there is none
+        ((0,), ("generate",), 2),  # without an argument it reads stdin
         ((1,), ("--help",), 0),
         ((1,), ("generate", "p"), 0),
         ((2,), ("generate", "p"), 0),
@@ -187,7 +187,7 @@ def test_closed_streams_are_the_null_device(closed: tuple[int, ...], arguments: 
 
 
 def test_a_file_that_is_opened_later_gets_no_streams_number() -> None:
-    """libuv aborts the process where an event loop has one, at its end."""
+    """libuv aborts if an event loop uses a standard stream's number."""
     program = (
         "import os, sys, jaxllm.commands.cli\n"
         "jaxllm.commands.cli.main = lambda: print(os.open(os.devnull, os.O_RDONLY), file=sys.stderr) or 0\n"
@@ -230,7 +230,7 @@ def test_answer_that_was_cut_off_says_so(run: Run) -> None:
 
 
 def test_oldest_turns_are_dropped_when_the_context_is_full(run: Run) -> None:
-    """The fake has a token a letter and room for 100; a quarter of them is kept for the answer."""
+    """The fake has a token per letter and a context of 100, of which a quarter is reserved for the answer."""
     _, _, err = run("chat", "--system", "S", stdin="a" * 20 + "\n" + "b" * 20 + "\nc\n")
     last = FakeLLM.made.engine.seen[-1][0]["prompt"]
     assert last == f"s:S|u:{'b' * 20}|a:u:{'b' * 20} |u:c"
@@ -276,7 +276,7 @@ def test_an_adapter_is_asked_for_by_its_folder_alone(run: Run, tmp_path: Path) -
         assert FakeLLM.made.settings == own
         assert [own and own.lora_path for own in FakeLLM.made.engine.adapters] == [str(tmp_path)]
         assert run("chat", *arguments, stdin="hi\n")[0] == 0
-        own = FakeLLM.made.engine.adapters  # of the template's check, the conversation and its answer
+        own = FakeLLM.made.engine.adapters  # for the template's check, the conversation and its answer
         assert [each and each.lora_path for each in own] == [str(tmp_path)] * 3
     code, _, err = run("generate", "--lora", "/no/adapter", "a")
     assert code == 1 and err.startswith("jaxllm: error: adapter '/no/adapter': there is no folder /no/adapter")
@@ -290,7 +290,7 @@ def test_an_adapter_is_asked_for_by_its_folder_alone(run: Run, tmp_path: Path) -
 def test_the_real_engine_generates_and_chats(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The embedded model, loaded once for both commands."""
+    """One load of the embedded model serves both commands."""
     from jaxllm.llm import LLM
 
     with LLM(**FEW_SLOTS) as llm:
@@ -313,7 +313,7 @@ def test_the_real_engine_generates_and_chats(
 
 
 class _Kept:
-    """A loaded model that a command may use and not close."""
+    """A loaded model that commands use but do not close."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm

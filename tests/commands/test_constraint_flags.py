@@ -1,4 +1,4 @@
-"""The flags that say what an output must look like: each is its sampling parameter, and at most one is given."""
+"""Flags that constrain the output: each sets its sampling parameter, and at most one is allowed."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_what_is_wrong_is_told_in_a_line_before_a_model_is_loaded(
 def test_every_request_of_a_load_has_the_schema(files: None) -> None:
     options = dict.fromkeys((*bench_serve_flags.SAMPLING, "logprobs", "ignore_eos", "embeds"))
     options["json_schema_path"] = "schema.json"
-    assert not bench_serve_flags.ignores_eos(options, "random")  # the schema ends an answer
+    assert not bench_serve_flags.ignores_eos(options, "random")  # the schema ends the answer
     assert bench_serve_flags.ignores_eos(options | {"json_schema_path": None}, "random")
     form = {"type": "json_schema", "json_schema": {"name": "bench", "schema": SCHEMA}}
     for backend in ("openai", "openai-chat"):

@@ -1,4 +1,4 @@
-"""Orbax checkpoints: the same weights on any number of devices, the same text, whole or not at all, refused by name."""
+"""Orbax checkpoints: equal weights on any number of devices, equal text, atomic writing, refusals by name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _check(folder: Path) -> None:
 
 
 def _assert_same(left, right) -> None:
-    """Bit for bit, type for type, on the same devices."""
+    """Compare bits, types and devices."""
     assert jax.tree.structure(left) == jax.tree.structure(right)
     for one, other in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
         assert (one.shape, one.dtype, one.sharding) == (other.shape, other.dtype, other.sharding)
@@ -44,7 +44,7 @@ def _assert_same(left, right) -> None:
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A source with two key-value heads and 97 words, and what became of it. Not to be changed."""
+    """Return a source with two key-value heads and 97 words, and its converted folder. Read-only."""
     folder = tmp_path_factory.mktemp("converted")
     source = write_checkpoint(folder / "source", files=2)
     return source, convert(str(source), folder / "target")
@@ -60,7 +60,7 @@ def test_every_family_loads_as_from_its_source(tmp_path, name):
 
 @pytest.mark.parametrize("shards", [2, 4])
 def test_any_number_of_devices_restores_it(converted, shards):
-    """Four devices share two key-value heads, and 97 rows of vocabulary become 100."""
+    """Four devices share two key-value heads; the vocabulary of 97 rows is padded to 100."""
     source, target = converted
     _assert_same(load(target, shards=shards), load(source, shards=shards))
 
@@ -69,12 +69,12 @@ def test_any_number_of_devices_restores_it(converted, shards):
 @pytest.mark.parametrize("stored", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_stored_types_are_kept_and_rounded_once_to_the_target(tmp_path, stored):
     tensors = {name: value.astype(stored) for name, value in random_tensors(CONFIG).items()}
-    tensors["model.norm.weight"][:3] = [60000.0, 1e-8, 2.0**-25]  # at the ends of float16
+    tensors["model.norm.weight"][:3] = [60000.0, 1e-8, 2.0**-25]  # the limits of float16
     source = write_checkpoint(tmp_path / "source", tensors=tensors)
     target = convert(str(source), tmp_path / "target")
     for dtype in ("float32", "float16", "bfloat16"):
         _assert_same(load(target, dtype=dtype), load(source, dtype=dtype))
-    by_orbax = orbax.checkpoint.PyTreeCheckpointer().restore(target / "orbax")  # for other programs, whole and by name
+    by_orbax = orbax.checkpoint.PyTreeCheckpointer().restore(target / "orbax")  # readable by other programs
     for name, value in (("q", "self_attn.q_proj"), ("gate", "mlp.gate_proj"), ("out", "self_attn.o_proj")):
         array = np.asarray(by_orbax["layers"]["1"][name])
         np.testing.assert_array_equal(array, tensors[f"model.layers.1.{value}.weight"], strict=True)
@@ -88,7 +88,9 @@ def _bytes_read() -> int:
 
 @pytest.mark.ci
 def test_a_device_reads_its_own_part_only(tmp_path):
-    """Four devices together read about as many bytes as there are, though half of the matrices are split by columns."""
+    """Four devices together read about as many bytes as the file has, although half of the matrices are split by
+    columns.
+    """
     config = CONFIG | {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 4096, "num_hidden_layers": 1}
     source = write_checkpoint(tmp_path / "source", config, random_tensors(config))
     target = convert(str(source), tmp_path / "target")
@@ -99,7 +101,7 @@ def test_a_device_reads_its_own_part_only(tmp_path):
 
 @pytest.mark.slow
 def test_the_embedded_model_tells_the_same_stories(tmp_path, capfd):
-    """Converted from the command line; greedy, token by token."""
+    """Converted from the command line; greedy tokens are compared."""
     target = tmp_path / "new" / "target"
     assert cli.main(["convert", "jaxllm-embedded", str(target)]) == 0
     assert capfd.readouterr().out == f"{target} is ready: --model {target}\n"
@@ -135,7 +137,7 @@ def test_all_that_belongs_to_the_model_is_copied_and_nothing_else(tmp_path):
 
 
 def test_it_loads_within_an_event_loop(converted):
-    """As in a notebook, where one is always running."""
+    """As in a notebook, where an event loop is always running."""
     source, target = converted
 
     async def load_there():
@@ -156,10 +158,10 @@ def test_converting_takes_the_memory_of_a_few_arrays(tmp_path):
     def resident(field: str) -> int:
         return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field)) * 1024
 
-    config = CONFIG | {"hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 4}  # 25 MB a layer
+    config = CONFIG | {"hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 4}  # 25 MB per layer
     source = write_checkpoint(tmp_path / "source", config)
     size = (source / "model.safetensors").stat().st_size
-    Path("/proc/self/clear_refs").write_text("5")  # starts the peak anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = resident("VmRSS")
     convert(str(source), tmp_path / "target")
     assert resident("VmHWM") - before < 0.5 * size
@@ -215,7 +217,7 @@ def test_a_source_that_cannot_be_converted_is_refused_by_name(converted, tmp_pat
 
 @pytest.mark.ci
 def test_damage_to_any_file_is_found_before_weights_are_read(converted, tmp_path):
-    """Each file gone, cut short, and with one bit of it turned; of the weights themselves, only gone or cut."""
+    """Each file is removed, truncated, or gets one flipped bit; weights are only removed or truncated."""
     target = shutil.copytree(converted[1], tmp_path / "target")
     files = [path for path in (target / "orbax").rglob("*") if path.is_file()]
     assert len(files) > 4

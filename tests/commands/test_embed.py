@@ -1,4 +1,4 @@
-"""`jaxllm embed` with a stand-in for the engine: what it reads, writes, goes on with, and refuses."""
+"""`jaxllm embed` with a fake engine: input, output, resuming and refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def vector(text: str, seed: int = 0) -> np.ndarray:
 
 
 class Pooling:
-    """Stands for `LLM.encode`: notes its calls, breaks off at call `ends_at`."""
+    """Replaces `LLM.encode`: records calls and interrupts call number `ends_at`."""
 
     def __init__(self) -> None:
         self.calls: list[list[str]] = []
@@ -108,11 +108,11 @@ def test_what_was_broken_off_goes_on(ending: str, pooling: Pooling, run: Run, tm
         pooling.calls.clear()
         pooling.ends_at = ends_at
         code, _, err = run(*arguments, str(output))
-        done = (ends_at - 1) * 4  # the first call is for the first text alone
-        assert (code, err) == (130, f"{output} holds {done} vectors; repeat the command to continue\n")
+        done = (ends_at - 1) * 4  # the first call is for the first text only
+        assert (code, err) == (130, f"{output} holds {done} vectors; the same command goes on\n")
         assert np.array_equal(read(output).reshape(-1, WIDTH), read(whole)[:done])
         with output.open("ab") as file:
-            file.write(b"half of a row")  # as where the process was killed while it wrote
+            file.write(b"half of a row")  # as if the process was killed while writing
         pooling.calls.clear()
         pooling.ends_at = None
         assert run(*arguments, str(output))[0] == 0

@@ -1,4 +1,4 @@
-"""Flags: each reaches its place, and what is wrong with one is told in a line."""
+"""Flags set the right fields, and errors in them are reported in one line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxllm.config import EngineArgs, EngineConfig
 from jaxllm.sampling_params import SamplingParams
 from tests.support.fake_llm import FakeLLM, Run, seen_params
 
-# Texts for flags, with the values that they set, for fields that take only certain texts.
+# Texts and values of flags that accept only certain texts.
 TEXTS: dict[str, tuple[str, Any]] = {
     **{name: (text, text) for name, text in (("dtype", "float32"), ("device", "cpu"), ("quantization", "int8"))},
     **{name: (text, text) for name, text in (("kv_cache_dtype", "fp8_e4m3"), ("scheduling_policy", "priority"))},
@@ -31,7 +31,7 @@ TEXTS: dict[str, tuple[str, Any]] = {
 
 
 def text_and_value(own: Any, number: int) -> tuple[str, Any]:
-    """Return a text for a field's flag, different for each field, and the value that it sets."""
+    """Return a text for a field's flag, different for each field, and its value."""
     kind = str(own.type).removesuffix(" | None")
     match kind.partition("[")[0]:
         case _ if own.name in TEXTS:

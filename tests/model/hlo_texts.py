@@ -1,8 +1,8 @@
-"""The lowered text of every program of the family table's small models.
+"""Write the lowered text of every program of the small models in the family table.
 
-`python -m tests.model.hlo_texts FOLDER [FAMILY …]` writes them. For refactorings, which must not change them: with
-`--against COMMIT` for the folder it names the programs with texts that differ from that commit's, and then exits
-with status 1. Nothing is compiled or loaded.
+`python -m tests.model.hlo_texts FOLDER [FAMILY …]` writes the files. A refactoring must not change them: with
+`--against COMMIT` for the folder, it lists the programs that differ from that commit's and exits with status 1 if any
+do. Nothing is compiled or loaded.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class _Uncompiled:
-    """A program that takes no memory and does nothing."""
+    """A program that uses no memory and does nothing."""
 
     def memory_analysis(self) -> Any:
         return SimpleNamespace(temp_size_in_bytes=0, output_size_in_bytes=0, alias_size_in_bytes=0)
@@ -49,7 +49,7 @@ class _Uncompiled:
 
 
 def texts_of(folder: Path, **settings: Any) -> dict[str, str]:
-    """Trace all programs of an engine with a model; return their texts by name. A UserError if it cannot be."""
+    """Trace all programs of an engine with a model; return their texts by name, or the UserError's text."""
     texts: dict[str, str] = {}
 
     def record(lowered: Any, *_: Any, **__: Any) -> Any:
@@ -76,7 +76,7 @@ def texts_of(folder: Path, **settings: Any) -> dict[str, str]:
 
 
 def main(out: Path, families: Sequence[str]) -> None:
-    """Write the texts, one file each, and print a digest of each model's; no families: all."""
+    """Write the texts, one file each, and print a digest of each model's. No families: all."""
     for path in sorted(GOLDEN.glob("*/config.json")):
         if families and path.parent.name not in families:
             continue
@@ -95,7 +95,7 @@ def main(out: Path, families: Sequence[str]) -> None:
 
 
 def compare(commit: str, families: Sequence[str]) -> int:
-    """Name the programs with texts that differ from those of a commit; return the exit status."""
+    """List the programs that differ from those of a commit; return the exit status."""
     with tempfile.TemporaryDirectory() as place:
         before, tree = Path(place) / "before", Path(place) / "tree"
         subprocess.run(["git", "worktree", "add", "--quiet", "--detach", str(tree), commit], cwd=ROOT, check=True)

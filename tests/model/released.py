@@ -1,6 +1,6 @@
 """The config.json files of published models, by name: `from tests.model.released import LLAMA_2_7B`.
 
-They are copies of files on the hub; some leave out keys without effect.
+They are copies from the hub; some omit keys without effect.
 """
 
 from __future__ import annotations
@@ -22,5 +22,4 @@ def __getattr__(name: str) -> dict[str, Any]:
 
 
 def spec_of(config: dict[str, Any], max_model_len: int | None = None) -> Spec:
-    """Read a config.json."""
     return read_spec(config, max_model_len)[0]

@@ -1,4 +1,4 @@
-"""The decoder's parts against plain mathematics, and the decoder on several devices against the same on one."""
+"""The parts of the decoder against plain mathematics, and the decoder on several devices against one."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_linear_accumulates_in_float32(rows, dtype):
 
 
 def test_one_row_does_not_convert_a_bfloat16_weight():
-    """XLA on a CPU would convert the whole weight to float32 for a product with one row."""
+    """For a product with one row, XLA on a CPU would convert the whole weight to float32."""
     weight = jax.ShapeDtypeStruct((512, 2048), jnp.bfloat16)
     row = jax.ShapeDtypeStruct((1, 2048), jnp.bfloat16)
     temporary = jax.jit(layers.linear).lower(row, weight).compile().memory_analysis().temp_size_in_bytes
@@ -106,7 +106,7 @@ def test_one_row_does_not_convert_a_bfloat16_weight():
 
 @pytest.mark.parametrize("rows", [2, 64])
 def test_a_product_of_few_float32_rows_is_the_other_way_round(rows: int):
-    """The weight is the first factor, in its own layout; XLA's simplifier would swap the two back."""
+    """The weight is the first factor, in its layout; XLA's simplifier would swap the two back."""
     weight, x = (jax.ShapeDtypeStruct((size, 2048), jnp.float32) for size in (512, rows))
     text = jax.jit(layers.linear).lower(x, weight).compile().as_text()
     assert f"f32[512,{rows}]" in text
@@ -132,7 +132,7 @@ def test_two_devices_compute_what_one_does(case):
 
 @pytest.mark.ci
 def test_more_devices_than_key_value_heads(tmp_path):
-    """Two key-value heads on four devices, and a vocabulary of 97 that does not divide."""
+    """Two key-value heads on four devices, and a vocabulary of 97, which four does not divide."""
     folder = write_checkpoint(tmp_path, CONFIG)
     prompt = list(range(3, 60, 4))
     alone, _ = generate(folder, prompt, 1, implementation="xla")

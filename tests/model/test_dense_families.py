@@ -1,4 +1,4 @@
-"""The dense rows of the table: published config.json files become the right Spec, and what is not built is refused."""
+"""Published config.json files of dense families become the right Spec; unsupported ones are refused."""
 
 from __future__ import annotations
 
@@ -118,12 +118,12 @@ def test_scores_depend_on_the_distance_and_the_rest_of_a_head_stays(size, is_int
     np.testing.assert_allclose(near, far, atol=1e-4)
     np.testing.assert_array_equal(turned(q, 7)[..., size:], q[..., size:])
     first, second = (q[..., 0], q[..., 1]) if is_interleaved else (q[..., 0], q[..., size // 2])
-    angle = complex(math.cos(7), math.sin(7))  # the first pair turns by one radian a position
+    angle = complex(math.cos(7), math.sin(7))  # the first pair turns by one radian per position
     pair = turned(q, 7)[..., [0, size // 2]]
     np.testing.assert_allclose(pair[..., 0] + 1j * pair[..., 1], (first + 1j * second) * angle, atol=1e-5)
 
 
-# What is not built, and how it is refused: test_released_configs.py.
+# Configs to refuse, with the text that the error must contain; tested in test_released_configs.py.
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (GEMMA_3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
     (GEMMA_3, {"rope_scaling": None, "rope_parameters": {"full_attention": {"beta": 1}}}, "beta"),

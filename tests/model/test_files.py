@@ -1,7 +1,7 @@
-"""A model's folder from a stranger: what would run code is refused or never looked at, and nothing outside is read.
+"""Untrusted model folders: code in them is refused or ignored, and no file outside is read.
 
-Promised: pickles, `.py` files, `auto_map`, links that leave the folder, `../` in an index. A canary
-says whether any of it ran.
+Covers pickles, `.py` files, `auto_map`, links out of the folder and `../` in an index. A canary shows whether any of
+them ran.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class Exploit:
-    """Creates a file when it is unpickled."""
+    """Creates a file when unpickled."""
 
     def __init__(self, canary: Path) -> None:
         self.canary = canary
@@ -43,7 +43,7 @@ class Exploit:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model that starts: small weights, the embedded model's tokenizer."""
+    """Return a loadable model: small weights, the embedded model's tokenizer."""
     made = write_checkpoint(tmp_path / "model", CONFIG)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copyfile(MODEL_DIR / name, made / name)
@@ -51,7 +51,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def start(folder: Path) -> None:
-    """Read all that a start reads, up to where weights would be copied."""
+    """Read everything that a start reads, except the weights' data."""
     config = weights.read_config(folder)
     spec, family = read_spec(config)
     tokenizer = load_tokenizer(folder)
@@ -62,11 +62,11 @@ def start(folder: Path) -> None:
 
 
 def refused(folder: Path) -> str:
-    """Say why a folder is refused, in one line and at once."""
+    """Return the error, of one line, that refuses a folder quickly."""
     started = time.thread_time()
     with pytest.raises(UserError) as caught:
         start(folder)
-    assert time.thread_time() - started < 5.0  # transformers is imported in it, where it must convert
+    assert time.thread_time() - started < 5.0  # includes the import of transformers for conversions
     assert str(caught.value).isprintable()
     return str(caught.value)
 
@@ -94,7 +94,7 @@ def test_what_would_run_code_is_never_looked_at(folder: Path, tmp_path: Path) ->
     start(folder)
     assert not canary.exists()
     pickle.loads((folder / "model.pt").read_bytes())
-    assert canary.exists()  # or it would prove nothing
+    assert canary.exists()  # the canary works
 
 
 def test_a_model_of_pickles_alone_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_link_out_of_the_folder_is_refused(folder: Path, tmp_path: Path, name:
     (folder / "own").mkdir()
     secret.rename(folder / "own" / name)
     (folder / name).symlink_to(Path("own") / name)
-    start(folder)  # a link within the folder is as good as a file
+    start(folder)  # links inside the folder are allowed
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_links_in_a_circle_and_pipes_are_refused(folder: Path) -> None:
 
 
 def test_an_index_names_no_link_out_of_its_folder(folder: Path, tmp_path: Path) -> None:
-    """What else it may not name: test_weights.py."""
+    """Other invalid names are in test_weights.py."""
     (folder / "model.safetensors").rename(tmp_path / "model.safetensors")
     (folder / "link.safetensors").symlink_to(tmp_path / "model.safetensors")
     (folder / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": "link.safetensors"}}))
@@ -193,7 +193,7 @@ def test_an_index_names_no_link_out_of_its_folder(folder: Path, tmp_path: Path) 
 
 
 def test_what_only_claims_to_be_large_costs_nothing(folder: Path) -> None:
-    """Files with holes of 10 GB, a million layers, a header of 2^63 bytes."""
+    """Sparse files of 10 GB, a million layers, a header of 2^63 bytes."""
     cases: list[tuple[str, Callable[[Path], object]]] = [
         ("config.json", lambda path: os.truncate(path, 10**10)),
         ("tokenizer_config.json", lambda path: os.truncate(path, 10**10)),
@@ -233,7 +233,7 @@ def test_settings_that_no_request_could_live_with_are_refused_at_once(
     assert said in refused(folder)
 
 
-# Ways out of jinja2's sandbox that were ways out once, of this engine's field or of jinja2's own history.
+# Known escapes from jinja2's sandbox, from other engines and jinja2's history.
 ESCAPES = [
     "{{ cycler.__init__.__globals__.os.mkdir('CANARY') }}",
     "{{ joiner.__init__.__globals__['__builtins__']['__import__']('os').mkdir('CANARY') }}",

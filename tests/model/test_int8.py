@@ -1,4 +1,4 @@
-"""Quantization to 8 bits: exact sums, the bytes of each device, no weight converted in a step, the same answers."""
+"""8-bit quantization: exact sums, the bytes of each device, no converted weights in a step, the same answers."""
 
 from __future__ import annotations
 
@@ -62,18 +62,18 @@ def test_linear_sums_integers_exactly(rows, dtype):
     out = layers.linear(jnp.asarray(x), _int8(jnp.asarray(weight), jnp.asarray(scales)), jnp.asarray(bias))
     assert out.dtype == jnp.float32
 
-    wide = x.astype(np.float32)  # in float64 a value half way between two steps could go the other way
+    wide = x.astype(np.float32)  # float64 could round a half step in the other direction
     steps = np.abs(wide).max(1, keepdims=True) * np.float32(1 / 127)
     sums = np.rint(wide / steps).astype(np.int64) @ weight.T.astype(np.int64)
     np.testing.assert_allclose(out, sums * steps * scales + bias.astype(np.float64), rtol=1e-5, atol=1e-5 * steps.max())
-    # What rounding the row costs: at most half a step for each of its values.
+    # Rounding the row costs at most half a step per value.
     exact = x.astype(np.float64) @ weight.T.astype(np.float64) * scales
     bound = np.abs(weight.astype(np.float64)).sum(1) * steps / 2 * scales
     assert np.all(np.abs(out - bias.astype(np.float64) - exact) <= bound + 1e-3 * steps)
 
 
 def test_long_sums_keep_every_unit():
-    """100,000 products of 127 by 127, and one unit: more than float32 or 16-bit sums could tell apart."""
+    """100,000 products of 127 by 127 and a difference of 127, more than float32 or 16-bit sums can resolve."""
     weight = np.full((2, 100_000), 127, np.int8)
     weight[1, 0] = 126
     rows = jnp.full((2, 100_000), 127.0)  # rounded to 127 steps of one
@@ -87,7 +87,7 @@ def test_rows_of_zeros_stay_zero_and_what_is_not_finite_stays_so():
     weight = _int8(jnp.full((3, 8), 2, jnp.int8), jnp.ones((1, 3), jnp.float32))
     out = np.asarray(layers.linear(jnp.asarray(rows), weight))
     assert np.all(out[0] == 0) and np.all(np.abs(out[3]) < 1e-29)
-    assert not np.isfinite(out[1:3]).any() and not np.isfinite(out[4]).any()  # 3e38 * 16 is no float32
+    assert not np.isfinite(out[1:3]).any() and not np.isfinite(out[4]).any()  # 3e38 * 16 overflows float32
 
 
 def test_both_namespaces_make_the_same_bits():
@@ -98,7 +98,7 @@ def test_both_namespaces_make_the_same_bits():
 
 @pytest.mark.parametrize("shards", [1, 2, 4])
 def test_each_device_quantizes_its_own_piece(tmp_path, shards):
-    """Every value within half a step of the stored one, and each channel's largest takes all of its steps."""
+    """Every value is within half a step of the stored one, and each channel's largest uses all steps."""
     config = CONFIG | {"tie_word_embeddings": True, "vocab_size": 98}
     folder = write_checkpoint(tmp_path, config)
     plain, quantized = _load(folder, shards, quantization=None), _load(folder, shards)
@@ -116,7 +116,7 @@ def test_each_device_quantizes_its_own_piece(tmp_path, shards):
         for stored, values, scales in pieces:
             assert stored.device == values.device == scales.device
             stored, values, steps = np.asarray(stored.data), np.asarray(values.data, int), np.asarray(scales.data).T
-            is_real = np.any(stored != 0, axis=1)  # the vocabulary's last rows may be padding
+            is_real = np.any(stored != 0, axis=1)  # the last rows of the vocabulary may be padding
             np.testing.assert_array_equal(np.abs(values).max(1), np.where(is_real, 127, 0))
             assert np.all(np.abs(values * steps - stored) <= 0.5001 * steps)
     others = [(every[name], leaf) for name, leaf in quantized.top.items() if name != "embed"]
@@ -126,7 +126,7 @@ def test_each_device_quantizes_its_own_piece(tmp_path, shards):
 @pytest.mark.parametrize("shards", [1, 4])
 @pytest.mark.parametrize("stored", [np.float32, np.float16])
 def test_a_converted_checkpoint_gives_the_same_bits(tmp_path, shards, stored):
-    """Of an untied model, whose embedding stays as it is, with rows that are padding, in a narrower type."""
+    """Of an untied model with padding rows, in a narrower type; its embedding is not quantized."""
     tensors = {name: value.astype(stored) for name, value in random_tensors(CONFIG).items()}
     folder = write_checkpoint(tmp_path / "source", tensors=tensors)
     params = _load(folder, shards, "bfloat16")
@@ -158,7 +158,7 @@ def test_random_weights_are_quantized_alike():
 
 
 def _logits(params: Any, folder: Path, shards: int, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Run sequences that lie behind each other, each from position 0 on, with plain attention: [T, V]."""
+    """Return the logits [T, V] of concatenated sequences, each starting at position 0, with plain attention."""
     spec, _ = read_spec(weights.read_config(folder))
     layout = sharding.make_layout(jax.devices(), shards)
     sequence = np.cumsum(positions == 0)
@@ -182,7 +182,7 @@ def _logits(params: Any, folder: Path, shards: int, tokens: np.ndarray, position
 
 @pytest.mark.ci
 def test_greedy_tokens_of_held_out_answers():
-    """At each position of the right answers (teacher forced) the likeliest token, with int8 and without."""
+    """Compare the likeliest token at each position of the correct answers (teacher forced), with and without int8."""
     tokenizer = load_tokenizer(MODEL_DIR)
     tokens, positions, is_asked = [], [], []
     for question in held_out_questions(0)[::30]:
@@ -191,7 +191,7 @@ def test_greedy_tokens_of_held_out_answers():
             answer = [*tokenizer.encode(question.answer, add_special_tokens=False), tokenizer.eos_token_id]
             tokens += prompt + answer
             positions += range(len(prompt) + len(answer))
-            is_asked += [False] * (len(prompt) - 1) + [True] * len(answer) + [False]  # where each token is foretold
+            is_asked += [False] * (len(prompt) - 1) + [True] * len(answer) + [False]  # predicts an answer's token
     asked = np.flatnonzero(is_asked)
     plain, quantized = (
         _logits(_load(MODEL_DIR, quantization=kind), MODEL_DIR, 1, np.asarray(tokens), np.asarray(positions))[asked]
@@ -206,7 +206,7 @@ def test_greedy_tokens_of_held_out_answers():
 
 @pytest.mark.slow
 def test_an_engine_on_two_devices_answers_as_the_quantized_decoder(tmp_path):
-    """Whose tokens may differ from those of one device: each rounds its piece of a row by itself."""
+    """Tokens may differ from those of one device, since each device rounds its part of a row."""
     shards = 2
     folder = write_checkpoint(tmp_path, CONFIG | {"max_position_embeddings": 32})
     settings = {"max_num_seqs": 1, "max_num_batched_tokens": 8, "num_kv_blocks": 5, "precompile": "covering"}
@@ -226,7 +226,7 @@ def test_an_engine_on_two_devices_answers_as_the_quantized_decoder(tmp_path):
 @pytest.mark.ci
 @pytest.mark.parametrize("rows", [1, 16])
 def test_no_step_converts_a_weight(rows):
-    """Of a layer and a head as large as a real model's; XLA would convert them all for a product with one row."""
+    """With a layer and a head of realistic size; XLA would convert the weights for a product with one row."""
     sizes = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 1, "vocab_size": 8192}
     spec, _ = read_spec(CONFIG | sizes | {"num_attention_heads": 14, "head_dim": 64})
     layout = sharding.make_layout(jax.devices(), 1)

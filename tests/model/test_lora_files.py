@@ -1,6 +1,6 @@
-"""Adapters in PEFT's format: what is read is what a merged checkpoint has more than its base; the rest is refused.
+"""Adapters in PEFT's format: the tensors that are read equal a merged checkpoint less its base; others are refused.
 
-The merging here is that of the formula, and tests/parity/test_live_adapters.py has PEFT's own.
+Merges by the formula; tests/parity/test_live_adapters.py uses PEFT.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def modules_of(base: Path) -> dict[str, tuple[int, int]]:
-    """List a checkpoint's modules that can be adapted, each with its outputs and inputs."""
+    """Return a checkpoint's adaptable modules, each with its outputs and inputs."""
     shapes = {name: value.shape for name, value in load_file(base / "model.safetensors").items()}
     return {
         name.removesuffix(".weight"): shape[::-1] if ".c_" in name else shape  # GPT-2 stores [in, out]
@@ -44,7 +44,7 @@ def modules_of(base: Path) -> dict[str, tuple[int, int]]:
 
 
 def write(folder: Path, modules: dict[str, tuple[int, int]], fields: dict[str, Any], rank_of: Any = None) -> Path:
-    """Write random tensors for modules, and the fields of a config; modules and targets are not compared."""
+    """Write random tensors for modules, and the fields of a config, which need not match."""
     draws = np.random.default_rng(len(modules))
     tensors = {}
     for name, (rows, columns) in modules.items():
@@ -81,7 +81,7 @@ def read(
 def test_what_is_read_is_what_a_merged_checkpoint_has_more_than_its_base(case: str, tmp_path: Path) -> None:
     chance, base = random.Random(case), GOLDEN / case
     if case == "grouped":
-        base = write_checkpoint(tmp_path / "base")  # of 2 key-value heads, which four shards hold copies of
+        base = write_checkpoint(tmp_path / "base")  # 2 key-value heads, copied on four shards
     modules, kinds = modules_of(base), sorted({name.split(".")[-1] for name in modules_of(base)})
     for number, shards in enumerate((1, 2, 2, 4 if case in ("grouped", "gpt2") else 1)):
         own, other = chance.sample(kinds, chance.randint(1, len(kinds))), chance.choice(kinds)
@@ -121,7 +121,7 @@ TARGETS: list[tuple[dict[str, Any], list[int]]] = [
 
 @pytest.mark.parametrize(("fields", "wanted"), TARGETS)
 def test_the_config_says_which_tensors_there_must_be(fields: dict[str, Any], wanted: list[int], tmp_path) -> None:
-    """As PEFT 0.21 reads it: with exactly the wanted modules the folder is read, with one more or less it is not."""
+    """As in PEFT 0.21: the folder is read with exactly the expected modules, not with one more or less."""
     shapes = modules_of(GOLDEN / "llama")
     for number, changed in enumerate([None, *range(4)]):
         chosen = set(wanted) ^ ({changed} - {None})
@@ -142,7 +142,7 @@ def test_types_and_the_digest(tmp_path: Path) -> None:
     assert narrow.b[0].dtype == ml_dtypes.bfloat16 and narrow.a.shape == (3 * 32, 48)
     np.testing.assert_array_equal(narrow.b[0][:, :4], pair.b[0][:, :4].astype(ml_dtypes.bfloat16))
     assert rounded.digest == first.digest
-    # What means the same has the same digest; what computes something else has another one.
+    # Equivalent adapters have the same digest, others have different ones.
     same = {"target_modules": r".*(q|up)_proj", "lora_alpha": 8, "lora_dropout": 0.5, "r": 4, "use_dora": False}
     assert read(write(tmp_path / "same", shapes, same)).digest == first.digest
     assert read(write(tmp_path / "scaled", shapes, fields | {"lora_alpha": 9})).digest != first.digest

@@ -1,4 +1,4 @@
-"""Mixtures of experts: the router and each way of multiplying against loops in float64, and what they cost."""
+"""Mixtures of experts: the router and each way of multiplying against loops in float64, and their costs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_each_way_of_multiplying_matches_a_loop_over_tokens(tokens, own, way):
     rng = np.random.default_rng(tokens)
     x = rng.standard_normal((tokens, spec.width)).astype(np.float32)
     chosen = np.argsort(rng.random((tokens, mixture.count)), axis=1)[:, : mixture.per_token].astype(np.int32)
-    chosen[tokens // 2 :] = [5, 0, 7]  # so that some experts get several tiles, and others nothing
+    chosen[tokens // 2 :] = [5, 0, 7]  # some experts get several tiles, others nothing
     gates = rng.random(chosen.shape).astype(np.float32)
     routed = {name: array for name, array in arrays.items() if name.startswith("expert_")}
     out = jax.jit(partial(WAYS[way], spec, mixture))(routed, x, chosen, gates)
@@ -80,7 +80,7 @@ def test_each_way_of_multiplying_matches_a_loop_over_tokens(tokens, own, way):
 
 
 def test_a_token_is_not_touched_by_its_neighbours():
-    """The rows that fill up a batch are routed as well, anywhere; even NaN in one stays there."""
+    """Padding rows of a batch are routed too; even NaN in one does not affect others."""
     spec, mixture = _spec()
     arrays = _arrays(spec, mixture)
     x = np.random.default_rng(1).standard_normal((9, spec.width)).astype(np.float32)
@@ -141,7 +141,7 @@ def test_the_router_chooses_and_weighs_as_a_loop_does(own):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ROUTED)
 def test_golden_prompts_reach_every_expert(case, monkeypatch):
-    """So that no expert's weights could lie in the wrong place unseen."""
+    """Otherwise swapped weights of an expert could be missed."""
     spec, family = read_spec(weights.read_config(GOLDEN / case))
     assert spec.experts is not None
     seen: list[np.ndarray] = []
@@ -168,7 +168,7 @@ def test_golden_prompts_reach_every_expert(case, monkeypatch):
 
 @pytest.mark.parametrize("tokens", [1, 64])
 def test_a_cpu_multiplies_and_copies_only_chosen_experts(tokens):
-    """`lax.ragged_dot` on a CPU multiplies with all 64 experts and copies their weights first."""
+    """On a CPU `lax.ragged_dot` multiplies with all 64 experts, after copying their weights."""
     spec, mixture = _spec(count=64, per_token=4, ffn_width=96)
     spec = dataclasses.replace(spec, width=192)
     arrays = {
@@ -189,7 +189,7 @@ def test_a_cpu_multiplies_and_copies_only_chosen_experts(tokens):
 
 
 def test_one_all_reduce_after_the_experts():
-    """Two a layer and one for the embedding, with a shared feed-forward and biases too."""
+    """Two per layer and one for the embedding, also with a shared feed-forward and biases."""
     for case in ("gpt-oss", "deepseek-v3", "qwen2-moe"):
         spec, _ = read_spec(weights.read_config(GOLDEN / case))
         layout = sharding.make_layout(jax.devices(), 2)

@@ -1,4 +1,4 @@
-"""Published config.json files of families with experts become the right Spec; what is not built in them is refused."""
+"""Published config.json files of families with experts become the right Spec; unsupported ones are refused."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_latent_attention_caches_one_head_of_the_latent_and_the_rotated_part():
         assert spec.attention_scale == pytest.approx(192**-0.5 * (0.1 * weight * math.log(40) + 1) ** 2)
 
 
-# What is not built, and how it is refused: test_released_configs.py.
+# Configs to refuse, with the text that the error must contain; tested in test_released_configs.py.
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (MIXTRAL_8X7B, {"num_local_experts": None}, "num_local_experts"),
     (MIXTRAL_8X7B, {"num_experts_per_tok": 9}, "9 of 8 experts"),

@@ -1,4 +1,4 @@
-"""Loading experts and latent attention: each shard's piece against the checkpoint's tensors, and what is refused."""
+"""Loading experts and latent attention: each shard's part against the checkpoint's tensors, and refusals."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_key_and_value_matrices_of_the_latent_are_parted_head_by_head():
 
 
 def test_the_bias_of_the_choice_stays_float32():
-    """Its steps of a thousandth would be lost beside scores near one half."""
+    """In bfloat16 its steps of 0.001 would vanish in scores near 0.5."""
     layer = load(GOLDEN / "deepseek-v3", dtype="bfloat16").layers[1]
     assert {name for name, weight in layer.items() if weight.dtype != "bfloat16"} == {"choice_bias"}
     tensors = load_file(GOLDEN / "deepseek-v3" / "model.safetensors")

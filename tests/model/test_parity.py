@@ -1,7 +1,7 @@
-"""Our decoder against what `transformers` computed: logits within 1e-4, the same greedy tokens, for every family.
+"""The decoder against `transformers`: logits within 1e-4 and the same greedy tokens, for every family.
 
-The golden files hold random two-layer models and their outputs (see parity/make_golden.py); no torch is needed here.
-Tolerances are absolute: the logits' deviation is between 0.7 and 2, in the trained model about 5.
+The golden files hold random two-layer models and their outputs (see parity/make_golden.py); torch is not needed.
+Tolerances are absolute: the logits' standard deviation is between 0.7 and 2, in the trained model about 5.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _golden(case: str) -> tuple[list[int], list[int], np.ndarray]:
         return stored["prompt"].tolist(), stored["tokens"].tolist(), stored["logits"]
 
 
-# By default two, in CI one of each kind of layer, in `make test-slow` all; `make parity` compares with torch live.
+# Two by default, one of each kind of layer in CI, all in `make test-slow`; `make parity` compares with torch live.
 QUICK = {"gemma3", "llama-3.1"}
 CI = {"cohere2", "deepseek-v3", "gemma3", "gpt-oss", "gpt_neox", "llama-3.1", "opt", "phi3-long", "qwen2-moe"}
 
@@ -59,7 +59,7 @@ def test_the_reference_of_attention_agrees_too(case):
     np.testing.assert_allclose(logits, expected_logits[: len(logits)], rtol=0, atol=TOLERANCE)
 
 
-# Fields of the Spec, by a case whose golden logits need them.
+# Fields of the Spec, with a case whose golden logits need them.
 CHANGES = [
     ("llama-3.1", {"ropes": (Rope(8, 500.0),) * 2}),
     ("mistral", {"windows": (12, 12)}),
@@ -93,7 +93,7 @@ CHANGES = [
 @pytest.mark.ci
 @pytest.mark.parametrize(("case", "change"), [pytest.param(*each, marks=marks_of(each[0])) for each in CHANGES])
 def test_each_feature_matters_in_its_golden_case(case, change):
-    """Were a field of the Spec ignored, the comparison above would have to fail."""
+    """If a field of the Spec were ignored, the comparison above would fail."""
     prompt, _, expected = _golden(case)
     spec, family = read_spec(weights.read_config(GOLDEN / case))
     layout = sharding.make_layout(jax.devices("cpu"), 1)

@@ -1,4 +1,4 @@
-"""Models that embed and classify against what transformers computed; no torch is needed here."""
+"""Models that embed and classify against recorded results of transformers; torch is not needed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.paths import GOLDEN_POOLED
 
 
 def agrees(folder: Path, inputs: list[dict[str, list[int]]], expected: Any, shards: int = 1) -> None:
-    """Compare a folder's model with recorded hidden states and numbers of labels."""
+    """Compare a folder's model with recorded hidden states and label numbers."""
     driver = PooledDriver(folder, shards, runner="pooling")
     for number, one in enumerate(inputs):
         hidden, result = driver.run(one["input_ids"], one.get("token_type_ids"))
@@ -29,7 +29,7 @@ def agrees(folder: Path, inputs: list[dict[str, list[int]]], expected: Any, shar
             np.testing.assert_array_equal(result, hidden[-1 if driver.pooler.pooling == "last" else 0])
 
 
-QUICK = ("bert-labels", "gemma3", "qwen3-labels")  # of `make test`, on one device
+QUICK = ("bert-labels", "gemma3", "qwen3-labels")  # in `make test`, on one device
 
 
 @pytest.mark.parametrize(

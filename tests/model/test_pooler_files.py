@@ -1,4 +1,4 @@
-"""What a folder says of its pooling: sentence-transformers' modules, a classifier's head; what is refused by name."""
+"""Pooling files of a model folder: sentence-transformers' modules and classification heads; refusals by name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ KINDS = {
 
 
 def _write(folder: Path, *modules: tuple[str, dict[str, Any] | None]) -> Path:
-    """Write modules.json, a Transformer first, and each module's folder."""
+    """Write modules.json, with a Transformer first, and each module's folder."""
     folder.mkdir(exist_ok=True)
     listed = [("Transformer", None), *modules]
     paths = [f"{at}_{name.rpartition('.')[2]}" if at else "" for at, (name, _) in enumerate(listed)]
@@ -223,7 +223,7 @@ def test_where_sentence_transformers_cuts_texts(files, most, tmp_path):
 
 
 def test_products_are_computed_from_their_own_files_and_converted(tmp_path):
-    """The folder is one of the hub's cache, all of links."""
+    """The folder consists of symlinks, as in the hub's cache."""
     folder = write_checkpoint(tmp_path / "snapshots" / "0123", BERT)
     _write(folder, ("Pooling", POOLING), ("Dense", DENSE))
     rng = np.random.default_rng(3)
@@ -269,7 +269,7 @@ def test_a_checkpoint_of_a_model_that_generates_pools_without_its_head(tmp_path)
 )
 def test_tensors_of_heads_and_buffers_are_ignored_and_others_refused(change, named, tmp_path):
     tensors = random_tensors(BERT)
-    for part in ("weight", "bias"):  # as the first checkpoints of all have them
+    for part in ("weight", "bias"):  # as in the oldest checkpoints
         old = "gamma" if part == "weight" else "beta"
         tensors[f"bert.embeddings.LayerNorm.{old}"] = tensors.pop(f"bert.embeddings.LayerNorm.{part}")
     extra = {"bert.embeddings.position_ids": np.arange(32), "cls.predictions.bias": np.zeros(97, np.float32)}

@@ -1,4 +1,4 @@
-"""Quantized checkpoints: the numbers that a format's own packer wrote, on any number of devices; lies are refused."""
+"""Quantized checkpoints: numbers from each format's packer, on any number of devices; wrong metadata is refused."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _deepseek() -> dict[str, Any]:
 
 
 def _dequantized(leaf: Any) -> np.ndarray:
-    """Put the devices' own pieces together, each dequantized with its own scales."""
+    """Return the weight from all devices, each part dequantized with its scales."""
     if not isinstance(leaf, Quantized):
         return np.asarray(leaf)
     width = 2 if leaf.scheme.kind in PACKED else 1
@@ -69,7 +69,7 @@ def _dequantized(leaf: Any) -> np.ndarray:
 
 
 def _assert_exact(config: dict[str, Any], stored: Any, plain: Any, folder: Path, shards: int, count: int) -> Any:
-    """Compare every number with those of the model that the format's own formula dequantized."""
+    """Compare every number with the model that the format's formula dequantized."""
     params = load(write(folder / "stored", config, stored), shards)
     config = {key: value for key, value in config.items() if key != "quantization_config"}
     exact = load(write(folder / "plain", config, plain), shards)
@@ -82,7 +82,7 @@ def _assert_exact(config: dict[str, Any], stored: Any, plain: Any, folder: Path,
 
 
 def _described(folder: Path, params: Any, shards: int) -> None:
-    """The programs' shapes, made from config.json alone, are those of the weights."""
+    """Compare the shapes of the programs, derived from config.json alone, with the weights."""
     spec, family = read_spec(weights.read_config(folder))
     layout = sharding.make_layout(jax.devices(), shards)
     described = weights.abstract(spec, layout, "float32", None, None, family)
@@ -102,7 +102,7 @@ def test_every_number_is_the_one_that_was_stored(tmp_path, name, shards):
 
 @pytest.mark.parametrize("shards", [1, 4])
 def test_experts_and_latent_attention_in_blocks(tmp_path, shards):
-    """DeepSeek-V3 as published: all products in blocks of FP8; what latent attention absorbs is dequantized."""
+    """DeepSeek-V3 as published: all products in FP8 blocks; absorbed weights of latent attention are dequantized."""
     config, stored, plain = quantized_model("fp8-blocks", _deepseek())
     params, exact = _assert_exact(config, stored, plain, tmp_path, shards, _products(config))
     if shards == 1:
@@ -113,7 +113,7 @@ def test_experts_and_latent_attention_in_blocks(tmp_path, shards):
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_experts_in_mxfp4(tmp_path, shards):
-    """GPT-OSS as published: rows of gate and up alternate; blocks of 32 that two devices divide."""
+    """GPT-OSS as published: alternating rows of gate and up, and blocks of 32 divided over two devices."""
     config = _config("gpt-oss") | {"hidden_size": 64, "intermediate_size": 32}
     rng, tensors = np.random.default_rng(0), random_tensors(config)
     shapes = {
@@ -140,7 +140,7 @@ def _products(config: dict[str, Any]) -> int:
 
 
 def _assert_same_experts(config: dict[str, Any], params: Any, exact: Any) -> None:
-    """The three ways to multiply with experts give what they give with floats."""
+    """Compare the three ways of multiplying with experts to the results with floats."""
     spec, _ = read_spec(config)
     assert spec.experts is not None
     layer = spec.experts.layers.index(True)
@@ -171,7 +171,7 @@ ENGINES = [
 
 @pytest.mark.parametrize(("name", "config", "shards"), ENGINES)
 def test_an_engine_answers_as_the_dequantized_model(tmp_path, name, config, shards):
-    """With an adapter too, where the model can have one."""
+    """With an adapter too, if the model supports it."""
     config, stored, plain = quantized_model(name, config)
     exact = {key: value for key, value in config.items() if key != "quantization_config"}
     folders = write(tmp_path / "stored", config, stored), write(tmp_path / "plain", exact, plain)
@@ -193,7 +193,7 @@ def test_an_engine_answers_as_the_dequantized_model(tmp_path, name, config, shar
 @pytest.mark.parametrize("shards", [1, 4])
 @pytest.mark.parametrize(("kind", "error"), [("fp8", 1 / 16), ("int4", 1 / 14)])
 def test_rounding_at_load_is_to_the_nearest_number(tmp_path, kind, error, shards):
-    """FP8 keeps three bits behind the first; int4 is within half a step, a seventh of its group's largest."""
+    """FP8 keeps three bits of mantissa; int4 is within half a step, a seventh of its group's largest."""
     folder = write_checkpoint(tmp_path, LLAMA)
     plain, params = load(folder, shards), load(folder, shards, quantization=kind)
     count = 0
@@ -233,7 +233,7 @@ def test_groups_go_with_the_columns_of_a_device():
 
 
 def _spoilt() -> Any:
-    """Change each tensor of one matrix in every format: its shape, its type; or leave it out."""
+    """Damage each tensor of a matrix in every format: its shape, its type, or its presence."""
     for name in FORMATS:
         config, stored, _ = quantized_model(name, LLAMA)
         for tensor, value in stored.items():

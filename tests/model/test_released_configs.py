@@ -1,6 +1,6 @@
-"""config.json files as transformers and the hub have them: each is read, and no key in one is passed over.
+"""config.json files from transformers and the hub are read, and each of their keys is handled.
 
-`tests/model/test_families.py` and its neighbours say what the values mean; here it matters that there is no other key.
+`tests/model/test_families.py` and similar tests check the values; this one checks for unknown keys.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from tests.model.released import (
 
 _CLASSES = {"Gemma3ForCausalLM": "Gemma3TextConfig", "GPT2LMHeadModel": "GPT2Config"}
 _ARCHITECTURES = [family.architectures[0] for family in FAMILIES]
-# Keys that say nothing beside the other keys of the same default file, though they would in another.
+# Keys without effect, given the other keys of their default file.
 _SILENT = {
     "use_sliding_window",  # without a size
     "sliding_window",  # unless it is used
     "max_window_layers",
-    "sliding_window_pattern",  # beside layer_types
+    "sliding_window_pattern",  # layer_types replaces it
     "_sliding_window_pattern",
-    "no_rope_layer_interval",  # beside no_rope_layers
+    "no_rope_layer_interval",  # no_rope_layers replaces it
     "original_max_position_embeddings",  # without a scaling
-    "reorder_and_upcast_attn",  # how precisely, not what
-    "num_nextn_predict_layers",  # layers behind the last
-    "n_group",  # beside a topk_method without groups
+    "reorder_and_upcast_attn",  # precision only
+    "num_nextn_predict_layers",  # layers after the last
+    "n_group",  # for a topk_method without groups
     "topk_group",
-    "local_attention",  # an odd number, beside the even one before it
+    "local_attention",  # an odd number, after its even one
 }
 
 
 def _defaults(architecture: str) -> dict[str, Any]:
-    """What transformers writes for a model of the class's default sizes."""
+    """Return the config.json that transformers writes for the class's defaults."""
     name = _CLASSES.get(architecture, re.sub("ForCausalLM|ForRewardModel|Model", "Config", architecture))
     if not hasattr(transformers, name):
         pytest.skip(f"this transformers has no {name}")

@@ -1,4 +1,4 @@
-"""A stored head against the embedding that config.json ties it to: a copy of it, or the model's own."""
+"""A stored head with tied embeddings: a copy of the embedding, or a different matrix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server with the embedded model in a process of its own, and a client for each of its protocols."""
+"""A server process with the embedded model, and a client for each of its protocols."""
 
 from __future__ import annotations
 

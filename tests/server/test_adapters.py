@@ -1,4 +1,4 @@
-"""Adapters under `jaxllm serve`: names that clients switch between while others are loaded and unloaded beside them."""
+"""Adapters under `jaxllm serve`: clients switch between them while others are loaded and unloaded."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ TEMPLATE = "{% for message in messages %}[{{ message['content'] }}]{% endfor %} 
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]
 OWN: Any = {"temperature": 0, "max_tokens": 12}
 RANK = 4
-WARM_LOADS = 200  # after which nothing grows any more
-MOST_GROWTH = 32 << 20  # bytes, in 800 further loads, of 1 MB each
+WARM_LOADS = 200  # memory growth has stopped by then
+MOST_GROWTH = 32 << 20  # bytes, in 800 further loads of 1 MB each
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def client(server: ServingProcess) -> Iterator[Client]:
 
 @pytest.fixture(scope="module")
 def texts(client: Client) -> dict[tuple[str, str], str]:
-    """What the model says with each content, "" for none, to each prompt."""
+    """Return the model's text for each adapter content ("" for no adapter) and prompt."""
     client.load_adapter("third", "c")
     names = {"": "", "a": "first", "b": "second", "c": "third"}
     found = {
@@ -133,7 +133,7 @@ def test_clients_switch_while_adapters_come_and_go(
         return num_asked
 
     async def come_and_go(openai: AsyncOpenAI, http: httpx.AsyncClient, number: int) -> None:
-        """Load under one of few names, ask, and unload, or load other content in place, while the answer comes."""
+        """Load an adapter, start a request, and unload or replace the adapter during the answer."""
         name, (content, other) = f"guest-{number % 2}", rng.sample(CONTENTS, 2)
         answer = await http.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": content})
         assert answer.status_code == 200, answer.text

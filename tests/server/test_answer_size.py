@@ -1,4 +1,4 @@
-"""An answer's log-probabilities are counted before any is computed; a large answer is written in pieces."""
+"""Log-probabilities of an answer are limited before computation, and large answers are written in pieces."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_what_answers_repeat_is_the_same_bytes_and_is_written_once(beginning: li
 
 
 def test_no_piece_is_large() -> None:
-    """Each piece holds the interpreter while it is written, so none may be long."""
+    """Writing a piece holds the interpreter, so pieces must be short."""
     entries = [{f"token {number}": -0.5 * number for number in range(21)} for _ in range(3000)]
     answer = {"choices": [{"text": "a", "logprobs": {"tokens": ["a"] * 3000, "top_logprobs": entries}}] * 3}
     pieces = list(sse.pieces_of(answer))
@@ -65,7 +65,7 @@ def test_all_calls_of_a_request_are_counted_together() -> None:
             size.add(300 * 21, 128 * 16 * 21, 2048)
             calls += 1
     assert calls == 1
-    for context in (2048, 131_072):  # one context of any length, with all that may be asked for
+    for context in (2048, 131_072):  # one full context of any length, with all log-probabilities
         AnswerSize().add(21 * context, 0, context)
         AnswerSize().add(0, 21 * context, context)
     with pytest.raises(UserError):

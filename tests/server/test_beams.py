@@ -9,7 +9,7 @@ import pytest
 
 from jaxllm import LLM, BeamSearchParams, Client, UserError
 
-pytestmark = pytest.mark.ci  # a process of its own; the mapping is tested in tests/server/openai
+pytestmark = pytest.mark.ci  # starts a process; tests/server/openai covers the conversion
 
 PROMPT = "Once upon a time"
 ASKED: dict[str, Any] = {"n": 4, "max_tokens": 12, "temperature": 0}

@@ -1,4 +1,4 @@
-"""A thousand clients at once, each with a connection of its own, and calls as large as may be: none is refused."""
+"""A thousand concurrent clients, each with a connection, and the largest allowed calls: all are served."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.serving_process import QUICK, ServingProcess
 
 pytestmark = pytest.mark.ci
 CLIENTS = 1000
-SECONDS = 120.0  # on a machine that does other work; alone they take six
+SECONDS = 120.0  # on a busy machine; six on an idle one
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def messages(number: int) -> list[dict[str, str]]:
 
 
 async def over_a_socket(port: int, number: int) -> bytes:
-    """Ask on a connection of its own; return the status."""
+    """Send a request on a new connection; return the status."""
     body = json.dumps({"messages": messages(number), "max_tokens": 4}).encode()
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", port)

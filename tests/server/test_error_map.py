@@ -1,7 +1,7 @@
-"""Every way in which a call to a healthy server can fail, provoked for real: what each protocol says.
+"""Every failure of a call to a healthy server, provoked for real, in each protocol.
 
-A status and a reason over gRPC; a status, a code and a type over HTTP; an exception from our own client. What a server
-says that loads, drains or dies is in test_error_map_phases.
+gRPC: status and reason; HTTP: status, code and type; jaxllm's client: exception. test_error_map_phases covers a server
+that is loading, draining or dead.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ USER, ADMIN = "user-key", "admin-key"
 LIMIT = 100_000  # bytes of a message and of a body
 
 
-# A real process with two slots, two places in its queue, and keys.
+# A real process with two slots, two queue places, and keys.
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +191,7 @@ def test_what_this_server_could_be_but_is_not(rpc: Grpc, http: httpx.Client) -> 
 
 @contextmanager
 def full_house(rpc: Grpc) -> Iterator[None]:
-    """Two run and two wait."""
+    """Two requests run and two wait."""
     request = Request(text="Once", stop=LONG)
     streams = [rpc.inference.StreamGenerate(request, metadata=bearer(USER)) for _ in range(4)]
     eventually(lambda: (load_of(rpc).running, load_of(rpc).waiting) == (2, 2))
@@ -219,7 +219,7 @@ def test_a_full_queue_is_told_at_once(rpc: Grpc, http: httpx.Client) -> None:
 
 
 def test_what_never_fits_is_refused_for_good(rpc: Grpc, http: httpx.Client) -> None:
-    """Two may run and two wait."""
+    """Two requests may run and two wait."""
     for body, name, asked_for in (
         ({"n": 5, "temperature": 1.0}, "n", "n may be at most 4, so many can run and wait on this server, got 5."),
         ({"prompt": ["a"] * 5}, "prompt", "n times the number of prompts may be at most 4, so many"),
@@ -248,7 +248,7 @@ def test_while_it_is_paused(rpc: Grpc, http: httpx.Client) -> None:
     next(stream)
     rpc.control.PauseGeneration(control_pb2.PauseGenerationRequest(), metadata=bearer(ADMIN))
     reasons = [delta.finish_reason for message in stream for delta in message.deltas]
-    assert reasons[-1] == 5  # FINISH_REASON_ABORTED, and the status is OK
+    assert reasons[-1] == 5  # FINISH_REASON_ABORTED, with status OK
     try:
         assert over_grpc(lambda: rpc.inference.Generate(Request(text="a"), metadata=bearer(USER))) == not_ready
         assert over_http(http.post("/v1/completions", json=asked())) == (503, "not_ready", "service_unavailable")

@@ -1,4 +1,4 @@
-"""`jaxllm serve --data-parallel-size 2`: both protocols, metrics and load by replica, a replica of another machine."""
+"""`jaxllm serve --data-parallel-size 2`: both protocols, metrics and load by replica, and a remote replica."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_two_replicas_behind_one_server() -> None:
 
 
 def test_a_replica_of_another_machine(certificates: Path) -> None:
-    """With a key and over TLS; it is refused with another key, and leaves at SIGTERM without losing a request."""
+    """With a key and TLS. A wrong key is refused; at SIGTERM the replica leaves without losing a request."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -102,7 +102,7 @@ def test_a_replica_of_another_machine(certificates: Path) -> None:
 
 
 def over_a_web_socket(base: str, **options: Any) -> list[dict[str, Any]]:
-    """Return the responses to two questions; the second continues the first, which only the connection keeps."""
+    """Return the responses to two questions; the second continues the first, which only the connection stores."""
     ends: list[dict[str, Any]] = []
     with connect(f"{base.replace('http', 'ws', 1)}/v1/responses", **options) as socket:
         for question in ("What is 2 + 2?", "And 3 more?"):
@@ -117,7 +117,9 @@ def over_a_web_socket(base: str, **options: Any) -> list[dict[str, Any]]:
 
 
 def has_generated(http: httpx.Client) -> bool:
-    """Whether the second replica has generated a token; unlike a number of running requests this stays true."""
+    """Return whether the second replica has generated a token, which unlike a count of running requests remains
+    true.
+    """
     return re.search(r'jaxllm:generation_tokens_total\{engine="1".*\} [1-9]', http.get("/metrics").text) is not None
 
 

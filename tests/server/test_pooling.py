@@ -1,4 +1,4 @@
-"""Whole servers of small models that embed, classify and score: many requests at once get what one alone gets."""
+"""Servers of small models that embed, classify and score: concurrent requests get the results of single ones."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def text(rng: random.Random) -> str:
 
 
 def body_of(rng: random.Random, kind: str) -> tuple[str, dict[str, Any]]:
-    """Draw a request that a model of a kind answers, of up to forty texts."""
+    """Draw a request, of up to forty texts, that a model of a kind supports."""
     texts = [text(rng) for _ in range(rng.choice([1, 2, 5, 40]))]
     inputs: Any = texts
     if rng.random() < 0.3:
@@ -60,14 +60,14 @@ def body_of(rng: random.Random, kind: str) -> tuple[str, dict[str, Any]]:
 
 
 def numbers(path: str, answer: dict[str, Any]) -> dict[int, Any]:
-    """Return what an answer says of each input."""
+    """Return the result for each input."""
     items = answer["results" if "rerank" in path else "data"]
     names = ("embedding", "data", "probs", "score", "relevance_score")
     return {item["index"]: next(item[name] for name in names if name in item) for item in items}
 
 
 def alone(body: dict[str, Any], index: int) -> dict[str, Any]:
-    """Return the body of one of a body's texts."""
+    """Return a body with one of the texts."""
     name = "documents" if "documents" in body else "input"
     return {**body, name: [body[name][index]]}
 

@@ -11,7 +11,7 @@ import pytest
 
 from jaxllm import Client
 
-pytestmark = pytest.mark.ci  # a process of its own; the mapping is tested in tests/server/openai
+pytestmark = pytest.mark.ci  # starts a process; tests/server/openai covers the conversion
 
 SCHEMA = {
     "type": "object",
@@ -37,7 +37,7 @@ def is_person(text: str) -> bool:
 
 
 def chat(http: httpx.Client, **body: Any) -> list[dict[str, Any]]:
-    """Return the choices of an answer; those of a stream joined."""
+    """Return the choices of an answer, joined if it is a stream."""
     body = {"messages": MESSAGES, "max_tokens": 200, "seed": 1, "temperature": 1.0, **body}
     if not body.get("stream"):
         answer = http.post("/v1/chat/completions", json=body)
@@ -54,7 +54,7 @@ def chat(http: httpx.Client, **body: Any) -> list[dict[str, Any]]:
 
 
 def add(choice: dict[str, Any], own: dict[str, Any]) -> None:
-    """Join an event of a stream as OpenAI's clients do: a call's id and name come once, first."""
+    """Join an event of a stream as OpenAI's clients do: a call's id and name are in its first delta only."""
     message, delta = choice["message"], own["delta"]
     message["content"] += delta.get("content") or ""
     for call in delta.get("tool_calls", ()):

@@ -1,4 +1,4 @@
-"""A tool loop from end to end: `jaxllm serve` with the adapter "tools", asked through OpenAI's client."""
+"""A tool loop end to end: `jaxllm serve` with the adapter "tools" and OpenAI's client."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def client() -> Iterator[OpenAI]:
 
 
 def say(client: OpenAI, messages: list[Any], streams: bool) -> dict[str, Any]:
-    """Return the next message."""
+    """Return the model's next message."""
     asked: Any = {"model": tool_loop.MODEL, "messages": messages, "tools": tool_loop.TOOLS, "temperature": 0}
     if streams:
         with client.chat.completions.stream(**asked) as stream:

@@ -1,9 +1,9 @@
-"""One validator, one resolver of defaults: Python, gRPC and HTTP judge every value alike, whatever they have to carry.
+"""Python, gRPC and HTTP accept and refuse the same values, and use the same defaults.
 
-A verdict is "accepted", or the name of the parameter that was refused. What a protocol cannot even write (NaN in JSON,
-2^64 or a text in a protobuf integer) is refused by the client library. One engine, one server, real clients.
+A verdict is "accepted" or the name of the refused parameter. Values that a protocol cannot represent (NaN in JSON, 2^64
+or a text in a protobuf integer) are refused by the client library. One engine, one server, real clients.
 
-fuzz/test_table runs the tables of values over all three, test_optimized over the protocols of a server.
+fuzz/test_table checks the tables of values over all three, test_optimized over a server's protocols.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from jaxllm_server.shared.options import ServerOptions
 from tests.support.server_thread import ServerThread
 from tests.support.sizes import MANY_SLOTS
 
-pytestmark = pytest.mark.ci  # an engine of its own programs; fuzz/test_table has the verdicts without one
+pytestmark = pytest.mark.ci  # compiles an engine's programs; fuzz/test_table tests verdicts without one
 
 NAN, INF = math.nan, math.inf
-TINY = 5e-324  # the least double above zero
+TINY = 5e-324  # the smallest double above zero
 ABOVE_1, BELOW_1 = math.nextafter(1.0, 2.0), math.nextafter(1.0, 0.0)
 ABOVE_2 = math.nextafter(2.0, 3.0)
-HALF_PAIR = "\ud800"  # no text: half of a surrogate pair
-OTHER_TYPES = ["1", "", [], [1], {}]  # for what is one number
+HALF_PAIR = "\ud800"  # half of a surrogate pair, which is not text
+OTHER_TYPES = ["1", "", [], [1], {}]  # for fields that are one number
 
 
 def no_change(logits: Any, arguments: Any, positions: Any) -> Any:
@@ -52,7 +52,7 @@ def each(name: str, *values: Any) -> list[tuple[str, Any]]:
     return [(name, value) for value in values]
 
 
-# True or false, where HTTP has it.
+# Booleans, where HTTP has them.
 FLAGS = [
     name
     for name in names_in(SamplingParams, OPENAI).values()
@@ -94,7 +94,7 @@ GOOD = [
     *each("time_limit", 60, 60.5, 10**9),
 ]
 
-# Refused by all three, by the field's own name.
+# Refused by all three, by the field's name.
 BAD = [
     *each("temperature", -TINY, -1, NAN, INF, -INF, 2**1024, True, *OTHER_TYPES),
     *each("top_p", 0, -0.0, -0.1, ABOVE_1, NAN, INF, -INF, True, *OTHER_TYPES),
@@ -157,7 +157,7 @@ BAD = [
     *each("time_limit", 0, -1.0, 1e9 + 1, 2**1024, NAN, INF, True, *OTHER_TYPES),
 ]
 
-# Values that are right by themselves and wrong together.
+# Values that are valid separately but not together.
 TOGETHER: list[tuple[dict[str, Any], str]] = [
     ({"n": 2, "temperature": 0}, "n"),
     ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
@@ -166,10 +166,10 @@ TOGETHER: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "stop": ["a", 1], "temperature": 1.0}, "stop"),
     ({"allowed_token_ids": [2], "min_tokens": 2}, "allowed_token_ids"),  # the end-of-sequence token
     ({"allowed_token_ids": [14, 14], "min_tokens": 2, "stop_token_ids": [14]}, "allowed_token_ids"),
-    ({"allowed_token_ids": [16], "bad_words": ["."]}, "allowed_token_ids"),  # that very token
+    ({"allowed_token_ids": [16], "bad_words": ["."]}, "allowed_token_ids"),  # the same token
 ]
 
-# Bounds that only a server has: what it takes at most, and one more. The second is refused by name.
+# Limits that only a server has: the largest accepted value, and one that is refused by name.
 EDGES: list[tuple[str, Any, Any]] = [
     ("n", 128, 129),
     ("stop", ["a"] * 16, ["a"] * 17),
@@ -192,7 +192,7 @@ EDGES: list[tuple[str, Any, Any]] = [
 
 
 class Refused(NamedTuple):
-    """The verdict on what was not accepted."""
+    """The verdict on a refused request."""
 
     parameter: str | None  # None: the form of the request as a whole
 
@@ -202,7 +202,7 @@ ACCEPTED = "accepted"
 
 
 class Clients:
-    """What asks a server over both protocols."""
+    """Clients of a server over both protocols."""
 
     def __init__(self, http: str, grpc: str) -> None:
         self.client = Client(grpc, retries=False, timeout=20.0)
@@ -213,7 +213,7 @@ class Clients:
         self.http.close()
 
     def over_grpc(self, fields: Mapping[str, Any]) -> Verdict:
-        """Judge as the client's caller is judged."""
+        """Return the verdict that the client's caller gets."""
         own = dict(fields)
         prompt = own.pop("prompt")
         if "stream_interval" in own:  # of streams only
@@ -221,8 +221,8 @@ class Clients:
         return verdict_of(lambda: self.client.generate(prompt, **own))
 
     def over_http(self, fields: Mapping[str, Any]) -> Verdict:
-        """Judge a body as it stands, NaN included."""
-        names = {"extra_args": "vllm_xargs"}  # as vLLM calls it
+        """Return the verdict on a body sent unchanged, NaN included."""
+        names = {"extra_args": "vllm_xargs"}  # vLLM's name
         body = json.dumps({names.get(name, name): value for name, value in fields.items()}).encode()
         response = self.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
         if response.status_code == 200:
@@ -234,7 +234,7 @@ class Clients:
 
 
 class Site(ServerThread, Clients):
-    """One engine that three front ends share."""
+    """An engine shared by three front ends."""
 
     def __init__(self) -> None:
         options = ServerOptions(port=0, grpc_port=0, max_queued_requests=1000, log_stats_interval=0.0)
@@ -246,7 +246,7 @@ class Site(ServerThread, Clients):
         ServerThread.close(self)
 
     def over_python(self, fields: Mapping[str, Any]) -> Verdict:
-        """Judge as for a program that embeds the engine."""
+        """Return the verdict for a program that embeds the engine."""
         own = dict(fields)
         prompt, priority = own.pop("prompt"), own.pop("priority", 0)
         limit = own.pop("time_limit", None)
@@ -261,7 +261,7 @@ class Site(ServerThread, Clients):
 
 
 def verdict_of(ask: Callable[[], object]) -> Verdict:
-    """Make the call; anything but an answer or a UserError is a failure of ours and is raised."""
+    """Return the verdict of a call; raises for anything but an answer or a UserError."""
     try:
         ask()
     except UserError as error:
@@ -270,7 +270,7 @@ def verdict_of(ask: Callable[[], object]) -> Verdict:
 
 
 def is_json(value: Any) -> bool:
-    """Whether JSON can hold a value: it has no NaN, no infinities and no halves of surrogate pairs."""
+    """Return whether JSON can represent a value: no NaN, infinities or halves of surrogate pairs."""
     try:
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
     except ValueError:
@@ -295,7 +295,7 @@ def test_the_table_is_long_and_about_this_model(site: Site) -> None:
 
 
 def test_what_the_context_cannot_hold_is_refused_by_both_protocols(site: Site) -> None:
-    """Alone in this a server is stricter than the engine, which ends such a request where its context ends."""
+    """The engine ends such a request at the end of its context; only servers refuse it."""
     for prompt, most in (([5] * 500, 12), ([5], 511)):
         fields = {**BASE, "prompt": prompt, "max_tokens": most, "ignore_eos": False}
         assert [site.over_grpc(fields), site.over_http(fields)] == [ACCEPTED] * 2
@@ -305,7 +305,7 @@ def test_what_the_context_cannot_hold_is_refused_by_both_protocols(site: Site) -
 
 
 def test_a_request_that_says_nothing_gets_the_same_everywhere(site: Site) -> None:
-    """The defaults are resolved in one place: the same greedy text from each."""
+    """All protocols apply the same defaults, so the greedy texts are equal."""
     asked: dict[str, Any] = {"max_tokens": 12, "temperature": 0}
     texts = {
         site.client.generate("Once upon", **asked).text,
@@ -383,7 +383,7 @@ MASKS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: "-".join(mask) or "none")
 def test_log_probabilities_are_probabilities_whatever_is_masked(site: Site, mask: dict[str, Any]) -> None:
-    """Strict JSON without infinities; what is likeliest sums to one at most; the chosen token is always told of."""
+    """Strict JSON without infinities; probabilities sum to one at most; the chosen token is always included."""
 
     def strict(route: str, body: dict[str, Any]) -> dict[str, Any]:
         response = site.http.post(route, json={"max_tokens": 3, "temperature": 0, "seed": 1, **mask, **body})
@@ -397,7 +397,7 @@ def test_log_probabilities_are_probabilities_whatever_is_masked(site: Site, mask
 
     for count in (0, 1, 20):
         body = {"prompt": "Once upon a", "logprobs": count, "echo": True, "return_tokens_as_token_ids": True}
-        first, again = (strict("/v1/completions", body)["choices"][0] for _ in range(2))  # the second time cached
+        first, again = (strict("/v1/completions", body)["choices"][0] for _ in range(2))  # the second is cached
         told = first["logprobs"]
         assert again["logprobs"]["token_logprobs"] == pytest.approx(told["token_logprobs"], abs=1e-5)
         assert told["token_logprobs"][0] is None

@@ -1,6 +1,7 @@
-"""Converts requests of `jaxllm.v1` to `Call`s. Pure.
+"""Convert `jaxllm.v1` requests to `Call`s.
 
-Every field of a request is mapped here or refused by its path, as `sampling.top_p`; a test checks all of them.
+Pure, without the gRPC library, engine or clock. Each field of a request is converted or refused by its path, such as
+`sampling.top_p`, which a test verifies.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from jaxllm.v1 import inference_pb2, types_pb2
 from jaxllm_server.generation.calls import Call, NamedTool, ToolChoice
 from jaxllm_server.shared import strict_json
 
-# Messages in one request: 8 MiB could hold four million, seconds of the event loop.
+# Submessages per request: 8 MiB could hold four million, which take seconds.
 MAX_NESTED_MESSAGES = 16_384
 _MAX_UNKNOWN_BYTES = 4096
 _MAX_DURATION_SECONDS = 315_576_000_000  # of google.protobuf.Duration: 10,000 years
-_EXACT_INTEGERS = 2**53  # the largest integer up to which a Struct's doubles are exact
+_EXACT_INTEGERS = 2**53  # doubles hold integers exactly up to here
 
 
 def _sampling_names() -> dict[str, dict[str, str]]:
@@ -38,7 +39,7 @@ def _sampling_names() -> dict[str, dict[str, str]]:
     return names
 
 
-# Section of GenerateRequest -> field -> name in SamplingParams.
+# Section of GenerateRequest -> field -> name in SamplingParams; from the client's table. `call_of` reads the others.
 SAMPLING_NAMES: Mapping[str, Mapping[str, str]] = _sampling_names()
 _TOOL_CHOICES: Mapping[int, ToolChoice] = {
     types_pb2.TOOL_CHOICE_UNSPECIFIED: None,
@@ -58,18 +59,17 @@ _CONSTRAINTS = {
     "regex": "regex",
     "ebnf": "grammar",
     "choice": "choice",
-    "structural_tag": "structural_tag",  # refused there
+    "structural_tag": "structural_tag",  # refused by StructuredOutputsParams
 }
 
 
 def call_of(request: inference_pb2.GenerateRequest, request_id: str, *, stream: bool, max_json_depth: int) -> Call:
-    """Convert a request; unset fields are absent from `Call.sampling`, so that defaults apply.
+    """Return the call of a request. Unset fields are absent from `Call.sampling`, so that defaults apply.
 
-    `max_json_depth` is that of HTTP bodies, so that both protocols accept the same tools. Only shapes specific to this
-    protocol are checked.
+    Values are checked later, for all protocols. `max_json_depth` is the limit of HTTP bodies.
 
     Raises:
-        UserError: naming the path of a field that is unknown, contradicts another or is not implemented.
+        UserError: naming the path of a field that is unknown, unsupported or contradicts another.
     """
     refuse_unknown_fields(request)
     _refuse_unbuilt(request, stream=stream)
@@ -90,7 +90,6 @@ def call_of(request: inference_pb2.GenerateRequest, request_id: str, *, stream: 
 
 
 def tokenize_call_of(request: inference_pb2.TokenizeRequest, *, max_json_depth: int) -> Call:
-    """Raises as `call_of` does."""
     refuse_unknown_fields(request)
     return Call(model=request.model, **_prompt_of(request, "input", max_json_depth))
 
@@ -136,7 +135,6 @@ def _structured_outputs_of(message: types_pb2.StructuredOutput) -> dict[str, Any
 
 
 def _plain(value: Any) -> Any:
-    """Copy a repeated or map field, or a message."""
     if isinstance(value, types_pb2.Numbers):
         return list(value.values)
     if isinstance(value, Message):
@@ -161,7 +159,6 @@ def _refuse_unbuilt(request: inference_pb2.GenerateRequest, *, stream: bool) -> 
 def _prompt_of(
     request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, oneof: str, max_json_depth: int
 ) -> dict[str, Any]:
-    """Return the fields of `Call` for the prompt."""
     kind = request.WhichOneof(oneof)  # pyright: ignore[reportArgumentType]
     if kind is None:
         names = [own.name for own in request.DESCRIPTOR.oneofs_by_name[oneof].fields]
@@ -201,7 +198,7 @@ def _chat_of(chat: types_pb2.ChatPrompt, max_json_depth: int) -> dict[str, Any]:
 
 
 def _message_of(message: types_pb2.ChatMessage, path: str) -> dict[str, Any]:
-    """Convert to OpenAI's form, which chat templates read."""
+    """Return a message in OpenAI's form, which chat templates read."""
     plain: dict[str, Any] = {"role": message.role}
     if message.parts:
         if message.HasField("content"):
@@ -231,7 +228,7 @@ def _message_of(message: types_pb2.ChatMessage, path: str) -> dict[str, Any]:
 def _tools_of(text: str, max_json_depth: int) -> list[dict[str, Any]]:
     path = "chat.tools_json"
     try:
-        # Over HTTP the array is a level below the body.
+        # In an HTTP body the array is one level deeper.
         tools = strict_json.read_value(text.encode(), max_json_depth - 1, "tools_json")
     except UserError as error:
         raise UserError(str(error), path) from error
@@ -245,7 +242,7 @@ def _from_struct(struct: Struct, path: str) -> dict[str, Any]:
 
 
 def _from_value(value: Value, path: str) -> Any:
-    """Convert whole numbers to integers: a Struct has only doubles."""
+    """Convert a JSON value to Python, integral numbers to int, since Struct stores doubles."""
     kind = value.WhichOneof("kind")
     if kind is None or kind == "null_value":
         return None
@@ -270,10 +267,10 @@ def _seconds(duration: Duration, path: str) -> float:
 
 
 def refuse_unknown_fields(request: Message) -> None:
-    """Refuse fields of newer clients, which protobuf stores silently and this server would ignore.
+    """Raise UnsupportedError for unknown fields, which protobuf keeps silently.
 
-    Also refuses more than `MAX_NESTED_MESSAGES` messages or entries of a map, and does not name unknown fields if there
-    could be many: protobuf creates a Python object for each, two seconds for the millions in 8 MiB.
+    Also refuses more than `MAX_NESTED_MESSAGES` messages or map entries. Names no field if the unknown ones are large:
+    protobuf creates an object for each, 2 s for the millions that fit into 8 MiB.
     """
     found = list(islice(_messages_in(request), MAX_NESTED_MESSAGES + 1))
     if len(found) > MAX_NESTED_MESSAGES:
@@ -297,16 +294,16 @@ def _too_many(path: str) -> UserError:
 
 
 def _messages_in(message: Message, path: str = "") -> Iterator[tuple[Message, str]]:
-    """Yield a message and its nested messages with their paths; a Struct's contents count as a value."""
+    """Yield a message and its submessages, each with its path; a Struct counts as one."""
     yield message, path
     for descriptor, value in message.ListFields():
-        kind = descriptor.message_type  # None: not a message
+        kind = descriptor.message_type
         if kind is None:
             continue
         below = f"{path}.{descriptor.name}" if path else descriptor.name
         entries = value.fields if kind is Struct.DESCRIPTOR else value if kind.GetOptions().map_entry else None
         if entries is not None:
-            if len(entries) > MAX_NESTED_MESSAGES:  # copying one takes 10 µs
+            if len(entries) > MAX_NESTED_MESSAGES:  # 10 µs per copy
                 raise _too_many(below)
             continue
         if isinstance(value, Message):

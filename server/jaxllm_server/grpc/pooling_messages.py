@@ -1,4 +1,4 @@
-"""Converts requests that embed, classify or score to `PoolCall`s, and `PoolResult`s to answers. Pure.
+"""Convert pooling requests to `PoolCall`s, and `PoolResult`s to responses. Pure.
 
 A test sets every field of the requests.
 """
@@ -26,10 +26,7 @@ _POOLING_TASKS: Mapping[type[PoolRequest], PoolingTask] = {
 
 
 def pool_call_of(request: PoolRequest, request_id: str | None) -> PoolCall:
-    """Raises as `call_of` does.
-
-    Fields of `PoolCall` have the same names in requests.
-    """
+    """Return the call of a pooling request. Raises as `call_of` does."""
     refuse_unknown_fields(request)
     given = {own.name: value for own, value in request.ListFields() if own.name in PoolCall.__dataclass_fields__}
     inputs = _pairs_of(request) if isinstance(request, inference_pb2.ScoreRequest) else _input_of(request)
@@ -48,7 +45,7 @@ def _input_of(request: inference_pb2.EmbedRequest | inference_pb2.ClassifyReques
 
 
 def _pairs_of(request: inference_pb2.ScoreRequest) -> dict[str, Any]:
-    """Return the texts without a copy: their number is not checked yet."""
+    """Return the pairs without a copy, since their number is not checked yet."""
     num_first, num_second = len(request.text_1), len(request.text_2)
     if num_first not in (1, num_second):
         raise UserError(f"text_1 holds one text, or as many as text_2: got {num_first} and {num_second}.", "text_1")
@@ -60,7 +57,7 @@ def embedding_of(request_id: str, model: str, result: PoolResult, index: int = 0
     return inference_pb2.EmbedResponse(
         request_id=request_id,
         model=model,
-        values=result.values.tolist(),  # takes half as long as an array
+        values=result.values.tolist(),  # twice as fast as an array in protobuf
         usage=types_pb2.Usage(prompt_tokens=result.prompt_tokens),
         index=index,
     )
@@ -69,7 +66,6 @@ def embedding_of(request_id: str, model: str, result: PoolResult, index: int = 0
 def classification_of(
     request_id: str, model: str, result: PoolResult, labels: Sequence[str]
 ) -> inference_pb2.ClassifyResponse:
-    """Return values and the likeliest label."""
     return inference_pb2.ClassifyResponse(
         request_id=request_id,
         model=model,
@@ -80,7 +76,6 @@ def classification_of(
 
 
 def scores_of(request_id: str, model: str, results: Iterable[PoolResult]) -> inference_pb2.ScoreResponse:
-    """Order the results, which may arrive in any order."""
     ordered = sorted(results, key=lambda result: result.index)
     return inference_pb2.ScoreResponse(
         request_id=request_id,

@@ -1,4 +1,4 @@
-"""The methods of `jaxllm.v1.InferenceService` that embed, classify and score."""
+"""Embed, classify and score in `jaxllm.v1.InferenceService`."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from jaxllm_server.pooling.pool_calls import PoolCall, PoolResult
 
 
 class PoolingMethods(Servicer):
-    """Methods that `InferenceService` inherits."""
+    """Base class of `InferenceService`."""
 
     async def Embed(self, request: inference_pb2.EmbedRequest, context: ServicerContext) -> inference_pb2.EmbedResponse:
         request_id, model, (result,) = await self._pooled(request, context)
         return messages.embedding_of(request_id, model, result)
 
     async def StreamEmbed(self, requests: AsyncIterator[inference_pb2.EmbedRequest], context: ServicerContext) -> None:
-        """Answer each request as soon as possible; read further ones as the queue has room."""
+        """Stream an embedding per request as it is computed; reads requests as the queue has room."""
         client, model = self._client_of(context), self._serving.names[0]
 
         def read(request: inference_pb2.EmbedRequest) -> PoolCall:
             return replace(messages.pool_call_of(request, request.request_id or None), client=client)
 
         answers = await self._serving.pooling.stream(requests, read, client)
-        # Immediately, since clients may wait for it: a grpc.aio client that writes while its call is refused gets no
-        # reason (grpc/grpc#36066). For the same reason, failures of single texts do not end the stream.
+        # Sent immediately: a grpc.aio client that writes while its call is refused gets no reason (grpc/grpc#36066),
+        # for which reason a failed text does not end the stream either.
         request_id = first(context.invocation_metadata(), REQUEST_ID) or uuid4().hex
         await context.send_initial_metadata(((REQUEST_ID, request_id),))
         async with aclosing(answers), Writer(context, self._stall_timeout) as writer:
@@ -60,13 +60,12 @@ class PoolingMethods(Servicer):
     async def _pooled(
         self, request: messages.PoolRequest, context: ServicerContext
     ) -> tuple[str, str, list[PoolResult]]:
-        """Return the request id, the model's name and all results."""
         request_id, is_hint, client = self._admit(request, context)
         call = replace(await self._read(client, request, messages.pool_call_of, request_id), client=client)
 
         async def pool(call: PoolCall) -> list[PoolResult]:
             with self._serving.ledger.entry(client) as entry:
-                entry.charge(REQUESTS, 2 * request.ByteSize())  # the message and its call
+                entry.charge(REQUESTS, 2 * request.ByteSize())  # the message and the call
                 async with aclosing(self._serving.pooling.pool(call)) as results:
                     return [result async for result in results]
 

@@ -1,4 +1,4 @@
-"""The gRPC server: socket, options, TLS, gate, services, health and reflection.
+"""Build the gRPC server: socket, TLS, gate, services, health and reflection.
 
 Numbers in comments were measured with grpcio 1.81.
 """
@@ -38,12 +38,12 @@ _NAMES = ("gRPC", "grpc_port", "grpc_uds")
 
 
 class GrpcServer:
-    """A listening server, created by `start_grpc`."""
+    """A listening server."""
 
     def __init__(
         self, server: grpc.aio.Server, health: Health, port: int | None, uds: str | None, front: FilterProcess | None
     ) -> None:
-        self.port = port  # None on a Unix socket
+        self.port = port
         self._server = server
         self._health = health
         self._uds = uds
@@ -67,9 +67,10 @@ class GrpcServer:
 async def start_grpc(
     serving: Serving, options: ServerOptions, keys: Keys, tracer: Tracer, observer: PrometheusObserver
 ) -> GrpcServer:
-    """Start a server while the engine may still be loading.
+    """Return a started server; the engine may still be loading.
 
-    Raises UserError for a port or socket in use, an unusable certificate or a missing package.
+    Raises:
+        UserError: a port or socket in use, an invalid certificate, or a missing package.
     """
     gate = Gate(keys, tracer, observer, options.max_rpcs, options.stall_timeout)
     server = grpc.aio.server(interceptors=[gate], options=channel_options(options))
@@ -110,10 +111,11 @@ async def start_grpc(
 
 
 def channel_options(options: ServerOptions) -> list[tuple[str, int]]:
-    # Calls not yet seen by Python, 7 KB each. By default a burst of 3,000 calls loses 530; the filter delays bursts.
+    # Calls that Python has not accepted yet, 7 KB each. With gRPC's default, a burst of 3,000 loses some 530. The
+    # filter queues bursts.
     most_pending = 8192 if options.grpc_filter else 100_000
     return [
-        # Otherwise a second server on the same port silently takes a share of the connections.
+        # A second server on the same port would get a share of the connections.
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", options.grpc_max_message_bytes),
         ("grpc.max_send_message_length", -1),
@@ -121,15 +123,15 @@ def channel_options(options: ServerOptions) -> list[tuple[str, int]]:
         ("grpc.absolute_max_metadata_size", options.max_header_bytes),
         ("grpc.server.max_pending_requests", most_pending),
         ("grpc.server.max_pending_requests_hard_limit", most_pending),
-        # Streams per connection, including those about to be refused. Beyond the limit, calls begun before the client
-        # knows it fail as UNAVAILABLE: 1,948 of 3,000 with 1,024, none with 4,096 (measured).
+        # Above the limit on calls: streams that a client opens before it receives this setting all fail as UNAVAILABLE
+        # (1,948 of 3,000 calls with 1,024, 0 with 4,096; measured).
         ("grpc.max_concurrent_streams", max(4096, 2 * options.max_rpcs)),
-        # Clients may ping ten times a second, even during silent calls; more ends the connection. (gRPC has no key
+        # Clients may ping ten times a second, also during silent calls; more closes the connection. (gRPC has no key
         # min_recv_ping_interval_without_data_ms, which others set.)
         ("grpc.http2.min_ping_interval_without_data_ms", 100),
         ("grpc.http2.max_ping_strikes", 100),
         ("grpc.keepalive_permit_without_calls", 1),
-        # A frozen peer is disconnected after 40 s; without ping_timeout_ms the second setting alone waits for 60.
+        # Drops an unresponsive peer after 40 s; without ping_timeout_ms keepalive_timeout_ms waits for 60.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.ping_timeout_ms", 10_000),
@@ -138,14 +140,13 @@ def channel_options(options: ServerOptions) -> list[tuple[str, int]]:
 
 
 def _listen(server: grpc.aio.Server, options: ServerOptions) -> int | None:
-    """Return the port, None for a Unix socket."""
     if options.grpc_uds is not None:
-        check_uds(options.grpc_uds, "grpc_uds")  # gRPC itself would delete it and take its place
+        check_uds(options.grpc_uds, "grpc_uds")  # gRPC would replace it
         address, flag = f"unix:{options.grpc_uds}", "grpc_uds"
     else:
         host = f"[{options.host}]" if ":" in options.host else options.host
         address, flag = f"{host}:{options.grpc_port}", "grpc_port"
-        # gRPC's own error lacks the reason, and fills the log.
+        # gRPC's error has no reason and floods the log.
         _close(listen(options.host, options.grpc_port, None, _NAMES))
     try:
         if options.ssl_certfile is None:
@@ -166,7 +167,6 @@ def _close(listening: Sequence[socket.socket]) -> None:
 
 
 def _credentials(options: ServerOptions) -> grpc.ServerCredentials:
-    """Refuse a key that does not match the certificate here, where the reason is known."""
     assert options.ssl_certfile is not None and options.ssl_keyfile is not None
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
@@ -178,10 +178,10 @@ def _credentials(options: ServerOptions) -> grpc.ServerCredentials:
 
 
 def _add_reflection(server: grpc.aio.Server, names: Sequence[str]) -> None:
-    """Serve both names of reflection, whose messages are the same on the wire.
+    """Serve reflection under both of its names, which share their messages.
 
-    The newer name has no descriptor here, so it is not listed: clients that request all listed ones (`buf curl
-    --list-methods`) would fail.
+    The newer name is not listed: its descriptor is missing here, and clients that describe all listed services (`buf
+    curl --list-methods`) would fail.
     """
     servicer = ReflectionServicer(names)
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)

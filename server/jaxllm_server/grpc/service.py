@@ -1,7 +1,7 @@
-"""The two services of `jaxllm.v1`.
+"""The services of `jaxllm.v1`: inference and control.
 
-The interceptor converts exceptions to statuses. The end of a call (its result, a cancelled client, a deadline, a failed
-write) closes the iterator of `Serving`, which aborts the request in any phase.
+The interceptor converts exceptions to statuses. However a call ends, the iterator of `Serving` is closed, which aborts
+the request in any phase.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jaxllm_server.serving import Serving
 
 _FILES = [each.DESCRIPTOR for each in (types_pb2, inference_pb2, control_pb2)]
-_API_REVISION = (  # the methods, fields and enum values of jaxllm.v1
+_API_REVISION = (  # methods, fields and enum values
     sum(len(each.methods) for file in _FILES for each in file.services_by_name.values())
     + sum(len(each.fields) for file in _FILES for each in file.message_types_by_name.values())
     + sum(len(each.values) for file in _FILES for each in file.enum_types_by_name.values())
@@ -44,7 +44,7 @@ _PAUSE_MODES: Mapping[int, PauseMode] = {
 
 
 class InferenceService(PoolingMethods, inference_pb2_grpc.InferenceServiceServicer):
-    """Generation, pooling, tokenization and the list of models."""
+    """Generation, pooling, tokens and models."""
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: ServicerContext
@@ -56,7 +56,7 @@ class InferenceService(PoolingMethods, inference_pb2_grpc.InferenceServiceServic
             return reply.response(chunk)
 
     async def StreamGenerate(self, request: inference_pb2.GenerateRequest, context: ServicerContext) -> None:
-        """Send nothing, headers included, before the first tokens, so that retries work."""
+        """Stream new output. Sends nothing, headers included, before the first tokens, so that clients can retry."""
         chunks, reply = await self._begin(request, context, stream=True)
         is_first = True
         async with aclosing(chunks), Writer(context, self._stall_timeout) as writer:
@@ -112,7 +112,7 @@ class InferenceService(PoolingMethods, inference_pb2_grpc.InferenceServiceServic
         return inference_pb2.ListModelsResponse(models=[model, *self._adapters(model)])
 
     def _adapters(self, parent: inference_pb2.Model) -> Iterator[inference_pb2.Model]:
-        """Describe adapters: the model, except for names and what the adapter's tokenizer changes."""
+        """Yield the model's description with each adapter's name and tokenizer."""
         for served in self._serving.adapters:
             known = self._serving.adapters.known(served)
             if known is None:
@@ -128,7 +128,7 @@ class InferenceService(PoolingMethods, inference_pb2_grpc.InferenceServiceServic
     async def _begin(
         self, request: inference_pb2.GenerateRequest, context: ServicerContext, *, stream: bool
     ) -> tuple[AsyncGenerator[Chunk, None], replies.Reply]:
-        """Return the chunks, none computed yet, and their converter."""
+        """Return the chunks of a request, not yet started, and their converter."""
         request_id, is_hint, client = self._admit(request, context)
         most = self._serving.options.max_json_depth
         call = await self._read(client, request, messages.call_of, request_id, stream=stream, max_json_depth=most)
@@ -138,7 +138,7 @@ class InferenceService(PoolingMethods, inference_pb2_grpc.InferenceServiceServic
         return chunks, replies.reply_of(request, model)
 
     async def _hinted(self, call: Call) -> AsyncGenerator[Chunk, None]:
-        """Use the id that the metadata propose, or a derived one while that is in use."""
+        """Generate under the id from the metadata, or a derived id while that is in use."""
         try:
             async with aclosing(self._serving.generate(call)) as chunks:
                 async for chunk in chunks:
@@ -151,7 +151,7 @@ class InferenceService(PoolingMethods, inference_pb2_grpc.InferenceServiceServic
 
 
 class ControlService(control_pb2_grpc.ControlServiceServicer):
-    """State, load and administration."""
+    """State, load and control."""
 
     def __init__(self, serving: Serving, stall_timeout: float) -> None:
         self._serving = serving
@@ -162,7 +162,6 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     async def GetServerInfo(
         self, request: control_pb2.GetServerInfoRequest, context: ServicerContext
     ) -> control_pb2.GetServerInfoResponse:
-        """Include the model's sizes once it is loaded."""
         engine = self._serving.engine
         state = "dead" if engine.state == "stopped" else engine.state
         info = control_pb2.GetServerInfoResponse(
@@ -176,7 +175,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         try:
             model = engine.model
         except EngineError:
-            return info  # the model is not loaded
+            return info
         info.max_model_len = model.max_model_len
         info.max_num_seqs = model.max_num_seqs
         info.max_num_batched_tokens = model.max_num_batched_tokens
@@ -208,14 +207,12 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         )
 
     async def Abort(self, request: control_pb2.AbortRequest, context: ServicerContext) -> control_pb2.AbortResponse:
-        """Unknown ids are ignored."""
         await self._serving.engine.abort(request.request_ids)
         return control_pb2.AbortResponse()
 
     async def ResetPrefixCache(
         self, request: control_pb2.ResetPrefixCacheRequest, context: ServicerContext
     ) -> control_pb2.ResetPrefixCacheResponse:
-        """Do nothing while requests run."""
         return control_pb2.ResetPrefixCacheResponse(was_reset=await self._serving.engine.reset_prefix_cache())
 
     async def PauseGeneration(
@@ -271,7 +268,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
 
 @contextmanager
 def _by_fields() -> Iterator[None]:
-    """Make errors name the fields of these calls."""
+    """Rename the parameters of errors to the fields of messages."""
     try:
         yield
     except UserError as error:

@@ -1,4 +1,4 @@
-"""The base of `jaxllm.v1.InferenceService`."""
+"""Base class of `jaxllm.v1.InferenceService`: admits and reads calls, and writes streams."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 REQUEST_ID = "x-request-id"
 _LARGE_REQUEST = 1 << 13  # bytes
-_LEAST_REMAINING = 0.001  # seconds; a call with less time before its deadline is refused
+_LEAST_REMAINING = 0.001  # seconds before the deadline; less is refused
 _MAX_METADATA_CHARS = 256
 
 
@@ -32,7 +32,7 @@ class NamedRequest(Protocol):
 
 
 class Servicer:
-    """Checks and reads the calls of a service."""
+    """Admits and reads calls."""
 
     def __init__(self, serving: Serving, stall_timeout: float, keys: Keys) -> None:
         self._serving = serving
@@ -40,7 +40,7 @@ class Servicer:
         self._keys = keys
 
     def _admit(self, request: NamedRequest, context: ServicerContext) -> tuple[str, bool, str]:
-        """Return the id, whether the metadata proposed it, and the client; refuse a request without time or room."""
+        """Return the request id, whether it is from the metadata, and the client. Raises without time or room."""
         remaining = context.time_remaining()
         if remaining is not None and remaining < _LEAST_REMAINING:
             raise DeadlineError("The deadline of this call was over before it began.")
@@ -48,13 +48,12 @@ class Servicer:
         self._serving.check_room(client)
         hint = "" if request.request_id else first(context.invocation_metadata(), REQUEST_ID) or ""
         request_id = request.request_id or hint or uuid4().hex
-        # The interceptor reads the id from here, to log failures with it.
+        # The interceptor logs failures with this id.
         if _can_be_metadata(request_id):
             context.set_trailing_metadata(((REQUEST_ID, request_id),))
         return request_id, bool(hint), client
 
     async def _read(self, client: str, request: Message, read: Callable[..., Item], *given: Any, **named: Any) -> Item:
-        """Use a thread for a large request, because every part is checked."""
         if request.ByteSize() <= _LARGE_REQUEST:
             return read(request, *given, **named)
         return await self._serving.off_loop(client, partial(read, request, *given, **named))
@@ -64,23 +63,22 @@ class Servicer:
         return client_of(key, host_of_peer(peer_of(context.peer())))
 
     def _unique(self, request_id: str) -> str:
-        """Extend an id that is in use."""
         ending = f"-{uuid4().hex[:8]}"
         return f"{request_id[: max(0, self._serving.options.max_request_id_chars - len(ending))]}{ending}"
 
 
 class Writer:
-    """Writes a stream's messages; fails if the client does not read for `stall_timeout` seconds (0: never).
+    """Writes a stream's messages; fails if the client reads nothing for `stall_timeout` seconds (0: never).
 
-    Flow control alone is no limit: a client that never read took 4 MiB before a write blocked (measured). One timer per
-    stream checks the current write: a timeout around each write costs 7 microseconds.
+    Flow control alone does not limit memory: a client that never read took 4 MiB before a write blocked (measured). One
+    timer per stream checks the current write; a timeout around each write costs 7 µs.
     """
 
     def __init__(self, context: ServicerContext, stall_timeout: float) -> None:
         self._context = context
         self._stall_timeout = stall_timeout
         self._loop = asyncio.get_running_loop()
-        self._since: float | None = None  # start of the current write
+        self._since: float | None = None
         self._is_stalled = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -97,12 +95,12 @@ class Writer:
             self._timer.cancel()
 
     async def write(self, message: Message) -> None:
-        """Raises SlowConsumerError after the timeout."""
+        """Send a message. Raises SlowConsumerError."""
         self._since = self._loop.time()
         try:
             await self._context.write(message)
         except asyncio.CancelledError:
-            # A cancellation by the client remains.
+            # Do not swallow the client's cancellation.
             if self._is_stalled and self._task.uncancel() == 0:
                 raise SlowConsumerError(f"The stream was not read for {self._stall_timeout:g} seconds.") from None
             raise
@@ -123,5 +121,4 @@ def first(metadata: Any, key: str) -> str | None:
 
 
 def _can_be_metadata(value: str) -> bool:
-    """Return whether a value is valid in HTTP/2 headers."""
     return len(value) <= _MAX_METADATA_CHARS and value.isascii() and value.isprintable()

@@ -1,4 +1,4 @@
-"""The HTTP routes by which an administrator loads and unloads adapters."""
+"""HTTP routes with which an administrator loads and unloads adapters."""
 
 from __future__ import annotations
 

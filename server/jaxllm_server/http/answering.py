@@ -1,4 +1,4 @@
-"""Makes replies, and the fields of their answers."""
+"""`Answering`: creates the reply of a request and the fields of its answer."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("jaxllm.server.http")
 Made = TypeVar("Made")
-MakeReply: TypeAlias = Callable[[fields.Body, ServerOptions, str], Made]  # from a body and the request's id
-_MOST_TOLD = 256  # ignored fields in the log: clients can invent any number of names
+MakeReply: TypeAlias = Callable[[fields.Body, ServerOptions, str], Made]
+_MOST_TOLD = 256  # logged names, since clients can invent any number
 
 
 class Answering:
-    """Reads requests of one server and prepares their answers."""
+    """Reads requests and prepares their answers."""
 
     def __init__(self, serving: Serving, options: ServerOptions, tracer: Tracer) -> None:
         self.serving = serving
         self.options = options
         self.bodies = BodyReader(serving, options)
         self._tracer = tracer
-        self._told: set[str] = set()  # already logged
+        self._told: set[str] = set()
 
     def route(
         self,
@@ -49,7 +49,7 @@ class Answering:
         is_invoked: bool = False,
         media: Sequence[str] = (JSON,),
     ) -> ApiRoute:
-        """Return a route that converts a body by `make_reply`, and the reply by `write`."""
+        """Return a route that converts bodies with `make_reply` and answers with `write`."""
 
         async def run(request: Request) -> ASGIApp:
             self.serving.check_room(request.scope[CLIENT], pools=pools)
@@ -63,15 +63,14 @@ class Answering:
         return await self.bodies.read(request, lambda body: make(body, self.options, own_id))
 
     def head(self, reply: CallsReply) -> dict[str, Any]:
-        """Return the first fields of an answer."""
         model = self.serving.check_model(reply.calls[0].model)
         return {"id": f"{reply.id_prefix}{reply.request_id}", "created": int(time.time()), "model": model}
 
     def parts(self, request: Request, reply: CallsReply) -> dict[str, Any]:
-        """Return the fields of an `Answer`; calls get the client's id of the request."""
+        """Return the fields of an `Answer`; sets `client_id` in the reply's calls."""
         own = request.scope["jaxllm"]
         self.warn(request, getattr(reply, "ignored", ()))
-        if is_request_id(reply.request_id, self.options):  # possibly from the body; an invalid one is refused later
+        if is_request_id(reply.request_id, self.options):  # may be from the body; an invalid one is refused later
             own["name"] = own["name"].replace(own["request_id"], reply.request_id)
         if own["client_id"] is not None:
             reply.calls = [replace(call, client_id=own["client_id"]) for call in reply.calls]
@@ -86,7 +85,7 @@ class Answering:
         }
 
     def warn(self, request: Request, ignored: Sequence[str]) -> None:
-        """Report ignored fields in headers, and log each once."""
+        """Add ignored fields to the answer's headers, and log each of them once."""
         if self.options.unknown_fields != "warn":
             return
         request.scope["jaxllm"]["ignored"] = ignored

@@ -1,7 +1,7 @@
-"""ASGI apps that run a reply's calls and send the results, complete or as events.
+"""ASGI apps that run the calls of a reply and send the results, whole or as events.
 
-The first output is awaited before the status is sent, so that earlier errors get a status. A client's disconnect closes
-the calls' iterators, which aborts them in the engine; `protocol` disconnects clients that do not read.
+The status is sent after the first output, so that earlier errors have their status. When a client disconnects, the
+calls' iterators are closed, which aborts its requests. `http/protocol.py` disconnects clients that stop reading.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 AnyReply = TypeVar("AnyReply", bound=CallsReply)
 _MANY_VALUES = 1 << 12  # log-probabilities; more are serialized in a thread
-_VALUE_BYTES = 150  # of a log-probability in memory (measured)
-_CHARACTERS = 32  # of text that take as long as a log-probability
-_PIECE = 1 << 20  # bytes; the next piece waits until most of the last one is sent
+_VALUE_BYTES = 150  # of a log-probability (measured)
+_CHARACTERS = 32  # of text, as slow as one log-probability
+_PIECE = 1 << 20  # bytes per write; the next waits until most of them are sent
 _STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would collect events
+    (b"x-accel-buffering", b"no"),  # disables nginx's buffering
 ]
 
 
@@ -49,13 +49,13 @@ class Answer(ABC, Generic[AnyReply]):
     serving: Serving
     tracer: Tracer
     reply: AnyReply
-    name: str  # request name in the log
+    name: str  # in the log
     client: str
-    num_bytes: int  # request size
+    num_bytes: int
     entry: Entry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises errors that occur before the first byte."""
+        """Compute and send the answer. Raises errors that occur before the first byte."""
         traceparent = next((value for name, value in scope["headers"] if name == b"traceparent"), b"")
         span = self.tracer.start(traceparent.decode("latin-1") or None, scope["path"], {"http.request.method": "POST"})
         failure: BaseException | None = None
@@ -79,14 +79,14 @@ class Answer(ABC, Generic[AnyReply]):
 
 
 class _Begun:
-    """Outputs of a call with prompt log-probabilities, which each one's first event may repeat."""
+    """Tracks outputs; the first event of each repeats the prompt's log-probabilities."""
 
     def __init__(self, num_values: int) -> None:
         self._num_values = num_values
         self._indices: set[int] = set()
 
     def begin(self, chunk: Chunk) -> int:
-        """Return the maximum number of prompt values in a chunk's events."""
+        """Return an upper bound on the prompt's log-probabilities in a chunk's events."""
         new = {part.index for part in chunk.outputs} - self._indices
         self._indices |= new
         return len(new) * self._num_values
@@ -135,7 +135,7 @@ class TextAnswer(Answer[Reply | EventReply]):
                 async for number, chunk in items:
                     await _send_events(send, await self._events(number, chunk, begun))
                 ending = writer.end()
-            except Exception as error:  # too late for a status
+            except Exception as error:
                 is_whole = False
                 log_failure(self.name, error)
                 ending = writer.failure(error)
@@ -144,7 +144,7 @@ class TextAnswer(Answer[Reply | EventReply]):
             transport.close()
 
     async def _events(self, number: int, chunk: Chunk, begun: dict[int, _Begun]) -> bytes:
-        """Use a thread for a long prompt's log-probabilities."""
+        """Return a chunk's events; serialized in a thread if they repeat a long prompt's log-probabilities."""
         if chunk.prompt is not None and chunk.prompt.logprobs is not None:
             begun[number] = _Begun(_num_prompt_values(chunk))
         own = begun.get(number)
@@ -153,10 +153,9 @@ class TextAnswer(Answer[Reply | EventReply]):
         return await self.serving.off_loop(self.client, self.writer.events, number, chunk)
 
     async def _chunks(self) -> AsyncGenerator[tuple[int, Chunk]]:
-        """Yield the chunks of all calls as they arrive, each with its call's number."""
         own: dict[str, Any] = {"client": self.client, "num_bytes": self.num_bytes, "entry": self.entry}
         calls = [replace(call, **own) for call in self.reply.calls]
-        params = await self.serving.completed(calls[0])  # the calls differ only in their prompts
+        params = await self.serving.completed(calls[0])  # the calls differ in their prompts only
         if len(calls) > 1:
             self.serving.check_calls(calls, params)
         iterators = [self.serving.generate(call, params) for call in calls]
@@ -171,7 +170,7 @@ class TextAnswer(Answer[Reply | EventReply]):
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Cancel the work and raise `ClientGone` when the client disconnects; the body must have been read."""
+    """Return the result of `work`; if the client disconnects, cancel it and raise `ClientGone`."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(receive))
     try:
@@ -200,14 +199,13 @@ async def send_json(send: Send, content: bytes) -> None:
 
 
 def _pieces(content: bytes) -> list[bytes]:
-    """Return at least one piece."""
     if len(content) <= _PIECE:
         return [content]
     return [content[start : start + _PIECE] for start in range(0, len(content), _PIECE)]
 
 
 def _num_values(chunk: Chunk) -> int:
-    """Return the maximum number of log-probabilities in a chunk, plus its characters in such units."""
+    """Return an upper bound on a chunk's log-probabilities, plus its text in equivalent units."""
     count = sum(sum(map(len, part.logprobs or ())) + len(part.text) // _CHARACTERS for part in chunk.outputs)
     if chunk.prompt is not None and chunk.prompt.logprobs is not None:
         count += len(chunk.outputs) * _num_prompt_values(chunk)

@@ -1,4 +1,4 @@
-"""The HTTP front end: admission, routes, and conversion of all failures to answers."""
+"""The HTTP front end as an ASGI app: admission, routing, and conversion of exceptions to responses."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
     from jaxllm_server.serving import Serving
 
 _log = logging.getLogger("jaxllm.server.http")
-CLIENT_GONE = 499  # nginx's status, for the metrics: nothing is sent
-_NOT_FOUND = "no route"  # the metrics' name for requests without a route
+CLIENT_GONE = 499  # nginx's status, for metrics
+_NOT_FOUND = "no route"
 
 
 def make_app(
     serving: Serving, options: ServerOptions, observer: PrometheusObserver | None, tracer: Tracer | None
 ) -> ASGIApp:
-    """Requests get 503 while the engine is loading."""
+    """Return the ASGI app. While the engine is loading, routes that need it answer 503."""
     endpoints = Endpoints(serving, options, observer, tracer or Tracer())
     router = Router(endpoints.routes(), redirect_slashes=False, default=_refuse_path)
     return Front(Guard(router, options, Keys(options.api_key, options.admin_api_key)), options, observer)
 
 
 class Front:
-    """The outermost app: sets request ids, answers errors, counts requests."""
+    """The outermost app: assigns request ids, answers exceptions and records metrics."""
 
     def __init__(self, guard: Guard, options: ServerOptions, observer: PrometheusObserver | None) -> None:
         self._guard = guard
@@ -55,7 +55,6 @@ class Front:
         self._observer = observer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request; raises nothing."""
         if scope["type"] != "http":
             await _answer_other(scope, receive, send)
             return
@@ -74,7 +73,7 @@ class Front:
                 if self._options.enable_request_id_headers:
                     added.append((b"x-request-id", shown.encode("ascii")))
                     if is_anthropics(scope["path"]):
-                        added.append((b"request-id", shown.encode("ascii")))  # the name that Anthropic's clients read
+                        added.append((b"request-id", shown.encode("ascii")))
                 if own["ignored"]:
                     added.append((b"warnings", warnings_of(own["ignored"])))
                 message = {**message, "headers": [*message["headers"], *added]}
@@ -97,7 +96,7 @@ class Front:
             if status is not None:
                 status = status_of(error)
                 if (transport := transport_of(scope)) is not None:
-                    transport.abort()  # so that the client notices the truncated answer
+                    transport.abort()  # a truncated answer must not look complete
             else:
                 await _send_error(sender, error, scope["path"], request_id)
         finally:
@@ -120,7 +119,6 @@ async def _send_error(send: Send, error: Exception, path: str, request_id: str) 
 
 
 async def _answer_other(scope: Scope, receive: Receive, send: Send) -> None:
-    """Handle lifespan events; refuse WebSockets."""
     if scope["type"] == "lifespan":
         for done in ("startup", "shutdown"):
             await receive()

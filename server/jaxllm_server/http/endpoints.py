@@ -1,4 +1,7 @@
-"""The table of the HTTP routes, and the handlers of those for text and tokens."""
+"""The table of HTTP routes, and the handlers for text and tokens.
+
+`status.py`, `responses.py` and the modules of features have the other handlers.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ _FEATURES: Sequence[Callable[[Answering], list[ApiRoute]]] = (adapter_routes.rou
 
 
 class Endpoints:
-    """The handlers and the `table` of all routes."""
+    """The handlers, and the `table` of all routes."""
 
     def __init__(
         self, serving: Serving, options: ServerOptions, observer: PrometheusObserver | None, tracer: Tracer
@@ -56,7 +59,7 @@ class Endpoints:
         self._places = Places("requests", options.max_rpcs)
         self._answering = Answering(serving, options, tracer)
         self._bodies = self._answering.bodies
-        self._pages: dict[tuple[str, bool | None], bytes] = {}  # by writing function, and whether the model pools
+        self._pages: dict[tuple[str, bool | None], bytes] = {}
         self._fingerprint = f"jaxllm-{__version__}"
         self._status = StatusEndpoints(self._answering, observer)
         self._responses = ResponseEndpoints(self._answering, tracer, self._places)
@@ -108,11 +111,10 @@ class Endpoints:
         ]
 
     def _invocations(self, rows: Sequence[ApiRoute]) -> ApiRoute:
-        """Return SageMaker's route, which accepts the bodies of `rows`."""
         invoked = {row.path: row.invoked for row in rows if row.invoked is not None}
 
         async def run(request: Request) -> ASGIApp:
-            """Answer a body of any of these routes, selected by its fields (SageMaker)."""
+            """Answer a body of any of these routes, chosen by its fields (SageMaker)."""
             self._serving.check_room(request.scope[CLIENT])
             tasks = self._serving.tasks
 
@@ -127,7 +129,6 @@ class Endpoints:
         return ApiRoute("/invocations", run, bodies=tuple(bodies.values()))
 
     def _completions(self, request: Request, reply: CompletionReply) -> ASGIApp:
-        """Read the prompts if `echo` is set."""
         client, model = request.scope[CLIENT], reply.calls[0].model
 
         async def read_prompts() -> None:
@@ -148,14 +149,13 @@ class Endpoints:
         return TextAnswer(**parts, writer=writer(reply, self._answering.head(reply)))
 
     async def _read(self, request: Request, read: Callable[..., Made]) -> Made:
-        """Report the body's ignored fields."""
         ignored: list[str] = []
         found = await self._bodies.read(request, partial(read, policy=self._options.unknown_fields, ignored=ignored))
         self._answering.warn(request, ignored)
         return found
 
     async def count_tokens(self, request: Request) -> ASGIApp:
-        """Count the tokens of a conversation that would be answered."""
+        """Count the tokens of a conversation."""
         call = replace(await self._read(request, count_call_of), client=request.scope[CLIENT])
         ids = await while_connected(request.receive, self._serving.tokenize(call))
         return json_response({"input_tokens": len(ids)})
@@ -179,11 +179,11 @@ class Endpoints:
         return json_response({"prompt": await self._serving.detokenize(ids, request.scope[CLIENT], model)})
 
     async def tokenizer_info(self, request: Request) -> ASGIApp:
-        """Return the contents of the tokenizer's tokenizer_config.json."""
+        """Return the contents of tokenizer_config.json."""
         return json_response(await self._serving.tokenizer_info(request.scope[CLIENT]))
 
     async def drain(self, request: Request) -> ASGIApp:
-        """Drain a replica; answer once it is idle and serves again after a restart."""
+        """Restart a replica once its requests have finished; answer when it serves again."""
         engine, number = self._serving.engine, request.query_params.get("replica", "")
         if not engine.drains_replicas:
             raise FeatureDisabledError("this server has one engine: SIGTERM drains it.", "replica")
@@ -193,22 +193,22 @@ class Endpoints:
         return json_response({"replica": int(number[:9])})
 
     async def openapi(self, request: Request) -> ASGIApp:
-        """Describe these routes (OpenAPI 3.1)."""
+        """Return the OpenAPI 3.1 description of these routes."""
         return Response(self._written_description, media_type="application/json")
 
     async def docs(self, request: Request) -> ASGIApp:
-        """Show that description as a page on which the routes can be tried."""
+        """Show the API description as a page for trying the routes."""
         return self._page(docs_page.page_of)
 
     async def front_page(self, request: Request) -> ASGIApp:
-        """List the paths of the API and link to the page on which they can be tried."""
+        """List the API's paths, with a link to the page for trying them."""
         return self._page(docs_page.front_page)
 
     def _page(self, write: Callable[..., bytes]) -> Response:
-        """Return a page of this server's paths, cached because requests need no key."""
+        """Return a cached page of the paths that apply to the model."""
         try:
             pools = "generate" not in self._serving.tasks
-        except UnavailableError:  # the model is loading
+        except UnavailableError:
             pools = None
         key = write.__name__, pools
         if key not in self._pages:
@@ -226,7 +226,7 @@ class Endpoints:
         return dumps(self._description)
 
     def _bounded(self, run: Run) -> Run:
-        """Count requests against the limit, body and answer included."""
+        """Count requests against `max_rpcs` until they are answered."""
 
         async def hold(request: Request) -> ASGIApp:
             async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -241,8 +241,6 @@ class Endpoints:
 
 
 def _counted(row: ApiRoute, run: Run) -> Run:
-    """Count requests under the route's path."""
-
     async def count(request: Request) -> ASGIApp:
         request.scope["jaxllm"]["route"] = row.label or row.name
         return await run(request)

@@ -1,7 +1,6 @@
-"""Generates the OpenAPI 3.1 document from the routes, the fields of their bodies and `SamplingParams`. Pure.
+"""Build the OpenAPI 3.1 document from the routes, their bodies' fields and the help texts of `SamplingParams`. Pure.
 
-`SHAPES` has the schema of each field, `Body.shapes` those of single bodies; a test compares them with the fields'
-checks.
+`SHAPES` has the schema of each field, `Body.shapes` those of single bodies; a test compares them with the checks.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from jaxllm_server.requests.shared_fields import SAMPLING, WITHOUT_EFFECT
 from jaxllm_server.responses.compaction import CompactionReply
 from jaxllm_server.responses.reply import ResponseReply
 
-API_VERSION = "1"  # of the paths; /version has the server's, and requires a key
+API_VERSION = "1"  # of the paths; /version has the server's, for clients with a key
 _OBJECTS: Schema = {"type": "array", "items": OBJECT}
 _TEXT_OR_TEXTS: Schema = {"anyOf": [TEXT, STRINGS]}
 _EITHER: Schema = {"anyOf": [TEXT, OBJECT]}
@@ -134,10 +133,10 @@ BODIES: Mapping[str, Body] = {
     ),
 }
 
-_SOCKETS = ("/v1/responses",)  # paths where GET begins a WebSocket
-_OTHER_FORMS = ("/v1/messages", "/api/")  # paths whose bodies and errors differ from OpenAI's
+_SOCKETS = ("/v1/responses",)  # GET opens a WebSocket
+_OTHER_FORMS = ("/v1/messages", "/api/")  # their errors differ from OpenAI's
 _ERROR_REFERENCE = {"$ref": "#/components/schemas/Error"}
-# Annotation in `SamplingParams`, without "| None" -> schema.
+# Schemas of `SamplingParams` fields, by annotation without "| None".
 _BY_ANNOTATION: Mapping[str, Schema] = {
     "int": INTEGER,
     "float": NUMBER,
@@ -147,7 +146,7 @@ _BY_ANNOTATION: Mapping[str, Schema] = {
     "Mapping[int, float]": {"type": "object", "additionalProperties": NUMBER},
     "RepetitionDetectionParams": OBJECT,
 }
-# Fields of requests alone, or that accept more than `SamplingParams`.
+# Fields that `SamplingParams` lacks, or for which bodies accept more types.
 SHAPES: Mapping[str, Schema] = {
     **dict.fromkeys(("model", "request_id", "cache_salt", "reasoning_effort", "suffix"), TEXT),
     **dict.fromkeys(("stream", "echo", "add_special_tokens", "return_token_ids", "use_beam_search"), FLAG),
@@ -193,7 +192,7 @@ _ERROR: Schema = {
 
 
 def description_of(routes: Iterable[ApiRoute], root_path: str = "") -> dict[str, Any]:
-    """`root_path` is a proxy's prefix."""
+    """Return the document for these routes; `root_path` is a proxy's path prefix."""
     paths: dict[str, dict[str, Any]] = {}
     schemas = {"Error": _ERROR}
     for route in routes:
@@ -255,7 +254,7 @@ def _schema(body: Body) -> Schema:
 
 
 def _property(body: Body, name: str) -> Schema | None:
-    """Return None for a field without accepted values. Null equals an absent field."""
+    """Return a field's schema, which includes null; None if no value is accepted."""
     unbuilt = {**_UNBUILT, **body.unbuilt}
     if name in unbuilt:
         accepted = list(unbuilt[name])
@@ -264,7 +263,7 @@ def _property(body: Body, name: str) -> Schema | None:
         )
     if name in WITHOUT_EFFECT and name not in body.shapes:
         return IDLE
-    if name == "chat_template":  # refused with a message: only the operator may set it
+    if name == "chat_template":  # refused: only `--chat-template` sets it
         return None
     own = _SAMPLING.get(name, {}) if body.streams or body.fields is ChatsReply.fields else {}
     shape = body.shapes.get(name, SHAPES.get(name, own))
@@ -273,7 +272,6 @@ def _property(body: Body, name: str) -> Schema | None:
 
 
 def _or_null(shape: Schema) -> Schema:
-    """Also accept null."""
     if "enum" in shape:
         return shape | {"type": [shape["type"], "null"], "enum": [*shape["enum"], None]}
     if "type" in shape:
@@ -282,7 +280,7 @@ def _or_null(shape: Schema) -> Schema:
 
 
 def _of_sampling() -> dict[str, Schema]:
-    """Return schemas of the fields of `SamplingParams` that bodies use under the same name."""
+    """Return schemas and descriptions of the shared `SamplingParams` fields."""
     found: dict[str, Schema] = {}
     for own in fields_of(SamplingParams):
         if own.name in SAMPLING:
@@ -295,7 +293,6 @@ def _of_sampling() -> dict[str, Schema]:
 
 
 _SAMPLING = _of_sampling()
-# Sampling parameters that are not implemented, with their defaults.
 _UNBUILT: Mapping[str, tuple[Any, ...]] = {
     name: (default,) if (default := getattr(SamplingParams, name, None)) is not None else ()
     for name in SAMPLING - {own.name for own in fields_of(SamplingParams)}

@@ -1,4 +1,4 @@
-"""The HTTP routes that embed, classify and score."""
+"""HTTP routes that embed, classify and score."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxllm_server.ollama.pooling import OllamaEmbedReply
 from jaxllm_server.openai.pooling import REPLIES, PoolReply
 from jaxllm_server.pooling.pool_calls import PoolResult
 
-_MANY_NUMBERS = 1 << 16  # 13 ms to write (measured); above, in a thread
+_MANY_NUMBERS = 1 << 16  # 13 ms to serialize (measured); larger answers use a thread
 _REPLIES = {**REPLIES, "/api/embed": OllamaEmbedReply}
 _DOCUMENTS: Schema = {"anyOf": [TEXT, OBJECT, {"type": "array", "items": {"anyOf": [TEXT, OBJECT]}}]}
 _SHAPES: Mapping[str, Schema] = {
@@ -62,7 +62,7 @@ def routes(answering: Answering) -> list[ApiRoute]:
 
 @dataclass(frozen=True)
 class PoolAnswer(Answer[PoolReply]):
-    """The answer to a request for embeddings, classes or scores."""
+    """The answer to a pooling request."""
 
     head: Mapping[str, Any]
 
@@ -77,7 +77,7 @@ class PoolAnswer(Answer[PoolReply]):
         await send_json(send, content)
 
     def _write(self, results: Sequence[PoolResult]) -> bytes:
-        """Write item by item, so that other threads can run."""
+        """Serialize by item, so that other threads can run."""
         pooler = self.serving.engine.model.pooler
         head = dumps({**self.head, "object": "list", **self.reply.tail(results)})
         items = ",".join(self.reply.items(results, () if pooler is None else pooler.labels))

@@ -1,4 +1,7 @@
-"""`ApiRoute` and `Body`: a route's handler and description, as values."""
+"""`ApiRoute` and `Body`: a route's handler and its description.
+
+`endpoints` collects the routes of all modules in a table, from which `openapi` builds the document.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,16 @@ JSON, LINES, HTML, PLAIN = "application/json", "application/x-ndjson", "text/htm
 
 
 class Body(NamedTuple):
-    """The body of a route's requests."""
+    """The request body of a route."""
 
-    name: str  # schema name
+    name: str
     summary: str
     fields: Collection[str]
     required: tuple[str, ...]
     example: Mapping[str, Any]
-    unbuilt: Mapping[str, tuple[Any, ...]] = {}  # fields without effect -> accepted values
+    unbuilt: Mapping[str, tuple[Any, ...]] = {}  # unsupported fields with their accepted values
     streams: bool = False
-    shapes: Mapping[str, Schema] = {}  # schemas that `SHAPES` lacks, or has otherwise
+    shapes: Mapping[str, Schema] = {}  # schemas of fields that `SHAPES` lacks or that differ from it
 
     @classmethod
     def of(
@@ -38,14 +41,13 @@ class Body(NamedTuple):
         example: Mapping[str, Any],
         **own: Any,
     ) -> Body:
-        """Return the body that a class of replies reads."""
         return cls(name, summary, reply.fields, required, example, reply.unbuilt, **own)
 
 
 class Invoked(NamedTuple):
-    """The functions by which `/invocations` answers a body of a route."""
+    """The functions that answer a route's body on `/invocations`."""
 
-    make_reply: Callable[..., Any]  # from a body, the options and the request id
+    make_reply: Callable[..., Any]
     write: Callable[[Request, Any], ASGIApp]
 
 
@@ -53,12 +55,12 @@ class Invoked(NamedTuple):
 class ApiRoute:
     """A route of the front end."""
 
-    path: str  # in Starlette's form
+    path: str
     run: Run
     methods: Sequence[str] = ("POST",)
     bodies: Sequence[Body] = ()  # alternatives
-    media: Sequence[str] = (JSON,)  # types of answers, except event streams
-    pools: bool | None = None  # True: pooling models only, False: generating ones
+    media: Sequence[str] = (JSON,)  # of answers, except event streams
+    pools: bool | None = None  # True: for pooling models, False: for generating models
     is_offered: bool = True  # shown on this server's pages
     is_bounded: bool = True  # counted against `max_rpcs`
     label: str = ""  # in metrics; "": `name`
@@ -66,5 +68,5 @@ class ApiRoute:
 
     @property
     def name(self) -> str:
-        """In OpenAPI's form."""
+        """The path, in OpenAPI's form."""
         return self.path.replace(":path", "")

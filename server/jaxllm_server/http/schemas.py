@@ -1,4 +1,4 @@
-"""OpenAPI schemas of single fields, for several bodies."""
+"""OpenAPI schemas of common field types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routes about the server: models, state, load and metrics.
+"""HTTP routes about the server: models, state, load and metrics.
 
 `/health`, `/live` and `/ready` do not wait for the engine.
 """

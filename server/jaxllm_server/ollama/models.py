@@ -1,6 +1,6 @@
-"""Descriptions of served models in Ollama's form. Pure.
+"""Describe served models in Ollama's form. Pure.
 
-Fields of a model's file and family are empty; clients show nothing.
+Fields about a model file or family are empty, which clients accept.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NEVER = "9999-12-31T23:59:59Z"
 
 
 def model_name(fields: Body) -> str:
-    """Omit the tag that Ollama's clients append."""
+    """Return the model name in a body, without the tag that Ollama's clients append."""
     return (text(fields, "model") or text(fields, "name") or "").removesuffix(":latest")
 
 
@@ -26,7 +26,6 @@ SHOW_FIELDS = frozenset({"model", "name", "verbose", "system", "template", "opti
 
 
 def asked_name(body: Body, policy: str = "refuse") -> str:
-    """Return the model of `/api/show`; `policy` is `--unknown-fields`."""
     name = model_name(given(body, SHOW_FIELDS, {}, policy))
     if not name:
         raise UserError("model is missing: name one of /api/tags.", "model")
@@ -34,7 +33,7 @@ def asked_name(body: Body, policy: str = "refuse") -> str:
 
 
 def ollama_model(card: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert an OpenAI model card to an entry of `/api/tags` and `/api/ps`."""
+    """Return an entry of `/api/tags` and `/api/ps`; `card` is OpenAI's."""
     return {
         **{"name": card["id"], "model": card["id"], "modified_at": moment(card["created"]), "digest": ""},
         **{"size": 0, "size_vram": 0, "expires_at": _NEVER, "context_length": card["max_model_len"]},
@@ -43,7 +42,6 @@ def ollama_model(card: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ollama_details(card: Mapping[str, Any], options: ServerOptions, pools: bool) -> dict[str, Any]:
-    """Answer `/api/show`; `pools`: the model embeds or classifies and generates no text."""
     parsers = {"tools": options.tool_call_parser, "thinking": options.reasoning_parser}
     found = ["completion", *(name for name, parser in parsers.items() if parser is not None)]
     return {
@@ -54,7 +52,6 @@ def ollama_details(card: Mapping[str, Any], options: ServerOptions, pools: bool)
 
 
 def moment(seconds: int) -> str:
-    """`seconds` since 1970."""
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 

@@ -1,4 +1,7 @@
-"""`/api/chat` and `/api/generate`: bodies to calls, chunks to lines, as in Ollama's docs/api.md. Pure."""
+"""Convert bodies of `/api/chat` and `/api/generate` to calls, and chunks to lines of JSON.
+
+Pure. Names and meanings are those of Ollama's docs/api.md.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from jaxllm_server.shared.options import ServerOptions
 
 PATHS = tuple(f"/api/{name}" for name in ("chat", "generate", "embed", "tags", "show", "ps", "version"))
 _SAMPLING = names_in(SamplingParams, OLLAMA)
-# Options of Ollama's model loading and memory, and samplers that only llama.cpp has.
+# Options of loading and memory layout, and samplers that only llama.cpp has.
 _IDLE_OPTIONS = frozenset(
     (
         *("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv"),
@@ -34,7 +37,7 @@ _UNBUILT_OF_GENERATE = {**_UNBUILT, "images": ([],), "suffix": ("",), "template"
 
 
 class _Reply:
-    """Reads a request and builds its answer."""
+    """The calls of a body and the conversion of their chunks. Raises `UserError` for a wrong shape."""
 
     id_prefix = ""
     ignored: list[str]
@@ -59,11 +62,10 @@ class _Reply:
             )
         ]
         self._head: dict[str, Any] = {}
-        self._tools: dict[int, tuple[str, list[str]]] = {}  # name and pieces of the arguments of each tool call
+        self._tools: dict[int, tuple[str, list[str]]] = {}  # name and argument pieces by call
         self._last: Chunk
 
     def begin(self, head: Mapping[str, Any]) -> None:
-        """Set `created` (seconds since 1970) and `model`."""
         self._head = {"model": head["model"], "created_at": moment(head["created"])}
 
     def response(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
@@ -82,7 +84,7 @@ class _Reply:
         return lines
 
     def last_events(self) -> list[dict[str, Any]]:
-        """Return the tool calls, which this API does not stream, and the last line."""
+        """Return the tool calls, whole, and the last line."""
         calls = self._tool_calls()
         return [*([self._line("", "", calls)] if calls else []), self._line("", "") | self._ending(self._last)]
 
@@ -94,7 +96,7 @@ class _Reply:
             self._tools.setdefault(call.index, (call.name or "", []))[1].append(call.arguments)
 
     def _tool_calls(self) -> list[dict[str, Any]]:
-        """Omit calls whose arguments are not an object, as in truncated output."""
+        """Return the tool calls, except truncated ones."""
         given = [(name, "".join(texts).strip() or "{}") for name, texts in self._tools.values()]
         read = [(name, strict_json.object_of(arguments, self._max_depth)) for name, arguments in given]
         return [{"function": {"name": name, "arguments": each}} for name, each in read if each is not None]
@@ -104,7 +106,6 @@ class _Reply:
         return {**self._head, "message": {"role": "assistant", "content": content, **shown}, "done": False}
 
     def _ending(self, chunk: Chunk) -> dict[str, Any]:
-        """Return the fields of the last line; durations are in nanoseconds."""
         usage, timing = chunk.usage, chunk.timing or Timing(0.0, 0.0, 0.0, 0.0)
         was_cut = any(part.finish_reason in ("length", "context", "time_limit") for part in chunk.outputs)
         seconds = {"total": timing.total, "load": 0, "prompt_eval": timing.prefill}
@@ -117,7 +118,7 @@ class _Reply:
 
 
 class OllamaChatReply(_Reply):
-    """Handles `/api/chat`."""
+    """The reply of `/api/chat`."""
 
     fields = _SHARED | _UNBUILT.keys() | {"messages", "tools"}
     unbuilt = _UNBUILT
@@ -131,7 +132,7 @@ class OllamaChatReply(_Reply):
 
 
 class OllamaGenerateReply(_Reply):
-    """Handles `/api/generate`: a text without `raw` is a message of the user."""
+    """The reply of `/api/generate`; unless `raw`, the prompt is a user message."""
 
     fields = _SHARED | _UNBUILT_OF_GENERATE.keys() | {"prompt", "system", "raw"}
     unbuilt = _UNBUILT_OF_GENERATE
@@ -155,7 +156,6 @@ class OllamaGenerateReply(_Reply):
 
 
 def _message_in(message: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Rename fields to those of templates."""
     if message.get("images"):
         raise UnsupportedError(f"messages[{index}].images are not supported by jaxllm yet.", "messages")
     renamed = {"thinking": "reasoning_content", "tool_name": "name"}
@@ -172,11 +172,10 @@ def _thinking_of(think: Any) -> dict[str, Any]:
 
 
 def _sampling_of(fields: Body, policy: str, ignored: list[str]) -> dict[str, Any]:
-    """`SamplingParams` validates the values."""
     asked = given(mapping(fields, "options") or {}, _SAMPLING.keys() | _IDLE_OPTIONS, {}, policy, ignored)
     sampling = {_SAMPLING[name]: value for name, value in asked.items() if name in _SAMPLING}
     most = sampling.get("max_tokens")
-    if isinstance(most, int) and most < 0:  # up to the context's limit
+    if isinstance(most, int) and most < 0:  # fill the context
         del sampling["max_tokens"]
     form = fields.get("format")
     if form not in (None, "", "json") and not isinstance(form, dict):

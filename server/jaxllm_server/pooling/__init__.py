@@ -1,1 +1,1 @@
-"""A pooling call on any protocol."""
+"""Pooling (embeddings, classification, scores) for all protocols."""

@@ -1,4 +1,4 @@
-"""Requests and results of embedding, classifying and scoring, for both protocols. Plain data."""
+"""Requests and results of pooling, independent of protocols."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from jaxllm.pooling_params import PoolingTask
 
 @dataclass(frozen=True, kw_only=True)
 class PoolCall:
-    """A client's request, not validated; each of `inputs` gets a result."""
+    """A client's pooling request, unchecked. Each input gets one result."""
 
-    client: str = ""  # its name by `client_quota.client_of`
+    client: str = ""  # from `client_quota.client_of`
     model: str = ""  # "": the served model
     task: PoolingTask | None = None  # None: the model's first task
-    inputs: Sequence[str | Sequence[int]]  # texts, or token ids
-    pairs: Sequence[str] | None = None  # for "score": the second text of each input, a text
+    inputs: Sequence[str | Sequence[int]]
+    pairs: Sequence[str] | None = None  # for "score": the second text of each input
     dimensions: int | None = None
     normalize: bool | None = None
     use_activation: bool | None = None
     truncate_prompt_tokens: int | None = None
-    truncation_side: str = "right"  # side that truncation removes; "left" keeps the last tokens, except in pairs
+    truncation_side: str = "right"  # "left" keeps the last tokens; not for pairs
     add_special_tokens: bool = True
-    request_id: str | None = None  # unique among running requests, per client if keys distinguish them
-    client_id: str | None = None  # X-Request-Id, for logs and recordings; not unique
+    request_id: str | None = None  # unique among unfinished requests
+    client_id: str | None = None  # X-Request-Id, for logs; may repeat
     priority: int = 0
     cache_salt: str | None = None
 
@@ -35,6 +35,6 @@ class PoolCall:
 class PoolResult:
     """The result of an input or pair."""
 
-    index: int  # of the input
-    values: np.ndarray  # float32[W]: embedding, value per label, or one score
+    index: int
+    values: np.ndarray  # float32[W]: an embedding, a number for each label, or one score
     prompt_tokens: int

@@ -1,4 +1,4 @@
-"""`PoolSite`: the protocol of a server that pools, which `Serving` implements."""
+"""`PoolSite`: the part of `Serving` that pooling uses."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ Item = TypeVar("Item")
 
 
 class PoolSite(Protocol):
-    """A server's engine, options, names and bounds."""
+    """The engine, options, model names and limits of a server."""
 
     engine: EngineClient
     options: ServerOptions
     names: tuple[str, ...]
-    shares: Shares  # of sequences, by client
+    shares: Shares  # limits sequences by client
     ledger: Ledger
 
     def check_model(self, name: str, adapter: str = "") -> str:
-        """Return the served name; raises NotFoundError."""
+        """Return the model name for responses. Raises NotFoundError."""
         ...
 
     def check_text(self, name: str, value: str | None) -> None:
-        """Refuse names that are long or unreadable in a log."""
+        """Raise UserError for a value that is too long or has special characters."""
 
     def owner_of(self, client: str) -> str:
         """Return the scope in which a client's request ids are unique."""
         ...
 
     def salt_of(self, client: str, given: str | None) -> dict[str, str]:
-        """`given` is the client's salt of the prefix cache."""
+        """Return the entry of the prompt for the prefix cache salt; `given` is the client's."""
         ...
 
     async def off_loop(
         self, client: str, function: Callable[..., Item], *arguments: Any, language: bytes | None = None
     ) -> Item:
-        """Use a thread; raises DeadlineError if it takes too long."""
+        """Run a slow function in a thread. Raises DeadlineError after the request timeout."""
         ...

@@ -1,4 +1,4 @@
-"""A client's stream of texts: each is a separate call, started when the queue has room and answered when computed."""
+"""Answer a client's stream of pooling requests, each as a separate call."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Pool: TypeAlias = Callable[[PoolCall], AsyncGenerator[PoolResult]]
 
 
 class Answer(NamedTuple, Generic[Request]):
-    """A result or error."""
+    """The outcome of one request."""
 
-    index: int  # from 0, in the order of the requests
+    index: int
     request: Request
     outcome: PoolResult | Failure
 
@@ -29,9 +29,9 @@ class Answer(NamedTuple, Generic[Request]):
 async def answers(
     serving: PoolSite, pool: Pool, requests: AsyncIterator[Request], read: Callable[[Request], PoolCall], client: str
 ) -> AsyncGenerator[Answer[Request]]:
-    """Answer each request, of one input, by `pool`, in any order; an invalid request is answered with its error.
+    """Yield the outcome of each request, of one input, in any order; an invalid request yields its error.
 
-    Reads no more requests than may run together, including unread answers; waits while the queue is full.
+    Stops reading `requests` while the queue is full. Answers that the caller has not consumed count as running.
     """
     queue: asyncio.Queue[Answer[Request] | Exception | None] = asyncio.Queue()
     tasks: set[asyncio.Task[None]] = set()
@@ -54,7 +54,7 @@ async def answers(
                 await has_moved.wait()
             begin(answer(num_asked, request))
             num_asked, num_open = num_asked + 1, num_open + 1
-            await asyncio.sleep(0)  # lets the task take its place
+            await asyncio.sleep(0)  # lets the task enter the queue
         queue.put_nowait(None)
 
     def begin(work: Coroutine[Any, Any, None]) -> None:
@@ -82,7 +82,7 @@ async def answers(
             num_given, num_open = num_given + 1, num_open - 1
             has_moved.set()
     finally:
-        item = None  # break the cycle of exception and frame, which holds the call's messages
+        item = None  # break the reference cycle of exception and frame
         left = list(tasks)
         for task in left:
             task.cancel()

@@ -1,7 +1,7 @@
-"""Embeds, classifies and scores: a `PoolCall` is validated as a whole, then computed in parts.
+"""Embed, classify and score: check a `PoolCall` as a whole, then compute it in parts.
 
-The engine gets the prompts of three steps, at most half of its queue. Clients take turns, so that a single prompt waits
-for a few steps, however long the calls of others are.
+Keeps prompts for three steps in the engine, in at most half of its queue. Clients submit prompts round-robin, so that
+long calls delay another client's prompt by a few steps only. Independent of messages, status codes and connections.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from jaxllm_server.pooling.pool_site import PoolSite
 from jaxllm_server.shared.truncation import cut_ids
 
 _log = logging.getLogger("jaxllm.server")
-_STEPS = 3  # with queued prompts: two in flight, and the next
-FULL_SECONDS = 0.25  # before another attempt with a full queue
+_STEPS = 3  # of prompts in the engine: two in flight and the next one
+FULL_SECONDS = 0.25  # retry interval of a prompt while the queue is full
 _DOES = {"embed": "embeds texts", "classify": "classifies texts", "score": "scores pairs of texts"}
 
 
 class _Item(NamedTuple):
-    """A prompt of a call: a text, token ids, or two texts."""
+    """A text, token ids, or two texts."""
 
     index: int  # of its first result …
-    parameter: str  # … and the call's field, for errors
+    parameter: str  # … and the field that errors name
     first: str | Sequence[int]
     second: str | None = None
 
 
 class _Prompt(NamedTuple):
-    """A prompt for the engine. Pairs have no ids yet: a query would be stored once per document."""
+    """A checked prompt. Pairs have no ids yet: a query's would be stored once per document."""
 
     num_tokens: int
     ids: Sequence[int] | None
@@ -67,7 +67,6 @@ _Outputs: TypeAlias = Callable[[Sequence[_Item]], AsyncGenerator[tuple[int, Pool
 
 
 def check_kind(model: ModelInfo, name: str, pools: bool) -> None:
-    """Refuse to generate with a pooling model, or to pool with a generating one."""
     if model.pooler is not None and not pools:
         raise FeatureDisabledError(f"The model {name} {_does(model)}; it generates no text.", "model")
     if model.pooler is None and pools:
@@ -75,9 +74,9 @@ def check_kind(model: ModelInfo, name: str, pools: bool) -> None:
 
 
 async def pool(serving: PoolSite, places: FairPlaces, call: PoolCall) -> AsyncGenerator[PoolResult]:
-    """Yield results as they are ready; closing the iterator aborts the others.
+    """Yield results as they are computed. Closing the iterator aborts the remaining inputs.
 
-    Errors in any input are raised before anything is computed. `places` limit the prompts in the engine's queue.
+    All inputs are checked first. `places` limits the pooling prompts in the engine's queue.
     """
     name, model = serving.check_model(call.model), serving.engine.model
     serving.check_text("request_id", call.request_id)
@@ -114,7 +113,7 @@ async def _each(call: PoolCall, outputs_of: _Outputs) -> AsyncGenerator[PoolResu
 
 
 async def _cosines(call: PoolCall, outputs_of: _Outputs) -> AsyncGenerator[PoolResult]:
-    """Yield the cosine of each pair; a text is embedded once."""
+    """Yield the cosine similarity of each pair; each distinct text is embedded once."""
     pairs: list[Any] = list(zip(call.inputs, call.pairs or (), strict=True))
     items: dict[str, _Item] = {}
     for index, pair in enumerate(pairs):
@@ -137,7 +136,7 @@ async def _cosines(call: PoolCall, outputs_of: _Outputs) -> AsyncGenerator[PoolR
 async def _outputs(
     serving: PoolSite, places: FairPlaces, call: PoolCall, params: PoolingParams, items: Sequence[_Item]
 ) -> AsyncGenerator[tuple[int, PoolingRequestOutput]]:
-    """Yield the engine's outputs, each with its item's number."""
+    """Yield the engine's outputs as they complete, with the index of each item."""
     arrival, engine = time.monotonic(), serving.engine
     model = engine.model
     timeout = serving.options.request_timeout or None
@@ -205,7 +204,7 @@ async def _outputs(
         num_tokens = sum(prompt.num_tokens for prompt in prompts)
         if serving.options.enable_log_requests:
             _log.info("request %s: %s, %d prompts of %d tokens", request_id, params.task, len(items), num_tokens)
-        # Prompts of similar lengths run together: a step is padded to its longest.
+        # Similar lengths together, since a step is padded to its longest prompt.
         order = sorted(range(len(items)), key=lambda number: -prompts[number].num_tokens)
         tasks: set[asyncio.Task[None]] = set()
         num_begun = tokens_open = 0
@@ -230,7 +229,6 @@ async def _outputs(
 
 
 def tasks_of(model: ModelInfo) -> tuple[PoolingTask, ...]:
-    """Return the tasks that clients may request."""
     return (*model.tasks, "score") if "embed" in model.tasks else model.tasks
 
 
@@ -239,7 +237,7 @@ def _does(model: ModelInfo) -> str:
 
 
 def _task_of(call: PoolCall, model: ModelInfo, name: str) -> PoolingTask:
-    """Return a supported task."""
+    """Return the task of a call. Raises FeatureDisabledError if the model does not support it."""
     check_kind(model, name, pools=True)
     task = model.tasks[0] if call.task is None else call.task
     if task not in tasks_of(model):
@@ -248,7 +246,6 @@ def _task_of(call: PoolCall, model: ModelInfo, name: str) -> PoolingTask:
 
 
 def _check_inputs(call: PoolCall, most: int) -> None:
-    """Validate the shape of a call before allocating memory in proportion to it."""
     if not 1 <= len(call.inputs) <= most:
         raise UserError(f"There may be 1 to {most} inputs in a call, got {len(call.inputs)}.", "inputs")
     if call.pairs is None:
@@ -260,7 +257,7 @@ def _check_inputs(call: PoolCall, most: int) -> None:
 
 
 def has_room(serving: PoolSite, client: str, num_running: int) -> bool:
-    """`num_running` are the client's prompts of a stream; one is always allowed."""
+    """Return whether a client with `num_running` prompts of a stream may start another; always, if 0."""
     if not num_running:
         return True
     load = serving.engine.get_load()
@@ -270,13 +267,11 @@ def has_room(serving: PoolSite, client: str, num_running: int) -> bool:
 
 
 def _places(engine: EngineClient) -> int:
-    """Return the number of requests that can run and wait."""
     slots = engine.get_load().max_running
     return slots + most_queued(engine.max_queued_requests, slots)
 
 
 def _most_tokens(call: PoolCall, longest: int) -> int:
-    """Return the limit of a prompt: the model's, or that of truncation."""
     asked = call.truncate_prompt_tokens
     if asked is not None and asked > longest:
         message = f"truncate_prompt_tokens value ({asked}) is greater than max_model_len ({longest})."
@@ -285,9 +280,9 @@ def _most_tokens(call: PoolCall, longest: int) -> int:
 
 
 def _prompts(items: Sequence[_Item], call: PoolCall, model: ModelInfo, most: int) -> list[_Prompt]:
-    """Build and validate all prompts; slow."""
+    """Build and check all prompts; slow for long texts."""
     cuts, prompts = call.truncate_prompt_tokens is not None, list[_Prompt]()
-    # A query may occur once per document.
+    # Cached, since a query repeats for each document.
     cut = model.tokenizer.end_of if cuts and call.truncation_side == "left" else model.tokenizer.beginning_of
     needed = functools.cache(lambda text: cut(text, most))
     count = functools.cache(lambda text: len(model.tokenizer.encode(text, add_special_tokens=False)))
@@ -315,7 +310,7 @@ def _prompts(items: Sequence[_Item], call: PoolCall, model: ModelInfo, most: int
 
 
 def _single(given: str | Sequence[int], call: PoolCall, model: ModelInfo, kept: int | None) -> _Prompt:
-    """`kept` is the number of tokens after truncation."""
+    """Return the prompt of a text or of token ids, truncated to `kept` tokens."""
     tokenizer, is_left = model.tokenizer, call.truncation_side == "left"
     if not isinstance(given, str):
         ids = cut_ids(given, kept, call.truncation_side)
@@ -332,7 +327,7 @@ def _single(given: str | Sequence[int], call: PoolCall, model: ModelInfo, kept: 
 
 
 def _checked(output: PoolingRequestOutput) -> PoolingRequestOutput:
-    """Refuse incomplete outputs and numbers that are not finite."""
+    """Return the output. Raises if it failed or is not finite."""
     told = output.outputs
     if told.finish_reason == "abort":
         raise UnavailableError("The request was aborted.")
@@ -343,7 +338,7 @@ def _checked(output: PoolingRequestOutput) -> PoolingRequestOutput:
 
 
 def _naming(error: Exception, item: _Item, num_items: int) -> Exception:
-    """Name the input in an error if a call has several."""
+    """Prefix the error's message with the index of the input."""
     if num_items > 1:
         error.args = (f"Input {item.index}: {error}",)
     return error

@@ -14,7 +14,7 @@ Item = TypeVar("Item")
 
 
 class Pooling:
-    """Answers the pooling calls of a server; refuses them if the model generates."""
+    """Answers pooling calls, if the model pools."""
 
     def __init__(self, site: PoolSite) -> None:
         self._site = site
@@ -22,7 +22,7 @@ class Pooling:
 
     @property
     def tasks(self) -> Sequence[str]:
-        """Empty if the model generates."""
+        """The model's tasks; empty if it generates text."""
         model = self._site.engine.model
         return () if model.pooler is None else pooling.tasks_of(model)
 
@@ -30,12 +30,10 @@ class Pooling:
         pooling.check_kind(self._site.engine.model, self._site.names[0], pools)
 
     def pool(self, call: PoolCall) -> AsyncGenerator[PoolResult]:
-        """Closing the iterator aborts the remaining inputs."""
         return pooling.pool(self._site, self._places, call)
 
     async def stream(
         self, requests: AsyncIterator[Item], read: Callable[[Item], PoolCall], client: str
     ) -> AsyncGenerator[pool_stream.Answer[Item]]:
-        """Raises an error if the engine is unhealthy."""
         await self._site.engine.check_health()
         return pool_stream.answers(self._site, self.pool, requests, read, client)

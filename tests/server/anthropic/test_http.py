@@ -1,6 +1,6 @@
 """Anthropic's API over HTTP, in front of a scripted `Serving`: paths, keys and errors.
 
-Its own client asks in tests/clients/test_anthropic.py.
+tests/clients/test_anthropic.py uses Anthropic's client.
 """
 
 from __future__ import annotations

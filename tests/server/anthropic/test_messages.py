@@ -1,4 +1,4 @@
-"""Anthropic's Messages: bodies become calls or errors that name a field, chunks become events, and these a message."""
+"""Anthropic's Messages: bodies become calls or errors that name a field; chunks become events or a message."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def whole_of(answer: Written, **body: Any) -> dict[str, Any]:
 
 
 def read(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Check a stream's order and return its blocks, arguments as text, and the delta that ends it."""
+    """Check a stream's order; return its blocks, with arguments as text, and its last delta."""
     first, ping, *middle, last, stop = events
     assert (first["type"], ping, stop) == ("message_start", {"type": "ping"}, {"type": "message_stop"})
     assert first["message"]["content"] == [] and first["message"]["stop_reason"] is None

@@ -1,4 +1,4 @@
-"""One event loop for all tests of a module, which run on it where they are coroutines."""
+"""One event loop for all tests of a module; coroutines run on it."""
 
 from __future__ import annotations
 

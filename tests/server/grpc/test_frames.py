@@ -1,4 +1,4 @@
-"""The check of a client's frames: prices do not depend on how the bytes are cut, and bounds are exact."""
+"""Checks of a client's HTTP/2 frames: costs do not depend on how bytes are split, and limits are exact."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def frame(kind: int, size: int, flags: int = END_HEADERS) -> bytes:
 
 
 def drawn(draw: random.Random) -> tuple[bytes, int, bool]:
-    """Return frames, their price up to the first that is refused, and whether all are accepted."""
+    """Return frames, their cost up to the first refused one, and whether all are accepted."""
     sent, price, block = PREFACE, 0, 0
     for _ in range(draw.randrange(40)):
         kind, flags = draw.choice((DATA, HEADERS, CONTINUATION, CONTINUATION, RESET, 4, 6, 8, 254)), draw.choice((0, 4))
@@ -48,7 +48,7 @@ def test_any_cut_has_the_same_price_and_the_same_verdict(seed: int) -> None:
                 total += check.price(piece)
         except FrameError:
             assert not is_fine
-            assert longest > 1 or total == price  # the price of a piece that is refused is not returned
+            assert longest > 1 or total == price  # the cost of a refused piece is not returned
         else:
             assert is_fine and total == price and check.has_begun
 

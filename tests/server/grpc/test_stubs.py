@@ -1,4 +1,4 @@
-"""The committed stubs are what the proto files give; the API keeps to what its users were promised."""
+"""The committed stubs match the proto files, and the API keeps its compatibility promises."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_field_numbers_take_one_byte(message: Descriptor) -> None:
 
 @pytest.mark.parametrize("name", ["SamplingParams", "StopConditions", "OutputOptions"])
 def test_every_scalar_of_a_request_knows_whether_it_was_given(name: str) -> None:
-    """Zero means zero: a peer whose zeros meant defaults answered temperature=0 with random text."""
+    """Zero means zero: an engine for which zeros meant defaults answered temperature=0 with random text."""
     for field in types_pb2.DESCRIPTOR.message_types_by_name[name].fields:
         assert field.is_repeated or field.has_presence, field.name
 
@@ -81,7 +81,7 @@ def test_zero_of_every_enum_means_not_given() -> None:
 
 
 def test_a_delta_can_be_read_as_an_output() -> None:
-    """Field by field the same, but for tool calls, which come in pieces."""
+    """All fields are the same except tool calls, which are streamed in pieces."""
     output, delta = types_pb2.Output.DESCRIPTOR, types_pb2.OutputDelta.DESCRIPTOR
     assert [field.name for field in output.fields] == [field.name for field in delta.fields]
     for one, other in zip(output.fields, delta.fields, strict=True):

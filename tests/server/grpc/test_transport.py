@@ -1,4 +1,4 @@
-"""The gRPC server as a server: bursts, pings, ports, TLS, health, reflection, stopping. Real loopback, no engine."""
+"""The gRPC transport: bursts, pings, ports, TLS, health, reflection, shutdown. Real loopback, no engine."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ with_and_without_filter = pytest.mark.parametrize("grpc_filter", [False, pytest.
 @pytest.mark.ci
 async def test_a_burst_of_calls_all_get_a_status(run: Any, max_rpcs: int, grpc_filter: bool) -> None:
     async def script(call: Call) -> AsyncIterator[Chunk]:
-        await asyncio.sleep(0.2)  # so that all of them are there at once
+        await asyncio.sleep(0.2)  # until all of them have arrived
         async for own in answer(call):
             yield own
 
@@ -84,7 +84,7 @@ async def test_a_burst_of_calls_all_get_a_status(run: Any, max_rpcs: int, grpc_f
 
 @pytest.mark.ci
 async def test_pings_during_a_silent_call_are_no_offence(run: Any) -> None:
-    """With gRPC's defaults the fourth ping without traffic ends the connection; clients ping once a second at most."""
+    """With gRPC's defaults, the fourth ping without traffic ends the connection; clients ping at most once a second."""
     pings = {
         **{"grpc.keepalive_time_ms": 1000, "grpc.keepalive_permit_without_calls": 1},
         **{"grpc.http2.max_pings_without_data": 0, "grpc.keepalive_timeout_ms": 5000},
@@ -134,9 +134,9 @@ async def test_a_unix_socket(run: Any, tmp_path: Path, grpc_filter: bool) -> Non
         assert (await InferenceServiceStub(channel).Generate(ask())).outputs[0].text == "one two"
     assert not path.exists()
     with socket.socket(socket.AF_UNIX) as stale:
-        stale.bind(str(path))  # left over by a process that was killed
+        stale.bind(str(path))  # left over from a killed process
     async with site(answer, grpc_uds=str(path), grpc_filter=grpc_filter) as own, own.channel() as channel:
-        # Channels of one process share what they know of an address, here that the server before has gone.
+        # Channels of a process share the state of an address, here that the previous server is down.
         unary = InferenceServiceStub(channel).Generate(ask(), wait_for_ready=True)
         assert (await unary).outputs[0].text == "one two"
     with pytest.raises(errors.UserError, match="folder is missing"):
@@ -146,15 +146,15 @@ async def test_a_unix_socket(run: Any, tmp_path: Path, grpc_filter: bool) -> Non
 
 def test_only_a_socket_that_nobody_answers_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "s"
-    check_uds(str(path), "uds")  # nothing there
+    check_uds(str(path), "uds")  # no file
     path.write_text("another user's file")
-    check_uds(str(path), "uds")  # to bind there fails by itself
+    check_uds(str(path), "uds")  # not a socket: bind fails
     assert path.read_text() == "another user's file"
     path.unlink()
     with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as clients:
         listener.bind(str(path))
         listener.listen(0)
-        for _ in range(4):  # the last ones find its backlog full
+        for _ in range(4):  # the last ones find a full backlog
             with pytest.raises(errors.UserError, match="another server") as caught:
                 check_uds(str(path), "uds")
             assert caught.value.parameter == "uds" and path.is_socket()
@@ -188,7 +188,7 @@ async def test_tls(run: Any, certificates: Path, mutual: bool, grpc_filter: bool
                     assert (await call).outputs[0].text == "one two"
                 else:
                     assert (await error_of(call)).code() == grpc.StatusCode.UNAVAILABLE
-        async with own.channel() as channel:  # in the clear
+        async with own.channel() as channel:  # plaintext
             error = await error_of(InferenceServiceStub(channel).Generate(ask(), timeout=5))
             assert error.code() == grpc.StatusCode.UNAVAILABLE
         assert len(own.serving.calls) == (1 if mutual else 3)
@@ -230,7 +230,7 @@ async def test_health_follows_the_engine(run: Any) -> None:
         unknown = health.Watch(health_pb2.HealthCheckRequest(service="no.Such"))
         assert (await unknown.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
         assert (await watch.read()).status == NOT_SERVING
-        assert await statuses() == [NOT_SERVING, NOT_SERVING, SERVING]  # it was loading
+        assert await statuses() == [NOT_SERVING, NOT_SERVING, SERVING]  # during loading
         for state, expected in (
             ("serving", [SERVING, SERVING, SERVING]),
             ("hung", [NOT_SERVING, NOT_SERVING, SERVING]),
@@ -272,7 +272,7 @@ async def test_watches_are_few(run: Any, monkeypatch: pytest.MonkeyPatch, grpc_f
                 assert f"{words} watches" in (error.details() or "")
         assert (await stubs[0].Check(health_pb2.HealthCheckRequest())).status == NOT_SERVING
         watches[0].cancel()
-        async with asyncio.timeout(SOON):  # its place is free once the server has heard of it
+        async with asyncio.timeout(SOON):  # its place is released after the server receives the cancellation
             while True:
                 try:
                     assert (await stubs[1].Watch(health_pb2.HealthCheckRequest()).read()).status == NOT_SERVING
@@ -382,7 +382,7 @@ async def test_no_file_descriptor_is_left(run: Any, grpc_filter: bool) -> None:
 
 @pytest.mark.ci
 async def test_the_process_in_front_is_started_again(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Although the system refuses it a process twice."""
+    """Even if two attempts to start a process fail."""
     monkeypatch.setattr("jaxllm_server.grpc.filter_process.RESTART_SECONDS", 0.1)
     popen, refusals = subprocess.Popen, [errno.EAGAIN, errno.ENOMEM]
 
@@ -420,7 +420,7 @@ async def test_a_server_without_its_process_in_front_does_not_start(run: Any, mo
 @pytest.mark.ci
 @pytest.mark.parametrize("with_tls", [False, True])
 async def test_a_connection_that_does_not_begin_is_ended(run: Any, certificates: Path, with_tls: bool) -> None:
-    """Half of a handshake, half of HTTP/2's preface: it has as long as a call."""
+    """Half of a TLS handshake or of HTTP/2's preface: the limit is that of a stalled call."""
     options: dict[str, Any] = {"grpc_filter": True, "stall_timeout": 0.5}
     if with_tls:
         options |= {
@@ -433,6 +433,6 @@ async def test_a_connection_that_does_not_begin_is_ended(run: Any, certificates:
             reader, writer = await asyncio.open_connection("127.0.0.1", own.server.port)
             writer.write(sent)
             with contextlib.suppress(ConnectionError):
-                await asyncio.wait_for(reader.read(), SOON)  # perhaps the server's half of the preface
+                await asyncio.wait_for(reader.read(), SOON)  # maybe the server's half of the preface
             assert time.monotonic() - began < 1.5
             writer.close()

@@ -1,4 +1,4 @@
-"""All fields of a message are counted before it is parsed, nested ones too; the worst case of the parser is refused."""
+"""All fields of a message are counted before parsing, nested ones too; the parser's worst case is refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def held(number: int, value: bytes) -> bytes:
 
 
 def repeated(descriptor: Descriptor, path: tuple[FieldDescriptor, ...] = ()) -> Iterator[tuple[FieldDescriptor, ...]]:
-    """Give the paths of all repeated fields that are messages or texts, into recursive messages once more."""
+    """Yield the paths of all repeated fields that are messages or texts, with one recursion into recursive messages."""
     if len(path) > LEVELS:
         return
     for field in descriptor.fields:
@@ -67,7 +67,7 @@ def test_all_that_repeats_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_keys_that_share_a_bucket_are_not_parsed() -> None:
-    """Multiples of a power of two, up to the largest key: all of them."""
+    """Multiples of a power of two, up to the largest key, all collide."""
     sampling = inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name["sampling"].number
     for step in (1 << 16, 1 << 20, 1 << 13, 1 << 10, 1 << 6):
         keys = range(0, min(step << 15, (1 << 32) - 1), step)
@@ -90,6 +90,6 @@ def test_honest_messages_and_noise_pass() -> None:
     request.extensions.update({"a": [{"b": [1.0, None, "c"]}] * 100})
     raw = request.SerializeToString()
     wire.check(raw, request.DESCRIPTOR)
-    for end in range(0, 4000, 7):  # cut anywhere: the parser's business
+    for end in range(0, 4000, 7):  # truncated messages pass: the parser refuses them
         wire.check(raw[len(raw) - end :], request.DESCRIPTOR)
         wire.check(raw[:end], request.DESCRIPTOR)

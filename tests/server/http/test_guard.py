@@ -1,4 +1,4 @@
-"""Who may come in, and with how much: keys, hosts, origins, sizes and times, mostly as raw bytes on a socket."""
+"""Admission of HTTP requests: keys, hosts, origins, sizes and times, mostly as raw bytes on a socket."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ def test_keys_open_what_they_should():
 def test_keys_that_are_not_configured():
     Keys().check(None)
     Keys().check(None, admin=True)
-    Keys(("a",)).check("Bearer a", admin=True)  # no admin keys: the key
+    Keys(("a",)).check("Bearer a", admin=True)  # without admin keys, the API key is enough
     with pytest.raises(AdminRequiredError):
-        Keys(("a", "b")).check("Bearer a", admin=True)  # but not one of several: it would see what the others do
+        Keys(("a", "b")).check("Bearer a", admin=True)  # not one of several keys: its client would see data of others
     Keys((), ("boss",)).check(None)  # only the control service is closed
     with pytest.raises(AuthError):
         Keys((), ("boss",)).check(None, admin=True)
@@ -189,10 +189,10 @@ def test_large_heads(bounded):
         f"{small}X: {'a' * 1_000_000}\r\n\r\n",
         f"{small}" + "".join(f"X{i}: y\r\n" for i in range(100_000)) + "\r\n",
         f"GET /{'a' * 3000} HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        f"{small}X: {'a' * 5000}",  # and no more: the rest must not be waited for
+        f"{small}X: {'a' * 5000}",  # no more bytes follow, and the server must not wait for them
     ):
         answer = raw_exchange(bounded, raw.encode(), timeout=2)
-        # Where the server closes while there is more to read, the reset may overtake its answer.
+        # If the server closes with unread input, the reset may arrive before its answer.
         assert not answer or (status(answer), error_of(answer)["code"]) == (431, "head_too_large")
 
 
@@ -231,7 +231,7 @@ def test_answers_that_nobody_reads_do_not_hold_the_connection():
 
 @pytest.mark.parametrize("error", [None, ConnectionResetError()])
 def test_no_timer_outlives_its_connection(error):
-    """One would hold the connection's transport for as long as a client may stall."""
+    """A leaked timer would hold the connection's transport for as long as a client may stall."""
     timers = []
 
     class Loop(asyncio.SelectorEventLoop):
@@ -266,8 +266,8 @@ def test_a_flood_of_pipelined_requests_is_cut_off(bounded):
 
 @pytest.mark.parametrize("ending", ["", "garbage", "too many"])
 def test_pipelined_requests_are_answered_in_order(bounded, ending):
-    """Also if the connection ends because of the bytes after them: a client can count the answers."""
-    answers = {"/version": b'"version"', "/health": b"", "/v1/models": b'"list"', "/nothing": b"Unknown path"}
+    """Even if later bytes are invalid and end the connection: a client can count the answers."""
+    answers = {"/version": b'"version"', "/health": b"", "/v1/models": b'"list"', "/nothing": b"There is nothing"}
     paths = [list(answers)[number % 4] for number in range(100 if ending == "too many" else 20)]
     sent = b"".join(get(path).replace(b"Connection: close\r\n", b"") for path in paths)
     sent += {"": get("/version"), "garbage": b"garbage\r\n\r\n", "too many": b""}[ending]

@@ -1,4 +1,4 @@
-"""A real nginx in front of the server, with the lines of docs/serving.md as they stand there."""
+"""A real nginx in front of the server, configured as in docs/serving.md."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
         lines = LINES.replace("127.0.0.1:8000", f"127.0.0.1:{port}").replace("listen 80", f"listen {own}")
         assert str(port) in lines and str(own) in lines
         paths = " ".join(f"{kind}_temp_path {folder}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi"))
-        user = "user root;" if os.getuid() == 0 else ""  # of the workers, who write into the folder
+        user = "user root;" if os.getuid() == 0 else ""  # of the workers, which write into the folder
         head = f"{user} pid {folder}/pid; daemon off; error_log {folder}/log; events {{}}"
         config = folder / "nginx.conf"
         config.write_text(f"{head} http {{ access_log off; {paths} scgi_temp_path {folder}/scgi; {lines} }}")
@@ -90,7 +90,7 @@ def test_who_a_client_is(site: SimpleNamespace) -> None:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # which sends nothing
+            probe.connect(("192.0.2.1", 9))  # sends nothing
             own = probe.getsockname()[0]
         except OSError:
             own = "127.0.0.2"
@@ -111,14 +111,14 @@ def test_addresses_behind_proxies() -> None:
     near, far = Proxies(["10.0.0.0/8", "::1"]), Proxies(["*"])
     for peer, forwarded, client in (
         ("10.0.0.1", [], "10.0.0.1"),
-        ("8.8.4.4", ["1.1.1.1"], "8.8.4.4"),  # no proxy of ours
+        ("8.8.4.4", ["1.1.1.1"], "8.8.4.4"),  # not one of the configured proxies
         ("10.0.0.1", ["1.1.1.1"], "1.1.1.1"),
         ("10.0.0.1", ["9.9.9.9, 1.1.1.1", "10.2.3.4"], "1.1.1.1"),
         ("::1", ["2001:db8::1"], "2001:db8::1"),
         ("10.0.0.1", ["1.1.1.1, nonsense"], "10.0.0.1"),
         ("10.0.0.1", ["1.1.1.1:99"], "1.1.1.1"),
         ("10.0.0.1", ["[2001:db8::1]:99"], "2001:db8::1"),
-        ("::ffff:10.0.0.1", ["1.1.1.1"], "1.1.1.1"),  # as a socket for both kinds of addresses has it
+        ("::ffff:10.0.0.1", ["1.1.1.1"], "1.1.1.1"),  # from a dual-stack socket
         ("10.0.0.1", [""], "10.0.0.1"),
         ("", ["1.1.1.1"], ""),  # a Unix socket
     ):

@@ -1,4 +1,4 @@
-"""Frames of any shape, cut anywhere, give the messages in them; large, slow or wrong ones end the connection."""
+"""WebSocket frames of any shape and split yield their messages; large, slow or invalid ones close the connection."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST = 100_000  # bytes of a message
 
 
 def frame(opcode: int, data: bytes = b"", is_last: bool = True, key: bytes = b"\1\2\3\4") -> bytes:
-    """Return a client's frame, by the tables of RFC 6455."""
+    """Return a client's frame (RFC 6455)."""
     size = len(data)
     length = (
         bytes([128 | size])
@@ -34,7 +34,7 @@ def frame(opcode: int, data: bytes = b"", is_last: bool = True, key: bytes = b"\
 
 
 class Wire:
-    """A fake transport with flow control: records the calls."""
+    """A fake transport with flow control that records calls."""
 
     def __init__(self) -> None:
         self.written = b""
@@ -67,7 +67,7 @@ class Wire:
             await asyncio.sleep(0)
 
     def frames(self) -> Iterator[tuple[int, bytes]]:
-        """Parse the written bytes: frames without masks."""
+        """Parse the written bytes, frames without masks."""
         data = self.written
         while data:
             size, start = data[1], 2
@@ -78,12 +78,12 @@ class Wire:
             data = data[start + size :]
 
     def closed(self) -> int | None:
-        """Return the code with which the server has ended it."""
+        """Return the code with which the server closed the connection."""
         return next((int.from_bytes(data[:2], "big") for head, data in self.frames() if head & 15 == CLOSE), None)
 
 
 class Held:
-    """Counts bytes as `Entry.charge` does."""
+    """Counts bytes like `Entry.charge`."""
 
     def __init__(self, most: int = 1 << 30) -> None:
         self.most, self.total = most, 0
@@ -222,7 +222,7 @@ async def test_a_client_that_does_not_go_on_is_ended() -> None:
 
 
 class FakeTime(asyncio.SelectorEventLoop):
-    """An event loop on which time passes at once."""
+    """An event loop on which time passes instantly."""
 
     passed = 0.0
 
@@ -244,7 +244,7 @@ def test_a_message_has_its_time_while_the_server_reads() -> None:
         await loop.wait(250)  # the server answers an earlier message
         assert wire.is_paused and wire.closed() is None
         assert await socket.receive() == b"first"
-        for _ in range(4):  # each message in time, and the next one begun with its end
+        for _ in range(4):  # each message is in time, and the next begins as it ends
             await loop.wait(60)
             socket.data_received(end + part)
             assert await socket.receive() == b"half"
@@ -287,7 +287,7 @@ async def test_no_more_is_read_while_a_message_waits_or_nothing_is_read() -> Non
 
 
 def test_an_offer_has_what_the_protocol_asks_for() -> None:
-    key = (b"sec-websocket-key", b"dGhlIHNhbXBsZSBub25jZQ==")  # of RFC 6455, section 1.3
+    key = (b"sec-websocket-key", b"dGhlIHNhbXBsZSBub25jZQ==")  # RFC 6455, section 1.3
     version = (b"sec-websocket-version", b"13")
     assert answer_headers([key, version])[-1][1] == b"s3pPLMBiTxaQ9kYGzzhZRbK+xOo="
     for offer in ([key], [version], [version, (key[0], b"dGhl")], [version, (key[0], b"?")], [key, (version[0], b"8")]):

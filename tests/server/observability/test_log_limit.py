@@ -1,4 +1,4 @@
-"""A line that any client can make the server repeat is written seldom."""
+"""Log lines that any client can repeat are rate-limited."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_line_comes_once_in_ten_seconds_and_says_how_many_did_not() -> None:
 
     for _ in range(3):
         log("Invalid HTTP request received.")
-    for number in range(200):  # as many lines as have names of their own
+    for number in range(200):  # distinct lines are all shown
         log("request %s failed", number)
     assert len(shown) == 201 and shown[:2] == ["Invalid HTTP request received.", "request 0 failed"]
     for name in ("jaxllm", "jaxllm", "another", "another"):

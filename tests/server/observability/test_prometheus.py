@@ -21,10 +21,10 @@ from jaxllm.sampling_params import SamplingParams
 from jaxllm_server.observability.log_stats import Counts, log_stats, stats_line
 from jaxllm_server.observability.prometheus import GRPC_ROUTES, HTTP_ROUTES, PrometheusObserver
 
-_TOKENS = "1 2 5 10 20 50 100 200 500 1000"  # 1-2-5 up to max_model_len, 1500 here
+_TOKENS = "1 2 5 10 20 50 100 200 500 1000"  # 1-2-5 up to max_model_len, here 1500
 _REQUEST = ".3 .5 .8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680"
 _BETWEEN = ".01 .025 .05 .075 .1 .15 .2 .3 .4 .5 .75 1 2.5 5 7.5 10 20 40 80"
-# As vLLM documents them, written out again.
+# As in vLLM's documentation.
 _HISTOGRAMS = {
     "request_prompt_tokens": _TOKENS,
     "request_generation_tokens": _TOKENS,
@@ -66,7 +66,7 @@ class _Device:
 
 @dataclass
 class _Engine:
-    """What the observer reads of an AsyncLLM; every method of it answers at once."""
+    """The part of AsyncLLM that the observer reads."""
 
     metrics: Metrics = field(default_factory=Metrics)
     load: Load = field(default_factory=lambda: Load(max_running=8, kv_blocks_total=200))
@@ -89,8 +89,6 @@ class _Engine:
 
 
 class _Adapters(list[Any]):
-    """A server's adapters."""
-
     num_finished_others = 0
 
 
@@ -99,7 +97,7 @@ def _observer(engine: _Engine | None = None) -> PrometheusObserver:
 
 
 def _samples(observer: PrometheusObserver) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """All samples by name and labels, without the two that all of ours have."""
+    """Return all samples by name and labels, without the labels that every sample has."""
     families = text_string_to_metric_families(observer.render().decode())
     return {
         (sample.name, tuple(sorted((k, v) for k, v in sample.labels.items() if k not in ("model_name", "engine")))): (
@@ -157,7 +155,7 @@ def test_a_scripted_run_is_counted_exactly() -> None:
     observer.step(StepReport(0.02, num_tokens=40, num_rows=2, num_sampled=2))
     observer.step(StepReport(0.004, num_tokens=2, num_rows=8, num_sampled=2))
     observer.tokens(0.07, 1, is_first=True)
-    observer.tokens(0.06, 3, is_first=False)  # three that came together, 0.02 s each
+    observer.tokens(0.06, 3, is_first=False)  # three tokens at once, 0.02 s each
     observer.finished(_request((10.0, 10.5, 11.0, 15.0), 30, 16, 5, 3), SamplingParams(n=2, max_tokens=64))
     preempted = _request((10.0, 10.25, 10.5, 10.5), 12, 0, 1)
     preempted.metrics.num_preemptions = 3  # pyright: ignore[reportOptionalMemberAccess]
@@ -170,7 +168,7 @@ def test_a_scripted_run_is_counted_exactly() -> None:
     def value(name: str, **labels: str) -> float:
         return samples[f"jaxllm:{name}", tuple(sorted(labels.items()))]
 
-    # Accounting: the histograms' sums are the engine's own counters.
+    # The histograms' sums equal the engine's counters.
     assert value("request_prompt_tokens_sum") == value("prompt_tokens_total") == 42
     assert value("request_generation_tokens_sum") == value("generation_tokens_total") == 9
     assert value("request_prefill_kv_computed_tokens_sum") == 42 - value("prompt_tokens_cached_total") == 26
@@ -187,7 +185,7 @@ def test_a_scripted_run_is_counted_exactly() -> None:
     assert value("inter_token_latency_seconds_bucket", le="0.01") == 0
     assert value("inter_token_latency_seconds_bucket", le="0.025") == 3
     assert value("inter_token_latency_seconds_sum") == pytest.approx(0.06)
-    assert value("request_time_per_output_token_seconds_count") == 1  # a single token has no time between
+    assert value("request_time_per_output_token_seconds_count") == 1  # undefined for a single token
     assert value("request_time_per_output_token_seconds_sum") == 1.0  # four seconds for four tokens
     assert value("e2e_request_latency_seconds_sum") == 5.5
     assert value("request_queue_time_seconds_sum") == 0.75

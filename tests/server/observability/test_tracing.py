@@ -1,4 +1,4 @@
-"""Spans as OpenTelemetry's own in-memory exporter receives them."""
+"""Spans as received by OpenTelemetry's in-memory exporter."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from jaxllm.sampling_params import SamplingParams
 from jaxllm_server.observability import tracing
 from jaxllm_server.observability.tracing import NO_SPAN, Tracer, current_span, request_attributes
 
-_TRACE, _PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"  # of the W3C's own example
+_TRACE, _PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"  # the W3C's example
 
 
 class _Traced:
-    """A tracer, and the spans that came out of it."""
+    """A tracer and its exported spans."""
 
     def __init__(self) -> None:
         self.exporter = InMemorySpanExporter()
@@ -159,7 +159,7 @@ def test_without_an_endpoint_nothing_is_imported_and_nothing_happens(monkeypatch
         tracer.close()
         assert span is NO_SPAN and current_span() is NO_SPAN
 
-    contextvars.Context().run(answer)  # spans of other tests are no business of this one
+    contextvars.Context().run(answer)  # isolated from spans of other tests
 
 
 def test_an_endpoint_without_the_packages_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

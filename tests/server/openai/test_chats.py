@@ -1,4 +1,4 @@
-"""Several conversations in one body: a call and a choice for each, in their order."""
+"""Several conversations in one body: one call and one choice for each, in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`response_format`, `structured_outputs` and vLLM's former names: what each means, and which shapes are refused."""
+"""`response_format`, `structured_outputs` and vLLM's former names: their meanings, and refused shapes."""
 
 from __future__ import annotations
 

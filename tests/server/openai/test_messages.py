@@ -1,4 +1,4 @@
-"""The pure mapping of the OpenAI API: bodies become calls or errors that name a field, chunks become OpenAI's."""
+"""The OpenAI API: bodies become calls or errors that name a field; chunks become OpenAI's."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 
 
 def allowing(mode, *names):
-    """Return a `tool_choice` of OpenAI's kind `allowed_tools`."""
+    """Return a `tool_choice` of OpenAI's type `allowed_tools`."""
     tools = [{"type": "function", "function": {"name": name}} for name in names]
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
@@ -109,7 +109,7 @@ def test_ids_of_several_prompts_are_as_valid_as_the_id_they_are_made_of():
         for own in ("a" * (most - 1) + "b", "a" * (most - 1) + "c")
         for call in completion(prompt=["x"] * 128, request_id=own).calls
     ]
-    assert len(set(made)) == 256  # also where two ids differ in what is cut off
+    assert len(set(made)) == 256  # even if two ids differ only in the truncated part
     assert {len(request_id) <= most and request_id.startswith("aaa") for request_id in made} == {True}
     assert all(character.isalnum() or character in "._-" for character in "".join(made))
     too_long = completion(prompt=["x", "y"], request_id="a" * (most + 1)).calls
@@ -235,7 +235,7 @@ def test_the_best_of_several_candidates_are_those_with_the_highest_logprob_per_t
     reply = completion(prompt=["a", "b"], n=2, best_of=4, temperature=1)
     assert [call.sampling for call in reply.calls] == [{"n": 4, "temperature": 1, "logprobs": 0}] * 2
     assert reply.names["n"] == "best_of"
-    # A long output has the least sum, and not the least mean.
+    # A long output has the smallest sum but not the smallest mean.
     scores = {"w": [-3.0], "x": [-1.0] * 9, "y": [-2.0, -2.5], "z": [-math.inf, 0.0]}
     parts = [
         part(name, at, logprobs=[{7: entry(one, "t")} for one in values], finish_reason="stop")
@@ -308,7 +308,7 @@ def test_no_output_is_for_echo_alone(body):
 
 
 def test_a_choice_that_begins_late_has_all_of_its_prompt():
-    """A call's first chunk alone has the prompt, and not all of n choices begin in it."""
+    """Only a call's first chunk has the prompt, and some of the n choices begin later."""
     reply = completion(
         prompt=[[7, 8], [9]], n=2, echo=True, logprobs=0, stream=True, return_token_ids=True, temperature=1
     )
@@ -447,7 +447,7 @@ def test_usage_of_an_event_counts_what_was_sent_up_to_it():
 
 
 def test_keys_of_what_nobody_asked_for_are_absent_in_streams_and_null_in_whole_answers():
-    """The others may be null: OpenAI's API has them in every answer."""
+    """Keys of OpenAI's API may be null in whole answers."""
     always = {"index", "logprobs", "finish_reason"}
     for own, more, first in (({}, set(), set()), ({"return_token_ids": True}, {"token_ids"}, {"prompt_token_ids"})):
         reply = completion(stream=True, **own)
@@ -766,7 +766,9 @@ def test_tool_calls_whole_and_in_pieces():
 
 
 def test_a_call_that_is_forced_and_how_it_ends():
-    """ "tool_calls" for required ones, "stop" for a named one, in streams too; "length" stays."""
+    """The finish_reason is "tool_calls" for required calls, "stop" for a named one, also in streams; "length" is
+    kept.
+    """
     for choice, kept, told in (("required", "required", "tool_calls"), (NAMED, NamedTool("add"), "stop")):
         for stream in (False, True):
             reply = chat(tools=TOOLS, tool_choice=choice, stream=stream, parallel_tool_calls=False)
@@ -784,7 +786,7 @@ def test_a_forced_call_leaves_no_content_that_response_format_could_be_of():
         sampling = chat(tools=TOOLS, tool_choice=choice, response_format=form).calls[0].sampling
         assert "structured_outputs" not in sampling
         own = chat(tools=TOOLS, tool_choice=choice, structured_outputs={"regex": "a"}).calls[0].sampling
-        assert own == {"structured_outputs": {"regex": "a"}}  # refused where the calls' own constraint is made
+        assert own == {"structured_outputs": {"regex": "a"}}  # the calls' constraint is refused later
     assert chat(tools=TOOLS, tool_choice="auto", response_format=form).calls[0].sampling["structured_outputs"]
     with pytest.raises(UserError):
         chat(tools=TOOLS, tool_choice="required", response_format={"type": "jsn"})
@@ -891,7 +893,7 @@ def test_json_that_is_read(in_thread):
 
     assert read(b' {"a": "\\ud83d\\ude00", "b": [1, -0.0, 1e-400]} ') == {"a": "😀", "b": [1, -0.0, 0.0]}
     read(b'{"a":' + b"[" * 63 + b"]" * 63 + b"}")
-    read(b'{"a":"' + b"[" * 1000 + b'\\"{"}')  # brackets in a text are none
+    read(b'{"a":"' + b"[" * 1000 + b'\\"{"}')  # brackets in a text do not count
     for large in ([7] * 2_000_000, 'a, [] {} \\ " 😀' * 200_000, [[]] * 120_000, ["a"] * 250_000):
         assert read(json.dumps({"a": large}).encode()) == {"a": large}
 

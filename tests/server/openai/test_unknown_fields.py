@@ -1,4 +1,4 @@
-"""Fields that a route does not have: none of ours is lost, none of other servers' breaks a client."""
+"""Unknown fields: jaxllm's fields are never dropped silently, and those of other servers do not break a client."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxllm_server.shared.options import ServerOptions
 
 
 class Route(NamedTuple):
-    """A route: its fields, a least body, and what is made of a body: the calls, and the fields left out."""
+    """A route: its fields, a minimal body, and a function that returns its calls and ignored fields."""
 
     fields: frozenset[str]
     least: Mapping[str, Any]
@@ -87,7 +87,7 @@ def test_foreign_fields_break_nothing_and_change_nothing(name: str, foreign: dic
     assert set(ignored) == {field for field, value in foreign.items() if value not in (None, False, "", [], {})}
     line = warnings_of(ignored)
     assert line.isascii() and line.decode().isprintable() and len(line) <= 1024
-    # What nobody is known to define is ignored as well, or refused by its name.
+    # Fields that no API defines are also ignored, or refused by name.
     body = {**strange, **route.least}
     try:
         calls, ignored = route.read(body, "warn")
@@ -103,10 +103,10 @@ def test_foreign_fields_break_nothing_and_change_nothing(name: str, foreign: dic
 
 @pytest.mark.parametrize("name", ROUTES)
 def test_none_of_ours_is_dropped(name: str) -> None:
-    """A field of another route is refused, and so is what says in another word what an answer must be."""
+    """Fields of other routes, and synonyms that constrain the answer, are refused."""
     route = ROUTES[name]
     for field in (OURS - FOREIGN | MEANINGFUL.keys()) - route.fields:
-        if field not in ("prompt", "messages"):  # by which the route is told from another
+        if field not in ("prompt", "messages"):  # these select the route
             with pytest.raises(UserError) as caught:
                 route.read({**route.least, field: "x"}, "warn")
             assert caught.value.parameter == field
@@ -115,7 +115,7 @@ def test_none_of_ours_is_dropped(name: str) -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from(sorted(ROUTES)), st.data())
 def test_a_misspelt_field_is_refused(name: str, data: st.DataObject) -> None:
-    """With two letters exchanged, or one too few."""
+    """With two letters exchanged, or one missing."""
     route = ROUTES[name]
     own = data.draw(st.sampled_from(sorted(field for field in route.fields if len(field) > 3)))
     at = data.draw(st.integers(0, len(own) - 2))
@@ -139,7 +139,7 @@ def test_errors_name_what_was_meant_and_are_bounded() -> None:
             with pytest.raises(UserError, match=f"Did you mean '{meant}") as caught:
                 read({"prompt": "a", **body}, policy)
             assert [caught.value.parameter] == [*body]
-    with pytest.raises(UserError, match="'messages'"):  # of the other endpoint
+    with pytest.raises(UserError, match="'messages'"):  # from the other endpoint
         read({"prompt": "a", "messages": MESSAGES}, "warn")
     with pytest.raises(UserError) as caught:
         read({"prompt": "a", "x" * 100_000: 1}, "refuse")

@@ -1,4 +1,4 @@
-"""Values that are not written as JSON: Python's literals against `ast`, and parameters by their types."""
+"""Values that are not JSON: Python literals against `ast`, and parameters by their types."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _streamed(text: str) -> str | None:
     literal, json_text = PythonLiteral(), ""
     for character in text + "\n":
         if literal.read(character, 0) == 0 and character.strip():
-            return None  # something follows
+            return None  # more text follows
         json_text += literal.take()
     return json_text if literal.is_over and not literal.is_broken else None
 
@@ -53,7 +53,7 @@ def test_what_is_taken_for_a_literal_is_one(text: str) -> None:
     try:
         expected = ast.literal_eval(text.strip())
     except (ValueError, SyntaxError):
-        return  # JSON's constants, line breaks in strings, and letters after a backslash that are none of an escape
+        return  # JSON's constants, line breaks in strings, and invalid escapes
     assert value == json.loads(json.dumps(expected))
 
 
@@ -145,7 +145,7 @@ _SCALAR = st.none() | st.booleans() | st.integers(-9, 9) | st.sampled_from([0.5,
     form=st.sampled_from(["enum", "const", "anyOf", "$ref"]),
 )
 def test_a_listed_value_comes_back_as_it_is(data: st.DataObject, values: list[Any], form: str) -> None:
-    """Spelled as models do, in a schema without a type; any of several values with the same spelling may result."""
+    """Spelled as models do, in a schema without a type; values with the same spelling are interchangeable."""
     listed: dict[str, Any] = {"enum": values}
     if form == "const":
         values = values[:1]

@@ -1,4 +1,4 @@
-"""Which form of calls and of reasoning a chat template is written for: what is typical of each in models' own files."""
+"""Detection of tool-call and reasoning formats from chat templates, by parts of published models' templates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.support.naive import distinct
 
 SECTION = "<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>"
 THINK = "<think>{{ message.reasoning_content }}</think>"
-# Each: what a template has in it, its calls, and its reasoning.
+# Parts of a template, its tool-call format, and its reasoning format.
 TEMPLATES = [
     ("<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>", None, None),
     ("<|im_start|>{{ role }}<tool_call>\n{{ call | tojson }}\n</tool_call>", "hermes", None),  # Qwen2.5

@@ -1,6 +1,6 @@
-"""200 generated conversations through OpenAI's own client: its types, its accumulator, streams beside whole answers.
+"""200 generated conversations through OpenAI's client: its types, its accumulator, streams against whole answers.
 
-The model's texts are generated, hostile ones among them, cut anywhere, and read by the server's own parsers.
+The model's texts are generated, some of them hostile, split anywhere, and read by the server's parsers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ENDS = {"stop": "completed", "length": "incomplete", "context": "incomplete", "a
 
 
 class Speaker(FakeServing):
-    """Says `text` in pieces: cut where `cuts` say if it streams, whole otherwise."""
+    """Outputs `text`, split at `cuts` if it streams, whole otherwise."""
 
     text, ending = "", "stop"
     cuts: tuple[int, ...] = ()
@@ -71,7 +71,7 @@ class Speaker(FakeServing):
 
 
 def drawn_text(rng: random.Random) -> str:
-    """Draw what a model says: perhaps reasoning, then texts and calls, perhaps broken off."""
+    """Draw a model's output: optional reasoning, then texts and calls, sometimes truncated."""
     said = [f"<think>{''.join(rng.choices(WORDS[:8], k=rng.randrange(6)))}</think>"] if rng.random() < 0.4 else []
     for _ in range(rng.randrange(4)):
         if rng.random() < 0.5:
@@ -85,7 +85,7 @@ def drawn_text(rng: random.Random) -> str:
 
 
 def read(events: list[Any]) -> Response:
-    """Judge a stream by the client's types and accumulator; return its response, which says what the deltas said."""
+    """Check a stream with the client's types and accumulator; return its response, which equals the deltas."""
     raw = [event.to_dict() for event in events]
     assert [event["sequence_number"] for event in raw] == list(range(len(raw)))
     assert [event["type"] for event in raw[:2]] == ["response.created", "response.in_progress"]
@@ -115,7 +115,7 @@ def read(events: list[Any]) -> Response:
 
 
 def said(response: Response) -> dict[str, Any]:
-    """Return what a response says, however its texts are divided into messages."""
+    """Return the contents of a response, independent of how its texts are divided into messages."""
     output = [item.to_dict() for item in response.output]
     texts = {
         kind: "".join(part["text"] for item in output if item["type"] == kind for part in item["content"])
@@ -143,7 +143,7 @@ def test_generated_conversations(speaker: tuple[Speaker, openai.OpenAI], seeds: 
         for turn in range(rng.randrange(1, 4)):
             serving.text, serving.ending = drawn_text(rng), rng.choice(["stop", "stop", *ENDS])
             places = range(len(serving.text) + 1)
-            count = rng.choice([len(places), rng.randrange(min(12, len(places)))])  # every character alone, or pieces
+            count = rng.choice([len(places), rng.randrange(min(12, len(places)))])  # single characters, or pieces
             serving.cuts = tuple(sorted(rng.sample(places, count)))
             asked: dict[str, Any] = {"model": "fake", "input": f"turn {turn}", "tools": TOOLS}
             if rng.random() < 0.3:
@@ -169,7 +169,7 @@ def test_generated_conversations(speaker: tuple[Speaker, openai.OpenAI], seeds: 
             assert whole.status != "completed" or kinds & {"message", "function_call"}, "there is something to show"
             assert whole.output_text == streamed.output_text == said(whole)["message"]
             assert client.responses.retrieve(streamed.id) == streamed
-            # What the model was shown is what was said before, and this turn's input.
+            # The model's prompt consists of the earlier conversation and this turn's input.
             shown = serving.calls[-1].messages
             told["user"].append(f"turn {turn}")
             assert [message["content"] for message in shown if message["role"] == "user"] == told["user"]
@@ -194,7 +194,7 @@ def test_generated_conversations(speaker: tuple[Speaker, openai.OpenAI], seeds: 
 
 
 def test_log_probabilities_are_those_of_the_message() -> None:
-    """Not of reasoning and its tags, nor of calls; of pieces whose text is held back, with the text that follows."""
+    """Without those of reasoning, tags and calls; those of withheld text are sent with the next text."""
     tokens = ["<think>", "hm", "</think>", "A", " fox", " ", "<tool_call>", '{"name"']
     calls = [ToolCallDelta(0, "c", "add", "{}")]
     pieces = [

@@ -1,4 +1,4 @@
-"""What is kept of responses: how much, whose it is, and what becomes of those that are made in the background."""
+"""Stored responses: limits, owners, and responses computed in the background."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def stored(num_bytes: int, previous: str | None = None) -> Stored:
 def test_the_store_is_bounded_and_who_holds_the_most_loses_the_oldest() -> None:
     rng = random.Random(0)
     store, most = ResponseStore(20_000), 20_000
-    kept: dict[tuple[str, str], Stored] = {}  # in the order of their use
+    kept: dict[tuple[str, str], Stored] = {}  # least recently used first
     for step in range(3000):
         client, response_id = rng.choice("abc"), f"resp_{rng.randrange(12)}"
         if rng.random() < 0.2:
@@ -150,7 +150,7 @@ def test_failures_are_kept(server: tuple[FakeServing, httpx.Client], failure: Ex
 
 
 def streamed(client: httpx.Client) -> dict[str, Any]:
-    """Stream a response that fails; return it as it is kept."""
+    """Stream a response that fails; return it as stored."""
     text = httpx.post(
         f"{client.base_url}responses", json={"input": "Hi", "stream": True}
     ).text  # its connection is closed
@@ -248,7 +248,7 @@ def test_background_responses_have_places_like_others() -> None:
 
 
 def test_background_responses_have_room_for_their_bodies() -> None:
-    """A large tool is held until its response is kept, and nothing is held after; others have the other half."""
+    """A large tool is held until its response is stored, then released; half of the room is for other clients."""
     text = "x" * 900_000
     tools = [{"type": "function", "name": "f", "description": text, "parameters": {"type": "object"}}]
     with serving(max_body_bytes=1 << 20, max_receiving_bytes=1 << 20) as (fake, client):

@@ -1,4 +1,4 @@
-"""Which items an output has: where texts stand around calls."""
+"""Items of an output: texts before, between and after calls."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from jaxllm_server.parsers.tool_parsers import ToolCallDelta
 from jaxllm_server.responses.output import Output
 
 CASES = [
-    ([" ", "", "\n"], ["function_call"]),  # space alone, as models write it around calls
-    (["a", "", "\n"], ["a", "function_call", "\n"]),  # or it would be lost of the text
+    ([" ", "", "\n"], ["function_call"]),  # whitespace alone, as models write it around calls
+    (["a", "", "\n"], ["a", "function_call", "\n"]),  # kept, because it belongs to the text
     (["a", "", "\n", "b"], ["a", "function_call", "\nb"]),
-    ([" ", "\n"], [" \n"]),  # there is nothing else to show
+    ([" ", "\n"], [" \n"]),  # the only content
     ([" ", "\n", "a"], [" \na"]),
     (["", "", "a"], ["function_call", "function_call", "a"]),
 ]
@@ -19,7 +19,7 @@ CASES = [
 
 @pytest.mark.parametrize(("pieces", "items"), CASES, ids=str)
 def test_space_is_a_message_only_with_text(pieces: list[str], items: list[str]) -> None:
-    """In place of "" comes a call, behind a tag; each piece has one log-probability."""
+    """An empty piece is a call after a tag; each piece has one log-probability."""
     output = Output("r1")
     for number, text in enumerate(pieces):
         entry = {"token": text or "call"}

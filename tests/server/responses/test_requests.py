@@ -76,9 +76,7 @@ def test_an_item_is_found_by_its_id_and_a_reference_is_replaced() -> None:
     for reference in ({"type": "item_reference", "id": kept["id"]}, {"id": kept["id"]}):
         assert references_of([reference, {"role": "user", "content": "a"}]) == {kept["id"]}
         assert items_of([reference], "r2", {kept["id"]: kept}) == [kept]
-        with pytest.raises(
-            UserError, match="referenced twice"
-        ):  # a few bytes must not copy an item as often as they like
+        with pytest.raises(UserError, match="given before"):  # few bytes must not copy an item repeatedly
             items_of([reference] * 2, "r2", {kept["id"]: kept})
     for id_without_parts in ("", "msg", "msg_", "_"):
         assert response_id_of(id_without_parts) == "resp_"
@@ -188,8 +186,8 @@ FIELDS: list[tuple[str, Any, str]] = [
     ("stream_options", {"include_obfuscation": True}, "needs stream"),
     ("store", "yes", "must be true or false"),
     ("max_tool_calls", 1.5, "must be an integer"),
-    ("request_id", "x" * 129, "at most 128 characters"),  # it is in the id of every item
-    ("user", "x" * 513, "at most 512 characters"),  # what no prompt bounds is repeated by each response
+    ("request_id", "x" * 129, "at most 128 characters"),  # it is part of every item's id
+    ("user", "x" * 513, "at most 512 characters"),  # repeated by each response, not part of the prompt
     ("prompt_cache_key", "x" * 513, "at most 512 characters"),
 ]
 
@@ -218,7 +216,7 @@ def test_a_choice_of_tools_is_repeated_as_it_was_read() -> None:
         assert own.snapshot()["tool_choice"] == choice
 
 
-# The fields that the schema of Open Responses requires of a response, null or not.
+# The fields that Open Responses' schema requires of a response; null is allowed.
 REQUIRED = (
     "id object created_at completed_at status incomplete_details model previous_response_id instructions output error "
     "tools tool_choice truncation parallel_tool_calls text top_p presence_penalty frequency_penalty top_logprobs "

@@ -1,4 +1,4 @@
-"""Responses over a WebSocket: the same events as of POST, continuation within a connection, its bounds and its end."""
+"""Responses over a WebSocket: the same events as POST, continuation within a connection, limits and closing."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def posted(http: httpx.Client, body: dict[str, Any]) -> tuple[int, list[dict[str
 
 
 def plain(value: Any) -> str:
-    """Write a value without ids and times, which differ between two answers."""
+    """Serialize a value without ids and times, which differ between answers."""
     return re.sub(r'_[0-9a-f]{32}|_at": \d+', "", json.dumps(value))
 
 
 class Known:
-    """The responses that may be continued: a naive copy of the rules of Open Responses."""
+    """The responses that may be continued: a naive model of Open Responses' rules."""
 
     def __init__(self) -> None:
         self.parents: dict[str, str | None] = {}
@@ -81,7 +81,7 @@ class Known:
         return chain
 
     def of_connection(self, response_id: str | None) -> list[str]:
-        """Return the newest part of a conversation; a kept response holds all before it."""
+        """Return the part of a conversation after the last stored response, which contains all before it."""
         return list(takewhile(lambda each: each not in self.kept, self.chain(response_id)))
 
     def is_found(self, response_id: str | None) -> bool:

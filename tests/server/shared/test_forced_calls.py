@@ -1,4 +1,4 @@
-"""What a forced call must look like, and where the form of an answer begins when a model reasons first."""
+"""Constraints of forced calls, and the start of constraints after reasoning."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TOOLS = [tool("add", parameters=NUMBER), tool("now")]
 
 
 class FakeEngine:
-    """Renders every conversation as `text`; keeps what it is asked for and answers with `said`."""
+    """Renders every conversation as `text`, records requests, and answers with `said`."""
 
     def __init__(self, text: str = "") -> None:
         self.config = SimpleNamespace(model="m")
@@ -199,20 +199,20 @@ def test_constraints_are_merged_with_what_else_was_given() -> None:
 @pytest.mark.parametrize(
     ("style", "prompt", "is_switched_off", "may_reason"),
     [
-        ("qwen3", "<|im_start|>assistant\n", False, True),  # the model opens it
+        ("qwen3", "<|im_start|>assistant\n", False, True),  # the model opens the reasoning
         ("qwen3", "<|im_start|>assistant\n", True, False),
         ("qwen3", "<|im_start|>assistant\n<think>\n", False, True),
-        ("qwen3", "<|im_start|>assistant\n<think>\n", True, True),  # the template has the last word
+        ("qwen3", "<|im_start|>assistant\n<think>\n", True, True),  # the template overrides the request
         ("qwen3", "<|im_start|>assistant\n<think>\n\n</think>\n\n", False, False),
         ("deepseek_r1", "<｜Assistant｜>", False, True),
-        ("deepseek_r1", "<｜Assistant｜>", True, True),  # all is reasoning up to the tag, whoever asked for none
+        ("deepseek_r1", "<｜Assistant｜>", True, True),  # everything before the tag is reasoning, even if switched off
         ("deepseek_r1", "<｜Assistant｜><think>\n", False, True),
         ("deepseek_r1", "<｜Assistant｜></think>", False, False),
         ("deepseek_v3", "<｜Assistant｜><think>", False, True),
         ("deepseek_v3", "<｜Assistant｜>", False, False),
         ("mistral", "Think in [THINK] and [/THINK].[INST]a[/INST]", False, True),
         ("mistral", "[INST]a[/INST]", False, False),
-        ("openai_gptoss", "<|start|>assistant", True, True),  # an answer without reasoning has a header too
+        ("openai_gptoss", "<|start|>assistant", True, True),  # answers without reasoning have a header too
         ("granite", "Begin with 'Here is my thought process:'", False, True),
     ],
 )
@@ -231,9 +231,9 @@ def test_where_the_form_of_an_answer_begins_is_where_its_content_does(
     answer(own, Call(prompt="a", sampling=call.sampling))
     assert [params.structured_outputs.begin_after for params in engine.asked if params.structured_outputs] == [
         REASONING_PARSERS[style].form.begin_after(is_forced=False) if may_reason else None,
-        None,  # a text has no reasoning
+        None,  # plain texts have no reasoning
     ]
-    if not may_reason:  # what comes is content from its first character on
+    if not may_reason:  # everything is content
         assert (part.text, part.reasoning) == (engine.said, "")
 
 

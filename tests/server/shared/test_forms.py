@@ -1,4 +1,4 @@
-"""A model's form of calls and of reasoning in answers: which one is chosen, what it is told, and the ids of calls."""
+"""A model's forms of calls and reasoning: selection, template arguments, and the ids of calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _calls(part: Any) -> list[tuple[str, str]]:
 
 
 def test_auto_goes_by_the_template_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    templates = {"default": "<|im_start|>", "tool_use": "<tool_call></think>"}  # that of conversations with tools
+    templates = {"default": "<|im_start|>", "tool_use": "<tool_call></think>"}  # for conversations with tools
     own = serving(
         _engine('<think>So.</think><tool_call>{"name": "now"}', templates),
         tool_call_parser="auto",
@@ -81,7 +81,7 @@ def test_forced_calls_have_a_form_of_their_own_and_the_ids_of_the_model(style: s
         (call,) = part.tool_calls
         assert call.id is not None
         if style == "kimi_k2":
-            assert call.id == "functions.add:1"  # the second one of the conversation
+            assert call.id == "functions.add:1"  # the second of the conversation
         elif style == "mistral":
             assert len(call.id) == 9 and call.id.isalnum()
         else:

@@ -1,4 +1,4 @@
-"""The ledger's accounts are the sums of its entries after any events, and zero when all entries are closed."""
+"""The ledger's accounts equal the sums of its entries after any events, and are zero once all entries are closed."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_small_requests_have_room_whatever_others_hold() -> None:
     ids=["text", "numbers", "texts", "objects", "integers"],
 )
 def test_a_document_is_counted_as_it_lies_in_memory(document: object) -> None:
-    """tracemalloc does not see that the allocator rounds up to 16 bytes."""
+    """tracemalloc does not count the allocator's rounding to 16 bytes."""
     text = json.dumps(document)
     tracemalloc.start()
     try:

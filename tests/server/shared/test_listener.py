@@ -1,4 +1,4 @@
-"""The listener of the front ends, when no connection can be taken, and at its end."""
+"""The listener of the front ends: accept failures and closing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxllm_server.access.listener import Listener
 
 
 class Scarce:
-    """A socket that has no descriptors for the first connections that are asked for."""
+    """A socket on which the first calls of accept fail for lack of resources."""
 
     def __init__(self, listening: socket.socket, num_failures: int, number: int) -> None:
         self._listening = listening
@@ -48,7 +48,7 @@ def listening() -> Iterator[socket.socket]:
 async def test_it_waits_where_no_connection_can_be_taken(
     listening: socket.socket, number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And takes all that have waited, afterwards; one line tells of it."""
+    """It then accepts all waiting connections; one log line reports it."""
     monkeypatch.setattr(module, "RETRY_SECONDS", 0.1)
     scarce: Any = Scarce(listening, 3, number)
     made: list[asyncio.BaseProtocol] = []

@@ -1,4 +1,4 @@
-"""What `Serving` says of a call before any engine sees it."""
+"""Checks of `Serving` before a call reaches the engine."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_without_a_tokenizer_an_echo_is_empty_as_every_text_is() -> None:
 
 
 def prompt_of(call: Call, tokenizer: Any = TOKENIZER, **sampling: Any) -> list[int]:
-    """Return the prompt that an engine gets, which has threads for long texts."""
+    """Return the engine's prompt; the fake engine has threads for long texts."""
 
     async def off_loop(function: Any, *arguments: Any, client: str, language: bytes | None) -> Any:
         return await asyncio.to_thread(function, *arguments)
@@ -131,7 +131,7 @@ def test_what_ends_a_filled_hole_and_where_written_reasoning_begins() -> None:
 
 
 def test_a_call_beside_null_content_reaches_a_template_that_branches_on_it() -> None:
-    """Through the server's own reading of arguments: the template joins them as text, as the client wrote them."""
+    """The server's parsing of arguments is included: the template concatenates them as the client's text."""
     tokenizer = Tokenizer(build("byte_level"), {}, {"default": FAMILIES["deepseek_v3"].source}, "t")
     function = {"name": "f", "arguments": '{"a":1}'}
     called = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}

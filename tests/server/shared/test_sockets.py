@@ -1,4 +1,4 @@
-"""The listening sockets of a host name with several addresses."""
+"""Listening sockets of a host name with several addresses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxllm_server.access.sockets import listen
 from tests.support.host_names import resolve, with_ipv6
 
 NAMES = ("gRPC", "grpc_port", "grpc_uds")
-FOREIGN = "192.0.2.1"  # of no machine: RFC 5737
+FOREIGN = "192.0.2.1"  # an address of no machine (RFC 5737)
 
 
 @with_ipv6
@@ -35,7 +35,7 @@ def test_a_port_that_is_taken_at_one_address_is_refused(monkeypatch: pytest.Monk
         with pytest.raises(UserError, match=rf"gRPC cannot listen on a\.name:{port}: .* --grpc-port\."):
             listen("a.name", port, None, NAMES)
         monkeypatch.undo()
-        with socket.create_server(("127.0.0.1", port)):  # which the refusal left free
+        with socket.create_server(("127.0.0.1", port)):  # the port is still free after the refusal
             pass
 
 
