@@ -1,6 +1,6 @@
 """HTTP routes about the server: models, state, load and metrics.
 
-`/health`, `/live` and `/ready` do not wait for the engine.
+`/health`, `/live` and `/ready` read the engine's state without waiting for it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SHOW = Body(
 
 
 class StatusEndpoints:
-    """The handlers."""
+    """Handlers of these routes."""
 
     def __init__(self, answering: Answering, observer: PrometheusObserver | None) -> None:
         self._serving, self._options = answering.serving, answering.options
