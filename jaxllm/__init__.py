@@ -1,7 +1,6 @@
 """jaxllm: an inference engine for large language models on JAX.
 
-The names below are loaded when they are first used, so that `import jaxllm` costs milliseconds and a client of the
-server does not pay for JAX.
+Names load on first use: `import jaxllm` takes milliseconds, and clients do not import JAX.
 """
 
 from __future__ import annotations

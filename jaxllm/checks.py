@@ -13,7 +13,7 @@ _MOST_SHOWN = 100  # characters of a value in an error
 
 
 def shown(value: object) -> str:
-    """Return `repr(value)`, in one line of at most 100 characters."""
+    """In one line of at most 100 characters."""
     text = ""
     try:
         for piece in _pieces(value):
@@ -44,7 +44,6 @@ def _pieces(value: object) -> Iterator[str]:
 
 
 def integer(name: str, value: object, low: int = -INT32_MAX - 1, high: int = INT32_MAX) -> int:
-    """Return an integer within bounds."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):  # includes numpy's
         raise UserError(f"{name} must be an integer, got {shown(value)}.", name, value)
     result = int(value)
@@ -54,7 +53,6 @@ def integer(name: str, value: object, low: int = -INT32_MAX - 1, high: int = INT
 
 
 def number(name: str, value: object) -> float:
-    """Return a finite number as a float."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise UserError(f"{name} must be a number, got {shown(value)}.", name, value)
     try:
@@ -67,7 +65,6 @@ def number(name: str, value: object) -> float:
 
 
 def flag(name: str, value: object) -> bool:
-    """Return a bool."""
     if not isinstance(value, bool):
         raise UserError(f"{name} must be True or False, got {shown(value)}.", name, value)
     return value

@@ -46,20 +46,17 @@ REFUSED = (
 
 
 def refusal(asked: str, other: str) -> UserError:
-    """Return the error for a combination in the table."""
     (why,) = (one.why for one in REFUSED if (one.asked, one.other) == (asked, other))
     return UserError(f"{asked} is not supported with {other}: {why}. Leave one of them out.", asked)
 
 
 def check(asked: Collection[str], present: Collection[str]) -> None:
-    """Raise UserError if the table has a row with a member of each."""
     for one in REFUSED:
         if one.asked in asked and one.other in present:
             raise refusal(one.asked, one.other)
 
 
 def as_markdown() -> str:
-    """Return the table for docs/limits.md."""
     rows = (f"| `{one.asked}` | {_shown(one.other)} | {one.why} |" for one in REFUSED)
     return "\n".join(("| not supported | with | because |", "|---|---|---|", *rows)) + "\n"
 

@@ -1,7 +1,4 @@
-"""Engine settings: a frozen dataclass, validated on creation.
-
-Names and defaults are vLLM's where they exist there.
-"""
+"""Engine settings, validated on creation; names and defaults are vLLM's where they exist there."""
 
 from __future__ import annotations
 
@@ -218,7 +215,6 @@ AsyncEngineArgs = EngineArgs
 
 
 def config_of(engine_args: str | os.PathLike[str] | EngineConfig | None, settings: Mapping[str, Any]) -> EngineConfig:
-    """Return engine settings from existing ones or a model, updated by `settings`."""
     if isinstance(engine_args, EngineConfig):
         return replace(engine_args, **_understood(settings))
     return EngineArgs(engine_args, **settings)
@@ -230,7 +226,6 @@ def no_effect(names: Iterable[str]) -> str:
 
 
 def _understood(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that are fields; warn about ineffective ones, refuse others."""
     names = [field.name for field in fields(EngineConfig)]
     idle = [name for name in settings if name in WITHOUT_EFFECT]
     for name, value in settings.items():

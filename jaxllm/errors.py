@@ -121,7 +121,6 @@ def too_long(
 
 
 def late(seconds: float) -> DeadlineError:
-    """Return the error for a request over the server's time limit."""
     return DeadlineError(f"The request was not through after {seconds:g} seconds.")
 
 

@@ -1,6 +1,6 @@
-"""Python's regular expressions, matched in linear time, for expressions from adapters and model folders.
+"""Python's regular expressions in linear time, for those from adapters and model folders.
 
-`re` backtracks, in exponential time for e.g. `(a+)+b`. This follows all alternatives at once (Thompson's algorithm).
+`re` backtracks, in exponential time for e.g. `(a+)+b`; this follows all alternatives at once (Thompson's algorithm).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-_parser: Any = vars(re)["_parser"]  # `re`'s modules since Python 3.11, missing from type stubs
+_parser: Any = vars(re)["_parser"]  # missing from type stubs
 _compiler: Any = vars(re)["_compiler"]
 
 MOST_CHARS = 4096
@@ -35,7 +35,6 @@ class Work:
         self.left = most
 
     def spend(self, amount: int) -> None:
-        """Reduce the budget; raise ValueError if exhausted."""
         self.left -= amount
         if self.left < 0:
             raise ValueError("it takes too long")
@@ -80,11 +79,9 @@ class Expression:
         )
 
     def fullmatch(self, text: str) -> bool:
-        """Return whether the expression matches the whole text."""
         return self._re.fullmatch(text) is not None if self._re is not None else self._follow(text, is_whole=True)
 
     def match(self, text: str) -> bool:
-        """Return whether it matches a prefix of the text."""
         return self._re.match(text) is not None if self._re is not None else self._follow(text, is_whole=False)
 
     def _follow(self, text: str, is_whole: bool) -> bool:
@@ -169,14 +166,12 @@ class _Automaton:
         return start
 
     def _counted(self, inner: Any, follows: int, flags: int) -> int:
-        """Expand a repetition, which is a part even if empty."""
         self._num_parts += 1
         if self._num_parts > MOST_PARTS:
             raise ValueError(f"it has more than {MOST_PARTS} parts")
         return self._sequence(inner, follows, flags)
 
     def _leaf(self, code: Any, value: Any, flags: int) -> Callable[[str], Any]:
-        """Return a test of one character."""
         key = str(code), str(value), flags
         if key not in self._leaves:
             state = _parser.State()
@@ -185,7 +180,6 @@ class _Automaton:
         return self._leaves[key]
 
     def matches(self, text: str, is_whole: bool, start: int = 0) -> bool:
-        """Match from character `start` on."""
         if any(ahead.matches(text, False, start) != wanted for ahead, wanted in self._ahead):
             return False
         current = self._start

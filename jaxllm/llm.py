@@ -1,7 +1,4 @@
-"""`LLM`: prompts in, finished outputs out, in one call. The way in for scripts and notebooks.
-
-Knows how to feed the engine and show progress; everything about a request is decided behind `LLMEngine`.
-"""
+"""`LLM`: offline generation for scripts and notebooks; `LLMEngine` handles the requests."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ Message = Mapping[str, Any]
 _NO_WORKERS = "there are no workers; `llm.engine` is the engine, in this process"
 _NO_SLEEP = "`llm.close()` gives the device's memory back, and a new LLM takes it again"
 _NO_QUEUE = "use `llm.engine` (add_request, step)"
-_MISSING = {  # what vLLM's `LLM` has, and what to do here
+_MISSING = {  # attributes of vLLM's `LLM`, with alternatives
     "reward": "use `llm.classify(prompts, pooling_params=PoolingParams(use_activation=False))`",
     **dict.fromkeys(("collective_rpc", "apply_model", "get_world_size"), _NO_WORKERS),
     **dict.fromkeys(("init_weight_transfer_engine", "update_weights"), "weights are loaded once"),
@@ -59,13 +56,13 @@ _MISSING = {  # what vLLM's `LLM` has, and what to do here
 
 
 class NotBuiltError(AttributeError):
-    """Something that vLLM's `LLM` has and this one has not; `hasattr` is False of it."""
+    """An attribute of vLLM's `LLM` that jaxllm lacks; `hasattr` returns False for it."""
 
 
 class LLM:
-    """A model that is ready to generate. Without a name it is the small one that ships with jaxllm.
+    """A loaded model, by default the small one included in jaxllm.
 
-    Keyword arguments are the fields of `EngineConfig`, with vLLM's names where the thing exists there.
+    Keyword arguments are the fields of `EngineConfig`.
 
         with LLM("path/or/hub-id", dtype="bfloat16") as llm:
             print(llm.generate("Once upon a time", SamplingParams(max_tokens=64))[0].outputs[0].text)
@@ -82,13 +79,13 @@ class LLM:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> LLM:
-        """Make one of `EngineArgs`."""
+        """Return an `LLM` with `EngineArgs`."""
         return cls(engine_args)
 
-    if not TYPE_CHECKING:  # which would take any name for an attribute
+    if not TYPE_CHECKING:  # otherwise type checkers accept any name
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Say of what vLLM's `LLM` has and this one has not what there is instead."""
+            """Raise NotBuiltError that names the alternative."""
             if name in _MISSING:
                 raise NotBuiltError(f"jaxllm's LLM has no {name}: {_MISSING[name]}.", name=name, obj=self)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
@@ -108,10 +105,10 @@ class LLM:
         priority: Sequence[int] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """Continue each prompt; outputs stand in the order of the prompts.
+        """Continue each prompt; return outputs in order.
 
-        A prompt is text, a list of token ids, or a mapping (see `LLMEngine.add_request`). Parameters, and adapters, are
-        one for all or one each; without parameters the model's own defaults hold. If one prompt is refused, none runs.
+        A prompt is text, a list of token ids, or a mapping (see `LLMEngine.add_request`). Parameters and adapters are
+        one for all or one each; default parameters are the model's. If one prompt is refused, none runs.
         """
         items = _as_list(prompts)
         params = self._params_for(len(items), sampling_params)
@@ -136,7 +133,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of a list of them, through the model's chat template, or its adapter's."""
+        """Answer one or several conversations, with the chat template of the model or adapter."""
         self._check_generates()
         if not messages:
             raise UserError("A conversation needs at least one message.", "messages")
@@ -159,7 +156,7 @@ class LLM:
     def chat_prompt(
         self, messages: Sequence[Message], *, lora_request: LoRARequest | None = None, **template_args: Any
     ) -> dict[str, Any]:
-        """Render a conversation into a prompt: its text and token ids; arguments as of `Tokenizer.encode_chat`."""
+        """Render a conversation as a prompt with text and token ids; arguments as in `Tokenizer.encode_chat`."""
         text, ids = self.engine.model_of(lora_request).tokenizer.encode_chat(messages, **template_args)
         return {"prompt": text, "prompt_token_ids": ids}
 
@@ -171,9 +168,9 @@ class LLM:
         use_tqdm: bool = False,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[BeamSearchOutput]:
-        """Find the likeliest continuations of each prompt, as transformers' `num_beams` does; see `BeamSearchParams`.
+        """Return each prompt's likeliest continuations, as transformers' `num_beams`; see `BeamSearchParams`.
 
-        Prompts and adapters as of `generate`.
+        Prompts and adapters as in `generate`.
         """
         if not isinstance(params, BeamSearchParams):
             message = f"Parameters of a beam search are a BeamSearchParams, not {type(params).__name__}."
@@ -197,7 +194,7 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[EmbeddingRequestOutput]:
-        """Make an embedding of each prompt; outputs stand in the order of the prompts."""
+        """Return each prompt's embedding, in order."""
         pooled = self.encode(prompts, pooling_params, pooling_task="embed", use_tqdm=use_tqdm)
         return [pooled_as(each, EmbeddingOutput(each.outputs.data.tolist())) for each in pooled]
 
@@ -208,7 +205,7 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[ClassificationRequestOutput]:
-        """Say of each prompt how well each of a classifier's labels fits."""
+        """Return a classifier's number per label for each prompt."""
         pooled = self.encode(prompts, pooling_params, pooling_task="classify", use_tqdm=use_tqdm)
         return [pooled_as(each, ClassificationOutput(each.outputs.data.tolist())) for each in pooled]
 
@@ -220,9 +217,9 @@ class LLM:
         pooling_params: PoolingParams | None = None,
         use_tqdm: bool = True,
     ) -> list[ScoringRequestOutput]:
-        """Say how well texts belong together: one and one, one and each of many, or pair by pair.
+        """Return the similarity of texts: one to one, one to many, or pairwise.
 
-        A cross-encoder reads both texts of a pair; of a model that embeds it is the cosine of two embeddings.
+        A cross-encoder reads both texts of a pair; otherwise it is the cosine of their embeddings.
         """
         first, second = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
         first = first * len(second) if len(first) == 1 else first
@@ -263,7 +260,7 @@ class LLM:
         else:
             params = [replace(_pooling_params(own), task=pooling_task) for own in pooling_params]
             _check_lengths("pooling_params", len(items), len(params))
-        # Prompts of like lengths run together: a step is padded by its longest.
+        # Prompts of similar lengths run together: a step is padded to its longest.
         outputs = [pooled_output(output) for output in self._complete(items, params, use_tqdm, sorts=True)]
         for index, output in enumerate(outputs):
             if output.outputs.finish_reason == "error":
@@ -271,24 +268,24 @@ class LLM:
         return outputs
 
     def get_tokenizer(self, lora_request: LoRARequest | None = None) -> Tokenizer:
-        """Return the model's tokenizer, or the one that an adapter brings."""
+        """Return the model's tokenizer, or the adapter's."""
         return self.engine.model_of(lora_request).tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return what holds for a request without parameters: the model's generation_config.json, then neutral."""
+        """Return the default parameters: the model's generation_config.json, else neutral."""
         self._check_generates()
         return self.engine.model.default_params
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prompts; False if that is not possible now."""
+        """Forget all cached prompts; return False if impossible now."""
         return self.engine.reset_prefix_cache()
 
     def close(self) -> None:
-        """Let go of the model and its memory."""
+        """Release the model and its memory."""
         self.engine.close()
 
     def _check_generates(self) -> None:
-        """Refuse what a model that pools cannot do, before its other lacks are found."""
+        """Refuse a pooling model, before other checks."""
         check_kind(None, self.engine.model, self.engine.config.model)
 
     def _params_for(
@@ -308,7 +305,7 @@ class LLM:
         sorts: bool = False,
         adapters: Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """Run requests to their ends; with `sorts` the longest prompts go first."""
+        """Run requests to their ends; `sorts`: longest prompts first."""
         accepted = []
         for index, (prompt, own) in enumerate(zip(items, params, strict=True)):
             rank = 0 if priority is None else priority[index]
@@ -322,11 +319,10 @@ class LLM:
         try:
             return self._run(ids, use_tqdm)
         finally:
-            for request_id in ids:  # those that have ended are unknown by now: nothing happens to them
+            for request_id in ids:  # no effect on requests that have ended
                 self.engine.abort_request(request_id)
 
     def _run(self, ids: Sequence[str], use_tqdm: bool) -> list[RequestOutput]:
-        """Step until all requests have ended."""
         done: dict[str, RequestOutput] = {}
         num_in = num_out = 0
         is_silent = not (use_tqdm and ids)
@@ -344,7 +340,7 @@ class LLM:
 
 
 def _beam_search_output(output: RequestOutput, tokenizer: Tokenizer | None, shows_stop: bool) -> BeamSearchOutput:
-    """Return a search's outputs as vLLM has them: with the prompt, and as a rule without the token that ended each."""
+    """Convert to vLLM's form: with the prompt, by default without end tokens."""
     sequences = []
     for own in output.outputs:
         assert own.score is not None and own.cumulative_logprob is not None
@@ -356,7 +352,6 @@ def _beam_search_output(output: RequestOutput, tokenizer: Tokenizer | None, show
 
 
 def _each(count: int, given: LoRARequest | Sequence[LoRARequest | None] | None) -> Sequence[LoRARequest | None]:
-    """Return the adapter of each of `count` prompts."""
     if given is None or isinstance(given, LoRARequest):
         return [given] * count
     _check_lengths("lora_request", count, len(given))
@@ -375,7 +370,7 @@ def _pooling_params(given: Any) -> PoolingParams:
 
 
 def _as_list(prompts: Any) -> list[Prompt]:
-    """Whether it is one prompt or a list of them: a list of integers is one."""
+    """Return prompts as a list; a list of integers is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Iterable):

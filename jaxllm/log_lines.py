@@ -10,7 +10,7 @@ class LineFormatter(logging.Formatter):
     """Formats each line of a message as a record."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the formatted lines; a traceback follows the last one unchanged."""
+        """A traceback follows the last line unchanged."""
         *lines, last = record.getMessage().splitlines() or [""]
         records = []
         for line in lines:

@@ -37,7 +37,6 @@ class Metrics:
     finished: dict[str, int] = field(default_factory=dict)
 
     def note_drafts(self, drafted: Sequence[int], counts: Sequence[int]) -> None:
-        """Count a step's drafts per row, and tokens sampled per row."""
         self.drafting_rows += sum(had > 0 for had in drafted)
         self.draft_tokens += sum(drafted)
         most = max(counts, default=1) - 1
@@ -46,12 +45,10 @@ class Metrics:
             self.accepted_tokens[place] += sum(count > place + 1 for count in counts)
 
     def note_finished(self, reason: str, count: int = 1) -> None:
-        """Count finished sequences."""
         self.finished[reason] = self.finished.get(reason, 0) + count
 
 
 def summed(counted: Iterable[Metrics]) -> Metrics:
-    """Return the sum of several engines' counters."""
     total = Metrics()
     for one in counted:
         for each in fields(Metrics):

@@ -116,7 +116,6 @@ class PoolingRequestOutput:
 
 
 def pooled_output(output: RequestOutput) -> PoolingRequestOutput:
-    """Return the output of a pooled prompt."""
     own = output.outputs[0]
     return PoolingRequestOutput(
         request_id=output.request_id,
@@ -175,7 +174,6 @@ class PooledRequestOutput(Generic[Pooled]):
 
 
 def pooled_as(output: PoolingRequestOutput, made: Pooled) -> PooledRequestOutput[Pooled]:
-    """Return a prompt with its task's result."""
     return PooledRequestOutput(
         output.request_id, output.prompt_token_ids, made, output.finished, output.num_cached_tokens
     )

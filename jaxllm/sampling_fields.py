@@ -75,13 +75,11 @@ def declared(
 
 
 def declared_number(default: float, text: str, *, read: Reader = checks.number, **options: Any) -> Any:
-    """Return a numeric field that affects token choice; options as `declared`."""
     own: dict[str, Any] = {OLLAMA: "", GRPC: "sampling.", MODEL: ""}
     return declared(default, text, read=read, shapes_distribution=True, **own | options)
 
 
 def declaration_of(own: Any) -> Declaration:
-    """Return the declaration of a field."""
     return own.metadata["declaration"]
 
 
@@ -102,7 +100,6 @@ def at_least(low: float, text: str | None = None) -> Rule:
 
 
 def at_most(high: float) -> Rule:
-    """Return a rule that accepts `high` or less."""
     return Rule(lambda value, _: value <= high, f"must be at most {high}")
 
 

@@ -407,7 +407,7 @@ def validate_for_model(
     eos_token_ids: Collection[int] = (),
     processors: Collection[str] = (),
 ) -> None:
-    """Refuse what the model cannot serve: ids outside its vocabulary, too many log-probabilities or stop ids.
+    """Refuse ids outside the vocabulary, too many log-probabilities or stop ids.
 
     `max_logprobs` -1 is unlimited. `min_tokens` also masks `eos_token_ids`, the model's; `processors` are the engine's
     logits processors.
@@ -470,7 +470,6 @@ _RULES = [(name, rule) for name, own, _ in _DECLARED for rule in own.rules]
 
 
 def _normalized(given: dict[str, Any]) -> dict[str, Any]:
-    """Validate and normalize types; ranges are left to `_check_ranges`."""
     return {
         name: None if is_optional and given[name] is None else declaration.read(name, given[name])
         for name, declaration, is_optional in _DECLARED

@@ -46,7 +46,6 @@ class SpeculativeConfig:
 
 
 def read(given: object) -> SpeculativeConfig:
-    """Return settings from an object as in JSON; raise UserError if invalid."""
     if isinstance(given, SpeculativeConfig):
         return given
     if not isinstance(given, Mapping):

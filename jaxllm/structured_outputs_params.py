@@ -100,7 +100,6 @@ class StructuredOutputsParams:
 
 
 def read_structured_outputs(value: object) -> StructuredOutputsParams | None:
-    """Return parameters, given as such or as a mapping."""
     if isinstance(value, Mapping):
         known = [own.name for own in fields(StructuredOutputsParams)]
         for name in value:

@@ -10,7 +10,6 @@ _starting = threading.Lock()
 
 
 def start_thread(work: Callable[[], None], name: str) -> threading.Thread:
-    """Start a daemon thread with a stack large enough for compiling."""
     with _starting:  # stack_size applies to all new threads
         before = threading.stack_size(STACK_BYTES)
         try:

@@ -1,7 +1,6 @@
 """Kernels for serving language models with JAX: paged attention and its cache, products, experts, sampling.
 
-Every operation takes `implementation`; None selects the best for the platform of compilation. An engine calls `resolve`
-once and passes its result.
+`implementation` None selects the best for the platform of compilation.
 """
 
 from pallas_kernels.api import (

@@ -1,4 +1,4 @@
-"""Activations of feed-forwards, plain and gated; `triton_activations.py` has them for Triton."""
+"""Activations of feed-forwards, plain and gated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 
 
 def activate(x: Array, kind: Activation) -> Array:
-    """Apply an activation elementwise."""
     functions = {
         "silu": jax.nn.silu,
         "gelu": partial(jax.nn.gelu, approximate=False),

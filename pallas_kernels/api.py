@@ -1,11 +1,10 @@
 """The public operations, dispatched to implementations.
 
-A layer's cache is two arrays [N, K, P, C]: N blocks, K KV heads, P tokens per block, C head size (V for values). In
-latent attention values are prefixes of keys, and only one array exists. Scores, softmax and accumulation are float32.
+A layer's cache is two arrays [N, K, P, C]: N blocks, K KV heads, P tokens per block, C head size (V for values); in
+latent attention, values are prefixes of keys in one array. Scores, softmax and accumulation are float32.
 
-Caches of int8 or 8-bit floats have scales, float32 [N, K, P], that multiply stored vectors. Caches of uint8 hold the
-bits of the type `float8`, for XLA's CPU back end, which would convert a whole 8-bit float array to access a few
-elements.
+Caches of int8 or 8-bit floats have scales, float32 [N, K, P]. Caches of uint8 hold the bits of `float8` for XLA's CPU
+back end, which would convert a whole 8-bit float array per access.
 
 Further letters: R rows, V vocabulary in `sample`; T tokens, E experts of width F, n per token.
 """
@@ -368,10 +367,7 @@ def fused_experts(
 
 
 def _product_by(site: Site) -> str | Choice:
-    """Return the choice of `linear_by`, or "xla" if that does not support a product.
-
-    The choice's capability, not this machine's devices, determines the platform.
-    """
+    """The choice's capability, not this machine's devices, determines the platform."""
     chosen: Choice | None = linear_by.value
     if chosen is None:
         return "xla"

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# Module of each implementation, reference first. A module has a function named as the operation and, unless it supports
-# everything, `refusal(operation, site)`.
+# Implementations' modules, reference first: a function named as the operation, and, unless all is supported,
+# `refusal(operation, site)`.
 MODULES: dict[str, dict[str, str]] = {
     "write_kv": {"xla": "kv_cache.xla", "pallas": "kv_cache.pallas", "triton": "kv_cache.triton_kernels"},
     "paged_decode": {
@@ -35,15 +35,14 @@ MODULES: dict[str, dict[str, str]] = {
     "fused_topk": {"xla": "experts.xla", "triton": "experts.triton_kernels"},
     "fused_experts": {"xla": "experts.xla", "triton": "experts.triton_kernels"},
 }
-COMPILED = ("triton", "flashinfer")  # take the capability, since they compile when traced
+COMPILED = ("triton", "flashinfer")  # take the capability: compiled when traced
 OLDEST_TRITON = (3, 6)  # older ones do not accept JAX's buffers
 # By platform, best first; the reference is the fallback.
 PREFERRED: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": {"linear": ("native",), "paged_decode": ("native", "xla_lanes"), "paged_prefill": ("native",)},
     "gpu": {operation: ("triton",) for operation in MODULES},
 }
-# Operations whose implementation depends on a program's number of tokens, with the ranges' upper bounds; above, the
-# reference runs.
+# Operations whose implementation depends on the number of tokens, with the ranges' upper bounds; above, the reference.
 SIZES: dict[str, tuple[int, ...]] = {"fused_linear": (2, 16, 32, 64)}
 # Faster implementations by `deciding` facts, measured by `python -m tests.gpu_check`.
 FASTEST = Path(__file__).with_name("fastest.json")
@@ -78,10 +77,9 @@ class Choice:
     capability: int | None = None
     reason: str = ""  # why a preferred one is not used
     is_deterministic: bool = False
-    sizes: tuple[tuple[int, str], ...] = ()  # for operations in SIZES: most tokens, and implementation
+    sizes: tuple[tuple[int, str], ...] = ()  # for operations in SIZES: most tokens, implementation
 
     def of(self, tokens: int) -> Choice:
-        """Return the choice for a number of tokens."""
         if not self.sizes:
             return self
         name = next((name for most, name in self.sizes if tokens <= most), "xla")
@@ -95,20 +93,18 @@ class Choice:
 
 
 def capability_of(device: Any) -> int | None:
-    """Return a JAX device's compute capability, 90 for 9.0; None if it has no capability."""
     text = str(getattr(device, "compute_capability", None) or "").replace(".", "")
     return int(text) if text.isdigit() else None
 
 
 def implementations(operation: str) -> tuple[str, ...]:
-    """Return an operation's implementations, reference first; raise ValueError if unknown."""
+    """Return implementations, reference first; raise ValueError if unknown."""
     if operation not in MODULES:
         raise ValueError(f"{operation!r} is not one of {', '.join(MODULES)}")
     return tuple(MODULES[operation])
 
 
 def module(operation: str, name: str) -> ModuleType:
-    """Import an implementation's module; raise ValueError if unknown."""
     known = implementations(operation)
     if name not in known:
         raise ValueError(f"{operation} has no implementation {name!r}; it has {', '.join(known)}")
@@ -116,7 +112,7 @@ def module(operation: str, name: str) -> ModuleType:
 
 
 def refusal(operation: str, name: str, site: Site) -> str | None:
-    """Return why an implementation does not support an operation at a site; None if it does."""
+    """Return why a site is unsupported; None if it is supported."""
     if name == "triton":
         if importlib.util.find_spec("triton") is None:
             return "the package triton is not installed"
@@ -128,7 +124,6 @@ def refusal(operation: str, name: str, site: Site) -> str | None:
 
 
 def deciding(operation: str, site: Site) -> dict[str, Any]:
-    """Return the key of a site in `FASTEST`."""
     if operation in SIZES:
         own = {"operation": operation, "capability": site.capability, "dtype": site.dtype}
         return own | {"tokens": next((most for most in SIZES[operation] if site.tokens <= most), None)}
@@ -145,7 +140,6 @@ def deciding(operation: str, site: Site) -> dict[str, Any]:
 
 @functools.cache
 def fastest() -> list[dict[str, Any]]:
-    """Return the measured rows of `FASTEST`."""
     return json.loads(FASTEST.read_text())
 
 
@@ -156,10 +150,7 @@ def _preferred(operation: str, site: Site) -> tuple[str, ...]:
 
 
 def resolve(operation: str, site: Site, name: str | None = None) -> Choice:
-    """Return the named implementation, or the best supported one.
-
-    Raises ValueError if the named one is unsupported.
-    """
+    """Return the named implementation, else the best; raise ValueError if the named one is unsupported."""
     if operation not in SIZES:
         return _resolve(operation, site, name)
     each = [(most, _resolve(operation, replace(site, tokens=most), name)) for most in SIZES[operation]]

@@ -20,10 +20,10 @@ from pallas_kernels import api
 from pallas_kernels.api import SCALED
 from pallas_kernels.choice import Choice
 
-BLOCK, TILE = 16, 32  # tokens per block and queries per tile, as in an engine
-POOL_BYTES = 256 << 20  # minimum: several times an H200's cache
+BLOCK, TILE = 16, 32  # tokens per block, queries per tile
+POOL_BYTES = 256 << 20  # several times an H200's cache
 ROUNDS = 5
-_NEVER = 12345.0  # a value that results never begin with, unknown to XLA
+_NEVER = 12345.0  # not in results, and unknown to XLA
 
 # (iteration, arrays) -> (result, arrays of the next iteration)
 Step = Callable[[Array, Any], tuple[Array, Any]]
@@ -39,7 +39,7 @@ class Case(NamedTuple):
 
 
 def seconds(step: Step, arrays: Any, turns: int, rounds: int = ROUNDS) -> float:
-    """Return the median seconds of one iteration over rounds of `turns`; donates `arrays`."""
+    """Return the median seconds of one iteration; donates `arrays`."""
 
     def turn(number: Array, carry: tuple[Array, Any]) -> tuple[Array, Any]:
         late, arrays = carry
@@ -128,7 +128,6 @@ def prefill(
     cache_dtype: str | None = None,
     value_size: int | None = None,
 ) -> Case:
-    """Return a case of `rows` prompts of `length` tokens."""
     num_heads, kv_heads, size = heads
     cache_dtype = cache_dtype or dtype
     blocks, tiles = -(-length // BLOCK), -(-length // TILE)
@@ -145,7 +144,7 @@ def prefill(
             q, k, v, tables, start, count, position, k_scales, v_scales = arrays
             options = {"tile": TILE, "scale": size**-0.5, "k_scales": k_scales, "v_scales": v_scales}
             options["value_size"] = value_size
-            start = start + turn // (1 << 20)  # no effect, except dependence on the previous iteration
+            start = start + turn // (1 << 20)  # dependence on the previous iteration
             out = api.paged_prefill(q, k, v, tables, start, count, position, **options, implementation=implementation)
             return out, arrays
 
@@ -161,9 +160,8 @@ def prefill(
 def products(
     width: int, qkv: int, ffn_width: int, tokens: int, dtype: str = "bfloat16", pool_bytes: int = POOL_BYTES
 ) -> Case:
-    """Return a case of `fused_linear` products of enough layers to exceed caches.
-
-    Attention is replaced by the first columns of the qkv product.
+    """Return `fused_linear` products of enough layers to exceed caches; attention is replaced by the first columns of
+    the qkv product.
     """
     sizes = ((qkv, width), (width, width), (2 * ffn_width, width), (width, ffn_width))
     layer_bytes = sum(rows * columns for rows, columns in sizes) * jnp.dtype(dtype).itemsize
@@ -178,7 +176,7 @@ def products(
             x, gain, layers = arrays
             norm = api.Norm(gain, 1e-5)
             multiply = partial(api.fused_linear, implementation=implementation)
-            out = x + (turn // (1 << 20)).astype(x.dtype)  # no effect, except dependence on the previous iteration
+            out = x + (turn // (1 << 20)).astype(x.dtype)  # dependence on the previous iteration
             for qkv, own, up, down in layers:
                 heads = multiply(out, qkv, norm=norm)
                 out = multiply(heads[:, :width], own, residual=out)

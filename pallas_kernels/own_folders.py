@@ -1,7 +1,4 @@
-"""Temporary folders that are deleted even after `kill -9`, by the next process.
-
-Creating a folder deletes this user's unlocked ones.
-"""
+"""Temporary folders that are deleted even after `kill -9`, by the next process that creates one."""
 
 from __future__ import annotations
 
@@ -21,7 +18,6 @@ class OwnFolder:
     """A process's temporary folder, until `remove` or the end of a `with` block."""
 
     def __init__(self, parent: str | Path | None = None) -> None:
-        """`parent` defaults to the system's temporary folder."""
         parent = tempfile.gettempdir() if parent is None else str(parent)
         _sweep(parent)
         for _ in range(_MOST_TRIES):
@@ -69,7 +65,6 @@ def _sweep(parent: str) -> None:
 
 
 def _locked(path: str) -> int | None:
-    """Return a descriptor that locks a folder of this user; None on failure."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

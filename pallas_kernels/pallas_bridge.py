@@ -17,10 +17,7 @@ _COMPILED = pallas_triton.CompilerParams(num_warps=4, num_stages=2)
 
 
 def refusal(site: Site, sizes: Mapping[str, int]) -> str | None:
-    """Return why a kernel with these array sizes is unsupported, else None.
-
-    The GPU back end is deprecated since JAX 0.11.
-    """
+    """None if a kernel with these array sizes is supported. The GPU back end is deprecated since JAX 0.11."""
     if site.cache_dtype == "uint8":
         return "a cache of bytes is for XLA alone"
     if site.platform == "cpu":
@@ -46,8 +43,8 @@ def call(
 ) -> tuple[Array, ...]:
     """Run a kernel over `grid`; return its `outputs`.
 
-    Its parameters are references to `arrays`, then to outputs without aliases. `aliases` maps indices of `arrays` to
-    outputs: the kernel writes to that array's reference, in place if donated or unused later.
+    It receives references to `arrays`, then to outputs without aliases. `aliases` maps indices of `arrays` to outputs:
+    written in place if donated or unused later.
     """
     aliases = dict(aliases or {})
     places = [place for place, array in enumerate(arrays) if array is not None]

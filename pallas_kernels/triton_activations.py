@@ -10,7 +10,6 @@ import triton.language as tl
 
 @triton.jit
 def activate(x, KIND: tl.constexpr):
-    """Apply an activation elementwise."""
     if KIND == "silu":
         return x * tl.sigmoid(x)
     elif KIND == "gelu":
@@ -23,7 +22,6 @@ def activate(x, KIND: tl.constexpr):
 
 @triton.jit
 def gated(gate, up, KIND: tl.constexpr, CLAMP: tl.constexpr, SLOPE: tl.constexpr):
-    """Return activation(`gate`) times `up`; with CLAMP as gpt-oss."""
     if CLAMP is None:
         return activate(gate, KIND) * up
     else:

@@ -1,9 +1,9 @@
-"""Call Triton kernels from traced JAX code, compatible with CUDA graphs.
+"""Call Triton kernels from traced JAX code, in CUDA graphs.
 
-jax-triton supports CUDA graphs since 0.4, which requires Python 3.12 and Triton 3.7. With older versions the call is
-made here by `jax.ffi` and `jaxlib.gpu_triton`, with the same PTX and program (tests/gpu/test_jax_triton.py). Kernels
-are compiled when traced, for a named capability, so no GPU is required. With TRITON_INTERPRET=1 they run on the host in
-Triton's interpreter, for tests: float32 and float16 only.
+jax-triton supports CUDA graphs since 0.4 (Python 3.12, Triton 3.7); with older versions the call is made here by
+`jax.ffi` and `jaxlib.gpu_triton`, with the same PTX and program (tests/gpu/test_jax_triton.py). Kernels are compiled
+when traced, for a named capability: no GPU is required. With TRITON_INTERPRET=1 they run on the host, for tests:
+float32 and float16 only.
 """
 
 # pyright: reportMissingImports=false
@@ -52,12 +52,10 @@ _TYPES = {
 
 
 def is_interpreted() -> bool:
-    """Return whether kernels run in Triton's interpreter."""
     return knobs.runtime.interpret
 
 
 def refusal(site: Site) -> str | None:
-    """Return why no kernel of this package supports a site, else None."""
     if knobs.runtime.interpret and site.platform == "cpu":
         return None
     if site.platform != "gpu" or site.capability is None:
@@ -87,7 +85,7 @@ def call(
     """Run a Triton kernel over `grid`; return its `outputs`.
 
     Its parameters are `arrays`, outputs without aliases, then `constants` by name. `aliases` maps indices of `arrays`
-    to outputs, which must be last, and are updated in place if donated or unused later.
+    to outputs, which must be last: updated in place if donated or unused later.
     """
     aliases = dict(aliases or {})
     fresh = [number for number in range(len(outputs)) if number not in aliases.values()]
@@ -130,7 +128,6 @@ def call(
 
 @functools.cache
 def find_jax_triton() -> Any:
-    """Return the module jax_triton if it supports CUDA graphs, else None."""
     try:
         version = importlib.metadata.version("jax-triton")
     except importlib.metadata.PackageNotFoundError:
@@ -152,7 +149,7 @@ def compile_kernel(
     tuning: Tuning,
     capability: int,
 ) -> Any:
-    """Compile a kernel for a GPU, not necessarily present; return Triton's CompiledKernel.
+    """Compile for a GPU, not necessarily present.
 
     `signature` has the Triton types of array parameters; all others are `constants`.
     """
@@ -169,7 +166,6 @@ def compile_kernel(
 
 
 def payload_of(name: str, compiled: Any, arrays: int, grid: tuple[int, ...], tuning: Tuning, capability: int) -> bytes:
-    """Return a compiled kernel as XLA's call payload."""
     from jaxlib import gpu_triton
 
     metadata = compiled.metadata

@@ -34,9 +34,8 @@ Row = dict[str, Any]
 
 
 def candidates(row: Row) -> list[dict[str, int]]:
-    """Return candidate settings of a row: its current ones, then those within a factor of two.
-
-    Candidates that exceed a GPU fail to compile and are skipped.
+    """Current settings first, then those within a factor of two; those that exceed a GPU fail to compile and are
+    skipped.
     """
     choices = CHOICES[row["operation"]]
     near = {
@@ -49,7 +48,6 @@ def candidates(row: Row) -> list[dict[str, int]]:
 
 
 def tune(row: Row, capability: int, progress: Any = print) -> Row:
-    """Measure a row's candidates; return it with the fastest."""
     queries, cached = DTYPES[row["cache_bits"]]
     heads = HEADS[row["head_size"]]
     make = measuring.decode if row["operation"] == "paged_decode" else measuring.prefill
@@ -79,7 +77,6 @@ def tune(row: Row, capability: int, progress: Any = print) -> Row:
 
 @contextmanager
 def using(row: Row, candidate: dict[str, int]) -> Iterator[None]:
-    """Substitute a candidate for a table row."""
     before = dict(row)
     row.update(candidate)
     try:
@@ -89,13 +86,11 @@ def using(row: Row, candidate: dict[str, int]) -> Iterator[None]:
 
 
 def write(table: Sequence[Row], path: Path = tuning.PATH) -> None:
-    """Write the table, one row per line."""
     lines = ",\n".join(f"  {json.dumps(row)}" for row in table)
     path.write_text(f"[\n{lines}\n]\n" if lines else "[]\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Tune the selected rows."""
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.tune", description=__doc__)
     parser.add_argument("--operation", choices=CHOICES, action="append", help="only this one (may be repeated)")
     parser.add_argument("--head-size", type=int, choices=HEADS, action="append", help="only rows of such heads")

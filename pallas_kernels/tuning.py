@@ -139,14 +139,12 @@ FRAME, SETTLE = Tuning(4, 1), Tuning(8, 1)
 
 
 def generation(capability: int | None) -> int:
-    """Return the table's capability for a GPU: 80, 90 or 100. None is Triton's interpreter."""
     return max(one for one in PROCESSORS if one <= max(capability or 0, min(PROCESSORS)))
 
 
 def of_decode(
     capability: int | None, rows: int, kv_heads: int, head_size: int, dtype: str, cache_dtype: str, context: int
 ) -> Decode:
-    """Return the tuning for `rows` sequences of at most `context` tokens."""
     found = _find("paged_decode", capability, head_size, dtype, cache_dtype)
     own = Tuning(found["warps"], found["stages"])
     keys, resident = found["keys"], RESIDENT
@@ -158,7 +156,6 @@ def of_decode(
 def _shared(
     capability: int | None, rows: int, each: int, context: int, keys: int, resident: int, least: int, own: Tuning
 ) -> Decode:
-    """Return the tuning for rows of `each` programs, `resident` per multiprocessor."""
     programs = resident * PROCESSORS[generation(capability)]
     splits = 1
     while splits < MOST_SPLITS and 2 * rows * each * splits < programs and splits * least < context:
@@ -167,7 +164,6 @@ def _shared(
 
 
 def of_joined(rows: int, heads: int, width: int) -> Joined:
-    """Return the tuning for combining pieces: one warp for few rows, several heads for many."""
     block, columns = 1, min(1 << (width - 1).bit_length(), JOINED_VALUES)
     while 2 * block <= min(heads, 8) and rows * -(-heads // block) > JOINED_PROGRAMS:
         block *= 2
@@ -178,7 +174,6 @@ def of_joined(rows: int, heads: int, width: int) -> Joined:
 
 
 def of_prefill(capability: int | None, rows: int, head_size: int, dtype: str, cache_dtype: str) -> Prefill:
-    """Return the tuning for tiles of `rows`."""
     found = _find("paged_prefill", capability, head_size, dtype, cache_dtype)
     size = found["rows"]
     while size >= 2 * rows and size > 16:
@@ -187,7 +182,7 @@ def of_prefill(capability: int | None, rows: int, head_size: int, dtype: str, ca
 
 
 def of_latent(capability: int | None, rows: int, dtype: str, cache_dtype: str) -> Latent:
-    """Return the tuning for `rows`, heads of tokens. Not measured: spills no registers.
+    """Not measured: spills no registers.
 
     wgmma requires 64 rows. Earlier instructions prefer keys as rows, which Triton 3.6 reads from one place in shared
     memory for both products.
@@ -205,14 +200,13 @@ def of_latent(capability: int | None, rows: int, dtype: str, cache_dtype: str) -
 
 
 def of_latent_decode(capability: int | None, rows: int, heads: int, context: int, chosen: Latent) -> Decode:
-    """Return the division of `rows` sequences of at most `context` tokens."""
     least = max(LEAST_LATENTS, LATENTS_OF_A_ROW * chosen.rows)
     blocks = -(-heads // chosen.rows)
     return _shared(capability, rows, blocks, context, chosen.keys, chosen.programs, least, chosen.tuning)
 
 
 def of_linear(capability: int | None, tokens: int, rows: int, columns: int, kind: str, dtype: str) -> Linear:
-    """Return the tuning for a product. Not measured; see LINEAR."""
+    """Not measured; see LINEAR."""
     own = LINEAR[32 if dtype == "float32" else 4 if kind in ("int4", "float4") else 8]
     most, size, width, warps, stages = next((one for one in own if tokens <= one[0]), own[-1])
     programs = -(-tokens // most) * -(-rows // size)
@@ -227,10 +221,7 @@ def of_linear(capability: int | None, tokens: int, rows: int, columns: int, kind
 def of_fused_linear(
     capability: int | None, tokens: int, rows: int, columns: int, is_gated: bool, is_normed: bool
 ) -> Linear:
-    """Return the tuning for a product with one or two matrices.
-
-    Small matrices get fewer rows per program, for more programs.
-    """
+    """Small matrices get fewer rows per program, for more programs."""
     table = FUSED[generation(capability)]["gated" if is_gated else "normed" if is_normed else "plain"]
     most, size, width, warps, stages = next((one for one in table if tokens <= one[0]), table[-1])
     while size > 16 and -(-rows // size) < PROCESSORS[generation(capability)] // 3:
@@ -242,7 +233,7 @@ def of_fused_linear(
 def of_experts(
     capability: int | None, assignments: int, experts: int, dtype: str, is_deterministic: bool = False
 ) -> Experts:
-    """Return the tuning for `assignments`: tiles are powers of two, at most 5/4 of an expert's average."""
+    """Tiles are powers of two, at most 5/4 of an expert's average."""
     average = assignments // experts
     size = min(max(1 << max((average * 5 // 4).bit_length() - 1, 0), 16), 128)
     rows, columns, warps, stages = EXPERTS[0 if dtype == "float32" else size]
@@ -252,7 +243,6 @@ def of_experts(
 
 
 def of_plan(assignments: int) -> tuple[int, Tuning]:
-    """Return the assignments per iteration of `plan`, and its tuning."""
     block = min(max(1 << (assignments - 1).bit_length(), 128), PLANNED)
     return block, Tuning(max(block // 256, 4), 1)
 
@@ -265,12 +255,10 @@ def fitting(rows: int, size: int) -> int:
 
 
 def write_tokens(tokens: int) -> int:
-    """Return the tokens per program of `write_kv`."""
     return 1 if tokens < 1024 else 8
 
 
 def write(block: int) -> Tuning:
-    """Return the tuning of `write_kv` with `block` tokens per program."""
     return Tuning(1 if block == 1 else 4, 1)
 
 
@@ -288,5 +276,4 @@ def _find(operation: str, capability: int | None, head_size: int, dtype: str, ca
 
 @functools.cache
 def table() -> list[dict[str, Any]]:
-    """Return the table."""
     return json.loads(PATH.read_text())

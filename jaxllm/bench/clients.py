@@ -1,6 +1,6 @@
-"""Client processes, which send their share of the jobs on schedule and measure their CPU time.
+"""Client processes, which send their share of the jobs on schedule.
 
-Times are of `time.perf_counter`, a clock common to all processes.
+Times are of `time.perf_counter`, common to all processes.
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ class Cost:
 
     @property
     def core_share(self) -> float:
-        """Return the share of one core."""
         return self.cpu_seconds / self.wall_seconds if self.wall_seconds > 0 else 0.0
 
 
@@ -82,23 +81,20 @@ class ClientProcess:
         own.close()
 
     def wait_ready(self) -> Ready:
-        """Wait until the process is ready; raise EngineError if it exits instead."""
+        """Raises EngineError if the process exits instead."""
         try:
             return self.connection.recv()
         except EOFError:
             raise EngineError("a client process exited before the run; its output is above.") from None
 
     def start(self, at: float) -> None:
-        """Start sending at a time of the common clock."""
         self.connection.send(at)
 
     def stop(self) -> None:
-        """Make the process cancel open requests and report its cost."""
         with contextlib.suppress(OSError):
             self.connection.send(None)
 
     def close(self) -> None:
-        """Terminate the process."""
         self.connection.close()
         self._process.join(1.0)
         if self._process.is_alive():
@@ -113,7 +109,6 @@ def deal(
     max_concurrency: int | None,
     num_processes: int,
 ) -> list[Share]:
-    """Divide jobs, warm-ups and the concurrency limit among processes."""
     count = max(1, min(num_processes, len(jobs), max_concurrency or num_processes))
     caps = [
         None if max_concurrency is None else max_concurrency // count + (number < max_concurrency % count)
@@ -124,7 +119,7 @@ def deal(
 
 
 def open_client(target: Target) -> BenchClient:
-    """Return a client for the target; raise UserError if libraries are missing."""
+    """Raises UserError if libraries are missing."""
     try:
         if target.is_grpc:
             from jaxllm.bench.grpc_client import GrpcClient
@@ -137,7 +132,6 @@ def open_client(target: Target) -> BenchClient:
 
 
 async def send_one(target: Target, job: Job) -> Outcome:
-    """Send a single job."""
     outcome = Outcome(0, job.prompt_tokens, job.max_tokens)
     async with open_client(target) as client:
         await client.send("test", job, outcome)

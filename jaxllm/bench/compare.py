@@ -25,7 +25,7 @@ _LOWER = re.compile(
 )
 _STATISTIC = re.compile(r"^(mean|median|std|p\d+(?:\.\d+)?)_(.+)$")
 _ONE_VALUE = "no interval: one value a side"
-# Keys that differ between any two runs; `environment` is compared separately.
+# Keys that differ between runs; `environment` is compared separately.
 _NOT_SETTINGS = re.compile(
     r"^(date|duration|elapsed_time|timestamp|environment|samples|timeline|max_concurrent_requests)(\.|$)"
     r"|^client\.(?!processes$)"  # client costs of `bench serve`
@@ -52,12 +52,10 @@ class Comparison(NamedTuple):
 
     @property
     def ratio(self) -> float | None:
-        """Return B / A, else None if A is 0."""
         return self.b / self.a if self.a else None
 
     @property
     def verdict(self) -> str:
-        """Return which side is better according to the interval."""
         if self.interval is None:
             return self.reason
         low, high = self.interval
@@ -69,7 +67,7 @@ class Comparison(NamedTuple):
 def compare(
     a: Sequence[Result], b: Sequence[Result], confidence: float = 0.95, seed: int = 0, resamples: int = RESAMPLES
 ) -> list[Comparison]:
-    """Compare all figures common to all results; raise UserError if none."""
+    """Raises UserError without common figures."""
     if not 0 < confidence < 1:
         raise UserError(f"confidence must be between 0 and 1, got {confidence!r}.", "confidence")
     sides = [[_leaves(result) for result in side] for side in (a, b)]
@@ -105,19 +103,16 @@ def compare(
 
 
 def direction(name: str) -> Direction | None:
-    """Return which direction is better; None for settings and counts."""
     if _HIGHER.search(name):
         return "higher"
     return "lower" if _LOWER.search(name) else None
 
 
 def figures(result: Result) -> dict[str, float]:
-    """Return a result's figures by dotted name."""
     return {name: leaf for name, leaf in _leaves(result).items() if _is_number(leaf) and direction(name) is not None}
 
 
 def differences(a: Sequence[Result], b: Sequence[Result]) -> list[str]:
-    """Return differences in settings, amounts of work and environment, one per line."""
     first, second = ([{**_settings(result), **_environment(result)} for result in side] for side in (a, b))
     names = dict.fromkeys(name for leaves in (*first, *second) for name in leaves)
     lines = []
@@ -129,7 +124,6 @@ def differences(a: Sequence[Result], b: Sequence[Result]) -> list[str]:
 
 
 def table(comparisons: Sequence[Comparison], confidence: float = 0.95) -> str:
-    """Format comparisons as a table."""
     width = max(len(comparison.name) for comparison in comparisons)
     lines = [f"{'figure':{width}} {'A':>12} {'B':>12} {'B/A':>8} {f'{confidence:.0%} interval':>16}  better"]
     for one in comparisons:
@@ -176,7 +170,6 @@ def _shown(value: Any) -> str:
 
 
 def _mean(values: np.ndarray) -> float:
-    """Return the geometric mean if all values are positive, else the arithmetic one."""
     return float(np.exp(np.log(values).mean()) if (values > 0).all() and len(values) > 1 else values.mean())
 
 
@@ -211,7 +204,6 @@ def _draw(kinds: Mapping[str, Samples], resamples: int, random: np.random.Genera
 def _replicas(
     name: str, kinds: Mapping[str, Samples], drawn: Mapping[int, np.ndarray], reported: float
 ) -> np.ndarray | None:
-    """Return a figure for each resampling; None if the details lack it."""
     found = _statistic_of(name)
     if found is None or found[1] not in kinds:
         return None
@@ -241,7 +233,6 @@ def _deviation(values: np.ndarray, weights: np.ndarray) -> float:
 
 
 def _statistic(name: str) -> Callable[[np.ndarray, np.ndarray], float]:
-    """Return a function of sorted values and weights: mean, std, median, p99."""
     if name in ("mean", "std"):
         return _average if name == "mean" else _deviation
     share = 0.5 if name == "median" else float(name[1:]) / 100
@@ -258,7 +249,6 @@ def _statistic(name: str) -> Callable[[np.ndarray, np.ndarray], float]:
 
 
 def _bootstrap(a: np.ndarray | None, b: np.ndarray | None, confidence: float) -> tuple[tuple[float, float] | None, str]:
-    """Return the percentile interval of the ratio of resampled figures."""
     if a is None or b is None:
         return None, _ONE_VALUE
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -1,4 +1,4 @@
-"""Prompts for benchmarks: random tokens, dataset files or a built-in poem; deterministic for a seed."""
+"""Prompts for benchmarks; deterministic for a seed."""
 
 from __future__ import annotations
 
@@ -22,28 +22,17 @@ class Coder(Protocol):
     """The tokenizer for prompts: a model's `Tokenizer`, or a server's."""
 
     @property
-    def ids(self) -> Sequence[int]:
-        """Return token ids to draw from."""
-        ...
+    def ids(self) -> Sequence[int]: ...
 
-    def is_text(self, token_id: int) -> bool:
-        """Return whether a token is whole characters of text."""
-        ...
+    def is_text(self, token_id: int) -> bool: ...
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return a text's token ids, by default with the model's special tokens."""
-        ...
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids."""
-        ...
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
 
 def make_jobs(options: DatasetOptions, tokenizer: Coder, as_text: bool) -> list[Job]:
-    """Return a dataset's jobs, with prompts as text or tuples of token ids.
-
-    Raises UserError if the file has another format or no usable prompt.
-    """
+    """Raises UserError if the file has another format or no usable prompt."""
     writer = _Writer(tokenizer, np.random.default_rng(options.seed), as_text)
     return DATASETS[options.dataset_name](options, writer)
 
@@ -66,22 +55,19 @@ class _Writer:
         return ids
 
     def count(self, text: str) -> int:
-        """Return a prompt's number of tokens, including special ones."""
         return len(self._tokenizer.encode(text))
 
     def count_answer(self, text: str) -> int:
-        """Return a generated text's number of tokens."""
         return len(self._tokenizer.encode(text, add_special_tokens=False))
 
     def from_text(self, text: str, max_tokens: int) -> Job:
-        """Build a job from text."""
         ids = self._tokenizer.encode(text)
         return Job(text if self._as_text else tuple(ids), len(ids), max_tokens)
 
     def from_tokens(
         self, shared: Sequence[int], own: Sequence[int], max_tokens: int, arrival_s: float | None = None
     ) -> Job:
-        """Build a job from tokens; for text, adjust `own` until the length matches."""
+        """For text, adjust `own` until the length matches."""
         ids = [*shared, *own]
         if not self._as_text:
             return Job(tuple(ids), len(ids), max_tokens, arrival_s)
@@ -101,7 +87,6 @@ class _Writer:
 
 
 def _random(options: DatasetOptions, writer: _Writer) -> list[Job]:
-    """Draw uniform lengths within `random_range_ratio`, after a shared prefix."""
     prefix = writer.draw(options.random_prefix_len)
     num_in, num_out = options.input_len or options.random_input_len, options.output_len or options.random_output_len
     lengths = [
@@ -135,7 +120,6 @@ def _prefix_repetition(options: DatasetOptions, writer: _Writer) -> list[Job]:
 
 
 def _sharegpt(options: DatasetOptions, writer: _Writer) -> list[Job]:
-    """Return each conversation's first question, with its answer's length."""
     path = Path(str(options.dataset_path))
     records = _read_json(path)
     if not isinstance(records, list):
@@ -158,7 +142,6 @@ def _sharegpt(options: DatasetOptions, writer: _Writer) -> list[Job]:
 
 
 def _turns(path: Path, index: int, record: object) -> tuple[str, str] | None:
-    """Return a conversation's first question and answer; None if it has fewer than two turns."""
     turns = record.get("conversations") if isinstance(record, Mapping) else None
     if not isinstance(turns, list):
         raise UserError(f'{path}: record {index} has no list "conversations".')
@@ -171,7 +154,6 @@ def _turns(path: Path, index: int, record: object) -> tuple[str, str] | None:
 
 
 def _sonnet(options: DatasetOptions, writer: _Writer) -> list[Job]:
-    """Return random lines of a poem after shared ones, at most as long as requested."""
     num_in, num_out = options.input_len or options.sonnet_input_len, options.output_len or options.sonnet_output_len
     lines = list(poem()) if options.dataset_path is None else _read_lines(Path(options.dataset_path))
     begin = writer.count(_SONNET_BEGIN)
@@ -221,8 +203,7 @@ def _custom(options: DatasetOptions, writer: _Writer) -> list[Job]:
 def _timed_trace(options: DatasetOptions, writer: _Writer) -> list[Job]:
     """The first `num_prompts` requests of a trace in Mooncake's format (kvcache-ai/Mooncake, mooncake_trace.jsonl).
 
-    Lines have `timestamp`, `input_length`, `output_length` and optionally `hash_ids`: a number per block of 512 tokens,
-    equal for equal prefixes.
+    `hash_ids` has a number per block of 512 tokens, equal for equal prefixes.
     """
     path = Path(str(options.dataset_path))
     size = options.timed_trace_block_size

@@ -1,4 +1,4 @@
-"""Query a server before a benchmark: its availability, model, context length and tokenizer."""
+"""Query a server before a benchmark."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def fetch(url: str, headers: Mapping[str, str], is_insecure: bool, body: Mapping
 
 
 def find_model(target: Target) -> tuple[str, str]:
-    """Return the name of the first served model, and where its files may be.
+    """Return the first served model's name, and where its files may be.
 
     Raises EngineError if the server does not report a model, UserError if it requires an API key.
     """
@@ -67,7 +67,6 @@ def find_model(target: Target) -> tuple[str, str]:
 
 
 def find_context(target: Target) -> int | None:
-    """Return the context length of the target's model, None if not reported."""
     try:
         if target.is_grpc:
             from jaxllm.bench.grpc_client import context_of
@@ -80,7 +79,6 @@ def find_context(target: Target) -> int | None:
 
 
 def wait_for(attempt: Callable[[], Result], seconds: float) -> Result:
-    """Retry for `seconds` on EngineError, then raise the last one."""
     end = time.monotonic() + seconds
     while True:
         try:
@@ -92,7 +90,6 @@ def wait_for(attempt: Callable[[], Result], seconds: float) -> Result:
 
 
 def check_answers(target: Target, job: Job) -> None:
-    """Send one job; raise EngineError if it fails."""
     outcome = asyncio.run(send_one(target, job))
     if outcome.error:
         raise EngineError(f"a test request failed: {outcome.error}")
@@ -104,9 +101,8 @@ def refuses(target: Target, field: str) -> bool:
 
 
 def find_tokenizer(asked: str | None, target: Target, root: str) -> tuple[Coder, str]:
-    """Return the requested tokenizer, or the model's, and its source.
-
-    The model's: embedded, a local folder, a hub id, or the server's /tokenize.
+    """Return the requested tokenizer or the model's (embedded, local, hub id, or the server's /tokenize), and its
+    source.
     """
     from jaxllm.embedded import MODEL_DIR
     from jaxllm.text.tokenizer import load_tokenizer
@@ -127,7 +123,6 @@ def find_tokenizer(asked: str | None, target: Target, root: str) -> tuple[Coder,
 
 
 def _server_tokenizer(target: Target) -> ServerTokenizer:
-    """Return the tokenizer of a server with /tokenize and /detokenize (jaxllm, vLLM), or the RPCs."""
     if target.is_grpc:
         from jaxllm.bench.grpc_client import coding_of
 
@@ -152,5 +147,4 @@ def _model_cards(target: Target) -> Any:
 
 
 def metrics_fetcher(url: str, target: Target) -> Callable[[], str]:
-    """Return a function that fetches metrics; gRPC metadata serve as headers."""
     return lambda: fetch(url, target.headers, target.is_insecure)

@@ -16,12 +16,10 @@ class Drafts(NamedTuple):
 
 
 def counted(metrics: Metrics) -> Drafts:
-    """Return an engine's counts."""
     return Drafts(metrics.drafting_rows, metrics.draft_tokens, sum(metrics.accepted_tokens))
 
 
 def report(before: Drafts, after: Drafts) -> tuple[str, dict[str, Any]]:
-    """Return the report and figures for the counts in between; empty if no draft was verified."""
     rows, tokens, accepted = (now - then for then, now in zip(before, after, strict=True))
     if not tokens:
         return "", {}

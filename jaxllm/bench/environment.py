@@ -1,4 +1,4 @@
-"""The environment of a result: commit, versions, processor, date, command line without secrets."""
+"""The environment of a result, without secrets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ _SECRETS = ("--header", "--api-key", "--extra-body")
 
 
 def describe(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return the machine, program and command line (`argv`, default the process's) as JSON values."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "jaxllm": __version__,
@@ -51,7 +50,6 @@ def commit(folder: Path = Path(__file__).parent) -> str | None:
 
 
 def cpu_name() -> str:
-    """Return the processor's name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:  # not Linux
@@ -61,7 +59,6 @@ def cpu_name() -> str:
 
 
 def usable_cpus() -> int:
-    """Return the number of processors available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -80,7 +77,6 @@ def hide_secrets(argv: Sequence[str]) -> list[str]:
 
 
 def versions(names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield the versions of installed packages."""
     for name in names:
         try:
             yield name, version(name)

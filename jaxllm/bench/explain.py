@@ -1,8 +1,7 @@
 """Attribute the time of traced steps to attention, matrix products, sampling, host work and waiting.
 
-Time in which the device computes belongs to its operations, divided evenly among concurrent ones; other time to the
-engine thread's activity. The profiler adds about half a microsecond per operation on a CPU, and disables CUDA graphs on
-a GPU.
+Device time is divided evenly among concurrent operations; other time is the engine thread's. The profiler adds about
+half a microsecond per operation on a CPU, and disables CUDA graphs on a GPU.
 """
 
 from __future__ import annotations
@@ -43,18 +42,16 @@ class Explanation:
     num_steps: int
     step_ms: float  # from the first step's start to the last step's end
     device_ms: dict[str, float]  # by part, while the device computed
-    idle_ms: dict[str, float]  # by engine-thread activity, while the device was idle; sums to `step_ms` with device_ms
-    host_ms: dict[str, float]  # by engine-thread activity, regardless of the device; sums to `step_ms`
+    idle_ms: dict[str, float]  # while the device was idle; sums to `step_ms` with device_ms
+    host_ms: dict[str, float]  # regardless of the device; sums to `step_ms`
     programs: dict[str, int]
-    unknown_ms: float  # operations not found in any program's text; part of "other on the device"
+    unknown_ms: float  # operations not in any program's text; part of "other on the device"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the explanation as JSON values."""
         return asdict(self)
 
 
 def parts_of(program: str) -> dict[str, str]:
-    """Return the part of each operation of a program, by name, from its HLO text."""
     computation, scopes, opcodes = "", {}, {}
     called: dict[str, str] = {}
     products: set[str] = set()
@@ -86,25 +83,18 @@ def _part(scope: str, opcode: str, is_product: bool) -> str:
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
-    """Return the events of a trace by `profiling.Profile`."""
     with gzip.open(path, "rt", encoding="utf-8") as stream:
         events = json.load(stream)["traceEvents"]
     return [event for event in events if event.get("ph") == "X"]
 
 
 def programs_in(events: Iterable[Mapping[str, Any]]) -> set[str]:
-    """Return the names of the programs in a trace."""
     modules = {event.get("args", {}).get("hlo_module", "") for event in events}
     return {module.removeprefix("jit_") for module in modules if module}
 
 
 def explain(events: Sequence[Mapping[str, Any]], programs: Mapping[str, str]) -> Explanation:
-    """Attribute the time of the steps in a trace.
-
-    Args:
-        events: of `read_trace`; ValueError if without steps.
-        programs: HLO texts by `step.program_name`.
-    """
+    """`events` are of `read_trace`; ValueError if without steps. `programs` are HLO texts by `step.program_name`."""
     steps = sorted((event for event in events if event["name"] == "step"), key=lambda event: event["ts"])
     if not steps:
         raise ValueError("the trace has no steps")
@@ -143,7 +133,6 @@ def explain(events: Sequence[Mapping[str, Any]], programs: Mapping[str, str]) ->
 
 
 def report(explanation: Explanation) -> str:
-    """Format an explanation as a table."""
     whole = explanation.step_ms
     rows = [(part, milliseconds) for part, milliseconds in explanation.device_ms.items() if milliseconds]
     rows.sort(key=lambda row: -row[1])

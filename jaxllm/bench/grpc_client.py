@@ -32,7 +32,6 @@ class GrpcClient(AsyncClient):
         self._bench = target
 
     async def send(self, name: str, job: Job, outcome: Outcome) -> None:
-        """See `clients.BenchClient.send`."""
         target = self._bench
         if target.embeds:
             await self._embed(name, job, outcome)
@@ -84,20 +83,18 @@ class GrpcClient(AsyncClient):
 
 
 def endpoint_options(target: Target) -> dict[str, Any]:
-    """Return arguments for `AsyncClient` and `Client`; https:// selects TLS."""
+    """https:// selects TLS."""
     base, has_tls = target.base.removeprefix("https://"), target.base.startswith("https://")
     return {"target": base, "tls": has_tls, "metadata": target.headers, **CHANNEL}
 
 
 def first_model(target: Target, timeout: float) -> str:
-    """Return the first served model's name."""
     return Client(**endpoint_options(target)).models(timeout=timeout)[0].name
 
 
 def coding_of(
     target: Target, timeout: float
 ) -> tuple[Callable[[str, bool], list[int]], Callable[[Sequence[int]], str]]:
-    """Return functions that encode and decode with the server's tokenizer."""
     client = Client(**endpoint_options(target))
 
     def encode(text: str, add_special_tokens: bool) -> list[int]:
@@ -110,6 +107,5 @@ def coding_of(
 
 
 def context_of(target: Target, timeout: float) -> int | None:
-    """Return the context length of the target's model, None if it is not served."""
     models = Client(**endpoint_options(target)).models(timeout=timeout)
     return next((model.max_model_len for model in models if target.model in (model.name, *model.aliases)), None)

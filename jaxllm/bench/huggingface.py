@@ -18,7 +18,6 @@ from jaxllm.errors import EngineError, UserError
 
 
 def check() -> None:
-    """Raise UserError if torch or transformers are missing."""
     try:
         import torch  # noqa: F401  # pyright: ignore[reportMissingImports]
         import transformers  # noqa: F401
@@ -55,7 +54,6 @@ class HuggingFace:
         self.network = network.eval().to(self.device)
 
     def run(self, jobs: Sequence[Job], n: int, max_batch_size: int, num_warmups: int = 0) -> Served:
-        """Generate `n` outputs for token-id jobs in batches of up to `max_batch_size` prompts."""
         longest = max(job.prompt_tokens + job.max_tokens for job in jobs)
         if self.max_model_len is not None and longest > self.max_model_len:
             raise UserError(

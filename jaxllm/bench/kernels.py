@@ -1,6 +1,5 @@
-"""Benchmark all `pallas_kernels` implementations: error against `xla`, and share of memory bandwidth.
-
-Bandwidth is a call's minimal traffic over its time, relative to summing a large array, measured alternately.
+"""Benchmark all `pallas_kernels` implementations: error against `xla`, and share of memory bandwidth, relative to
+summing a large array, measured alternately.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Case(NamedTuple):
     """A call to measure."""
 
     operation: str
-    shape: str  # part of the figures' names
+    shape: str
     call: Callable[..., Any]  # (implementation, *arrays)
     arrays: tuple[Any, ...]
     num_bytes: int  # minimal memory traffic
@@ -55,7 +54,6 @@ def make_cases(dtype: str, decode: Sequence[tuple[int, int]], prefill: Sequence[
 
 
 def measure(cases: Sequence[Case], num_rounds: int, advance: Callable[[], object]) -> tuple[list[Measured], np.ndarray]:
-    """Time all implementations of each case alternately with a sum; return results and bytes per second."""
     source = jnp.ones((READ_ROWS, READ_BYTES // 4 // READ_ROWS), jnp.float32)
     read = jax.jit(lambda array: array.sum(axis=1))
     measured, reads = [], []
@@ -81,7 +79,6 @@ def measure(cases: Sequence[Case], num_rounds: int, advance: Callable[[], object
 
 
 def report(measured: Sequence[Measured], reads: np.ndarray) -> tuple[str, dict[str, Any]]:
-    """Return a table, and JSON figures."""
     lines = [f"reading an array: {np.median(reads) / 1e9:.1f} GB/s"]
     lines.append(
         f"{'operation':14} {'shape':24} {'kernel':12} {'median us':>10} {'of the bandwidth':>16} {'difference':>11}"
@@ -118,15 +115,12 @@ def _able(case: Case) -> list[str]:
 
 
 def seconds_of(call: Callable[..., Any], *arrays: Any) -> float:
-    """Return a call's duration until its result is ready."""
     began = time.perf_counter()
     jax.block_until_ready(call(*arrays))
     return time.perf_counter() - began
 
 
 def _case(operation: str, model: str, rows: int, tokens: int, made: measuring.Case) -> Case:
-    """Return a case for a single call of a measured loop."""
-
     def call(implementation: str, *arrays: Any) -> jax.Array:
         out, _ = made.step(implementation)(jnp.int32(0), arrays)
         return out

@@ -51,7 +51,6 @@ def measure(
 
 
 def report(latencies: np.ndarray) -> tuple[str, dict[str, Any]]:
-    """Return vLLM's report and JSON figures for latencies in seconds."""
     percentiles = dict(zip(PERCENTAGES, np.percentile(latencies, PERCENTAGES).tolist(), strict=True))
     shown = {"Avg": latencies.mean(), "Std": latencies.std()}
     shown |= {f"{share}% percentile": value for share, value in percentiles.items()}

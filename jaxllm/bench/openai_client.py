@@ -35,7 +35,6 @@ class OpenAIClient:
         await self._session.close()
 
     async def send(self, name: str, job: Job, outcome: Outcome) -> None:
-        """See `clients.BenchClient.send`."""
         body = json.dumps(request_body(self._target, job)).encode()
         headers = {"Content-Type": "application/json", "x-request-id": f"{self._target.request_id_prefix}{name}"}
         reader, answer = EventReader(), AnswerReader(outcome, self._is_chat)
@@ -59,7 +58,6 @@ class OpenAIClient:
 
 
 def request_body(target: Target, job: Job) -> dict[str, Any]:
-    """Return the body of a job's request."""
     model = job.model or target.model
     body: dict[str, Any] = {"model": model} if model else {}
     if target.embeds:

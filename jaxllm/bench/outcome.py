@@ -1,4 +1,4 @@
-"""The outcome of a request as its client observed it: times, tokens, text, error."""
+"""The outcome of a request as its client observed it."""
 
 from __future__ import annotations
 
@@ -28,15 +28,12 @@ class Outcome:
 
     @property
     def ttft(self) -> float:
-        """Return the time to first token in seconds, 0 without tokens."""
         return self.message_times[0] - self.sent_at if self.message_times else 0.0
 
     @property
     def itls(self) -> list[float]:
-        """Return the seconds between messages."""
         return [later - earlier for earlier, later in zip(self.message_times, self.message_times[1:], strict=False)]
 
     @property
     def latency(self) -> float:
-        """Return the seconds to the last token, 0 without tokens."""
         return self.message_times[-1] - self.sent_at if self.message_times else 0.0

@@ -1,4 +1,4 @@
-"""Plot a result: latency distributions and engine activity over time."""
+"""Plot a result."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ WIDE = 10.0  # max / min ratio above which the axis is logarithmic
 
 
 def check(path: str) -> None:
-    """Raise UserError for an unsupported suffix, or if matplotlib is missing."""
     if Path(path).suffix not in (".png", ".html"):
         raise UserError(f"{path}: a picture is a .png or a .html file.", "plot")
     try:
@@ -78,7 +77,6 @@ def plot(result: Mapping[str, Any], path: str) -> None:
 
 
 def title(result: Mapping[str, Any]) -> str:
-    """Return a one-line title: command, commit and date, if known."""
     environment = result.get("environment", {})
     command = " ".join(str(word) for word in environment.get("command", [])[1:])
     known = [result.get("model_id"), command, environment.get("commit"), environment.get("date") or result.get("date")]

@@ -68,7 +68,6 @@ class Poller:
         return {"seconds": [moment - self._start for moment, _ in self._seen], **series}
 
     def counted(self) -> dict[str, float]:
-        """Return the increase of each of `COUNTERS`, {} without data."""
         return {name: self._seen[-1][1][name] - self._seen[0][1][name] for name in COUNTERS} if self._seen else {}
 
     def _poll(self) -> None:

@@ -1,4 +1,4 @@
-"""Figures, report and JSON keys of vLLM's `bench serve`, from outcomes. Pure.
+"""Figures, report and JSON keys of vLLM's `bench serve`, from outcomes.
 
 See vllm/benchmarks/serve.py (`calculate_metrics`, `process_one_metric`).
 """
@@ -88,7 +88,6 @@ def peak_tokens(outcomes: Sequence[Outcome]) -> float:
 
 
 def peak_concurrency(outcomes: Sequence[Outcome]) -> int:
-    """Return the maximal number of concurrent requests."""
     changes = sorted(
         change for outcome in outcomes for change in ((outcome.sent_at, 1), (outcome.sent_at + outcome.latency, -1))
     )
@@ -96,7 +95,6 @@ def peak_concurrency(outcomes: Sequence[Outcome]) -> int:
 
 
 def render(result: Mapping[str, Any], percentile_metrics: Iterable[str], percentiles: Iterable[float]) -> str:
-    """Return the report in vLLM's format."""
     lines = [" Serving Benchmark Result ".center(WIDTH, "=")]
 
     def add(name: str, value: Any, form: str = "") -> None:
@@ -136,7 +134,6 @@ def render(result: Mapping[str, Any], percentile_metrics: Iterable[str], percent
 
 
 def details(outcomes: Sequence[Outcome], start: float, *, embeds: bool = False) -> dict[str, list[Any]]:
-    """Return `--save-detailed` values, one per request; start times are relative to `start`."""
     common = {
         "input_lens": [outcome.prompt_tokens for outcome in outcomes],
         "start_times": [outcome.sent_at - start for outcome in outcomes],
@@ -166,7 +163,6 @@ def error_kinds(outcomes: Iterable[Outcome]) -> list[tuple[int, str]]:
 
 
 def percentile_word(percentile: float) -> str:
-    """Format a percentile: 99, 99.9."""
     return str(int(percentile)) if percentile == int(percentile) else str(percentile)
 
 

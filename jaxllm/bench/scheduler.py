@@ -1,4 +1,4 @@
-"""Benchmark the scheduler: microseconds of `plan` plus `commit` with many running requests and random tokens.
+"""Benchmark the scheduler: microseconds of `plan` plus `commit`.
 
 Loads: *decode*, a token per request and step, and a block for a sixteenth of requests; *turnover*, requests end after
 64 to 256 tokens and are replaced.
@@ -26,7 +26,7 @@ LEAST_BLOCKS = 64  # per request
 def measure(
     num_requests: int, load: Load, num_steps: int, num_warmups: int, seed: int, advance: Callable[[], object]
 ) -> np.ndarray:
-    """Return the microseconds of `num_steps` steps after `num_warmups`; `advance` is called after each."""
+    """Return the microseconds per step; `advance` is called after each."""
     total = num_steps + num_warmups
     limits = Limits(
         num_slots=num_requests,
@@ -65,7 +65,6 @@ def measure(
 
 
 def result(samples: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Return median, mean, p99 and samples of microseconds by name, e.g. `decode_64`."""
     figures: dict[str, Any] = {}
     for name, spent in samples.items():
         figures[f"median_{name}_us"] = float(np.median(spent))
@@ -76,7 +75,6 @@ def result(samples: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 def table(figures: Mapping[str, Any], cases: Sequence[tuple[int, Load]]) -> str:
-    """Format figures as a table."""
     lines = [f"{'requests':>8} {'load':>9} {'median us':>10} {'mean us':>9} {'p99 us':>9}"]
     for size, load in cases:
         median, mean, p99 = (figures[f"{kind}_{load}_{size}_us"] for kind in ("median", "mean", "p99"))

@@ -1,4 +1,4 @@
-"""Run `bench serve`: client processes, outcomes, metrics timeline, and warnings about a run's validity."""
+"""Run `bench serve`, and warn about a run's validity."""
 
 from __future__ import annotations
 
@@ -51,9 +51,7 @@ def measure(
 ) -> Measurement:
     """Send each job at its arrival time and wait for all; ^C ends the run early.
 
-    `max_concurrency` is the total. Warm-ups are not measured.
-    Raises:
-        EngineError: if warm-ups fail, or a process does not start.
+    `max_concurrency` is the total. Raises EngineError if warm-ups fail, or a process does not start.
     """
     order = sorted(range(len(jobs)), key=lambda number: arrivals[number])
     shares = deal(
@@ -90,7 +88,6 @@ def count_tokens(outcomes: Sequence[Outcome], count: Callable[[str], int]) -> in
 
 
 def client_cost(costs: Sequence[Cost], num_tokens: int) -> dict[str, Any]:
-    """Return the clients' resource usage, in total and of the busiest process."""
     messages = sum(cost.messages for cost in costs)
     cpu = sum(cost.cpu_seconds for cost in costs)
     return {
@@ -112,7 +109,6 @@ def doubts(
     compares_prompts: bool,
     num_counted: int,
 ) -> Iterator[str]:
-    """Yield warnings about a result's validity, one line each."""
     done = [outcome for outcome in outcomes if not outcome.error]
     if done and client["busiest_core_share"] > LIMIT:
         yield (
@@ -141,7 +137,6 @@ def doubts(
 
 
 def cache_doubt(counted: Mapping[str, float]) -> Iterator[str]:
-    """Yield a warning if the server had prompts in its prefix cache."""
     cached, total = counted.get("cached_prompt_tokens", 0.0), counted.get("prompt_tokens", 0.0)
     if cached > _MOST_CACHED * total:
         yield (

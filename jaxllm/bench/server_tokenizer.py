@@ -23,9 +23,8 @@ class ServerTokenizer:
         return True
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """See `datasets.Coder.encode`."""
         return self._encode(text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """See `datasets.Coder.decode`. `ids` must not contain special tokens."""
+        """`ids` must not contain special tokens."""
         return self._decode(ids)

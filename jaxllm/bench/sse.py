@@ -18,10 +18,9 @@ class EventReader:
     """Splits bytes into payloads of `data:` lines."""
 
     def __init__(self) -> None:
-        self._rest: list[bytes] = []  # parts of the last line, joined at its end to avoid quadratic time
+        self._rest: list[bytes] = []  # parts of the last line, joined at its end: linear time
 
     def feed(self, received: bytes) -> list[bytes]:
-        """Append bytes; return complete payloads."""
         head, end, rest = received.rpartition(b"\n")
         if not end:
             self._rest.append(received)
@@ -61,7 +60,6 @@ class AnswerReader:
                 self._take_choice(choice, now)
 
     def finish(self) -> None:
-        """Complete the outcome at the end of the stream."""
         outcome = self._outcome
         outcome.text = "".join(self._pieces)
         if not outcome.message_times and outcome.output_tokens and self._last_at:
@@ -93,7 +91,6 @@ class AnswerReader:
 
 
 def error_message(body: Any) -> str:
-    """Return the message of an error body of any form, in one line."""
     if isinstance(body, dict):
         body = body.get("error") or body.get("detail") or body.get("message") or body
     if isinstance(body, dict):
@@ -102,6 +99,5 @@ def error_message(body: Any) -> str:
 
 
 def shorten(text: str) -> str:
-    """Return a text as one short line."""
     line = " ".join(text.split())
     return line if len(line) <= _MOST_SHOWN else line[: _MOST_SHOWN - 1] + "…"

@@ -1,4 +1,4 @@
-"""Measure cold and warm start times in fresh processes: ready, first token of a short prompt, all programs compiled."""
+"""Measure cold and warm start times in fresh processes."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ def measure(
     cache: str | None = None,
     note: Callable[[Start], object] = lambda start: None,
 ) -> list[Start]:
-    """Start `num_iters` times cold and warm, each in a new process; call `note` with each.
+    """Start `num_iters` times cold and warm, each in a new process.
 
-    `settings` are of `LLM`. `waits_for_all`: measure until the last program is compiled. `cache`: compilation cache for
-    warm starts only, by default the last cold start's. Raises EngineError if a process fails.
+    `waits_for_all`: measure until the last program is compiled. `cache`: for warm starts only, by default the last cold
+    start's. Raises EngineError if a process fails.
     """
     starts = []
     with OwnFolder() as temporary:
@@ -103,7 +103,6 @@ def _run(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def summary(starts: list[Start]) -> dict[str, Any]:
-    """Return medians of cold and warm starts, and all starts, as JSON values."""
     found: dict[str, Any] = {}
     for kind in dict.fromkeys(start.kind for start in starts):
         own = [start for start in starts if start.kind == kind]
@@ -115,7 +114,6 @@ def summary(starts: list[Start]) -> dict[str, Any]:
 
 
 def report(starts: list[Start]) -> str:
-    """Format medians, and the phases of the last start of each kind."""
     figures = summary(starts)
     names = {
         "import_s": "Imported (s):",

@@ -39,7 +39,6 @@ class Cell(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return a readable file name, unique per command line."""
         shown = "-".join(f"{name}={value}" for name, value in self.settings.items()) or "all"
         digest = hashlib.sha256(json.dumps(self.arguments).encode()).hexdigest()[:8]
         return f"{re.sub(r'[^A-Za-z0-9_.=-]', '_', shown)[:100]}-run{self.run}-{digest}"
@@ -54,15 +53,12 @@ class Outcome(NamedTuple):
 
 
 def grid(axes: Mapping[str, Sequence[Any]]) -> list[Settings]:
-    """Return all combinations of settings, the last one varying fastest."""
+    """The last setting varies fastest."""
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
 def read_params(path: str) -> list[Settings]:
-    """Read settings from JSON or YAML: a list of settings, or an object of lists to combine.
-
-    Raises UserError for other content.
-    """
+    """Read JSON or YAML: a list of settings, or an object of lists to combine; raise UserError for other content."""
     import yaml
 
     try:
@@ -77,7 +73,6 @@ def read_params(path: str) -> list[Settings]:
 
 
 def make_cells(base: Sequence[str], settings: Sequence[Settings], num_runs: int) -> list[Cell]:
-    """Return cells of `base` with each of the settings, grouped by run."""
     return [
         Cell(one, run, (*base, *itertools.chain.from_iterable(_flags(name, value) for name, value in one.items())))
         for run in range(num_runs)
@@ -120,14 +115,12 @@ def reason_of(said: str) -> str:
 
 
 def output_flags(benchmark: str, path: Path) -> list[str]:
-    """Return the flags that set the result file."""
     if benchmark == "serve":
         return ["--save-result", "--result-dir", str(path.parent), "--result-filename", path.name]
     return ["--output-json", str(path)]
 
 
 def rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """Return a row per run: settings, run, figures, failure or ""."""
     return [
         {**outcome.cell.settings, "run": outcome.cell.run, **figures(outcome.result or {}), "failure": outcome.failure}
         for outcome in outcomes
@@ -135,7 +128,6 @@ def rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Format rows as CSV, with the union of their columns."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
     writer.writeheader()
@@ -144,7 +136,6 @@ def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Format rows as a table of settings, main figures and failures."""
     names = list(dict.fromkeys(name for row in rows for name in row if direction(name) is None or name in SHOWN))
     if not any(name in SHOWN for name in names):
         names = list(dict.fromkeys(name for row in rows for name in row))

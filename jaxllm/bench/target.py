@@ -1,4 +1,4 @@
-"""The server under test and the fields of every request; plain data, sent to client processes."""
+"""The server under test and the fields of every request; sent to client processes."""
 
 from __future__ import annotations
 
@@ -30,5 +30,4 @@ class Target:
 
     @property
     def is_grpc(self) -> bool:
-        """Return whether the protocol is gRPC."""
         return self.backend == "grpc"

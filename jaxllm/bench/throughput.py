@@ -55,17 +55,15 @@ def sampling_params(job: Job, n: int, detokenize: bool) -> SamplingParams:
 
 
 def requests(jobs: Sequence[Job], n: int, detokenize: bool) -> list[tuple[Any, SamplingParams]]:
-    """Return jobs as prompts and parameters."""
     return [(_prompt(job), sampling_params(job, n, detokenize)) for job in jobs]
 
 
 def warm_up_jobs(jobs: Sequence[Job], count: int) -> list[Job]:
-    """Return the first jobs, with short outputs."""
     return [replace(job, max_tokens=min(job.max_tokens, WARM_UP_TOKENS)) for job in jobs[:count]]
 
 
 def check_lengths(outputs: Sequence[RequestOutput], jobs: Sequence[Job], n: int) -> int:
-    """Return the number of generated tokens; raise EngineError if an unconstrained length is wrong."""
+    """Raises EngineError if an unconstrained length is wrong."""
     total = 0
     for number, (output, job) in enumerate(zip(outputs, jobs, strict=True)):
         lengths = [len(completion.token_ids) for completion in output.outputs]
@@ -173,7 +171,6 @@ async def _watch(llm: AsyncLLM, timeline: Timeline) -> None:
 
 
 def report(backend: str, jobs: Sequence[Job], served: Served) -> tuple[str, dict[str, Any]]:
-    """Return vLLM's report, and its JSON figures with additions."""
     prompt_tokens = sum(job.prompt_tokens for job in jobs)
     total = prompt_tokens + served.output_tokens
     figures = {

@@ -21,11 +21,9 @@ class Timeline:
         self._rows: list[tuple[float, int, int, float, int, int]] = []
 
     def is_due(self) -> bool:
-        """Return whether a sample is due; less than a microsecond."""
         return time.monotonic() - self._began >= self._next
 
     def add(self, load: Load) -> None:
-        """Add a sample."""
         now = time.monotonic() - self._began
         self._next = now + self._interval
         tokens, programs = self._metrics.generated_tokens, self._metrics.programs_compiled
@@ -36,7 +34,6 @@ class Timeline:
             self._interval *= 2
 
     def lists(self) -> dict[str, list[float]]:
-        """Return the samples as a list per quantity."""
         names = ("seconds", "running", "waiting", "kv_usage", "generated_tokens", "compilations")
         columns = zip(*self._rows, strict=True) if self._rows else ((),) * len(names)
         return {name: list(column) for name, column in zip(names, columns, strict=True)}

@@ -23,7 +23,7 @@ def trace(
     num_steps: int,
     folder: str | None = None,
 ) -> Explanation:
-    """Submit requests, explain `num_steps` steps after `num_skipped`, and abort the rest.
+    """Explain `num_steps` steps after `num_skipped`, and abort the rest.
 
     Programs should be compiled, and no other requests running.
     """

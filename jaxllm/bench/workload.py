@@ -31,7 +31,6 @@ class Job:
 
 
 def to_embed(jobs: Sequence[Job], batch_size: int) -> list[Job]:
-    """Group jobs into embedding requests of `batch_size` prompts."""
     batches = [jobs[at : at + batch_size] for at in range(0, len(jobs), batch_size)]
     return [
         replace(

@@ -1,1 +1,1 @@
-"""Read and write model files: weights, adapters, draft heads, poolers."""
+"""Read and write model files."""

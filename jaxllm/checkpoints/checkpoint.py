@@ -1,6 +1,6 @@
 """Safetensors files as named, memory-mapped tensors, validated before any is read.
 
-Parses the format (8-byte length, JSON header, bytes; github.com/huggingface/safetensors, "Format") itself, so that
+The format (8-byte length, JSON header, bytes; github.com/huggingface/safetensors, "Format") is parsed here, so that
 errors name file and tensor, and copied pages can be released: mapped pages count as process memory.
 """
 
@@ -63,7 +63,7 @@ class Tensor:
     mapping: mmap.mmap
 
     def values(self) -> np.ndarray:
-        """Return a view of a float tensor; raise UserError for other types."""
+        """Raises UserError unless a float tensor; `integers` and `codes` likewise."""
         if self.dtype not in _DTYPES:
             raise UserError(
                 f"{self.file.name}: tensor {self.name} has type {self.dtype}; only {', '.join(_DTYPES)} can be read."
@@ -71,7 +71,6 @@ class Tensor:
         return self._view(_DTYPES[self.dtype])
 
     def integers(self) -> np.ndarray:
-        """Return a view of a 32 or 64-bit integer tensor; raise UserError for other types."""
         if self.dtype not in _INTEGERS:
             raise UserError(
                 f"{self.file.name}: tensor {self.name} has type {self.dtype}, not one of {', '.join(_INTEGERS)}."
@@ -79,18 +78,15 @@ class Tensor:
         return self._view(_INTEGERS[self.dtype])
 
     def codes(self, *types: str) -> np.ndarray:
-        """Return a view of a tensor of one of `types`; raise UserError for others."""
         if self.dtype not in types:
             raise UserError(f"{self.file.name}: tensor {self.name} has type {self.dtype}, not {' or '.join(types)}.")
         return self._view((_DTYPES | _CODES)[self.dtype])
 
     @property
     def is_float(self) -> bool:
-        """Return whether `values` supports the type."""
         return self.dtype in _DTYPES
 
     def raw(self) -> np.ndarray:
-        """Return a view of the bytes."""
         return np.frombuffer(self.mapping, np.uint8, self.num_bytes, self.start)
 
     def _view(self, dtype: np.dtype) -> np.ndarray:
@@ -104,7 +100,7 @@ class Tensor:
 
 
 def open_tensors(folder: Path, part: str = "") -> dict[str, Tensor]:
-    """Map all safetensors files of a model, or of the sub-folder `part`; return tensors by name.
+    """Map all safetensors files of a model, or of its sub-folder `part`.
 
     Raises UserError, naming the file, if one is invalid.
     """
@@ -145,7 +141,6 @@ def _refuse(names: Iterable[str], message: str) -> None:
 
 
 def read_file(folder: Path, file: str) -> dict[str, Tensor]:
-    """Map a safetensors file; return tensors by name."""
     path = inside(folder, file)
     try:
         if not path.is_file():

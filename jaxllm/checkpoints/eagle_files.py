@@ -1,7 +1,7 @@
 """Load EAGLE-3 heads in vLLM's format.
 
-config.json as Llama's with additional keys; safetensors with the layer as `midlayer` or `layers.0`. `d2t` is each draft
-token id's offset to the target's; `t2d`, its inverse, is ignored. A head without embedding uses the target's.
+`d2t` is each draft token id's offset to the target's; `t2d`, its inverse, is ignored. A head without embedding uses the
+target's.
 """
 
 from __future__ import annotations
@@ -41,10 +41,7 @@ _MOST_AUX = 16  # fused states; published heads have three
 
 
 def read(folder: Path, target: Spec) -> Head:
-    """Read a head's description; raise UserError if it does not fit the `target`.
-
-    `check` validates the tensors.
-    """
+    """Raises UserError if the head does not fit the `target`; `check` validates the tensors."""
     with _of_the_head():
         config = weights.read_config(folder)
         names = config.get("architectures")
@@ -58,20 +55,20 @@ def read(folder: Path, target: Spec) -> Head:
 
 
 def check(folder: Path, head: Head, layout: Layout) -> None:
-    """Validate the head's files and id map; raise UserError if incomplete or damaged."""
+    """Raises UserError if the files or id map are incomplete or damaged."""
     with _of_the_head():
         _find(folder, head, layout)
 
 
 def load(folder: Path, head: Head, layout: Layout, dtype: DTypeLike, progress: bool = False) -> Params[Array]:
-    """Load the head's parameters, as declared by `eagle.abstract`; raises as `check`."""
+    """Load the parameters declared by `eagle.abstract`; raises as `check`."""
     with _of_the_head():
         declared, sources, numbers = _find(folder, head, layout)
         return _with_map(head, weights.read(declared, sources, layout, dtype, progress), numbers, layout)
 
 
 def load_random(head: Head, layout: Layout, dtype: DTypeLike, seed: int = 0) -> Params[Array]:
-    """Return random parameters, as `weights.load_random`; draft ids are spread over the vocabulary."""
+    """As `weights.load_random`; draft ids are spread over the vocabulary."""
     decoder.check_shards(head.spec, layout)
     spread = np.arange(head.draft_vocab_size) * head.vocab_size // head.draft_vocab_size
     return _with_map(head, weights.draw(eagle.declare(head, layout), layout, dtype, seed), spread, layout)
@@ -174,7 +171,6 @@ def _check_fit(head: Head, target: Spec) -> None:
 
 
 def _open(folder: Path) -> dict[str, Tensor]:
-    """Return a head's tensors by normalized names."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in open_tensors(folder).items():
         usual = name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)

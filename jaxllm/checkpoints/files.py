@@ -13,12 +13,12 @@ from typing import Any
 
 from jaxllm.errors import UserError
 
-MOST_BYTES = 64 * 2**20  # of a JSON file; the largest published one, an index of 91,000 tensors, has 9 MB
+MOST_BYTES = 64 * 2**20  # of a JSON file; the largest published index, of 91,000 tensors, has 9 MB
 MOST_TEMPLATE_BYTES = 2**20
 
 
 def inside(folder: Path, name: str, parameter: str = "model") -> Path:
-    """Return the path of a file in the folder; raise UserError if a link leads outside.
+    """Raises UserError if a link leads outside the folder.
 
     The hub's cache links `snapshots/<commit>/` to `blobs/`, which is allowed.
     """
@@ -35,12 +35,11 @@ def inside(folder: Path, name: str, parameter: str = "model") -> Path:
 
 
 def read_object(folder: Path, name: str, parameter: str = "model") -> dict[str, Any] | None:
-    """Read a JSON object; None if missing, UserError for other content."""
+    """None if missing, UserError for other content."""
     return _read_json(folder, name, parameter, parse_object)
 
 
 def read_objects(folder: Path, name: str, parameter: str = "model") -> list[dict[str, Any]] | None:
-    """Read a list of JSON objects; see `read_object`."""
     return _read_json(folder, name, parameter, parse_objects)
 
 
@@ -56,7 +55,6 @@ def _read_json(folder: Path, name: str, parameter: str, parse: Callable[[bytes],
 
 
 def read_template(folder: Path, name: str) -> str | None:
-    """Read a chat template; None if missing."""
     path = inside(folder, name, "tokenizer")
     raw = _read(path, MOST_TEMPLATE_BYTES, "tokenizer")
     try:
@@ -66,7 +64,7 @@ def read_template(folder: Path, name: str) -> str | None:
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """Parse a JSON object with unique names; raise ValueError for other content."""
+    """Names must be unique; raises ValueError for other content."""
     value = _parse(raw)
     if not isinstance(value, dict):
         raise ValueError(f"must hold a JSON object, not {type(value).__name__}")
@@ -74,7 +72,6 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 
 def parse_objects(raw: bytes) -> list[dict[str, Any]]:
-    """Parse a list of JSON objects; see `parse_object`."""
     value = _parse(raw)
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
         raise ValueError("must hold a list of JSON objects")

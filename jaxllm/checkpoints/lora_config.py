@@ -16,7 +16,7 @@ from jaxllm.linear_expression import Expression, Work
 
 CONFIG = "adapter_config.json"
 
-# Without effect on a saved adapter's results: training, bookkeeping, PEFT's layout.
+# Without effect on results: training, bookkeeping, PEFT's layout.
 _WITHOUT_EFFECT = frozenset(
     """
     peft_type peft_version task_type auto_mapping base_model_name_or_path revision inference_mode lora_dropout
@@ -40,7 +40,7 @@ class LoraConfig:
 
 
 def read_lora_config(fields: Mapping[str, Any]) -> LoraConfig:
-    """Parse adapter_config.json; raise UserError, naming the field, if unsupported."""
+    """Raises UserError, naming the field, if unsupported."""
     kind = fields.get("peft_type")
     if kind != "LORA":
         raise UserError(f"{CONFIG}: peft_type is {kind!r:.80}; only LORA is supported.", "peft_type")
@@ -73,7 +73,7 @@ def read_lora_config(fields: Mapping[str, Any]) -> LoraConfig:
 
 
 def _read_targets(fields: dict[str, Any], work: Work) -> _Matches:
-    """Parse the fields that select modules, as PEFT's check_target_module_exists."""
+    """As PEFT's check_target_module_exists."""
     targets, excluded = fields.pop("target_modules", None), fields.pop("exclude_modules", None)
     layers, containers = fields.pop("layers_to_transform", None), fields.pop("layers_pattern", None)
     if not targets or not (isinstance(targets, str) or _is_names(targets)):
@@ -146,7 +146,6 @@ def _read_table(
 
 
 def _following(field: str, pattern: str, work: Work, before: str = "") -> _Matches:
-    """Return a matcher of full names for `pattern`, prefixed by `before`."""
     try:
         own = Expression(f"{before}(?:{pattern})", work)
     except ValueError as error:

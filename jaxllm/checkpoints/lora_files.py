@@ -52,7 +52,7 @@ class _Module:
 def read_adapter(
     folder: Path, spec: Spec, family: Family, layout: Layout, max_rank: int, dtype: DTypeLike
 ) -> LoraFiles:
-    """Load the adapter in `folder`; raise UserError if invalid.
+    """Load an adapter; raise UserError if invalid.
 
     Arrays are unsharded, of `dtype` and rank `max_rank`; higher ranks are refused.
     """
@@ -105,7 +105,6 @@ def _names(weight: Weight, family: Family, layer: int) -> list[str]:
 def _find_modules(
     config: LoraConfig, tensors: dict[str, Tensor], sizes: dict[str, tuple[int, int]], prefix: str, max_rank: int
 ) -> dict[str, _Module]:
-    """Find both tensors of each selected module; refuse others."""
     found: dict[str, dict[str, Tensor]] = {}
     names: dict[str, str] = {}
     for tensor in tensors.values():
@@ -173,7 +172,6 @@ def _fill(
 
 
 def _values(name: str, stored: dict[str, np.ndarray], scale: float, dtype: np.dtype) -> np.ndarray:
-    """Scale a tensor and round it once, to `dtype`."""
     with np.errstate(over="ignore", invalid="ignore"):
         values = (stored[name].astype(np.float32) * np.float32(scale)).astype(dtype)
     if not np.isfinite(values).all():

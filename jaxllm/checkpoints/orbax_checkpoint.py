@@ -1,4 +1,4 @@
-"""Orbax checkpoints, written by `jaxllm convert` and restored piecewise onto any number of devices.
+"""Orbax checkpoints, restored piecewise onto any number of devices.
 
 One array per part of a weight (see `parameters.Part`) and expert, unsharded, unpadded, in the stored type. A list of
 files, written last, detects incomplete copies.
@@ -41,12 +41,10 @@ def is_here(folder: Path) -> bool:
 
 
 def has_head(folder: Path) -> bool:
-    """Return whether the checkpoint has a separate output head."""
     return (read_object(folder, LISTING) or {}).get("has_head") is True
 
 
 def write(folder: Path, parts: dict[Name, np.ndarray], written: Callable[[Name], None]) -> None:
-    """Write a model's parts into `folder`, calling `written` after each."""
     import orbax.checkpoint as ocp
     from orbax.checkpoint import type_handlers
 
@@ -197,7 +195,6 @@ def _parts(declared: Params[Weight]) -> dict[Name, tuple[Weight, Part]]:
 
 
 def _names(weight: Weight, part: Part) -> list[str]:
-    """Return a part's array names: one, or one per expert."""
     return [part.name] if weight.stack is None else [f"{part.name}.{expert}" for expert in range(weight.stack)]
 
 

@@ -1,4 +1,4 @@
-"""Determine a model's pooling from its folder: a classifier head, or sentence-transformers modules."""
+"""Determine a model's pooling: a classifier head, or sentence-transformers modules."""
 
 from __future__ import annotations
 
@@ -116,7 +116,6 @@ def _labels(fields: Fields) -> tuple[str, ...]:
 
 
 def _activation_of_labels(folder: Path, fields: Fields, labels: int) -> Any:
-    """Return a classifier's activation, from cross-encoder settings or the problem type."""
     saved = Fields(read_object(folder, "config_sentence_transformers.json") or {})
     for where, key in (
         (saved, "activation_fn"),

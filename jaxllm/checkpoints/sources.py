@@ -1,7 +1,6 @@
-"""Where the parts of weights are in a checkpoint's tensors, and how their rows are read, piece by piece.
+"""Locate the parts of weights in a checkpoint's tensors, and read their rows piecewise.
 
-Every tensor is looked up and its shape checked before the first byte is copied. Knows which tensors a family stores,
-but no family by name, and no device.
+Every tensor's shape is checked before the first byte is copied.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from jaxllm.model.parameters import Part, Weight
 from jaxllm.model.pooler import Pooler
 from jaxllm.model.rows import Rows, in_tensors
 
-_PIECE_BYTES = 32 * 2**20  # copied before the pages read are given back
+_PIECE_BYTES = 32 * 2**20  # bytes copied before the read pages are released
 
-Store = Callable[[int, np.ndarray], None]  # takes rows, with the number of the first
+Store = Callable[[int, np.ndarray], None]  # takes rows and the number of the first
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where the rows of one part are: `at` those places of the [out, in] (or [out]) view of a tensor.
+    """Where the rows of a part are: `at` places of the [out, in] (or [out]) view of a tensor.
 
-    `expert` says which piece of a tensor that holds all experts.
+    `expert` is the index in a tensor of all experts.
     """
 
     tensor: Tensor | Matrix
@@ -41,7 +40,6 @@ class Source:
     is_transposed: bool
 
     def view(self) -> np.ndarray:
-        """View the tensor, or its piece of one expert, as [out, in] (or [out])."""
         assert isinstance(self.tensor, Tensor)
         values = self.tensor.values()
         if self.expert is not None:
@@ -49,9 +47,9 @@ class Source:
         return values.T if self.is_transposed else values
 
     def whole(self, part: Part) -> np.ndarray:
-        """View all rows of the part; those of a comb that the part itself names by tooth, [teeth, rows of one, ...].
+        """View all rows of the part; those of a comb by tooth, [teeth, rows of one, ...].
 
-        Heads that alternate with those of other parts are copied.
+        Heads that alternate with other parts' heads are copied.
         """
         values, comb = self.view(), self.at.comb
         if comb is None:
@@ -63,10 +61,10 @@ class Source:
     def give(
         self, side: Side, width: int, start: int, count: int, columns: tuple[slice, ...], store: Store, row: int
     ) -> int:
-        """Give `columns` of `count` rows of the part from `start` on to `store`, as those from `row` on.
+        """Pass `columns` of `count` rows of the part, from `start`, to `store`, numbered from `row`; return the next
+        row.
 
-        Of a quantized matrix they are those of one `side` of it, `width` columns wide. The pages read are given back on
-        the way. Returns the row behind the last.
+        For a quantized matrix they are of one `side`, `width` columns wide. Read pages are released.
         """
         for rows in self.at.slices(start, count):
             if isinstance(self.tensor, Matrix):
@@ -82,7 +80,6 @@ class Source:
 
 
 def _steps(rows: slice, row_bytes: int) -> Iterator[slice]:
-    """Divide rows into pieces that are copied at once."""
     step, count, each = rows.step or 1, len(range(rows.start, rows.stop, rows.step or 1)), _PIECE_BYTES // row_bytes
     for start in range(0, count, max(1, each)):
         first, last = rows.start + start * step, rows.start + (min(start + max(1, each), count) - 1) * step
@@ -90,16 +87,16 @@ def _steps(rows: slice, row_bytes: int) -> Iterator[slice]:
 
 
 def give_columns(source: np.ndarray, row: int, store: Store, tensor: Tensor) -> None:
-    """Give `source`, a view of `tensor`, to `store` from `row` on, and its pages back on the way."""
+    """Pass `source`, a view of `tensor`, to `store` from `row` on; release its pages."""
     rows = len(source)
-    if source.flags.c_contiguous and source.size:  # a row of a transposed tensor lies on all of its pages
+    if source.flags.c_contiguous and source.size:  # a row of a transposed tensor is on all of its pages
         rows = max(1, _PIECE_BYTES * len(source) // source.nbytes)
     for start in range(0, len(source), max(1, rows)):
         store(row + start, source[start : start + rows])
         tensor.release()
 
 
-# For each weight, the parts of each of its pieces along axis 0 (one piece where it is no stack of experts).
+# For each weight, the parts of each piece along axis 0 (one, unless experts are stacked).
 Sources = dict[tuple[int | None, str], tuple[tuple[Source, ...], ...]]
 
 
@@ -117,12 +114,12 @@ def open_sources(folder: Path, declared: Params[Weight], family: Family, pooler:
 
 
 def _usual(name: str) -> str:
-    """Rename what the first checkpoints of transformers have under other names."""
+    """Convert tensor names of early transformers checkpoints."""
     return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 
 def find_sources(declared: Params[Weight], family: Family, tensors: Mapping[str, Tensor | Matrix]) -> Sources:
-    """Look up the tensors behind declared weights, by their names without the family's prefix; refuse all others."""
+    """Find declared weights' tensors by name without the family's prefix; refuse others."""
     sources: Sources = {}
     used: set[str] = set()
     for layer, weights in [(None, declared.top), *enumerate(declared.layers)]:
@@ -133,9 +130,9 @@ def find_sources(declared: Params[Weight], family: Family, tensors: Mapping[str,
                 pieces.append(found)
                 used.update(names)
             sources[layer, name] = tuple(pieces)
-    # A head stored beside the embedding that it is tied to is a copy of it.
+    # A stored head next to the embedding that it is tied to is a copy.
     copies = set() if "head" in declared.top else {family.tensors["head"]}
-    behind = f"layers.{len(declared.layers)}."  # layers that guess further tokens ahead, which are not built
+    behind = f"layers.{len(declared.layers)}."  # multi-token prediction layers, which are not built
     for name in sorted(set(tensors) - used - copies):
         is_behind = family.has_layers_behind and name.startswith(behind)
         if not name.endswith(family.ignored) and not name.startswith(family.heads) and not is_behind:
@@ -150,7 +147,6 @@ def find_sources(declared: Params[Weight], family: Family, tensors: Mapping[str,
 def _find_parts(
     weight: Weight, family: Family, tensors: Mapping[str, Tensor | Matrix], layer: int | None, expert: int | None
 ) -> tuple[list[str], tuple[Source, ...]]:
-    """Look up the tensors of one piece of a weight, and check their shapes; return their names as well."""
     patterns = [family.tensors[part.name] for part in weight.parts]
     names = [pattern.format(layer, expert) for pattern in patterns]
     for name in names:
@@ -183,7 +179,6 @@ def _check_shape(tensor: Tensor | Matrix, shape: tuple[int, ...]) -> None:
 
 
 def _check_type(weight: Weight, tensor: Tensor | Matrix, stored: Stored | None, name: str) -> None:
-    """Refuse an unquantized tensor with a type other than a float."""
     if isinstance(tensor, Matrix) or tensor.is_float:
         return
     if stored is None:
@@ -199,7 +194,7 @@ def _check_type(weight: Weight, tensor: Tensor | Matrix, stored: Stored | None, 
 
 
 def _check_scheme(weight: Weight, tensor: Tensor | Matrix, stored: Stored, name: str) -> None:
-    """Refuse a matrix that is quantized though config.json says that it is not, or the other way round."""
+    """Refuse a matrix whose quantization contradicts config.json."""
     if isinstance(tensor, Matrix) == (weight.scheme is not None):
         return
     fault = "is quantized" if isinstance(tensor, Matrix) else "is not quantized"

@@ -22,7 +22,6 @@ _ROWS = 4096  # compared at once
 
 
 def with_stored_head(folder: Path, spec: Spec, family: Family) -> Spec:
-    """Return `spec`, untied if the folder's head differs from the embedding."""
     if not spec.tie_embeddings:
         return spec
     if orbax_checkpoint.is_here(folder):

@@ -1,7 +1,6 @@
 """Read quantized matrices from checkpoints, piecewise, in the layout of `pallas_kernels.linear`.
 
-`collect` replaces each matrix's tensors by a `Matrix` under its unquantized name. Bytes are read, and reordered if
-necessary, on access.
+`collect` replaces each matrix's tensors by a `Matrix` under its unquantized name.
 """
 
 from __future__ import annotations
@@ -85,13 +84,12 @@ class Matrix:
         return dequantized(self.values(expert, some, slice(*bounds)), scales, zeros, self.kind, np.float32, np)
 
     def release(self) -> None:
-        """Release the tensors' pages."""
         for tensor in self.tensors:
             tensor.release()
 
 
 def collect(tensors: dict[str, Tensor], stored: Stored) -> dict[str, Tensor | Matrix]:
-    """Replace tensors by matrices; raise UserError if one is missing or has the wrong shape."""
+    """Raises UserError if a tensor is missing or misshapen."""
     end = _MAIN[stored.layout]
     found: dict[str, Tensor | Matrix] = {}
     used: set[str] = set()
@@ -117,7 +115,6 @@ class _Tensors:
         used.add(f"{stem}{_MAIN[stored.layout]}")
 
     def take(self, end: str) -> Tensor:
-        """Return a further tensor of the matrix."""
         name = f"{self.stem}{end}"
         if name not in self._tensors:
             raise UserError(f"{self.main.file.name}: tensor {self.main.name} lacks the tensor {name}.", "model")
@@ -126,16 +123,13 @@ class _Tensors:
         return self._tensors[name]
 
     def has(self, end: str) -> bool:
-        """Return whether a tensor exists."""
         return f"{self.stem}{end}" in self._tensors
 
     def refuse(self, why: str, tensor: Tensor | None = None) -> UserError:
-        """Return an error about a tensor."""
         tensor = tensor or self.main
         return UserError(f"{tensor.file.name}: tensor {tensor.name} {why}.", "model")
 
     def check(self, tensor: Tensor, *shapes: tuple[int, ...]) -> None:
-        """Refuse a tensor of another shape."""
         if tensor.shape not in shapes:
             wanted = " or ".join(str(list(shape)) for shape in shapes)
             raise self.refuse(
@@ -143,12 +137,10 @@ class _Tensors:
             )
 
     def groups(self, columns: int) -> tuple[int, int]:
-        """Return the columns per group, and the groups per row."""
         size = self.stored.scheme.group or columns
         return size, -(-columns // size)
 
     def matrix(self, shape: tuple[int, ...], values: Any, scales: Any, zeros: Any) -> Matrix:
-        """Build the matrix."""
         if shape[-1] % 2 or not math.prod(shape):
             raise self.refuse(f"makes a matrix {list(shape)}, of which two columns do not fill a byte")
         scheme = self.stored.scheme

@@ -1,7 +1,7 @@
-"""From a folder or a hub id to the decoder's parameters on their devices, or random ones of the same shapes.
+"""Load parameters from a folder or hub id onto devices, or make random ones.
 
-Streams: one weight at a time is copied out of the mapped file, piece by piece, into the memory its array keeps, so
-that the peak stays near the size of the weights. Knows which tensors a family stores, but no family by name.
+Weights are copied one at a time, piecewise, from the mapped file to their array's memory, so that the peak stays near
+the weights' size.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from jaxllm.model.sharding import Layout
 from jaxllm.model.spec import Spec
 
 _TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
-_QUANTIZED_BYTES = 2**20  # quantized at once: what is between fits into a processor's cache
+_QUANTIZED_BYTES = 2**20  # quantized at once: intermediates fit into a processor's cache
 
 
 def resolve(model: str, revision: str | None = None, tokenizer_only: bool = False) -> Path:
-    """Find the folder of a model: one that ships with jaxllm, a local one, or the hub's repository, downloaded.
+    """Return a model's folder: one included in jaxllm, a local one, or the hub's, downloaded.
 
-    The hub is asked for the newest commit of `revision`; without a network the local copy serves. Files already here
-    are not fetched again. Whatever goes wrong is a UserError of one line.
+    The hub is queried for the newest commit of `revision`; without network the cached copy is used. Any failure is a
+    UserError of one line.
     """
     folder = SHIPPED.get(model) or Path(model).expanduser()
     if folder.is_dir():
@@ -84,7 +84,7 @@ def resolve(model: str, revision: str | None = None, tokenizer_only: bool = Fals
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read a model's config.json; a missing one is a UserError."""
+    """Raises UserError if missing."""
     config = read_object(folder, "config.json")
     if config is None:
         raise UserError(f"{folder} has no config.json.", "model")
@@ -92,7 +92,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
-    """Read a model's generation_config.json; empty where there is none."""
+    """Return {} if missing."""
     return read_object(folder, "generation_config.json") or {}
 
 
@@ -116,11 +116,10 @@ def load(
     quantization: str | None = None,
     pooler: Pooler | None = None,
 ) -> Params[Array]:
-    """Read a checkpoint into arrays of `dtype`, and into a `Quantized` what is quantized, as `decoder.declare` says.
+    """Read a checkpoint into arrays of `dtype`, or `Quantized` as declared.
 
-    Each device's piece is quantized from what is stored of it, not from what was rounded to `dtype` before. Every
-    tensor is looked up and its shape checked before the first byte is copied: a missing, unexpected or misshapen one is
-    a UserError that names it.
+    Each device's piece is quantized from the stored numbers, not from ones rounded to `dtype`. Shapes are checked
+    before the first byte is copied; a UserError names a missing, unexpected or misshapen tensor.
     """
     decoder.check_shards(spec, layout)
     declared = _declare(spec, layout, at_load(quantization, _is_cpu(layout)), pooler, family)
@@ -132,7 +131,6 @@ def load(
 def read(
     declared: Params[Weight], sources: Sources, layout: Layout, dtype: DTypeLike, progress: bool = False
 ) -> Params[Array]:
-    """Copy declared weights out of what `find_sources` found for them into arrays of `dtype`."""
     total = num_bytes(jax.tree.map(lambda weight: quantized.describe(weight, layout, dtype), declared))
     bar = tqdm(
         total=total,
@@ -153,7 +151,7 @@ def read(
             array = _load_stored(weight, parts, layout) if is_stored else _load_rounded(weight, parts, layout)
         else:
             array = _load_side("floats", quantized.describe(weight, layout, dtype), weight, parts, layout)
-        jax.block_until_ready(pending)  # so that at most two weights are on their way to a device
+        jax.block_until_ready(pending)  # at most two weights are in transfer to a device
         pending = array
         bar.update(num_bytes(array))
         return array
@@ -164,9 +162,9 @@ def read(
 
 @dataclass(frozen=True)
 class StoredPart:
-    """One part of a weight as it is stored: a view [out, in] (or [out]) of the mapped file, and how to let it go.
+    """A part of a weight as stored: a view [out, in] (or [out]) of the mapped file, and a function to release it.
 
-    Rows that are a comb of the tensor's are parted into its teeth: [teeth, out, in].
+    Rows of a comb are divided into teeth: [teeth, out, in].
     """
 
     values: np.ndarray
@@ -176,7 +174,7 @@ class StoredPart:
 def stored_parts(
     folder: Path, spec: Spec, family: Family, pooler: Pooler | None = None
 ) -> dict[orbax_checkpoint.Name, StoredPart]:
-    """Look up every part of every weight in a safetensors checkpoint, by layer and name; refuses what `load` does."""
+    """Raises as `load`."""
     if family.stored is not None:
         raise UserError(f"{folder} is quantized already ({family.stored.method}), and read as it is.", "model")
     declared = declare(spec, pooler=pooler)
@@ -199,9 +197,9 @@ def abstract(
     pooler: Pooler | None = None,
     family: Family | None = None,
 ) -> Params[jax.ShapeDtypeStruct]:
-    """Describe the parameters, shapes, type and shardings, with nothing allocated: what programs are compiled for.
+    """Describe the parameters (shapes, types, shardings) without allocating.
 
-    `family` matters where it says how the checkpoint is quantized.
+    `family` determines a stored quantization.
     """
     decoder.check_shards(spec, layout)
     declared = _declare(spec, layout, at_load(quantization, _is_cpu(layout)), pooler, family)
@@ -209,10 +207,10 @@ def abstract(
 
 
 def at_load(quantization: str | None, is_cpu: bool) -> Scheme | None:
-    """Say how matrices of a 16 or 32-bit checkpoint are rounded when they are read.
+    """Return the scheme that rounds matrices of a 16 or 32-bit checkpoint.
 
-    A CPU rounds the rows that they multiply as well, to sum integers; a GPU would gain nothing where it waits for the
-    weights. Groups of 128 columns are what published 4-bit checkpoints have.
+    A CPU also rounds the multiplied rows, to sum integers; a GPU, bound by reading weights, would gain nothing.
+    Published 4-bit checkpoints have groups of 128 columns.
     """
     schemes = {"int8": Scheme("int8", rounds_rows=is_cpu), "fp8": Scheme("float8"), "int4": Scheme("int4", 128)}
     return None if quantization is None else schemes[quantization]
@@ -225,7 +223,6 @@ def _is_cpu(layout: Layout) -> bool:
 def _declare(
     spec: Spec, layout: Layout, scheme: Scheme | None, pooler: Pooler | None, family: Family | None
 ) -> Params[Weight]:
-    """Declare the weights with `scheme`, or with those that the checkpoint has."""
     if family is None or family.stored is None:
         return declare(spec, layout, scheme, pooler)
     stored = family.stored
@@ -265,13 +262,12 @@ def load_random(
     pooler: Pooler | None = None,
     family: Family | None = None,
 ) -> Params[Array]:
-    """Make parameters of the right shapes without a checkpoint: deviation 0.02, norms neutral."""
+    """Return parameters without a checkpoint: standard deviation 0.02, norms neutral."""
     decoder.check_shards(spec, layout)
     return draw(_declare(spec, layout, at_load(quantization, _is_cpu(layout)), pooler, family), layout, dtype, seed)
 
 
 def draw(declared: Params[Weight], layout: Layout, dtype: DTypeLike, seed: int = 0) -> Params[Array]:
-    """Make declared weights as `load_random` does."""
     seeds = np.random.default_rng(seed)
 
     def build(layer: int | None, name: str, weight: Weight) -> Any:
@@ -282,7 +278,6 @@ def draw(declared: Params[Weight], layout: Layout, dtype: DTypeLike, seed: int =
 
 
 def _build(declared: Params[Weight], build: Callable[[int | None, str, Weight], Leaf]) -> Params[Leaf]:
-    """Make every declared weight, in order, with `build(layer, name, weight)`."""
     return Params(
         {name: build(None, name, weight) for name, weight in declared.top.items()},
         tuple(
@@ -293,11 +288,11 @@ def _build(declared: Params[Weight], build: Callable[[int | None, str, Weight], 
 
 
 def _load_rounded(weight: Weight, sources: tuple[tuple[Source, ...], ...], layout: Layout) -> Quantized[Array]:
-    """Read and quantize a matrix, each device's piece once: its scales are kept until they are asked for."""
+    """Read and quantize a matrix, each device's piece once: scales are kept until requested."""
     scheme = weight.scheme
     assert scheme is not None
     shapes = quantized.describe(weight, layout, np.float32)
-    kept: dict[tuple[int, int], np.ndarray] = {}  # by the number of the piece of each axis
+    kept: dict[tuple[int, int], np.ndarray] = {}  # by the piece's number on each axis
 
     def place(index: tuple[slice, ...] | None, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> tuple[int, int]:
         each = zip(index or (), shape, axes, strict=True)
@@ -326,7 +321,7 @@ def _load_rounded(weight: Weight, sources: tuple[tuple[Source, ...], ...], layou
         return kept[rows, piece]
 
     def packed_values(index: tuple[slice, ...] | None) -> np.ndarray:
-        # Of values that share a byte the array is narrower than the weight; its pieces are as many.
+        # With several values per byte the array is narrower than the weight; the number of pieces is the same.
         rows, of = index or (slice(None), slice(None))
         width = weight.shape[1] // shapes.values.shape[1]
         return values((rows, slice((of.start or 0) * width, (of.stop or shapes.values.shape[1]) * width)))
@@ -337,7 +332,6 @@ def _load_rounded(weight: Weight, sources: tuple[tuple[Source, ...], ...], layou
 
 
 def _load_stored(weight: Weight, sources: tuple[tuple[Source, ...], ...], layout: Layout) -> Quantized[Array]:
-    """Read a matrix that the checkpoint holds quantized: its values, scales and zeros."""
     shapes = quantized.describe(weight, layout, np.float32)
     values = _load_side("values", shapes.values, weight, sources, layout)
     scales = _load_side("scales", shapes.scales, weight, sources, layout)
@@ -348,7 +342,7 @@ def _load_stored(weight: Weight, sources: tuple[tuple[Source, ...], ...], layout
 def _load_side(
     side: Side, described: jax.ShapeDtypeStruct, weight: Weight, sources: tuple[tuple[Source, ...], ...], layout: Layout
 ) -> Array:
-    """Read one side of a weight into the array described: scales and zeros, of which groups are the rows, turned."""
+    """Read one side of a weight into the described array: scales and zeros transposed, with groups as rows."""
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         if side in ("scales", "zeros"):
@@ -381,10 +375,10 @@ def fill(
     shards: int,
     index: tuple[slice, ...],
 ) -> None:
-    """Give the piece `index` of the `shape` that `parts` make up, with rows in `shards`, to `store`.
+    """Pass piece `index` of the `shape` that `parts` make up, with rows in `shards`, to `store`.
 
-    Of quantized matrices it is one `side` of them. `store` takes the rows block by block, each with the number of its
-    first row, and copies what it needs.
+    For quantized matrices it is of one `side`. `store` copies rows block by block, each with the number of its first
+    row.
     """
     filled = 0
     for number, first, count, padding in in_order(parts, shape[0], shards, index[0]):
@@ -395,7 +389,7 @@ def fill(
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Allocate an array that XLA on a CPU takes over without copying: it must start on a multiple of 64 bytes."""
+    """Allocate an array that XLA on a CPU uses without copying: aligned to 64 bytes."""
     num_bytes = math.prod(shape) * dtype.itemsize
     buffer = np.empty(num_bytes + 64, np.uint8)
     start = -buffer.ctypes.data % 64
@@ -404,13 +398,11 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 @functools.cache
 def _random_maker(weight: Weight, dtype: np.dtype, layout: Layout) -> Callable[[np.uint32], Array]:
-    """Compile what fills one weight, a function of a seed."""
-
     def make(seed: Array) -> Array:
         if weight.initial != "normal":
             return jnp.full(weight.shape, weight.initial == "ones", dtype)
-        # MurmurHash3's finaliser over each element's number: 320 million values a second on two cores, where
-        # jax.random.normal makes 29 million; and the same values however the array is laid out.
+        # MurmurHash3's finalizer over element numbers: 320 million values a second on two cores (jax.random.normal: 29
+        # million), the same for any sharding.
         bits = jnp.zeros(weight.shape, jnp.uint32)
         for dimension, length in enumerate(weight.shape):
             bits = bits * jnp.uint32(length) + lax.broadcasted_iota(jnp.uint32, weight.shape, dimension)

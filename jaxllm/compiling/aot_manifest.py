@@ -1,4 +1,4 @@
-"""The manifest of ahead-of-time compiled programs: model, sizes, versions, devices.
+"""The manifest of ahead-of-time compiled programs.
 
 A start with the same folder takes unset sizes from it; the number of KV blocks would otherwise depend on free memory,
 and require other programs.
@@ -17,7 +17,6 @@ from jaxllm.model.spec import Spec
 
 
 def read(folder: Path, spec: Spec) -> dict[str, Any]:
-    """Return a model's manifest in `folder`, {} if missing."""
     file = path(folder, spec)
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
@@ -31,7 +30,6 @@ def read(folder: Path, spec: Spec) -> dict[str, Any]:
 
 
 def write(folder: Path, spec: Spec, record: Mapping[str, Any]) -> Path:
-    """Write a model's manifest into `folder`; return its path."""
     file = path(folder, spec)
     file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return file
@@ -48,6 +46,5 @@ def difference(recorded: Mapping[str, Any], actual: Mapping[str, Any]) -> str:
 
 
 def path(folder: Path, spec: Spec) -> Path:
-    """Return the manifest's path, which contains a digest of `spec`."""
     digest = hashlib.sha256(repr(spec).encode()).hexdigest()
     return folder / f"jaxllm-{digest[:16]}.json"

@@ -12,7 +12,7 @@ _log = logging.getLogger(__name__)
 
 
 def use_compilation_cache(folder: Path) -> None:
-    """Cache all compiled programs in `folder`; warn and cache nothing if it cannot be created."""
+    """Warn and cache nothing if `folder` cannot be created."""
     place = str(folder) if _can_be_folder(folder) else None
     if jax.config.values["jax_compilation_cache_dir"] != place:
         compilation_cache.reset_cache()  # JAX otherwise keeps the folder of the process's first engine
@@ -25,7 +25,7 @@ def use_compilation_cache(folder: Path) -> None:
 
 
 def _can_be_folder(folder: Path) -> bool:
-    """Create the folder. Without this check JAX would warn once per program."""
+    """Without this check JAX would warn once per program."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -40,7 +40,6 @@ class StandardError:
         self._original = -1
 
     def hide(self) -> None:
-        """Enable `hidden`."""
         self._is_wanted = True
 
     @contextmanager

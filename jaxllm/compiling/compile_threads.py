@@ -15,10 +15,7 @@ from jaxllm.threads import start_thread
 
 
 def run_at_idle_priority(call: Callable[[], Any]) -> Any:
-    """Run `call` on a low-priority thread and return its result.
-
-    For compiling only: tracing holds the GIL, and at low priority would delay steps.
-    """
+    """For compiling only: tracing holds the GIL, and at low priority would delay steps."""
     outcome: Future[Any] = Future()
 
     def work() -> None:
@@ -33,11 +30,10 @@ def run_at_idle_priority(call: Callable[[], Any]) -> Any:
 
 
 def _take_idle_priority() -> None:
-    """Give this thread, and those in which XLA's CPU back end runs LLVM, idle priority.
+    """Give this thread, and XLA:CPU's LLVM threads, idle priority.
 
     LLVM's threads, created by a process's first compilation, do two thirds of the work and do not inherit priority.
-    They keep it, since raising it may need privileges, so later engines start more slowly on busy machines (DECISIONS
-    40).
+    They keep it, since raising it may need privileges: later engines start more slowly on busy machines (DECISIONS 40).
     """
     if sys.platform != "linux":
         return

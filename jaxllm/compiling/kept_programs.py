@@ -1,9 +1,8 @@
 """A cache of compiled programs that a later start reads without tracing.
 
-A `.program` file is named after a digest of the program's text, known after tracing, and of the compiler and its
-options. A `.key` file, named after a digest of tracing's inputs (program_digest.py), contains the text's digest.
-Deserializing uses pickle, which can run code; so folder and file must belong to this user or root and be writable by no
-other.
+A `.program` file is named after a digest of the program's text, the compiler and its options; a `.key` file, named
+after a digest of tracing's inputs (program_digest.py), contains the text's digest. Deserializing uses pickle, which can
+run code: folder and file must belong to this user or root and be writable by no other.
 """
 
 from __future__ import annotations
@@ -61,12 +60,10 @@ class KeptPrograms:
                 _log.info("programs are not kept whole: they depend on a %s, whose content is unknown", kind)
 
     def make(self, name: str, key: Any, lower: Callable[[], jax.stages.Lowered]) -> Any:
-        """Return a cached program, or trace and compile it."""
         program = self.read(name, key)
         return self.compile(name, key, lower()) if program is None else program
 
     def read(self, name: str, key: Any) -> Any | None:
-        """Return a cached program without tracing; None if not cached."""
         if not self.is_on:
             return None
         text = self._content(*self._key_file(name, key))
@@ -77,7 +74,6 @@ class KeptPrograms:
         return self.is_on and self._key_file(name, key)[0].exists()
 
     def compile(self, name: str, key: Any, lowered: jax.stages.Lowered) -> Any:
-        """Compile a program and cache it, unless its text is cached."""
         if not self.is_on:
             return lowered.compile()
         text = bytes.fromhex(digest(self._depends[1], digest_options(), lowered.as_text()))
@@ -114,7 +110,6 @@ class KeptPrograms:
         return serialize_executable.deserialize_and_load(executable, in_tree, out_tree, client, self._devices)
 
     def _content(self, file: Path, own: bytes, load: Callable[[memoryview], Any] = bytes) -> Any | None:
-        """Return a file's content; None if missing, or unusable (logged)."""
         try:
             content = load(_checked(_read(file), own))
         except FileNotFoundError:
@@ -128,7 +123,6 @@ class KeptPrograms:
         return content
 
     def _keep(self, name: str, place: tuple[Path, bytes], pack: Callable[[], bytes]) -> bool:
-        """Write a file and evict the least recently used; return whether written."""
         try:
             payload = pack()
             if len(payload) > self._most_bytes:
@@ -174,7 +168,6 @@ def _compiled(lowered: jax.stages.Lowered) -> tuple[Any, bool]:
 
 @functools.cache
 def _hits() -> threading.local:
-    """Return this thread's counter of JAX cache hits."""
     hits = threading.local()
 
     def listen(event: str, **_: str | int) -> None:
@@ -243,7 +236,6 @@ def _write(file: Path, *parts: bytes) -> None:
 
 
 def _trim(folder: Path, most_bytes: int) -> None:
-    """Delete the least recently used files above `most_bytes`."""
     kept, now = [], time.time()
     for entry in os.scandir(folder):
         with suppress(FileNotFoundError):

@@ -1,7 +1,4 @@
-"""Digests of everything that a compiled program depends on.
-
-Values of unknown types raise `Undigested`.
-"""
+"""Digests of everything that a compiled program depends on."""
 
 from __future__ import annotations
 
@@ -43,7 +40,6 @@ class Undigested(Exception):
 
 
 def digest(*values: Any) -> str:
-    """Return the hexadecimal SHA-256 of plain values, arrays, shardings and dataclasses of them."""
     found = hashlib.sha256()
     _add(found, values)
     return found.hexdigest()
@@ -51,7 +47,6 @@ def digest(*values: Any) -> str:
 
 @functools.cache
 def digest_source() -> str:
-    """Return a digest of the source files of traced programs."""
     found = hashlib.sha256()
     for root in (Path(__file__).parents[1], Path(str(pallas_kernels.__file__)).parent):
         for file in sorted(path for path in root.rglob("*") if path.suffix in _SOURCES):
@@ -60,7 +55,6 @@ def digest_source() -> str:
 
 
 def digest_compiler(devices: tuple[Any, ...]) -> str:
-    """Return a digest of the versions, flags and devices for compiling."""
     client = devices[0].client
     kinds = [
         (device.platform, device.device_kind, str(getattr(device, "compute_capability", ""))) for device in devices

@@ -29,13 +29,11 @@ class Phases:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[list[str]]:
-        """Time the block; append details to the yielded list."""
         start, causes = time.perf_counter(), list[str]()
         yield causes
         self._noted.append(Phase(name, time.perf_counter() - start, ", ".join(causes)))
 
     def note_beside(self, name: str, seconds: float, cause: str) -> None:
-        """Add the time of concurrent work."""
         self._noted.append(Phase(name, seconds, cause, is_beside=True))
 
     def finished(self) -> tuple[Phase, ...]:
@@ -45,7 +43,6 @@ class Phases:
 
 
 def describe(phases: tuple[Phase, ...]) -> str:
-    """Format phases as a table."""
     total = sum(phase.seconds for phase in phases if not phase.is_beside)
     lines = [f"ready in {total:.2f} s:"]
     for phase in phases:
@@ -67,15 +64,12 @@ class Compilations:
 
     @property
     def seconds(self) -> float:
-        """Return total seconds, summed over threads."""
         return self.compile_seconds + self.found_seconds
 
     def begin(self) -> None:
-        """Start counting."""
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
     def end(self) -> None:
-        """Stop counting."""
         jax.monitoring.unregister_event_duration_listener(self._listen)
 
     def __str__(self) -> str:

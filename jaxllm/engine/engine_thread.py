@@ -1,4 +1,4 @@
-"""The thread of `AsyncLLM` that loads the model and runs the step loop."""
+"""The thread of `AsyncLLM`."""
 
 from __future__ import annotations
 
@@ -69,16 +69,13 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="jaxllm-engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, which loads the model."""
         self._thread.start()
 
     def join(self, timeout: float) -> bool:
-        """Wait for the thread; return whether it ended within `timeout` seconds."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def call_back(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Schedule a function on the event loop."""
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function, *arguments)
 
@@ -111,7 +108,6 @@ class EngineThread:
                 engine.close()
 
     def _turn(self, engine: LLMEngine) -> bool:
-        """Process the inbox, compute a step and deliver outputs; return False when stopped."""
         if not engine.has_unfinished_requests():
             self._speeds = deque([(self._clock(), engine.metrics.generated_tokens)])
         taken = self._inbox.take(is_idle=not engine.has_unfinished_requests())
@@ -160,7 +156,6 @@ class EngineThread:
         aborted: list[tuple[str, FinishReason]],
         calls: list[Callable[[LLMEngine], None]],
     ) -> list[RequestOutput]:
-        """Add and abort requests and run calls; return the last outputs of aborted requests."""
         try:
             if added:
                 engine.add(added)

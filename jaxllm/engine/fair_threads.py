@@ -35,7 +35,6 @@ class FairThreads:
         self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}  # by client, in service order
 
     async def run(self, client: Hashable, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Run a function in a thread when the client's turn arrives."""
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
         self._waiting.setdefault(client, deque()).append(turn)

@@ -1,4 +1,4 @@
-"""Queue of requests, aborts and function calls from the event loop to the engine's thread."""
+"""Queue from the event loop to the engine's thread."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ class Inbox:
         self._is_paused = self._is_stopped = False
 
     def add(self, accepted: Accepted) -> None:
-        """Queue a request."""
         with self._changed:
             self._added.append(accepted)
             self._num_sequences += accepted.num_sequences
@@ -43,7 +42,6 @@ class Inbox:
             self._changed.notify()
 
     def abort(self, internal_id: str, reason: FinishReason) -> None:
-        """End a request."""
         with self._changed:
             self._aborted.append((internal_id, reason))
             self._changed.notify()
@@ -55,13 +53,11 @@ class Inbox:
             self._changed.notify()
 
     def set_paused(self, is_paused: bool) -> None:
-        """Pause or resume stepping."""
         with self._changed:
             self._is_paused = is_paused
             self._changed.notify()
 
     def stop(self) -> None:
-        """End the engine's loop."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify()

@@ -1,7 +1,4 @@
-"""The sequence in each slot, and a step's tokens and sampling parameters.
-
-Letters: S slots.
-"""
+"""The sequence in each slot, and a step's tokens and sampling parameters."""
 
 from __future__ import annotations
 
@@ -28,7 +25,6 @@ class RequestFault(Exception):
 
 @contextmanager
 def blaming(sequence: Sequence) -> Iterator[None]:
-    """Convert exceptions of the block to `RequestFault`."""
     try:
         yield
     except Exception as error:
@@ -44,7 +40,6 @@ class InputBatch:
         self._variants = np.zeros(num_slots, np.int8)  # index into VARIANTS
 
     def place(self, slot: int, sequence: Sequence) -> None:
-        """Assign a sequence to a slot."""
         if sequence.row is None:
             raise RuntimeError("a sequence was queued before it was packed")
         self._sequences[slot] = sequence
@@ -52,18 +47,15 @@ class InputBatch:
         self.rows[slot] = sequence.row
 
     def owner(self, slot: int) -> Sequence:
-        """Return the sequence of a slot."""
         sequence = self._sequences[slot]
         if sequence is None:
             raise RuntimeError(f"a plan names slot {slot}, which is empty")
         return sequence
 
     def variant(self, plan: Plan) -> Variant:
-        """Return the narrowest sampling variant for all rows of a plan."""
         return VARIANTS[int(self._variants[plan.slots].max())]
 
     def chunks(self, plan: Plan) -> list[np.ndarray]:
-        """Return the tokens of each prompt chunk in a plan, int32[·]."""
         first, chunks = plan.num_decodes, []
         for slot, start, length in zip(
             plan.slots[first:].tolist(), plan.starts[first:].tolist(), plan.lengths[first:].tolist(), strict=True

@@ -27,7 +27,6 @@ class BlockLog:
     """The most recent changes of the prefix cache. Use on the event loop only."""
 
     def __init__(self, name_of: Callable[[int], str]) -> None:
-        """`name_of` maps an adapter number to its name."""
         self._name_of = name_of
         self._batches: deque[BlockBatch] = deque()
         self._num_events = 0
@@ -36,7 +35,6 @@ class BlockLog:
         self._error: BaseException | None = None
 
     def append(self, time: float, block_size: int, events: tuple[BlockEvent, ...]) -> None:
-        """Append a batch and wake the readers."""
         numbers = {event.adapter for event in events if isinstance(event, Stored) and event.adapter}
         names = {number: self._name_of(number) for number in numbers}
         self._batches.append(BlockBatch(self._next, time, block_size, events, names))
@@ -47,7 +45,6 @@ class BlockLog:
         self._wake()
 
     def end(self, error: BaseException) -> None:
-        """Raise `error` in every reader."""
         self._error = error
         self._wake()
 

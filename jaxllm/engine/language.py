@@ -17,5 +17,4 @@ class Language:
 
     @classmethod
     def of(cls, model: ModelInfo) -> Language:
-        """Return a language with an empty grammar cache."""
         return cls(model=model, grammars=Grammars(model.tokenizer, model.vocab_size, model.eos_ids))

@@ -1,8 +1,8 @@
-"""Threads that read adapters and tokenize with an adapter's tokenizer or template.
+"""Threads that read adapters and use their tokenizers and templates.
 
-They never delay the base model's tokenization. Each language has one thread at most, round-robin between clients. Two
-tasks that exceed their limits bar a client from a language for a while, but not from reading adapters. Belongs to one
-event loop.
+They never delay the base model's tokenization. A language has one thread at most, round-robin between clients. Two
+tasks over their limits bar a client from a language for a while, but not from reading adapters. Belongs to one event
+loop.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ class LanguageThreads:
     async def run(
         self, language: bytes, client: str | None, function: Callable[..., Result], *arguments: Any
     ) -> Result:
-        """Run a function in a thread when the turn of this language and client arrives."""
         pair = language, client
 
         def work() -> Result:
@@ -46,7 +45,6 @@ class LanguageThreads:
         return await self._threads.run(pair, work)
 
     def shutdown(self) -> None:
-        """Start no further tasks, without waiting for running ones."""
         self._threads.shutdown()
 
     def _check(self, pair: tuple[bytes, str | None]) -> None:

@@ -40,17 +40,15 @@ class LifeCycle:
         self.exit = "staying"
 
     def on(self, event: Event) -> None:
-        """Apply the transition of an event."""
         self.work = _WORK.get((self.work, event), self.work)
         self.exit = _EXIT.get((self.exit, event), self.exit)
 
     @property
     def has_ended(self) -> bool:
-        """Whether the engine was stopped or died."""
         return self.exit in _ENDS
 
     def state(self, is_hung: bool) -> EngineState:
-        """Return the state for health checks; `is_hung`: the current step exceeds its time limit."""
+        """`is_hung`: the current step exceeds its time limit."""
         if self.exit in ("leaving", "draining"):
             return "draining"
         return _ENDS.get(self.exit) or self._working(is_hung)
@@ -63,11 +61,9 @@ class LifeCycle:
         return "paused" if self.work == "paused" else "serving"
 
     def is_responsive(self, is_hung: bool) -> bool:
-        """Whether the engine's thread answers calls."""
         return not self.has_ended and self._working(is_hung) in ("serving", "paused")
 
     def unavailable(self, is_hung: bool, was_started: bool) -> EngineError | None:
-        """Return the error for new requests; None if they are accepted."""
         if self.exit in ("draining", "drained"):
             return DrainingError("The server is shutting down.")
         if self.has_ended:

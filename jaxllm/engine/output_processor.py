@@ -1,4 +1,4 @@
-"""Conversion of sampled tokens to request outputs, with detokenization and stop conditions.
+"""Convert sampled tokens to request outputs.
 
 An exception in one request ends only that request.
 """
@@ -36,7 +36,6 @@ class OutputProcessor:
         self.forgets: Sequence[Callable[[SequenceGroup], None]] = ()
 
     def add(self, groups: Sequence[SequenceGroup]) -> None:
-        """Register queued requests."""
         self.sequences.update((own.sequence_id, own) for group in groups for own in group.sequences)
         self.groups.update((group.internal_id, group) for group in groups)
 
@@ -64,7 +63,6 @@ class OutputProcessor:
         return [self._finish(group, now) for group, _ in going]
 
     def take_in(self, result: StepOutput, events: Events) -> list[RequestOutput]:
-        """Append the accepted tokens of a step; return the due outputs."""
         now = self._clock()
         changed: dict[str, SequenceGroup] = {}
         columns = events.ids, events.counts, events.rows
@@ -86,12 +84,10 @@ class OutputProcessor:
         return self.due(changed.values(), now)
 
     def fail(self, group: SequenceGroup) -> None:
-        """Log the current exception and end the request."""
         _log.exception("request %s failed", group.request_id)
         self.end_group(group, "the engine could not go on with it")
 
     def due(self, changed: Iterable[SequenceGroup], now: float) -> list[RequestOutput]:
-        """Return the due outputs of changed requests; remove finished requests."""
         interval = 1 if self._scheduler.state.num_running <= FEW_STREAMS else MANY_STREAMS_INTERVAL
         outputs = []
         for group in changed:
@@ -107,7 +103,6 @@ class OutputProcessor:
     def _append(
         self, own: sequence.Sequence, count: int, row: int, result: StepOutput, events: Events, now: float
     ) -> None:
-        """Append a sequence's newest `count` tokens and apply stop conditions."""
         if own.group.metrics.first_token_time is None:
             own.group.metrics.first_token_time = now
         length, end = own.take_in(result, row, count, events.finished.get(own.sequence_id))
@@ -118,14 +113,12 @@ class OutputProcessor:
             self._end(own, *end)
 
     def end_group(self, group: SequenceGroup, why: str) -> None:
-        """End all sequences of a request with an error."""
         ending = [own for own in group.sequences if own.finish_reason is None]
         self._scheduler.abort({own.sequence_id: "error" for own in ending})
         for own in ending:
             self._end(own, "error", why)
 
     def end_all(self, group: SequenceGroup, reasons: Sequence[FinishReason]) -> None:
-        """End all sequences of a running request, each with a reason."""
         self._scheduler.abort({own.sequence_id: "stop" for own in group.sequences})
         for own, reason in zip(group.sequences, reasons, strict=True):
             self._end(own, reason, None)
@@ -151,7 +144,6 @@ class OutputProcessor:
         return output
 
     def _finish(self, group: SequenceGroup, now: float) -> RequestOutput:
-        """Return the last output of a request and remove it."""
         group.metrics.finished_time = now
         try:
             output = self._show(group)

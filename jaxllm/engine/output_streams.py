@@ -28,7 +28,7 @@ class Stream:
         self._tokens: dict[int, CompletionOutput] = {}  # by index: token ids, finish reason
 
     def put(self, output: RequestOutput, now: float) -> list[tuple[float, int, bool]]:
-        """Put an output; return latencies as (seconds, tokens, whether they are first tokens).
+        """Put an output; return latencies as (seconds, tokens, whether first).
 
         First tokens count from arrival, others from the previous output. Seconds are summed over sequences.
         """
@@ -65,7 +65,6 @@ class Stream:
         self._wake()
 
     async def get(self) -> RequestOutput:
-        """Wait for an output and return it."""
         while self._pending is None and self._error is None:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -79,11 +78,9 @@ class Stream:
         return output
 
     def summary(self, last: RequestOutput) -> RequestOutput:
-        """Return the last output with all token ids and no text."""
         return replace(last, outputs=[self._tokens[index] for index in sorted(self._tokens)])
 
     def _count(self, completion: CompletionOutput) -> int:
-        """Append a sequence's new tokens; return their number."""
         whole = self._tokens.get(completion.index)
         if whole is None:
             whole = self._tokens[completion.index] = CompletionOutput(completion.index, "", [])
@@ -117,19 +114,15 @@ class StreamTable:
         return len(self._by_internal_id)
 
     def has(self, request_id: str, owner: str) -> bool:
-        """Whether a request id is in use."""
         return owner in self._by_id.get(request_id, ())
 
     def ids(self) -> list[str]:
-        """List the request ids."""
         return list(self._by_id)
 
     def of_id(self, request_id: str) -> list[Stream]:
-        """Return the streams of a request id, one per owner."""
         return list(self._by_id.get(request_id, {}).values())
 
     def of_internal_id(self, internal_id: str) -> Stream | None:
-        """Return an open stream by internal id, or None."""
         return self._by_internal_id.get(internal_id)
 
     def open(self, request_id: str, owner: str, params: SamplingParams, arrival: float) -> Stream:
@@ -144,7 +137,6 @@ class StreamTable:
         return stream
 
     def close(self, stream: Stream) -> None:
-        """Remove a stream that is no longer read."""
         owners = self._by_id[stream.request_id]
         del owners[stream.owner], self._by_internal_id[stream.internal_id]
         if not owners:
@@ -154,7 +146,6 @@ class StreamTable:
             self._idle.set()
 
     def note_over(self, stream: Stream) -> None:
-        """Mark a stream as expecting no more outputs."""
         if not stream.is_over:
             stream.is_over = True
             self._num_awaited -= 1
@@ -162,12 +153,10 @@ class StreamTable:
                 self._quiet.set()
 
     def fail(self, stream: Stream, error: BaseException) -> None:
-        """End a stream with an error."""
         stream.fail(error)
         self.note_over(stream)
 
     def fail_all(self, error: BaseException) -> None:
-        """End every stream with an error."""
         for stream in list(self._by_internal_id.values()):
             self.fail(stream, error)
 
@@ -176,12 +165,10 @@ class StreamTable:
         await self._quiet.wait()
 
     async def wait_idle(self) -> None:
-        """Wait until all streams are closed."""
         await self._idle.wait()
 
 
 def merge(pending: RequestOutput, new: RequestOutput) -> None:
-    """Merge a delta output, in place, into an unread one."""
     parts = {completion.index: completion for completion in pending.outputs}
     for completion in new.outputs:
         part = parts.get(completion.index)

@@ -17,7 +17,6 @@ class FailedSteps:
         self.count = 0
 
     def reset(self) -> None:
-        """Reset the count after a successful step."""
         self.count = 0
 
     def add(self, error: Exception) -> Action:

@@ -1,4 +1,4 @@
-"""A request in the engine: its sequences, their tokens and text, and the part already returned.
+"""A request in the engine.
 
 Methods that make text may raise; the caller ends the request.
 """
@@ -62,7 +62,6 @@ class Sequence:
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """The token ids that end the sequence."""
         return self.eos_ids.union(self.params.stop_token_ids)
 
     def take_in(
@@ -94,7 +93,6 @@ class Sequence:
         return len(self.tokens), self._check(tokenizer, len(self.tokens), finish_reason)
 
     def _check(self, tokenizer: Tokenizer, end: int, finish_reason: FinishReason | None) -> End | None:
-        """Return how the token before `end` ends the sequence, or None."""
         stop_reason = None
         if finish_reason is None and self._repeats(end):
             finish_reason, stop_reason = "repetition", "repetition_detected"  # vLLM's term
@@ -113,7 +111,6 @@ class Sequence:
         return end - len(self.group.prompt_token_ids) >= self.params.min_tokens
 
     def read(self, tokenizer: Tokenizer, end: int | None = None) -> None:
-        """Append the text of unread tokens before `end`."""
         if not self.params.detokenize:
             return
         tokens = self.tokens[len(self.group.prompt_token_ids) + self.num_read : end]
@@ -145,7 +142,6 @@ class Sequence:
         self._append(delta)
 
     def add_logprobs(self, tokenizer: Tokenizer, token: int, result: StepOutput, row: int) -> None:
-        """Append the log-probabilities of a sampled token, if requested."""
         if self.logprobs is None:
             return
         assert result.logprob is not None and result.rank is not None
@@ -178,7 +174,6 @@ class Sequence:
         return self.has_news and (is_first_or_last or new >= (self.params.stream_interval or interval))
 
     def show(self, is_delta: bool) -> CompletionOutput:
-        """Return the output, or with `is_delta` its new part."""
         start, text_start = (self.num_shown, self.text_shown) if is_delta else (0, 0)
         num_prompt = len(self.group.prompt_token_ids)
         self.num_shown = self.num_tokens if self.finish_reason is None else -1
@@ -195,7 +190,6 @@ class Sequence:
         )
 
     def _append(self, text: str) -> None:
-        """Append final text and, if requested, the stop string."""
         if self.matcher.matched is not None and self.params.include_stop_str_in_output:
             text += self.matcher.matched
         if text:
@@ -203,7 +197,6 @@ class Sequence:
 
 
 def logprob_of(tokenizer: Tokenizer, token: int, logprob: float, rank: int | None) -> Logprob:
-    """Return the `Logprob` of a token."""
     text = tokenizer.token_text(token)
     return Logprob(logprob, rank, text, tokenizer.raw_bytes(token) if "\ufffd" in text else None)
 
@@ -237,12 +230,10 @@ class SequenceGroup:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the request's texts."""
         return self.language.model.tokenizer
 
     @property
     def is_finished(self) -> bool:
-        """Whether all sequences have ended."""
         return all(sequence.finish_reason is not None for sequence in self.sequences)
 
     def is_due(self, interval: int) -> bool:
@@ -285,5 +276,4 @@ class SequenceGroup:
 
 
 def _signed(seed: int) -> int:
-    """Convert an unsigned 64-bit seed to the signed range of requests."""
     return seed - 2**64 if seed >= 2**63 else seed

@@ -1,1 +1,1 @@
-"""Parse config.json: architecture, fields and quantization formats."""
+"""Parse config.json."""

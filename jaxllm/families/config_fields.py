@@ -1,7 +1,7 @@
 """Parse config.json fields common to model families.
 
-Values are validated; keys that no reader accessed raise an error. Rotary settings have two spellings: `rope_theta` with
-`rope_scaling` (transformers 4), `rope_parameters` (transformers 5).
+Rotary settings have two spellings: `rope_theta` with `rope_scaling` (transformers 4), `rope_parameters` (transformers
+5).
 """
 
 from __future__ import annotations
@@ -43,16 +43,14 @@ class Fields:
         self._read: set[str] = set()
 
     def has(self, key: str) -> bool:
-        """Return whether the key is present and not null."""
         return self._config.get(key) is not None
 
     def raw(self, key: str) -> Any:
-        """Return a value of any type."""
         self._read.add(key)
         return self._config.get(key)
 
     def take(self, key: str, kind: type[Value], default: Value = _REQUIRED) -> Value:
-        """Return a value of type `kind`; `default` replaces a missing or null one, without it an error."""
+        """`default` replaces a missing or null value, without it an error."""
         value = self.raw(key)
         if value is None:
             if default is _REQUIRED:
@@ -67,39 +65,35 @@ class Fields:
         return value
 
     def size(self, key: str, default: int = _REQUIRED, most: int = LARGEST) -> int:
-        """Return an integer from 1 to `most`."""
         value = self.take(key, int, default)
         if not 1 <= value <= most:
             raise UserError(f"{self._where}: {key} must be from 1 to {most}, got {value!r:.80}.", key)
         return value
 
     def layers(self, key: str = "num_hidden_layers") -> int:
-        """Return the number of layers, bounded since memory is allocated per layer."""
+        """Bounded, since memory is allocated per layer."""
         return self.size(key, most=MOST_LAYERS)
 
     def positive(self, key: str, default: float = _REQUIRED) -> float:
-        """Return a number above zero."""
         value = self.take(key, float, default)
         if value <= 0.0:
             raise UserError(f"{self._where}: {key} must be above zero, got {value}.", key)
         return value
 
     def optional(self, key: str, kind: type[Value], absent: Value | None = None) -> Value | None:
-        """Return a value, None if null; `absent` replaces a missing key, as in transformers."""
+        """`absent` replaces a missing key, as in transformers."""
         if key in self._config and self._config[key] is None:
             self._read.add(key)
             return None
         return absent if key not in self._config else self.take(key, kind)
 
     def inner(self, key: str) -> Fields:
-        """Return a nested object, empty if missing."""
         value = self.raw(key)
         if value is not None and not isinstance(value, Mapping):
             raise UserError(f"{self._where}: {key} must be an object, got {value!r:.80}.", key)
         return Fields(value or {}, self.max_model_len, f"{self._where}, {key}")
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """Return a list of `count` finite numbers."""
         value = self.raw(key)
         if not isinstance(value, list) or len(value) != count or not all(type(one) in (int, float) for one in value):
             raise UserError(f"{self._where}: {key} must be a list of {count} numbers, got {value!r:.80}.", key)
@@ -116,14 +110,12 @@ class Fields:
             raise UserError(f"{self._where}: {key} = {value!r} is not supported, only {shown}.", key)
 
     def activation(self, key: str, default: str) -> Activation:
-        """Return the feed-forward's activation."""
         name = self.take(key, str, default)
         if name not in _ACTIVATIONS:
             raise UserError(f"{self._where}: {key} = {name!r} is not one of {', '.join(_ACTIVATIONS)}.", key)
         return _ACTIVATIONS[name]
 
     def attention_biases(self, default: bool = False) -> dict[str, Any]:
-        """Return the attention biases as fields of Spec."""
         bias = self.take("attention_bias", bool, default)
         return {"qkv_bias": bias, "out_bias": bias}
 
@@ -146,7 +138,6 @@ def _float(value: float) -> float:
 
 
 def stretched(max_position: int, factor: float) -> int:
-    """Return a context length times a factor; raise UserError if unreasonable."""
     length = max_position * factor
     if not 1 <= length <= LARGEST:
         raise UserError(f"config.json: a context of {max_position} × {factor} positions makes no sense.", "factor")
@@ -162,9 +153,8 @@ def read_rope(
     partial: float | None = None,
     interleaved: bool = False,
 ) -> tuple[Rope, int]:
-    """Read rotary settings in either spelling; return the rotation and the context length.
-
-    `theta` and `partial`, the rotated share of a head, are defaults; if `partial` is None, partial rotation is refused.
+    """`theta` and `partial`, the rotated share of a head, are defaults; if `partial` is None, partial rotation is
+    refused.
     """
     theta = fields.positive("rope_theta", theta)
     if partial is not None:
@@ -178,7 +168,6 @@ def read_rope(
 
 
 def rotary_settings(fields: Fields) -> Fields:
-    """Return the rotary settings object, empty if missing."""
     older, newer = fields.raw("rope_scaling"), fields.raw("rope_parameters")
     if older is not None and newer is not None and older != newer:
         raise UserError("config.json: rope_scaling and rope_parameters contradict each other.", "rope_scaling")
@@ -194,7 +183,6 @@ def parse_rope(
     partial: float | None = None,
     interleaved: bool = False,
 ) -> tuple[Rope, int]:
-    """Parse a rotary settings object; return the rotation and the context length."""
     theta = settings.positive("rope_theta", theta)
     if partial is None:
         settings.only("partial_rotary_factor", 1.0)
@@ -274,7 +262,7 @@ def magnitude(factor: float, weight: float) -> float:
 
 
 def read_windows(fields: Fields, window: int | None, default: tuple[bool, ...]) -> tuple[int | None, ...]:
-    """Return each layer's window; `layer_types` overrides `default`."""
+    """`layer_types` overrides `default`."""
     kinds = fields.raw("layer_types")
     slides = default
     if kinds is not None:
@@ -301,9 +289,7 @@ def read_decoder(
     rotates: tuple[bool, ...] | None = None,
     **own: Any,
 ) -> Spec:
-    """Read fields common to most families.
-
-    `eps` is a key and default; `theta` and `partial` as in read_rope; `turned_size` replaces the head size for
+    """`eps` is a key and default; `theta` and `partial` as in read_rope; `turned_size` replaces the head size for
     rotation; `own` are further fields of Spec.
     """
     width, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
@@ -342,7 +328,6 @@ def read_decoder(
 
 
 def read_multipliers(fields: Fields) -> dict[str, Any]:
-    """Read multipliers of embeddings, scores, residuals and logits as fields of Spec."""
     return {
         "embed_scale": fields.take("embedding_multiplier", float, 1.0),
         "attention_scale": fields.take("attention_multiplier", float, 1.0),
@@ -383,10 +368,7 @@ def read_learned(fields: Fields, *, width: int, num_heads: int, num_layers: int,
 def read_two_ropes(
     fields: Fields, windows: tuple[int | None, ...], head_size: int, max_position: int, thetas: tuple[float, float]
 ) -> tuple[Rope, ...]:
-    """Read separate rotations for full-attention and window layers; the latter is never scaled.
-
-    In the older spelling "rope_scaling" applies to the former. `max_position` is already scaled.
-    """
+    """In the older spelling "rope_scaling" applies to the former. `max_position` is already scaled."""
     newer = fields.inner("rope_parameters")
     settings = (
         newer.inner("full_attention") if newer.has("full_attention") else fields.inner("rope_scaling"),

@@ -109,7 +109,6 @@ def _modernbert_head(fields: Fields, width: int, labels: int) -> tuple[Pooling, 
 
 
 def _nomic(fields: Fields) -> Spec:
-    """Read the spelling of the hub's remote code, or of transformers."""
     own: dict[str, Any] = {"norm": "layer", "norm_bias": True, "token_types": fields.size("type_vocab_size", 2)}
     if not fields.has("n_embd"):
         return read_decoder(

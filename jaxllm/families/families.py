@@ -1,8 +1,7 @@
-"""The table of model families: which row a config.json belongs to, and the Spec that the row makes of it.
+"""The table of model families: find a config.json's row, and read its Spec.
 
-The rows are in `dense_families`, `moe_families` and `encoder_families`, the only files that know family names. A key
-that the row's reader did not look at, and that is not known to be without effect on the computation, is an error that
-names it.
+The rows are in `dense_families`, `moe_families` and `encoder_families`, the only modules that name families. A key that
+the row's reader did not access is an error, unless it has no effect on the computation.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from jaxllm.model.spec import Spec
 
 FAMILIES: tuple[Family, ...] = (*DENSE, *ROUTED, *ENCODERS)
 
-# Keys about training, bookkeeping, other programs, or things the engine reads elsewhere (token ids): no effect on the
-# forward pass.
+# Keys without effect on the forward pass: training, bookkeeping, other programs, or read elsewhere (token ids).
 WITHOUT_EFFECT = frozenset(
     """
     architectures model_type torch_dtype dtype transformers_version use_cache _name_or_path _commit_hash tokenizer_class
@@ -46,7 +44,7 @@ WITHOUT_EFFECT = frozenset(
     pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type tie_weights_
     """.split()
 )
-# Sampling settings, which transformers 4 wrote here with the values that change nothing.
+# Sampling settings, written here by transformers 4; these values change nothing.
 SAMPLING: dict[str, Any] = {
     "min_length": 0,
     "num_beams": 1,
@@ -62,10 +60,9 @@ SAMPLING: dict[str, Any] = {
 
 
 def read_spec(config: Mapping[str, Any], max_model_len: int | None = None) -> tuple[Spec, Family]:
-    """Read a Hugging Face config: the decoder it describes and its row of the table.
+    """`max_model_len` is the requested context length: some rotations depend on it.
 
-    `max_model_len` is the context length asked for: some rotations depend on it. An unknown architecture, a key that
-    is not understood, a missing or an impossible value is a UserError naming it.
+    Raises UserError, naming the key, for an unknown architecture or key, and for a missing or impossible value.
     """
     names = config.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -88,7 +85,6 @@ def read_spec(config: Mapping[str, Any], max_model_len: int | None = None) -> tu
 
 
 def read_fields(fields: Fields, read: Callable[[Fields], Spec]) -> Spec:
-    """Read a config's Spec with a row's reader; refuse what no reader understands."""
     quantization = fields.raw("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
@@ -98,7 +94,7 @@ def read_fields(fields: Fields, read: Callable[[Fields], Spec]) -> Spec:
         )
     try:
         spec = read(fields)
-    except (ArithmeticError, ValueError) as error:  # numbers that are right one by one: a division by zero, a logarithm
+    except (ArithmeticError, ValueError) as error:  # each valid, but not together: a division by zero, a logarithm
         if isinstance(error, UserError):
             raise
         raise UserError(f"config.json: its numbers make no model ({error}).", "model") from error

@@ -1,7 +1,4 @@
-"""A row of the table of families: how a config.json is read, and what a checkpoint's tensors are called.
-
-Holds Llama's names, of which most families have most.
-"""
+"""A row of the table of families: a config.json's reader and a checkpoint's tensor names. Llama's are the default."""
 
 from __future__ import annotations
 
@@ -18,13 +15,12 @@ Head = Callable[[Fields, int, int], tuple[Pooling, tuple[Dense, ...]]]
 
 
 def named(stems: Mapping[str, str]) -> dict[str, str]:
-    """Name the tensors of parts and of their biases, given the part of both names that is the same."""
     weights = {part: f"{stem}.weight" for part, stem in stems.items()}
     return weights | {f"{part}_bias": f"{stem}.bias" for part, stem in stems.items()}
 
 
-# What each part of a weight (see decoder.declare) is called, after the family's prefix; {} is the layer's number,
-# a second one the expert's or the head's.
+# Tensor names of a weight's parts (see decoder.declare), after the family's prefix; {} is the layer, a second one the
+# expert or head.
 LLAMA_TENSORS = named(
     {
         "embed": "embed_tokens",

@@ -1,6 +1,6 @@
 """Parse `quantization_config`: the format of quantized matrices, and which are quantized.
 
-Unsupported options are refused by name. See stored_matrices.py for the tensors.
+Unsupported options are refused by name.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ class Stored:
     has_head: bool = False
 
     def covers(self, module: str) -> bool:
-        """Return whether a module's matrix is quantized."""
         if self.layout == "mxfp4":
             return "experts" in module.split(".")
         if module == "lm_head" and not self.has_head:
@@ -53,7 +52,6 @@ class Stored:
         return not self.leaves_out(module)
 
     def leaves_out(self, module: str) -> bool:
-        """Return whether config.json excludes a module from quantization."""
         try:
             is_meant = "Linear" in self.targets or any(_names(target, module) for target in self.targets)
             return not is_meant or any(_names(name, module) for name in self.ignored)
@@ -62,7 +60,6 @@ class Stored:
 
 
 def read_stored(config: Mapping[str, Any]) -> Stored | None:
-    """Parse the quantization format of a config.json, None if unquantized; raise UserError if unsupported."""
     fields = Fields(config)
     if not fields.has(_KEY):
         return None

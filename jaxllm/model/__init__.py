@@ -1,1 +1,1 @@
-"""The decoder: its specification (`spec`), parameters and computation."""
+"""The decoder: specification, parameters and computation."""

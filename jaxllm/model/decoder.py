@@ -1,12 +1,9 @@
-"""The one decoder: the weights of a Spec (`declare`) and the computation with them, for one shard of a `Layout`.
+"""The decoder: the weights of a Spec (`declare`) and their computation, for one shard of a `Layout`.
 
-Three parts, to be called inside the layout's `shard_map`: `embed`, `run_layers` (all, or a stage from `start` to
-`stop`) and `head`; `forward` is everything before the head. Other inputs of the layers are in a `Context`. Each weight
-is declared once; shardings, abstract shapes, random values and the loader follow from that. Families of models,
-checkpoint formats and caches are elsewhere: attention is a function, which has the cache.
+Call `embed`, `run_layers` (all, or from `start` to `stop`) and `head` inside the layout's `shard_map`; `forward` is
+everything before the head. Shardings, abstract shapes, random values and loading follow from the declarations.
 
-Letters: T flat tokens, R rows, D width, H query heads, K key-value heads (Hx, Kx on one of X shards), C head size, F
-feed-forward width, V vocabulary (Vx on one shard, with its padding).
+Further letters: Hx, Kx and Vx are sizes on one shard, Vx with padding.
 """
 
 from __future__ import annotations
@@ -35,65 +32,64 @@ from pallas_kernels import Choice
 from pallas_kernels.activations import activate, gated
 
 Leaf = TypeVar("Leaf")
-Arrays = dict[str, Any]  # by name, inside or outside a layer: an Array each, or a Quantized
-_SUMMED = {"out": "heads", "down": "feed_forward"}  # products, and the divided axis that each sums over
+Arrays = dict[str, Any]  # by name, in or outside a layer: Array or Quantized
+_SUMMED = {"out": "heads", "down": "feed_forward"}  # products, and the sharded axis that each sums over
 
 
 class Heads(NamedTuple):
-    """The heads that a layer attends with, queries and keys not rotated yet, so that one kernel can do that as well."""
+    """A layer's heads; queries and keys are not rotated yet: a kernel may do that as well."""
 
-    qkv: Array  # [T, Hx + 2 Kx, C], of queries, keys and values; with latent attention there are no values
-    turn: tuple[Array, Array] | None  # cosine and sine of each token's rotation, [T, size / 2]; None: none is wanted
-    is_interleaved: bool  # neighbours make a pair
+    qkv: Array  # [T, Hx + 2 Kx, C]: queries, keys, values; no values with latent attention
+    turn: tuple[Array, Array] | None  # each token's cosine and sine, [T, size / 2]; None: not rotated
+    is_interleaved: bool  # pairs are adjacent coordinates
 
 
 @runtime_checkable
 class Attend(Protocol):
-    """Called in each layer: rotate, store keys and values, attend over everything stored so far."""
+    """Called in each layer: rotate, store keys and values, attend over the cache."""
 
     def __call__(self, layer: int, heads: Heads, window: int | None, sinks: Array | None) -> Array:
         """Take a layer's heads and sinks [Hx]; return [T, Hx, C].
 
-        With latent attention the values are the first coordinates of the keys, as many as the latent's rank, and so
-        many are returned per head.
+        With latent attention the values, and the results per head, are the keys' first coordinates, up to the latent's
+        rank.
         """
         ...
 
 
 @runtime_checkable
 class Linear(Protocol):
-    """A product with one of a layer's weights. Adapters and other quantizations put theirs here."""
+    """A product with a layer's weight; adapters and other quantizations replace it."""
 
     def __call__(self, layer: int, name: str, *product: Any) -> Array:
-        """Multiply: `product` is x [T, in], the layer's weight `name` [out, in], perhaps a bias [out]. Float32."""
+        """`product` is x [T, in], the weight `name` [out, in], and optionally a bias [out]; return float32."""
         ...
 
 
 def plain_linear(layer: int, name: str, *product: Any) -> Array:
-    """Multiply with the weight itself."""
     return layers.linear(*product)
 
 
 @dataclass(frozen=True)
 class Context:
-    """What the layers of a step share beside the weights."""
+    """Inputs that the layers of a step share."""
 
-    positions: Array  # int32[T]: of each token in its sequence
+    positions: Array  # int32[T], in the token's sequence
     attend: Attend
     linear: Linear = plain_linear
     layout: Layout = UNDIVIDED
-    token_types: Array | None = None  # int32[T]; None: all are of type 0
-    fused: Choice | None = None  # of products that take in norms, residuals and activations; only with `plain_linear`
+    token_types: Array | None = None  # int32[T]; None: all 0
+    fused: Choice | None = None  # fuses norms, residuals and activations; only with `plain_linear`
     rounds_inner: bool = False  # see `fused.rounds_inner`; only with `plain_linear`
 
 
 @flax.struct.dataclass
 class Params(Generic[Leaf]):
-    """A leaf per weight: the ones outside the layers, and those of each layer, by name."""
+    """Leaves by weight name: outside the layers, and per layer."""
 
     top: dict[str, Leaf]
     layers: tuple[dict[str, Leaf], ...]
-    draft: Any = None  # `Params` of what drafts for it
+    draft: Any = None  # `Params` of the draft model
 
 
 def declare(
@@ -138,8 +134,6 @@ def declare(
 def with_schemes(
     declared: Params[Weight], choose: Callable[[int | None, Weight], Scheme | None], layout: Layout
 ) -> Params[Weight]:
-    """Give each weight, inside or outside the layers, the scheme that is chosen for it, fitted to the layout."""
-
     def of(layer: int | None, weights: dict[str, Weight]) -> dict[str, Weight]:
         chosen = {name: choose(layer, weight) for name, weight in weights.items()}
         return {
@@ -226,16 +220,16 @@ def _norm_weights(spec: Spec, name: str) -> dict[str, Weight]:
 
 
 def forward(spec: Spec, params: Params[Array], tokens: Int[Array, " T"], context: Context) -> Float[Array, "T D"]:
-    """Compute the normed hidden states [T, D] of `tokens` [T], the same on every shard."""
+    """Return the normed hidden states, equal on every shard."""
     return final_norm(spec, params, run_layers(spec, params, embed(spec, params, tokens, context), context))
 
 
 def forward_with_aux(
     spec: Spec, params: Params[Array], tokens: Int[Array, " T"], context: Context, aux_layers: tuple[int, ...]
 ) -> tuple[Float[Array, "T D"], tuple[Array, ...]]:
-    """Compute what `forward` does, and the residual stream [T, D] as each of `aux_layers` gets it.
+    """Also return the residual stream [T, D] at the input of each of `aux_layers`.
 
-    These are in ascending order; the number of layers stands for the stream behind the last one.
+    They are ascending; the number of layers means the stream after the last.
     """
     x, done, aux = embed(spec, params, tokens, context), 0, []
     for layer in aux_layers:
@@ -245,12 +239,11 @@ def forward_with_aux(
 
 
 def embed(spec: Spec, params: Params[Array], tokens: Int[Array, " T"], context: Context) -> Float[Array, "T D"]:
-    """Look up the embeddings of `tokens` [T], with learned positions, types and a norm where the model has them."""
     with named_scope("embedding"):
         dtype = params.top["final_norm" if spec.final_norm else "embed_norm"].dtype  # norms are never quantized
         x = look_up(params.top["embed"], tokens, spec.vocab_size, dtype, context.layout)
         if spec.embed_scale != 1.0:
-            x = x * jnp.asarray(spec.embed_scale, x.dtype)  # rounded to the weights' type, as the models were trained
+            x = x * jnp.asarray(spec.embed_scale, x.dtype)  # rounded to the weights' type, as in training
         if spec.learned_positions:
             x = x + params.top["positions"].at[context.positions + spec.position_offset].get(mode="clip")
         if spec.token_types:
@@ -260,7 +253,7 @@ def embed(spec: Spec, params: Params[Array], tokens: Int[Array, " T"], context: 
 
 
 def look_up(table: Any, tokens: Int[Array, " T"], vocab_size: int, dtype: Any, layout: Layout) -> Float[Array, "T D"]:
-    """Take the rows of `tokens` [T] from a table that is divided by its rows, each shard's [Vx, D], as `dtype`."""
+    """Look up rows in a table sharded by rows, each shard's [Vx, D], as `dtype`."""
     size = layout.padded("vocab", vocab_size) // layout.shards("vocab")  # Vx
     row = tokens - layout.index("vocab") * size
     is_here = (row >= 0) & (row < size)
@@ -276,7 +269,7 @@ def run_layers(
     start: int = 0,
     stop: int | None = None,
 ) -> Float[Array, "T D"]:
-    """Run the layers from `start` to before `stop` (None: all) over `x` [T, D].
+    """Run the layers from `start` to before `stop`.
 
     Layers are unrolled: a scan over stacked weights is 2.4 to 3.8 times slower on a CPU and copies weights on a GPU.
     """
@@ -319,26 +312,24 @@ def _fused_sum(spec: Spec, weights: Arrays, layer: int, name: str, x: Array, inn
     assert context.fused is not None
     if context.layout.shards(_SUMMED[name]) == 1:
         return fused.product(spec, weights, context.fused, name, inner, residual=x)
-    # Each device has a part of the sum, and `x` is to be added once.
+    # Each device has a part of the sum; `x` is added once.
     return x + _row_parallel(inner, weights, name, partial(context.linear, layer), context.layout)
 
 
 def rotations(spec: Spec, context: Context) -> dict[Rope, tuple[Array, Array]]:
-    """Compute cosine and sine of each token's rotation, for each kind that the layers have."""
     with named_scope("embedding"):
         return {rope: layers.rotation(rope, context.positions) for rope in spec.ropes if rope is not None}
 
 
 def final_norm(spec: Spec, params: Params[Array], x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-    """Norm the last layer's output, where the model does."""
     with named_scope("final_norm"):
         return norm(spec, params.top, "final_norm", x)
 
 
 def head(spec: Spec, params: Params[Array], hidden: Float[Array, "R D"]) -> Float[Array, "R Vx"]:
-    """Score this shard's piece of the vocabulary for each row of normed `hidden` [R, D]: [R, Vx] float32.
+    """Return logits of this shard's vocabulary piece for normed `hidden` [R, D]: float32 [R, Vx].
 
-    Its first column is the token of id `shard * Vx`; columns after the last token (see `declare`) are padding.
+    The first column is token `shard * Vx`; columns beyond the vocabulary are padding.
     """
     weight = params.top["embed" if spec.tie_embeddings else "head"]  # [Vx, D]
     with named_scope("logits"):
@@ -346,19 +337,18 @@ def head(spec: Spec, params: Params[Array], hidden: Float[Array, "R D"]) -> Floa
 
 
 def _added(spec: Spec, weights: Arrays, name: str, x: Array, mixed: Array) -> Array:
-    """Add what a layer's half computed to its input; the norm `name` is of one or of the sum."""
+    """Add a sublayer's output to its input; norm `name` applies to the output or the sum."""
     if spec.norm_place == "after":
         return norm(spec, weights, name, x + scaled(mixed, spec.residual_scale))
     return x + scaled(norm(spec, weights, name, mixed), spec.residual_scale)
 
 
 def scaled(x: Array, factor: float) -> Array:
-    """Multiply in float32, where the factor is not one."""
+    """Multiply in float32, unless the factor is 1."""
     return x if factor == 1.0 else (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 def norm(spec: Spec, weights: Arrays, name: str, x: Array) -> Array:
-    """Norm `x` [T, D] with the weights of the norm `name`."""
     if name not in weights:  # the Spec has no norm in this place
         return x
     return layers.norm(x, weights[name], weights.get(f"{name}_bias"), spec.norm, spec.norm_eps)
@@ -380,7 +370,7 @@ def _mixer(
 def attention(
     spec: Spec, weights: Arrays, layer: int, x: Array, turns: dict[Rope, tuple[Array, Array]], context: Context
 ) -> Array:
-    """Compute a layer's attention of `x` [T, in], which is normed: [T, D]."""
+    """Return a layer's attention of normed `x` [T, in]: [T, D]."""
     linear = partial(context.linear, layer)
     qkv = linear("qkv", x, weights["qkv"], weights.get("qkv_bias")).astype(x.dtype)
     return _row_parallel(_attend(spec, weights, layer, qkv, turns, context), weights, "out", linear, context.layout)
@@ -389,7 +379,7 @@ def attention(
 def _attend(
     spec: Spec, weights: Arrays, layer: int, qkv: Array, turns: dict[Rope, tuple[Array, Array]], context: Context
 ) -> Array:
-    """Attend with a layer's heads, `qkv` [T, (Hx + 2 Kx) C]: [T, Hx C]."""
+    """Attend with heads `qkv` [T, (Hx + 2 Kx) C]: [T, Hx C]."""
     heads, kv_heads = heads_per_shard(spec, context.layout.shards("heads"))
     qkv = qkv.reshape(len(qkv), heads + 2 * kv_heads, spec.head_size)  # [T, Hx + 2 Kx, C]
     if spec.qk_norm is not None:
@@ -403,7 +393,7 @@ def _attend(
 
 def _qk_norm(spec: Spec, weights: Arrays, q: Array, k: Array, layout: Layout) -> tuple[Array, Array]:
     powers: tuple[Array | None, Array | None] = (None, None)
-    if spec.qk_norm == "all heads":  # as many on every shard (copies of key heads too), so means can be averaged
+    if spec.qk_norm == "all heads":  # equally many on every shard (copies of key heads too), so means can be averaged
         squares = jnp.stack([jnp.mean(jnp.square(heads.astype(jnp.float32)), axis=(1, 2)) for heads in (q, k)])
         both = layout.mean(squares, "heads")  # [2, T]
         powers = (both[0, :, None, None], both[1, :, None, None])
@@ -419,7 +409,7 @@ def _qk_norm(spec: Spec, weights: Arrays, q: Array, k: Array, layout: Layout) ->
 
 
 def feed_forward(spec: Spec, weights: Arrays, layer: int, x: Array, context: Context) -> Array:
-    """Compute a layer's feed-forward, or its experts, of `x` [T, D], which is normed: [T, D]."""
+    """Return a layer's feed-forward or experts of normed `x` [T, D]: [T, D]."""
     if spec.experts is not None and spec.experts.layers[layer]:
         mixed = moe.mix(spec, spec.experts, weights, x, context.layout).astype(x.dtype)
         return context.layout.total(mixed, "feed_forward")
@@ -430,7 +420,7 @@ def feed_forward(spec: Spec, weights: Arrays, layer: int, x: Array, context: Con
 
 @partial(jax.jit, static_argnames=("spec", "layout", "rounds"))
 def _mlp(spec: Spec, weights: Arrays, x: Array, layout: Layout, rounds: bool) -> Array:
-    """Traced once for all layers, which another `linear` cannot be: it may refer to arrays of its layer."""
+    """Traced once for all layers; another `linear` may refer to its layer's arrays."""
 
     def linear(name: str, x: Array, weight: Array | Quantized[Array], bias: Array | None = None) -> Array:
         if rounds and name == "up" and bias is None and not isinstance(weight, Quantized):
@@ -447,14 +437,13 @@ def _run_mlp(spec: Spec, weights: Arrays, x: Array, linear: Callable[..., Array]
 
 
 def _row_parallel(x: Array, weights: Arrays, name: str, linear: Callable[..., Array], layout: Layout) -> Array:
-    # Summed in the activations' type, half the bytes of float32; the bias is whole on every shard, so it comes after.
+    # Summed in the activations' type, half the bytes of float32; the bias is replicated, so added after.
     total = layout.total(linear(name, x, weights[name]).astype(x.dtype), _SUMMED[name])
     bias = weights.get(f"{name}_bias")
     return total if bias is None else total + bias
 
 
 def check_shards(spec: Spec, layout: Layout) -> None:
-    """Refuse a layout over which the model cannot be divided evenly."""
     experts = spec.experts
     widths = [spec.ffn_width] if experts is None or not all(experts.layers) else []
     widths += [experts.ffn_width, experts.shared_width] if experts else []

@@ -7,7 +7,6 @@ from jaxllm.model.spec import Spec
 
 
 def check(draft: Spec, target: Spec) -> None:
-    """Refuse a draft model that is not causal or has another vocabulary; raises UserError."""
     if draft.vocab_size != target.vocab_size:
         raise UserError(
             f"the draft model has a vocabulary of {draft.vocab_size} tokens, and the model's has {target.vocab_size}; "

@@ -1,9 +1,9 @@
-"""EAGLE-3 heads: a decoder layer that drafts a target's next tokens.
+"""EAGLE-3 heads: a decoder layer that drafts a target's next tokens (Li et al. 2025, "EAGLE-3").
 
-A pass takes a token's embedding and a hidden state: the target's residual streams of some layers, fused (Li et al.
-2025, "EAGLE-3"), or the head's previous state. Written for one shard. A head may have a smaller vocabulary; logits are
-indexed by target ids.
-Letters: T flat tokens, R rows, D the head's width, V the target's vocabulary (Vx on one shard, padded).
+A pass takes a token's embedding and a hidden state: the target's residual streams of some layers, fused, or the head's
+previous state. Written for one shard. A head may have a smaller vocabulary; logits are indexed by target ids.
+
+Letters: D is the head's width, V the target's vocabulary (Vx on one shard, padded).
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ class Head:
 
     @property
     def is_mapped(self) -> bool:
-        """Return whether draft ids differ from target ids."""
         return self.has_names or self.draft_vocab_size != self.vocab_size
 
 
@@ -77,24 +76,19 @@ def map_shape(head: Head, layout: Layout) -> jax.ShapeDtypeStruct:
 
 
 def abstract(head: Head, layout: Layout, dtype: DTypeLike) -> Params[jax.ShapeDtypeStruct]:
-    """Describe the head's parameters (shapes, types, shardings) without allocating."""
     decoder.check_shards(head.spec, layout)
     described = jax.tree.map(lambda weight: quantized.describe(weight, layout, dtype), declare(head, layout))
     return with_map(head, described, map_shape(head, layout))
 
 
 def with_map(head: Head, params: Params[decoder.Leaf], numbers: decoder.Leaf) -> Params[decoder.Leaf]:
-    """Add the id map to the parameters of heads that need it."""
     return replace(params, top=params.top | {"draft_ids": numbers}) if head.is_mapped else params
 
 
 def embed(
     head: Head, params: Params[Array], target: Params[Array], tokens: Int[Array, " T"], context: Context
 ) -> Float[Array, "T D"]:
-    """Look up `tokens` [T] in the head's embedding, or the target's.
-
-    Without the target's scaling: the head normalizes.
-    """
+    """Without the target's scaling: the head normalizes."""
     with named_scope("draft/embedding"):
         table = (params if head.has_embedding else target).top["embed"]
         return decoder.look_up(table, tokens, head.vocab_size, params.top["fc"].dtype, context.layout)

@@ -1,6 +1,5 @@
-"""Fuse norm, residual and activation into a layer's products, for few tokens.
-
-A decode step on a GPU consists of many short kernels; this saves three or four per layer.
+"""Fuse norm, residual and activation into a layer's products, for few tokens: a GPU's decode step then has three or
+four kernels less per layer.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ _LEAST_ROUNDED = 512  # tokens; smaller products are still in a GPU's cache when
 
 
 def chosen(kernels: Mapping[str, Choice]) -> Choice | None:
-    """Return the choice for fused products, None if XLA for all numbers of tokens."""
     own = kernels["fused_linear"]
     return None if {own.name, *(name for _, name in own.sizes)} == {"xla"} else own
 

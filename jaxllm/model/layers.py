@@ -1,7 +1,6 @@
 """Arithmetic of a decoder layer: products, norms, rotations.
 
 Norms and rotations compute in float32 and return the input's type; products accumulate in float32.
-Letters: T tokens, D width, H heads, C head size.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from jaxllm.model.spec import Spec
 
 Leaf = TypeVar("Leaf")
 
-PRODUCTS = ("qkv", "out", "up", "down")  # products that can be adapted
+PRODUCTS = ("qkv", "out", "up", "down")
 
 
 class Pair(NamedTuple, Generic[Leaf]):
@@ -34,13 +34,11 @@ Adapter = tuple[Mapping[str, Pair[Leaf]], ...]
 
 
 def check_supported(spec: Spec) -> None:
-    """Refuse decoders that cannot have adapters."""
     if spec.latent is not None:
         raise combinations.refusal("enable_lora", combinations.LATENT)
 
 
 def declare(spec: Spec, layout: Layout, rank: int) -> Adapter[Weight]:
-    """Return an adapter's matrices for a rank."""
     return tuple(
         {name: _pair(layer[name], rank) for name in PRODUCTS if name in layer}
         for layer in decoder.declare(spec, layout).layers
@@ -56,5 +54,4 @@ def _pair(weight: Weight, rank: int) -> Pair[Weight]:
 
 
 def abstract(spec: Spec, layout: Layout, dtype: DTypeLike, rank: int) -> Adapter[jax.ShapeDtypeStruct]:
-    """Describe an adapter's arrays (shapes, types, shardings) without allocating."""
     return jax.tree.map(lambda weight: quantized.describe(weight, layout, dtype), declare(spec, layout, rank))

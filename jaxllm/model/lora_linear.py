@@ -1,8 +1,7 @@
 """Products with a different LoRA adapter per row, for one shard of the axis "tp".
 
-For each adapter x·Aᵀ, zeroed for other rows, times Bᵀ; rows without adapter add exact zeros. Where A is sharded by
-columns (`out`, `down`), the all-reduce after the base product covers both.
-Letters: T tokens, r rank, U adapters.
+Rows without adapter add exact zeros. Where A is sharded by columns (`out`, `down`), the all-reduce after the base
+product covers both. Further letters: r rank, U adapters.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ Pairs = tuple[Pair[Array], ...]  # one product, by adapter
 
 
 def adapted_linear(adapters: Sequence[Adapter[Array]], token_adapter: Array, joins: bool) -> Linear:
-    """Return a linear function with per-token adapters.
+    """`token_adapter`, int32[T], indexes `adapters`, U for none.
 
-    `token_adapter`, int32[T], indexes `adapters`, U for none. `joins` concatenates all adapters' factors: fewer, larger
-    products, faster on a GPU; on a CPU the copy costs more than it saves (DECISIONS 102).
+    `joins` concatenates all adapters' factors: fewer, larger products, faster on a GPU; on a CPU the copy costs more
+    than it saves (DECISIONS 102).
     """
 
     def linear(layer: int, name: str, *product: Any) -> Array:
@@ -72,7 +71,6 @@ def _of_part(inner: Array, pair: Pair[Array], part: int) -> Array:
 
 
 def _joined(pairs: Pairs) -> Pair[Array]:
-    """Concatenate adapters into one of their summed rank."""
     parts, columns = len(pairs[0].b), pairs[0].a.shape[1]
     a = jnp.stack([pair.a.reshape(parts, -1, columns) for pair in pairs], axis=1)  # [parts, U, r, in]
     b = (jnp.concatenate(each, axis=1) for each in zip(*(pair.b for pair in pairs), strict=True))

@@ -1,10 +1,9 @@
 """Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", §2.1).
 
-Only a latent and one rotated key part per token are cached. The products of the latent with keys and values of all
-heads are absorbed: queries are multiplied with the key matrix, heads attend to latents as in multi-query attention, and
-the result is multiplied with the value matrix.
-Letters: T tokens, D width, H heads (on this shard), N plain and R rotated coordinates of a head, V of a value, K of a
-latent.
+Only a latent and one rotated key part per token are cached: queries are multiplied with the key matrix, heads attend to
+latents as in multi-query attention, and the result is multiplied with the value matrix.
+
+Letters: N plain and R rotated coordinates of a head, V of a value, K of a latent.
 """
 
 from __future__ import annotations

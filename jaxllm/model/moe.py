@@ -2,7 +2,8 @@
 
 Kernels replace the products of unquantized experts inside `pallas_kernels.fused_experts_by`, and the routing without
 groups inside `fused_topk_by`. Every shard holds a slice of every expert; one all-reduce sums them. No token is dropped.
-Letters: T tokens, D width, E experts, F an expert's width (on this shard), n experts per token, N = T · n assignments.
+
+Letters: F an expert's width (on this shard), n experts per token, N = T · n assignments.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ _DENSE_TOKENS = 256
 
 
 def declare(spec: Spec, experts: Experts) -> dict[str, Weight]:
-    """Return the weights of a layer's router, experts and shared feed-forward."""
     count, inner, width = experts.count, experts.ffn_width, spec.width
     weights = {
         "router": Weight((count, width), ("experts", "width"), (Part("router", count),)),
@@ -140,7 +140,6 @@ def by_kernel(
     layout: Layout,
     implementation: pallas_kernels.Choice,
 ) -> Array:
-    """Multiply with a kernel: float32 [T, D], biases included."""
     up_bias, down_bias = weights.get("expert_up_bias"), weights.get("expert_down_bias")
     if down_bias is not None:  # replicated: added by one shard
         down_bias = jnp.where(layout.index("feed_forward") == 0, down_bias, jnp.zeros_like(down_bias))

@@ -68,7 +68,6 @@ class Weight:
     scheme: Scheme | None = None
 
     def type_of(self, default: np.dtype) -> np.dtype:
-        """Return the weight's type in a model of type `default`."""
         return np.dtype(np.float32) if self.is_wide else default
 
     @property
@@ -78,5 +77,4 @@ class Weight:
 
     @property
     def axes_of_one(self) -> tuple[str | None, ...]:
-        """Return the logical axes without the expert axis."""
         return self.axes if self.stack is None else self.axes[1:]

@@ -1,6 +1,6 @@
 """Poolers of embedding and classification models: selected hidden states, then dense layers.
 
-Letters: R rows, D width, W outputs.
+Further letters: W outputs.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ class Pooler:
     dimensions: tuple[int, ...] | None = None  # lengths to which embeddings may be cut; (): any; None: not
 
     def size(self, width: int) -> int:
-        """Return the number of outputs, W."""
         return self.layers[-1].size if self.layers else width
 
 
@@ -86,7 +85,6 @@ def tensors(pooler: Pooler) -> dict[str, str]:
 
 
 def apply(pooler: Pooler, top: Mapping[str, Any], pooled: Float[Array, "R D"]) -> Float[Array, "R W"]:
-    """Apply the dense layers to pooled hidden states [R, D]: float32 [R, W]."""
     x = pooled.astype(jnp.float32)
     for number, dense in enumerate(pooler.layers):
         name = f"pool_{number}"

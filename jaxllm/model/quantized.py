@@ -66,7 +66,6 @@ def fitted(scheme: Scheme, weight: Weight, layout: Layout) -> Scheme:
 
 
 def describe(weight: Weight, layout: Layout, dtype: DTypeLike) -> Any:
-    """Describe a weight's array, or those of a `Quantized`, without allocating."""
     scheme = weight.scheme
     if scheme is None:
         return _describe(weight.shape, weight.type_of(jnp.dtype(dtype)), weight.axes, layout)
@@ -120,7 +119,6 @@ def rounded(x: Any, scheme: Scheme, numpy: Any = jnp) -> tuple[Any, Any]:
 
 
 def quantize(array: Array, weight: Weight, layout: Layout) -> Quantized[Array]:
-    """Quantize a weight's array, each device its piece."""
     assert weight.scheme is not None
     return _quantizer(weight.scheme, weight.axes, layout)(array)
 

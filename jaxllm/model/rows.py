@@ -58,7 +58,6 @@ class Run(NamedTuple):
 
 
 def in_order(parts: Sequence[Part], length: int, shards: int, wanted: slice) -> Iterator[Run]:
-    """Yield the `wanted` rows of a weight, whole shards, in order."""
     start, stop, _ = wanted.indices(length)
     each = length // shards
     for shard in range(start // each, stop // each):

@@ -42,7 +42,6 @@ class Layout:
 
     @property
     def devices(self) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]
-        """Return the devices of a concrete mesh."""
         assert isinstance(self.mesh, Mesh)
         return list(self.mesh.devices.flat)
 
@@ -51,42 +50,33 @@ class Layout:
         return None if name is None or name in _WHOLE else self.rules[name]
 
     def shards(self, name: str | None) -> int:
-        """Return the number of shards of a logical axis."""
         axis = self.axis(name)
         return 1 if axis is None else self.mesh.shape[axis]
 
     def padded(self, name: str, size: int) -> int:
-        """Round `size` up to a multiple of the shards."""
         return -(-size // self.shards(name)) * self.shards(name)
 
     def spec(self, *names: str | None) -> PartitionSpec:
-        """Return the partition spec for logical axes, one per dimension."""
         return PartitionSpec(*map(self.axis, names))
 
     def sharding(self, *names: str | None) -> NamedSharding:
-        """Return the sharding for logical axes, one per dimension; cached."""
         return _sharding(self, names)
 
     def shard_map(self, run: Function, in_specs: Any, out_specs: Any) -> Function:
-        """Return a function of whole arrays that calls `run` on each device's shards."""
         # Kernels inside declare no varying axes.
         return jax.shard_map(run, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def index(self, name: str) -> Array | int:
-        """Return the index of this device's shard."""
         axis = self.axis(name)
         return 0 if axis is None else lax.axis_index(axis)
 
     def total(self, x: Array, name: str) -> Array:
-        """Sum `x` over the shards of a logical axis."""
         return x if self.shards(name) == 1 else lax.psum(x, self.axis(name))
 
     def mean(self, x: Array, name: str) -> Array:
-        """Average `x` over the shards of a logical axis."""
         return x if self.shards(name) == 1 else lax.pmean(x, self.axis(name))
 
     def gathered(self, x: Array, name: str, dimension: int) -> Array:
-        """Concatenate the shards of a logical axis along a dimension."""
         if self.shards(name) == 1:
             return x
         return lax.all_gather(x, self.axis(name), axis=dimension, tiled=True)
@@ -111,7 +101,7 @@ def _sharding(layout: Layout, names: tuple[str | None, ...]) -> NamedSharding:
 
 
 def make_layout(devices: Sequence[jax.Device], tensor_parallel_size: int) -> Layout:  # pyright: ignore[reportInvalidTypeForm]
-    """Return a layout of the first `tensor_parallel_size` devices along one axis; raise UserError if too few."""
+    """Raises UserError if too few devices."""
     if tensor_parallel_size > len(devices):
         more = f", or set XLA_FLAGS=--xla_force_host_platform_device_count={tensor_parallel_size} to split the CPU"
         raise UserError(

@@ -1,4 +1,4 @@
-"""The decoder's specification: sizes, norms, positions, attention, feed-forward.
+"""The decoder's specification.
 
 Hashable, so usable as static arguments of compiled programs.
 """

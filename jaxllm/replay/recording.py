@@ -84,7 +84,6 @@ class FileRecorder:
             raise UserError(f"record: cannot write {path}: {error.strerror}.", "record") from error
 
     def begin(self, core: RecordedScheduler) -> None:
-        """Write the header."""
         self._start = self._clock()
         header = {
             "jaxllm": __version__,
@@ -96,18 +95,15 @@ class FileRecorder:
         self._write([MAGIC, FORMAT, header])
 
     def added(self, requests: Sequence[Request]) -> None:
-        """Record new requests."""
         if self.file is not None:
             self._write([Kind.ADD, self._now(), [pack_request(request, self._pseudonyms) for request in requests]])
 
     def aborted(self, reasons: Mapping[int, str]) -> None:
-        """Record aborted requests."""
         if self.file is not None and reasons:
             self._forget(reasons)
             self._write([Kind.ABORT, self._now(), dict(reasons)])
 
     def was_reset(self) -> None:
-        """Record a cache reset."""
         if self.file is not None:
             self._write([Kind.RESET, self._now()])
 
@@ -125,7 +121,6 @@ class FileRecorder:
         sampled: np.ndarray | None,
         events: Events,
     ) -> None:
-        """Record a step's results."""
         if self.file is None:
             return
         failed = None if is_finite is None or is_finite.all() else np.flatnonzero(~is_finite).tolist()
@@ -151,13 +146,12 @@ class FileRecorder:
         return known
 
     def forked(self, moves: Sequence[Move]) -> None:
-        """Record a fork of beams."""
         if self.file is not None:
             hidden = moves if self._pseudonyms is None else self._pseudonyms.fork(moves)
             self._write([Kind.FORK, self._now(), [list(move) for move in hidden]])
 
     def close(self) -> None:
-        """End the recording; later calls are ignored."""
+        """Later calls are ignored."""
         self._end("the engine has ended")
 
     def _forget(self, sequences: Iterable[int]) -> None:
@@ -202,12 +196,10 @@ class Pseudonyms:
         self._states: dict[int, bytes] = {}  # by sequence: hash of the key and all tokens
 
     def begin(self, sequence: int, tokens: Sequence[int]) -> array[int]:
-        """Return the pseudonyms of a new sequence's prompt."""
         self._states[sequence] = self._key
         return array("i", self.extend([sequence] * len(tokens), tokens))
 
     def extend(self, sequences: Sequence[int], tokens: Sequence[int]) -> list[int]:
-        """Return the pseudonyms of each sequence's next token."""
         states, hidden = self._states, []
         for sequence, token in zip(sequences, tokens, strict=True):
             state = states[sequence] = blake2b(states[sequence] + token.to_bytes(4, "little"), digest_size=32).digest()
@@ -215,24 +207,20 @@ class Pseudonyms:
         return hidden
 
     def fork(self, moves: Sequence[Move]) -> list[Move]:
-        """Return moves with pseudonyms for their tokens."""
         parents = {move.source: self._states[move.source] for move in moves}
         self._states.update((move.target, parents[move.source]) for move in moves)
         hidden = self.extend([move.target for move in moves], [move.token for move in moves])
         return [move._replace(token=token) for move, token in zip(moves, hidden, strict=True)]
 
     def of_bytes(self, value: bytes) -> bytes:
-        """Return the pseudonym of a block chain's root."""
         return blake2b(value, key=self._key, digest_size=16).digest()
 
     def forget(self, sequences: Iterable[int]) -> None:
-        """Drop the states of finished sequences."""
         for sequence in sequences:
             self._states.pop(sequence, None)
 
 
 def pack_request(request: Request, pseudonyms: Pseudonyms | None = None) -> dict[str, Any]:
-    """Return a new request as plain data."""
     tokens, root = request.tokens, request.root
     if pseudonyms is not None:
         tokens = pseudonyms.begin(request.sequence_id, tokens)

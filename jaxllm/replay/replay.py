@@ -67,13 +67,11 @@ class Replay:
 
     @property
     def core(self) -> RecordedScheduler:
-        """Return the scheduler's current state."""
         if self._core is None:
             raise UserError("the recording is empty.", "file")
         return self._core
 
     def moments(self) -> Iterator[Moment]:
-        """Yield events, up to the first plan that differs."""
         count, last = 0, "before its first plan"
         with self.path.open("rb") as file:
             try:

@@ -1,9 +1,6 @@
-"""The device's state: KV blocks, block tables, tokens and sampling numbers of every slot, one donated pytree.
+"""The device's state: KV blocks, block tables, tokens and sampling parameters of every slot, one donated pytree.
 
-Its sizes and shardings. Knows no scheduler and no program.
-
-Letters: L layers, N blocks in the pool, K key-value heads, P tokens per block, C head size, S slots, M blocks per slot,
-F numbers of a slot's extras.
+Letters: M blocks per slot, F numbers of a slot's extras.
 """
 
 from __future__ import annotations
@@ -26,16 +23,16 @@ from jaxllm.setup.kv_cache import Geometry, KvLayer, Leaf, abstract_kv
 
 @struct.dataclass
 class DeviceState(Generic[Leaf]):
-    """What a step reads and replaces."""
+    """Arrays that a step reads and replaces."""
 
     kv: tuple[KvLayer[Leaf], ...]
-    drafted: Drafted[Leaf] | None  # of an engine that verifies drafts
-    batch: Leaf | None  # int32[W], on a GPU: the packed batch of the newest step, see `step.unpack`
-    tables: Leaf  # int32[S, M · groups]: the blocks of each slot, see `Plan.table`; behind its length, any block
-    tokens: Leaf  # int32[S, M * P]: the tokens of each slot that are known to the device
-    sampling: Leaf  # int32[S, ROW_WIDTH]: a `sampler.pack_row` for each slot
-    extras: Leaf  # int32[S, F] of `sampler.Extras`; the sampling row says how many of them are valid
-    hidden: Leaf  # [T, D]: hidden states of the last step of the widest variant, which `scoring` reads
+    drafted: Drafted[Leaf] | None  # if the engine verifies drafts
+    batch: Leaf | None  # int32[W], on a GPU: the newest step's packed batch, see `step.unpack`
+    tables: Leaf  # int32[S, M · groups]: each slot's blocks, see `Plan.table`; arbitrary beyond its length
+    tokens: Leaf  # int32[S, M * P]: each slot's tokens on the device
+    sampling: Leaf  # int32[S, ROW_WIDTH]: `sampler.pack_row` per slot
+    extras: Leaf  # int32[S, F] of `sampler.Extras`; the sampling row has the number of valid ones
+    hidden: Leaf  # [T, D]: the last widest-variant step's hidden states, which `scoring` reads
 
 
 def abstract(
@@ -49,10 +46,10 @@ def abstract(
     cache_dtype: jnp.dtype | None = None,
     batch_size: int = 0,
 ) -> DeviceState[jax.ShapeDtypeStruct]:
-    """Describe the state: shapes, types and shardings, nothing allocated. `max_tokens` are those of a step, T.
+    """Describe the state (shapes, types, shardings) without allocating; `max_tokens` per step, T.
 
-    `cache_dtype` is that of all caches, if it is not `dtype`; `batch_size` are the int32 of the largest packed batch,
-    where the state has a place for it.
+    `cache_dtype` applies to all caches, default `dtype`; `batch_size` is the largest packed batch in int32, if the
+    state stores it.
     """
 
     def array(shape: tuple[int, ...], kind: jnp.dtype, *axes: str) -> jax.ShapeDtypeStruct:
@@ -81,16 +78,12 @@ def abstract(
 
 
 def leaf_index(state: DeviceState[Any], name: str) -> int:
-    """Return the index of an array, by the name of its field, among the state's leaves."""
     names = [own.name for own in fields(state)]
     return len(jax.tree.leaves([getattr(state, before) for before in names[: names.index(name)]]))
 
 
 def lower_allocation(state: Any) -> jax.stages.Lowered:
-    """Trace the program that makes the state's leaves, all zeros. A slot's part is written when a request gets it.
-
-    Each array is made in place on its devices, so the pool never exists twice.
-    """
+    """Each array is made in place on its devices, so the pool never exists twice."""
     leaves = jax.tree.leaves(state)
 
     def allocate() -> tuple[jax.Array, ...]:
@@ -100,5 +93,5 @@ def lower_allocation(state: Any) -> jax.stages.Lowered:
 
 
 def nbytes(state: DeviceState[jax.ShapeDtypeStruct]) -> int:
-    """Return the bytes of the state over all devices."""
+    """Return the bytes over all devices."""
     return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))

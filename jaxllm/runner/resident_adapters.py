@@ -1,9 +1,7 @@
-"""The adapters that are on the devices: arrays of their own, which the runner gives to a step as arguments.
+"""The adapters on the devices: separate arrays, passed to a step as arguments.
 
-Putting one there, and letting it go, compiles nothing and changes no array that a step in flight reads. Knows numbers
-of adapters and arrays; which adapters stay is the scheduler's decision (`State.adapters`).
-
-Letters: R rows of a plan, U adapters of a program.
+Adding or removing one compiles nothing and changes no array that a step in flight reads. The scheduler decides which
+stay (`State.adapters`). Letters: R rows of a plan, U adapters of a program.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ class ResidentAdapters:
         self._nothing: Leaves = ()
 
     def hold(self, numbers: tuple[int, ...], weights: Weights) -> int:
-        """Have exactly the adapters `numbers`; return how many were missing. After an exception there are none."""
+        """Keep exactly the adapters `numbers`; return how many were missing. After an exception none remain."""
         if numbers is self._numbers:
             return 0
         kept = {number: self._leaves[number] for number in numbers if number in self._leaves}
@@ -43,25 +41,24 @@ class ResidentAdapters:
         return len(missing)
 
     def of_rows(self, rows: np.ndarray) -> tuple[int, ...]:
-        """List the distinct adapters of rows, int64[R] of numbers, 0 where a row has none."""
+        """Return the distinct adapters of rows, int64[R] of numbers, 0 for none."""
         return tuple(number for number in dict.fromkeys(rows.tolist()) if number)
 
     def places(self, rows: np.ndarray | None, distinct: Sequence[int], count: int) -> np.ndarray | None:
-        """Return the place among `distinct` of each row's adapter, int32[R]; `count` where a row has none."""
+        """Return each row's index in `distinct`, int32[R]; `count` for none."""
         if rows is None or not count:
             return None
         at = {number: index for index, number in enumerate(distinct)} | {0: count}
         return np.array([at[number] for number in rows.tolist()], np.int32)
 
     def arguments(self, distinct: Sequence[int], count: int) -> tuple[Leaves, ...]:
-        """Return the arrays of `count` adapters for a program: of `distinct`, then zeros."""
+        """Return `count` adapters' arrays for a program: `distinct`, then zeros."""
         if not count:
             return ()
         leaves = [self._leaves[number] for number in distinct]
         return (*leaves, *(self._zeros(),) * (count - len(leaves)))
 
     def forget(self) -> None:
-        """Let go of all arrays."""
         self._leaves, self._numbers, self._nothing = {}, (), ()
 
     def _put(self, weights: Adapter[np.ndarray]) -> Leaves:

@@ -1,4 +1,4 @@
-"""`StepInput`: the inputs of a step that are not on the device. `PackedStep`: the same, laid out for a program."""
+"""`StepInput`: inputs of a step that are not on the device. `PackedStep`: the same, laid out for a program."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from jaxllm.scheduler.state import Plan
 
 @dataclass(slots=True)
 class StepInput:
-    """A plan with the arrays that go with it. Letters: R rows of the plan, S slots, F numbers of a sampling row."""
+    """A plan and its arrays. Letters: R rows of the plan, S slots, F numbers of a sampling row."""
 
     plan: Plan
     sampling: np.ndarray  # int32[S, F]
-    chunks: Sequence[np.ndarray] = ()  # token ids of the plan's rows after its decode rows, int32[·] each
+    chunks: Sequence[np.ndarray] = ()  # token ids of rows after the decode rows, int32[·] each
     variant: Variant = Variant.FULL
-    is_held: bool = False  # its rows are sampled later, by `Runner.sample`
+    is_held: bool = False  # sampled later, by `Runner.sample`
     tokens: list[tuple[int, int, int]] = field(default_factory=list)  # slot, position, token: sent before the step
     extras: list[tuple[int, np.ndarray]] = field(default_factory=list)  # slot, packed `sampler.Extras`: sent before it
     side: dict[str, Any] = field(default_factory=dict)  # arrays and lists of features, by name
@@ -29,12 +29,12 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedStep:
-    """A step as each process of an engine would run it: programs and host arrays, and nothing on a device."""
+    """A step's programs and host arrays, as each process of an engine runs it."""
 
     plan: Plan
-    way: Way  # keys of the program, or of the two halves of a held step
+    way: Way  # keys of the program, or of a held step's two halves
     buffer: np.ndarray  # int32[·], see batch.py
-    table: np.ndarray  # int32[·, 3]: block-table entries that are sent before the step
+    table: np.ndarray  # int32[·, 3]: block-table entries sent before the step
     tokens: np.ndarray | None  # int32[·, 3] of slot, position, token: sent before the step
     extras: Sequence[tuple[int, np.ndarray]]
     adapters: tuple[int, ...]  # numbers, in the order of the program's arguments

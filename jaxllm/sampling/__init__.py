@@ -1,1 +1,1 @@
-"""Sampling in compiled code: penalties, masks, filters and the draw, on one device or several."""
+"""Sampling in compiled code, on one device or several."""

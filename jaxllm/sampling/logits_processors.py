@@ -18,17 +18,13 @@ from jaxllm.sampling_params import MAX_PROCESSOR_ARGUMENTS, MAX_PROCESSORS
 
 
 def processor_name(given: Processor | str) -> str:
-    """Return the name by which requests select a processor: its function's name."""
     if isinstance(given, str):
         return given.rpartition(":")[2].rpartition(".")[2]
     return getattr(given, "__name__", "")
 
 
 def load_processors(given: Sequence[Processor | str], vocab_size: int) -> dict[str, Processor]:
-    """Import and check logits processors; return them by name.
-
-    A string is imported as "package.module:function". Raises UserError if invalid.
-    """
+    """A string is imported as "package.module:function". Raises UserError if invalid."""
     found: dict[str, Processor] = {}
     if len(given) > MAX_PROCESSORS:
         raise UserError(f"logits_processors may hold {MAX_PROCESSORS} at most, got {len(given)}.", "logits_processors")

@@ -1,10 +1,7 @@
-"""Sampling: turn a step's logits into tokens.
+"""Sampling: turn a step's logits into tokens, traced inside the step.
 
-Traced inside the step. A row depends only on its logits, its request's seed and the token's position, so a request's
-tokens do not depend on the batch. Shards divide logits by vocabulary columns (`vocab_parallel`); ids index the whole
-vocabulary.
-Letters: R rows, S slots, V vocabulary, Vx columns of a shard, Z masked stop ids, E entries of logit_bias, W tokens of
-bad words.
+A row depends only on its logits, its request's seed and the token's position, not on the batch. Further letters: Vx
+columns of a shard, Z masked stop ids, E entries of logit_bias, W tokens of bad words.
 """
 
 from __future__ import annotations
@@ -72,7 +69,7 @@ class SamplingRows:
     key: jax.Array  # u32[R, 2], threefry2x32
     prompt_length: jax.Array  # i32[R], tokens
     min_length: jax.Array  # i32[R], total tokens before which stop_ids are masked
-    # How many of the slot's extras are this request's; the rest is stale.
+    # Valid extras of the slot; the rest is stale.
     num_biased: jax.Array  # i32[R], logit_bias entries
     num_bad_word_tokens: jax.Array  # i32[R]
     is_restricted: jax.Array  # i32[R], 1 if allowed_token_ids is set
@@ -95,9 +92,9 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Extras:
-    """Layout of rarely used sampling parameters in a slot, int32[F].
+    """Rarely used sampling parameters of a slot, int32[F].
 
-    Much wider than the rows, which are resent with every prompt chunk; extras are sent once per request.
+    Much wider than the rows, which are resent with every prompt chunk; sent once per request.
     """
 
     vocab_size: int
@@ -105,7 +102,6 @@ class Extras:
 
     @cached_property
     def fields(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Return the offset and shape of each field."""
         sizes: dict[str, tuple[int, ...]] = {
             "bias": (2, MAX_BIASED_TOKENS),  # ids, then float32 bits of the values
             "bad_words": (2, MAX_BAD_WORD_TOKENS),  # concatenated sequences, then the distance to each one's last
@@ -121,15 +117,11 @@ class Extras:
 
     @property
     def width(self) -> int:
-        """Return the number of int32 values per slot, F."""
         offset, size = self.fields["allowed"]
         return offset + int(np.prod(size))
 
     def pack(self, params: SamplingParams, bad_words: Sequence[Sequence[int]]) -> np.ndarray | None:
-        """Return a request's extras as int32[F]; None if it does not need any.
-
-        `bad_words` are token sequences, at most MAX_BAD_WORD_TOKENS tokens in total.
-        """
+        """Return int32[F], None if not needed; `bad_words` have at most MAX_BAD_WORD_TOKENS tokens in total."""
         if not has_extras(params):
             return None
         packed = np.zeros(self.width, np.int32)
@@ -155,19 +147,16 @@ class Extras:
         return packed
 
     def unpack(self, packed: jax.Array) -> dict[str, jax.Array]:
-        """Split int32[R, F] into fields."""
         return {
             name: packed[:, offset : offset + int(np.prod(size))].reshape(len(packed), *size)
             for name, (offset, size) in self.fields.items()
         }
 
     def bits(self, params: SamplingParams) -> int:
-        """Return a request's logits processors as bits."""
         return sum(1 << self.processors.index(name) for name in params.extra_args or ())
 
 
 def has_extras(params: SamplingParams) -> bool:
-    """Return whether a request needs `Extras`."""
     return bool(
         params.logit_bias
         or params.bad_words
@@ -178,7 +167,6 @@ def has_extras(params: SamplingParams) -> bool:
 
 
 def needs(params: SamplingParams) -> Variant:
-    """Return the cheapest variant that supports a request."""
     if reads_history(params) or has_extras(params):
         return Variant.FULL
     is_filtered = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
@@ -188,7 +176,6 @@ def needs(params: SamplingParams) -> Variant:
 
 
 def reads_history(params: SamplingParams) -> bool:
-    """Return whether sampling depends on a request's previous tokens: penalties or bad_words."""
     penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
     return penalties != (1.0, 0.0, 0.0) or bool(params.bad_words)
 
@@ -204,7 +191,7 @@ def pack_row(
 ) -> np.ndarray:
     """Pack a request's sampling parameters as int32[ROW_WIDTH], floats as bits.
 
-    `seed` has 64 bits. At most MAX_MASKED_STOP_IDS `stop_ids`, stored only if `min_tokens` is set.
+    `seed` has 64 bits; at most MAX_MASKED_STOP_IDS `stop_ids`, stored only with `min_tokens`.
     """
     held_back = sorted(stop_ids) if params.min_tokens > 0 else []
     if len(held_back) > MAX_MASKED_STOP_IDS:
@@ -234,7 +221,6 @@ def pack_row(
 
 
 def unpack_rows(packed: jax.Array) -> SamplingRows:
-    """Unpack int32[R, ROW_WIDTH], the inverse of `pack_row`."""
     floats = lax.bitcast_convert_type(packed[:, : len(_FLOATS)], jnp.float32)
     columns = {name: floats[:, at] for at, name in enumerate(_FLOATS)}
     columns |= {name: packed[:, len(_FLOATS) + at] for at, name in enumerate(_INTEGERS)}
@@ -267,15 +253,13 @@ def sample(
 
     Args:
         logits: f32[R, Vx], finite except in padding.
-        rows: sampling parameters.
         positions: i32[R], the request's current length.
         history: i32[R, length], prompt and output, valid below `positions`; FULL only.
         extras: of `Extras.unpack`; FULL only.
-        variant: static; must support every row.
-        num_logprobs: static; likeliest tokens to report, from FILTERED on.
-        vocabulary: static.
-        processors: static; in bit order of `rows.processors`.
-        kernel: static; filters and chooses in all variants, so that they agree. Last bits may differ from the sharded
+        variant: must support every row.
+        num_logprobs: likeliest tokens to report, from FILTERED on.
+        processors: in bit order of `rows.processors`.
+        kernel: filters and chooses in all variants, so that they agree. Last bits may differ from the sharded
             path. None and "xla" use `vocab_parallel`.
         mask: allowed tokens, i32[R, V / 32] with a bit per id, and i32[R], the rows to mask. Applied last; a row of
             zeros is reported as not finite.
@@ -380,7 +364,7 @@ def processed(
     """Apply the logits processors that each row selects; f32[R, Vx].
 
     A processor is a traceable function (logits f32[R, V], arguments f32[R, A] padded with zeros, positions i32[R]) ->
-    f32[R, V]. Rows must be independent; -inf bans a token. Shards all-gather their logits.
+    f32[R, V]. Rows must be independent; -inf bans a token.
     """
     if not processors:
         return logits
@@ -426,7 +410,6 @@ def restricted(logits: jax.Array, is_restricted: jax.Array, allowed: jax.Array, 
 
 
 def _held_back(logits: jax.Array, rows: SamplingRows, positions: jax.Array, vocabulary: Vocabulary) -> jax.Array:
-    """Ban stop ids in rows shorter than min_length, after penalties."""
     is_short = (positions < rows.min_length)[:, None]
     ids = jnp.where(is_short, rows.stop_ids, vocabulary.size)
     column = vocabulary.local(ids, logits.shape[-1])
@@ -442,7 +425,6 @@ def _chosen(
     variant: Variant,
     vocabulary: Vocabulary,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return tokens, i32[R], and `is_finite` over all shards; `logits` have no padding."""
     if variant is Variant.GREEDY:
         return vocabulary.argmax(logits, is_finite)
     is_random = (rows.temperature > 0.0)[:, None]

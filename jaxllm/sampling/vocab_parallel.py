@@ -1,8 +1,7 @@
 """Reductions over a sharded vocabulary, bit-identical for any number of shards.
 
-A shard holds columns [R, Vx] of [R, V], padded beyond the last token. Ids index the whole vocabulary. Sums are of
-integers: float sums depend on order.
-Letters: R rows, V vocabulary, Vx columns of one of X shards, G bounds tested at once.
+A shard holds columns [R, Vx] of [R, V], padded; ids index the whole vocabulary. Sums are of integers: float sums depend
+on order. Further letters: G bounds tested at once.
 """
 
 from __future__ import annotations
@@ -34,11 +33,9 @@ class Vocabulary:
 
     @property
     def shards(self) -> int:
-        """Return the number of shards, X."""
         return self.layout.shards("vocab")
 
     def first(self, width: int) -> jax.Array | int:
-        """Return this shard's first id."""
         return 0 if self.shards == 1 else self.layout.index("vocab") * width
 
     def ids(self, width: int) -> jax.Array:
@@ -54,14 +51,12 @@ class Vocabulary:
         return jnp.where((column >= 0) & (column < width) & (ids < self.size), column, width)
 
     def without_padding(self, values: jax.Array) -> jax.Array:
-        """Set padding columns of f32[R, Vx] to -inf."""
         width = values.shape[-1]
         if self.shards * width == self.size:
             return values
         return jnp.where(self.ids(width) < self.size, values, -jnp.inf)
 
     def whole(self, values: jax.Array) -> jax.Array:
-        """All-gather columns: [R, Vx] to [R, V]."""
         return self.layout.gathered(values, "vocab", 1)[:, : self.size]
 
     def columns(self, values: jax.Array, width: int) -> jax.Array:
@@ -77,7 +72,6 @@ class Vocabulary:
         return jnp.all(is_fine, axis=-1)
 
     def total(self, counts: jax.Array) -> jax.Array:
-        """Sum integers over shards with one all-reduce."""
         return self.layout.total(counts, "vocab")
 
     def collect(self, *columns: jax.Array) -> tuple[jax.Array, ...]:
@@ -111,12 +105,10 @@ class Vocabulary:
         return jnp.take_along_axis(ids, shard, axis=-1)[:, 0], jnp.all(is_finite, axis=-1)
 
     def maximum(self, values: jax.Array) -> jax.Array:
-        """Return each row's maximum, f32[R, Vx] to f32[R, 1]."""
         (largest,) = self.collect(jnp.max(values, axis=-1))
         return jnp.max(largest, axis=-1, keepdims=True)
 
     def top(self, values: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return each row's maximum, its `count` largest values, descending, and their ids."""
         width = values.shape[-1]
         largest = jnp.max(values, axis=-1)
         best, ids = lax.top_k(values, min(count, width))

@@ -1,1 +1,1 @@
-"""Structured outputs: compile schemas, regular expressions and grammars, and constrain outputs token by token."""
+"""Structured outputs: constrain outputs token by token."""

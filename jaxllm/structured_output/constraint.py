@@ -61,12 +61,10 @@ class Constraint:
 
     @property
     def is_active(self) -> bool:
-        """Return whether a grammar constrains the next token."""
         return not self._is_free
 
     @property
     def error(self) -> str | None:
-        """Return the reason for failure, in one line."""
         return self._error
 
     @property
@@ -75,13 +73,11 @@ class Constraint:
         return self._seconds / (1 << self.num_late)
 
     def note_filled(self, seconds: float) -> None:
-        """Record the duration of its mask."""
         self.num_late, self._seconds = 0, seconds
         if seconds > SLOW_SECONDS or self.pace.is_slow:
             self.pace.note(seconds)
 
     def fail(self, reason: str) -> None:
-        """End the constraint with an error."""
         self._error = self._error or one_line(reason)
 
     def check(self) -> None:
@@ -93,7 +89,7 @@ class Constraint:
                 self.fail(failed[0].get_error() or "The grammar allows no further token.")
 
     def consume(self, token: int) -> None:
-        """Advance by a sampled token; a mismatch sets `error`."""
+        """A mismatch sets `error`."""
         if self._error is not None:
             return
         if self._is_free:
@@ -137,7 +133,6 @@ class Constraint:
         return True
 
     def _look_for_mark(self, token: int) -> None:
-        """Start the grammars after a completed mark."""
         text = self._end + self._bytes_of(token)
         found = [(text.index(mark), origins) for mark, origins in self._marks if mark in text]
         if found:
@@ -149,7 +144,6 @@ class Constraint:
 
 
 def one_line(said: str) -> str:
-    """Return an llguidance error in one line, without the drawing of its source."""
     text = said.split("<backtrace>")[0].split("\n<state>")[0].replace("<non-verbose/>", "").replace("\n", " ")
     text = " ".join(printable(text).split())
     return text if len(text) <= _MOST_SAID else f"{text[: _MOST_SAID - 1]}…"

@@ -17,7 +17,7 @@ from jaxllm.errors import UserError
 
 # Nesting if all rules nest: 2 kB of stack each, and overflow kills the process.
 MAX_LEVELS = 2**10
-MAX_TEXT = 2**13  # characters of a literal: each step tokenizes forced text again
+MAX_TEXT = 2**13  # characters of a literal, as schemas.MAX_TEXT
 MAX_GBNF_RULES = 500  # gbnf_to_lark is quadratic in rules
 
 _GBNF_RULE = re.compile(r"(?m)^[ \t]*([A-Za-z0-9][\w-]*)[ \t]*::=")
@@ -38,7 +38,7 @@ _OPTIONS = ("no_forcing", "allow_initial_skip", "ignore_once")
 
 
 def of_the_server(grammar: str, prepare_schema: Callable[[Any], Any]) -> str:
-    """Return a trusted grammar, which may contain token ids, in Lark notation."""
+    """Return a trusted grammar in Lark notation; it may contain token ids."""
     return _checked_lark(grammar, prepare_schema, takes_tokens=True)
 
 
@@ -102,7 +102,6 @@ def _spelled_character(found: re.Match[str]) -> str:
 
 
 def _checked_lark(lark: str, prepare_schema: Callable[[Any], Any], takes_tokens: bool = False) -> str:
-    """Convert embedded schemas; refuse unsupported constructs and token ids."""
     written: list[str] = []
     outside: list[str] = []
     position = num_rules = 0

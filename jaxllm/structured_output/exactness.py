@@ -1,7 +1,4 @@
-"""Rewrite JSON schemas so that llguidance follows them exactly, or refuse them.
-
-Differences found with random schemas and values: tests/structured_output/test_schemas.py.
-"""
+"""Rewrite JSON schemas so that llguidance follows them exactly, or refuse them."""
 
 from __future__ import annotations
 
@@ -38,10 +35,7 @@ _MOST_PRODUCT = 2**32  # llguidance multiplies two `multipleOf` in 32 bits
 
 
 def exact(schema: Any) -> Any:
-    """Return an equivalent schema that llguidance follows exactly.
-
-    Raises UserError if impossible.
-    """
+    """Raises UserError if impossible."""
     objects = list(_objects(schema))
     merges = any(map(_merges, objects))
     if merges:
@@ -189,7 +183,6 @@ def _check_multiples(objects: list[dict[str, Any]]) -> None:
 
 
 def _merges(schema: dict[str, Any]) -> bool:
-    """Return whether llguidance may intersect this schema's bounds with another's."""
     bounds = any(name in schema for name in (*_LOW, *_HIGH, "multipleOf"))
     return "allOf" in schema or (bounds and any(name in schema for name in _COMBINED))
 

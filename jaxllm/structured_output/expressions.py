@@ -1,7 +1,7 @@
 r"""Translate Python regular expressions to llguidance's dialect, with the matches of `re.fullmatch`.
 
 Parsed by Python, because dialects differ: `$` within a text, `\w` and combining marks, `\S` and U+001C to U+001F, lazy
-quantifiers. Constructs that no automaton follows are refused by name.
+quantifiers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxllm.errors import UserError
 # Each step tokenizes forced text again: quadratic. 0.4 s to compile "a?a?a?..." of this length.
 MAX_CHARS = 2**13
 
-_parser: Any = vars(re)["_parser"]  # since Python 3.11; missing from type stubs
+_parser: Any = vars(re)["_parser"]  # missing from type stubs
 
 _AGE = ".".join(unicodedata.unidata_version.split(".")[:2])  # llguidance's Unicode may be newer
 _WORD = rf"[[\p{{L}}\p{{N}}_]&&\p{{age:{_AGE}}}]"  # Python's \w; Rust's also matches combining marks
@@ -83,10 +83,7 @@ class _Edge(Enum):
 
 
 def translate(pattern: str, name: str = "regex") -> str:
-    """Translate a Python expression.
-
-    Raises UserError if invalid, too long, or unsupported.
-    """
+    """Raises UserError if invalid, too long, or unsupported."""
     return _Writer(name).write(pattern)
 
 
@@ -265,7 +262,6 @@ def _span(low: int, high: int) -> str:
 
 
 def _other_case(low: int, high: int) -> str:
-    """Return a range's ASCII letters in the other case; other letters match as written."""
     spans = []
     for first, last, distance in ((0x41, 0x5A, 32), (0x61, 0x7A, -32)):
         start, end = max(low, first), min(high, last)

@@ -50,8 +50,8 @@ MAX_USES = 64
 # Bounded: a model may prefer whitespace to an end forever.
 _WHITESPACE = r"[ \n\r\t]{1,8}"
 
-_MOST_TEXT = 2**13  # characters of one choice: each step tokenizes forced text again
-_LONG_SECONDS = 0.001  # seconds of a step's masks on one thread; the rest use several
+_MOST_TEXT = 2**13  # characters of one choice, as schemas.MAX_TEXT
+_LONG_SECONDS = 0.001  # seconds of masks on one thread; the rest use several
 _NUM_TRIED = 3  # steps: JSON's bracket and two more
 
 # llguidance 1.9.1, one core of two. 128,000 tokens: first use 1.9 s, 86 MB; compiling three properties 8 ms; a mask 13
@@ -85,7 +85,6 @@ class Grammar:
         self._pace = Pace()
 
     def begin(self) -> Constraint:
-        """Return a constraint for a new output."""
         vocabulary = self._vocabulary
         given = self._matchers, self._way, self._allowed, vocabulary.bytes_of, vocabulary.eos_ids
         return Constraint(*given, self._pace)
@@ -105,7 +104,7 @@ class Grammars:
         self._num_fills = 0
 
     def compile(self, asked: StructuredOutputsParams) -> Grammar:
-        """Return a compiled constraint, cached if possible. Thread-safe.
+        """Thread-safe.
 
         Raises UserError if invalid, unsupported, or too expensive.
         """
@@ -204,7 +203,6 @@ class Grammars:
                 constraint.fail(one_line(str(error)))
 
     def _check(self, made: Sequence[tuple[Constraint, int]], masks: np.ndarray) -> None:
-        """Restrict masks to allowed tokens; fail constraints that allow none."""
         for constraint, row in made:
             if not constraint.openings:
                 masks[row] &= constraint.allowed
@@ -217,7 +215,6 @@ class Grammars:
                 masks[row] = 0
 
     def _join(self, constraint: Constraint, mask: np.ndarray) -> None:
-        """Write the union of several grammars' and openings' masks."""
         mask[:] = 0
         words = np.zeros((1, len(mask)), np.int32)
         for matcher in constraint.matchers:
@@ -238,7 +235,6 @@ class Grammars:
                 self._drop(key)
 
     def _weigh(self, constraints: Sequence[Constraint]) -> None:
-        """Estimate the memory of used grammars; evict the least recently used above the bound."""
         found: dict[int, int] = {}
         for constraint in constraints:
             if any(id(origin) not in found for origin in constraint.origins):
@@ -290,7 +286,7 @@ _TOKEN = re.compile(r"<\[(\d{1,9})\]>")  # a token id in a grammar
 
 
 def _compiled(vocabulary: Vocabulary, source: str, kind: str) -> LLMatcher:
-    """Compile a grammar and try its first steps, which may exceed limits where compiling did not.
+    """Compile a grammar and try its first steps, which may exceed limits too.
 
     Runs on a thread with a known stack: 4,096 levels of 2 kB, doubled for safety.
     """
@@ -314,7 +310,6 @@ def _compiled(vocabulary: Vocabulary, source: str, kind: str) -> LLMatcher:
 
 
 def _bytes_of(matcher: LLMatcher) -> int:
-    """Return an upper estimate of the memory of a grammar and its lexer; 60 µs or more."""
     copy = matcher.deep_copy()
     copy.rollback(_MANY_TOKENS)  # an error whose message describes the lexer
     work = max(map(int, _WORK.findall(copy.get_error())), default=_MOST_BYTES)

@@ -33,8 +33,8 @@ _CLOSING = ("additionalProperties", "unevaluatedProperties")
 def prepare(schema: Any, close_objects: bool) -> Any:
     """Return a schema ready to compile; `close_objects` forbids unnamed properties.
 
-    Values of unknown keywords are processed too: references may point to them (OpenAPI's "components"). Raises
-    UserError for references to other documents and llguidance's options.
+    Unknown keywords' values are processed too: references may point to them (OpenAPI's "components"). Raises UserError
+    for references to other documents and llguidance's options.
     """
     if isinstance(schema, list):
         return [prepare(each, close_objects) for each in schema]
@@ -87,7 +87,6 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def check_size(schema: Any) -> None:
-    """Refuse schemas that take too much time or stack; the UserError names the keyword."""
     objects = list(_objects(schema))
     targets = {str(each[name]) for each in objects for name in _REFERENCES if name in each}
     levels = (1 + len(targets)) * _depth(schema)

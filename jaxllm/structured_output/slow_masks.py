@@ -29,11 +29,9 @@ class Pace:
 
     @property
     def is_slow(self) -> bool:
-        """Return whether threads compute its masks."""
         return self._left > 0
 
     def note(self, seconds: float) -> None:
-        """Record the duration of a mask."""
         if seconds > SLOW_SECONDS:
             self._left = PATIENCE
         elif self._left:
@@ -75,7 +73,6 @@ class SlowMasks:
                     self._threads.append(start_thread(self._run, "jaxllm-masks"))
 
     def wait(self, seconds: float) -> None:
-        """Wait until all jobs are done or `seconds` have passed."""
         with self._changed:
             self._changed.wait_for(lambda: not self._num_undone, seconds)
 

@@ -53,7 +53,6 @@ class Vocabulary:
         return piece if isinstance(piece, bytes) else piece[1].encode()
 
     def with_tokens(self, ids: Collection[int]) -> np.ndarray:
-        """Return `allowed` plus `ids`."""
         flags = np.zeros(self.vocab_size, bool)
         flags[[each for each in ids if each < self.vocab_size]] = True
         return self.allowed | _mask(flags)
@@ -107,7 +106,6 @@ class _Wrapper:
 
 
 def _mask(allowed: np.ndarray) -> np.ndarray:
-    """Pack flags into 32-bit words, lowest bit first."""
     padded = np.zeros(-(-len(allowed) // 32) * 32, bool)
     padded[: len(allowed)] = allowed
     return np.packbits(padded, bitorder="little").view("<i4").astype(np.int32)

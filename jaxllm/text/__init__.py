@@ -1,1 +1,1 @@
-"""Conversion between text and token ids: tokenizers, chat templates, incremental detokenization, stop strings."""
+"""Conversion between text and token ids."""

@@ -1,4 +1,4 @@
-"""Render chat templates: conversations as the text that a model was trained on.
+"""Render chat templates.
 
 A template is jinja2 source of a model's folder, never of a request. It runs in jinja2's sandbox
 (template_environment.py) and receives plain values in its shape (template_shapes.py).
@@ -18,9 +18,9 @@ from jaxllm.text.template_shapes import TOOL, Message, Shape, find_shape
 if TYPE_CHECKING:
     import jinja2
 
-MAX_TEXT = 1 << 25  # characters of rendered text: several times a server's largest request body
+MAX_TEXT = 1 << 25  # characters of rendered text: several times a server's largest body
 RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
-_MAX_TRIAL = 1 << 18  # characters rendered while probing a template's shape
+_MAX_TRIAL = 1 << 18  # characters while probing a template's shape
 _CONTINUES_HERE = "JAXLLM_CONTINUES_HERE"
 
 
@@ -30,7 +30,7 @@ class ChatTemplate:
 
     program: jinja2.Template
     shape: Shape
-    words_by_line: Mapping[int, frozenset[str]]  # field names that each line reads
+    words_by_line: Mapping[int, frozenset[str]]
 
 
 def render(
@@ -42,9 +42,7 @@ def render(
     tools: Sequence[Mapping[str, Any]] | None,
     variables: Mapping[str, Any],
 ) -> str:
-    """Render a conversation.
-
-    `messages` have the template's shape (message_forms.py); `tools` are JSON schemas; `variables` are passed on.
+    """`messages` have the template's shape (message_forms.py); `tools` are JSON schemas; `variables` are passed on.
     `continue_final_message` leaves the last message open. Raises `UserError`, naming the message, if the template
     rejects the conversation.
     """
@@ -77,7 +75,7 @@ def render(
 
 
 def compile_template(source: str, variables: Mapping[str, Any] = MappingProxyType({})) -> ChatTemplate:
-    """Compile a chat template and determine its message shape; `variables` are available while probing."""
+    """`variables` are available while probing."""
     import jinja2
 
     from jaxllm.text.template_environment import make_environment
@@ -108,7 +106,6 @@ def compile_template(source: str, variables: Mapping[str, Any] = MappingProxyTyp
 
 
 def generated(program: jinja2.Template, arguments: Mapping[str, Any], most: int) -> str:
-    """Return the rendered text; raise if longer than `most` characters."""
     import jinja2
 
     pieces, length = [], 0
@@ -138,7 +135,6 @@ def _plain(value: Any, parameter: str) -> Any:
 
 
 def _mark_end(message: dict[str, Any]) -> None:
-    """Append the mark for `_cut_at_mark` to a message's last text."""
     content = message.get("content")
     texts = [part for part in content if isinstance(part, dict) and "text" in part] if isinstance(content, list) else []
     if isinstance(content, str):
@@ -150,7 +146,6 @@ def _mark_end(message: dict[str, Any]) -> None:
 
 
 def _cut_at_mark(text: str) -> str:
-    """Cut rendered text after its last message."""
     at = text.rfind(_CONTINUES_HERE)
     if at < 0:
         raise UserError(

@@ -1,7 +1,7 @@
-"""Tokenizers from adapters' files, run in another process with the usual interface.
+"""Adapters' tokenizers, run in another process with the usual interface.
 
 `piece` is a table lookup, safe in engine steps. Methods that encode text or render templates are tasks of the process
-(confinement.py): do not call them on an event loop.
+(confinement.py): not for an event loop.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ class ConfinedTemplates(Tokenizer):
         chat_template: str | None = None,
         **named: Any,
     ) -> str:
-        """See `Tokenizer.apply_chat_template`."""
         template = self._template_source(chat_template, tools)
         if not self._is_foreign(template):
             return super().apply_chat_template(messages, tools=tools, chat_template=template, **named)
@@ -49,7 +48,6 @@ class ConfinedTemplates(Tokenizer):
         chat_template: str | None = None,
         **named: Any,
     ) -> tuple[str, list[int]]:
-        """See `Tokenizer.encode_chat`."""
         template = self._template_source(chat_template, tools)
         if not self._is_foreign(template):
             return super().encode_chat(messages, tools=tools, chat_template=template, **named)
@@ -57,7 +55,6 @@ class ConfinedTemplates(Tokenizer):
         return text, ids
 
     def template_shape(self, chosen: str | None, tools: Sequence[Mapping[str, Any]] | None) -> Shape:
-        """See `Tokenizer.template_shape`."""
         template = self._template_source(chosen, tools)
         return self._shape_of(template) if self._is_foreign(template) else super().template_shape(template, tools)
 
@@ -103,44 +100,34 @@ class ConfinedTokenizer(ConfinedTemplates):
 
     @property
     def vocab_size(self) -> int:
-        """See `Tokenizer.vocab_size`."""
         return self._vocab_size
 
     def token_id(self, token: str) -> int | None:
-        """See `Tokenizer.token_id`."""
         return self._ids_by_token.get(token)
 
     def token(self, token_id: int) -> str:
-        """See `Tokenizer.token`."""
         return self._tokens[token_id] if 0 <= token_id < len(self._tokens) else ""
 
     def piece(self, token_id: int) -> Piece:
-        """See `Tokenizer.piece`."""
         return self._table[token_id] if 0 <= token_id < len(self._table) else b""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """See `Tokenizer.encode`."""
         return self._ask("encode", text, add_special_tokens)
 
     def encode_first(self, text: str, most: int) -> list[int]:
-        """See `Tokenizer.encode_first`."""
         return self._ask("encode_first", text, most)
 
     def encode_last(self, text: str, most: int) -> list[int]:
-        """See `Tokenizer.encode_last`."""
         return self._ask("encode_last", text, most)
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
-        """See `Tokenizer.encode_pair`."""
         ids, types = self._ask("encode_pair", first, second)
         return ids, types
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """See `Tokenizer.decode`."""
         return self._ask("decode", list(ids), skip_special_tokens)
 
     def added_tokens(self) -> dict[str, dict[str, Any]]:
-        """See `Tokenizer.added_tokens`."""
         return self._ask("added_tokens")
 
     @functools.cached_property

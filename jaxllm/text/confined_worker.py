@@ -28,7 +28,6 @@ _MOST_VOCABULARY = 32 * 2**20  # bytes of all tokens
 
 
 def main() -> None:
-    """Execute tasks until the input ends."""
     tasks, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     for descriptor in (0, 1):
         os.dup2(2, descriptor)  # keep library output apart from results
@@ -43,7 +42,7 @@ def main() -> None:
 
 
 def _answer(frame: bytes, seconds: float, kept: OrderedDict[Source, Tokenizer]) -> dict[str, Any]:
-    """Execute a task. Above its limit of CPU time, the kernel kills the process."""
+    """Above its limit of CPU time, the kernel kills the process."""
     try:
         signal.setitimer(signal.ITIMER_PROF, LOAD_SECONDS)
         folder, digest, method, arguments, named = json.loads(frame.decode("utf-8", "surrogatepass"))
@@ -94,7 +93,6 @@ def _identity(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _vocabulary(tokenizer: Tokenizer, width: int) -> dict[str, Any]:
-    """Return the first `width` tokens and their properties for `ConfinedTokenizer`."""
     tokens, pieces, length = [], list[Any](), 0
     for token_id in range(width):
         tokens.append(tokenizer.token(token_id))

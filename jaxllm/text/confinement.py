@@ -1,7 +1,7 @@
-"""Run adapters' tokenizers and chat templates in a pool of resource-limited processes.
+"""Run adapters' tokenizers and chat templates, which may loop or exhaust memory, in resource-limited processes.
 
-A template or a tokenizer's rules may loop or exhaust memory. Each process runs one task at a time, with limits on
-memory and CPU time; above them the kernel kills it, and only that task's caller gets an error.
+A process runs one task at a time; above its limits of memory and CPU time the kernel kills it, and only that task's
+caller gets an error.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ class ConfinedError(UserError):
 
 
 def exceeded(what: str) -> ConfinedError:
-    """Return the error for an exceeded limit."""
     return ConfinedError(f"The adapter's tokenizer or chat template {what}.", "model")
 
 
@@ -70,11 +69,10 @@ class Confinement:
 
     @property
     def num_processes(self) -> int:
-        """Return the number of processes."""
         return len(self._alive)
 
     def call(self, source: Source, method: str, *arguments: Any, **named: Any) -> Any:
-        """Call a tokenizer method, or one of `confined_worker.FUNCTIONS`, and return its result.
+        """Call a tokenizer method, or one of `confined_worker.FUNCTIONS`.
 
         Raises `ConfinedError` if a limit was exceeded, `UserError` as the method does, `EngineError` after `close`.
         """
@@ -177,7 +175,6 @@ class Process:
 
     @property
     def is_alive(self) -> bool:
-        """Return whether the process is running."""
         return self._popen.poll() is None
 
     def note(self, source: Source) -> bool:
@@ -203,7 +200,6 @@ class Process:
             return {"failed": self._why_ended()}
 
     def end(self) -> None:
-        """Kill the process."""
         with suppress(OSError):
             self._popen.kill()
         self._popen.wait()
@@ -231,7 +227,7 @@ class Process:
 
 
 def _framed(task: list[Any]) -> bytes:
-    """Encode a task as JSON, which allows integers of any size."""
+    """JSON allows integers of any size."""
     try:
         return json.dumps(task, ensure_ascii=False, default=_mapping).encode("utf-8", "surrogatepass")
     except RecursionError:

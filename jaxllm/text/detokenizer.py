@@ -27,15 +27,15 @@ class Detokenizer:
 
     params: SamplingParams
     pending: bytes = b""  # bytes of an incomplete character
-    prompt_bytes: int = 0  # how many bytes of `pending`, or of `run`, belong to the prompt
-    is_start: bool = True  # no text has been decided yet
+    prompt_bytes: int = 0  # bytes of `pending` or `run` that belong to the prompt
+    is_start: bool = True  # no text decided yet
     is_broken: bool = False  # inside an invalid run of byte-fallback tokens
     run: tuple[bytes, ...] = ()  # a valid run of byte-fallback tokens, including `pending` (`_longer`)
     follows_added: bool = False  # the last output token was an added one, where spaces are omitted
 
 
 def begin(tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams) -> Detokenizer:
-    """Return the state after a prompt. Reads only its last, undecided tokens."""
+    """Reads only its last, undecided tokens."""
     decoding, skipped = tokenizer.decoding, _skipped(tokenizer, params)
     tail: list[bytes] = []
     is_start = True
@@ -61,11 +61,11 @@ def begin(tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParam
 
 
 def advance(state: Detokenizer, tokenizer: Tokenizer, new_ids: Iterable[int]) -> tuple[Detokenizer, str]:
-    """Process new output tokens; return the next state and the text that is final.
+    """Process new output tokens; return the next state and the final text.
 
-    The texts of all calls and of `finish` concatenate to the output's text. Only incomplete characters are withheld,
-    and valid runs of byte-fallback tokens, since one invalid byte turns the whole run into U+FFFD. 1 to 4 µs per token
-    on one core, for any text length.
+    The texts of all calls and of `finish` concatenate to the output's. Incomplete characters are withheld, and valid
+    runs of byte-fallback tokens: one invalid byte turns the whole run into U+FFFD. 1 to 4 µs per token on one core, for
+    any text length.
     """
     skipped = _skipped(tokenizer, state.params)
     shown = [token_id for token_id in new_ids if token_id not in skipped]
@@ -98,7 +98,6 @@ def advance(state: Detokenizer, tokenizer: Tokenizer, new_ids: Iterable[int]) ->
 
 
 def finish(state: Detokenizer, tokenizer: Tokenizer) -> str:
-    """Return the withheld text at the end of an output."""
     if tokenizer.decoding.byte_tokens == "level":
         return _UNKNOWN_CHARACTER if len(state.pending) > state.prompt_bytes else ""
     return _settle_run(state, tokenizer.decoding.strip)
@@ -138,7 +137,7 @@ def _extend_run(state: Detokenizer, piece: bytes) -> tuple[Detokenizer, str]:
 
 
 def _longer(run: tuple[bytes, ...], piece: bytes) -> tuple[bytes, ...]:
-    """Append to a run stored in parts of decreasing length, so that each byte is copied O(log n) times.
+    """Append to parts of decreasing length, so that each byte is copied O(log n) times.
 
     With a single string, a token after 64,000 bytes took 6 µs instead of 2.
     """
@@ -148,7 +147,6 @@ def _longer(run: tuple[bytes, ...], piece: bytes) -> tuple[bytes, ...]:
 
 
 def _decode_settled(data: bytes) -> tuple[str, int]:
-    """Decode UTF-8 up to an incomplete last character; return the text and its number of bytes."""
     text, settled = codecs.utf_8_decode(data, "replace", False)
     if _begins_surrogate(data[settled:]):
         return text + 2 * _UNKNOWN_CHARACTER, len(data)
@@ -156,7 +154,6 @@ def _decode_settled(data: bytes) -> tuple[str, int]:
 
 
 def _unfinished(data: bytes) -> bytes | None:
-    """Return the incomplete last character of UTF-8; None if the bytes are invalid."""
     try:
         _, settled = codecs.utf_8_decode(data, "strict", False)
     except UnicodeDecodeError:
@@ -171,10 +168,7 @@ def _begins_surrogate(rest: bytes) -> bool:
 
 
 def _settle_run(state: Detokenizer, strip: str) -> str:
-    """Return the output's part of a finished run of byte-fallback tokens.
-
-    As `ByteFallback` of huggingface/tokenizers: if the run is not UTF-8, each byte becomes U+FFFD.
-    """
+    """As `ByteFallback` of huggingface/tokenizers: if the run is not UTF-8, each byte becomes U+FFFD."""
     run = b"".join(state.run)
     try:
         text = run.decode()

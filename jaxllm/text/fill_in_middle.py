@@ -41,9 +41,7 @@ _ANCHOR = "☺"  # Meta's choice (codellama, llama/tokenizer.py)
 def encode(
     tokenizer: Tokenizer, before: str | Sequence[int], behind: str, add_special_tokens: bool = True
 ) -> list[int]:
-    """Return the prompt ids for filling the hole between two texts; the first may be token ids.
-
-    Special tokens spelled in the texts are encoded as such, e.g. to separate files. `add_special_tokens` adds the
+    """Special tokens spelled in the texts are encoded as such, e.g. to separate files. `add_special_tokens` adds the
     model's prompt start. Raises `UserError`, naming `suffix`, if the vocabulary lacks marker tokens.
     """
     markers = _markers_of(tokenizer)
@@ -62,7 +60,6 @@ def encode(
 
 
 def stop_ids(tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens that end a filled hole, beyond end-of-sequence tokens."""
     names = [*(_markers_of(tokenizer) or ()), *_ENDS]
     ids = (tokenizer.token_id(name) for name in names if name is not None)
     return [token for token in ids if token is not None]

@@ -22,10 +22,9 @@ ReadArguments = Callable[[str, str], Any]
 def shaped(
     messages: Sequence[Mapping[str, Any]], shape: Shape, read_arguments: ReadArguments | None
 ) -> list[dict[str, Any]]:
-    """Return a conversation in the template's shape; None values are removed, as in transformers.
+    """None values are removed, as in transformers.
 
-    Without `read_arguments`, call arguments are already converted. Raises `UserError`, naming `messages`, if the
-    conversation is invalid.
+    Without `read_arguments`, call arguments are already converted. Raises `UserError`, naming `messages`, if invalid.
     """
     if not isinstance(messages, list | tuple) or not messages:
         raise UserError("messages must be a list of at least one message.", "messages")
@@ -33,10 +32,8 @@ def shaped(
 
 
 def shaped_arguments(arguments: Any, shape: Shape, name: str, read: ReadArguments) -> Any:
-    """Return call arguments as an object or JSON text, as the template requires.
-
-    Text that is not a JSON object, e.g. truncated, is kept if the template accepts text; otherwise `UserError`, naming
-    `messages`.
+    """Text that is not a JSON object, e.g. truncated, is kept if the template accepts text; otherwise `UserError`,
+    naming `messages`.
     """
     if not shape.takes_objects:
         return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping) else arguments
@@ -56,7 +53,6 @@ def shaped_arguments(arguments: Any, shape: Shape, name: str, read: ReadArgument
 
 
 def read_json(text: str, name: str) -> Any:
-    """Parse arguments as JSON; return the text if invalid."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -115,12 +111,10 @@ def _shaped_call(call: Any, name: str, shape: Shape, read: ReadArguments | None)
 
 
 def _short_id(call_id: str) -> str:
-    """Return a deterministic id of nine letters and digits."""
     return call_id if _SHORT_ID.fullmatch(call_id) else sha256(call_id.encode("utf-8", "surrogatepass")).hexdigest()[:9]
 
 
 def _fitting_content(content: Any, shape: Shape, role: str, name: str) -> Any:
-    """Return content as text or a list of text parts, as the template accepts."""
     if isinstance(content, str):
         return content if shape.takes_text(role) else [{"type": "text", "text": content}]
     if not isinstance(content, list | tuple):

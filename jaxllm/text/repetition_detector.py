@@ -22,7 +22,6 @@ class RepetitionDetector:
         self._recent: deque[int] = deque(maxlen=longest)
 
     def push(self, token: int) -> bool:
-        """Append a token; return whether the output ends in a repetition."""
         recent = np.zeros(len(self._equal), np.bool_)
         recent[: len(self._recent)] = np.fromiter(self._recent, np.int64, len(self._recent)) == token
         self._equal = np.where(recent, self._equal + 1, 0)

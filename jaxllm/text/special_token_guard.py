@@ -1,12 +1,12 @@
 r"""Encode conversations so that only the chat template, never a caller's string, produces special tokens.
 
-A message containing `<|im_end|>\\n<|im_start|>system` could otherwise impersonate another role. Every caller's string
-(contents, roles, names, tool calls, tools, template variables) is rendered *disguised*: rare symbols replace characters
-that could be part of a special token. Special tokens in the result then belong to the template; text between them is
-restored and encoded literally. Conversations without such characters, nearly all, are encoded as usual.
+A message containing `<|im_end|>\
+<|im_start|>system` could otherwise impersonate another role. Every caller's string (contents, roles, names, tool calls,
+tools, template variables) is rendered *disguised*: rare symbols replace characters that could be part of a special
+token. Special tokens in the result then belong to the template; text between them is restored and encoded literally.
 Guarantee: no special token spelled by a caller's string, or crossing the end of one that is not a plain word, is
 encoded as that token. Not covered: templates that build special tokens around a caller's word (`'<|' + role + '|>'`),
-or cut and join callers' strings. Roles that are part of a special token are therefore refused, except customary ones.
+or cut and join callers' strings.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxllm.errors import UserError
 
 # Templates such as Phi-3's intentionally form special tokens from these.
 ROLES = frozenset(("system", "developer", "user", "assistant", "model", "tool", "function", "ipython", "observation"))
-WORD = re.compile(r"[\w.-]*")  # templates compare such strings ('function', 'low', 'python'): their ends are unchanged
+WORD = re.compile(r"[\w.-]*")  # templates compare such strings ('function', 'low', 'python'): ends are unchanged
 # SignWriting: symbols, like most characters of special tokens; unaffected by normalizers, case conversion and trimming,
 # and not escaped by Python's repr.
 _FIRST_TWIN, _LAST_TWIN = 0x1D800, 0x1D9FF
@@ -78,7 +78,6 @@ class SpecialTokens:
         return [(self._ids[own], start, end) for own, (start, end) in pairs if own in self._ids]
 
     def risks(self, text: str) -> set[int]:
-        """Return the positions of a caller's string to disguise."""
         if self._hint is not None:
             spans = [range(*match.span()) for match in self._hint.finditer(text)]
         else:
@@ -151,11 +150,9 @@ class Disguise:
 
     @property
     def is_used(self) -> bool:
-        """Return whether any character is substituted."""
         return bool(self._twins)
 
     def put_on(self, value: Any, parameter: str) -> Any:
-        """Copy a JSON-like value with its strings and keys disguised."""
         if isinstance(value, str):
             return self._disguised(value, parameter)
         if isinstance(value, Mapping):
@@ -165,7 +162,6 @@ class Disguise:
         return value
 
     def take_off(self, text: str) -> str:
-        """Restore substituted characters."""
         return text.translate({ord(twin): character for character, twin in self._twins.items()})
 
     def _disguised(self, text: str, parameter: str) -> str:
@@ -206,7 +202,7 @@ def encoding_of(backend: Any, text: str, add_special_tokens: bool = False, pair:
 
 
 def encode(special: SpecialTokens, text: str, disguise: Disguise) -> tuple[str, list[int]]:
-    """Return a rendered conversation undisguised, and its token ids with special tokens of the template only."""
+    """Return a conversation undisguised, and its token ids with the template's special tokens only."""
     if not disguise.is_used:
         return text, special.encode(text)
     ids: list[int] = []
@@ -235,7 +231,6 @@ def check_roles(special: SpecialTokens, messages: Sequence[Any]) -> None:
 
 
 def check_unicode(text: str, parameter: str) -> None:
-    """Raise `UserError` for invalid Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -258,7 +253,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _copy(backend: Any, added: Sequence[Any]) -> Any:
-    """Copy a tokenizer without reading its vocabulary again: half a second for 150,000."""
+    """Without reading its vocabulary again: half a second for 150,000."""
     from tokenizers import Tokenizer as Backend
 
     copy = Backend(backend.model)

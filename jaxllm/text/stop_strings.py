@@ -18,13 +18,13 @@ class StopMatcher:
     stops: tuple[str, ...]
     held: str = ""
     matched: str | None = None
-    progress: tuple[int, ...] = ()  # for each stop string, the length of its longest prefix that ends the text
-    borders: tuple[tuple[int, ...], ...] = field(default=(), repr=False)  # for each stop string, see `_borders`
-    firsts: frozenset[str] = field(default=frozenset(), repr=False)  # first characters of stop strings
+    progress: tuple[int, ...] = ()  # by stop string: length of its longest prefix that ends the text
+    borders: tuple[tuple[int, ...], ...] = field(default=(), repr=False)  # by stop string, see `_borders`
+    firsts: frozenset[str] = field(default=frozenset(), repr=False)
 
     @classmethod
     def of(cls, stops: Iterable[str]) -> StopMatcher:
-        """Return the initial state. Raises `UserError` for an empty stop string."""
+        """Raises `UserError` for an empty stop string."""
         stops = tuple(stops)
         if "" in stops:
             raise UserError("stop cannot contain an empty string.", "stop")
@@ -40,9 +40,8 @@ def match_stops(matcher: StopMatcher, delta: str) -> tuple[StopMatcher, str]:
     """Process more text; return the next state and the text that is final.
 
     The first stop string to complete ends the text before its first character; of several at the same character, the
-    longest. So results do not depend on the division into deltas. The longest suffix that begins a stop string is
-    withheld; at the end of a request, add `held`. Knuth-Morris-Pratt: at most two comparisons per character and stop
-    string on average.
+    longest. The longest suffix that begins a stop string is withheld; at the end of a request, add `held`.
+    Knuth-Morris-Pratt: at most two comparisons per character and stop string on average.
     """
     if matcher.matched is not None or not delta:
         return matcher, ""

@@ -21,7 +21,6 @@ class _GenerationBlock(Extension):
     tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Return the block's body."""
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
@@ -35,7 +34,6 @@ class _Missing(Undefined):
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:
-    """Return an environment for chat templates."""
     environment = ImmutableSandboxedEnvironment(
         undefined=_Missing, trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
     )

@@ -1,7 +1,6 @@
 """Locate chat template errors: the message and the values that caused them.
 
-jinja2's tracebacks have the template's lines and variables: the message is found by identity, values by the field names
-on the failed line.
+In jinja2's tracebacks the message is found by identity, values by the field names on the failed line.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ _LONGEST_NAME = 64  # characters of a path in an error
 
 
 def words_by_line(tree: nodes.Template) -> dict[int, frozenset[str]]:
-    """Return the field names that each line of a template reads."""
     from jinja2 import nodes
 
     found: dict[int, set[str]] = {}
@@ -33,7 +31,6 @@ def words_by_line(tree: nodes.Template) -> dict[int, frozenset[str]]:
 def place_of(
     error: BaseException, conversation: Sequence[Mapping[str, Any]], words: Mapping[int, frozenset[str]]
 ) -> str:
-    """Return, in parentheses, the message at which a template failed, and the values that its line reads."""
     index, lines = None, []
     trace = error.__traceback__
     while trace is not None:
@@ -55,7 +52,6 @@ def place_of(
 
 
 def _values(value: Any, names: frozenset[str], path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield paths and types of a message's values with given names, unless plain text."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             own = f"{path}.{key}" if path else str(key)

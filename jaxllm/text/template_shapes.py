@@ -1,7 +1,7 @@
 """Determine a chat template's message shape by rendering small conversations.
 
-Templates differ in null content, in call arguments as text or objects, and in the name of reasoning. transformers
-leaves that to the caller; here the first shape that renders completely is used.
+Templates differ in null content, call arguments (text or objects) and the name of reasoning; the first shape that
+renders completely is used. transformers leaves this to the caller.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any, Literal, TypeAlias
 
 Message: TypeAlias = dict[str, Any]
-# Renders a conversation; None if the template raises or its output is too long.
+# None if the template raises or its output is too long.
 Show: TypeAlias = Callable[[list[Message]], str | None]
 Blank: TypeAlias = Literal["missing", "null", "empty"]
 
@@ -47,8 +47,8 @@ TOOL: Message = {
 class Shape:
     """A template's message shape."""
 
-    parts: frozenset[str]  # content of these roles may be a list of parts
-    texts: frozenset[str]  # content of these roles may be text
+    parts: frozenset[str]  # roles with content as a list of parts
+    texts: frozenset[str]  # roles with content as text
     blank: Blank  # of an assistant message without content and calls
     blank_beside_calls: Blank
     loses_calls_beside_empty: bool  # calls are dropped if content is ""
@@ -59,21 +59,17 @@ class Shape:
     names_reasoning: bool  # reads the field `reasoning`, which transformers does not set
 
     def takes_parts(self, role: str) -> bool:
-        """Return whether this role's content may be a list of parts."""
         return self._like(role) in self.parts
 
     def takes_text(self, role: str) -> bool:
-        """Return whether this role's content may be text."""
         return self._like(role) in self.texts
 
     def _like(self, role: str) -> str:
-        """Return the role that was probed for this one."""
         role = "system" if role == "developer" else role
         return role if role in self.parts | self.texts else "user"
 
 
 def find_shape(show: Show, source: str) -> Shape:
-    """Return a template's shape."""
     kinds = {"user": _kinds(show, lambda message: [[message]], "user")}
     user, answer = _turn("user", "Hi.", kinds), _turn("assistant", "Yes.", kinds)
     calls = _Calls(show, user, answer)
@@ -117,20 +113,16 @@ class _Calls:
         }
 
     def message(self, **more: Any) -> Message:
-        """Return a message with a call in the detected form."""
         return {"role": "assistant", **BLANKS[self._blank], **self.caller, **more}
 
     def around(self, message: Message, result: Message) -> list[list[Message]]:
-        """Return conversations with a call and its result."""
         return [[self._user, message, result], [self._user, message, result, self._answer, self._user]]
 
     def around_caller(self, message: Message, call_id: str | None = None) -> list[list[Message]]:
-        """Return conversations with a calling message."""
         result = {"role": "tool", "content": "1", "tool_call_id": call_id or self._id, "name": _NAME}
         return [[self._user, message], *self.around(message, result)]
 
     def thought_is_part(self) -> bool:
-        """Return whether reasoning is rendered as a content part, but under no field name."""
         named = {"reasoning_content": _THOUGHT, "thinking": _THOUGHT, "reasoning": _THOUGHT}
         parts = [{"type": "thinking", "thinking": _THOUGHT}, {"type": "text", "text": _FIRST}]
         turn = {"role": "assistant", "content": [{"type": "text", "text": _FIRST}]}
@@ -142,7 +134,6 @@ class _Calls:
         return not shows({**turn, **named}) and shows({**turn, "content": parts})
 
     def _form(self) -> tuple[str, Any, Blank]:
-        """Return id, arguments and content of a call that is rendered; objects first, as in training."""
         for own_id, arguments in product(_IDS, (_OBJECT, json.dumps(_OBJECT))):
             calls = [_call(own_id, arguments)]
             blank = _best_blank(
@@ -162,8 +153,6 @@ class _Calls:
 
 
 def _kinds(show: Show, around: Callable[[Message], list[list[Message]]], role: str, **more: Any) -> set[str]:
-    """Return a role's renderable content forms: "text", "parts"."""
-
     def texts(content: Any) -> Iterable[str]:
         return (text or "" for text in map(show, around({"role": role, **more, "content": content})))
 
@@ -182,7 +171,6 @@ def _kinds(show: Show, around: Callable[[Message], list[list[Message]]], role: s
 def _best_blank(
     texts: Callable[[Message], Iterable[str | None]], is_whole: Callable[[str], bool] = lambda text: True
 ) -> Blank | None:
-    """Return the form of null content with most renderings, then least text."""
     found: dict[Blank, list[str]] = {}
     for name, blank in BLANKS.items():
         whole = [text for text in texts({"role": "assistant", **blank}) if text is not None and is_whole(text)]
@@ -204,5 +192,4 @@ def _call(call_id: str, arguments: Any) -> Message:
 
 
 def _is_call(text: str) -> bool:
-    """Return whether a call is rendered, not as a Python repr."""
     return all(word in text for word in (_NAME, _KEY, _VALUE)) and "{'" + _KEY not in text

@@ -34,10 +34,8 @@ Piece = bytes | tuple[str, str]
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte for each character of a byte-level vocabulary.
-
-    GPT-2's table (openai/gpt-2, encoder.py): printable Latin-1 characters map to themselves, U+0100 onward to the other
-    bytes in order.
+    """GPT-2's table (openai/gpt-2, encoder.py): printable Latin-1 characters map to themselves, U+0100 onward to the
+    other bytes in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -48,10 +46,7 @@ _BYTE_OF_CHARACTER = _byte_level_alphabet()
 
 
 def load_tokenizer(folder_or_id: str | Path, revision: str | None = None) -> Tokenizer:
-    """Read the tokenizer of a folder or hub repository; `revision` is a branch, tag or commit.
-
-    Raises `UserError` if missing, or if its decoder cannot be streamed exactly.
-    """
+    """Raises `UserError` if missing, or if its decoder cannot be streamed exactly."""
     files = read_tokenizer_files(folder_or_id, revision)
     return Tokenizer(
         files.backend,
@@ -69,8 +64,7 @@ _CHARACTERS = 16  # per token of long text, an upper estimate
 class Tokenizer:
     """A model's tokenizer, created by `load_tokenizer`. Thread-safe."""
 
-    # For a tokenizer that runs in another process (confined_tokenizer.py), not to be called on an event loop: its
-    # files' digest.
+    # Digest of the files, for a tokenizer in another process (confined_tokenizer.py): not for an event loop.
     confined: bytes | None = None
 
     def __init__(
@@ -106,12 +100,10 @@ class Tokenizer:
 
     @property
     def ids(self) -> Sequence[int]:
-        """Return all token ids."""
         return range(self.vocab_size)
 
     @property
     def bos_token_id(self) -> int | None:
-        """Return the beginning-of-sequence id, if named."""
         return self._named_id("bos_token")
 
     @property
@@ -121,22 +113,18 @@ class Tokenizer:
 
     @property
     def named_tokens(self) -> Mapping[str, str]:
-        """Return the named special tokens, e.g. "eos_token": "</s>"."""
         return self._named_tokens
 
     def with_chat_templates(self, templates: Mapping[str, str]) -> Tokenizer:
-        """Return a copy with other chat templates."""
         other = copy(self)
         other.chat_templates = dict(templates)
         return other
 
     @property
     def has_chat_template(self) -> bool:
-        """Return whether the model has chat templates."""
         return bool(self.chat_templates)
 
     def config(self) -> dict[str, Any]:
-        """Return the contents of a tokenizer_config.json: named and added tokens, chat templates."""
         config: dict[str, Any] = dict(self._named_tokens)
         config["added_tokens_decoder"] = self.added_tokens()
         config["tokenizer_class"] = "PreTrainedTokenizerFast"  # reads any tokenizer.json
@@ -146,7 +134,6 @@ class Tokenizer:
         return config
 
     def added_tokens(self) -> dict[str, dict[str, Any]]:
-        """Return the added tokens by id, with flags."""
         flags = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
         return {
             str(token_id): {name: getattr(token, name) for name in flags}
@@ -163,7 +150,6 @@ class Tokenizer:
         return self._most_characters, self._longest_token
 
     def token_id(self, token: str) -> int | None:
-        """Return a token's id; None if unknown."""
         return self.backend.token_to_id(token)
 
     def token(self, token_id: int) -> str:
@@ -171,7 +157,6 @@ class Tokenizer:
         return self.backend.id_to_token(token_id) or ""
 
     def is_special(self, token: str) -> bool:
-        """Return whether a token is special, and so omitted by skip_special_tokens."""
         return self.token_id(token) in self.special_ids
 
     def _refusal(self, said: str) -> UserError:
@@ -182,7 +167,7 @@ class Tokenizer:
         return None if token is None else self.backend.token_to_id(token)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return a text's token ids, by default with the model's special tokens around a prompt (often BOS).
+        """Return token ids, by default with the model's special tokens around a prompt (often BOS).
 
         Special tokens spelled in the text are encoded as such unless the config sets `split_special_tokens`. Raises
         `UserError` for invalid Unicode.
@@ -208,13 +193,11 @@ class Tokenizer:
         return [*head, *ids[:room], *tail]
 
     def encode_last(self, text: str, most: int) -> list[int]:
-        """Return the last token ids of a text, at most `most` with the prompt's special tokens."""
         head, tail, room = self._around_most(most)
         ids = self.encode(self.end_of(text, room), add_special_tokens=False)
         return [*head, *ids[max(0, len(ids) - room) :], *tail]
 
     def _around_most(self, most: int) -> tuple[list[int], list[int], int]:
-        """Return the special tokens before and after a prompt, and the remainder of `most`."""
         head, tail = self._around[0], self._ended(self._around[1])
         room = most - len(head) - len(tail)
         if room < 0:
@@ -245,7 +228,6 @@ class Tokenizer:
         return encoding.ids, encoding.type_ids if self._has_types else [0] * len(encoding.ids)
 
     def encoding_of(self, text: str, add_special_tokens: bool, pair: str | None = None) -> Any:
-        """Encode one or two texts with the backend; raise UserError for other types."""
         for one in (text,) if pair is None else (text, pair):
             if not isinstance(one, str):
                 raise UserError(f"A text must be a string, got {type(one).__name__}.", "prompt")
@@ -279,9 +261,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _longest_token(self) -> int | None:
-        """Return the most characters of a token; None if unbounded.
-
-        Unbounded where unknown characters merge or vanish, a normalizer may shorten text, or added tokens absorb
+        """None if unbounded: unknown characters merge or vanish, a normalizer may shorten text, or added tokens absorb
         spaces.
         """
         if self.decoding.byte_tokens == "none" or self.backend.normalizer is not None:
@@ -291,7 +271,7 @@ class Tokenizer:
         return self._most_characters
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids, exactly as the tokenizer's decoder; unknown ids are skipped.
+        """Equal to the tokenizer's decoder; unknown ids are skipped.
 
         `clean_up_tokenization_spaces` is not applied: transformers 5 ignores it for BPE, since it removes spaces of the
         text.
@@ -318,12 +298,10 @@ class Tokenizer:
         return piece
 
     def is_text(self, token_id: int) -> bool:
-        """Return whether a token is text: not special, and whole characters."""
         text = "" if token_id in self.special_ids else self.token_text(token_id)
         return bool(text) and "\ufffd" not in text
 
     def piece(self, token_id: int) -> Piece:
-        """Return a token's `Piece`, cached."""
         piece = self._pieces.get(token_id)
         if piece is None:
             with typed_errors(self._refusal):
@@ -352,7 +330,7 @@ class Tokenizer:
         chat_template: str | None = None,
         **kwargs: Any,
     ) -> str:
-        """Render a conversation with the chat template, to be encoded without special tokens.
+        """Render a conversation, to be encoded without special tokens.
 
         `chat_template` is a template or the name of one of the model's; default "tool_use" with tools, else "default".
         `continue_final_message` leaves the last message open. `kwargs` are template variables.
@@ -414,7 +392,6 @@ class Tokenizer:
 
     @functools.cached_property
     def special_tokens(self) -> SpecialTokens:
-        """Return the special tokens, prepared for `special_token_guard`."""
         return SpecialTokens(self.backend)
 
     @functools.cached_property
@@ -426,7 +403,6 @@ class Tokenizer:
         return whole[:start], whole[start + len(text) :]
 
     def template_shape(self, chosen: str | None, tools: Sequence[Mapping[str, Any]] | None) -> Shape:
-        """Return the message shape of the template that `encode_chat` would choose."""
         return self._compile(self._template_source(chosen, tools)).shape
 
     def _template_source(self, chosen: str | None, tools: Sequence[Mapping[str, Any]] | None) -> str:
@@ -454,7 +430,6 @@ class NoTokenizer(Tokenizer):
         self._named_tokens, self.chat_templates, self._adds_eos = {}, {}, False
 
     def piece(self, token_id: int) -> Piece:
-        """Return no text."""
         return "", ""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
@@ -475,10 +450,8 @@ class Decoding:
 
 
 def _decoding_of(decoder: Mapping[str, Any] | None, name: str) -> Decoding:
-    """Return how a decoder joins tokens; `UserError` if it cannot be streamed exactly.
-
-    Supported: byte-level; or tokens with text that depends at most on being first, with or without byte fallback; and
-    one character stripped from the start.
+    """Raises `UserError` unless streamable exactly: byte-level; or tokens with text that depends at most on being
+    first, with or without byte fallback; and one character stripped from the start.
     """
     stages = _flatten(decoder)
     strip = ""

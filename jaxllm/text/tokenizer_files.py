@@ -33,20 +33,18 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 class TokenizerFiles(NamedTuple):
     """A folder's tokenizer."""
 
-    backend: Any  # a tokenizers.Tokenizer, untyped for lazy import
+    backend: Any  # tokenizers.Tokenizer, untyped for lazy import
     named_tokens: dict[str, str]
     chat_templates: dict[str, str]
-    has_types: bool  # whether the model takes token types of text pairs
+    has_types: bool  # the model takes token types
     adds_eos: bool = False  # tokenizer_config.json's add_eos_token, which tokenizer.json may not implement
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether a folder has a tokenizer, including convertible ones."""
     return any((folder / name).is_file() for name in ("tokenizer.json", *_CONVERTIBLE))
 
 
 def digest_of(folder: Path) -> bytes:
-    """Return a digest of a folder's tokenizer and chat templates."""
     digest = hashlib.sha256()
     files = (file for pattern in TOKENIZER_FILES if pattern != "config.json" for file in folder.glob(pattern))
     for file in sorted(files):
@@ -56,12 +54,10 @@ def digest_of(folder: Path) -> bytes:
 
 
 def read_chat_templates(folder: Path) -> dict[str, str]:
-    """Return a folder's chat templates by name; a tokenizer is not required."""
     return _chat_templates(folder, _read_settings(folder, "tokenizer_config.json"))
 
 
 def read_tokenizer_files(folder_or_id: str | Path, revision: str | None = None) -> TokenizerFiles:
-    """Read the files of a local folder or hub repository; `revision` is a branch, tag or commit."""
     folder = _tokenizer_folder(folder_or_id, revision)
     settings = _read_settings(folder, "tokenizer_config.json")
     is_split = settings.get("split_special_tokens", False)
@@ -86,7 +82,6 @@ def read_tokenizer_files(folder_or_id: str | Path, revision: str | None = None) 
 
 
 def _tokenizer_folder(folder_or_id: str | Path, revision: str | None) -> Path:
-    """Return the local folder, downloaded if it is a hub id."""
     folder = Path(folder_or_id).expanduser()
     if folder.is_dir():
         return folder
@@ -104,10 +99,7 @@ def _tokenizer_folder(folder_or_id: str | Path, revision: str | None) -> Path:
 
 @contextmanager
 def typed_errors(say: Callable[[str], UserError]) -> Iterator[None]:
-    """Convert errors of the `tokenizers` library with `say`.
-
-    It raises plain `Exception`, and its Rust panics are BaseExceptions that would end a thread.
-    """
+    """The library raises plain `Exception`, and its Rust panics are BaseExceptions that would end a thread."""
     try:
         yield
     except BaseException as error:
@@ -128,7 +120,6 @@ def _read_backend(path: Path) -> Any:
 
 
 def _has_types(settings: Mapping[str, Any]) -> bool:
-    """Return whether the model takes token types; by default all classes but transformers 5's own do."""
     names = settings.get("model_input_names")
     if isinstance(names, list):
         return "token_type_ids" in names
@@ -150,7 +141,6 @@ def _try(backend: Any, folder: Path) -> None:
 
 
 def _convert(folder: Path) -> tuple[Any, dict[str, str]]:
-    """Convert an older folder (sentencepiece, or vocabulary and merges) with transformers."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -182,7 +172,7 @@ def _convert(folder: Path) -> tuple[Any, dict[str, str]]:
 def _add_special_tokens(backend: Any, settings: Mapping[str, Any], folder: Path) -> dict[str, str]:
     """Add the config's special tokens that the backend lacks; return the named ones.
 
-    Order determines new ids; as transformers 5 (tokenization_utils_tokenizers.py): the config's table by id, named
+    Order determines new ids, as in transformers 5 (tokenization_utils_tokenizers.py): the config's table by id, named
     tokens, others.
     """
     from tokenizers import AddedToken
@@ -228,7 +218,7 @@ def _token_fields(token: Any) -> dict[str, Any]:
 
 
 def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the model's chat templates by name; files take precedence over the config."""
+    """Files take precedence over the config."""
     templates: dict[str, str] = {}
     single = read_template(folder, "chat_template.jinja")
     if single is not None:

@@ -1,4 +1,4 @@
-"""Arguments common to attention implementations: cache, block tables, score settings."""
+"""Arguments common to attention implementations."""
 
 from __future__ import annotations
 
@@ -32,12 +32,10 @@ class AttentionArgs:
 
     @property
     def kv_heads(self) -> int:
-        """Return the KV heads, K."""
         return self.k_cache.shape[1]
 
     @property
     def value_width(self) -> int:
-        """Return the value size, V."""
         width = self.value_size if self.v_cache is None else self.v_cache.shape[3]
         assert width is not None
         return width

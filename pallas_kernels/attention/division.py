@@ -27,7 +27,6 @@ class Pieces(NamedTuple):
 
 
 def divide(lengths: Array, context: int, args: AttentionArgs, chosen: Decode) -> Pieces:
-    """Divide rows of `lengths` [R], at most `context` keys, as tuned."""
     lengths = lengths.astype(jnp.int32)
     if args.batch_invariant:
         return by_own_length(lengths, args.window, chosen.keys, chosen.splits, chosen.least_keys)
@@ -35,10 +34,10 @@ def divide(lengths: Array, context: int, args: AttentionArgs, chosen: Decode) ->
 
 
 def evenly(lengths: Array, context: int, window: int | None, visited: int, programs: int, least: int) -> Pieces:
-    """Divide the visible keys of rows into at most R + `programs` pieces.
+    """Divide the visible keys of rows into at most R + `programs` pieces, equal multiples of `visited` keys.
 
-    Rows longer than `least` and than 17/16 of an even share are cut, so that rows that nearly fill the programs, as 64
-    with 8 heads, are not. Pieces are multiples of `visited` keys, as equal as possible.
+    Rows longer than `least` and than 17/16 of an even share are cut: rows that nearly fill the programs (64 with 8
+    heads) are not.
     """
     begins = _begins(lengths, window)
     keys = lengths - begins
@@ -61,7 +60,6 @@ def _begins(lengths: Array, window: int | None) -> Array:
 
 
 def _cut(begins: Array, ends: Array, count: Array, visited: int, most: int) -> Pieces:
-    """Cut rows into about `count` [R] equal pieces, multiples of `visited` keys."""
     keys = ends - begins
     each = jnp.maximum(-(-keys // (jnp.maximum(count, 1) * visited)), 1) * visited
     count = jnp.maximum(-(-keys // each), 1)

@@ -1,6 +1,6 @@
-"""Paged decode attention in Pallas, for reading and experiments; interpreted on a CPU.
+"""Paged decode attention in Pallas, for reading and experiments, with online softmax (see xla.py).
 
-Letters: B rows, K KV heads, G query heads per KV head, C head size, V value size, P tokens per block.
+Further letters: G query heads per KV head.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from pallas_kernels.choice import Site
 
 
 def refusal(operation: str, site: Site) -> str | None:
-    """See `choice.refusal`."""
     sizes = {
         "the size of a head": site.head_size,
         "the size of a value": site.value_size or site.head_size,
@@ -46,9 +45,6 @@ def attend(
     softcap: float | None,
 ) -> None:
     """Attend with the G query heads of one row and KV head; grid (B, K).
-
-    Online softmax (Milakov & Gimelshein 2018): one pass over the row's blocks keeps the highest score, and sums of
-    weights and weighted values relative to it; a higher score rescales both.
 
     q [B, K, G, C], caches [N, K, P, C] and [N, K, P, V], tables [B, M], lengths [B], sinks [K, G], scales [N, K, P],
     out [B, K, G, V].
@@ -76,11 +72,11 @@ def attend(
         shrink = jnp.exp(highest - highest_now)
         weights = jnp.where(is_seen[None, :], jnp.exp(scores - highest_now[:, None]), 0.0)
 
-        if v_cache is None:  # values are prefixes of keys
+        if v_cache is None:
             v = _scaled(k_cache[block, head, :, pl.ds(0, width)], k_scales, block, head)
         else:
             v = _scaled(v_cache[block, head], v_scales, block, head)  # [P, V]
-        # Unwritten values may be NaN, which a zero weight does not mask.
+        # Unwritten values may be NaN.
         v = jnp.where(is_seen[:, None], v, 0)
         values = values * shrink[:, None] + _dot(weights.astype(v.dtype), v)
         return values, highest_now, total * shrink + jnp.sum(weights, axis=1)
@@ -109,7 +105,6 @@ def _dot(a: Array, b: Array, trans_b: bool = False) -> Array:
 
 
 def paged_decode(q: Array, lengths: Array, args: AttentionArgs) -> Array:
-    """See `pallas_kernels.paged_decode`."""
     rows, heads, size = q.shape
     kv_heads, width, sinks = args.kv_heads, args.value_width, args.sinks
     group = heads // kv_heads

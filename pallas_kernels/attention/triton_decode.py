@@ -1,8 +1,7 @@
 """Paged decode attention for NVIDIA GPUs in Triton: a program per piece and KV head.
 
-A program waits for three loads before it multiplies: its piece; queries and block numbers; keys and values. Each
-iteration prefetches the next block numbers. Reads beyond the piece's end repeat its last key, since unwritten blocks
-may hold NaN.
+Each iteration prefetches the next block numbers. Reads beyond the piece's end repeat its last key, since unwritten
+blocks may hold NaN.
 """
 
 # pyright: reportMissingImports=false
@@ -131,7 +130,6 @@ def attend_piece(
 
 
 def paged_decode(q: Array, lengths: Array, args: AttentionArgs, *, capability: int | None) -> Array:
-    """See `pallas_kernels.paged_decode`."""
     if triton_latent.takes(args, LARGEST):
         return triton_latent.paged_decode(q, lengths, args, capability=capability)
     rows, heads, _ = q.shape

@@ -29,7 +29,6 @@ _SMALLEST = 16  # tensor cores' minimal matrix dimension
 
 
 def refusal(operation: str, site: Site) -> str | None:
-    """See `choice.refusal`."""
     if site.dtype == "float16" and site.cache_dtype == "float8_e5m2":
         return "float16 cannot hold weights times the scales of a cache of float8_e5m2"
     is_latent = triton_latent.fits(site.kv_heads, site.head_size, site.value_size)
@@ -80,7 +79,7 @@ def _visit(
     slots = (blocks.to(tl.int64) * K + head) * P + keys % P
     k_at = k_cache + slots[None, :] * C + coordinates[:, None]
     v_at = (k_cache + slots[:, None] * C if v_cache is None else v_cache + slots[:, None] * V) + values_at[None, :]
-    # Unwritten values may be NaN, which a zero weight does not mask: do not load them.
+    # Unwritten values may be NaN: do not load them.
     if MASKED:
         k = tl.load(k_at, mask=is_there[None, :] & (coordinates < C)[:, None], other=0.0)
     elif C != CP:
@@ -121,7 +120,6 @@ def _visit(
 
 @triton.jit
 def _first_key(place, BN: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the first visible key for a query, rounded down to a multiple of BN."""
     if WINDOW is None:
         return 0
     else:
@@ -169,7 +167,7 @@ def attend(
     is_row = tokens < count
     coordinates = tl.arange(0, CP)
     values_at = tl.arange(0, VP)
-    own = (start + tokens).to(tl.int64) * H + head * G + rows % G  # head of token
+    own = (start + tokens).to(tl.int64) * H + head * G + rows % G
     if first_row < count * G:
         place = position + tokens
         begin = _first_key(position + first_row // G, BN, WINDOW)
@@ -204,7 +202,6 @@ def attend(
 
 
 def paged_prefill(q: Array, tiles: Tiles, args: AttentionArgs, *, tile: int, capability: int | None) -> Array:
-    """See `pallas_kernels.paged_prefill`."""
     if triton_latent.takes(args, LARGEST):
         return triton_latent.paged_prefill(q, tiles, args, tile=tile, capability=capability)
     heads, kv_heads = q.shape[1], args.kv_heads
@@ -213,7 +210,7 @@ def paged_prefill(q: Array, tiles: Tiles, args: AttentionArgs, *, tile: int, cap
     width = args.value_width
     shape = (q.shape[0], heads, width)
     blocks = -(-rows // chosen.rows)
-    untouched = jnp.zeros(shape, q.dtype)  # result of queries outside tiles
+    untouched = jnp.zeros(shape, q.dtype)
     (out,) = call(
         attend,
         (q, *cache_arrays(args), args.tables, tiles.length, tiles.start, tiles.position, args.sinks, untouched),
@@ -231,13 +228,11 @@ def paged_prefill(q: Array, tiles: Tiles, args: AttentionArgs, *, tile: int, cap
 
 
 def cache_arrays(args: AttentionArgs) -> tuple[Array | None, ...]:
-    """Return keys, values and scales as kernel arguments."""
-    v_scales = args.k_scales if args.v_cache is None else args.v_scales  # values are prefixes of keys
+    v_scales = args.k_scales if args.v_cache is None else args.v_scales
     return args.k_cache, args.v_cache, args.k_scales, v_scales
 
 
 def constants(q: Array, args: AttentionArgs) -> dict[str, Any]:
-    """Return constants common to prefill and decode kernels."""
     size, width = q.shape[2], args.value_width
     return {
         "H": q.shape[1],
@@ -254,5 +249,4 @@ def constants(q: Array, args: AttentionArgs) -> dict[str, Any]:
 
 
 def padded(size: int) -> int:
-    """Round `size` up to a tensor core dimension."""
     return max(_SMALLEST, triton.next_power_of_2(size))

@@ -1,8 +1,7 @@
 """Latent attention for NVIDIA GPUs in Triton: all heads share one key; its prefix is the value.
 
-A key is V latent and R rotated coordinates (DeepSeek-AI 2024, "DeepSeek-V2", §2.1: 512 and 64). A tile of latents is
-loaded once for scores and values; query tiles stack heads of tokens. Online softmax in base 2 (Milakov & Gimelshein
-2018; Dao 2023, arXiv:2307.08691).
+A key is V latent and R rotated coordinates (DeepSeek-AI 2024, "DeepSeek-V2", §2.1: 512 and 64). Online softmax as in
+`triton_kernels.py`.
 """
 
 # pyright: reportMissingImports=false
@@ -28,17 +27,13 @@ _SMALLEST, _LARGEST = 16, 512  # latent size; values of the largest fill the reg
 
 
 def fits(kv_heads: int, head_size: int, value_size: int | None) -> bool:
-    """Return whether values are prefixes of a single head's keys, of a supported size."""
     if value_size is None or kv_heads != 1 or not 0 < head_size - value_size <= value_size:
         return False
     return _SMALLEST <= value_size <= _LARGEST and triton.next_power_of_2(value_size) == value_size
 
 
 def takes(args: AttentionArgs, largest: int) -> bool:
-    """Return whether this implementation applies; raise ValueError if no other supports the head size.
-
-    Others support heads up to `largest`.
-    """
+    """Return whether this applies; raise ValueError if no other (up to `largest`) supports the head size."""
     size = args.k_cache.shape[3]
     if not fits(args.kv_heads, size, args.value_size):
         return False
@@ -116,7 +111,7 @@ def attend_latent(
         highest = tl.full((BM,), LOWEST, tl.float32)
         total = tl.zeros((BM,), tl.float32)
         furthest = tl.minimum(position + rows // H, end - 1)
-        # Unwritten values may be NaN, which a zero weight does not mask: repeat the last key.
+        # Unwritten values may be NaN: repeat the last key.
         last = tl.maximum(end - 1, 0)
         there = tl.minimum(begin + tl.arange(0, BN), last)
         # Block numbers are prefetched, so that key loads do not wait for them.
@@ -165,7 +160,6 @@ def attend_latent(
 
 
 def paged_decode(q: Array, lengths: Array, args: AttentionArgs, *, capability: int | None) -> Array:
-    """See `pallas_kernels.paged_decode`."""
     rows, heads, _ = q.shape
     chosen = tuning.of_latent(capability, heads, str(q.dtype), str(args.k_cache.dtype))
     context = args.tables.shape[1] * args.k_cache.shape[2]
@@ -187,11 +181,10 @@ def paged_decode(q: Array, lengths: Array, args: AttentionArgs, *, capability: i
 
 
 def paged_prefill(q: Array, tiles: Tiles, args: AttentionArgs, *, tile: int, capability: int | None) -> Array:
-    """See `pallas_kernels.paged_prefill`."""
     heads = q.shape[1]
     chosen = tuning.of_latent(capability, tile * heads, str(q.dtype), str(args.k_cache.dtype))
     shape = (q.shape[0], heads, args.value_width)
-    untouched = jnp.zeros(shape, q.dtype)  # result of queries outside tiles
+    untouched = jnp.zeros(shape, q.dtype)
     no_pieces = [None] * 4
     (out,) = call(
         attend_latent,

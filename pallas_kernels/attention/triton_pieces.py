@@ -1,7 +1,7 @@
 """Combine the pieces of decode rows (division.py), in Triton.
 
-A piece stores, per head, V weighted value sums, and apart from them, to keep accesses 16 bytes wide, the highest score
-(base 2) and the sum of weights.
+A piece stores, per head, V weighted value sums, and separately, to keep accesses 16 bytes wide, the highest score (base
+2) and the weights' sum.
 """
 
 # pyright: reportMissingImports=false
@@ -80,7 +80,6 @@ def combine(
 
 
 def joined(out: Array, written: list[Array], pieces: Pieces, sinks: Array | None, capability: int | None) -> Array:
-    """Combine the pieces in `written` into `out` [R, H, V]."""
     if not written:
         return out
     rows, heads, width = out.shape

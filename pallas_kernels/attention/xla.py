@@ -1,7 +1,7 @@
 """Paged attention in plain JAX: a loop over blocks with online softmax (Milakov & Gimelshein 2018).
 
-The loop ends at the longest sequence: 10 to 66 times faster on a CPU than gathering all blocks. Letters: B rows, T flat
-tokens, Y tiles, G query heads per KV head, S keys per iteration.
+The loop ends at the longest sequence: 10 to 66 times faster on a CPU than gathering all blocks. Further letters: B
+rows, Y tiles, G query heads per KV head, S keys per iteration.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ LOWEST = -1e30
 
 
 def paged_decode(q: Array, lengths: Array, args: AttentionArgs) -> Array:
-    """See `pallas_kernels.paged_decode`."""
     rows, heads, size = q.shape
     kv_heads, sinks = args.kv_heads, args.sinks
     group = heads // kv_heads
@@ -34,7 +33,6 @@ def paged_decode(q: Array, lengths: Array, args: AttentionArgs) -> Array:
 
 
 def paged_prefill(q: Array, tiles: Tiles, args: AttentionArgs, *, tile: int) -> Array:
-    """See `pallas_kernels.paged_prefill`."""
     _, heads, size = q.shape
     kv_heads, sinks = args.kv_heads, args.sinks
     group = heads // kv_heads
@@ -71,7 +69,6 @@ class Mixed(NamedTuple):
 
 
 def unseen(shape: tuple[int, int, int], value_size: int, sinks: Array | None) -> Mixed:
-    """Return the initial state of queries [B, K, R], optionally with `sinks` [K, R]."""
     values = jnp.zeros((*shape, value_size), jnp.float32)
     if sinks is None:
         return Mixed(values, jnp.full(shape, LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32))
@@ -91,7 +88,6 @@ def gathered(cache: Array, blocks: Array, scales: Array | None = None, float8: s
 
 
 def keys_and_values(args: AttentionArgs, blocks: Array) -> tuple[Array, Array]:
-    """Gather keys [B, K, S, C] and values [B, K, S, V] of blocks [B, n]."""
     k = gathered(args.k_cache, blocks, args.k_scales, args.float8)
     if args.v_cache is None:
         return k, k[..., : args.value_size]
@@ -129,7 +125,7 @@ def mix_in(
 def _attend(q: Array, places: Array, tables: Array, sinks: Array | None, args: AttentionArgs) -> Array:
     """Attend with q [B, K, R, C] at positions `places` [B, R] (negative: none): float32 [B, K, R, V].
 
-    `tables` [B, M] and `sinks` [K, R] override `args`. Visits `KEYS` keys at a time.
+    `tables` [B, M] and `sinks` [K, R] override `args`.
     """
     rows, kv_heads, queries, _ = q.shape
     window, block_tokens = args.window, args.k_cache.shape[2]

@@ -1,8 +1,9 @@
 """Decode attention for many rows of different lengths on a CPU.
 
-In xla.py every row iterates as often as the longest: 64 rows of 16 to 512 tokens cost 64 of 512. Here 16 lanes process
-the rows in sequence, balanced to end together. A row's arithmetic does not depend on other rows.
-Letters: B rows, W lanes, D rows per lane, G query heads per KV head, S keys per iteration.
+In xla.py every row iterates as often as the longest; here 16 lanes process rows in sequence, balanced to end together.
+A row's arithmetic does not depend on other rows.
+
+Further letters: W lanes, D rows per lane, G query heads per KV head, S keys per iteration.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ _LANES = 16
 
 
 def paged_decode(q: Array, lengths: Array, args: AttentionArgs) -> Array:
-    """See `pallas_kernels.paged_decode`."""
     rows, heads, size = q.shape
     if rows <= _LANES:
         return xla.paged_decode(q, lengths, args)

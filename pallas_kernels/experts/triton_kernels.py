@@ -1,12 +1,9 @@
-"""Mixture of experts for NVIDIA GPUs in Triton: one launch to select, three to multiply.
-
-One CUDA graph serves all selections. `plan` sorts the N assignments by expert and cuts them into tiles; `multiply_up`
-and `multiply_down` multiply tiles with their expert's weights. Grids cover the maximal number of tiles; programs beyond
-the last return at once. XLA adds a token's n weighted results in order, in the consuming kernel.
+"""Mixture of experts for NVIDIA GPUs in Triton: one launch to select, three to multiply; one CUDA graph serves all
+selections.
 
 Weight rows are the first tensor core operand (64 at once on Hopper), assignments the second, so tiles can be as narrow
-as 8. A last tile at most half full is multiplied as half a tile, possibly with another instruction (mma.sync for 8,
-wgmma for 16), so deterministic mode uses whole tiles.
+as 8. A half-full last tile is multiplied as half a tile, possibly with another instruction (mma.sync for 8, wgmma for
+16), so deterministic mode uses whole tiles.
 """
 
 # pyright: reportMissingImports=false
@@ -31,7 +28,6 @@ from pallas_kernels.triton_bridge import call
 
 
 def refusal(operation: str, site: Site) -> str | None:
-    """See `choice.refusal`."""
     if operation == "fused_topk":
         return triton_bridge.refusal(replace(site, cache_dtype=site.dtype))
     if site.kind != "float":
@@ -103,8 +99,7 @@ def plan(
 ):
     """Sort assignments `chosen` [N] by expert into `order` [N], and list tiles; grid (E,).
 
-    `tiles` [3, TILES] holds each tile's expert, start in `order`, and count, 0 beyond the last tile. BINS is a power of
-    two above E.
+    `tiles` [3, TILES]: expert, start in `order`, and count (0 beyond the last). BINS: a power of two above E.
     """
     own = tl.program_id(0)
     experts = tl.arange(0, BINS)
@@ -296,7 +291,6 @@ def fused_topk(
     scale: float,
     capability: int | None,
 ) -> tuple[Array, Array]:
-    """See `pallas_kernels.fused_topk`."""
     tokens, experts = scores.shape
     chosen, gates = call(
         choose,
@@ -317,7 +311,7 @@ def fused_topk(
 
 
 def num_tiles(assignments: int, experts: int, size: int) -> int:
-    """Return the maximal number of tiles: every expert may have a last one with a single assignment."""
+    """Every expert may have a last tile with a single assignment."""
     used = min(assignments, experts)
     return used + (assignments - used) // size
 
@@ -337,7 +331,6 @@ def fused_experts(
     capability: int | None,
     is_deterministic: bool,
 ) -> Array:
-    """See `pallas_kernels.fused_experts`."""
     (tokens, width), (experts, _, inner_width) = x.shape, down.shape
     total = chosen.size
     tile = tuning.of_experts(capability, total, experts, str(x.dtype), is_deterministic)

@@ -1,6 +1,6 @@
-"""Mixture of experts in XLA: the reference, and the fallback.
+"""Mixture of experts in XLA: reference and fallback.
 
-Every token is multiplied with every expert in turn: E / n times the necessary work, memory for one expert at a time.
+Every token is multiplied with every expert: E / n times the necessary work, memory for one expert at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ Scores = Literal["softmax", "sigmoid"]
 def fused_topk(
     scores: Array, bias: Array | None, *, per_token: int, kind: Scores, is_normalised: bool, scale: float
 ) -> tuple[Array, Array]:
-    """See `pallas_kernels.fused_topk`."""
     scores = jax.nn.sigmoid(scores) if kind == "sigmoid" else jax.nn.softmax(scores, axis=-1)
     chosen = lax.top_k(scores if bias is None else scores + bias, per_token)[1]
     gates = jnp.take_along_axis(scores, chosen, axis=1)
@@ -42,7 +41,6 @@ def fused_experts(
     clamp: float | None,
     clamp_slope: float,
 ) -> Array:
-    """See `pallas_kernels.fused_experts`."""
     product = partial(jnp.einsum, "td,od->to", preferred_element_type=jnp.float32)
 
     def add(total: Array, own: tuple[Array, Array, Array, Array | None, Array | None]) -> tuple[Array, None]:

@@ -1,6 +1,6 @@
-"""Cache writes in Pallas: rotary embedding and stores in one kernel, for reading and experiments.
+"""Cache writes in Pallas, for reading and experiments.
 
-Interpreted on a CPU. Letters: T tokens, H query heads, K KV heads, C head size, F rotated pairs, N blocks of P tokens.
+Further letters: H query heads, F rotated pairs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pallas_kernels.kv_cache.xla import quantize
 
 
 def refusal(operation: str, site: Site) -> str | None:
-    """See `choice.refusal`."""
     return pallas_bridge.refusal(site, {"the size of a head": site.head_size})
 
 
@@ -37,8 +36,6 @@ def rotate_and_store(
     is_interleaved: bool,
 ) -> None:
     """Rotate and store one head of one token; grid (T, query, key and value heads).
-
-    Queries are written to `q`, keys and values to the cache unless the block is >= N.
 
     qkv [T, H + 2 K, C] (H + K without `v_cache`), blocks and offsets [T], cosine and sine [T, F], q [T, H, C], caches
     [N, K, P, C], scales [N, K, P].
@@ -70,9 +67,9 @@ def rotate_and_store(
 
 
 def _rotated(qkv: jax.Ref, cosine: jax.Ref, sine: jax.Ref, is_interleaved: bool) -> Array:
-    """Return the program's vector [C], its first 2 F coordinates rotated in float32 and rounded once.
+    """Return the vector [C], its first 2 F coordinates rotated in float32 and rounded once.
 
-    Kernels cannot slice vectors, but can read in any order: result i belongs to pair i % F.
+    Kernels cannot slice vectors, but read in any order: result i belongs to pair i % F.
     """
     token, head = pl.program_id(0), pl.program_id(1)
     pairs = cosine.shape[1]
@@ -105,7 +102,6 @@ def write_kv(
     *,
     is_interleaved: bool,
 ) -> tuple[Array, Array, Array | None, Array | None, Array | None]:
-    """See `pallas_kernels.write_kv`."""
     tokens, every, size = qkv.shape
     heads = every - k_cache.shape[1] * (1 if v_cache is None else 2)
     changed = {5 + place: one for place, one in enumerate((k_cache, v_cache, k_scales, v_scales)) if one is not None}

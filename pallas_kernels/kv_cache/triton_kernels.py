@@ -1,7 +1,6 @@
 """Cache writes on NVIDIA GPUs in Triton: rotary embedding and both stores in one kernel.
 
-Replaces four to seven kernels (split, two rotations, two scatters): small models' decode steps are bound by launches
-(measured on 8.0 and 9.0).
+Replaces four to seven kernels: small models' decode steps are bound by launches (measured on 8.0 and 9.0).
 """
 
 # pyright: reportMissingImports=false
@@ -20,7 +19,6 @@ from pallas_kernels.triton_bridge import call
 
 
 def refusal(operation: str, site: Site) -> str | None:
-    """See `choice.refusal`."""
     return triton_bridge.refusal(site)
 
 
@@ -155,7 +153,6 @@ def write_kv(
     is_interleaved: bool,
     capability: int | None,
 ) -> tuple[Array, Array, Array | None, Array | None, Array | None]:
-    """See `pallas_kernels.write_kv`."""
     num_blocks, kv_heads, block_tokens, _ = k_cache.shape
     heads = qkv.shape[1] - kv_heads * (1 if v_cache is None else 2)
     unchanged = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
-# Largest number of quantized caches; a vector's largest coordinate is scaled to it.
+# Largest number of quantized caches, to which a vector's largest coordinate is scaled.
 LIMITS = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
 
@@ -23,7 +23,6 @@ def write_kv(
     is_interleaved: bool,
     float8: str | None = None,
 ) -> tuple[Array, Array, Array | None, Array | None, Array | None]:
-    """See `pallas_kernels.write_kv`."""
     kv_heads = k_cache.shape[1]
     heads = qkv.shape[1] - kv_heads * (1 if v_cache is None else 2)
     q, k, v = jnp.split(qkv, (heads, heads + kv_heads), axis=1)
@@ -38,8 +37,8 @@ def write_kv(
 def rotate(x: Array, cosine: Array, sine: Array, is_interleaved: bool) -> Array:
     """Rotate the first coordinates of each head of `x` [T, H, C] by `cosine` and `sine` [T, F].
 
-    If interleaved, first coordinates of pairs precede second ones in the result: queries and keys are permuted alike,
-    which preserves their products.
+    If interleaved, first coordinates of pairs precede second ones: queries and keys are permuted alike, which preserves
+    products.
     """
     size = 2 * cosine.shape[1]
     cosine, sine = cosine[:, None], sine[:, None]
@@ -64,8 +63,6 @@ def quantize(x: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
 
 
 def copy_blocks(k_cache: Array, v_cache: Array | None, sources: Array, targets: Array) -> tuple[Array, Array | None]:
-    """See `pallas_kernels.copy_blocks`."""
-
     def copied(cache: Array) -> Array:
         return cache.at[targets].set(cache.at[sources].get(mode="clip"), mode="drop", unique_indices=True)
 

@@ -1,12 +1,7 @@
 """Products of few tokens for NVIDIA GPUs in Triton, fused with adjacent operations.
 
-A decode step is bound by weight bytes and by the number of kernels. Fused before the product: RMS norm; squares are
-summed in the same pass over columns, the gain multiplies loaded tokens, the row's factor the sums. Fused after it: the
-residual addition, or the gated activation, with the same rows of both matrices in a program.
-
-As in `triton_kernels.py`, weight rows are the first tensor core operand, tokens the second. Columns are not split among
-programs, because fused operations need complete sums; with few programs each has more loads in flight
-(`tuning.of_fused_linear`), faster on an H100 than split columns with a second kernel.
+Columns are not split among programs: fused operations need complete sums. With few programs each has more loads in
+flight (`tuning.of_fused_linear`), faster on an H100 than split columns with a second kernel.
 """
 
 # pyright: reportMissingImports=false
@@ -28,7 +23,6 @@ from pallas_kernels.triton_bridge import call
 
 
 def refusal(operation: str, site: Site) -> str | None:
-    """See `choice.refusal`."""
     if site.kind != "float":
         return "quantized weights are for `linear` to multiply"
     if site.is_deterministic:
@@ -59,8 +53,7 @@ def multiply_fused(
 ):
     """Multiply BM tokens with BN rows of one or two matrices, BK columns at a time.
 
-    Grid (row blocks, token blocks), `out` [T, O]. T is None if BM divides the tokens. With ACTIVATION the weight has 2
-    O rows.
+    Grid (row blocks, token blocks), `out` [T, O]. T is None if BM divides the tokens.
     """
     MATRICES: tl.constexpr = 1 if ACTIVATION is None else 2
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -120,7 +113,7 @@ def fused_linear(
     activation: Activation | None,
     capability: int | None,
 ) -> Array:
-    """See `pallas_kernels.fused_linear`. Results are rounded once."""
+    """Results are rounded once."""
     (num_tokens, columns), is_gated = x.shape, activation is not None
     rows = weight.shape[0] // 2 if is_gated else weight.shape[0]
     chosen = tuning.of_fused_linear(capability, num_tokens, rows, columns, is_gated, gain is not None)

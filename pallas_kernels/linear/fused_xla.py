@@ -20,7 +20,6 @@ def fused_linear(
     is_plus_one: bool,
     activation: Activation | None,
 ) -> Array:
-    """See `pallas_kernels.fused_linear`."""
     normed = x if gain is None else _normed(x, gain, eps, is_plus_one)
     product = linear(normed, weight, None, None, kind="float", rounds_rows=False)
     if bias is not None:

@@ -16,8 +16,7 @@ _LEAST = 1e-30  # lower bound of a row's maximum, to divide by
 def by_row(x: Any, numpy: Any = jnp) -> tuple[Any, Any]:
     """Quantize rows of float32 `x` [T, D]: int8 [T, D], and step sizes, float32 [T, 1].
 
-    jax.numpy and numpy give the same bits. Rows with non-finite values get non-finite scales, so their products are not
-    finite.
+    jax.numpy and numpy give the same bits. Non-finite rows get non-finite scales.
     """
     largest = numpy.max(numpy.abs(x), axis=-1, keepdims=True)
     scales = numpy.maximum(largest, np.float32(_LEAST)) * np.float32(1 / 127)  # as XLA divides by constants

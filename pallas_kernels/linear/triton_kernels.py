@@ -1,9 +1,8 @@
 """Products with quantized weights for NVIDIA GPUs in Triton; numbers are converted in registers.
 
-Weight rows are the first tensor core operand, which Hopper takes from registers, tokens the second. With too few rows
-to fill a device, columns are split among programs, and XLA adds the sums in order, in the consuming kernel:
-deterministic. Numbers are multiplied exactly and scales multiply float32 sums, more accurate than XLA's rounded
-weights.
+Weight rows are the first tensor core operand, which Hopper takes from registers. With few rows, columns are split among
+programs, and the consuming kernel adds the sums in order: deterministic. Scales multiply float32 sums of exact
+products, more accurate than XLA's rounded weights.
 """
 
 # pyright: reportMissingImports=false
@@ -30,7 +29,6 @@ _SMALLEST = 16  # columns per tensor core operation
 
 
 def refusal(operation: str, site: Site) -> str | None:
-    """See `choice.refusal`."""
     if site.kind == "float":
         return "weights that are floats are XLA's to multiply"
     if site.rounds_rows:
@@ -52,7 +50,6 @@ def _integers(codes, OFFSET: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _floats(codes, BITS: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """Convert floats of BITS plus sign, with another exponent bias, to float16."""
     sign: tl.constexpr = 1 << BITS
     codes = codes.to(tl.int16)
     bits = ((codes & (sign - 1)) << (10 - MANTISSA)) | ((codes & sign) << (15 - BITS))
@@ -160,7 +157,7 @@ def linear(
     rounds_rows: bool,
     capability: int | None,
 ) -> Array:
-    """See `pallas_kernels.linear`. Where 8-bit floats are not supported, a weight's NaN becomes 480."""
+    """Where 8-bit floats are not supported, a weight's NaN becomes 480."""
     if kind == "float" or rounds_rows:
         raise ValueError(f"{refusal('linear', Site('', kind=kind, rounds_rows=rounds_rows))}")
     (num_tokens, columns), rows = x.shape, weight.shape[0]

@@ -26,7 +26,6 @@ def linear(
     rounds_rows: bool,
     rounds: bool = False,
 ) -> Array:
-    """See `pallas_kernels.linear`."""
     if rounds:
         return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype)
     if scales is None:
@@ -38,7 +37,7 @@ def linear(
 
 
 def is_turned_on_a_cpu(x: Array) -> bool:
-    """Return whether a CPU multiplies `x` [T, D] transposed, so that the product is [O, T] in memory."""
+    """Return whether a CPU multiplies transposed: the product is [O, T] in memory."""
     return 2 <= x.shape[0] <= _FEW_ROWS and x.dtype == jnp.float32
 
 

@@ -16,7 +16,6 @@ _CACHES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5
 
 
 def refusal(operation: str, site: Site) -> str | None:
-    """See `choice.refusal`."""
     if site.platform != "cpu":
         return "it is for CPUs"
     if site.dtype not in ("float32", "bfloat16", "float16") or site.cache_dtype not in _CACHES:
@@ -25,12 +24,11 @@ def refusal(operation: str, site: Site) -> str | None:
 
 
 def paged_decode(q: Array, lengths: Array, args: AttentionArgs) -> Array:
-    """See `pallas_kernels.paged_decode`."""
     return _call("jaxllm_decode", q, (lengths,), args)
 
 
 def paged_prefill(q: Array, tiles: Tiles, args: AttentionArgs, *, tile: int) -> Array:
-    """See `pallas_kernels.paged_prefill`. Tiles may have any size."""
+    """Tiles may have any size."""
     return _call("jaxllm_prefill", q, tiles, args)
 
 

@@ -1,7 +1,7 @@
-"""Build the C++ kernels once with the local compiler, and register them with JAX.
+"""Build the C++ kernels with the local compiler, and register them with JAX.
 
-A library is cached under a hash of sources, command, compiler, processor and jaxlib. It ends with a hash of its
-content, since loading a truncated file can crash.
+A library is cached under a hash of sources, command, compiler, processor and jaxlib. It ends with its content's hash:
+loading a truncated file can crash.
 """
 
 from __future__ import annotations
@@ -64,12 +64,11 @@ def digest() -> str:
 
 
 def target(handler: str) -> str:
-    """Return a kernel's registered name."""
     return f"{handler}_{digest()}"
 
 
 def refusal() -> str | None:
-    """Build and register the kernels if necessary; return why they are unavailable, else None."""
+    """Build and register the kernels if necessary."""
     with _building:
         if time.monotonic() >= refused.until:
             refused.reason = _ready()
@@ -88,14 +87,13 @@ def _ready() -> str | None:
 
 
 def cache_folder() -> Path:
-    """Return the folder of built libraries."""
     if "JAXLLM_CACHE_DIR" in os.environ:
         return Path(os.environ["JAXLLM_CACHE_DIR"]).expanduser() / "native"
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "jaxllm" / "native"
 
 
 def loaded(folder: Path, flags: Sequence[str] = FLAGS) -> ctypes.CDLL:
-    """Load the library, built with `flags` if not cached in `folder`. Raises `Refused`."""
+    """Load the library, built if not cached in `folder`; raises `Refused`."""
     features = processor()
     missing = sorted(_NEEDED - features)
     if missing:
@@ -115,9 +113,7 @@ def loaded(folder: Path, flags: Sequence[str] = FLAGS) -> ctypes.CDLL:
 
 
 def kept(folder: Path, name: str, command: list[str], sources: Sequence[Path], says: Sequence[str]) -> Path:
-    """Return the library built from `sources`, cached in `folder`.
-
-    The cache key omits header folders, so that virtual environments share libraries. Raises `Refused` if the build
+    """The cache key omits header folders, so that virtual environments share libraries. Raises `Refused` if the build
     fails.
     """
     flags = [flag for flag in command if not flag.startswith("-I")]
@@ -151,7 +147,6 @@ def _is_safe(path: Path) -> bool:
 
 
 def processor() -> frozenset[str]:
-    """Return the processor's features by Linux's names, empty if unavailable."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -161,7 +156,6 @@ def processor() -> frozenset[str]:
 
 
 def is_whole(file: Path) -> bool:
-    """Return whether a file ends with its content's digest."""
     try:
         content = file.read_bytes()
     except OSError:
@@ -198,7 +192,7 @@ def compile_library(command: list[str], sources: Sequence[Path], place: Path) ->
 
 
 def run_command(command: list[str]) -> str:
-    """Run a compiler and return its output; raise `Refused` with the main error line on failure."""
+    """Return the compiler's output; raise `Refused` with the main error line on failure."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST_BUILD, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -1,8 +1,7 @@
-"""Decode attention with FlashInfer's XQA kernel, compiled from its package, for NVIDIA GPUs from 9.0.
+"""Decode attention with FlashInfer's XQA kernel for NVIDIA GPUs from 9.0.
 
-Unlike FlashInfer's other decode kernels it needs no plan from the host, so it is compatible with CUDA graphs. It reads
-caches [N, K, P, C] by strides. Neither the package nor torch is imported: nvcc compiles one of its files with
-flashinfer.cu, and XLA calls that.
+Unlike FlashInfer's other decode kernels it needs no plan from the host, so it works in CUDA graphs. Neither its package
+nor torch is imported: nvcc compiles one of its files with flashinfer.cu.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _loading = threading.Lock()
 
 
 def refusal(operation: str, site: Site) -> str | None:
-    """See `choice.refusal`; compiles the kernel if necessary, in about ten seconds."""
+    """Compile the kernel if necessary, in about ten seconds."""
     group = site.heads // max(site.kv_heads, 1)
     if site.platform != "gpu" or site.capability is None or site.capability // 10 not in (9, 10, 12):
         return "its kernel is for NVIDIA GPUs of capability 9, 10 and 12"
@@ -75,7 +74,6 @@ def refusal(operation: str, site: Site) -> str | None:
 
 
 def paged_decode(q: Array, lengths: Array, args: AttentionArgs, *, capability: int | None) -> Array:
-    """See `pallas_kernels.paged_decode`."""
     rows, heads, size = q.shape
     _, kv_heads, tokens, _ = args.k_cache.shape
     site = Site(
@@ -114,7 +112,6 @@ def paged_decode(q: Array, lengths: Array, args: AttentionArgs, *, capability: i
 
 
 def load_library(site: Site) -> tuple[str, ctypes.CDLL]:
-    """Return the kernel's FFI name and library. Raises `Refused`."""
     sizes = {
         "TOKENS_PER_PAGE": site.block_tokens,
         "HEAD_ELEMS": site.head_size,
@@ -155,7 +152,6 @@ def _loaded(capability: int, macros: tuple[str, ...]) -> tuple[str, ctypes.CDLL]
 
 
 def _headers() -> Path:
-    """Return the installed package's sources. Raises `Refused`."""
     spec = importlib.util.find_spec("flashinfer")
     if spec is None or spec.origin is None:
         raise build.Refused("the package flashinfer-python is not installed")

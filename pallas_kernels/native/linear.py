@@ -33,7 +33,6 @@ _NUMBERS = ("float32", "bfloat16", "float16", "uint8", "int8")  # of scales and 
 
 
 def refusal(operation: str, site: Site) -> str | None:
-    """See `choice.refusal`."""
     if site.platform != "cpu":
         return "it is for CPUs"
     if site.dtype not in ("float32", "bfloat16"):
@@ -44,7 +43,6 @@ def refusal(operation: str, site: Site) -> str | None:
 def linear(
     x: Array, weight: Array, scales: Array | None, zeros: Array | None, *, kind: Kind, rounds_rows: bool
 ) -> Array:
-    """See `pallas_kernels.linear`."""
     if not takes(x, weight, scales, zeros, kind):
         return xla.linear(x, weight, scales, zeros, kind=kind, rounds_rows=rounds_rows)
     product = jax.ffi.ffi_call(
@@ -55,7 +53,6 @@ def linear(
 
 
 def takes(x: Array, weight: Array, scales: Array | None, zeros: Array | None, kind: Kind) -> bool:
-    """Return whether the kernel supports a product."""
     if x.dtype not in (jnp.float32, jnp.bfloat16):
         return False
     if not 1 <= x.shape[0] <= MOST_ROWS["quantized" if kind != "float" else str(x.dtype)]:

@@ -1,13 +1,14 @@
 """Sampling with filters on NVIDIA GPUs in Triton: six kernels, each row divided among programs.
 
-A filter keeps tokens above a threshold, found with bins evenly spaced below the maximum: `fill` adds tokens to bins
+Thresholds are found with bins evenly spaced below the maximum: `measure` and `frame` place the bins; `fill` adds tokens
 with integer atomics, exact in any order; `cut` finds the bins that contain thresholds; `pick` draws noise for tokens
-above and lists the tokens of those bins; `settle` finds the exact thresholds among them. `measure` and `frame` narrow
-the bins first: with top_k to the k-th largest group maximum, with top_p as far as mass matters.
+above and lists the tokens of those bins; `settle` finds the exact thresholds among them. Greedy rows and rows without
+filters need only `pick`.
 
 Tokens more than 20.8 below the maximum have no mass, and noise spans at most 20.42, so bins reach at most FARTHEST.
-Rows without filters and greedy rows need only `pick`. Letters: V vocabulary, G groups of columns, BN columns of a
-program, BL listed tokens and BD tokens with noise per iteration.
+
+Letters: V vocabulary, G groups of columns, BN columns of a program, BL listed tokens and BD tokens with noise per
+iteration.
 """
 
 # pyright: reportMissingImports=false
@@ -38,7 +39,6 @@ _SURE, _LIMIT, _UNTIL, _COUNT, _MASS, _SURE_MASS, _CUT = (tl.constexpr(number) f
 
 @triton.jit
 def _ordered(x):
-    """Map floats to int32 in order; equal floats to equal integers."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -153,12 +153,11 @@ def frame(
     share = tl.load(top_p + row)
     is_random = tl.load(temperature + row) > 0.0
     is_counted = _is_counted(top_k, row, V)
-    # Ties are kept.
     is_searched = is_random & (is_counted | (share < 1.0)) & (lowest < highest)
     reach = tl.where(is_random, tl.minimum(highest - lowest, FARTHEST), 0.0)
     if is_searched:
         if is_counted:
-            if count <= G:  # the k-th largest group maximum is a lower bound of the k-th largest token
+            if count <= G:  # the k-th largest group maximum bounds the k-th largest token
                 groups = tl.arange(0, GP)
                 largest = _scaled(tops + row.to(tl.int64) * G, groups, groups < G, temperature, row)
                 ranks = _ordered(largest)
@@ -216,7 +215,6 @@ def fill(
 
 @triton.jit
 def cut(frames, counts, masses, top_k, top_p, cuts, V: tl.constexpr, BINS: tl.constexpr):
-    """Find the bins that contain a row's thresholds; grid (rows)."""
     row = tl.program_id(0)
     sure = tl.full((), BINS, tl.int32)
     limit = tl.full((), BINS, tl.int32)
@@ -377,7 +375,6 @@ def settle(
 
 @triton.jit
 def _best(logits, listed, number, bound, temperature, keys, positions, row, BL: tl.constexpr):
-    """Return the best score, and its id, of listed tokens above a bound."""
     highest = tl.full((BL,), _IMPOSSIBLE, tl.float32)
     found = tl.full((BL,), _MOST_INT, tl.int32)
     for at in range(0, number, BL):
@@ -398,7 +395,6 @@ def _best(logits, listed, number, bound, temperature, keys, positions, row, BL: 
 def _visited(
     logits, listed, at, number, temperature, frames, min_p, row, first, last, BL: tl.constexpr, BINS: tl.constexpr
 ):
-    """Return order and mass of BL listed tokens, and which are in bins `first` to `last`."""
     places = at + tl.arange(0, BL)
     is_there = places < number
     x = _scaled(logits, tl.load(listed + places, mask=is_there, other=0), is_there, temperature, row)

@@ -1,8 +1,7 @@
 """Sampling on NVIDIA GPUs in Triton, without sorting: two kernels, six with filters (`triton_filters.py`).
 
-`survey` finds the best token of each piece of a row, `finish` the best of the pieces. Integer results (order, counts,
-sums) are exact, as in the reference. Logarithms are CUDA's, exponentials the hardware's: last bits decide only
-near-ties. Letters: V vocabulary, BN columns of a program.
+Integer results (order, counts, sums) are exact, as in the reference; logarithms are CUDA's, exponentials the
+hardware's: last bits decide only near-ties. Further letters: BN columns of a program.
 """
 
 # pyright: reportMissingImports=false
@@ -26,7 +25,6 @@ _MOST_INT = tl.constexpr(2**31 - 1)
 
 
 def refusal(operation: str, site: Site) -> str | None:
-    """See `choice.refusal`."""
     if site.shards > 1:
         return f"the vocabulary is divided among {site.shards} devices"
     return triton_bridge.refusal(site)
@@ -77,7 +75,6 @@ def sample(
     *,
     capability: int | None,
 ) -> tuple[Array, Array]:
-    """See `pallas_kernels.sample`."""
     rows, size = logits.shape
     if any(one is not None for one in (top_k, top_p, min_p)):
         assert temperature is not None and keys is not None and positions is not None

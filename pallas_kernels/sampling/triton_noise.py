@@ -46,7 +46,6 @@ def _threefry(key, other, x, y):
 
 @triton.jit
 def gumbel(keys, positions, row, ids):
-    """Draw noise of a row's tokens; see `xla.gumbel`."""
     position = tl.load(positions + row).to(tl.uint32)
     zero = position ^ position
     key, other = _threefry(tl.load(keys + 2 * row), tl.load(keys + 2 * row + 1), zero, position)

@@ -1,7 +1,6 @@
 """Sampling in plain JAX: the reference, with sorting, and arithmetic common to all samplers.
 
-Sums over a vocabulary are of integers, independent of order and sharding. Letters: R rows, V vocabulary, Vx columns of
-a part.
+Sums over a vocabulary are of integers, independent of order and sharding. Further letters: Vx columns of a part.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ def sample(
     top_p: Array | None,
     min_p: Array | None,
 ) -> tuple[Array, Array]:
-    """See `pallas_kernels.sample`."""
     is_finite = jnp.all(jnp.isfinite(logits), axis=-1)
     scores = logits
     if temperature is not None:
@@ -43,7 +41,7 @@ def sample(
 
 
 def _kept(scaled: Array, weight: Array, top_k: Array | None, top_p: Array | None, min_p: Array | None) -> Array:
-    """Return the tokens that min_p, top_k and top_p keep, bool[R, V]; `weight` as in the softmax."""
+    """Return bool[R, V]; `weight` is as in the softmax."""
     size = scaled.shape[1]
     order = ordered(scaled)
     kept = jnp.ones_like(scaled, jnp.bool_)
@@ -68,10 +66,10 @@ def _kept(scaled: Array, weight: Array, top_k: Array | None, top_p: Array | None
 
 
 def gumbel(keys: Array, positions: Array, ids: Array) -> Array:
-    """Draw Gumbel noise, f32[R, Vx], from each row's key and position and each token's id.
+    """Draw Gumbel noise, f32[R, Vx], of each row's key and position and each token's id.
 
-    Equals `jax.random.gumbel(fold_in(key, position), (V,))` at those ids: its bits are counter-based, so shards can
-    draw theirs (jax_threefry_partitionable, default since jax 0.5).
+    Equals `jax.random.gumbel(fold_in(key, position), (V,))` at those ids: bits are counter-based, so shards draw theirs
+    (jax_threefry_partitionable, default since jax 0.5).
     """
     counters = jnp.stack([jnp.zeros_like(ids), ids]).astype(jnp.uint32)  # [2, Vx], high and low words
     tiny = jnp.finfo(jnp.float32).tiny

@@ -1,1 +1,1 @@
-"""Features of requests besides plain sampling, a module or a folder each. feature.py has their protocol."""
+"""Features of requests besides plain sampling; feature.py has their protocol."""

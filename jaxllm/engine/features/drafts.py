@@ -23,7 +23,6 @@ class Drafts(Feature):
         step.tokens += [(slot, end, batch.owner(slot).tokens[end]) for slot, end, samples in rows if not samples]
 
     def read(self, plan: Plan, result: StepOutput, yielded: Yielded) -> None:
-        """Yield the accepted drafts and the token after them."""
         if result.counts is not None:
             yielded.counts = result.counts
             self.core.metrics.note_drafts(result.side["drafted"].tolist(), result.counts.tolist())

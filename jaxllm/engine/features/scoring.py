@@ -28,11 +28,9 @@ class PromptScores:
     were_shown: bool = False
 
     def are_missing(self, group: SequenceGroup) -> bool:
-        """Return whether positions after the first are missing."""
         return len(self.by_position) < len(group.prompt_token_ids) - 1
 
     def add(self, group: SequenceGroup, score: Score) -> None:
-        """Add the log-probabilities of one prompt token."""
         if np.isfinite(score.logprob):
             chosen = logprob_of(group.tokenizer, score.of.token, score.logprob, score.rank)
             self.by_position[score.of.position] = entry_of(
@@ -53,7 +51,6 @@ class Scoring(Feature):
         self._scores_prompt = np.zeros(num_slots, np.bool_)  # by slot
 
     def begin(self, accepted: Accepted, group: SequenceGroup) -> None:
-        """Create the state for prompt log-probabilities."""
         count = accepted.params.prompt_logprobs
         if count is not None:
             group.states[self.name] = PromptScores(count)
@@ -66,7 +63,6 @@ class Scoring(Feature):
             fields["may_draft"] = False
 
     def place(self, slot: int, own: Sequence) -> None:
-        """Record whether the sequence of a slot is scored."""
         self._scores_prompt[slot] = self.name in own.group.states and not own.index
         self._is_scored[slot] = self._scores_prompt[slot] or self._is_whole(own.params.logprobs)
 
@@ -114,7 +110,6 @@ class Scoring(Feature):
         return group.states[self.name]
 
     def _scored(self, plan: Plan) -> list[Scored]:
-        """Return the positions to score: prompt tokens, and rows with more than a step reports."""
         scored: list[Scored] = []
         if not self._is_scored[plan.slots].any():
             return scored
@@ -130,7 +125,6 @@ class Scoring(Feature):
         return scored
 
     def _scored_of(self, own: Sequence, start: int, length: int, samples: bool, offset: int) -> list[Scored]:
-        """Return the positions to score of one row, which begins at `offset` in the step."""
         group, end = own.group, start + length
         scored: list[Scored] = []
         scores: PromptScores | None = group.states.get(self.name)
@@ -151,5 +145,4 @@ class Scoring(Feature):
         return scored
 
     def _is_whole(self, count: int | None) -> bool:
-        """Return whether `count` exceeds the log-probabilities that a step reports."""
         return count is not None and not 0 <= count <= self._num_logprobs

@@ -1,1 +1,1 @@
-"""LoRA adapters: their weights, their tokenizers and chat templates, and the rows of steps that use them."""
+"""LoRA adapters of requests."""

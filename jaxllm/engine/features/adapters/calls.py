@@ -1,4 +1,4 @@
-"""The calls of an engine that are about adapters, by vLLM's names."""
+"""Engine calls for adapters, by vLLM's names."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from jaxllm.lora_request import LoRARequest
 
 
 class AdapterCalls:
-    """Methods of an engine. Adapters are read on the thread that calls."""
+    """Methods of an engine. Adapters are read on the calling thread."""
 
     features: Features
     model: ModelInfo
 
     @property
     def adapters(self) -> Adapters:
-        """The adapters that the engine has read; any thread may use them."""
+        """Adapters that the engine has read; thread-safe."""
         return cast("AdapterTexts", self.features.by_name[AdapterTexts.name]).store
 
     def model_of(self, lora_request: LoRARequest | None) -> ModelInfo:
-        """Return the model as a request sees it: with the tokenizer of its adapter, if that brings one."""
+        """Return the model with the adapter's tokenizer, if it has one."""
         return self.model if lora_request is None else self.adapters.get(lora_request).language.model
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Read an adapter before requests name it; a problem with it is a UserError."""
+        """Read an adapter before requests name it; raise UserError if invalid."""
         self.adapters.get(lora_request)
         return True
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Forget an adapter; return whether it was known. Requests that have it end with it."""
+        """Forget an adapter; return whether it was known. Its running requests finish with it."""
         return self.adapters.remove(lora_id)
 
     def list_loras(self) -> set[int]:

@@ -1,8 +1,7 @@
-"""The adapters that an engine knows: read from their folders, kept in the host's memory, with what their texts need.
+"""An engine's adapters: read from folders, kept in host memory, with their tokenizers and templates. Thread-safe.
 
-An adapter gets a number when its content is first read, and other content gets another one: the scheduler, the device
-and the prefix cache know adapters by number and digest only. A request holds its adapter, so that forgetting one never
-takes it from a request that runs. Any thread may call this; reading takes as long as the disk.
+An adapter's content has a number, never reused: scheduler, device and prefix cache identify adapters by number and
+digest. A request holds its adapter, so forgetting one does not affect running requests.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ from jaxllm.text.tokenizer_files import digest_of, has_tokenizer, read_chat_temp
 class Adapter:
     """An adapter in the host's memory."""
 
-    number: int  # above 0; of its content, and never given to another
+    number: int  # above 0, per content, never reused
     request: LoRARequest
     digest: bytes  # of its content
     weights: lora.Adapter[np.ndarray]
-    language: Language  # the model's, or one with the tokenizer or the chat template that its folder brings
+    language: Language  # the model's, or with the folder's tokenizer or chat template
 
 
 class Known(NamedTuple):
-    """What is remembered of an adapter that was read, whether or not it is still in memory."""
+    """Properties of an adapter that was read, in memory or not."""
 
     digest: bytes
     number: int
@@ -59,7 +58,7 @@ _NAMES_KEPT = 4096  # at most, of adapters that are forgotten: their blocks may 
 
 
 class Adapters:
-    """Reads adapters when they are first asked for, and keeps those that were used last."""
+    """Reads adapters on first use, and caches the most recently used."""
 
     def __init__(
         self,
@@ -67,24 +66,23 @@ class Adapters:
         language: Language,
         read: Callable[[Path], LoraFiles],
     ) -> None:
-        """`language` is that of adapters which bring none of their own; `read` reads the weights of a folder."""
+        """`language` is for adapters without one; `read` reads a folder's weights."""
         self._config = config
         self.language = language
         self._read = read
         self._most_kept = config.max_loras if config.max_cpu_loras is None else config.max_cpu_loras
         self._lock = threading.Lock()
         self._reading = threading.Lock()
-        self._kept: OrderedDict[LoRARequest, Adapter] = OrderedDict()  # the one used last at the end
-        self._alive: WeakValueDictionary[LoRARequest, Adapter] = WeakValueDictionary()  # those of requests, too
-        self._known: dict[LoRARequest, Known] = {}  # as it was when it was last read
-        self._names: dict[int, str] = {}  # by number, which is never given again
+        self._kept: OrderedDict[LoRARequest, Adapter] = OrderedDict()  # most recently used last
+        self._alive: WeakValueDictionary[LoRARequest, Adapter] = WeakValueDictionary()  # including those of requests
+        self._known: dict[LoRARequest, Known] = {}  # as last read
+        self._names: dict[int, str] = {}  # by number
         self._num_read = 0
-        self._readers: dict[int, set[object]] = {}  # by the caller's number, of what was not removed meanwhile
-        self._confinement = Confinement()  # tokenizers and chat templates of folders work there
-        self._languages: WeakValueDictionary[bytes, Language] = WeakValueDictionary()  # by the digest of their files
+        self._readers: dict[int, set[object]] = {}  # by the caller's number; a removal drops them
+        self._confinement = Confinement()  # runs folders' tokenizers and chat templates
+        self._languages: WeakValueDictionary[bytes, Language] = WeakValueDictionary()  # by digest of their files
 
     def find(self, request: LoRARequest) -> Adapter | None:
-        """Return an adapter that is in memory."""
         with self._lock:
             adapter = self._alive.get(request)
             if adapter is not None:
@@ -92,7 +90,7 @@ class Adapters:
             return adapter
 
     def get(self, request: LoRARequest) -> Adapter:
-        """Return an adapter, which is read if it is not in memory; what is wrong with it is a UserError."""
+        """Return an adapter, read if not in memory; raise UserError if invalid."""
         if not self._config.enable_lora:
             message = f"Got lora_request {request!r:.200} but LoRA is not enabled! Start the engine with enable_lora."
             raise UserError(message, "lora_request")
@@ -112,17 +110,16 @@ class Adapters:
                 self._end(request, reader)
 
     def known(self, request: LoRARequest) -> Known | None:
-        """Return what is remembered of an adapter that was read and not removed."""
         with self._lock:
             return self._known.get(request)
 
     def name_of(self, number: int) -> str:
-        """Return what people call an adapter, by its number; of one that was forgotten long ago, the number."""
+        """Return an adapter's name by number; the number if long forgotten."""
         with self._lock:
             return self._names.get(number, f"adapter {number}")
 
     def remove(self, lora_int_id: int) -> bool:
-        """Forget adapters by the caller's number; requests that have one keep it. Whether there was one."""
+        """Forget adapters by the caller's number; return whether any existed. Requests keep theirs."""
         with self._lock:
             gone = [request for request in self._known if request.lora_int_id == lora_int_id]
             self._readers.pop(lora_int_id, None)
@@ -133,16 +130,15 @@ class Adapters:
         return bool(gone)
 
     def ids(self) -> set[int]:
-        """Return the callers' numbers of the adapters that are known."""
         with self._lock:
             return {request.lora_int_id for request in self._known}
 
     def close(self) -> None:
-        """End the processes of tokenizers and templates; closing twice does nothing."""
+        """End the tokenizer and template processes; idempotent."""
         self._confinement.close()
 
     def _end(self, request: LoRARequest, reader: object) -> bool:
-        """End a reader; return whether what it read was not removed meanwhile. The lock is held."""
+        """End a reader; return whether its adapter was not removed during the read. The lock is held."""
         readers = self._readers.get(request.lora_int_id, set())
         is_wanted = reader in readers
         readers.discard(reader)
@@ -151,7 +147,7 @@ class Adapters:
         return is_wanted
 
     def _load(self, request: LoRARequest, reader: object) -> Adapter:
-        """Read an adapter. One that is removed while it is read is that of this one request."""
+        """Read an adapter. If removed during the read, only this request has it."""
         with naming(request):
             folder = folder_of(request)
             files = self._read(folder)
@@ -204,7 +200,6 @@ class Adapters:
         return language
 
     def _tokenizer_of(self, source: Source, templates: Mapping[str, str]) -> ConfinedTokenizer | None:
-        """Return a folder's tokenizer, None if it is the model's own."""
         own = self.language.model
         told = self._confinement.call(source, "identity")
         if told["fingerprint"] == own.tokenizer.fingerprint():
@@ -222,7 +217,6 @@ class Adapters:
     def _language_with(
         self, tokenizer: ConfinedTokenizer | None, templates: Mapping[str, str], digest: bytes
     ) -> Language:
-        """Return the language of a folder with its tokenizer, or the model's with its templates."""
         own = self.language.model
         if tokenizer is not None:
             eos_ids = _eos_ids(tokenizer, own)
@@ -239,13 +233,12 @@ class Adapters:
 
 
 def folder_of(request: LoRARequest) -> Path:
-    """Return where an adapter is: one of jaxllm's own, a folder, or a hub id, which is fetched."""
+    """Return an adapter's folder: embedded, local, or downloaded from the hub."""
     return ADAPTERS.get(request.lora_path) or resolve(request.lora_path)
 
 
 @contextmanager
 def naming(request: LoRARequest) -> Iterator[None]:
-    """Have an error say which adapter it is about."""
     try:
         yield
     except UserError as error:
@@ -254,15 +247,13 @@ def naming(request: LoRARequest) -> Iterator[None]:
 
 
 def _eos_ids(tokenizer: Tokenizer, model: ModelInfo) -> frozenset[int]:
-    """Return what ends a text of an adapter's tokenizer: its own end, and those of the model that are the same here."""
+    """Return the end tokens of an adapter's tokenizer: its own, and the model's that are the same in it."""
     same = {token for token in model.eos_ids if tokenizer.token(token) == model.tokenizer.token(token)}
     own = tokenizer.eos_token_id
     return frozenset(same if own is None else {own, *same})
 
 
 def weights_reader(setup: Setup, config: EngineConfig) -> Callable[[Path], LoraFiles]:
-    """Return what reads the weights of a folder for an engine's devices."""
-
     def read(folder: Path) -> LoraFiles:
         return read_adapter(folder, setup.spec, setup.family, setup.layout, config.max_lora_rank, setup.dtype)
 

@@ -64,8 +64,8 @@ class BeamSearch:
 def num_needed(width: int, num_stop_ids: int) -> int:
     """Return the number of a beam's likeliest tokens to consider: `width`, plus stop ids, which may be likelier.
 
-    transformers considers (1 + num_stop_ids) * width over all beams. One beam needs only `width + num_stop_ids` for the
-    `width` best that continue and the `width` best overall.
+    transformers considers (1 + num_stop_ids) * width over all beams; of one beam, `width + num_stop_ids` suffice for
+    the `width` best that continue and the `width` best overall.
     """
     return width + num_stop_ids
 
@@ -73,9 +73,9 @@ def num_needed(width: int, num_stop_ids: int) -> int:
 def choose(
     search: Search, rules: Rules, outputs: Sequence[Sequence[int]], likeliest: Mapping[int, Likeliest]
 ) -> tuple[Search, list[Child]]:
-    """Choose among the next tokens of all running beams; return the new state and the beams of the next step.
+    """Choose among the next tokens of all running beams; return the new state and the next step's beams.
 
-    `outputs`: tokens so far, by member; `likeliest`: candidates, by member. Ties prefer the earlier beam. A finished
+    `outputs` (tokens so far) and `likeliest` (candidates) are by member. Ties prefer the earlier beam. A finished
     search has no children.
     """
     candidates = sorted(
@@ -104,7 +104,7 @@ def choose(
 
 
 def _is_over(rules: Rules, ended: Sequence[Ended], length: int, best: float) -> bool:
-    """Whether a search ends before its length limit; `best`: log-probability of its best running beam."""
+    """`best`: log-probability of the best running beam."""
     if len(ended) < rules.width:
         return False
     if rules.early_stopping is True:

@@ -1,7 +1,4 @@
-"""From a prompt that is to be pooled to what the engine queues: checks, token ids, token types.
-
-Knows the model's tokenizer and limits. Any thread may call these.
-"""
+"""Check prompts to pool, and convert them to engine requests. Thread-safe."""
 
 from __future__ import annotations
 
@@ -18,13 +15,13 @@ from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling.sampler import ROW_WIDTH
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
-# What the engine keeps of a request that samples nothing.
+# Stored for requests that sample nothing.
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
 ROW = np.zeros(ROW_WIDTH, np.int32)
 
 
 class PooledPrompt(NamedTuple):
-    """A prompt that has passed every check."""
+    """A validated prompt."""
 
     text: str | None
     token_ids: tuple[int, ...]
@@ -33,7 +30,6 @@ class PooledPrompt(NamedTuple):
 
 
 def check_kind(params: Any, model: ModelInfo, name: str) -> None:
-    """Refuse a request for what this kind of model does not do."""
     if model.pooler is None and isinstance(params, PoolingParams):
         raise UserError(f"{name} generates text; it has no task {params.task or 'embed'!r}.", "model")
     if model.pooler is not None and (params is None or isinstance(params, SamplingParams | BeamSearchParams)):
@@ -41,10 +37,10 @@ def check_kind(params: Any, model: ModelInfo, name: str) -> None:
 
 
 def read(prompt: Prompt, params: PoolingParams, model: ModelInfo) -> PooledPrompt:
-    """Check a prompt and its parameters; a problem with them is a UserError.
+    """Check a prompt and its parameters; raise UserError if invalid.
 
-    A prompt that the model cannot hold is refused unless `truncate_prompt_tokens` cuts it: the first tokens stay, and
-    those that the tokenizer puts around a text.
+    A prompt that exceeds the model's length is refused unless `truncate_prompt_tokens` cuts it, keeping the first
+    tokens and the tokenizer's special ones.
     """
     _check_params(params, model)
     text, ids, salt = parts_of(prompt, also="token_type_ids")
