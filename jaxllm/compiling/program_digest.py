@@ -73,7 +73,7 @@ def digest_compiler(devices: tuple[Any, ...]) -> str:
         [device.id for device in devices],
         client.platform_version,
         len(client.devices()),
-        _host() if devices[0].platform == "cpu" else platform.machine(),
+        host() if devices[0].platform == "cpu" else platform.machine(),
     )
 
 
@@ -96,7 +96,7 @@ def _versions() -> dict[str, str]:
 
 
 @functools.cache
-def _host() -> tuple[Any, ...]:
+def host() -> tuple[Any, ...]:
     """Describe the processor: the instructions it has, and the cores among which XLA divides work."""
     if sys.platform == "linux":
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -110,7 +110,7 @@ def _host() -> tuple[Any, ...]:
 
 def cpu_name() -> str:
     """Return the processor's name, and the number of cores that its programs are compiled for."""
-    _, model, cores = _host()
+    _, model, cores = host()
     names = [line.partition(":")[2].strip() for line in model.splitlines() if line.startswith("model name")]
     return f"{names[0] if names else model}, {cores} cores"
 

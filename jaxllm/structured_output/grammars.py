@@ -45,7 +45,7 @@ _MOST_BYTES = 50 * 2**20
 _WORK = re.compile(r'^  "lexer_cost": (\d+),$', re.MULTILINE)
 _MANY_TOKENS = 2**31 - 1
 _WEIGHED_SECONDS = 0.002  # of a step's masks: lexers that grow by 100 kB take that long
-_STEPS_UNWEIGHED = 32
+STEPS_UNWEIGHED = 32
 # Requests that share one that is kept: states of its lexer are kept for all its outputs and count against their limit.
 MAX_USES = 64
 # A model that prefers whitespace to an end would write it for ever.
@@ -187,7 +187,7 @@ class Grammars:
             if constraint.error is not None:
                 self._forget(constraint)
         self._num_fills += 1
-        if now - began > _WEIGHED_SECONDS or not self._num_fills % _STEPS_UNWEIGHED:
+        if now - began > _WEIGHED_SECONDS or not self._num_fills % STEPS_UNWEIGHED:
             self._weigh([constraint for constraint, _ in work[:at] if constraint.error is None])
         return [row for _, row in work[at:]]
 

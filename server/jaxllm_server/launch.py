@@ -255,7 +255,7 @@ def _engine(config: EngineConfig, options: ServerOptions, progress: bool) -> Eng
             if getattr(options, name) is not None:
                 raise UserError(f"{name} is for a fleet: give data_parallel_size.", name)
         adapters = requests_of(options.lora_modules)
-        return AsyncLLM(config, progress=progress, recorder=_recorder(config, options), adapters=adapters, **bounds)
+        return AsyncLLM(config, progress=progress, recorder=recorder_of(config, options), adapters=adapters, **bounds)
     if options.record is not None:
         raise combinations.refusal("record", combinations.FLEET)
     from jaxllm.fleet.door import Door
@@ -293,7 +293,7 @@ def be_replica(config: EngineConfig, options: ServerOptions) -> int:
     return 1
 
 
-def _recorder(config: EngineConfig, options: ServerOptions) -> FileRecorder | None:
+def recorder_of(config: EngineConfig, options: ServerOptions) -> FileRecorder | None:
     """Open the recording, if one is wanted."""
     if options.record is None:
         return None
