@@ -227,7 +227,9 @@ def plainly(kind: str) -> list[Any]:
         return tokens_of(llm, True)
 
 
-@pytest.mark.parametrize("number", [pytest.param(n, marks=[pytest.mark.slow] * (n > 0)) for n in range(48)])
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=pytest.mark.slow if n else pytest.mark.ci) for n in range(48)]
+)
 def test_requests_get_the_same_tokens_with_any_other_settings(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_setup, "with_cost", lambda drafting, described: drafting)  # else drafts never pay
     kind, settings = KINDS[number % 2], drawn(number)
