@@ -252,7 +252,7 @@ def test_what_each_call_says_to_each_key(keyed: ServingProcess) -> None:
 
 
 def test_every_key_is_compared_whole_whatever_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the time of a check tells neither which key was nearly right nor how much of it."""
+    """The time of a check then reveals neither a key that is nearly right nor the part that matches."""
     compared: list[tuple[bytes, bytes]] = []
     real = hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", lambda *pair: compared.append(pair) or real(*pair))

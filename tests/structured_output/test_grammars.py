@@ -451,7 +451,7 @@ def test_a_hostile_constraint_takes_bounded_time(drawing, name):
 
 @pytest.fixture
 def num_compiled(monkeypatch):
-    """Return a function that counts what a call compiles: what is kept is not compiled again."""
+    """Return a function that counts compilations: a grammar from the cache is not compiled again."""
     threads, real = [], grammars_module.start_thread  # one for each
     monkeypatch.setattr(grammars_module, "start_thread", lambda *given: threads.append(given) or real(*given))
 

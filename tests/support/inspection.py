@@ -115,7 +115,7 @@ def is_in_flight(engine: LLMEngine) -> bool:
 
 
 def set_depth(engine: LLMEngine, depth: int) -> int:
-    """Let so many steps be in flight; return how many could be before."""
+    """Set the number of steps in flight; return the former one."""
     before, engine._depth = engine._depth, depth
     return before
 
@@ -175,6 +175,6 @@ def bytes_kept_by(grammars: Grammars) -> int:
 
 
 def unfinished(masks: SlowMasks) -> tuple[int, int, int]:
-    """Count the queues of masks that have not begun, the masks that are not done, and the threads."""
+    """Count the queues of masks that wait, the masks that are not finished, and the threads."""
     with masks._changed:
         return len(masks._waiting), masks._num_undone, len(masks._threads)
