@@ -72,27 +72,6 @@ def random_params(random: np.random.Generator) -> SamplingParams:
 
 
 @pytest.mark.ci
-def test_nothing_is_compiled_once_the_engine_is_ready(llm: LLM) -> None:
-    events: list[str] = []
-
-    def listen(event: str, duration: float, **_: object) -> None:
-        events.append(event)
-
-    random = np.random.default_rng(0)
-    prompts = [random.integers(3, 128, int(random.integers(1, 90))).tolist() for _ in range(500)]
-    params = [random_params(random) for _ in prompts]
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    assert len(outputs) == 500 and all(output.finished for output in outputs)
-    assert [event for event in events if "compile" in event or "trac" in event] == []
-    assert llm.engine.metrics.compilations_after_ready == 0
-    assert len(llm.engine.runner.programs) == llm.engine.runner.programs.num_all
-
-
-@pytest.mark.ci
 def test_what_is_compiled_in_a_step_is_counted(llm: LLM) -> None:
     metrics, runner = Metrics(), llm.engine.runner
     ours, runner.metrics = runner.metrics, metrics
