@@ -16,7 +16,7 @@ from jaxllm.engine.features.adapters.store import Adapters
 from jaxllm.engine.language import Language
 from jaxllm.errors import UserError
 from jaxllm.lora_request import LoRARequest
-from tests.support.inspection import num_readers
+from tests.support.inspection import readers_of
 
 
 def store(read: Callable[[Path], Any]) -> Adapters:
@@ -51,14 +51,14 @@ def test_what_is_removed_while_it_is_read_is_not_kept(tmp_path: Path, fails: boo
     for thread in threads:
         thread.start()
     assert begun.wait(10)
-    while num_readers(own) < 4:
+    while sum(readers_of(own).values()) < 4:
         pass
     assert own.remove(1) is False, "it was not known yet"
     may_end.set()
     for thread in threads:
         thread.join(10)
     assert len(got) == 4 and all(isinstance(each, UserError) is fails for each in got)
-    assert own.ids() == (set() if fails else {2}) and own.find(requests[0]) is None and not num_readers(own)
+    assert own.ids() == (set() if fails else {2}) and own.find(requests[0]) is None and not readers_of(own)
     if not fails:
         assert own.get(requests[0]).request == requests[0] and own.ids() == {1, 2}, "to ask again is to read again"
 

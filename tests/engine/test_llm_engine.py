@@ -282,10 +282,19 @@ def test_ends(llm: LLM, alone: dict[str, list[int]]) -> None:
 
 
 BAD = [
-    ([1, 512], {}, "out of vocabulary"),  # other prompts: BAD of tests/server/test_verdicts.py
+    ([], {}, "cannot be empty"),
+    ([1, 512], {}, "out of vocabulary"),
+    ([-1], {}, "out of vocabulary"),
+    ([2**32 + 5], {}, "out of vocabulary"),
+    ([1, True], {}, "integer"),
+    ([1.5], {}, "integer"),
     ({"prompt": "a", "multi_modal_data": {}}, {}, "multi_modal_data"),
+    ({"prompt": "a", "cache_salt": 3}, {}, "cache_salt"),
+    ({"prompt": "a", "cache_salt": ""}, {}, "cache_salt"),
     ({"prompt": None}, {}, "text or a list"),
+    (3.0, {}, "text or a list"),
     ([1] * 512, {}, "maximum context length is 512 tokens"),
+    ("\ud800", {}, "surrogate"),
     ("a", {"stop_token_ids": [512]}, "out-of-vocab"),
 ]
 

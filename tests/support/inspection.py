@@ -130,9 +130,9 @@ def num_preparing(llm: AsyncLLM) -> int:
     return llm._num_preparing
 
 
-def num_readers(adapters: Adapters) -> int:
-    """Count the requests that wait for an adapter that is being read."""
-    return sum(map(len, adapters._readers.values()))
+def readers_of(adapters: Adapters) -> dict[int, int]:
+    """Count the requests that wait for adapters that are being read, by the caller's number."""
+    return {number: len(readers) for number, readers in list(adapters._readers.items())}
 
 
 def num_processes(adapters: Adapters) -> int:
