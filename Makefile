@@ -24,7 +24,7 @@ export PYTHONDONTWRITEBYTECODE =
 # A file's fixtures are made once. Files in the order of tests/conftest.py, and not in xdist's own, by number of tests.
 BY_FILE = -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help run lines test test-ci test-slow test-optimized fuzz soak overload simulate release check format parity gpu-aot flashinfer gpu-check golden proto clients ray bench notebooks train-embedded train-adapter train-tools train-embedder train-eagle clean
+.PHONY: help run lines test test-ci test-slow test-optimized fuzz soak overload simulate release check prose format parity gpu-aot flashinfer gpu-check golden proto clients ray bench notebooks train-embedded train-adapter train-tools train-embedder train-eagle clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z][a-z-]*\):.*  ## \(.*\)/\1\t\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS="$$(printf '\t')" read -r name text; do \
@@ -62,11 +62,15 @@ simulate: $(VENV)/.dev  ## five million steps of the simulation, on all cores; S
 release: test-slow test-optimized simulate fuzz soak overload bench  ## what CI leaves out, for some hours: before a release
 	$(MAKE) gpu-aot parity flashinfer ALL=1
 
-check: $(VENV)/.dev  ## lint, format, types, which room may import which
+check: $(VENV)/.dev  ## lint, format, types, imports between rooms, plain prose
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 	PYTHONPATH=.:server $(VENV)/bin/lint-imports --no-logo
+	$(VENV)/bin/python -m tests.support.prose
+
+prose: $(VENV)/.dev  ## bound hard phrases in changed comments and documents, and commit subjects; BASE=COMMIT
+	$(VENV)/bin/python -m tests.support.prose $(if $(BASE),--base $(BASE))
 
 lines: $(VENV)/.dev  ## lines of code by room, without comments and docstrings
 	$(VENV)/bin/python -m tests.support.line_counts

@@ -1,4 +1,4 @@
-"""`python -m jaxllm`: the command line, see cli.py."""
+"""Command line entry point, `python -m jaxllm`."""
 
 from jaxllm.commands.cli import run
 

@@ -1,6 +1,6 @@
-"""`BeamSearchParams`: what a caller may ask of a beam search.
+"""`BeamSearchParams`: parameters of a beam search.
 
-Names are vLLM's, and `early_stopping` is that of transformers, whose rules the search follows. Standard library only.
+Names are vLLM's; `early_stopping` and the search rules are transformers'.
 """
 
 from __future__ import annotations
@@ -11,29 +11,26 @@ from typing import Literal
 from jaxllm import checks
 from jaxllm.errors import UnsupportedError, UserError
 
-MOST_LENGTH_PENALTY = 10.0  # either way: a length to a larger power may be no number
+MOST_LENGTH_PENALTY = 10.0  # absolute; larger powers of a length may overflow
 
 
 @dataclass(frozen=True)
 class BeamSearchParams:
-    """One prompt's parameters. The search keeps the `beam_width` likeliest continuations, and returns as many.
+    """Parameters for one prompt. The search returns the `beam_width` likeliest continuations.
 
-    A finished one is scored with its log-probability divided by its length to the power of `length_penalty`.
-
-    Raises:
-        UserError: naming the parameter, for a wrong type or a number out of range.
+    The score of a finished one is its log-probability divided by length ** length_penalty.
     """
 
     beam_width: int
-    max_tokens: int  # of an output
-    ignore_eos: bool = False  # go on after the end-of-sequence token
-    temperature: float = 0.0  # 0 only: nothing is drawn
-    length_penalty: float = 1.0  # above 0: longer outputs score higher
-    include_stop_str_in_output: bool = False  # let the text end with the end-of-sequence token that ended it
-    # When there are `beam_width` finished outputs. True: end. False: end once the best running one, ended now, would
-    # score less than all of them. "never": once it could not score more at any length.
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0  # must be 0
+    length_penalty: float = 1.0  # above 0 favours longer outputs
+    include_stop_str_in_output: bool = False  # include the end-of-sequence token in the text
+    # When `beam_width` outputs are finished. True: stop. False: stop if the best running one, ended now, would score
+    # less. "never": only if it could not score more at any length.
     early_stopping: bool | Literal["never"] = False
-    skip_special_tokens: bool = True  # leave special tokens out of the text of a `CompletionOutput`
+    skip_special_tokens: bool = True  # omit special tokens from a `CompletionOutput`'s text
 
     def __post_init__(self) -> None:
         for name in ("beam_width", "max_tokens"):

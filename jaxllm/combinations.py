@@ -1,4 +1,4 @@
-"""Combinations that are not supported: one table for the checks, their messages, and the list in docs/limits.md."""
+"""Unsupported combinations: the table for checks, error messages and docs/limits.md."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jaxllm.errors import UserError
 
-# Properties of a model, or of an engine, that no single setting has.
+# Properties of a model or engine that are not single settings.
 POOLS = "a model that pools"
 WHOLE_PROMPTS = "a model that reads whole prompts"
 LATENT = "latent attention"
@@ -18,10 +18,10 @@ MANY_GPUS = "tensor_parallel_size above 2 on GPUs"
 
 
 class Refused(NamedTuple):
-    """Two things that do not go together."""
+    """An unsupported combination."""
 
-    asked: str  # a setting, or a parameter of a request: an error is about this one
-    other: str  # a setting, or a property
+    asked: str  # a setting or request parameter, which the error names
+    other: str  # a setting or property
     why: str
 
 
@@ -46,20 +46,20 @@ REFUSED = (
 
 
 def refusal(asked: str, other: str) -> UserError:
-    """Return the error for two things of the table."""
+    """Return the error for a combination in the table."""
     (why,) = (one.why for one in REFUSED if (one.asked, one.other) == (asked, other))
     return UserError(f"{asked} is not supported with {other}: {why}. Leave one of them out.", asked)
 
 
 def check(asked: Collection[str], present: Collection[str]) -> None:
-    """Raise a UserError if the table has a row with a member of each."""
+    """Raise UserError if the table has a row with a member of each."""
     for one in REFUSED:
         if one.asked in asked and one.other in present:
             raise refusal(one.asked, one.other)
 
 
 def as_markdown() -> str:
-    """Return the table as docs/limits.md has it."""
+    """Return the table for docs/limits.md."""
     rows = (f"| `{one.asked}` | {_shown(one.other)} | {one.why} |" for one in REFUSED)
     return "\n".join(("| not supported | with | because |", "|---|---|---|", *rows)) + "\n"
 

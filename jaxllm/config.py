@@ -1,7 +1,6 @@
-"""An engine's settings: one frozen dataclass, validated when it is made.
+"""Engine settings: a frozen dataclass, validated on creation.
 
-Names and defaults are vLLM's where the thing exists there. Knows of no model but the one inside, and nothing of devices
-or JAX.
+Names and defaults are vLLM's where they exist there.
 """
 
 from __future__ import annotations
@@ -33,19 +32,19 @@ PoolingType = Literal["CLS", "LAST", "MEAN"]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Settings of one engine. `None` means: chosen from the model and the device at start (see `jaxllm doctor`)."""
+    """Settings of an engine. `None`: chosen at start from model and device (see `jaxllm doctor`)."""
 
-    model: str  # a local folder or a hub id
+    model: str  # local folder or hub id
     tokenizer: str | None = setting(None, "folder or hub id of the tokenizer (default: the model's)", "PATH")
     skip_tokenizer_init: bool = setting(False, "load no tokenizer: prompts are token ids, and every text is empty")
     revision: str | None = setting(None, "branch, tag or commit of the hub repository")
     dtype: Dtype = setting("auto", "of weights and computation; auto: the checkpoint's on a GPU, float32 on a CPU")
-    # Of matrices when they are loaded; `dtype` is that of all else. A checkpoint that is quantized needs no word of it.
+    # Applies to matrices at load time; `dtype` to everything else. Not needed for quantized checkpoints.
     quantization: Quantization | None = setting(
         None,
         "round matrices when they are loaded, to 8 bits (int8: on a CPU with what they multiply; fp8) or 4 (int4)",
     )
-    # fp8 is e4m3. Each vector of a key or a value is divided by a scale of its own, so none has to be calibrated.
+    # fp8 is e4m3. Each key or value vector has a scale, without calibration.
     kv_cache_dtype: KvCacheDtype = setting(
         "auto", "of keys and values in the cache: 8 bits hold twice the tokens of bfloat16; auto: that of computation"
     )
@@ -66,16 +65,16 @@ class EngineConfig:
         None, "requests that run at once (default: 64 on a CPU, 256 on a GPU; with --deterministic 16 and 128)"
     )
     tensor_parallel_size: int = setting(1, "devices that share the model")
-    # Read by front ends: `LLM`, `FleetLLM` and `jaxllm serve`. An engine is one of them.
+    # For front ends (`LLM`, `FleetLLM`, `jaxllm serve`); an engine is one of the group.
     data_parallel_size: int = setting(1, "engines, each with devices and a process of its own, that share the requests")
     gpu_memory_utilization: float = setting(0.92, "share of a GPU's memory to use", "SHARE")
     kv_cache_memory_bytes: int | None = setting(None, "bytes of KV blocks, instead of that share", "BYTES")
     num_kv_blocks: int | None = setting(None, "KV blocks, instead of both")
     scheduling_policy: SchedulingPolicy = setting("fcfs", "which waiting request is next")
     async_scheduling: bool = setting(True, "plan and start a step before the tokens of the one before it are read")
-    # The same request gets the same bits under any load: every step runs one program, in which each token attends by
-    # itself. It takes as long for one token as for all, so the default sizes are smaller: 32 tokens and 16
-    # requests on a CPU, 256 and 128 on a GPU.
+    # Results are bit-identical under any load: every step runs one program, in which tokens attend separately. A step
+    # costs the same for one token as for all, so defaults are smaller: 32 tokens and 16 requests on a CPU, 256 and 128
+    # on a GPU.
     deterministic: bool = setting(
         False, "same bits for the same request, whatever runs beside it; every step costs as much as a full one"
     )
@@ -91,17 +90,18 @@ class EngineConfig:
     max_logprobs: int = setting(
         20, "the most log-probabilities a request may ask for; -1: as many as the vocabulary has"
     )
-    # Functions, or "package.module:function", that requests may name in extra_args, see `processors.load_processors`.
+    # Functions, or "package.module:function", that requests select in extra_args; see
+    # `logits_processors.load_processors`.
     logits_processors: Sequence[Callable[..., Any] | str] = setting(
         (), "function that requests may name, as package.module:function; may be repeated", "FUNCTION"
     )
     runner: RunnerKind = setting("auto", "what the engine does; auto: what the model was made for")
-    # Of a model that pools: "pooling_type", one of `PoolingType`, "normalize", "is_matryoshka": whether requests may
-    # cut embeddings, which many checkpoints do not say. What is left out the model says.
+    # For pooling models: "pooling_type", one of `PoolingType`, "normalize", and "is_matryoshka" (requests may cut
+    # embeddings). Defaults are the model's.
     pooler_config: Mapping[str, Any] | None = setting(
         None, 'how a model pools, as \'{"pooling_type": "MEAN", "normalize": true}\'', "JSON"
     )
-    # See `SpeculativeConfig`, whose fields are its names.
+    # See `SpeculativeConfig`.
     speculative_config: Mapping[str, Any] | SpeculativeConfig | None = setting(
         None, 'draft tokens and verify them, as \'{"method": "ngram", "num_speculative_tokens": 4}\'', "JSON"
     )
@@ -167,7 +167,7 @@ class EngineConfig:
             )
 
     def cache_dir(self) -> Path:
-        """The folder of compiled programs: the argument, else `$JAXLLM_CACHE_DIR`, else the user's cache folder."""
+        """Return the folder of compiled programs: the setting, `$JAXLLM_CACHE_DIR`, or the user's cache folder."""
         if self.compilation_cache_dir is not None:
             return Path(self.compilation_cache_dir).expanduser()
         if "JAXLLM_CACHE_DIR" in os.environ:
@@ -175,7 +175,7 @@ class EngineConfig:
         return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "jaxllm"
 
     def cache_bytes(self) -> int:
-        """The most bytes of whole programs: the argument, else `$JAXLLM_CACHE_BYTES`, else 4 GiB."""
+        """Return the maximal bytes of cached programs: the setting, `$JAXLLM_CACHE_BYTES`, or 4 GiB."""
         if self.compilation_cache_bytes is not None:
             return self.compilation_cache_bytes
         text = os.environ.get("JAXLLM_CACHE_BYTES", str(4 << 30))
@@ -200,10 +200,10 @@ def _check_pooler_config(given: Mapping[str, Any]) -> None:
 
 
 class EngineArgs(EngineConfig):
-    """`EngineConfig` as vLLM's users make it: its model comes first, or is the small one that ships with jaxllm.
+    """`EngineConfig` with vLLM's signature; `model` defaults to the embedded one.
 
-    Takes what is in `NOT_BUILT` and `WITHOUT_EFFECT` as these say. Any other name that is unknown is a UserError that
-    suggests the nearest one.
+    Accepts `NOT_BUILT` and `WITHOUT_EFFECT` arguments as described there; other unknown names raise UserError with a
+    suggestion.
     """
 
     def __init__(self, model: str | os.PathLike[str] | None = None, **settings: Any) -> None:
@@ -214,19 +214,19 @@ AsyncEngineArgs = EngineArgs
 
 
 def config_of(engine_args: str | os.PathLike[str] | EngineConfig | None, settings: Mapping[str, Any]) -> EngineConfig:
-    """Return the settings of an engine: those that are made already, or of a model, changed by `settings`."""
+    """Return engine settings from existing ones or a model, updated by `settings`."""
     if isinstance(engine_args, EngineConfig):
         return replace(engine_args, **_understood(settings))
     return EngineArgs(engine_args, **settings)
 
 
 def no_effect(names: Iterable[str]) -> str:
-    """Say that arguments or flags are in `WITHOUT_EFFECT`."""
+    """Return the warning for arguments in `WITHOUT_EFFECT`."""
     return f"{', '.join(names)}: taken for the sake of vLLM's users, without effect in jaxllm"
 
 
 def _understood(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that are fields, warn of those without effect, and refuse all others."""
+    """Return the settings that are fields; warn about ineffective ones, refuse others."""
     names = [field.name for field in fields(EngineConfig)]
     idle = [name for name in settings if name in WITHOUT_EFFECT]
     for name, value in settings.items():
@@ -242,9 +242,8 @@ def _understood(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name in names}
 
 
-DTYPE_NAMES = {"half": "float16", "float": "float32"}  # vLLM's other names
-# Engine arguments of vLLM that change results, or what fits, each with the values that change nothing: its default
-# first. Others are refused.
+DTYPE_NAMES = {"half": "float16", "float": "float32"}  # vLLM's aliases
+# vLLM arguments that affect results or capacity, with the accepted values, default first.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "tokenizer_mode": ("auto",),
     "pipeline_parallel_size": (1,),
@@ -254,18 +253,18 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "task": ("auto", "generate"),
     "convert": ("auto", "none"),
 }
-# Arguments of vLLM, old ones too, that change no result here: any value is accepted, and one warning names them. These
-# are vLLM's defaults; where one is a boolean, the flag is a switch.
+# vLLM arguments, current and former, without effect here: any value is accepted, with one warning. Values are vLLM's
+# defaults.
 WITHOUT_EFFECT: dict[str, Any] = {
-    "trust_remote_code": False,  # a model's own code is never run
+    "trust_remote_code": False,  # a model's code is never run
     "enforce_eager": False,
     "compilation_config": None,
     "cudagraph_capture_sizes": None,
     "max_seq_len_to_capture": 8192,
-    "enable_chunked_prefill": True,  # prompts are always computed in chunks
+    "enable_chunked_prefill": True,  # always on
     "num_scheduler_steps": 1,
     "use_v2_block_manager": True,
-    "swap_space": 4,  # preempted requests are computed again
+    "swap_space": 4,  # preempted requests are recomputed
     "max_parallel_loading_workers": None,
     "distributed_executor_backend": None,
     "worker_use_ray": False,

@@ -1,7 +1,7 @@
-"""What can go wrong, by whose fault it is and what the caller should do. Knows nothing of protocols.
+"""Exceptions, by cause and remedy.
 
-`UserError` and what derives from it: the request is wrong and would be wrong again. `EngineError` and what derives from
-it: the request was right; whether to try again is in the class. `jaxllm_server/errors.py` gives each its status codes.
+`UserError` and subclasses: the request is invalid, and retries fail again. `EngineError` and subclasses: the request
+was valid. `jaxllm_server/errors.py` maps them to status codes.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ import errno
 from collections.abc import Callable
 from typing import Any
 
-MOST_MESSAGE = 1000  # characters that an error says
+MOST_MESSAGE = 1000  # characters of a message
 
 
 class UserError(ValueError):
-    """The caller's fault: one line that names the thing and says what to do.
+    """An invalid request: one line that names the cause and the remedy.
 
-    What a message repeats of the caller's words cannot break the line, reach a terminal or a log as a control
-    character, or make the message long.
+    Quoted input is escaped and shortened.
     """
 
     def __init__(self, message: str, parameter: str | None = None, value: object = None) -> None:
@@ -26,18 +25,18 @@ class UserError(ValueError):
         self.value = value
 
     def __reduce__(self) -> tuple[Callable[..., UserError], tuple[Any, ...]]:
-        # BaseException would rebuild it from `args`, which hold the message alone.
+        # BaseException would rebuild it from `args`, the message alone.
         return _rebuild, (type(self), str(self), vars(self))
 
 
 class UnsupportedError(UserError):
-    """A parameter that exists elsewhere and that jaxllm does not have yet."""
+    """A parameter that jaxllm does not support yet."""
 
 
 class ContextLengthError(UserError):
-    """The prompt, with the output that was asked for, is longer than the model's context or than the KV pool.
+    """Prompt and requested output exceed the model's context or the KV cache.
 
-    `num_prompt_tokens` is the least that the prompt can have, where it was refused without being tokenized.
+    `num_prompt_tokens` is a lower bound if the prompt was not tokenized.
     """
 
     def __init__(self, message: str, num_prompt_tokens: int, max_model_len: int, parameter: str = "prompt") -> None:
@@ -47,39 +46,39 @@ class ContextLengthError(UserError):
 
 
 class NotFoundError(UserError):
-    """A model that is not served here."""
+    """The model is not served."""
 
 
 class AdapterNotFoundError(NotFoundError):
-    """An adapter that is not served here, or not where it should be loaded from."""
+    """The adapter is not served, or not found where it should be loaded from."""
 
 
 class FeatureDisabledError(UserError):
-    """Something that this server could do, started or built in another way."""
+    """Not enabled in this server's configuration or build."""
 
 
 class OutOfRangeError(UserError):
-    """What was asked for is not kept any more."""
+    """The requested data are no longer stored."""
 
 
 class RequestIdInUseError(UserError):
-    """A request of this id has not ended yet."""
+    """Another active request has the same id."""
 
 
 class EngineError(RuntimeError):
-    """The engine's own fault or the device's, or its state: never caused by what a caller sent."""
+    """A failure of the engine or device, or its state; not caused by the request."""
 
 
 class EngineDeadError(EngineError):
-    """The engine has stopped for good; another replica may serve the request."""
+    """The engine has stopped permanently; retry on another replica."""
 
 
 class RequestFailedError(EngineError):
-    """This request failed inside a step; the engine goes on."""
+    """The request failed in a step; the engine continues."""
 
 
 class OverloadedError(EngineError):
-    """The queue is full; try again after `retry_after` seconds."""
+    """The queue is full; retry after `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
@@ -87,27 +86,27 @@ class OverloadedError(EngineError):
 
 
 class UnavailableError(EngineError):
-    """New requests are refused for now: the engine is loading, paused or hung; try again later."""
+    """The engine is loading, paused or hung; retry later."""
 
 
 class DrainingError(UnavailableError):
-    """The engine is shutting down; another replica may serve the request."""
+    """The engine is shutting down; retry on another replica."""
 
 
 class DeadlineError(EngineError):
-    """The request's time was over before it had ended."""
+    """The request exceeded its time limit."""
 
 
 class SlowConsumerError(EngineError):
-    """The client did not read its stream for too long."""
+    """The client stopped reading its stream."""
 
 
 def too_long(
     max_model_len: int, num_prompt: int, num_output: int | None, *, is_bound: bool = False
 ) -> ContextLengthError:
-    """Say that a prompt, with its output where that is known, is too long; proxies look for these first words.
+    """Return the error for a too long prompt or output; proxies match its first words.
 
-    `is_bound`: the prompt's tokens were not counted; `num_prompt` is the least there can be.
+    `is_bound`: `num_prompt` is a lower bound, without tokenization.
     """
     request = f"your prompt contains {'at least ' if is_bound else ''}{num_prompt} input tokens"
     if num_output is not None:
@@ -122,19 +121,18 @@ def too_long(
 
 
 def late(seconds: float) -> DeadlineError:
-    """Say that a request took longer than the server gives any."""
+    """Return the error for a request over the server's time limit."""
     return DeadlineError(f"The request was not through after {seconds:g} seconds.")
 
 
 def printable(text: str) -> str:
-    """Write what cannot be printed, as line ends and a terminal's escapes, as Python writes it."""
+    """Escape unprintable characters as `repr` does."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def _one_line(message: str) -> str:
-    """Write what cannot be printed as Python writes it, and leave out the middle of what is too long."""
     return _shortened(printable(_shortened(message)))
 
 
@@ -152,11 +150,11 @@ def _rebuild(cls: type[UserError], message: str, attributes: dict[str, Any]) -> 
 
 
 def is_exhaustion(error: BaseException) -> bool:
-    """Return whether an error is for want of memory, descriptors, processes or threads, and a retry may succeed."""
+    """Return whether memory, descriptors, processes or threads are exhausted, so that a retry may succeed."""
     if isinstance(error, OSError):
         return error.errno in _EXHAUSTED
     return isinstance(error, MemoryError) or any(words in str(error) for words in _OF_EXHAUSTION)
 
 
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOBUFS, errno.ENOSPC}
-_OF_EXHAUSTION = ("RESOURCE_EXHAUSTED", "can't start new thread")  # in messages of XLA and of Python
+_OF_EXHAUSTION = ("RESOURCE_EXHAUSTED", "can't start new thread")  # in messages of XLA and Python

@@ -1,17 +1,17 @@
-"""How many files and sockets this process may hold."""
+"""The process's limit of open files."""
 
 from __future__ import annotations
 
 import contextlib
 
-_MACOS = 10_240  # its OPEN_MAX: it calls its limit infinite and takes no more than this
+_MACOS = 10_240  # OPEN_MAX; macOS reports no limit but accepts no more
 
 
 def raise_file_limit() -> None:
-    """Allow as many as the system lets us: a thousand connections at once are more than many shells' limit."""
+    """Raise the limit of open files as far as the system permits, for thousands of connections."""
     try:
         import resource
-    except ImportError:  # Windows has no such limit
+    except ImportError:  # Windows has no limit
         return
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     for wanted in (most, _MACOS):

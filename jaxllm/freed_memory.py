@@ -1,4 +1,4 @@
-"""Returns freed memory to the system: glibc keeps it for the threads that freed it. Standard library only."""
+"""Return freed memory to the system, since glibc retains it per thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 
 
 def return_freed_memory() -> None:
-    """Give back what is free; it takes some 30 ms, in which a thread that allocates may wait."""
+    """Release free memory; takes about 30 ms, during which allocations may block."""
     if sys.platform == "linux":
-        with suppress(AttributeError):  # another C library
+        with suppress(AttributeError):  # not glibc
             ctypes.CDLL(None).malloc_trim(0)

@@ -1,8 +1,6 @@
-"""Python's regular expressions, matched in time that grows with the text alone: those of adapters and model folders.
+"""Python's regular expressions, matched in linear time, for expressions from adapters and model folders.
 
-`re` tries one way after another, and an expression such as `(a+)+b` has more ways than can ever be tried. Here all
-ways are followed at once, as Thompson does it, and what was seen once is looked up. An expression that is large, or
-has a part that no automaton can follow, is refused.
+`re` backtracks, in exponential time for e.g. `(a+)+b`. This follows all alternatives at once (Thompson's algorithm).
 """
 
 from __future__ import annotations
@@ -12,11 +10,11 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-_parser: Any = vars(re)["_parser"]  # the parts of `re` since Python 3.11; type stubs do not list them
+_parser: Any = vars(re)["_parser"]  # `re`'s modules since Python 3.11, missing from type stubs
 _compiler: Any = vars(re)["_compiler"]
 
-MOST_CHARS = 4096  # of an expression
-MOST_PARTS = 4096  # that it has once its counted repetitions are written out
+MOST_CHARS = 4096
+MOST_PARTS = 4096  # after counted repetitions are expanded
 _FLAT = frozenset(("LITERAL", "NOT_LITERAL", "IN", "ANY"))
 _BEGINNINGS = frozenset(("AT_BEGINNING", "AT_BEGINNING_STRING"))
 _REFUSED = {
@@ -31,40 +29,40 @@ _FLAGS = re.IGNORECASE | re.ASCII | re.DOTALL | re.VERBOSE | re.UNICODE
 
 
 class Work:
-    """A budget of several expressions together, in states entered; a hundred real adapters use a part of it."""
+    """A work budget for several expressions, in visited states; enough for hundreds of adapters."""
 
     def __init__(self, most: int = 2_000_000) -> None:
         self.left = most
 
     def spend(self, amount: int) -> None:
-        """Reduce the budget; ValueError when it is used up."""
+        """Reduce the budget; raise ValueError if exhausted."""
         self.left -= amount
         if self.left < 0:
             raise ValueError("it takes too long")
 
 
 class _Place(NamedTuple):
-    """Where in a text an assertion is looked at."""
+    """The context of an assertion in a text."""
 
     is_first: bool
     is_last: bool
     is_before_last_newline: bool
     is_boundary: bool
-    ahead: tuple[bool, ...] = ()  # whether each lookahead of the automaton holds
+    ahead: tuple[bool, ...] = ()  # the results of the automaton's lookaheads
 
 
 class _State(NamedTuple):
-    """A state of the automaton, for which at most one of the first four is given."""
+    """An automaton state, with at most one of the first four fields."""
 
-    matches: Callable[[str], Any] | None = None  # a character, which is read
+    matches: Callable[[str], Any] | None = None  # tests the character that it consumes
     assertion: str = ""
-    ahead: int | None = None  # the number of a lookahead, which is an assertion too
+    ahead: int | None = None  # index of a lookahead
     is_end: bool = False
     follows: tuple[int, ...] = ()
 
 
 class Expression:
-    """An expression. ValueError for one that is refused, or when its `work` is used up."""
+    """A compiled expression; raises ValueError if refused or out of budget."""
 
     def __init__(self, pattern: str, work: Work | None = None) -> None:
         if len(pattern) > MOST_CHARS:
@@ -82,11 +80,11 @@ class Expression:
         )
 
     def fullmatch(self, text: str) -> bool:
-        """Whether it matches the whole text."""
+        """Return whether the expression matches the whole text."""
         return self._re.fullmatch(text) is not None if self._re is not None else self._follow(text, is_whole=True)
 
     def match(self, text: str) -> bool:
-        """Whether it matches the text's beginning."""
+        """Return whether it matches a prefix of the text."""
         return self._re.match(text) is not None if self._re is not None else self._follow(text, is_whole=False)
 
     def _follow(self, text: str, is_whole: bool) -> bool:
@@ -96,15 +94,15 @@ class Expression:
 
 class _Automaton:
     def __init__(self, items: list[Any], flags: int, work: Work, begins: bool = False) -> None:
-        """`begins`: it is matched from the beginning of texts only, where `^` always holds."""
+        """`begins`: matched at text starts only, where `^` always holds."""
         if flags & ~_FLAGS:
             raise ValueError("it has flags other than a, i, s, u and x")
         self._work = work
         self._states = [_State(is_end=True)]
         self._num_parts = 0
-        self._ahead: list[tuple[_Automaton, bool]] = []  # at the beginning, with whether it must match
-        self._later: dict[int, tuple[int, _Automaton, bool]] = {}  # others, with their number, by the parsed part
-        self._kept: list[Any] = []  # those parts, so that no other gets the identity of one
+        self._ahead: list[tuple[_Automaton, bool]] = []  # initial lookaheads, with the wanted result
+        self._later: dict[int, tuple[int, _Automaton, bool]] = {}  # other lookaheads: index, automaton, result by part
+        self._kept: list[Any] = []  # keeps those parts alive, so that ids stay unique
         self._leaves: dict[tuple[str, str, int], Callable[[str], Any]] = {}
         self._closures: dict[tuple[frozenset[int], _Place], frozenset[int]] = {}
         self._steps: dict[tuple[frozenset[int], str], frozenset[int]] = {}
@@ -119,7 +117,7 @@ class _Automaton:
         except RecursionError:
             raise ValueError("it is nested too deeply") from None
 
-    # The states are made from the end to the beginning: each names those that follow.
+    # States are created from end to start, since each refers to its successors.
 
     def _add(self, state: _State) -> int:
         self._states.append(state)
@@ -151,7 +149,6 @@ class _Automaton:
         raise ValueError(f"it has {_REFUSED.get(op, op)}, which cannot be followed")
 
     def _lookahead(self, wanted: bool, inner: Any, flags: int) -> int:
-        """Return the number of a lookahead; one that is repeated is made once."""
         if id(inner) not in self._later:
             self._kept.append(inner)
             self._later[id(inner)] = len(self._later), _Automaton(list(inner), flags, self._work), wanted
@@ -172,14 +169,14 @@ class _Automaton:
         return start
 
     def _counted(self, inner: Any, follows: int, flags: int) -> int:
-        """Write out a repetition, which counts as a part itself: an empty one can be repeated as often."""
+        """Expand a repetition, which is a part even if empty."""
         self._num_parts += 1
         if self._num_parts > MOST_PARTS:
             raise ValueError(f"it has more than {MOST_PARTS} parts")
         return self._sequence(inner, follows, flags)
 
     def _leaf(self, code: Any, value: Any, flags: int) -> Callable[[str], Any]:
-        """Return a test by `re` of one character against one part."""
+        """Return a test of one character."""
         key = str(code), str(value), flags
         if key not in self._leaves:
             state = _parser.State()
@@ -188,7 +185,7 @@ class _Automaton:
         return self._leaves[key]
 
     def matches(self, text: str, is_whole: bool, start: int = 0) -> bool:
-        """Follow all ways at once, from the character `start` on."""
+        """Match from character `start` on."""
         if any(ahead.matches(text, False, start) != wanted for ahead, wanted in self._ahead):
             return False
         current = self._start
@@ -210,7 +207,6 @@ class _Automaton:
         return found._replace(ahead=tuple(ahead))
 
     def _closed(self, states: frozenset[int], place: _Place) -> frozenset[int]:
-        """Add the states that are reached without reading."""
         key = states, place
         if key not in self._closures:
             found, left = set(states), list(states)

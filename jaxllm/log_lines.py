@@ -1,4 +1,4 @@
-"""A log in which every line has its time and level."""
+"""A log formatter for messages of several lines."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import logging
 
 
 class LineFormatter(logging.Formatter):
-    """Format each line of a message, such as the report of a start, as a record."""
+    """Formats each line of a message as a record."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the formatted lines; a traceback follows the last of them as it is."""
+        """Return the formatted lines; a traceback follows the last one unchanged."""
         *lines, last = record.getMessage().splitlines() or [""]
         records = []
         for line in lines:

@@ -1,4 +1,4 @@
-"""`LoRARequest`: which adapter a request has. Standard library only."""
+"""`LoRARequest`: the adapter of a request. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from jaxllm.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """A LoRA adapter in PEFT's format, by vLLM's names.
+    """A LoRA adapter in PEFT's format, with vLLM's field names.
 
-    `lora_name` is what people call it, `lora_int_id` a number above 0 of the caller's, one for each adapter, and
-    `lora_path` a folder, a hub id, or the name of an adapter that ships with jaxllm ("pirate", "tools").
+    `lora_int_id` is the caller's unique number above 0; `lora_path` a folder, hub id, or embedded adapter ("pirate",
+    "tools").
     """
 
     lora_name: str

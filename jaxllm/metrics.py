@@ -1,4 +1,4 @@
-"""What an engine counts and reports about itself: plain numbers. Knows nothing of how they are exported."""
+"""Engine counters and load, independent of their export."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from jaxllm.sampling_params import SamplingParams
 
 @dataclass
 class Metrics:
-    """Counters since the engine started. Written by its thread; single numbers may be read by any."""
+    """Counters since the engine's start. Written by its thread; single numbers may be read by any."""
 
-    programs_awaited: int = 0  # those that the start waits for
-    programs_compiled: int = 0  # ahead of time, by the engine's threads, or read whole
-    programs_failed: int = 0  # tries, in the background; each program has two, and larger ones serve in its place
-    compile_seconds: float = 0.0  # spent on them, added up over threads
-    trace_seconds: float = 0.0  # of these, on tracing
-    compilations_after_ready: int = 0  # in front of a request, which must never happen
+    programs_awaited: int = 0  # required before ready
+    programs_compiled: int = 0  # compiled ahead of time or loaded from the cache
+    programs_failed: int = 0  # failed background attempts, two per program
+    compile_seconds: float = 0.0  # summed over threads
+    trace_seconds: float = 0.0  # of compile_seconds, for tracing
+    compilations_after_ready: int = 0  # while a request waited; must stay 0
     steps: int = 0
-    padded_tokens: int = 0  # rows of the programs that ran, padding included
-    computed_tokens: int = 0  # rows of them that were tokens of requests
+    padded_tokens: int = 0  # program rows, including padding
+    computed_tokens: int = 0  # program rows with tokens of requests
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # prompt tokens found in the prefix cache
-    chunk_tokens: int = 0  # of prompts, computed in steps that have ended; those found in the cache are not
+    cached_tokens: int = 0  # prompt tokens from the prefix cache
+    chunk_tokens: int = 0  # prompt tokens computed in completed steps
     generated_tokens: int = 0
-    forced_tokens: int = 0  # of them, those that a grammar forced, which were not sampled
+    forced_tokens: int = 0  # generated tokens forced by a grammar, not sampled
     drafting_rows: int = 0  # rows that verified drafts
-    draft_tokens: int = 0  # drafts that they verified
-    accepted_tokens: list[int] = field(default_factory=list)  # those that were kept, by their place in the row
-    adapter_loads: int = 0  # adapters put on the devices
+    draft_tokens: int = 0
+    accepted_tokens: list[int] = field(default_factory=list)  # accepted drafts, by position
+    adapter_loads: int = 0  # adapters copied to devices
     preemptions: int = 0
-    recoveries: int = 0  # steps that failed and took the cache with them
-    finished: dict[str, int] = field(default_factory=dict)  # sequences by finish reason
+    recoveries: int = 0  # failed steps that lost the cache
+    finished: dict[str, int] = field(default_factory=dict)
 
     def note_drafts(self, drafted: Sequence[int], counts: Sequence[int]) -> None:
-        """Count the drafts of a step: how many each row had, and how many tokens it sampled."""
+        """Count a step's drafts per row, and tokens sampled per row."""
         self.drafting_rows += sum(had > 0 for had in drafted)
         self.draft_tokens += sum(drafted)
         most = max(counts, default=1) - 1
@@ -46,12 +46,12 @@ class Metrics:
             self.accepted_tokens[place] += sum(count > place + 1 for count in counts)
 
     def note_finished(self, reason: str, count: int = 1) -> None:
-        """Count sequences that have ended."""
+        """Count finished sequences."""
         self.finished[reason] = self.finished.get(reason, 0) + count
 
 
 def summed(counted: Iterable[Metrics]) -> Metrics:
-    """Add up what several engines have counted."""
+    """Return the sum of several engines' counters."""
     total = Metrics()
     for one in counted:
         for each in fields(Metrics):
@@ -68,48 +68,48 @@ def summed(counted: Iterable[Metrics]) -> Metrics:
 
 
 class Load(NamedTuple):
-    """How busy an engine was after its last step."""
+    """An engine's load after its last step."""
 
-    running: int = 0  # sequences that own a slot
-    waiting: int = 0  # sequences in the queue
-    waiting_tokens: int = 0  # of their prompts
+    running: int = 0  # sequences in slots
+    waiting: int = 0  # queued sequences
+    waiting_tokens: int = 0  # their prompt tokens
     kv_blocks_used: int = 0
     kv_blocks_total: int = 0
     max_running: int = 0
-    generated_tokens_per_second: float = 0.0  # over the last seconds
-    prefix_hit_rate: float = 0.0  # share of all prompt tokens so far that were cached
-    step_seconds: float = 0.0  # of the last step
-    running_adapters: tuple[str, ...] = ()  # names of those that the requests which run have, …
-    waiting_adapters: tuple[str, ...] = ()  # … and those which wait
-    deferred: int = 0  # of `waiting`, sequences that lack only a place for their adapter, not a slot
+    generated_tokens_per_second: float = 0.0  # recent average
+    prefix_hit_rate: float = 0.0  # cached share of all prompt tokens
+    step_seconds: float = 0.0
+    running_adapters: tuple[str, ...] = ()
+    waiting_adapters: tuple[str, ...] = ()
+    deferred: int = 0  # waiting sequences that lack only an adapter slot
 
 
 class DeviceReport(NamedTuple):
-    """What is compiled, and the memory of the devices."""
+    """Compiled programs and device memory."""
 
     programs_ready: int
-    programs_compiling: int  # threads that compile beside requests
+    programs_compiling: int  # active background threads
     programs_possible: int
-    memory: Mapping[str, Mapping[str, int]]  # by device id: JAX's `memory_stats`; empty for a CPU
+    memory: Mapping[str, Mapping[str, int]]  # JAX's `memory_stats` by device id; empty for a CPU
 
 
 class StepReport(NamedTuple):
-    """What one step was."""
+    """Statistics of a step."""
 
     seconds: float
-    num_tokens: int  # of prompts that it computed, and sampled by it, as vLLM counts an iteration
-    num_rows: int  # requests that took part
+    num_tokens: int  # prompt tokens computed plus tokens sampled, as in vLLM
+    num_rows: int  # requests in the step
     num_sampled: int
 
 
 class Observer(Protocol):
-    """Called by an asynchronous engine on its event loop; see jaxllm_server/observability/prometheus.py."""
+    """Receives events of an asynchronous engine on its event loop; see jaxllm_server/observability/prometheus.py."""
 
     def step(self, report: StepReport) -> None:
-        """A step has ended."""
+        """Called after a step."""
 
     def tokens(self, seconds: float, count: int, is_first: bool) -> None:
-        """A request's `count` new tokens came, `seconds` after its arrival (its first tokens) or after the last."""
+        """Called with a request's new tokens, `seconds` after its arrival or its previous tokens."""
 
     def finished(self, output: RequestOutput, params: SamplingParams) -> None:
-        """A request has ended; `output` holds all of it."""
+        """Called with the complete output of a finished request."""

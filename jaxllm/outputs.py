@@ -1,6 +1,6 @@
-"""What comes out of a request: `RequestOutput` with its completions, `PoolingRequestOutput` with its vector.
+"""Results of requests: `RequestOutput` and `PoolingRequestOutput`.
 
-Names are vLLM's. Standard library only, so that a client can import it in milliseconds.
+Names are vLLM's. Standard library only.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ FinishReason = Literal["stop", "length", "repetition", "abort", "time_limit", "e
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """One token's log-probability under the model, before temperature, penalties and filters."""
+    """A token's log-probability before temperature, penalties and filters."""
 
     logprob: float
-    rank: int | None = None  # 1 is the likeliest; None for a token that only logprob_token_ids names
+    rank: int | None = None  # 1 is the likeliest; None for tokens of logprob_token_ids
     decoded_token: str | None = None
-    raw_bytes: bytes | None = None  # of a token that is a part of a character; None: those of `decoded_token`
+    raw_bytes: bytes | None = None  # of a partial character; None: those of `decoded_token`
 
     @property
     def decoded_bytes(self) -> bytes:
-        """The UTF-8 bytes of the token in the text."""
+        """Return the token's UTF-8 bytes."""
         return (self.decoded_token or "").encode() if self.raw_bytes is None else self.raw_bytes
 
 
@@ -35,75 +35,71 @@ class CompletionOutput:
     text: str
     token_ids: Sequence[int]
     cumulative_logprob: float | None = None
-    # Per token, token id to log-probability: the sampled token, the likeliest ones, then those of logprob_token_ids.
+    # Per token: the sampled one, the likeliest, then those of logprob_token_ids.
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None  # the stop string or stop token id that ended it; None for end-of-sequence
-    seed: int | None = None  # that gives the same tokens again; None where nothing is drawn
-    pooled: Any = None  # of a prompt that was pooled: its vector, float32[W]
-    score: float | None = None  # of a beam search's: its log-probability, divided as `length_penalty` says
+    stop_reason: int | str | None = None  # matching stop string or token id; None for end-of-sequence
+    seed: int | None = None  # reproduces the output; None if deterministic
+    pooled: Any = None  # of a pooled prompt: float32[W]
+    score: float | None = None  # of a beam: log-probability with length penalty
 
     def finished(self) -> bool:
-        """Whether no token will be added."""
+        """Return whether the output is complete."""
         return self.finish_reason is not None
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """What happened to a request, and when.
-
-    Times are seconds of the engine's monotonic clock, None for what has not happened.
-    """
+    """Events of a request, in seconds of the engine's monotonic clock; None if pending."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
-    num_preemptions: int = 0  # how often one of its sequences lost its place
+    num_preemptions: int = 0  # of its sequences
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request and all of its outputs so far."""
+    """A request and its outputs so far."""
 
     request_id: str
-    prompt: str | None  # None when token ids were given
+    prompt: str | None  # None if given as token ids
     prompt_token_ids: Sequence[int]
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     metrics: RequestMetrics | None = None
-    num_cached_tokens: int | None = None  # of the prompt, found in the prefix cache
-    # Per token of the prompt: the token, then the likeliest ones; None for the first, which nothing predicts. A delta
-    # has them once, as soon as there are all.
+    num_cached_tokens: int | None = None  # prompt tokens from the prefix cache
+    # Per prompt token: the token, then the likeliest; None for the first. Deltas contain it once, when complete.
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    internal_id: str = field(default="", repr=False, compare=False)  # the engine's own id of the request
+    internal_id: str = field(default="", repr=False, compare=False)  # the engine's request id
 
 
 @dataclass(slots=True)
 class BeamSearchSequence:
     """One output of a beam search."""
 
-    tokens: list[int]  # of prompt and output; the end-of-sequence token only with `include_stop_str_in_output`
-    text: str  # of all of them
-    cum_logprob: float  # of the output's tokens, the end-of-sequence token's too
-    score: float  # by which outputs are ranked
+    tokens: list[int]  # prompt and output; with the end-of-sequence token if `include_stop_str_in_output`
+    text: str  # of all tokens
+    cum_logprob: float  # of output tokens, including end-of-sequence
+    score: float  # outputs are ranked by it
     finish_reason: FinishReason | None = None
 
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """The outputs of a beam search, the best first."""
+    """The outputs of a beam search, best first."""
 
     sequences: list[BeamSearchSequence]
 
 
 @dataclass(slots=True)
 class PoolingOutput:
-    """What became of a prompt that was pooled, float32[W]: an embedding, or a number for each label."""
+    """A pooled prompt's result, float32[W]: an embedding, or a number per label."""
 
-    data: Any  # a numpy array; None where the prompt failed or was aborted
+    data: Any  # numpy array; None if failed or aborted
     finish_reason: FinishReason | None = "stop"
-    stop_reason: str | None = None  # why it failed
+    stop_reason: str | None = None  # error
 
 
 @dataclass(slots=True)
@@ -116,11 +112,11 @@ class PoolingRequestOutput:
     finished: bool = True
     num_cached_tokens: int | None = None
     metrics: RequestMetrics | None = None
-    internal_id: str = field(default="", repr=False, compare=False)  # the engine's own id of the request
+    internal_id: str = field(default="", repr=False, compare=False)
 
 
 def pooled_output(output: RequestOutput) -> PoolingRequestOutput:
-    """Return the output of a prompt that was pooled."""
+    """Return the output of a pooled prompt."""
     own = output.outputs[0]
     return PoolingRequestOutput(
         request_id=output.request_id,
@@ -141,25 +137,25 @@ class EmbeddingOutput:
 
     @property
     def hidden_size(self) -> int:
-        """How many numbers it has."""
+        """Return the embedding's size."""
         return len(self.embedding)
 
 
 @dataclass(slots=True)
 class ClassificationOutput:
-    """A number for each label: probabilities, unless `use_activation` is False."""
+    """A number per label: probabilities, unless `use_activation` is False."""
 
     probs: list[float]
 
     @property
     def num_classes(self) -> int:
-        """How many labels there are."""
+        """Return the number of labels."""
         return len(self.probs)
 
 
 @dataclass(slots=True)
 class ScoringOutput:
-    """How well two texts belong together."""
+    """The similarity or relevance of two texts."""
 
     score: float
 
@@ -169,7 +165,7 @@ Pooled = TypeVar("Pooled", EmbeddingOutput, ClassificationOutput, ScoringOutput)
 
 @dataclass(slots=True)
 class PooledRequestOutput(Generic[Pooled]):
-    """A prompt, or a pair of them, and what its task made of it."""
+    """A prompt or pair of prompts, and the task's result."""
 
     request_id: str
     prompt_token_ids: Sequence[int]
@@ -179,7 +175,7 @@ class PooledRequestOutput(Generic[Pooled]):
 
 
 def pooled_as(output: PoolingRequestOutput, made: Pooled) -> PooledRequestOutput[Pooled]:
-    """Return a prompt with what its task made of its vector."""
+    """Return a prompt with its task's result."""
     return PooledRequestOutput(
         output.request_id, output.prompt_token_ids, made, output.finished, output.num_cached_tokens
     )

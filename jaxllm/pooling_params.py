@@ -1,4 +1,4 @@
-"""`PoolingParams`: what a caller may ask of a prompt that is embedded, classified or scored.
+"""`PoolingParams`: parameters of embedding, classification and scoring.
 
 Names and defaults are vLLM's. Standard library only.
 """
@@ -13,7 +13,7 @@ from jaxllm.errors import UserError
 
 PoolingTask = Literal["embed", "classify", "score"]
 TASKS: tuple[PoolingTask, ...] = get_args(PoolingTask)
-_TASKS_OF: dict[str, tuple[PoolingTask, ...]] = {  # which tasks a parameter means something for
+_TASKS_OF: dict[str, tuple[PoolingTask, ...]] = {  # tasks that support a parameter
     "dimensions": ("embed",),
     "normalize": ("embed",),
     "use_activation": ("classify", "score"),
@@ -22,17 +22,17 @@ _TASKS_OF: dict[str, tuple[PoolingTask, ...]] = {  # which tasks a parameter mea
 
 @dataclass(frozen=True, kw_only=True)
 class PoolingParams:
-    """One prompt's parameters. None leaves the choice to the model.
+    """Parameters for one prompt; None selects the model's default.
 
-    Task `embed` gives the pooled vector, `classify` a number for each of a classifier's labels, `score` the one number
-    of a cross-encoder or of a reward model.
+    Tasks: `embed` returns the pooled vector, `classify` a number per label, `score` the output of a cross-encoder or
+    reward model.
     """
 
     task: PoolingTask | None = None
-    dimensions: int | None = None  # leading numbers of an embedding to keep (Kusupati et al. 2022, "Matryoshka")
-    normalize: bool | None = None  # scale an embedding to length 1
-    use_activation: bool | None = None  # softmax or sigmoid of what a classifier computes; None: yes
-    truncate_prompt_tokens: int | None = None  # the most tokens of a prompt, its first ones; -1: what the model holds
+    dimensions: int | None = None  # leading numbers to keep (Kusupati et al. 2022, "Matryoshka")
+    normalize: bool | None = None  # scale embeddings to length 1
+    use_activation: bool | None = None  # apply a classifier's softmax or sigmoid; None: yes
+    truncate_prompt_tokens: int | None = None  # keep the first tokens; -1: as the model's length
 
     def __post_init__(self) -> None:
         if self.task is not None and self.task not in TASKS:

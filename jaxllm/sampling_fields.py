@@ -1,7 +1,6 @@
-"""The declaration of one field of `SamplingParams`: its type, range, flag, and its name in each protocol.
+"""Declarations of `SamplingParams` fields: type, range, flag, and name in each protocol.
 
-Everything that has a list of sampling fields (the command line, HTTP, gRPC, the clients, load tests) makes it from
-these declarations. Standard library only.
+Command line, HTTP, gRPC, clients and load tests derive their fields from these. Standard library only.
 """
 
 from __future__ import annotations
@@ -16,29 +15,29 @@ from jaxllm import checks
 from jaxllm.checks import INT32_MAX
 from jaxllm.errors import UserError
 
-OPENAI, ANTHROPIC, OLLAMA = "openai", "anthropic", "ollama"  # bodies of HTTP
+OPENAI, ANTHROPIC, OLLAMA = "openai", "anthropic", "ollama"  # HTTP bodies
 GRPC = "grpc"  # names are paths in GenerateRequest, as "sampling.top_p"
-MODEL = "model"  # a model's generation_config.json, which may set the field's default
-MAX_IDS = 2**20  # of a list of token ids, repetitions counted: several times the largest vocabularies, 0.1 s to read
+MODEL = "model"  # generation_config.json, which may set defaults
+MAX_IDS = 2**20  # per list, with duplicates: several vocabularies, 0.1 s to read
 
-Reader = Callable[[str, Any], Any]  # of a name and a value: the value in its one type, or a UserError
+Reader = Callable[[str, Any], Any]  # (name, value) -> normalized value, or UserError
 
 
 class Rule(NamedTuple):
-    """A range: `holds` is a function of the value and of all values."""
+    """A range check of a value, given all values."""
 
     holds: Callable[[Any, Mapping[str, Any]], bool]
-    text: str  # of an error; {max_tokens} and other fields are put in
+    text: str  # error text; {max_tokens} etc. are substituted
 
 
 class Declaration(NamedTuple):
-    """The metadata of a field besides its help."""
+    """A field's metadata, except help."""
 
     read: Reader
     rules: tuple[Rule, ...]
-    names: Mapping[str, str]  # by protocol; a protocol without a name does not have the field
-    shapes_distribution: bool  # a number that changes how tokens are chosen
-    given: str | None  # the type that callers may give, where it is wider than the field's own
+    names: Mapping[str, str]  # by protocol; missing: not in that protocol
+    shapes_distribution: bool  # a number that affects token choice
+    given: str | None  # accepted type, if wider than the field's
 
 
 def declared(
@@ -53,19 +52,19 @@ def declared(
     openai: str | None = "",
     **options: Any,
 ) -> Any:
-    """Make a field of `SamplingParams`.
+    """Return a field of `SamplingParams`.
 
     Args:
-        default: Of the field. If it is None, a request may give None, which `read` does not see.
-        text: The help of its flag and its description in OpenAPI; None: the command line has no flag for it.
-        metavar: The name of its value in `--help`; None: by its type.
-        read: Checks the type.
-        rules: Ranges, checked after the types of all fields.
-        shapes_distribution: Whether it is a number that changes how tokens are chosen: `bench serve` has these flags.
-        given: The type that callers may give, where it is wider than the annotation.
-        openai: Its name in OpenAI's bodies; "": the field's name, None: it is not read from them like the others.
-        options: Its names in other protocols ("": the field's name; for gRPC a section, as "stop.", means the
-            field's name in it), and options of `dataclasses.field`.
+        default: If None, requests may give None, which bypasses `read`.
+        text: Help of its flag and description in OpenAPI; None: no flag.
+        metavar: Value's name in `--help`; None: by type.
+        read: Validates the type.
+        rules: Ranges, checked after all types.
+        shapes_distribution: Whether it is a number that affects token choice.
+        given: Accepted type, if wider than the annotation.
+        openai: Name in OpenAI bodies; "": the field's, None: not read generically.
+        options: Names in other protocols ("": the field's; a gRPC section such as "stop." is prefixed), and options
+            of `dataclasses.field`.
     """
     names = {protocol: options.pop(protocol) for protocol in (ANTHROPIC, OLLAMA, GRPC, MODEL) if protocol in options}
     if openai is not None:
@@ -76,19 +75,19 @@ def declared(
 
 
 def declared_number(default: float, text: str, *, read: Reader = checks.number, **options: Any) -> Any:
-    """Make a field that is a number and changes how tokens are chosen; options as of `declared`."""
+    """Return a numeric field that affects token choice; options as `declared`."""
     own: dict[str, Any] = {OLLAMA: "", GRPC: "sampling.", MODEL: ""}
     return declared(default, text, read=read, shapes_distribution=True, **own | options)
 
 
 def declaration_of(own: Any) -> Declaration:
-    """Return the declaration of a dataclass field that `declared` made."""
+    """Return the declaration of a field."""
     return own.metadata["declaration"]
 
 
 @functools.cache
 def names_in(cls: type, protocol: str) -> Mapping[str, str]:
-    """Return the fields that a protocol has, those that are not built included: its names, each with our name."""
+    """Return a protocol's names, mapped to field names, including unsupported fields."""
     found = {}
     for own in cls.__dataclass_fields__.values():
         name = declaration_of(own).names.get(protocol) if own.metadata else None
@@ -98,22 +97,22 @@ def names_in(cls: type, protocol: str) -> Mapping[str, str]:
 
 
 def at_least(low: float, text: str | None = None) -> Rule:
-    """Require `low` or more; None passes."""
+    """Return a rule that accepts `low` or more, and None."""
     return Rule(lambda value, _: value is None or value >= low, text or f"must be at least {low}")
 
 
 def at_most(high: float) -> Rule:
-    """Require `high` or less."""
+    """Return a rule that accepts `high` or less."""
     return Rule(lambda value, _: value <= high, f"must be at most {high}")
 
 
 def within(low: float, high: float) -> Rule:
-    """Require a number between two bounds, both included."""
+    """Return a rule that accepts a range, bounds included."""
     return Rule(lambda value, _: low <= value <= high, f"must be in [{low}, {high}]")
 
 
 def texts(name: str, value: object, most: int | None = None) -> tuple[str, ...]:
-    """Return a list of texts; None is an empty one."""
+    """Return a list of strings; None becomes empty."""
     found = () if value is None else checks.sequence(name, value, "strings", most)
     if any(not isinstance(text, str) for text in found):
         raise UserError(f"{name} must contain only strings, got {checks.shown(list(found))}.", name, value)
@@ -125,14 +124,14 @@ def texts(name: str, value: object, most: int | None = None) -> tuple[str, ...]:
 
 
 def text_or_texts(name: str, value: object) -> tuple[str, ...]:
-    """Return a list of texts; a text is a list of one."""
+    """Return a list of strings; a string becomes a list of one."""
     return texts(name, (value,) if isinstance(value, str) else value)
 
 
 def ids(name: str, value: object, most: int = MAX_IDS) -> tuple[int, ...]:
-    """Return a list of token ids, each once, in the order given; None is an empty one."""
+    """Return unique token ids, in order; None becomes empty."""
     found = () if value is None else checks.sequence(name, value, "integers", most)
-    kinds = set(map(type, found))  # a check of each id against an abstract class takes 2 µs
+    kinds = set(map(type, found))  # checking each id against an abstract class takes 2 µs
     if any(kind is bool or not issubclass(kind, numbers.Integral) for kind in kinds):
         raise UserError(f"{name} must contain only integers, got {checks.shown(list(found))}.", name, value)
     unique: dict[int, None] = dict.fromkeys(found if kinds <= {int} else map(int, found))  # pyright: ignore
@@ -148,6 +147,6 @@ def count(name: str, value: object) -> int:
 
 
 def seed(name: str, value: object) -> int | None:
-    """Return a seed of 64 bits; None for -1."""
+    """Return a 64-bit seed; None for -1."""
     found = checks.integer(name, value, -(2**63), 2**63 - 1)
     return None if found == -1 else found

@@ -1,7 +1,6 @@
-"""What goes into a request besides its prompt: `SamplingParams`, its rules and its defaults.
+"""`SamplingParams`: a request's parameters, with rules and defaults.
 
-Names, defaults, rules and messages are vLLM's where the thing exists there. Standard library only, so that a client can
-import it in milliseconds. Knows no tokenizer, no model (`validate_for_model` is given its sizes) and no scheduler.
+Names, defaults, rules and messages are vLLM's where they exist there. Standard library only.
 """
 
 from __future__ import annotations
@@ -31,37 +30,33 @@ from jaxllm.sampling_fields import (
 )
 from jaxllm.structured_outputs_params import StructuredOutputsParams, read_structured_outputs
 
-MAX_MASKED_STOP_IDS = 32  # stop ids that one request can hold back with min_tokens: columns of the sampling state
-MAX_BIASED_TOKENS = 300  # entries of logit_bias, OpenAI's own bound: columns of the sampling state
-MAX_BAD_WORD_TOKENS = 512  # of all bad_words together, each with and without a space before it: columns as well
-MAX_REPORTED_TOKENS = 128  # logprob_token_ids, vLLM's bound: columns as well
-MAX_PROCESSOR_ARGUMENTS = 8  # numbers for a logits processor: columns as well
-MAX_PROCESSORS = 31  # of an engine: bits of an int32 that is never negative
-MAX_PATTERN_SIZE = 1024  # tokens of a pattern that repetition_detection looks for
-_GREEDY_BELOW = 1e-5  # temperatures under it mean greedy, as in vLLM
-_LEAST_TEMPERATURE = 0.01  # of a request that is not greedy: logits divided by less overflow
-_MOST_SEQUENCES = 16384  # vLLM's default bound of n
-_MOST_NAMED = 8  # keys that an error names
+MAX_MASKED_STOP_IDS = 32  # stop ids masked by min_tokens; a width of the sampling state, as the next four
+MAX_BIASED_TOKENS = 300  # entries of logit_bias, OpenAI's limit
+MAX_BAD_WORD_TOKENS = 512  # tokens of all bad_words, each with and without a leading space
+MAX_REPORTED_TOKENS = 128  # logprob_token_ids, vLLM's limit
+MAX_PROCESSOR_ARGUMENTS = 8  # numbers per logits processor
+MAX_PROCESSORS = 31  # per engine: bits of a non-negative int32
+MAX_PATTERN_SIZE = 1024  # tokens of a repetition_detection pattern
+_GREEDY_BELOW = 1e-5  # lower temperatures are greedy, as in vLLM
+_LEAST_TEMPERATURE = 0.01  # minimum if not greedy: smaller divisors overflow logits
+_MOST_SEQUENCES = 16384  # vLLM's default limit of n
+_MOST_NAMED = 8  # keys named in an error
 
 
 class RequestOutputKind(IntEnum):
-    """What each output of a stream holds."""
+    """Contents of each output of a stream."""
 
     CUMULATIVE = 0  # everything so far
-    DELTA = 1  # what is new
-    FINAL_ONLY = 2  # everything, once the request has ended
+    DELTA = 1  # new tokens
+    FINAL_ONLY = 2  # everything, at the end
 
 
 @dataclass(frozen=True)
 class RepetitionDetectionParams:
-    """When an output counts as repeating itself: its end is one pattern of tokens `min_count` times in a row.
+    """Criteria for repetitive output: it ends in `min_count` copies of one pattern of tokens."""
 
-    Raises:
-        UserError: for a number that is no integer or out of range, or a bad combination.
-    """
-
-    max_pattern_size: int = 0  # tokens of the longest pattern; 0 looks for none
-    min_pattern_size: int = 0  # tokens of the shortest one; 0 means 1
+    max_pattern_size: int = 0  # 0 disables
+    min_pattern_size: int = 0  # 0 means 1
     min_count: int = 0  # at least 2
 
     def __post_init__(self) -> None:
@@ -120,7 +115,7 @@ def _extra_args(name: str, value: object) -> dict[str, tuple[float, ...]] | None
 
 
 def _repetition_detection(name: str, value: object) -> RepetitionDetectionParams | None:
-    """Read the parameters or a mapping of them, as in JSON; return None if they look for no pattern."""
+    """Return parameters from an instance or mapping; None if disabled."""
     if isinstance(value, Mapping):
         known = [own.name for own in fields(RepetitionDetectionParams)]
         for key in value:
@@ -144,7 +139,7 @@ def _output_kind(name: str, value: object) -> RequestOutputKind:
 
 
 def _check_biased(bias: Mapping[object, object]) -> None:
-    """Refuse keys that are no token ids, all at once; JSON's keys are text."""
+    """Refuse invalid token ids, all at once; JSON's keys are text."""
     wrong = [
         token
         for token in bias
@@ -170,19 +165,16 @@ def _logit_bias(name: str, value: object) -> dict[int, float] | None:
         token = checks.integer("logit_bias", int(token) if isinstance(token, str) else token)
         if token in bias:
             raise UserError(f"logit_bias must name a token once, got {token} twice.", "logit_bias", token)
-        # Clamped as vLLM does (SamplingParams.from_optional): OpenAI's range, in which 100 means "always".
+        # Clamped as in vLLM (SamplingParams.from_optional) to OpenAI's range, where 100 means "always".
         bias[token] = min(100.0, max(-100.0, checks.number("logit_bias", number)))
     return bias or None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request's tokens are chosen and when it ends; checked when made, so a value of this type is valid.
+    """Sampling and stopping parameters of a request, validated on creation.
 
-    What vLLM has and jaxllm has not built yet is accepted with its default and otherwise refused by name.
-
-    Raises:
-        UserError: naming the parameter, for an unknown name, a wrong type, a number out of range or a bad combination.
+    vLLM parameters that jaxllm does not support are accepted at their defaults. Invalid ones raise UserError.
     """
 
     n: int = declared(
@@ -283,7 +275,7 @@ class SamplingParams:
         rules=(at_least(-1, "must be non-negative or -1"),),
         grpc="output.",
     )
-    # Tokens to report with their log-probabilities at every position, besides the sampled and the likeliest ones.
+    # Reported at every position, in addition to the sampled and the likeliest tokens.
     logprob_token_ids: Sequence[int] | None = declared(
         None,
         "token id whose log-probability to report for each token (with --json); may be repeated",
@@ -304,8 +296,8 @@ class SamplingParams:
         False, "let the text end with the stop string that ended it", read=checks.flag, grpc="stop.include_stop"
     )
     detokenize: bool = declared(True, read=checks.flag, openai=None, grpc="output.text")  # False: token ids only
-    # Added to a token's logit, clamped to [-100, 100]; stored as a dict of its own, {} as None. Keys may be text, as in
-    # JSON. Left out of the hash, which a dict has none of: equal values still have equal hashes.
+    # Added to logits, clamped to [-100, 100]; stored as a new dict, {} as None. Keys may be strings, as in JSON.
+    # Excluded from the hash, since dicts are unhashable.
     logit_bias: Mapping[int, float] | None = declared(None, read=_logit_bias, grpc="sampling.", hash=False)
     allowed_token_ids: Sequence[int] | None = declared(
         None,
@@ -314,7 +306,7 @@ class SamplingParams:
         read=sampling_fields.ids,
         grpc="sampling.",
     )
-    # Texts whose tokens, with and without a space before them, the output must not hold; stored as a tuple, None is ().
+    # Banned texts, with and without a leading space; None is stored as ().
     bad_words: Sequence[str] = declared(
         (),
         "text that the output must not hold, with or without a space before it; may be repeated",
@@ -322,17 +314,17 @@ class SamplingParams:
         read=partial(sampling_fields.texts, most=MAX_BAD_WORD_TOKENS),
         grpc="sampling.",
     )
-    # Names of the engine's logits processors, each with its numbers; a lone number is one. Left out of the hash.
+    # Arguments of logits processors by name; a single number is a list of one. Excluded from the hash.
     extra_args: Mapping[str, Sequence[float] | float] | None = declared(
         None, read=_extra_args, openai=None, grpc="sampling.", hash=False
     )
-    repetition_detection: RepetitionDetectionParams | None = declared(  # ends an output that repeats itself
+    repetition_detection: RepetitionDetectionParams | None = declared(  # ends repetitive output
         None,
         read=_repetition_detection,
         given="RepetitionDetectionParams | Mapping[str, int]",
         grpc="stop.",
     )
-    structured_outputs: StructuredOutputsParams | None = declared(  # the form of the output
+    structured_outputs: StructuredOutputsParams | None = declared(  # constrains the output
         None,
         read=_structured_outputs,
         given="StructuredOutputsParams | Mapping[str, Any] | type",
@@ -358,12 +350,12 @@ class SamplingParams:
         grpc="sampling.",
     )
     output_kind: RequestOutputKind = declared(RequestOutputKind.CUMULATIVE, read=_output_kind, openai=None)
-    # Tokens between two outputs of a stream; None: the engine's choice.
+    # Tokens between outputs of a stream; None: the engine's choice.
     stream_interval: int | None = declared(
         None, read=_optional_integer, rules=(at_least(1),), grpc="stream.interval_tokens"
     )
 
-    # Not built yet; `__post_init__` gets these in this order. Those that are declared are fields of OpenAI's bodies.
+    # Unsupported; `__post_init__` receives them in this order. Declared ones are fields of OpenAI bodies.
     prompt_logprob_token_ids: InitVar[Sequence[int] | None] = None
     prompt_logprob_start: InitVar[int | None] = None
     flat_logprobs: InitVar[bool] = False
@@ -372,7 +364,7 @@ class SamplingParams:
     trace_decode_token_ids: InitVar[Sequence[int] | None] = None
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
-        """Refuse names that `__init__` would answer with a TypeError, and suggest the nearest one."""
+        """Refuse positional and unknown arguments with a suggestion."""
         if args:
             raise UserError("SamplingParams takes keyword arguments only, as in SamplingParams(temperature=0.8).")
         for name in kwargs:
@@ -397,7 +389,7 @@ class SamplingParams:
             if values["n"] > 1:
                 raise UserError(f"n must be 1 when using greedy sampling, got {values['n']}.", "n", values["n"])
         elif values["temperature"] < _LEAST_TEMPERATURE:
-            warnings.warn(  # without the value: Python keeps every text that it has warned with
+            warnings.warn(  # without the value: Python stores every distinct warning
                 f"temperature is less than {_LEAST_TEMPERATURE} and was raised to it; use 0 for greedy sampling.",
                 stacklevel=3,
             )
@@ -413,10 +405,10 @@ def validate_for_model(
     eos_token_ids: Collection[int] = (),
     processors: Collection[str] = (),
 ) -> None:
-    """Refuse what this model cannot serve: ids outside its vocabulary, too many log-probabilities or masked stop ids.
+    """Refuse what the model cannot serve: ids outside its vocabulary, too many log-probabilities or stop ids.
 
-    `max_logprobs` -1 sets no bound. `eos_token_ids` are the model's own, which `min_tokens` holds back too;
-    `processors` are the names of the engine's logits processors.
+    `max_logprobs` -1 is unlimited. `min_tokens` also masks `eos_token_ids`, the model's; `processors` are the engine's
+    logits processors.
     """
     most = vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size)
     for name, kind, count in (
@@ -458,9 +450,9 @@ def validate_for_model(
 
 
 def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingParams:
-    """Build the defaults of a model's requests from its `generation_config.json`.
+    """Return default parameters from a model's `generation_config.json`.
 
-    As in vLLM (`ModelConfig.get_diff_sampling_param`) `do_sample` has no say: a file without a temperature means 1.0.
+    `do_sample` is ignored, as in vLLM (`ModelConfig.get_diff_sampling_param`): without a temperature, 1.0 applies.
     """
     names = names_in(SamplingParams, MODEL)
     given = {names[key]: value for key, value in generation_config.items() if key in names and value is not None}
@@ -470,13 +462,13 @@ def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingPar
         raise UserError(f"generation_config.json: {error}", error.parameter, error.value) from error
 
 
-# Of every field: name, declaration, whether None is taken as it is.
+# Per field: name, declaration, whether None is accepted.
 _DECLARED = [(own.name, declaration_of(own), own.default is None) for own in fields(SamplingParams)]
 _RULES = [(name, rule) for name, own, _ in _DECLARED for rule in own.rules]
 
 
 def _normalized(given: dict[str, Any]) -> dict[str, Any]:
-    """Bring every value to its one type and form, or refuse it; ranges are left to `_check_ranges`."""
+    """Validate and normalize types; ranges are left to `_check_ranges`."""
     return {
         name: None if is_optional and given[name] is None else declaration.read(name, given[name])
         for name, declaration, is_optional in _DECLARED
@@ -484,7 +476,7 @@ def _normalized(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_ranges(values: dict[str, Any]) -> None:
-    """Refuse numbers out of range, in vLLM's words and order."""
+    """Refuse values out of range, with vLLM's messages in vLLM's order."""
     for name, rule in _RULES:
         if not rule.holds(values[name], values):
             raise UserError(f"{name} {rule.text.format_map(values)}, got {values[name]}.", name, values[name])

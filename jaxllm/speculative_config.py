@@ -1,4 +1,4 @@
-"""How an engine drafts tokens, by vLLM's names: a frozen dataclass, validated when it is made. Knows no model."""
+"""Settings of speculative decoding, with vLLM's names; validated on creation."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any, Literal, get_args
 from jaxllm.errors import UserError
 
 Method = Literal["ngram", "draft_model", "eagle3"]
-MAX_DRAFTS = 16  # of a row
-MAX_MATCH = 16  # tokens
-_DEFAULT_MATCH = 5  # tokens, vLLM's
+MAX_DRAFTS = 16  # per row
+MAX_MATCH = 16
+_DEFAULT_MATCH = 5  # vLLM's, tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """What drafts, and how much. Outputs are those without drafts, whatever it is."""
+    """The draft method and its size. Outputs do not depend on it."""
 
     method: Method
-    num_speculative_tokens: int  # drafts of a row at most; how many are verified follows from how many were kept
-    model: str | None = None  # folder or hub id of the draft model or of the EAGLE-3 head
-    prompt_lookup_min: int = _DEFAULT_MATCH  # of ngram: the fewest last tokens that must have come before …
-    prompt_lookup_max: int = _DEFAULT_MATCH  # … and the most that are compared
+    num_speculative_tokens: int  # maximum per row; the number verified adapts to acceptance
+    model: str | None = None  # folder or hub id of a draft model or EAGLE-3 head
+    prompt_lookup_min: int = _DEFAULT_MATCH  # ngram: fewest trailing tokens to match
+    prompt_lookup_max: int = _DEFAULT_MATCH  # ngram: most trailing tokens to match
 
     def __post_init__(self) -> None:
         if self.method not in get_args(Method):
@@ -46,14 +46,14 @@ class SpeculativeConfig:
 
 
 def read(given: object) -> SpeculativeConfig:
-    """Read a table of settings, as a JSON object holds them; what is wrong with it is a UserError."""
+    """Return settings from an object as in JSON; raise UserError if invalid."""
     if isinstance(given, SpeculativeConfig):
         return given
     if not isinstance(given, Mapping):
         raise _error(f"it must be an object, got {given!r:.80}")
     table: dict[str, Any] = {str(name): value for name, value in given.items() if value is not None}
-    table.pop("draft_tensor_parallel_size", None)  # a draft lies on the devices that its model lies on
-    if table.get("model") in ("ngram", "[ngram]"):  # vLLM's other way to say it
+    table.pop("draft_tensor_parallel_size", None)  # drafts run on the model's devices
+    if table.get("model") in ("ngram", "[ngram]"):  # vLLM's alternative spelling
         table.setdefault("method", table.pop("model"))
         table["method"] = table["method"].strip("[]")
     names = [field.name for field in fields(SpeculativeConfig)]

@@ -1,7 +1,6 @@
-"""What an output must look like: `StructuredOutputsParams`, a part of `SamplingParams`.
+"""`StructuredOutputsParams`: the constraint in `SamplingParams`.
 
-Names, defaults and messages are vLLM's. Standard library only. Whether a grammar can be followed is not known here:
-`jaxllm.structured_output` compiles it.
+Names, defaults and messages are vLLM's. Standard library only; `jaxllm.structured_output` compiles constraints.
 """
 
 from __future__ import annotations
@@ -14,36 +13,34 @@ from typing import Any
 from jaxllm import checks
 from jaxllm.errors import UnsupportedError, UserError
 
-MAX_CHARS = 2**18  # of a schema, an expression or a grammar
-MAX_DEPTH = 64  # of a schema: objects and lists inside of each other
-SERVERS = ("begin_after", "may_open_with", "or_grammar", "or_grammar_after")  # fields that no client sets
+MAX_CHARS = 2**18  # of a schema, expression or grammar
+MAX_DEPTH = 64  # nesting of a schema
+SERVERS = ("begin_after", "may_open_with", "or_grammar", "or_grammar_after")  # fields that clients cannot set
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _NAME = "structured_outputs"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    """One constraint that an output obeys, and how its JSON may be written; checked when made.
+    """One constraint of an output, and JSON formatting options; validated on creation.
 
-    Raises:
-        UserError: for a wrong type, something too large, or not exactly one constraint.
-        UnsupportedError: for structural_tag.
+    Raises UserError if invalid, or unless exactly one constraint is given; UnsupportedError for structural_tag.
     """
 
-    json: Any = None  # a JSON schema: a mapping, its text, or a pydantic class. Stored as text
-    regex: str | None = None  # that the whole output matches
-    choice: tuple[str, ...] | None = None  # the output is one of these texts
-    grammar: str | None = None  # in Lark's notation or in EBNF as llama.cpp writes it, whose first rule is the output
-    json_object: bool | None = None  # any JSON object
-    disable_any_whitespace: bool = False  # compact JSON; llguidance writes it in the fewest tokens
-    disable_additional_properties: bool = False  # an object has only the properties that its schema names
-    whitespace_pattern: str | None = None  # an expression for the whitespace between JSON's parts; None: 1 to 8
-    structural_tag: str | None = None  # not built
-    # The constraint starts after this text (or the first of several), such as "</think>"; None: at the first token.
+    json: Any = None  # JSON schema: mapping, text, or pydantic class; stored as text
+    regex: str | None = None  # matches the whole output
+    choice: tuple[str, ...] | None = None  # alternatives for the whole output
+    grammar: str | None = None  # Lark notation, or llama.cpp's EBNF, beginning with its first rule
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False  # compact JSON
+    disable_additional_properties: bool = False  # only properties that the schema names
+    whitespace_pattern: str | None = None  # expression for whitespace between JSON's parts; None: 1 to 8
+    structural_tag: str | None = None
+    # The constraint begins after this text (or the first of several), e.g. "</think>"; None: at the first token.
     begin_after: str | tuple[str, ...] | None = None
-    # With `begin_after`: texts that an unconstrained part begins with; any other output is constrained at once.
+    # Requires `begin_after`: prefixes of an unconstrained part; other outputs are constrained at once.
     may_open_with: tuple[str, ...] = ()
-    # An alternative to the constraint in Lark's notation, and alternatives that start after a text: tool calls.
+    # Alternatives to the constraint in Lark notation, e.g. tool calls; the second kind begin after a text.
     or_grammar: str | None = None
     or_grammar_after: tuple[tuple[str, str], ...] = ()
 
@@ -81,7 +78,7 @@ class StructuredOutputsParams:
         return texts if isinstance(texts, tuple) else (texts,)
 
     def alone(self) -> StructuredOutputsParams:
-        """Return the constraint without alternatives and without an unconstrained part."""
+        """Return the constraint without alternatives and unconstrained part."""
         return replace(self, begin_after=None, may_open_with=(), or_grammar=None, or_grammar_after=())
 
     def _check_pairs(self) -> None:
@@ -98,12 +95,12 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """The name of the constraint, one of KINDS."""
+        """Return the name of the constraint, one of KINDS."""
         return next(kind for kind in KINDS if getattr(self, kind) is not None)
 
 
 def read_structured_outputs(value: object) -> StructuredOutputsParams | None:
-    """Read what may be a mapping, as in JSON."""
+    """Return parameters, given as such or as a mapping."""
     if isinstance(value, Mapping):
         known = [own.name for own in fields(StructuredOutputsParams)]
         for name in value:
@@ -119,7 +116,6 @@ def read_structured_outputs(value: object) -> StructuredOutputsParams | None:
 
 
 def _checked(check: Callable[..., Any], name: str, *value: Any) -> Any:
-    """Check a value, and blame the parameter that it is a part of."""
     try:
         return check(name, *value)
     except UserError as error:
@@ -138,9 +134,8 @@ def _check_text(name: str, value: object) -> None:
 
 
 def _schema_text(schema: object) -> str:
-    """Write a schema as JSON; refuse what is none, or nested too deeply."""
     make_schema = getattr(schema, "model_json_schema", None) or getattr(schema, "json_schema", None)
-    if callable(make_schema):  # a pydantic class, or a TypeAdapter
+    if callable(make_schema):  # pydantic class or TypeAdapter
         schema = make_schema()
     try:
         if isinstance(schema, str):
@@ -159,11 +154,7 @@ def _schema_text(schema: object) -> str:
 
 
 def check_size(schema: object) -> None:
-    """Refuse a schema that is nested too deeply or too long, without writing it as JSON.
-
-    Raises:
-        UserError: naming `structured_outputs`.
-    """
+    """Refuse a schema that is too deep or too long, without serializing it."""
     level, left = [schema], MAX_CHARS
     for _ in range(MAX_DEPTH + 1):
         parents = [each for each in level if isinstance(each, Mapping | list | tuple)]

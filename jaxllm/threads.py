@@ -1,17 +1,17 @@
-"""Threads with a large stack, for what recurses deeply: compiling programs and grammars. Standard library only."""
+"""Threads with a large stack, for compiling programs and grammars. Standard library only."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 
-STACK_BYTES = 64 << 20  # deep models overflow the usual 8 MiB, and systems differ
+STACK_BYTES = 64 << 20  # deep models overflow the usual 8 MiB
 _starting = threading.Lock()
 
 
 def start_thread(work: Callable[[], None], name: str) -> threading.Thread:
-    """Start a thread whose stack is large enough to compile on."""
-    with _starting:  # the size is the interpreter's, for all threads that begin
+    """Start a daemon thread with a stack large enough for compiling."""
+    with _starting:  # stack_size applies to all new threads
         before = threading.stack_size(STACK_BYTES)
         try:
             thread = threading.Thread(target=work, name=name, daemon=True)

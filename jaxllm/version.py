@@ -1,3 +1,3 @@
-"""The version, in a module of its own that any room can import."""
+"""The version, importable from any room."""
 
 __version__ = "0.1.0"

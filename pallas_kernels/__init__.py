@@ -1,7 +1,7 @@
-"""Kernels for serving language models: paged attention and its cache, products, experts, and the choice of tokens.
+"""Kernels for serving language models with JAX: paged attention and its cache, products, experts, sampling.
 
-Imports jax and numpy, never jaxllm. Every operation takes `implementation`; None picks the best one for the platform
-that the program is compiled for. An engine asks `resolve` once, and names what that says from then on.
+Every operation takes `implementation`; None selects the best for the platform of compilation. An engine calls `resolve`
+once and passes its result.
 """
 
 from pallas_kernels.api import (

@@ -1,4 +1,4 @@
-"""The nonlinearities of feed-forwards, plain and gated; in Triton's language they are in `triton_activations.py`."""
+"""Activations of feed-forwards, plain and gated; `triton_activations.py` has them for Triton."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 
 
 def activate(x: Array, kind: Activation) -> Array:
-    """Apply a nonlinearity elementwise."""
+    """Apply an activation elementwise."""
     functions = {
         "silu": jax.nn.silu,
         "gelu": partial(jax.nn.gelu, approximate=False),
@@ -25,9 +25,9 @@ def activate(x: Array, kind: Activation) -> Array:
 
 
 def gated(inner: Array, kind: Activation, clamp: float | None = None, slope: float = 1.702) -> Array:
-    """Multiply the activation of the first half of the last axis with the second half: [..., 2 F] to [..., F].
+    """Return activation(first half) times second half of the last axis: [..., 2 F] to [..., F].
 
-    With a `clamp` c, gates g and others u give g · σ(`slope` · g) · (u + 1), of g at most c, u from -c to c (gpt-oss).
+    With a `clamp` c: g · σ(`slope` · g) · (u + 1), gates g at most c, others u in [-c, c] (gpt-oss).
     """
     gate, up = jnp.split(inner, 2, axis=-1)
     if clamp is None:

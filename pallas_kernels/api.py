@@ -1,15 +1,13 @@
-"""The public operations: what they mean, and which implementation runs.
+"""The public operations, dispatched to implementations.
 
-A layer's cache is two arrays [N, K, P, C]: N blocks in the pool, K key-value heads, P tokens per block, C head size (V
-that of the values). Where each value is the beginning of its key, as in latent attention, there is one array only.
-Layout, writing and attention are owned together here. Scores, softmax and accumulation are float32.
+A layer's cache is two arrays [N, K, P, C]: N blocks, K KV heads, P tokens per block, C head size (V for values). In
+latent attention values are prefixes of keys, and only one array exists. Scores, softmax and accumulation are float32.
 
-A cache of int8 or of 8-bit floats has scales beside it, [N, K, P] float32: a stored vector stands for itself times its
-scale. Others have none. A cache of bytes, uint8, holds the bits of 8-bit floats, whose type is then given as `float8`:
-for XLA's CPU back end, which moves bytes, but converts a whole array of 8-bit floats to take or store a few of them.
+Caches of int8 or 8-bit floats have scales, float32 [N, K, P], that multiply stored vectors. Caches of uint8 hold the
+bits of the type `float8`, for XLA's CPU back end, which would convert a whole 8-bit float array to access a few
+elements.
 
-Apart from those, `sample` chooses tokens from logits. R rows of a batch, V vocabulary. `fused_topk` and
-`fused_experts` are the feed-forward of a mixture of experts: E experts of width F, n of them for each token.
+Further letters: R rows, V vocabulary in `sample`; T tokens, E experts of width F, n per token.
 """
 
 from __future__ import annotations
@@ -32,27 +30,27 @@ from pallas_kernels.linear.numbers import PACKED, Kind
 from pallas_kernels.sampling.xla import MOST_TOKENS
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
-SCALED = ("int8", *FLOAT8, "uint8")  # types of caches with scales
+SCALED = ("int8", *FLOAT8, "uint8")  # cache types with scales
 
 
-# `with linear_by(choice):` names the implementation of products that are traced inside, of those that it can do; the
-# others, as of a head that is not quantized, stay with XLA. Part of the key under which JAX keeps what it has traced.
+# `with linear_by(choice):` selects the implementation of the products traced inside, where it supports them; XLA does
+# the others. Part of JAX's trace cache key.
 linear_by = jax.make_user_context(default_value=None)
 
-# Likewise of the choice of experts, and of their products.
+# Likewise for expert selection, and the experts' products.
 fused_topk_by, fused_experts_by = (jax.make_user_context(default_value=None) for _ in range(2))
 
 
 class Norm(NamedTuple):
-    """A norm by the root mean square: each number of a row over that, times its gain."""
+    """RMS norm."""
 
     gain: Float[Array, " D"]
     eps: float  # added to the mean square
-    is_plus_one: bool = False  # `gain` is the distance from one
+    is_plus_one: bool = False  # `gain` is stored minus one
 
 
 class Written(NamedTuple):
-    """What `write_kv` returns: queries that are rotated, and the caches with what is new."""
+    """Results of `write_kv`: rotated queries and updated caches."""
 
     q: Float[Array, "T H C"]
     k_cache: Num[Array, "N K P C"]
@@ -75,16 +73,15 @@ def write_kv(
     float8: str | None = None,
     implementation: str | Choice | None = None,
 ) -> Written:
-    """Rotate queries and keys, store keys and values at (blocks [T], offsets [T]), in place where caches are donated.
+    """Rotate queries and keys, and store keys and values at (blocks [T], offsets [T]), in place if donated.
 
-    `qkv` [T, A, C] holds each token's heads: those of queries, K of keys, K of values (none without a `v_cache`).
-    `turn` are cosine and sine of the angles of F pairs, float32, the same for all heads: coordinates i and F + i of the
-    first 2 F make a pair, or 2 i and 2 i + 1 where `is_interleaved`, of which the first ones come first in the result;
-    None: nothing is rotated. Rotated in float32, rounded to the type of `qkv`, then to the cache's.
+    `qkv` [T, A, C] holds each token's query heads, K key heads, and K value heads (none without `v_cache`). `turn` is
+    cosine and sine, float32, of F pairs' angles: coordinates i and F + i of the first 2 F, or 2 i and 2 i + 1 if
+    `is_interleaved`, which places first coordinates before second ones. Rotated in float32, rounded to the type of
+    `qkv`, then to the cache's. With scales, vectors with NaN are stored as unspecified values.
 
-    What a vector with NaN is stored as, where there are scales, is not said.
-    A token whose block is N or more is not stored. No block or offset may be negative: JAX counts those from the end.
-    No two tokens may name the same place, not even one that is not stored.
+    Tokens with a block >= N are not stored. Blocks and offsets must not be negative; positions must be unique, even
+    those not stored.
     """
     _check_scales(k_cache, v_cache, k_scales, v_scales, float8)
     heads = qkv.shape[1] - k_cache.shape[1] * (1 if v_cache is None else 2)
@@ -106,10 +103,9 @@ def copy_blocks(
     sources: Int[Array, " X"],
     targets: Int[Array, " X"],
 ) -> tuple[Num[Array, "N ..."], Num[Array, "N ..."] | None]:
-    """Copy blocks `sources` [X] of the caches to `targets` [X] (copy on write), in place where caches are donated.
+    """Copy blocks `sources` [X] of the caches to `targets` [X], in place if donated.
 
-    Scales are copied as caches are, by a call of their own. A target of N or more is not written. No two targets may be
-    equal, and no target may be another's source.
+    Copy scales with a separate call. Targets >= N are not written. Targets must be unique, and not another's source.
     """
     return kv_cache.copy_blocks(k_cache, v_cache, sources, targets)
 
@@ -132,16 +128,15 @@ def paged_decode(
     batch_invariant: bool = False,
     implementation: str | Choice | None = None,
 ) -> Float[Array, "B H V"]:
-    """Attend with one query per sequence, q [B, H, C], over its cached keys: [B, H, V] in q's type.
+    """Attend with one query per sequence, q [B, H, C]: [B, H, V] in q's type.
 
-    Row b sits at position `lengths[b] - 1` and sees the positions up to its own (within `window` of them, itself
-    included); its key at position p is in block `tables[b, p // P]` at offset p % P. A row of length 0 gives zeros.
-    Table entries behind the length may be any block; what lies there, NaN included, is not seen.
-    `scale` multiplies the scores, then `softcap` bounds them; `sinks` [H] are logits that take part in the softmax
-    and carry no value (gpt-oss). Without a `v_cache`, a value is the first `value_size` coordinates of its key (and the
-    two are not given both: a ValueError). `batch_invariant`: the bits of a row's result depend on no other row, which
-    most implementations hold to in any case. `implementation` None picks by platform; an unknown name is a ValueError,
-    and so is one that cannot do this here.
+    Row b is at position `lengths[b] - 1` and attends up to it (the last `window`, including itself); position p is in
+    block `tables[b, p // P]` at offset p % P. Rows of length 0 return zeros. Table entries beyond the length, and their
+    contents, even NaN, are ignored.
+
+    `scale` multiplies scores, then `softcap` bounds them; `sinks` [H] are logits in the softmax without values
+    (gpt-oss). Without `v_cache`, values are the first `value_size` coordinates of keys. `batch_invariant`: a row's bits
+    do not depend on other rows. Raises ValueError for an unknown or unsupported `implementation`.
     """
     _check_heads(q, k_cache, v_cache, value_size)
     _check_scales(k_cache, v_cache, k_scales, v_scales, float8)
@@ -183,12 +178,11 @@ def paged_prefill(
     float8: str | None = None,
     implementation: str | Choice | None = None,
 ) -> Float[Array, "T H V"]:
-    """Attend with a ragged run of queries, q [T, H, C], over cached keys, causally: [T, H, V] in q's type.
+    """Causal attention of ragged queries, q [T, H, C], over cached keys: [T, H, V] in q's type.
 
-    Tile y is `tile_length[y]` (at most `tile`) consecutive queries of one sequence: those from `tile_start[y]` on,
-    the first at position `tile_position[y]`, with keys (their own included, already stored) in the blocks
-    `tables[y]`. A query sees the positions up to its own. Tiles must not overlap; a tile of length 0 is padding;
-    queries in no tile give zeros. Otherwise as `paged_decode`.
+    Tile y is `tile_length[y]` (at most `tile`) consecutive queries of a sequence from `tile_start[y]`, the first at
+    position `tile_position[y]`; their keys are already stored in blocks `tables[y]`. Tiles must not overlap; length 0
+    is padding; queries outside tiles return zeros. Otherwise as `paged_decode`.
     """
     _check_heads(q, k_cache, v_cache, value_size)
     _check_scales(k_cache, v_cache, k_scales, v_scales, float8)
@@ -221,18 +215,17 @@ def sample(
     *,
     implementation: str | Choice | None = None,
 ) -> tuple[Int[Array, " R"], Bool[Array, " R"]]:
-    """Choose a token for each row of `logits`, float32, and say which rows hold neither infinity nor NaN.
+    """Sample a token per row of float32 `logits`; also return whether each row is free of inf and NaN.
 
-    A row of temperature 0, and each where there is none, gets its likeliest token, the lowest id among equals. Another
-    gets the largest sum of its logit over the temperature and Gumbel noise, which draws from the softmax. The noise of
-    a token is a function of the row's key (of threefry2x32), its position and the token's id.
+    At temperature 0, or without temperatures, the argmax, lowest id on ties. Otherwise the argmax of logit /
+    temperature plus Gumbel noise, which depends on the row's key (threefry2x32), its position and the token id.
 
-    Before that, filters one after another leave the tokens whose probability is at least `min_p` times the largest (0:
-    off), the `top_k` largest (0, or V and more: off), and of those left the largest that together have `top_p` of what
-    they all have (1: off); tokens equal to the last one left are left too. None is off for all rows.
+    Filters, in order: `min_p` keeps tokens with at least that share of the largest probability (0: off); `top_k` the
+    largest (0 or >= V: off); `top_p` the largest of the rest with that share of their total (1: off). Ties with the
+    last token are kept.
 
-    A token that is impossible has minus infinity. Where there is NaN or infinity, any token may come out.
-    Implementations may differ where two sums, or a sum and a limit, differ in the last bits of float32.
+    Banned tokens have -inf. With NaN or inf, any token may be returned. Implementations may differ where sums differ in
+    the last bits.
     """
     if logits.dtype != jnp.float32:
         raise ValueError(f"logits must be float32, not {logits.dtype}")
@@ -258,17 +251,16 @@ def linear(
     rounds: bool = False,
     implementation: str | Choice | None = None,
 ) -> Float[Array, "T O"]:
-    """Multiply the rows `x` [T, D] with a weight of O rows and D columns: [T, O] in float32, in which sums are made.
+    """Return `x` [T, D] times a weight of O rows and D columns: float32 [T, O].
 
-    `kind` says what the weight's numbers are: "float" as they are in `weight` [O, D]; of the others each is a number,
-    less its zero in `zeros` where there are some, times its scale: "int8" and "float8" (e4m3) [O, D]; "int4" (of -8 to
-    7, stored with 8 added) and "float4" (e2m1) two to a byte, [O, D / 2], the even column's in the lower half. G groups
-    of as many neighbouring columns each have a scale for every row. Such a number may be rounded to the type of `x`.
+    `kind` is the weight's number type: "float" [O, D]; others are multiplied with `scales`, after subtraction of
+    `zeros` if given: "int8" and "float8" (e4m3) [O, D]; "int4" (-8 to 7, stored plus 8) and "float4" (e2m1) two per
+    byte, [O, D / 2], even column in the low half. Each of G groups of adjacent columns has a scale per row. Dequantized
+    numbers may be rounded to the type of `x`.
 
-    With `rounds_rows`, for "int8" of one group without zeros, each row of `x` is rounded to 8 bits as well: products
-    are summed as integers, exactly up to 133,000 columns, and the scales of row and weight multiply the sum.
-    With `rounds`, for "float" alone, XLA's product rounds each sum once, to the type of `x`, and writes that.
-    `implementation` None takes what `linear_by` says, where that can do it, or else XLA's own products.
+    `rounds_rows` ("int8", one group, no zeros) rounds rows of `x` to 8 bits too: integer sums, exact up to 133,000
+    columns, times both scales. `rounds` ("float") rounds each sum once, to the type of `x`. `implementation` None is
+    that of `linear_by` if supported, else XLA.
     """
     columns = weight.shape[1] * (2 if kind in PACKED else 1)
     if x.shape[1] != columns:
@@ -299,11 +291,10 @@ def fused_linear(
     activation: Activation | None = None,
     implementation: str | Choice | None = None,
 ) -> Float[Array, "T O"]:
-    """Multiply the rows `x` [T, D], normed where there is a `norm`, with a weight of floats: [T, O] in the type of `x`.
+    """Multiply `x` [T, D], normalized if `norm` is given, with a float weight: [T, O] in the type of `x`.
 
-    Then add a `bias`. With an `activation` the weight is two, of O rows each, and the activation of the first product
-    times the second is the result; otherwise it has O rows. A `residual` is added last. Sums are float32;
-    implementations may round to the type of `x` in other places.
+    Then add `bias`. With an `activation` the weight stacks two matrices of O rows: activation(first product) times
+    second product. `residual` is added last. Sums are float32; other roundings may differ.
     """
     outputs = len(weight) // (1 if activation is None else 2)
     if x.shape[1] != weight.shape[1]:
@@ -336,11 +327,10 @@ def fused_topk(
     scale: float = 1.0,
     implementation: str | Choice | None = None,
 ) -> tuple[Int[Array, "T n"], Float[Array, "T n"]]:
-    """Choose the `per_token` experts of each token that a router scored highest: their numbers and weights, [T, n].
+    """Return the `per_token` best-scored experts of each token and their weights, both [T, n].
 
-    Weights are the softmax or sigmoid of a token's `scores` [T, E], float32, those of the chosen divided by their sum
-    where `is_normalised`, times `scale`. A `bias` [E], float32, counts in the choice and not in weights. Of equals the
-    lowest is chosen first; NaN is above all.
+    Weights are softmax or sigmoid of `scores` [T, E], float32, normalized over the chosen if `is_normalised`, times
+    `scale`. `bias` [E], float32, affects the choice only. Ties: lowest first; NaN is largest.
     """
     if not 1 <= per_token <= scores.shape[1]:
         raise ValueError(f"{per_token} of {scores.shape[1]} experts cannot be chosen")
@@ -362,12 +352,11 @@ def fused_experts(
     clamp_slope: float = 1.702,
     implementation: str | Choice | None = None,
 ) -> Float[Array, "T D"]:
-    """Multiply each token of `x` [T, D] with the n experts that it chose, and weigh and sum the results: float32.
+    """Return the weighted sum of each token's experts for `x` [T, D]: float32.
 
-    `chosen` [T, n] are numbers below E, and `gates` [T, n] their weights. Of an expert, `up` has 2 F rows: the
-    activation of the first F products multiplies the others; `down` has D. Each has a bias where there is one. With a
-    `clamp` c the F numbers are instead g · σ(`clamp_slope` · g) · (u + 1), of g at most c and u from -c to c (gpt-oss).
-    They are rounded to the type of `x`, sums are float32. Each result may be rounded to that type once it is weighed.
+    `chosen` [T, n] are indices below E, `gates` [T, n] weights. `up` has 2 F rows: activation(first F products) times
+    the others; `down` has D. With a `clamp` c: g · σ(`clamp_slope` · g) · (u + 1), g at most c, u in [-c, c] (gpt-oss).
+    Intermediates, and possibly weighted results, are rounded to the type of `x`.
     """
     if up.shape[0] != down.shape[0] or up.shape[1] != 2 * down.shape[2]:
         raise ValueError(f"experts {up.shape} and {down.shape} do not fit: 2 F rows of D, and D rows of F")
@@ -379,9 +368,9 @@ def fused_experts(
 
 
 def _product_by(site: Site) -> str | Choice:
-    """Return what `linear_by` says, or "xla" where that cannot do a product.
+    """Return the choice of `linear_by`, or "xla" if that does not support a product.
 
-    Programs for a GPU are compiled where there is none, too: what was chosen says where it will run.
+    The choice's capability, not this machine's devices, determines the platform.
     """
     chosen: Choice | None = linear_by.value
     if chosen is None:
@@ -403,7 +392,7 @@ def _dispatch(
         if isinstance(chosen, str):
             chosen = choice.resolve(operation, _here(site), chosen)
         return _run(operation, chosen, static, arrays)
-    # The default backend may not be where this program will run; the lowering knows, and keeps one branch.
+    # The program may not run on the default backend; lowering keeps one branch.
     return lax.platform_dependent(
         *arrays,
         cpu=lambda *operands: _run(operation, choice.resolve(operation, _on(site, "cpu")), static, operands),
@@ -444,7 +433,6 @@ def _check_scales(
 
 
 def _site(q: Array, k_cache: Array, heads: int, value_size: int | None, softcap: float | None = None) -> Site:
-    """Describe arrays; where they are is not known yet."""
     return Site(
         platform="",
         dtype=str(q.dtype),
@@ -459,7 +447,6 @@ def _site(q: Array, k_cache: Array, heads: int, value_size: int | None, softcap:
 
 
 def _here(site: Site) -> Site:
-    """Put a site on this process's first device."""
     device = jax.devices()[0]
     return _on(site, device.platform, capability_of(device))
 

@@ -1,8 +1,4 @@
-"""Which implementation of an operation runs where: what each can do, and which one is the default.
-
-Decided once per engine, before anything is compiled. Knows no kernel: their modules are imported when they are chosen,
-so that Triton is not needed without a GPU.
-"""
+"""Capabilities and defaults of implementations; chosen once per engine, before compilation."""
 
 from __future__ import annotations
 
@@ -16,8 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# The module of each operation's implementations, the reference first. A module has a function named after the
-# operation and, unless it can do everything, `refusal(operation, site)`.
+# Module of each implementation, reference first. A module has a function named as the operation and, unless it supports
+# everything, `refusal(operation, site)`.
 MODULES: dict[str, dict[str, str]] = {
     "write_kv": {"xla": "kv_cache.xla", "pallas": "kv_cache.pallas", "triton": "kv_cache.triton_kernels"},
     "paged_decode": {
@@ -39,53 +35,53 @@ MODULES: dict[str, dict[str, str]] = {
     "fused_topk": {"xla": "experts.xla", "triton": "experts.triton_kernels"},
     "fused_experts": {"xla": "experts.xla", "triton": "experts.triton_kernels"},
 }
-COMPILED = ("triton", "flashinfer")  # whose functions are told the capability, since they compile when they are traced
-OLDEST_TRITON = (3, 6)  # whose kernels take what JAX gives them
-# By platform, the best first; the reference, which can do everything, stands behind them all.
+COMPILED = ("triton", "flashinfer")  # take the capability, since they compile when traced
+OLDEST_TRITON = (3, 6)  # older ones do not accept JAX's buffers
+# By platform, best first; the reference is the fallback.
 PREFERRED: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": {"linear": ("native",), "paged_decode": ("native", "xla_lanes"), "paged_prefill": ("native",)},
     "gpu": {operation: ("triton",) for operation in MODULES},
 }
-# Operations whose implementation depends on a program's number of tokens, and the upper bounds of the ranges. Above the
-# last bound the reference runs.
+# Operations whose implementation depends on a program's number of tokens, with the ranges' upper bounds; above, the
+# reference runs.
 SIZES: dict[str, tuple[int, ...]] = {"fused_linear": (2, 16, 32, 64)}
-# What was faster than those, by `deciding` facts; `python -m tests.gpu_check` measures it and writes the table.
+# Faster implementations by `deciding` facts, measured by `python -m tests.gpu_check`.
 FASTEST = Path(__file__).with_name("fastest.json")
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where an operation will run, and on what; sizes are those of one shard."""
+    """The platform and arguments of an operation; sizes are of one shard."""
 
-    platform: str  # as JAX names it: "cpu", "gpu"
+    platform: str  # JAX's name: "cpu", "gpu"
     capability: int | None = None  # of an NVIDIA GPU: 90 for 9.0
-    dtype: str = "float32"  # of queries, and of keys and values before they are stored
+    dtype: str = "float32"  # of queries, keys and values before storage
     cache_dtype: str = "float32"
-    heads: int = 1  # of queries
+    heads: int = 1
     kv_heads: int = 1
     head_size: int = 64
-    value_size: int | None = None  # of values that are the beginning of their keys; None where they are their own
+    value_size: int | None = None  # if values are prefixes of keys
     block_tokens: int = 16
-    has_softcap: bool = False  # whether scores are bounded
+    has_softcap: bool = False
     shards: int = 1  # of the vocabulary
-    kind: str = "float"  # of a weight's numbers
-    rounds_rows: bool = False  # that it is multiplied with
-    is_deterministic: bool = False  # bits of a token must not depend on what else is computed
-    tokens: int = 0  # a program's tokens, for operations in SIZES
+    kind: str = "float"  # of weights
+    rounds_rows: bool = False  # rows are rounded too
+    is_deterministic: bool = False  # a token's bits must not depend on others
+    tokens: int = 0  # in the program, for operations in SIZES
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An implementation that was chosen, with what it must know of where it will run."""
+    """A chosen implementation, and the properties of its site that it needs."""
 
     name: str
     capability: int | None = None
-    reason: str = ""  # why it is not the one that would be best
-    is_deterministic: bool = False  # as of `Site`
-    sizes: tuple[tuple[int, str], ...] = ()  # for operations in SIZES: most tokens, and the implementation up to there
+    reason: str = ""  # why a preferred one is not used
+    is_deterministic: bool = False
+    sizes: tuple[tuple[int, str], ...] = ()  # for operations in SIZES: most tokens, and implementation
 
     def of(self, tokens: int) -> Choice:
-        """Return the choice for a program with this number of tokens."""
+        """Return the choice for a number of tokens."""
         if not self.sizes:
             return self
         name = next((name for most, name in self.sizes if tokens <= most), "xla")
@@ -99,20 +95,20 @@ class Choice:
 
 
 def capability_of(device: Any) -> int | None:
-    """Return the compute capability of a JAX device, 90 for 9.0; None where it has none."""
+    """Return a JAX device's compute capability, 90 for 9.0; None if it has no capability."""
     text = str(getattr(device, "compute_capability", None) or "").replace(".", "")
     return int(text) if text.isdigit() else None
 
 
 def implementations(operation: str) -> tuple[str, ...]:
-    """Name the implementations of an operation, the reference first; an unknown operation is a ValueError."""
+    """Return an operation's implementations, reference first; raise ValueError if unknown."""
     if operation not in MODULES:
         raise ValueError(f"{operation!r} is not one of {', '.join(MODULES)}")
     return tuple(MODULES[operation])
 
 
 def module(operation: str, name: str) -> ModuleType:
-    """Import the module that has an implementation; an unknown name is a ValueError."""
+    """Import an implementation's module; raise ValueError if unknown."""
     known = implementations(operation)
     if name not in known:
         raise ValueError(f"{operation} has no implementation {name!r}; it has {', '.join(known)}")
@@ -120,7 +116,7 @@ def module(operation: str, name: str) -> ModuleType:
 
 
 def refusal(operation: str, name: str, site: Site) -> str | None:
-    """Say why an implementation cannot do an operation there; None where it can."""
+    """Return why an implementation does not support an operation at a site; None if it does."""
     if name == "triton":
         if importlib.util.find_spec("triton") is None:
             return "the package triton is not installed"
@@ -132,7 +128,7 @@ def refusal(operation: str, name: str, site: Site) -> str | None:
 
 
 def deciding(operation: str, site: Site) -> dict[str, Any]:
-    """Return the facts by which a row of the table of `FASTEST` is found."""
+    """Return the key of a site in `FASTEST`."""
     if operation in SIZES:
         own = {"operation": operation, "capability": site.capability, "dtype": site.dtype}
         return own | {"tokens": next((most for most in SIZES[operation] if site.tokens <= most), None)}
@@ -149,21 +145,20 @@ def deciding(operation: str, site: Site) -> dict[str, Any]:
 
 @functools.cache
 def fastest() -> list[dict[str, Any]]:
-    """Read what was measured: rows of deciding facts, the implementation that was fastest, and how it was measured."""
+    """Return the measured rows of `FASTEST`."""
     return json.loads(FASTEST.read_text())
 
 
 def _preferred(operation: str, site: Site) -> tuple[str, ...]:
-    """Name implementations, the best first."""
     facts = deciding(operation, site)
     measured = [row["fastest"] for row in fastest() if facts.items() <= row.items()] if site.platform == "gpu" else []
     return (*measured, *PREFERRED.get(site.platform, {}).get(operation, ()))
 
 
 def resolve(operation: str, site: Site, name: str | None = None) -> Choice:
-    """Choose the implementation of an operation: the one that is named, or the best that can do it there.
+    """Return the named implementation, or the best supported one.
 
-    One that is named and cannot do it is a ValueError that says why; nothing takes its place.
+    Raises ValueError if the named one is unsupported.
     """
     if operation not in SIZES:
         return _resolve(operation, site, name)
@@ -174,7 +169,6 @@ def resolve(operation: str, site: Site, name: str | None = None) -> Choice:
 
 
 def _resolve(operation: str, site: Site, name: str | None) -> Choice:
-    """Choose for the site's number of tokens."""
     if name is not None:
         reason = refusal(operation, name, site)
         if reason is not None:

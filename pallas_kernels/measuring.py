@@ -1,7 +1,6 @@
-"""How long an operation takes on a device, and inputs that a cache of the device cannot hold.
+"""Time operations on a device, with inputs larger than its caches.
 
-An operation is repeated inside one program, each turn waiting for the one before it, so that dispatching is paid once
-and taken off. Knows the operations of `pallas_kernels`; knows no engine.
+A program repeats the operation, each iteration dependent on the previous; dispatch time is subtracted.
 """
 
 from __future__ import annotations
@@ -21,33 +20,33 @@ from pallas_kernels import api
 from pallas_kernels.api import SCALED
 from pallas_kernels.choice import Choice
 
-BLOCK, TILE = 16, 32  # tokens of a block, queries of a tile, as an engine has them
-POOL_BYTES = 256 << 20  # at the least: several times what an H200's cache holds
+BLOCK, TILE = 16, 32  # tokens per block and queries per tile, as in an engine
+POOL_BYTES = 256 << 20  # minimum: several times an H200's cache
 ROUNDS = 5
-_NEVER = 12345.0  # no result begins with it, which XLA does not know
+_NEVER = 12345.0  # a value that results never begin with, unknown to XLA
 
-# Does one turn: from its number and the arrays to a result, and the arrays of the next turn.
+# (iteration, arrays) -> (result, arrays of the next iteration)
 Step = Callable[[Array, Any], tuple[Array, Any]]
 
 
 class Case(NamedTuple):
-    """An operation on arrays, and what it must do at the least."""
+    """An operation with its arguments and minimal work."""
 
-    step: Callable[[str | Choice | None], Step]  # with an implementation
+    step: Callable[[str | Choice | None], Step]  # by implementation
     arrays: Any
-    num_bytes: int  # read or written
+    num_bytes: int
     flops: int
 
 
 def seconds(step: Step, arrays: Any, turns: int, rounds: int = ROUNDS) -> float:
-    """Return the seconds of one turn, the median of rounds of `turns`; `arrays` are given up."""
+    """Return the median seconds of one iteration over rounds of `turns`; donates `arrays`."""
 
     def turn(number: Array, carry: tuple[Array, Any]) -> tuple[Array, Any]:
         late, arrays = carry
         result, arrays = step(number + late, arrays)
         return (result.ravel()[0] == _NEVER).astype(jnp.int32), arrays
 
-    # A loop is outside XLA's CUDA graphs, and one of few kernels has none inside: each would be launched by the host.
+    # Without unrolling, XLA's CUDA graphs exclude the loop and its few kernels, which the host would then launch.
     unroll = 1 if jax.default_backend() == "cpu" else 8
 
     def repeat(arrays: Any) -> tuple[Array, Any]:
@@ -69,10 +68,7 @@ def seconds(step: Step, arrays: Any, turns: int, rounds: int = ROUNDS) -> float:
 
 
 def noise(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> Array:
-    """Make an array on the device, without another of its size beside it: numbers between -1.7 and 1.7 (int8: 127).
-
-    Hardly two are alike: zeros would be faster than what is served.
-    """
+    """Return varied numbers from -1.7 to 1.7 (int8: 127), without temporary arrays."""
     size = 127.0 if jnp.dtype(dtype) == jnp.int8 else 1.7
 
     def make() -> Array:
@@ -93,10 +89,9 @@ def decode(
     pool_bytes: int = POOL_BYTES,
     value_size: int | None = None,
 ) -> Case:
-    """Make one query for each of `rows` sequences; `heads` are query heads, key-value heads and their size.
+    """Return a case of `rows` queries; `heads` are query heads, KV heads and head size.
 
-    With `value_size`, values are the beginning of their keys. Each turn reads other blocks, so that none finds what it
-    needs in a cache of the device.
+    With `value_size`, values are prefixes of keys.
     """
     num_heads, kv_heads, size = heads
     cache_dtype = cache_dtype or dtype
@@ -133,7 +128,7 @@ def prefill(
     cache_dtype: str | None = None,
     value_size: int | None = None,
 ) -> Case:
-    """Make `rows` whole prompts of `length` tokens."""
+    """Return a case of `rows` prompts of `length` tokens."""
     num_heads, kv_heads, size = heads
     cache_dtype = cache_dtype or dtype
     blocks, tiles = -(-length // BLOCK), -(-length // TILE)
@@ -150,13 +145,13 @@ def prefill(
             q, k, v, tables, start, count, position, k_scales, v_scales = arrays
             options = {"tile": TILE, "scale": size**-0.5, "k_scales": k_scales, "v_scales": v_scales}
             options["value_size"] = value_size
-            start = start + turn // (1 << 20)  # moves nothing: it only waits for the turn before
+            start = start + turn // (1 << 20)  # no effect, except dependence on the previous iteration
             out = api.paged_prefill(q, k, v, tables, start, count, position, **options, implementation=implementation)
             return out, arrays
 
         return attend
 
-    scored = length * (length + 1) // 2  # pairs of a query and a key, of each prompt and head
+    scored = length * (length + 1) // 2  # query-key pairs per prompt and head
     both = size + (value_size or size)
     num_bytes = sum(one.nbytes for one in (k, v, k_scales, v_scales) if one is not None) + q.nbytes * both // size
     flops = 2 * rows * scored * num_heads * both
@@ -166,9 +161,9 @@ def prefill(
 def products(
     width: int, qkv: int, ffn_width: int, tokens: int, dtype: str = "bfloat16", pool_bytes: int = POOL_BYTES
 ) -> Case:
-    """Make what layers do with `fused_linear`, in as many layers as a cache of the device cannot hold.
+    """Return a case of `fused_linear` products of enough layers to exceed caches.
 
-    Of their own four products: attention stands there as the first columns of the heads' product.
+    Attention is replaced by the first columns of the qkv product.
     """
     sizes = ((qkv, width), (width, width), (2 * ffn_width, width), (width, ffn_width))
     layer_bytes = sum(rows * columns for rows, columns in sizes) * jnp.dtype(dtype).itemsize
@@ -183,7 +178,7 @@ def products(
             x, gain, layers = arrays
             norm = api.Norm(gain, 1e-5)
             multiply = partial(api.fused_linear, implementation=implementation)
-            out = x + (turn // (1 << 20)).astype(x.dtype)  # changes nothing: it only waits for the turn before
+            out = x + (turn // (1 << 20)).astype(x.dtype)  # no effect, except dependence on the previous iteration
             for qkv, own, up, down in layers:
                 heads = multiply(out, qkv, norm=norm)
                 out = multiply(heads[:, :width], own, residual=out)
@@ -203,7 +198,6 @@ def _cache(
     k, v = noise(shape, dtype, 1), noise(shape, dtype, 2) if has_values else None
     if dtype not in SCALED:
         return k, v, None, None
-    # Scales that bring what is stored to about 1.
     scale = 1 / 64 if dtype == "int8" else 1.0
     k_scales, v_scales = (jnp.abs(noise(shape[:3], "float32", seed)) * scale for seed in (4, 5))
     return k, v, k_scales, v_scales if has_values else None

@@ -1,7 +1,6 @@
-"""Temporary folders that outlive no process for long, even one that `kill -9` ends: the next process deletes them.
+"""Temporary folders that are deleted even after `kill -9`, by the next process.
 
-A folder is locked while its process runs. To make one deletes this user's folders that are not locked. Standard
-library only.
+Creating a folder deletes this user's unlocked ones.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ _MOST_TRIES = 8
 
 
 class OwnFolder:
-    """A folder of this process, until `remove` or the end of a `with` block."""
+    """A process's temporary folder, until `remove` or the end of a `with` block."""
 
     def __init__(self, parent: str | Path | None = None) -> None:
-        """`parent` is where it is made: by default where the system has temporary files."""
+        """`parent` defaults to the system's temporary folder."""
         parent = tempfile.gettempdir() if parent is None else str(parent)
         _sweep(parent)
         for _ in range(_MOST_TRIES):
@@ -30,7 +29,7 @@ class OwnFolder:
             self._lock = _locked(path)
             if self._lock is not None and os.path.isdir(path):
                 break
-            # Another process took it for an abandoned one in this moment, or the file system has no locks.
+            # Another process deleted it concurrently, or the file system has no locks.
             self._unlock()
             with suppress(OSError):
                 os.rmdir(path)
@@ -41,7 +40,7 @@ class OwnFolder:
         atexit.register(self.remove)
 
     def remove(self) -> None:
-        """Delete the folder with its files; in a forked process this does nothing."""
+        """Delete the folder; no effect in forked processes."""
         if os.getpid() == self._pid:
             shutil.rmtree(self.path, ignore_errors=True)
             self._unlock()
@@ -60,7 +59,6 @@ class OwnFolder:
 
 
 def _sweep(parent: str) -> None:
-    """Delete the folders of processes that have ended."""
     with suppress(OSError):
         for name in os.listdir(parent):
             path = os.path.join(parent, name)
@@ -71,7 +69,7 @@ def _sweep(parent: str) -> None:
 
 
 def _locked(path: str) -> int | None:
-    """Return a descriptor that locks a folder of this user; None if that cannot be had."""
+    """Return a descriptor that locks a folder of this user; None on failure."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -81,6 +79,6 @@ def _locked(path: str) -> int | None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return descriptor
     except OSError:
-        pass  # its process runs
+        pass  # its process is running
     os.close(descriptor)
     return None

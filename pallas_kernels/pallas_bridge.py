@@ -1,8 +1,4 @@
-"""Calls kernels that are written in Pallas: compiled on a GPU, interpreted as JAX operations on a CPU.
-
-A kernel gets whole arrays and takes from them what its place in the grid needs; nothing is cut into blocks for it,
-because where a block of the cache lies is known only when the tables are read. Knows no kernel.
-"""
+"""Call Pallas kernels: compiled on GPUs, interpreted as JAX operations on CPUs."""
 
 from __future__ import annotations
 
@@ -16,15 +12,14 @@ from jax.experimental.pallas import triton as pallas_triton
 
 from pallas_kernels.choice import Site
 
-# Parameters of this type choose the back end; the one that is taken without them changes between releases of JAX
-# (seen in 0.10 to 0.12).
+# Their type selects the back end; the default differs between JAX releases (0.10 to 0.12).
 _COMPILED = pallas_triton.CompilerParams(num_warps=4, num_stages=2)
 
 
 def refusal(site: Site, sizes: Mapping[str, int]) -> str | None:
-    """Say why a kernel whose arrays have such sizes cannot run there; None where it can.
+    """Return why a kernel with these array sizes is unsupported, else None.
 
-    A CPU interprets any. The back end for GPUs is deprecated since JAX 0.11, and JAX warns of that itself.
+    The GPU back end is deprecated since JAX 0.11.
     """
     if site.cache_dtype == "uint8":
         return "a cache of bytes is for XLA alone"
@@ -49,11 +44,10 @@ def call(
     grid: tuple[int, ...],
     aliases: Mapping[int, int] | None = None,
 ) -> tuple[Array, ...]:
-    """Run a kernel once for each place of `grid` and return its `outputs`.
+    """Run a kernel over `grid`; return its `outputs`.
 
-    The kernel's parameters are references to `arrays` (None for one that is None), then to the outputs that have no
-    buffer yet. `aliases` says which array, by its place in `arrays`, becomes which output: the kernel writes to that
-    array's reference, in place where the caller's array is donated or not used again.
+    Its parameters are references to `arrays`, then to outputs without aliases. `aliases` maps indices of `arrays` to
+    outputs: the kernel writes to that array's reference, in place if donated or unused later.
     """
     aliases = dict(aliases or {})
     places = [place for place, array in enumerate(arrays) if array is not None]
@@ -75,5 +69,5 @@ def call(
         input_output_aliases={places.index(place): output for place, output in aliases.items()},
         compiler_params=_COMPILED,
     )
-    # The default backend may not be where this program will run; the lowering knows, and keeps one branch.
+    # The program may not run on the default backend; lowering keeps one branch.
     return lax.platform_dependent(*given, cpu=build(interpret=True), default=build(interpret=False))

@@ -1,4 +1,4 @@
-"""The nonlinearities of `activations.py` in Triton's language. NaN stays NaN, as it does there."""
+"""The activations of `activations.py` in Triton; NaN propagates too."""
 
 # pyright: reportMissingImports=false
 
@@ -10,12 +10,12 @@ import triton.language as tl
 
 @triton.jit
 def activate(x, KIND: tl.constexpr):
-    """Apply a nonlinearity elementwise."""
+    """Apply an activation elementwise."""
     if KIND == "silu":
         return x * tl.sigmoid(x)
     elif KIND == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif KIND == "gelu_tanh":  # (1 + tanh(z)) / 2 is the sigmoid of 2 z
+    elif KIND == "gelu_tanh":  # (1 + tanh(z)) / 2 = sigmoid(2 z)
         return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     else:
         return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -23,7 +23,7 @@ def activate(x, KIND: tl.constexpr):
 
 @triton.jit
 def gated(gate, up, KIND: tl.constexpr, CLAMP: tl.constexpr, SLOPE: tl.constexpr):
-    """Multiply the activation of `gate` with `up`; with a CLAMP as gpt-oss does."""
+    """Return activation(`gate`) times `up`; with CLAMP as gpt-oss."""
     if CLAMP is None:
         return activate(gate, KIND) * up
     else:

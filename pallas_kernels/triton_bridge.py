@@ -1,12 +1,9 @@
-"""Calls Triton kernels from traced JAX code: by jax-triton where that can be in a CUDA graph, else by `jax.ffi` alone.
+"""Call Triton kernels from traced JAX code, compatible with CUDA graphs.
 
-jax-triton can since 0.4, which needs Python 3.12 and Triton 3.7; 0.3 emits a custom call of the old kind, which XLA
-keeps out of graphs. Where one of the three is older, the same call is made here; only the payload's classes are not
-public JAX then: `jaxlib.gpu_triton`. Both give the same PTX and the same program (tests/gpu/test_jax_triton.py).
-A kernel is compiled to PTX when it is traced, for the capability that is named and not for the GPU at hand, so that a
-machine without one can do it.
-
-With TRITON_INTERPRET=1 kernels run on the host, in Triton's interpreter, which is for tests: float32 and float16 only.
+jax-triton supports CUDA graphs since 0.4, which requires Python 3.12 and Triton 3.7. With older versions the call is
+made here by `jax.ffi` and `jaxlib.gpu_triton`, with the same PTX and program (tests/gpu/test_jax_triton.py). Kernels
+are compiled when traced, for a named capability, so no GPU is required. With TRITON_INTERPRET=1 they run on the host in
+Triton's interpreter, for tests: float32 and float16 only.
 """
 
 # pyright: reportMissingImports=false
@@ -31,14 +28,13 @@ from triton.compiler import ASTSource
 from pallas_kernels.choice import Site
 from pallas_kernels.tuning import Tuning
 
-# What the PTX says it is written for: newer ones are refused by the assembler of CUDA 13.0. Fused multiplications and
-# additions are named because Triton's default changes with 3.10.
+# CUDA 13.0's assembler refuses newer PTX versions. Fusion is explicit because Triton's default changes in 3.10.
 _OPTIONS = {"ptx_version": 87, "enable_fp_fusion": True}
-# XLA hashes the whole PTX each time it looks at a call, and more than half of it would be lines for a debugger. Not set
-# around a call: jax-triton compiles when a program is lowered.
+# XLA hashes the PTX at each inspection of a call; line info would be more than half of it. Set globally, since
+# jax-triton compiles during lowering.
 if "TRITON_DISABLE_LINE_INFO" not in os.environ:
     knobs.compilation.disable_line_info = True
-_ALIGNED = 16  # bytes: every buffer of XLA is, and loads of 16 bytes need it
+_ALIGNED = 16  # bytes: alignment of XLA's buffers, required for 16-byte loads
 _TYPES = {
     "bool": "i1",
     "int8": "i8",
@@ -56,12 +52,12 @@ _TYPES = {
 
 
 def is_interpreted() -> bool:
-    """Whether kernels run on the host, in Triton's interpreter."""
+    """Return whether kernels run in Triton's interpreter."""
     return knobs.runtime.interpret
 
 
 def refusal(site: Site) -> str | None:
-    """Say what no kernel of this package can do on a device."""
+    """Return why no kernel of this package supports a site, else None."""
     if knobs.runtime.interpret and site.platform == "cpu":
         return None
     if site.platform != "gpu" or site.capability is None:
@@ -88,11 +84,10 @@ def call(
     aliases: Mapping[int, int] | None = None,
     **constants: Any,
 ) -> tuple[Array, ...]:
-    """Run a Triton kernel over `grid` and return its `outputs`.
+    """Run a Triton kernel over `grid`; return its `outputs`.
 
-    The kernel's parameters are `arrays`, then the outputs that have no buffer yet, then `constants` by name. An array
-    that is None is a constant None. `aliases` says which array (by its place in `arrays`) becomes which output: those
-    outputs come last, and are changed in place where the caller's array is donated or not used again.
+    Its parameters are `arrays`, outputs without aliases, then `constants` by name. `aliases` maps indices of `arrays`
+    to outputs, which must be last, and are updated in place if donated or unused later.
     """
     aliases = dict(aliases or {})
     fresh = [number for number in range(len(outputs)) if number not in aliases.values()]
@@ -135,7 +130,7 @@ def call(
 
 @functools.cache
 def find_jax_triton() -> Any:
-    """Return the module jax_triton, if it is one whose calls can be in a CUDA graph; else None."""
+    """Return the module jax_triton if it supports CUDA graphs, else None."""
     try:
         version = importlib.metadata.version("jax-triton")
     except importlib.metadata.PackageNotFoundError:
@@ -145,7 +140,7 @@ def find_jax_triton() -> Any:
     environment = dict(os.environ)
     import jax_triton
 
-    os.environ.update(environment)  # it takes TRITON_CACHE_DIR away
+    os.environ.update(environment)  # the import removes TRITON_CACHE_DIR
     return jax_triton
 
 
@@ -157,9 +152,9 @@ def compile_kernel(
     tuning: Tuning,
     capability: int,
 ) -> Any:
-    """Compile a kernel for a GPU that need not be there: Triton's CompiledKernel, with its PTX and machine code.
+    """Compile a kernel for a GPU, not necessarily present; return Triton's CompiledKernel.
 
-    `signature` gives the Triton type of each parameter that is an array; all others are `constants`.
+    `signature` has the Triton types of array parameters; all others are `constants`.
     """
     types = dict(signature)
     pointers = [place for place, name in enumerate(kernel.arg_names) if name in types]
@@ -174,7 +169,7 @@ def compile_kernel(
 
 
 def payload_of(name: str, compiled: Any, arrays: int, grid: tuple[int, ...], tuning: Tuning, capability: int) -> bytes:
-    """Return a compiled kernel as XLA takes it."""
+    """Return a compiled kernel as XLA's call payload."""
     from jaxlib import gpu_triton
 
     metadata = compiled.metadata
@@ -209,14 +204,14 @@ def _interpreted(
 
 
 def _unwritten(like: jax.ShapeDtypeStruct) -> np.ndarray:
-    """Make an array of what no kernel should leave: NaN, or the smallest integer."""
+    """Return an array of NaN or the smallest integer, which kernels should overwrite."""
     if jax.numpy.issubdtype(like.dtype, np.floating):
         return np.full(like.shape, np.nan, like.dtype)
     return np.full(like.shape, np.iinfo(like.dtype).min, like.dtype)
 
 
 class _Tensor:
-    """What Triton's interpreter calls of a torch tensor, over a NumPy array that it changes in place."""
+    """The torch tensor interface of Triton's interpreter, on a NumPy array modified in place."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = np.ascontiguousarray(array)

@@ -1,8 +1,7 @@
-"""Measures how the Triton kernels are best divided and compiled on the GPU at hand, and writes tuning.json.
+"""Tune the Triton kernels on this GPU and update tuning.json.
 
-`python -m pallas_kernels.tune [--operation paged_decode] [--head-size 128] [--cache-bits 16] [--dry]`. A row of the
-table is measured on one shape that stands for its heads; it is written as soon as it is measured, so that what a short
-lease of a GPU leaves undone keeps what it had.
+`python -m pallas_kernels.tune [--operation paged_decode] [--head-size 128] [--cache-bits 16] [--dry]`. Each row of the
+table is measured on one representative shape, and written immediately, so interrupted runs keep their results.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ import jax
 from pallas_kernels import measuring, tuning
 from pallas_kernels.choice import Choice, capability_of
 
-HEADS = {64: (14, 2, 64), 128: (32, 8, 128), 256: (16, 8, 256)}  # of Qwen2.5-0.5B, Llama 3 8B, Gemma 2 9B
+HEADS = {64: (14, 2, 64), 128: (32, 8, 128), 256: (16, 8, 256)}  # Qwen2.5-0.5B, Llama 3 8B, Gemma 2 9B
 DTYPES = {32: ("float32", "float32"), 16: ("bfloat16", "bfloat16"), 8: ("bfloat16", "int8")}  # of queries, of the cache
-DECODE, PREFILL = (16, 8192), (1, 8192)  # rows and tokens of each
+DECODE, PREFILL = (16, 8192), (1, 8192)  # rows and tokens
 CHOICES: dict[str, dict[str, tuple[int, ...]]] = {
     "paged_decode": {"keys": (16, 32, 64, 128), "warps": (4, 8), "stages": (2, 3, 5)},
     "paged_prefill": {"rows": (16, 32, 64, 128), "keys": (16, 32, 64, 128), "warps": (4, 8), "stages": (2, 3)},
@@ -35,10 +34,9 @@ Row = dict[str, Any]
 
 
 def candidates(row: Row) -> list[dict[str, int]]:
-    """List what a row of the table could hold: what it does hold first, and nothing far from it.
+    """Return candidate settings of a row: its current ones, then those within a factor of two.
 
-    Rows and keys up to twice and down to half of the row's own; what needs more than a GPU has fails to compile, and is
-    passed over then.
+    Candidates that exceed a GPU fail to compile and are skipped.
     """
     choices = CHOICES[row["operation"]]
     near = {
@@ -51,7 +49,7 @@ def candidates(row: Row) -> list[dict[str, int]]:
 
 
 def tune(row: Row, capability: int, progress: Any = print) -> Row:
-    """Measure the candidates of a row; return it with the fastest and what it was measured on."""
+    """Measure a row's candidates; return it with the fastest."""
     queries, cached = DTYPES[row["cache_bits"]]
     heads = HEADS[row["head_size"]]
     make = measuring.decode if row["operation"] == "paged_decode" else measuring.prefill
@@ -62,7 +60,7 @@ def tune(row: Row, capability: int, progress: Any = print) -> Row:
             case = make(heads, rows, tokens, queries, cached)
             try:
                 taken = measuring.seconds(case.step(Choice("triton", capability)), case.arrays, TURNS)
-            except Exception as error:  # shared memory or registers that the GPU has not, as Triton or XLA says it
+            except Exception as error:  # insufficient shared memory or registers
                 progress(f"  {candidate}: {type(error).__name__}: {str(error).strip().splitlines()[0]:.90}")
                 continue
         progress(f"  {candidate}: {1e6 * taken:.1f} us")
@@ -81,7 +79,7 @@ def tune(row: Row, capability: int, progress: Any = print) -> Row:
 
 @contextmanager
 def using(row: Row, candidate: dict[str, int]) -> Iterator[None]:
-    """Let the kernels find a candidate in the table, in the place of a row."""
+    """Substitute a candidate for a table row."""
     before = dict(row)
     row.update(candidate)
     try:
@@ -91,13 +89,13 @@ def using(row: Row, candidate: dict[str, int]) -> Iterator[None]:
 
 
 def write(table: Sequence[Row], path: Path = tuning.PATH) -> None:
-    """Write the table, a row a line."""
+    """Write the table, one row per line."""
     lines = ",\n".join(f"  {json.dumps(row)}" for row in table)
     path.write_text(f"[\n{lines}\n]\n" if lines else "[]\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Tune the rows that are asked for."""
+    """Tune the selected rows."""
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.tune", description=__doc__)
     parser.add_argument("--operation", choices=CHOICES, action="append", help="only this one (may be repeated)")
     parser.add_argument("--head-size", type=int, choices=HEADS, action="append", help="only rows of such heads")
@@ -129,7 +127,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _short(candidate: dict[str, int]) -> str:
-    """Write rows, keys, warps and stages as 128x64/8w3s."""
     tile = "x".join(str(candidate[name]) for name in ("rows", "keys") if name in candidate)
     return f"{tile}/{candidate['warps']}w{candidate['stages']}s"
 

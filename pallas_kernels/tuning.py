@@ -1,7 +1,7 @@
-"""How the Triton kernels are divided and compiled, by device and shape: read from tuning.json.
+"""Tuning parameters of the Triton kernels by device and shape, from tuning.json.
 
-The table is data. `python -m pallas_kernels.tune` measures on a GPU and writes it; rows that were not measured say so
-and are what compiles well: no register spilled, on Hopper wgmma for prompts, at the shapes of tests/gpu/resources.py.
+Unmeasured rows are marked; they compile without register spills, on Hopper with wgmma for prompts, at the shapes of
+tests/gpu/resources.py.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ PROCESSORS = {80: 108, 90: 132, 100: 148}  # multiprocessors of A100, H100 and H
 
 
 class Tuning(NamedTuple):
-    """How a kernel is compiled: threads in groups of 32, and loads that are under way at once."""
+    """A kernel's warps and pipeline stages."""
 
     warps: int
     stages: int
 
 
 class Decode(NamedTuple):
-    """Of `paged_decode`: keys that are visited at once, and among how many programs all rows' keys are divided."""
+    """`paged_decode`: keys per iteration, and division of rows among programs."""
 
     keys: int
-    programs: int  # that a device runs at once, for a head of keys or a block of heads over latents
-    splits: int  # of one row at most, where its length alone decides; a power of two
-    least_keys: int  # that a program is worth
+    programs: int  # concurrent programs per KV head, or per block of latent heads
+    splits: int  # maximum per row, in `by_own_length`; a power of two
+    least_keys: int  # minimal keys per program
     tuning: Tuning
 
 
 class Joined(NamedTuple):
-    """Of joining pieces of decode rows: heads and values of a program, and pieces that it loads at once."""
+    """Combining pieces: heads, values and pieces per program."""
 
     heads: int
     columns: int
@@ -43,7 +43,7 @@ class Joined(NamedTuple):
 
 
 class Prefill(NamedTuple):
-    """Of `paged_prefill`: rows (query heads of tokens) of a program, and keys that are visited at once."""
+    """`paged_prefill`: rows (query heads of tokens) per program, keys per iteration."""
 
     rows: int
     keys: int
@@ -51,63 +51,61 @@ class Prefill(NamedTuple):
 
 
 class Latent(NamedTuple):
-    """Of latent attention: rows (heads of tokens) of a program, and keys that are visited at once."""
+    """Latent attention: rows (heads of tokens) per program, keys per iteration."""
 
     rows: int
     keys: int
-    keys_first: bool  # whether keys are the rows of the scores' product, or its columns
-    programs: int  # that a multiprocessor has room for
+    keys_first: bool  # keys are the rows of the score product
+    programs: int  # per multiprocessor
     tuning: Tuning
 
 
 class Linear(NamedTuple):
-    """Of `linear`: tokens and rows of a weight of a program, columns visited at once, programs that share columns."""
+    """`linear`: tokens and weight rows per program, columns per iteration."""
 
     tokens: int
     rows: int
     columns: int
-    splits: int  # at most
+    splits: int  # maximal programs that share columns
     tuning: Tuning
 
 
 class Experts(NamedTuple):
-    """Of `fused_experts`: assignments of a tile, rows of a weight of a program, columns visited at once."""
+    """`fused_experts`: assignments per tile, weight rows per program, columns per iteration."""
 
     assignments: int
-    has_halves: bool  # a tile that is at most half full is multiplied as half a tile
-    rows: int  # of the second product; the first has half of them for gates, and half for what these multiply
+    has_halves: bool  # half-full tiles are multiplied as half tiles
+    rows: int  # of the second product; the first has half for gates, half for ups
     columns: int
     tuning: Tuning
 
 
-# Of joining pieces: values of a piece, numbers of all pieces that a program loads at once, and programs at most. With
-# many rows most programs only exit, and 8,192 of them took 6.2 us (256 rows of Llama 3 8B on an H100).
+# Combining pieces: values of a piece, numbers loaded at once, maximal programs. With many rows most programs only exit:
+# 8,192 took 6.2 us (256 rows of Llama 3 8B on an H100).
 JOINED_VALUES, JOINED_NUMBERS, JOINED_PROGRAMS = 128, 4096, 1024
 LEAST_KEYS, MOST_SPLITS = 16, 32
-RESIDENT = 4  # programs of `paged_decode` on a multiprocessor: 128 threads of at most 128 of its 65,536 registers
-# Rows times heads of keys up to which `paged_decode` visits half the keys at once, in half the programs: one row of 1k
-# of Llama 3 8B took 4.9 us on an H100, and 6.1 with whole visits.
+RESIDENT = 4  # programs of `paged_decode` per multiprocessor: 128 threads of at most 128 of 65,536 registers
+# Rows times KV heads up to which `paged_decode` halves keys per iteration and programs: a row of 1k of Llama 3 8B took
+# 4.9 us on an H100, not 6.1.
 FEW_HEADS = 16
-# Of latent attention. A piece is written and read in float32: for each row as many bytes as about four keys have.
+# Latent attention. A float32 piece is written and read: per row as many bytes as about four keys.
 LEAST_LATENTS, LATENTS_OF_A_ROW = 128, 4
-# Of `linear`, not measured, by the bits of a number, and 32 for float32 tokens: tokens, rows, columns, warps, stages.
-# Three programs of the first kind have 48 KB under way on a multiprocessor of an H200, and Little's law asks for 33.
-# With 128 tokens a number becomes a float once for as many products: 4 of 8 clocks that the tensor cores are busy.
+# `linear`, not measured; by bits of a number, 32 for float32 tokens: tokens, rows, columns, warps, stages. Three
+# programs of the first kind have 48 KB in flight on an H200's multiprocessor; Little's law requires 33.
 LINEAR = {
     8: ((16, 64, 64, 4, 4), (32, 64, 64, 4, 4), (64, 64, 64, 4, 4), (128, 128, 64, 8, 3)),
     4: ((16, 64, 128, 4, 4), (32, 64, 128, 4, 4), (64, 64, 128, 4, 4), (128, 128, 64, 8, 3)),
     32: ((16, 64, 32, 4, 2), (32, 64, 32, 4, 2)),
 }
-LEAST_STEPS, MOST_LINEAR_SPLITS = 4, 8  # visits that a program is worth
-# Of `fused_linear`, of plain products, of those with a norm, and of those with a second matrix: tokens, rows of a
-# matrix, columns, warps, stages. Each program reads all tokens, so with many of them it has more rows: tokens are
-# tokens / rows of the bytes of weights. The fewer programs a product is, the more loads each has under way: for an
-# 8B model at least 33 KB on each multiprocessor of an H200 (tests/gpu/test_interpreted_fused.py).
-# Hopper's were measured on an H100 (2026-11-27, Llama-3.1-8B's shapes in CUDA graphs, 991 variants; 2, 16, 32 and 64
-# tokens, us): qkv 21.4, not measured, 21.9, 29.8; o 13.8, 14.5, 15.3, 16.2; gate and up 83.6, 85.5, 85.6, 87.8; down
-# 42.6, 43.4, 44.4, 47.6. A norm's gain multiplies tokens on their way through shared memory, which wgmma reads once per
-# program and other instructions once per warp: few tokens get one warp, or many rows for four. Dividing columns among
-# programs was slower (o 15.1, down 43.6, with a second kernel to add), among warps it gained 1 % at most.
+LEAST_STEPS, MOST_LINEAR_SPLITS = 4, 8  # minimal iterations per program
+# `fused_linear`: plain products, with a norm, and gated: tokens, rows of a matrix, columns, warps, stages. Each program
+# reads all tokens, tokens / rows of the weight bytes, so more tokens get more rows. Fewer programs get more loads in
+# flight: for an 8B model at least 33 KB per multiprocessor of an H200 (tests/gpu/test_interpreted_fused.py).
+# Hopper: H100, 2026-11-27, Llama-3.1-8B's shapes in CUDA graphs, 991 variants; us for 2, 16, 32 and 64 tokens: qkv
+# 21.4, not measured, 21.9, 29.8; o 13.8, 14.5, 15.3, 16.2; gate and up 83.6, 85.5, 85.6, 87.8; down 42.6, 43.4, 44.4,
+# 47.6. Gains multiply tokens in shared memory, which wgmma reads once per program, other instructions once per warp:
+# few tokens get one warp, or many rows for four. Splitting columns among programs was slower (o 15.1, down 43.6, with a
+# second kernel), among warps 1 % faster at most.
 _FEW = (8, 32, 256, 4, 5), (16, 32, 256, 4, 5), (32, 64, 128, 8, 6), (64, 64, 128, 8, 6)
 _FEW_GATED = (8, 16, 256, 4, 5), (16, 16, 256, 4, 5), (32, 64, 64, 4, 4), (64, 64, 64, 8, 4)
 FUSED: dict[int, dict[str, Sequence[tuple[int, int, int, int, int]]]] = {
@@ -117,12 +115,12 @@ FUSED: dict[int, dict[str, Sequence[tuple[int, int, int, int, int]]]] = {
         "normed": ((8, 16, 256, 1, 4), (16, 64, 128, 8, 6), *_FEW[2:]),
         "gated": ((8, 64, 256, 4, 3), (16, 64, 128, 8, 6), (32, 64, 128, 8, 3), (64, 64, 128, 8, 4)),
     },
-    100: {"plain": _FEW, "normed": _FEW, "gated": _FEW_GATED},  # not measured
+    100: {"plain": _FEW, "normed": _FEW, "gated": _FEW_GATED},
 }
-# Of `fused_experts`, not measured here, by the assignments of a tile, and 0 for float32: rows, columns, warps, stages.
-# Near to what vLLM measured on an H200 for 128 experts of 768 (fused_moe/configs: 16 x 128 x 128 up to 128 tokens,
-# 128 x 256 x 64 from 1,024 on). There a tile has twice what an expert gets on average, so that weights are read once;
-# here about as much as that, and halves: of 256 to 8,192 random tokens at most 1.3 times the useful sums, and not 2.0.
+# `fused_experts`, not measured; by assignments of a tile, 0 for float32: rows, columns, warps, stages. Close to vLLM's
+# measurements on an H200 for 128 experts of 768 (fused_moe/configs: 16 x 128 x 128 up to 128 tokens, 128 x 256 x 64
+# from 1,024). vLLM's tiles have twice an expert's average, to read weights once; ours about the average, with halves:
+# for 256 to 8,192 random tokens at most 1.3 times the useful sums, not 2.0.
 EXPERTS = {
     16: (128, 128, 4, 3),
     32: (128, 128, 4, 3),
@@ -131,24 +129,24 @@ EXPERTS = {
     0: (64, 32, 4, 2),
 }
 CHOOSE = Tuning(1, 1)
-PLANNED = 4096  # assignments that a program of the plan visits at once, 8 with each thread
-# Of `sample`, which was not measured: columns of a program.
+PLANNED = 4096  # assignments per iteration of `plan`, 8 per thread
+# `sample`, not measured: columns per program.
 SURVEY, SURVEYED, FINISH = Tuning(4, 1), 2048, Tuning(1, 1)
-# Of rows with filters: columns of a group whose largest logit is remembered, bins of a row, tokens of a program whose
-# noise is made at once, and listed tokens that are compared with 16 bounds at once.
+# Rows with filters: columns per group, bins per row, tokens with noise per iteration, listed tokens compared with 16
+# bounds at once.
 GROUPED, BINS, DRAWN, SEARCHED = 256, 1024, 512, 512
 FRAME, SETTLE = Tuning(4, 1), Tuning(8, 1)
 
 
 def generation(capability: int | None) -> int:
-    """Return the capability of the table that stands for a GPU: 80, 90 or 100. In Triton's interpreter it is None."""
+    """Return the table's capability for a GPU: 80, 90 or 100. None is Triton's interpreter."""
     return max(one for one in PROCESSORS if one <= max(capability or 0, min(PROCESSORS)))
 
 
 def of_decode(
     capability: int | None, rows: int, kv_heads: int, head_size: int, dtype: str, cache_dtype: str, context: int
 ) -> Decode:
-    """Choose for `rows` sequences of at most `context` tokens."""
+    """Return the tuning for `rows` sequences of at most `context` tokens."""
     found = _find("paged_decode", capability, head_size, dtype, cache_dtype)
     own = Tuning(found["warps"], found["stages"])
     keys, resident = found["keys"], RESIDENT
@@ -160,7 +158,7 @@ def of_decode(
 def _shared(
     capability: int | None, rows: int, each: int, context: int, keys: int, resident: int, least: int, own: Tuning
 ) -> Decode:
-    """Choose for rows that are `each` so many programs' by themselves, of which a multiprocessor has `resident`."""
+    """Return the tuning for rows of `each` programs, `resident` per multiprocessor."""
     programs = resident * PROCESSORS[generation(capability)]
     splits = 1
     while splits < MOST_SPLITS and 2 * rows * each * splits < programs and splits * least < context:
@@ -169,7 +167,7 @@ def _shared(
 
 
 def of_joined(rows: int, heads: int, width: int) -> Joined:
-    """Choose for `rows` of `heads`: programs of one warp for few rows, of several heads for many rows."""
+    """Return the tuning for combining pieces: one warp for few rows, several heads for many."""
     block, columns = 1, min(1 << (width - 1).bit_length(), JOINED_VALUES)
     while 2 * block <= min(heads, 8) and rows * -(-heads // block) > JOINED_PROGRAMS:
         block *= 2
@@ -180,7 +178,7 @@ def of_joined(rows: int, heads: int, width: int) -> Joined:
 
 
 def of_prefill(capability: int | None, rows: int, head_size: int, dtype: str, cache_dtype: str) -> Prefill:
-    """Choose for tiles of so many rows."""
+    """Return the tuning for tiles of `rows`."""
     found = _find("paged_prefill", capability, head_size, dtype, cache_dtype)
     size = found["rows"]
     while size >= 2 * rows and size > 16:
@@ -189,14 +187,14 @@ def of_prefill(capability: int | None, rows: int, head_size: int, dtype: str, ca
 
 
 def of_latent(capability: int | None, rows: int, dtype: str, cache_dtype: str) -> Latent:
-    """Choose for so many rows: heads of a token, or of a tile of tokens. Not measured yet: what spills no register.
+    """Return the tuning for `rows`, heads of tokens. Not measured: spills no registers.
 
-    Products of less than 64 rows are not for Hopper's wgmma. The instructions before it want keys as rows: Triton then
-    reads a tile of latents from one place in shared memory for both products (3.6).
+    wgmma requires 64 rows. Earlier instructions prefer keys as rows, which Triton 3.6 reads from one place in shared
+    memory for both products.
     """
     size = max(16, 1 << (rows - 1).bit_length())
     if dtype == "float32":
-        return Latent(16, 16, False, 2, Tuning(4, 2))  # with keys as rows Triton 3.9 spills 3 KB, 3.6 nothing
+        return Latent(16, 16, False, 2, Tuning(4, 2))  # keys as rows spill 3 KB in Triton 3.9, nothing in 3.6
     if cache_dtype not in ("bfloat16", "float16"):
         return Latent(min(size, 32), 16, True, 1, Tuning(8, 3))
     own = generation(capability)
@@ -207,14 +205,14 @@ def of_latent(capability: int | None, rows: int, dtype: str, cache_dtype: str) -
 
 
 def of_latent_decode(capability: int | None, rows: int, heads: int, context: int, chosen: Latent) -> Decode:
-    """Divide `rows` sequences of at most `context` tokens, to which `heads` attend as was chosen."""
+    """Return the division of `rows` sequences of at most `context` tokens."""
     least = max(LEAST_LATENTS, LATENTS_OF_A_ROW * chosen.rows)
     blocks = -(-heads // chosen.rows)
     return _shared(capability, rows, blocks, context, chosen.keys, chosen.programs, least, chosen.tuning)
 
 
 def of_linear(capability: int | None, tokens: int, rows: int, columns: int, kind: str, dtype: str) -> Linear:
-    """Choose for so many tokens and a weight of so many rows and columns. Not measured yet: see LINEAR."""
+    """Return the tuning for a product. Not measured; see LINEAR."""
     own = LINEAR[32 if dtype == "float32" else 4 if kind in ("int4", "float4") else 8]
     most, size, width, warps, stages = next((one for one in own if tokens <= one[0]), own[-1])
     programs = -(-tokens // most) * -(-rows // size)
@@ -229,9 +227,9 @@ def of_linear(capability: int | None, tokens: int, rows: int, columns: int, kind
 def of_fused_linear(
     capability: int | None, tokens: int, rows: int, columns: int, is_gated: bool, is_normed: bool
 ) -> Linear:
-    """Choose for a number of tokens, and the rows and columns of one matrix or two.
+    """Return the tuning for a product with one or two matrices.
 
-    Small matrices get fewer rows per program than the table has, so that there are more programs.
+    Small matrices get fewer rows per program, for more programs.
     """
     table = FUSED[generation(capability)]["gated" if is_gated else "normed" if is_normed else "plain"]
     most, size, width, warps, stages = next((one for one in table if tokens <= one[0]), table[-1])
@@ -244,41 +242,40 @@ def of_fused_linear(
 def of_experts(
     capability: int | None, assignments: int, experts: int, dtype: str, is_deterministic: bool = False
 ) -> Experts:
-    """Choose for so many assignments: a tile has a power of two of them, at most 5/4 of an expert's average."""
+    """Return the tuning for `assignments`: tiles are powers of two, at most 5/4 of an expert's average."""
     average = assignments // experts
     size = min(max(1 << max((average * 5 // 4).bit_length() - 1, 0), 16), 128)
     rows, columns, warps, stages = EXPERTS[0 if dtype == "float32" else size]
-    if generation(capability) == 80:  # whose sums of 256 rows leave no register
+    if generation(capability) == 80:  # sums of 256 rows exhaust its registers
         rows = min(rows, 128)
     return Experts(size, average >= 16 and not is_deterministic, rows, columns, Tuning(warps, stages))
 
 
 def of_plan(assignments: int) -> tuple[int, Tuning]:
-    """Choose for the plan of so many assignments: how many are visited at once."""
+    """Return the assignments per iteration of `plan`, and its tuning."""
     block = min(max(1 << (assignments - 1).bit_length(), 128), PLANNED)
     return block, Tuning(max(block // 256, 4), 1)
 
 
 def fitting(rows: int, size: int) -> int:
-    """Halve the rows of a block, down to 32, until those that lie behind the last of `size` are an eighth at most."""
+    """Halve a block's rows, down to 32, until padding is at most an eighth of `size`."""
     while rows > 32 and -(-size // rows) * rows * 8 > 9 * size:
         rows //= 2
     return rows
 
 
 def write_tokens(tokens: int) -> int:
-    """Return how many tokens one program of `write_kv` takes."""
+    """Return the tokens per program of `write_kv`."""
     return 1 if tokens < 1024 else 8
 
 
 def write(block: int) -> Tuning:
-    """Choose for `write_kv` with so many tokens in a program."""
+    """Return the tuning of `write_kv` with `block` tokens per program."""
     return Tuning(1 if block == 1 else 4, 1)
 
 
 def _find(operation: str, capability: int | None, head_size: int, dtype: str, cache_dtype: str) -> dict[str, Any]:
-    """Find the row of the smallest heads that are large enough."""
-    # What is multiplied has the queries' type, whatever the cache's is.
+    # Products have the queries' type.
     bits = 32 if dtype == "float32" else 16 if cache_dtype in ("bfloat16", "float16") else 8
     wanted = operation, generation(capability), bits
     fitting = [
@@ -291,5 +288,5 @@ def _find(operation: str, capability: int | None, head_size: int, dtype: str, ca
 
 @functools.cache
 def table() -> list[dict[str, Any]]:
-    """Read the table."""
+    """Return the table."""
     return json.loads(PATH.read_text())

@@ -1,4 +1,7 @@
-"""The documents: code blocks of README and docs/ run, links resolve, the files and commands that they name exist."""
+"""The documents: code blocks of README and docs/ run, links resolve, the files and commands that they name exist.
+
+docs/history keeps texts as they were written, and names files that are gone.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,6 @@ BLOCK = re.compile(
 NEEDS_SERVER = re.compile(r"localhost:(8000|50051)|jaxllm bench serve")
 STARTS_SERVER = re.compile(r"^jaxllm serve\b[^\n]*", re.MULTILINE)
 ROOMS = (ROOT, *(ROOT / name for name in ("jaxllm", "server/jaxllm_server", "tests", "pallas_kernels")))
-FORMER = {"tests/faults/sites.py"}  # what DECISIONS says is gone
 SECONDS = 1200  # benchmarks compile all programs
 
 
@@ -159,11 +161,7 @@ def test_what_a_document_names_exists(document: str) -> None:
     roots = (*ROOMS, folder)
     for name in re.findall(r"`([\w.*-]+(?:/[\w.*-]*)+)`", text):
         known = [root for root in roots if (root / name.partition("/")[0]).is_dir()]
-        if (
-            known
-            and name not in FORMER
-            and not any([*root.glob(name.rstrip("/")), *root.glob(f"{name}.py")] for root in known)
-        ):
+        if known and not any([*root.glob(name.rstrip("/")), *root.glob(f"{name}.py")] for root in known):
             missing.append(name)
     for name in re.findall(r"`([\w-]+\.(?:py|md|proto))`", text):
         if not any(ROOT.glob(f"[!.]*/**/{name}")) and not (ROOT / name).exists():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import tomllib
 import pytest
 
 import jaxllm
+from jaxllm import client
 from jaxllm.families.families import FAMILIES
 from tests.support.paths import ROOT
 
@@ -43,6 +45,19 @@ def test_the_engine_does_not_import_torch() -> None:
 def test_every_public_name_loads() -> None:
     assert all(getattr(jaxllm, name) is not None for name in jaxllm.__all__)
     assert set(jaxllm.__all__) <= set(dir(jaxllm))
+
+
+def test_the_public_api_has_docstrings() -> None:
+    public = [getattr(jaxllm, name) for name in jaxllm.__all__] + [client.Client, client.AsyncClient]
+    objects = [each for each in public if inspect.isclass(each) and each.__module__.startswith("jaxllm")]
+    methods = [
+        method
+        for each in objects
+        for name, method in vars(each).items()
+        if not name.startswith("_") and inspect.isfunction(method)
+    ]
+    assert len(methods) > 50
+    assert [each for each in [*objects, *methods] if not each.__doc__] == []
 
 
 def test_the_version_is_the_same_everywhere() -> None:

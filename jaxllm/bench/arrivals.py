@@ -1,6 +1,6 @@
-"""When requests arrive: seconds after the start, drawn before anything is sent. Reads no clock.
+"""Arrival times of requests.
 
-As in vLLM (vllm/benchmarks/serve.py, `get_request`), so that a rate means the same load.
+As in vLLM (vllm/benchmarks/serve.py, `get_request`), so that equal rates mean equal loads.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ RampUp = Literal["linear", "exponential"]
 
 
 def arrival_times(num_requests: int, rate: float, burstiness: float = 1.0, seed: int = 0) -> np.ndarray:
-    """Draw when each of `num_requests` arrives, float64 `[num_requests]`, ascending, at `rate` a second on average.
+    """Draw ascending arrival times, float64 `[num_requests]`, at `rate` per second on average.
 
-    The time between two is Gamma distributed with shape `burstiness` and mean 1 / rate: 1 is a Poisson process, less
-    comes in bursts, more is more even, infinity exactly even. The times are stretched so that the last one is
-    num_requests / rate: two runs of a rate offer the same load. An infinite rate has all of them arrive at once.
+    Gaps are Gamma distributed with shape `burstiness` and mean 1 / rate: 1 is a Poisson process, infinity is even.
+    Times are scaled so that the last is num_requests / rate. With an infinite rate, all are 0.
     """
     _check(rate, burstiness)
     times = np.cumsum(_gaps(np.full(num_requests, rate), burstiness, seed))
@@ -32,10 +31,10 @@ def arrival_times(num_requests: int, rate: float, burstiness: float = 1.0, seed:
 def ramped_times(
     num_requests: int, start_rate: float, end_rate: float, strategy: RampUp, burstiness: float = 1.0, seed: int = 0
 ) -> np.ndarray:
-    """Draw arrivals, float64 `[num_requests]`, while the rate goes from `start_rate` to `end_rate` a second.
+    """Draw arrival times, float64 `[num_requests]`, as the rate changes from `start_rate` to `end_rate`.
 
-    The rate of request i of n is start + (end - start) · i/n ("linear") or start · (end / start)^(i/n)
-    ("exponential"). Nothing is stretched.
+    Request i of n has the rate start + (end - start) · i/n ("linear") or start · (end / start)^(i/n) ("exponential").
+    Times are not scaled.
     """
     _check(end_rate, burstiness)
     least = 0.0 if strategy == "linear" else math.ulp(0.0)
@@ -48,7 +47,7 @@ def ramped_times(
     if strategy == "linear":
         rates = start_rate + (end_rate - start_rate) * progress
         if start_rate == 0.0 and num_requests:
-            # Nothing would ever arrive at rate 0: the first comes as soon as the second would.
+            # At rate 0 the first request would never arrive.
             rates[0] = end_rate / num_requests
     else:
         rates = start_rate * (end_rate / start_rate) ** progress

@@ -1,7 +1,6 @@
-"""The processes that send: each takes a share of the jobs, sends them when they are due, and measures its own cost.
+"""Client processes, which send their share of the jobs on schedule and measure their CPU time.
 
-Everything is timed by `time.perf_counter`, which on Linux, macOS and Windows all processes share. The processes are
-spawned, because gRPC cannot be forked.
+Times are of `time.perf_counter`, a clock common to all processes.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from jaxllm.bench.workload import Job
 from jaxllm.errors import EngineError, UserError
 from jaxllm.file_limit import raise_file_limit
 
-HEAD_START = 0.05  # seconds between the word "go" and the run's start, for it to reach every process
-LIMIT = 0.7  # of a core: above it a process' own delays can show in the latencies
+HEAD_START = 0.05  # seconds from the start message to the run's start
+LIMIT = 0.7  # of a core; above it, client delays may affect latencies
 
 
 class BenchClient(Protocol):
-    """What sends jobs to one server, in an `async with` block."""
+    """Sends jobs to a server; an async context manager."""
 
     async def send(self, name: str, job: Job, outcome: Outcome) -> None:
-        """Send a job and fill its outcome."""
+        """Send a job and fill in its outcome, including errors."""
 
     async def __aenter__(self) -> Self: ...
 
@@ -40,24 +39,24 @@ class BenchClient(Protocol):
 
 @dataclass(frozen=True)
 class Share:
-    """What one process does. `jobs` are sorted by their time of arrival, in seconds after the start."""
+    """The work of one process. `jobs` are sorted by arrival, in seconds after the start."""
 
     target: Target
-    jobs: Sequence[tuple[int, Job, float]]  # with their numbers in the whole run
+    jobs: Sequence[tuple[int, Job, float]]  # with their index in the run
     warmups: Sequence[tuple[int, Job]]
     max_concurrency: int | None
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A process can start; these warm-ups failed."""
+    """A process is ready; `failures` are errors of warm-up requests."""
 
     failures: Sequence[str]
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a process itself has used."""
+    """Resources used by a process."""
 
     cpu_seconds: float
     wall_seconds: float
@@ -65,14 +64,14 @@ class Cost:
 
     @property
     def core_share(self) -> float:
-        """The share of one core."""
+        """Return the share of one core."""
         return self.cpu_seconds / self.wall_seconds if self.wall_seconds > 0 else 0.0
 
 
 class ClientProcess:
-    """A process with a share of the jobs: it sends `Ready`, waits for `start`, sends each `Outcome`, at last a `Cost`.
+    """Send `Ready`, wait for `start`, send an `Outcome` per job, then `Cost`.
 
-    ^C is left to the parent, which calls `stop`; a process whose parent is gone stops by itself.
+    Ignores ^C (the parent calls `stop`); exits if the parent dies.
     """
 
     def __init__(self, share: Share) -> None:
@@ -83,23 +82,23 @@ class ClientProcess:
         own.close()
 
     def wait_ready(self) -> Ready:
-        """Wait until it can start; EngineError if it ends before."""
+        """Wait until the process is ready; raise EngineError if it exits instead."""
         try:
             return self.connection.recv()
         except EOFError:
             raise EngineError("a client process ended before the run; what it said is above.") from None
 
     def start(self, at: float) -> None:
-        """Let it send, from a moment of the shared clock on."""
+        """Start sending at a time of the common clock."""
         self.connection.send(at)
 
     def stop(self) -> None:
-        """Let it end the requests that are under way, and return its cost."""
-        with contextlib.suppress(OSError):  # it has ended already
+        """Make the process cancel open requests and report its cost."""
+        with contextlib.suppress(OSError):
             self.connection.send(None)
 
     def close(self) -> None:
-        """End it."""
+        """Terminate the process."""
         self.connection.close()
         self._process.join(1.0)
         if self._process.is_alive():
@@ -114,7 +113,7 @@ def deal(
     max_concurrency: int | None,
     num_processes: int,
 ) -> list[Share]:
-    """Deal jobs, warm-ups and the cap on concurrency out to processes, of which there are no more than can work."""
+    """Divide jobs, warm-ups and the concurrency limit among processes."""
     count = max(1, min(num_processes, len(jobs), max_concurrency or num_processes))
     caps = [
         None if max_concurrency is None else max_concurrency // count + (number < max_concurrency % count)
@@ -125,7 +124,7 @@ def deal(
 
 
 def open_client(target: Target) -> BenchClient:
-    """Make the client of a target; its libraries are imported now, UserError if they are not installed."""
+    """Return a client for the target; raise UserError if libraries are missing."""
     try:
         if target.is_grpc:
             from jaxllm.bench.grpc_client import GrpcClient
@@ -138,7 +137,7 @@ def open_client(target: Target) -> BenchClient:
 
 
 async def send_one(target: Target, job: Job) -> Outcome:
-    """Send one job by itself, as a test of the way."""
+    """Send a single job."""
     outcome = Outcome(0, job.prompt_tokens, job.max_tokens)
     async with open_client(target) as client:
         await client.send("test", job, outcome)
@@ -150,7 +149,7 @@ def _run(connection: Connection, share: Share) -> None:
     raise_file_limit()
     try:
         asyncio.run(_send_all(connection, share))
-    except* (BrokenPipeError, EOFError):  # the parent has gone
+    except* (BrokenPipeError, EOFError):  # the parent died
         pass
 
 
@@ -164,7 +163,7 @@ async def _send_all(connection: Connection, share: Share) -> None:
             async with gate:
                 try:
                     await client.send(name, job, outcome)
-                except Exception as error:  # one request, or the benchmark itself: reported with the others
+                except Exception as error:
                     outcome.error = f"{type(error).__name__}: {' '.join(str(error).split())}"
                     outcome.ended_at = time.perf_counter()
             return outcome
@@ -209,13 +208,13 @@ async def _sleep_until(moment: float) -> None:
 
 
 def _cancel_on_word(connection: Connection, task: asyncio.Task[None]) -> None:
-    """Cancel a task when the parent says so, or has gone."""
+    """Cancel a task when the parent sends a message or dies."""
     loop = asyncio.get_running_loop()
 
     def listen() -> None:
         with contextlib.suppress(EOFError, OSError):
             connection.recv()
-        with contextlib.suppress(RuntimeError):  # the loop has ended
+        with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(task.cancel)
 
     threading.Thread(target=listen, daemon=True).start()

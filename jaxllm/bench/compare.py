@@ -1,8 +1,7 @@
-"""Two results side by side: the ratio B / A of every figure that both have, with an interval where there is one.
+"""Compare two results: the ratio B / A of each common figure, with confidence intervals.
 
-Reads the JSON of any `jaxllm bench` and of vLLM's. A run of each, with its details (`ttfts`, `itls`, `latencies`,
-`samples`), gives bootstrap intervals (Efron 1979): requests are drawn again, each with all its gaps. Several runs a
-side give Welch's interval for the difference of mean logarithms. One number a side gives none, and that is said.
+Reads JSON of `jaxllm bench` and vLLM. One run per side, with details (`ttfts`, `itls`, `latencies`, `samples`):
+bootstrap over requests (Efron 1979). Several runs per side: Welch's interval of mean logarithms.
 """
 
 from __future__ import annotations
@@ -19,46 +18,46 @@ from jaxllm.errors import UserError
 Direction = Literal["higher", "lower"]
 Result: TypeAlias = Mapping[str, Any]
 RESAMPLES = 1000
-AGREEMENT = 0.02  # a figure made from the details may differ so much from the one that was reported
+AGREEMENT = 0.02  # tolerance between a reported figure and its recomputation from details
 _HIGHER = re.compile(r"throughput|goodput|per_s(econd)?$|bandwidth|^completed$|acceptance")
 _LOWER = re.compile(
     r"latency|ttft|tpot|itl|e2el|^percentiles\.|^elapsed_time$|^duration$|^failed$|_(us|ms|s|seconds|bytes)$"
 )
 _STATISTIC = re.compile(r"^(mean|median|std|p\d+(?:\.\d+)?)_(.+)$")
 _ONE_VALUE = "no interval: one value a side"
-# What may differ between any two runs: when they were made, and what the environment says in a list of its own.
+# Keys that differ between any two runs; `environment` is compared separately.
 _NOT_SETTINGS = re.compile(
     r"^(date|duration|elapsed_time|timestamp|environment|samples|timeline|max_concurrent_requests)(\.|$)"
-    r"|^client\.(?!processes$)"  # what the client of `bench serve` cost
+    r"|^client\.(?!processes$)"  # client costs of `bench serve`
 )
 
 
 class Samples(NamedTuple):
-    """Values of one kind, and which request (or iteration) each belongs to."""
+    """Values of one kind, and the request (or iteration) of each."""
 
-    values: np.ndarray  # [n], sorted
-    owners: np.ndarray  # [n], numbers of requests
+    values: np.ndarray  # [n], ascending
+    owners: np.ndarray  # [n], request indices
     num_owners: int
 
 
 class Comparison(NamedTuple):
-    """One figure of both sides; geometric means where a side has several runs."""
+    """A figure of both sides; geometric means over several runs."""
 
     name: str
     a: float
     b: float
     better: Direction
     interval: tuple[float, float] | None  # of the ratio
-    reason: str  # why there is no interval; "" where there is one
+    reason: str  # why no interval is given, or ""
 
     @property
     def ratio(self) -> float | None:
-        """B / A; None where A is zero."""
+        """Return B / A, else None if A is 0."""
         return self.b / self.a if self.a else None
 
     @property
     def verdict(self) -> str:
-        """Which side is better, in words, as far as the interval shows."""
+        """Return which side is better according to the interval."""
         if self.interval is None:
             return self.reason
         low, high = self.interval
@@ -70,7 +69,7 @@ class Comparison(NamedTuple):
 def compare(
     a: Sequence[Result], b: Sequence[Result], confidence: float = 0.95, seed: int = 0, resamples: int = RESAMPLES
 ) -> list[Comparison]:
-    """Compare every figure that all results have; a UserError where they have none in common."""
+    """Compare all figures common to all results; raise UserError if none."""
     if not 0 < confidence < 1:
         raise UserError(f"confidence must be between 0 and 1, got {confidence!r}.", "confidence")
     sides = [[_leaves(result) for result in side] for side in (a, b)]
@@ -87,7 +86,7 @@ def compare(
         for side in (a, b)
     ]
     random = np.random.default_rng(seed)
-    # One drawing of requests for all figures of a side.
+    # All figures of a side use the same resampling.
     drawn = [_draw(kinds, resamples, random) for kinds in details]
     comparisons = []
     for name, better in directions.items():
@@ -106,19 +105,19 @@ def compare(
 
 
 def direction(name: str) -> Direction | None:
-    """Say which direction of a figure is better; None for what is no figure but a setting or a count."""
+    """Return which direction is better; None for settings and counts."""
     if _HIGHER.search(name):
         return "higher"
     return "lower" if _LOWER.search(name) else None
 
 
 def figures(result: Result) -> dict[str, float]:
-    """Pick the figures out of a result, by names with dots."""
+    """Return a result's figures by dotted name."""
     return {name: leaf for name, leaf in _leaves(result).items() if _is_number(leaf) and direction(name) is not None}
 
 
 def differences(a: Sequence[Result], b: Sequence[Result]) -> list[str]:
-    """List what else is not the same on both sides, a line each: settings, amounts of work, environment."""
+    """Return differences in settings, amounts of work and environment, one per line."""
     first, second = ([{**_settings(result), **_environment(result)} for result in side] for side in (a, b))
     names = dict.fromkeys(name for leaves in (*first, *second) for name in leaves)
     lines = []
@@ -130,7 +129,7 @@ def differences(a: Sequence[Result], b: Sequence[Result]) -> list[str]:
 
 
 def table(comparisons: Sequence[Comparison], confidence: float = 0.95) -> str:
-    """Write the comparisons as lines of text; that a side has one value only is said once, below them."""
+    """Format comparisons as a table."""
     width = max(len(comparison.name) for comparison in comparisons)
     lines = [f"{'figure':{width}} {'A':>12} {'B':>12} {'B/A':>8} {f'{confidence:.0%} interval':>16}  better"]
     for one in comparisons:
@@ -147,7 +146,6 @@ def table(comparisons: Sequence[Comparison], confidence: float = 0.95) -> str:
 
 
 def _leaves(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Give every number and text in nested objects a name with dots; lists are details, not figures."""
     if isinstance(value, Mapping):
         return {
             name: leaf
@@ -178,12 +176,11 @@ def _shown(value: Any) -> str:
 
 
 def _mean(values: np.ndarray) -> float:
-    """Return the geometric mean, as the interval is of logarithms; the plain one where something is not positive."""
+    """Return the geometric mean if all values are positive, else the arithmetic one."""
     return float(np.exp(np.log(values).mean()) if (values > 0).all() and len(values) > 1 else values.mean())
 
 
 def _welch(a: np.ndarray, b: np.ndarray, confidence: float) -> tuple[tuple[float, float] | None, str]:
-    """Return Welch's interval of the ratio of geometric means."""
     if (a <= 0).any() or (b <= 0).any():
         return None, "no interval: not all values are positive"
     from scipy.special import stdtrit
@@ -206,7 +203,7 @@ def _sorted(groups: Groups) -> Samples:
 
 
 def _draw(kinds: Mapping[str, Samples], resamples: int, random: np.random.Generator) -> dict[int, np.ndarray]:
-    """Draw how often each owner is sampled, [resamples, owners], once for every number of owners."""
+    """Draw resampling counts, [resamples, owners], by number of owners."""
     counts = dict.fromkeys(samples.num_owners for samples in kinds.values())
     return {count: random.multinomial(count, np.full(count, 1 / count), resamples) for count in counts}
 
@@ -214,19 +211,19 @@ def _draw(kinds: Mapping[str, Samples], resamples: int, random: np.random.Genera
 def _replicas(
     name: str, kinds: Mapping[str, Samples], drawn: Mapping[int, np.ndarray], reported: float
 ) -> np.ndarray | None:
-    """Return the figure in each drawing; None where the details do not hold it."""
+    """Return a figure for each resampling; None if the details lack it."""
     found = _statistic_of(name)
     if found is None or found[1] not in kinds:
         return None
     statistic, samples = _statistic(found[0]), kinds[found[1]]
     if not np.isclose(statistic(samples.values, np.ones_like(samples.values)), reported, rtol=AGREEMENT):
-        return None  # the name means something else there
+        return None  # the name has another meaning in this file
     weights = drawn[samples.num_owners]
     return np.array([statistic(samples.values, row[samples.owners]) for row in weights])
 
 
 def _statistic_of(name: str) -> tuple[str, str] | None:
-    """Name the statistic and the samples of a figure: `p99_ttft_ms` is ("p99", "ttft_ms")."""
+    """Split a figure's name: `p99_ttft_ms` is ("p99", "ttft_ms")."""
     if name.startswith("percentiles."):
         return "p" + name.removeprefix("percentiles."), "latency"
     name = {"avg_latency": "mean_latency"}.get(name, name)
@@ -244,7 +241,7 @@ def _deviation(values: np.ndarray, weights: np.ndarray) -> float:
 
 
 def _statistic(name: str) -> Callable[[np.ndarray, np.ndarray], float]:
-    """Return the function of sorted values and how often each counts: mean, std, median or a percentile as p99."""
+    """Return a function of sorted values and weights: mean, std, median, p99."""
     if name in ("mean", "std"):
         return _average if name == "mean" else _deviation
     share = 0.5 if name == "median" else float(name[1:]) / 100
@@ -253,7 +250,7 @@ def _statistic(name: str) -> Callable[[np.ndarray, np.ndarray], float]:
         reached = np.cumsum(weights)
         if not reached[-1]:
             return float("nan")
-        place = (reached[-1] - 1) * share  # as numpy has it, with linear interpolation
+        place = (reached[-1] - 1) * share
         low, high = np.searchsorted(reached, [np.floor(place), np.ceil(place)], side="right")
         return float(values[low] + (values[high] - values[low]) * (place - np.floor(place)))
 
@@ -261,7 +258,7 @@ def _statistic(name: str) -> Callable[[np.ndarray, np.ndarray], float]:
 
 
 def _bootstrap(a: np.ndarray | None, b: np.ndarray | None, confidence: float) -> tuple[tuple[float, float] | None, str]:
-    """Return the percentile interval of the ratio of two sides' drawings."""
+    """Return the percentile interval of the ratio of resampled figures."""
     if a is None or b is None:
         return None, _ONE_VALUE
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -1,8 +1,4 @@
-"""What is asked: jobs out of random tokens, of files in known formats, or of our own words; the same for the same seed.
-
-Knows a tokenizer and no server. Lengths are tokens. Texts are made so that their tokens, counted anew, are as many as
-asked for; what still differs is in `Job.prompt_tokens`.
-"""
+"""Prompts for benchmarks: random tokens, dataset files or a built-in poem; deterministic for a seed."""
 
 from __future__ import annotations
 
@@ -16,52 +12,51 @@ import numpy as np
 from jaxllm.bench.workload import DatasetOptions, Job
 from jaxllm.errors import UserError
 
-_ATTEMPTS = 10  # of writing random tokens as a text that has as many of them
-# vLLM's pruning of ShareGPT (vllm/benchmarks/datasets.py, `is_valid_sequence`).
+_ATTEMPTS = 10
+# vLLM's filter for ShareGPT (vllm/benchmarks/datasets.py, `is_valid_sequence`).
 _SHAREGPT_LEAST, _SHAREGPT_MOST_PROMPT, _SHAREGPT_MOST = 4, 1024, 2048
 _SONNET_BEGIN = "Pick as many lines as you can from these poem lines:\n"
 
 
 class Coder(Protocol):
-    """What prompts are made with: a model's `Tokenizer`, or the server's own."""
+    """The tokenizer for prompts: a model's `Tokenizer`, or a server's."""
 
     @property
     def ids(self) -> Sequence[int]:
-        """Token ids to draw from."""
+        """Return token ids to draw from."""
         ...
 
     def is_text(self, token_id: int) -> bool:
-        """Whether one of them is a text of its own."""
+        """Return whether a token is whole characters of text."""
         ...
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Give the token ids of a text, by default with those that the model expects around it."""
+        """Return a text's token ids, by default with the model's special tokens."""
         ...
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Give the text of token ids."""
+        """Return the text of token ids."""
         ...
 
 
 def make_jobs(options: DatasetOptions, tokenizer: Coder, as_text: bool) -> list[Job]:
-    """Make the jobs of a dataset, with prompts that are texts or tuples of token ids.
+    """Return a dataset's jobs, with prompts as text or tuples of token ids.
 
-    Raises:
-        UserError: for a file that is not of the dataset's format, or holds nothing that can be used.
+    Raises UserError if the file has another format or no usable prompt.
     """
     writer = _Writer(tokenizer, np.random.default_rng(options.seed), as_text)
     return DATASETS[options.dataset_name](options, writer)
 
 
 class _Writer:
-    """Draws tokens, and makes jobs of tokens or of texts."""
+    """Draws tokens, and builds jobs from tokens or text."""
 
     def __init__(self, tokenizer: Coder, rng: np.random.Generator, as_text: bool) -> None:
         self._tokenizer, self.rng, self._as_text = tokenizer, rng, as_text
         self._num_around = len(tokenizer.encode("")) if as_text else 0
 
     def draw(self, count: int, rng: np.random.Generator | None = None) -> list[int]:
-        """Draw token ids that are a text of their own: neither special nor parts of a character."""
+        """Draw token ids that are text: neither special nor partial characters."""
         rng = self.rng if rng is None else rng
         ids: list[int] = []
         known = self._tokenizer.ids
@@ -71,22 +66,22 @@ class _Writer:
         return ids
 
     def count(self, text: str) -> int:
-        """Count the tokens of a text, with those that a model expects around it."""
+        """Return a prompt's number of tokens, including special ones."""
         return len(self._tokenizer.encode(text))
 
     def count_answer(self, text: str) -> int:
-        """Count the tokens of a text that a model would have written."""
+        """Return a generated text's number of tokens."""
         return len(self._tokenizer.encode(text, add_special_tokens=False))
 
     def from_text(self, text: str, max_tokens: int) -> Job:
-        """Make a job of a text."""
+        """Build a job from text."""
         ids = self._tokenizer.encode(text)
         return Job(text if self._as_text else tuple(ids), len(ids), max_tokens)
 
     def from_tokens(
         self, shared: Sequence[int], own: Sequence[int], max_tokens: int, arrival_s: float | None = None
     ) -> Job:
-        """Make a job of tokens; where a text is wanted, `own` is changed until the text has as many."""
+        """Build a job from tokens; for text, adjust `own` until the length matches."""
         ids = [*shared, *own]
         if not self._as_text:
             return Job(tuple(ids), len(ids), max_tokens, arrival_s)
@@ -106,7 +101,7 @@ class _Writer:
 
 
 def _random(options: DatasetOptions, writer: _Writer) -> list[Job]:
-    """Uniform lengths within `random_range_ratio` of the wanted ones, after a prefix that all share."""
+    """Draw uniform lengths within `random_range_ratio`, after a shared prefix."""
     prefix = writer.draw(options.random_prefix_len)
     num_in, num_out = options.input_len or options.random_input_len, options.output_len or options.random_output_len
     lengths = [
@@ -124,7 +119,7 @@ def _range(length: int, ratio: float) -> tuple[int, int]:
 
 
 def _prefix_repetition(options: DatasetOptions, writer: _Writer) -> list[Job]:
-    """Prefixes that are used in turn, in random order, each time with another suffix."""
+    """Return shared prefixes, equally often in random order, each with a random suffix."""
     num_prefix, num_suffix = options.prefix_repetition_prefix_len, options.prefix_repetition_suffix_len
     if options.input_len is not None:
         num_suffix = options.input_len - num_prefix
@@ -140,7 +135,7 @@ def _prefix_repetition(options: DatasetOptions, writer: _Writer) -> list[Job]:
 
 
 def _sharegpt(options: DatasetOptions, writer: _Writer) -> list[Job]:
-    """The first question of each conversation, and as many tokens as its answer has."""
+    """Return each conversation's first question, with its answer's length."""
     path = Path(str(options.dataset_path))
     records = _read_json(path)
     if not isinstance(records, list):
@@ -163,7 +158,7 @@ def _sharegpt(options: DatasetOptions, writer: _Writer) -> list[Job]:
 
 
 def _turns(path: Path, index: int, record: object) -> tuple[str, str] | None:
-    """Give the first question and answer of a conversation, None if it has fewer than two turns."""
+    """Return a conversation's first question and answer; None if it has fewer than two turns."""
     turns = record.get("conversations") if isinstance(record, Mapping) else None
     if not isinstance(turns, list):
         raise UserError(f'{path}: record {index} has no list "conversations".')
@@ -176,7 +171,7 @@ def _turns(path: Path, index: int, record: object) -> tuple[str, str] | None:
 
 
 def _sonnet(options: DatasetOptions, writer: _Writer) -> list[Job]:
-    """Lines of a poem, the first of them the same in all prompts; at most as long as asked for."""
+    """Return random lines of a poem after shared ones, at most as long as requested."""
     num_in, num_out = options.input_len or options.sonnet_input_len, options.output_len or options.sonnet_output_len
     lines = list(poem()) if options.dataset_path is None else _read_lines(Path(options.dataset_path))
     begin = writer.count(_SONNET_BEGIN)
@@ -195,7 +190,7 @@ def _sonnet(options: DatasetOptions, writer: _Writer) -> list[Job]:
 
 
 def poem() -> Iterator[str]:
-    """Write lines of our own, 480 different ones."""
+    """Yield 480 distinct lines."""
     for when in ("At dawn", "By noon", "At dusk", "All night"):
         for who in ("the ferry", "a heron", "my brother", "the miller", "a lantern", "the orchard"):
             for does in ("waits", "leans", "wakes", "turns"):
@@ -207,7 +202,7 @@ def poem() -> Iterator[str]:
 
 
 def _custom(options: DatasetOptions, writer: _Writer) -> list[Job]:
-    """A line an object with a "prompt" and perhaps "output_tokens"."""
+    """Read JSON lines with "prompt" and optionally "output_tokens"."""
     path = Path(str(options.dataset_path))
     default = options.output_len or options.custom_output_len
     records = list(_read_records(path))
@@ -224,11 +219,10 @@ def _custom(options: DatasetOptions, writer: _Writer) -> list[Job]:
 
 
 def _timed_trace(options: DatasetOptions, writer: _Writer) -> list[Job]:
-    """A trace in Mooncake's format (kvcache-ai/Mooncake, mooncake_trace.jsonl), the first `num_prompts` of it.
+    """The first `num_prompts` requests of a trace in Mooncake's format (kvcache-ai/Mooncake, mooncake_trace.jsonl).
 
-    A line is an object with `timestamp`, `input_length`, `output_length` and, where prompts begin alike, `hash_ids`: a
-    number for each block of 512 tokens, equal where block and all before it are. A block's tokens follow from its
-    number and the seed.
+    Lines have `timestamp`, `input_length`, `output_length` and optionally `hash_ids`: a number per block of 512 tokens,
+    equal for equal prefixes.
     """
     path = Path(str(options.dataset_path))
     size = options.timed_trace_block_size
@@ -264,7 +258,7 @@ def _order(count: int, options: DatasetOptions, writer: _Writer) -> list[int]:
 
 
 def _filled(jobs: list[Job], options: DatasetOptions, writer: _Writer) -> list[Job]:
-    """Repeat jobs, drawn at random, until there are `num_prompts`, as vLLM does; not with `no_oversample`."""
+    """Repeat random jobs up to `num_prompts`, as vLLM does, unless `no_oversample`."""
     if not jobs:
         raise UserError(f"{options.dataset_path}: it holds no prompt that can be used.")
     if options.no_oversample:
@@ -297,7 +291,6 @@ def _read_lines(path: Path) -> list[str]:
 
 
 def _read_records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Read objects, one a line, with the numbers of their lines."""
     for number, line in enumerate(_read_text(path).splitlines(), 1):
         if not line.strip():
             continue

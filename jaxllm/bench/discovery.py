@@ -1,4 +1,4 @@
-"""Finds out about a server before it is measured: whether it answers, its model's name and context, the tokenizer."""
+"""Query a server before a benchmark: its availability, model, context length and tokenizer."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from jaxllm.errors import EngineError, UnavailableError, UserError
 if TYPE_CHECKING:
     from jaxllm.bench.datasets import Coder
 
-_PATIENCE = 10.0  # seconds for one answer
-_PAUSE = 1.0  # seconds between two tries
-_EMBEDDED = "jaxllm-embedded"  # what the server calls the model within the package
+_PATIENCE = 10.0  # seconds per response
+_PAUSE = 1.0  # seconds between attempts
+_EMBEDDED = "jaxllm-embedded"  # the server's name for the embedded model
 
 Result = TypeVar("Result")
 
 
 def fetch(url: str, headers: Mapping[str, str], is_insecure: bool, body: Mapping[str, Any] | None = None) -> str:
-    """Get a page, or what answers a body; OSError (`urllib.error.URLError`) if there is none."""
+    """Return the response to GET, or to POST with `body`; raise OSError (`urllib.error.URLError`) on failure."""
     context = ssl._create_unverified_context() if is_insecure and url.startswith("https") else None
     sent = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, sent, {**headers, "Content-Type": "application/json"})
@@ -39,11 +39,9 @@ def fetch(url: str, headers: Mapping[str, str], is_insecure: bool, body: Mapping
 
 
 def find_model(target: Target) -> tuple[str, str]:
-    """Ask for the first model that is served; return its name, and where its files may be.
+    """Return the name of the first served model, and where its files may be.
 
-    Raises:
-        EngineError: if the server does not say.
-        UserError: if it wants a key, or another one.
+    Raises EngineError if the server does not report a model, UserError if it requires an API key.
     """
     if target.is_grpc:
         from jaxllm.bench.grpc_client import first_model
@@ -69,7 +67,7 @@ def find_model(target: Target) -> tuple[str, str]:
 
 
 def find_context(target: Target) -> int | None:
-    """Ask how many tokens a request to the target's model may have; None where the server does not say."""
+    """Return the context length of the target's model, None if not reported."""
     try:
         if target.is_grpc:
             from jaxllm.bench.grpc_client import context_of
@@ -78,11 +76,11 @@ def find_context(target: Target) -> int | None:
         card = next(card for card in _model_cards(target) if card["id"] == target.model)
         return int(card["max_model_len"])
     except (EngineError, UserError, OSError, ValueError, LookupError, TypeError, StopIteration):
-        return None  # not every server has one; the requests will show
+        return None
 
 
 def wait_for(attempt: Callable[[], Result], seconds: float) -> Result:
-    """Try until it works, for so many seconds; then let the last error through."""
+    """Retry for `seconds` on EngineError, then raise the last one."""
     end = time.monotonic() + seconds
     while True:
         try:
@@ -94,22 +92,21 @@ def wait_for(attempt: Callable[[], Result], seconds: float) -> Result:
 
 
 def check_answers(target: Target, job: Job) -> None:
-    """Send one job; EngineError if it fails."""
+    """Send one job; raise EngineError if it fails."""
     outcome = asyncio.run(send_one(target, job))
     if outcome.error:
         raise EngineError(f"a test request failed: {outcome.error}")
 
 
 def refuses(target: Target, field: str) -> bool:
-    """Whether the server refuses requests for one of their fields, by its name; one request for a token shows it."""
+    """Return whether the server refuses requests because of `field`, by sending one."""
     return field in asyncio.run(send_one(target, Job("The", 1, 1))).error
 
 
 def find_tokenizer(asked: str | None, target: Target, root: str) -> tuple[Coder, str]:
-    """Load the tokenizer that was asked for, or the model's; return it, and what it was loaded from.
+    """Return the requested tokenizer, or the model's, and its source.
 
-    The model's is that of the model within the package, or of `root`: a folder on this machine or a hub id. Where it is
-    neither, the server is asked for each text.
+    The model's: embedded, a local folder, a hub id, or the server's /tokenize.
     """
     from jaxllm.embedded import MODEL_DIR
     from jaxllm.text.tokenizer import load_tokenizer
@@ -120,7 +117,7 @@ def find_tokenizer(asked: str | None, target: Target, root: str) -> tuple[Coder,
         return load_tokenizer(MODEL_DIR), _EMBEDDED
     try:
         return load_tokenizer(root), root
-    except Exception as error:  # the hub's errors have no common class
+    except Exception as error:
         with suppress(EngineError, UserError, OSError, ValueError, LookupError, TypeError):
             return _server_tokenizer(target), f"{target.base}/tokenize"
         raise UserError(
@@ -130,7 +127,7 @@ def find_tokenizer(asked: str | None, target: Target, root: str) -> tuple[Coder,
 
 
 def _server_tokenizer(target: Target) -> ServerTokenizer:
-    """Take the tokenizer of a server that has /tokenize and /detokenize, as jaxllm's and vLLM's, or their RPCs."""
+    """Return the tokenizer of a server with /tokenize and /detokenize (jaxllm, vLLM), or the RPCs."""
     if target.is_grpc:
         from jaxllm.bench.grpc_client import coding_of
 
@@ -151,10 +148,9 @@ def _models_url(target: Target) -> str:
 
 
 def _model_cards(target: Target) -> Any:
-    """Get what the server says of each model: a list of objects, unless the server has forms of its own."""
     return json.loads(fetch(_models_url(target), target.headers, target.is_insecure))["data"]
 
 
 def metrics_fetcher(url: str, target: Target) -> Callable[[], str]:
-    """Return what gets a server's metrics; gRPC's metadata are headers there, as a key is the same for both."""
+    """Return a function that fetches metrics; gRPC metadata serve as headers."""
     return lambda: fetch(url, target.headers, target.is_insecure)

@@ -1,4 +1,4 @@
-"""What a benchmark says of drafts, by vLLM's words: how many were verified, and how many of them were kept."""
+"""Speculative decoding figures, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jaxllm.metrics import Metrics
 
 
 class Drafts(NamedTuple):
-    """Counts since an engine began."""
+    """Cumulative counts of an engine."""
 
     rows: int = 0
     tokens: int = 0
@@ -16,12 +16,12 @@ class Drafts(NamedTuple):
 
 
 def counted(metrics: Metrics) -> Drafts:
-    """Read an engine's counts."""
+    """Return an engine's counts."""
     return Drafts(metrics.drafting_rows, metrics.draft_tokens, sum(metrics.accepted_tokens))
 
 
 def report(before: Drafts, after: Drafts) -> tuple[str, dict[str, Any]]:
-    """Write lines and figures of what was counted in between; nothing if no draft was verified."""
+    """Return the report and figures for the counts in between; empty if no draft was verified."""
     rows, tokens, accepted = (now - then for then, now in zip(before, after, strict=True))
     if not tokens:
         return "", {}

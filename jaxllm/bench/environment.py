@@ -1,7 +1,4 @@
-"""What a result must say of where it was made: commit, versions, processor, date, command line.
-
-Imports none of the packages whose versions it reports, so it costs milliseconds, and it repeats no secret.
-"""
+"""The environment of a result: commit, versions, processor, date, command line without secrets."""
 
 from __future__ import annotations
 
@@ -18,12 +15,12 @@ from typing import Any
 from jaxllm.version import __version__
 
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "grpcio", "protobuf", "aiohttp", "transformers", "torch")
-_VARIABLES = ("JAX_PLATFORMS", "XLA_FLAGS", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")  # those that change figures
+_VARIABLES = ("JAX_PLATFORMS", "XLA_FLAGS", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 _SECRETS = ("--header", "--api-key", "--extra-body")
 
 
 def describe(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Describe this machine, this program and its command line (`argv`, else the process's), as JSON can hold it."""
+    """Return the machine, program and command line (`argv`, default the process's) as JSON values."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "jaxllm": __version__,
@@ -40,9 +37,9 @@ def describe(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def commit(folder: Path = Path(__file__).parent) -> str | None:
-    """Name the commit that the code in `folder` was checked out from, with "-dirty" if it was changed since.
+    """Return the commit that `folder` is checked out from, with "-dirty" if modified.
 
-    None where the code is not in a checkout of its own: installed, or without git.
+    None if installed or without git.
     """
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude", "*"]
     try:
@@ -54,7 +51,7 @@ def commit(folder: Path = Path(__file__).parent) -> str | None:
 
 
 def cpu_name() -> str:
-    """Name the processor as the system does."""
+    """Return the processor's name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:  # not Linux
@@ -64,12 +61,12 @@ def cpu_name() -> str:
 
 
 def usable_cpus() -> int:
-    """Count the processors that this process may run on."""
+    """Return the number of processors available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def hide_secrets(argv: Sequence[str]) -> list[str]:
-    """Copy a command line without what may be a key: the values of headers, keys and extra bodies."""
+    """Return a command line with the values of headers, keys and extra bodies replaced."""
     shown: list[str] = []
     is_secret = False
     for argument in argv:
@@ -83,7 +80,7 @@ def hide_secrets(argv: Sequence[str]) -> list[str]:
 
 
 def versions(names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Give the version of each of these packages that is installed."""
+    """Yield the versions of installed packages."""
     for name in names:
         try:
             yield name, version(name)

@@ -1,11 +1,8 @@
-"""Where a step's time goes: attention, matrix products, sampling, the host, waiting. Read out of a trace of steps.
+"""Attribute the time of traced steps to attention, matrix products, sampling, host work and waiting.
 
-A moment in which the device computes belongs to what it computes (shared evenly where several operations run at once);
-a moment in which it does not, to what the engine's thread is doing. So the parts sum to the whole. An operation's part
-is known by the scopes that `step.py` and `decoder.py` wrote into its program. Pure: reads a trace and programs' texts.
-
-The profiler's own cost is in it: about half a microsecond for each operation on a CPU, and on a GPU steps run without
-CUDA graphs while they are traced.
+Time in which the device computes belongs to its operations, divided evenly among concurrent ones; other time to the
+engine thread's activity. The profiler adds about half a microsecond per operation on a CPU, and disables CUDA graphs on
+a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-HOST = ("plan", "pack", "dispatch", "commit", "output")  # spans of engine.py and runner.py within a "step"
+HOST = ("plan", "pack", "dispatch", "commit", "output")  # spans of engine.py and runner.py within "step"
 OTHER_HOST, BETWEEN, WAITING = "other", "between steps", "wait"
 DEVICE = ("matmul", "attention", "cache write", "sampling", "collectives", "other on the device")
 _PRODUCTS = {"dot", "convolution", "ragged-dot"}
@@ -32,7 +29,7 @@ _CALLED = re.compile(r"calls=%?([\w.-]+)")
 
 
 class Span(NamedTuple):
-    """What one thread did for some time, in microseconds."""
+    """An activity of one thread, in microseconds."""
 
     start: float
     end: float
@@ -41,26 +38,26 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Explanation:
-    """Where the time of some steps in a row went; all times are milliseconds a step."""
+    """The time of consecutive steps by part, in milliseconds per step."""
 
     num_steps: int
-    step_ms: float  # from the beginning of the first to the end of the last
-    device_ms: dict[str, float]  # by part: while the device computed
-    idle_ms: dict[str, float]  # by what the engine's thread did: while the device did not. Both sum to `step_ms`
-    host_ms: dict[str, float]  # by span of the engine's thread, whatever the device did meanwhile; sums to it as well
-    programs: dict[str, int]  # how often each ran
-    unknown_ms: float  # of "other on the device": operations that no program's text names
+    step_ms: float  # from the first step's start to the last step's end
+    device_ms: dict[str, float]  # by part, while the device computed
+    idle_ms: dict[str, float]  # by engine-thread activity, while the device was idle; sums to `step_ms` with device_ms
+    host_ms: dict[str, float]  # by engine-thread activity, regardless of the device; sums to `step_ms`
+    programs: dict[str, int]
+    unknown_ms: float  # operations not found in any program's text; part of "other on the device"
 
     def as_json(self) -> dict[str, Any]:
-        """Return what a result file holds of it."""
+        """Return the explanation as JSON values."""
         return asdict(self)
 
 
 def parts_of(program: str) -> dict[str, str]:
-    """Return the part that each operation of a program belongs to, by name, from its HLO text."""
+    """Return the part of each operation of a program, by name, from its HLO text."""
     computation, scopes, opcodes = "", {}, {}
     called: dict[str, str] = {}
-    products: set[str] = set()  # computations and operations that multiply matrices
+    products: set[str] = set()
     for line in program.splitlines():
         if found := _INSTRUCTION.match(line):
             name, opcode = found.groups()
@@ -73,7 +70,7 @@ def parts_of(program: str) -> dict[str, str]:
                 products |= {name, computation}
         elif found := _COMPUTATION.match(line):
             computation = found[1]
-    for name, inner in called.items():  # a computation is written before what calls it
+    for name, inner in called.items():  # computations precede their callers
         if inner in products:
             products.add(name)
     return {name: _part(scope, opcodes[name], name in products) for name, scope in scopes.items()}
@@ -89,24 +86,24 @@ def _part(scope: str, opcode: str, is_product: bool) -> str:
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
-    """Read the events of a trace that `profiling.Profile` wrote."""
+    """Return the events of a trace by `profiling.Profile`."""
     with gzip.open(path, "rt", encoding="utf-8") as stream:
         events = json.load(stream)["traceEvents"]
     return [event for event in events if event.get("ph") == "X"]
 
 
 def programs_in(events: Iterable[Mapping[str, Any]]) -> set[str]:
-    """Name the programs that ran in a trace."""
+    """Return the names of the programs in a trace."""
     modules = {event.get("args", {}).get("hlo_module", "") for event in events}
     return {module.removeprefix("jit_") for module in modules if module}
 
 
 def explain(events: Sequence[Mapping[str, Any]], programs: Mapping[str, str]) -> Explanation:
-    """Split the time of the steps in a trace.
+    """Attribute the time of the steps in a trace.
 
     Args:
-        events: of `read_trace`; a ValueError without a step among them.
-        programs: the HLO texts of those that ran, by `step.program_name`.
+        events: of `read_trace`; ValueError if without steps.
+        programs: HLO texts by `step.program_name`.
     """
     steps = sorted((event for event in events if event["name"] == "step"), key=lambda event: event["ts"])
     if not steps:
@@ -146,7 +143,7 @@ def explain(events: Sequence[Mapping[str, Any]], programs: Mapping[str, str]) ->
 
 
 def report(explanation: Explanation) -> str:
-    """Write an explanation as a table."""
+    """Format an explanation as a table."""
     whole = explanation.step_ms
     rows = [(part, milliseconds) for part, milliseconds in explanation.device_ms.items() if milliseconds]
     rows.sort(key=lambda row: -row[1])
@@ -171,7 +168,7 @@ def _row(name: str, milliseconds: float, whole: float) -> str:
 
 
 def _flat(spans: Iterable[Span]) -> Iterator[Span]:
-    """Cut the spans of one thread, which may lie within each other, into pieces of the innermost ones."""
+    """Divide nested spans into disjoint pieces of the innermost ones."""
     open_spans: list[Span] = []
     at = 0.0
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
@@ -192,10 +189,7 @@ def _flat(spans: Iterable[Span]) -> Iterator[Span]:
 
 
 def _shared(device: Sequence[Span], host: Sequence[Span]) -> tuple[dict[str, float], ...]:
-    """Add up the time of the device's parts, of the host's while the device is idle, and of the host's in all.
-
-    `host` covers all of the time without a gap, `device` may overlap itself.
-    """
+    """Return time by device part, by host activity while idle, and by host activity."""
     edges = [(span.start, 1, span.part) for span in device] + [(span.end, -1, span.part) for span in device]
     turns = [(span.start, 0, span.part) for span in host]
     running: Counter[str] = Counter()

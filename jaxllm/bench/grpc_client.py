@@ -1,4 +1,4 @@
-"""Sends jobs to a jaxllm server over gRPC and notes what comes when; reads of each message only what it must."""
+"""A benchmark client for gRPC, with minimal work per message."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from jaxllm.errors import EngineError, UserError
 
 CHANNEL: Mapping[str, Any] = {
     "retries": False,  # a refused request is an outcome
-    # Each process has connections of its own, as it would from another machine.
+    # Each process uses its connections alone, as if on another machine.
     "channel_options": (("grpc.use_local_subchannel_pool", 1),),
 }
 
 
 class GrpcClient(AsyncClient):
-    """A connection to one server; `AsyncClient` without the objects that it makes of each message."""
+    """`AsyncClient` without result objects per message."""
 
     def __init__(self, target: Target) -> None:
         super().__init__(**endpoint_options(target))
         self._bench = target
 
     async def send(self, name: str, job: Job, outcome: Outcome) -> None:
-        """Send a job and fill its outcome; what goes wrong is the outcome's error."""
+        """See `clients.BenchClient.send`."""
         target = self._bench
         if target.embeds:
             await self._embed(name, job, outcome)
@@ -84,20 +84,20 @@ class GrpcClient(AsyncClient):
 
 
 def endpoint_options(target: Target) -> dict[str, Any]:
-    """Return what `AsyncClient` and `Client` are made with; an address that begins with https:// is TLS."""
+    """Return arguments for `AsyncClient` and `Client`; https:// selects TLS."""
     base, has_tls = target.base.removeprefix("https://"), target.base.startswith("https://")
     return {"target": base, "tls": has_tls, "metadata": target.headers, **CHANNEL}
 
 
 def first_model(target: Target, timeout: float) -> str:
-    """Ask for the name of the model that is served."""
+    """Return the first served model's name."""
     return Client(**endpoint_options(target)).models(timeout=timeout)[0].name
 
 
 def coding_of(
     target: Target, timeout: float
 ) -> tuple[Callable[[str, bool], list[int]], Callable[[Sequence[int]], str]]:
-    """Return what turns texts into the target's token ids, and what turns them back."""
+    """Return functions that encode and decode with the server's tokenizer."""
     client = Client(**endpoint_options(target))
 
     def encode(text: str, add_special_tokens: bool) -> list[int]:
@@ -110,6 +110,6 @@ def coding_of(
 
 
 def context_of(target: Target, timeout: float) -> int | None:
-    """Ask how many tokens a request to the target's model may have; None for a model that is not served."""
+    """Return the context length of the target's model, None if it is not served."""
     models = Client(**endpoint_options(target)).models(timeout=timeout)
     return next((model.max_model_len for model in models if target.model in (model.name, *model.aliases)), None)

@@ -1,6 +1,6 @@
-"""The other side of `bench throughput`: `transformers`' own `generate` on torch, for the same prompts and lengths.
+"""Throughput of `transformers`' `generate` on torch for the same jobs.
 
-Batches as vLLM's `hf` backend does: in the order of the jobs, padded on the left, until the longest output has ended.
+Batches as in vLLM's `hf` backend: in order, left-padded, until the longest output ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxllm.errors import EngineError, UserError
 
 
 def check() -> None:
-    """Raise UserError where torch or transformers are missing."""
+    """Raise UserError if torch or transformers are missing."""
     try:
         import torch  # noqa: F401  # pyright: ignore[reportMissingImports]
         import transformers  # noqa: F401
@@ -29,10 +29,7 @@ def check() -> None:
 class HuggingFace:
     """A model in transformers.
 
-    `dtype` "auto" is float32 on a CPU and the checkpoint's on a GPU, as the engine's; without weights they are random.
-
-    Raises:
-        UserError: where torch or transformers are missing, or for a model that transformers cannot load.
+    `dtype` "auto" is float32 on a CPU and the checkpoint's on a GPU. Without weights, they are random.
     """
 
     def __init__(self, model: str, dtype: str = "auto", revision: str | None = None, has_weights: bool = True) -> None:
@@ -53,17 +50,12 @@ class HuggingFace:
                 network = AutoModelForCausalLM.from_config(config, dtype=kind)
         except (OSError, ValueError) as error:
             raise UserError(f"transformers cannot load {model}: {str(error).splitlines()[0]}", "model") from error
-        network.generation_config.eos_token_id = None  # so that nothing ends before its length
+        network.generation_config.eos_token_id = None  # outputs reach their full length
         self.max_model_len: int | None = getattr(config, "max_position_embeddings", None)
         self.network = network.eval().to(self.device)
 
     def run(self, jobs: Sequence[Job], n: int, max_batch_size: int, num_warmups: int = 0) -> Served:
-        """Generate all jobs (of token ids) in batches of up to `max_batch_size` prompts with `n` outputs each.
-
-        Raises:
-            UserError: for a request that is longer than the model's context.
-            EngineError: if an output has another length than asked for.
-        """
+        """Generate `n` outputs for token-id jobs in batches of up to `max_batch_size` prompts."""
         longest = max(job.prompt_tokens + job.max_tokens for job in jobs)
         if self.max_model_len is not None and longest > self.max_model_len:
             raise UserError(
@@ -85,7 +77,6 @@ class HuggingFace:
         return Served(seconds, n * sum(job.max_tokens for job in jobs), {"e2el_ms": ends})
 
     def _generate(self, batch: Sequence[Job], n: int) -> None:
-        """Generate one batch; all its rows run until the longest output has ended, as `generate` has it."""
         torch = self.torch
         longest, num_new = max(job.prompt_tokens for job in batch), max(job.max_tokens for job in batch)
         ids = torch.zeros((len(batch), longest), dtype=torch.long)
@@ -105,7 +96,7 @@ class HuggingFace:
                 num_return_sequences=n,
                 pad_token_id=0,
                 use_cache=True,
-            ).cpu()  # waits for a GPU
+            ).cpu()
         made, wanted = tuple(output.shape), (n * len(batch), longest + num_new)
         if made != wanted:
             raise EngineError(f"transformers made {made} tokens with the prompts, {wanted} were asked for.")

@@ -1,7 +1,6 @@
-"""Each implementation of the operations in `pallas_kernels`: how far from the reference, how near to memory speed.
+"""Benchmark all `pallas_kernels` implementations: error against `xla`, and share of memory bandwidth.
 
-The reference is `xla`. What a call must read and write, at the least, over its time is compared with the bandwidth of
-summing a large array, measured in the same rounds, so that what else the machine does hits all alike.
+Bandwidth is a call's minimal traffic over its time, relative to summing a large array, measured alternately.
 """
 
 from __future__ import annotations
@@ -19,33 +18,33 @@ import pallas_kernels
 from pallas_kernels import Site, measuring
 
 REFERENCE = "xla"
-HEADS = {"0.5B": (14, 2, 64), "8B": (32, 8, 128)}  # query heads, key-value heads, head size: Qwen2.5-0.5B, Llama 3 8B
-READ_BYTES = 256 << 20  # of the array that is summed: far more than caches hold
+HEADS = {"0.5B": (14, 2, 64), "8B": (32, 8, 128)}  # query heads, KV heads, head size: Qwen2.5-0.5B, Llama 3 8B
+READ_BYTES = 256 << 20  # summed array, far larger than caches
 READ_ROWS = 4096
 
 
 class Case(NamedTuple):
-    """A call that is measured."""
+    """A call to measure."""
 
     operation: str
-    shape: str  # in words, part of the figures' names
+    shape: str  # part of the figures' names
     call: Callable[..., Any]  # (implementation, *arrays)
     arrays: tuple[Any, ...]
-    num_bytes: int  # that it cannot do without reading or writing
+    num_bytes: int  # minimal memory traffic
 
 
 class Measured(NamedTuple):
-    """One implementation of a case."""
+    """Measurements of one implementation."""
 
     case: Case
     implementation: str
     microseconds: np.ndarray  # [rounds]
-    max_difference: float  # from the reference
-    bandwidth_share: float  # of what summing an array reached, median against median
+    max_difference: float
+    bandwidth_share: float  # ratio of medians, to summing an array
 
 
 def make_cases(dtype: str, decode: Sequence[tuple[int, int]], prefill: Sequence[tuple[int, int]]) -> list[Case]:
-    """Make calls for rows with so many cached tokens each, and for prompts of so many tokens at a time."""
+    """Return calls for (rows, cached tokens) in `decode` and (rows, tokens) in `prefill`."""
     cases = []
     for model, heads in HEADS.items():
         for size in decode:
@@ -56,7 +55,7 @@ def make_cases(dtype: str, decode: Sequence[tuple[int, int]], prefill: Sequence[
 
 
 def measure(cases: Sequence[Case], num_rounds: int, advance: Callable[[], object]) -> tuple[list[Measured], np.ndarray]:
-    """Run every implementation of each case in turns with the sum; return what was measured, and bytes a second."""
+    """Time all implementations of each case alternately with a sum; return results and bytes per second."""
     source = jnp.ones((READ_ROWS, READ_BYTES // 4 // READ_ROWS), jnp.float32)
     read = jax.jit(lambda array: array.sum(axis=1))
     measured, reads = [], []
@@ -82,7 +81,7 @@ def measure(cases: Sequence[Case], num_rounds: int, advance: Callable[[], object
 
 
 def report(measured: Sequence[Measured], reads: np.ndarray) -> tuple[str, dict[str, Any]]:
-    """Write a table, and the figures of a JSON file."""
+    """Return a table, and JSON figures."""
     lines = [f"reading an array: {np.median(reads) / 1e9:.1f} GB/s"]
     lines.append(
         f"{'operation':14} {'shape':24} {'kernel':12} {'median us':>10} {'of the bandwidth':>16} {'difference':>11}"
@@ -103,7 +102,6 @@ def report(measured: Sequence[Measured], reads: np.ndarray) -> tuple[str, dict[s
 
 
 def _able(case: Case) -> list[str]:
-    """Name the implementations that can do a case on this process's device."""
     device, (q, cache) = jax.devices()[0], case.arrays[:2]
     site = Site(
         platform=device.platform,
@@ -120,14 +118,14 @@ def _able(case: Case) -> list[str]:
 
 
 def seconds_of(call: Callable[..., Any], *arrays: Any) -> float:
-    """Return how long a call takes until its result is ready."""
+    """Return a call's duration until its result is ready."""
     began = time.perf_counter()
     jax.block_until_ready(call(*arrays))
     return time.perf_counter() - began
 
 
 def _case(operation: str, model: str, rows: int, tokens: int, made: measuring.Case) -> Case:
-    """Make a single call of what is measured turn after turn."""
+    """Return a case for a single call of a measured loop."""
 
     def call(implementation: str, *arrays: Any) -> jax.Array:
         out, _ = made.step(implementation)(jnp.int32(0), arrays)

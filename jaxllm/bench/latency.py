@@ -1,4 +1,4 @@
-"""The time of one batch from its prompts to its last token, again and again, as vLLM's `bench latency` measures it."""
+"""Latency of a batch from prompts to last token, as vLLM's `bench latency`."""
 
 from __future__ import annotations
 
@@ -29,10 +29,9 @@ def measure(
     num_iters: int,
     seed: int,
 ) -> np.ndarray:
-    """Return the seconds of each of `num_iters` batches of random prompts, after `num_warmups`.
+    """Return the seconds of `num_iters` batches of random prompts, after `num_warmups`.
 
-    Raises:
-        EngineError: if an output has another length than `output_len`.
+    Raises EngineError if an output's length is not `output_len`.
     """
     random = np.random.default_rng(seed)
     prompts = random.integers(0, llm.engine.model.vocab_size, (batch_size, input_len)).tolist()
@@ -52,11 +51,11 @@ def measure(
 
 
 def report(latencies: np.ndarray) -> tuple[str, dict[str, Any]]:
-    """Write vLLM's lines and its JSON's keys of latencies in seconds."""
+    """Return vLLM's report and JSON figures for latencies in seconds."""
     percentiles = dict(zip(PERCENTAGES, np.percentile(latencies, PERCENTAGES).tolist(), strict=True))
     shown = {"Avg": latencies.mean(), "Std": latencies.std()}
     shown |= {f"{share}% percentile": value for share, value in percentiles.items()}
-    lines = [f"{name} latency: {round(float(value), 6)} seconds" for name, value in shown.items()]  # to a microsecond
+    lines = [f"{name} latency: {round(float(value), 6)} seconds" for name, value in shown.items()]
     figures = {
         "avg_latency": float(latencies.mean()),
         "std_latency": float(latencies.std()),

@@ -1,4 +1,4 @@
-"""Sends jobs to a server of the OpenAI API and notes what comes when, over aiohttp, at little cost an event."""
+"""A benchmark client for the OpenAI API on aiohttp, with minimal work per event."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxllm.bench.workload import Job
 
 
 class OpenAIClient:
-    """Connections to one server, as many as there are requests under way. Use it in an `async with` block."""
+    """An HTTP client with a connection per open request; an async context manager."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -23,7 +23,7 @@ class OpenAIClient:
         self._is_chat = target.backend == "openai-chat"
 
     async def __aenter__(self) -> Self:
-        # A bound on connections would be a hidden queue; one on time would end long answers.
+        # A connection limit would queue requests invisibly; a timeout would cut long responses.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=not self._target.is_insecure),
             timeout=aiohttp.ClientTimeout(total=None),
@@ -35,7 +35,7 @@ class OpenAIClient:
         await self._session.close()
 
     async def send(self, name: str, job: Job, outcome: Outcome) -> None:
-        """Send a job and fill its outcome; what goes wrong is the outcome's error."""
+        """See `clients.BenchClient.send`."""
         body = json.dumps(request_body(self._target, job)).encode()
         headers = {"Content-Type": "application/json", "x-request-id": f"{self._target.request_id_prefix}{name}"}
         reader, answer = EventReader(), AnswerReader(outcome, self._is_chat)
@@ -50,7 +50,7 @@ class OpenAIClient:
                     return
                 async for received in response.content.iter_any():
                     answer.take(reader.feed(received), time.perf_counter())
-            answer.take(reader.feed(b"\n"), time.perf_counter())  # a last line without an end
+            answer.take(reader.feed(b"\n"), time.perf_counter())  # a last line without newline
             answer.finish()
         except (aiohttp.ClientError, OSError) as error:
             outcome.error = f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -59,11 +59,10 @@ class OpenAIClient:
 
 
 def request_body(target: Target, job: Job) -> dict[str, Any]:
-    """Write the body of a job's request."""
+    """Return the body of a job's request."""
     model = job.model or target.model
     body: dict[str, Any] = {"model": model} if model else {}
     if target.embeds:
-        # As OpenAI's own client asks for them.
         body |= {"input": [job.prompt, *job.others], "encoding_format": "base64", **target.fields, **target.extra}
         return {name: value for name, value in body.items() if value is not None}
     if target.backend == "openai-chat":

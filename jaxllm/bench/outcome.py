@@ -1,4 +1,4 @@
-"""What became of one request, as its client saw it: times, tokens, text, error. Computes nothing but differences."""
+"""The outcome of a request as its client observed it: times, tokens, text, error."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Outcome:
-    """One request. Times are seconds of a clock that all processes of a machine share (`time.perf_counter`).
+    """One request. Times are of `time.perf_counter`.
 
-    A message is whatever arrives at once with new tokens: one of gRPC, one event of HTTP. `output_tokens` and
-    `seen_prompt_tokens` are the server's count, None if it reports none.
+    A message is a gRPC message or HTTP event with new tokens. `output_tokens` and `seen_prompt_tokens` are reported by
+    the server; None if not.
     """
 
-    number: int  # of the job
+    number: int  # index of the job
     prompt_tokens: int
     max_tokens: int
-    due_at: float = 0.0  # when it should have been sent
-    sent_at: float = 0.0  # when it was: later where the client's concurrency is capped
+    due_at: float = 0.0  # scheduled time
+    sent_at: float = 0.0  # actual time, later if concurrency is limited
     ended_at: float = 0.0
     message_times: list[float] = field(default_factory=list)
     output_tokens: int | None = None
     seen_prompt_tokens: int | None = None
     text: str = ""
-    num_vectors: int = 0  # embeddings that came
-    error: str = ""  # one line; empty if all went well
+    num_vectors: int = 0
+    error: str = ""  # one line, or ""
 
     @property
     def ttft(self) -> float:
-        """Seconds to the first token; 0 if none came."""
+        """Return the time to first token in seconds, 0 without tokens."""
         return self.message_times[0] - self.sent_at if self.message_times else 0.0
 
     @property
     def itls(self) -> list[float]:
-        """Seconds between messages."""
+        """Return the seconds between messages."""
         return [later - earlier for earlier, later in zip(self.message_times, self.message_times[1:], strict=False)]
 
     @property
     def latency(self) -> float:
-        """Seconds to the last token; 0 if none came."""
+        """Return the seconds to the last token, 0 without tokens."""
         return self.message_times[-1] - self.sent_at if self.message_times else 0.0

@@ -1,8 +1,4 @@
-"""One picture of a result: how latencies are distributed, and what the engine did over time.
-
-Draws what the result holds and nothing else, as PNG or as HTML around an SVG that loads nothing and runs nothing. Needs
-matplotlib (`jaxllm[bench]`).
-"""
+"""Plot a result: latency distributions and engine activity over time."""
 
 from __future__ import annotations
 
@@ -25,15 +21,15 @@ TITLES = {
     "tpot_ms": "Time per output token (ms)",
     "itl_ms": "Inter-token latency (ms)",
     "latency": "Latency (s)",
-    "e2el_ms": "End-to-end latency (ms)",  # where it is all there is
+    "e2el_ms": "End-to-end latency (ms)",
 }
-MOST_POINTS = 1000  # of a curve: a million gaps between tokens would make a page of 100 MB
+MOST_POINTS = 1000  # per curve; a million token gaps would produce 100 MB
 PANEL = (7.0, 2.6)  # inches
-WIDE = 10.0  # the largest value over the smallest from which on the axis is logarithmic
+WIDE = 10.0  # max / min ratio above which the axis is logarithmic
 
 
 def check(path: str) -> None:
-    """Refuse a file that `plot` could not write: UserError for its suffix, or where matplotlib is missing."""
+    """Raise UserError for an unsupported suffix, or if matplotlib is missing."""
     if Path(path).suffix not in (".png", ".html"):
         raise UserError(f"{path}: a picture is a .png or a .html file.", "plot")
     try:
@@ -43,13 +39,11 @@ def check(path: str) -> None:
 
 
 def plot(result: Mapping[str, Any], path: str) -> None:
-    """Draw a result into the file, .png or .html.
+    """Plot a result to a .png or .html file.
 
-    `result["timeline"]` holds lists of equal length: seconds, running, waiting (requests), kv_usage (share),
-    generated_tokens and compilations (both counted since the start).
-
-    Raises:
-        UserError: for another suffix, without matplotlib, or for a result that has nothing to draw.
+    `result["timeline"]` has lists of equal length: seconds, running and waiting requests, kv_usage (share), and
+    cumulative generated_tokens and compilations. Raises UserError for another suffix, without matplotlib, or without
+    data.
     """
     check(path)
     from matplotlib.figure import Figure
@@ -84,7 +78,7 @@ def plot(result: Mapping[str, Any], path: str) -> None:
 
 
 def title(result: Mapping[str, Any]) -> str:
-    """Say in a line what a picture is of: the benchmark's command, commit and date, as far as they are known."""
+    """Return a one-line title: command, commit and date, if known."""
     environment = result.get("environment", {})
     command = " ".join(str(word) for word in environment.get("command", [])[1:])
     known = [result.get("model_id"), command, environment.get("commit"), environment.get("date") or result.get("date")]
@@ -93,7 +87,6 @@ def title(result: Mapping[str, Any]) -> str:
 
 
 def _distribution(axes: Axes, kinds: Mapping[str, Groups], label: str) -> None:
-    """Draw the share of values that are at most so large, with the median and the 99th percentile."""
     shares = np.linspace(0, 1, MOST_POINTS)
     for name, groups in kinds.items():
         values = np.array([value for group in groups for value in group])
@@ -111,7 +104,6 @@ def _distribution(axes: Axes, kinds: Mapping[str, Groups], label: str) -> None:
 
 
 def _timeline(panels: Sequence[Axes], timeline: Mapping[str, np.ndarray]) -> None:
-    """Draw requests, tokens a second, and KV use, with a mark wherever something was compiled."""
     seconds = timeline["seconds"]
     requests, speed, usage = panels
     requests.step(seconds, timeline["running"], where="post", label="running")

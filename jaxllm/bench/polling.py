@@ -1,7 +1,4 @@
-"""Asks a server for its metrics during a run, once a while, from a thread; and reads Prometheus' text.
-
-Knows the names that jaxllm and vLLM share. The server's part of the cost is a page of text for each time it is asked.
-"""
+"""Poll a server's Prometheus metrics during a run, on a thread."""
 
 from __future__ import annotations
 
@@ -9,8 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-INTERVAL = 0.5  # seconds
-# What a timeline has, and the families (without their prefix) that it is the sum of.
+INTERVAL = 0.5
+# Timeline series, and the metrics (without prefix) that each sums.
 SERIES: Mapping[str, tuple[str, ...]] = {
     "running": ("num_requests_running",),
     "waiting": ("num_requests_waiting",),
@@ -18,7 +15,7 @@ SERIES: Mapping[str, tuple[str, ...]] = {
     "generated_tokens": ("generation_tokens_total",),
     "compilations": ("programs_compiled_total", "compilations_after_ready_total"),
 }
-# What is counted beside it: names that jaxllm and vLLM share.
+# Counters, with names common to jaxllm and vLLM.
 COUNTERS: Mapping[str, tuple[str, ...]] = {
     "prompt_tokens": ("prefix_cache_queries_total",),
     "cached_prompt_tokens": ("prefix_cache_hits_total",),
@@ -28,7 +25,7 @@ _PREFIXES = ("jaxllm:", "vllm:")
 
 
 def read_metrics(page: str) -> dict[str, float] | None:
-    """Read a page of metrics into the values of `SERIES` and `COUNTERS`; None if it holds none of the series."""
+    """Return the values of `SERIES` and `COUNTERS` on a metrics page; None without series."""
     totals: dict[str, float] = {}
     for line in page.splitlines():
         prefix = next((prefix for prefix in _PREFIXES if line.startswith(prefix)), None)
@@ -43,7 +40,7 @@ def read_metrics(page: str) -> dict[str, float] | None:
 
 
 class Poller:
-    """Polls from the start of a `with` block to its end, then `timeline` has what was seen, None if nothing was."""
+    """Polls during a `with` block."""
 
     def __init__(self, fetch: Callable[[], str], start: float) -> None:
         self._fetch, self._start = fetch, start
@@ -60,7 +57,7 @@ class Poller:
         self._thread.join(2 * INTERVAL)
 
     def timeline(self) -> dict[str, list[float]] | None:
-        """Return the series: seconds after the start, and what the server said then; counters from 0 on."""
+        """Return the series over seconds after the start, counters relative to it; None without data."""
         if not self._seen:
             return None
         first = self._seen[0][1]
@@ -71,17 +68,17 @@ class Poller:
         return {"seconds": [moment - self._start for moment, _ in self._seen], **series}
 
     def counted(self) -> dict[str, float]:
-        """Return by how much each of `COUNTERS` rose; nothing where nothing was seen."""
+        """Return the increase of each of `COUNTERS`, {} without data."""
         return {name: self._seen[-1][1][name] - self._seen[0][1][name] for name in COUNTERS} if self._seen else {}
 
     def _poll(self) -> None:
         pause, is_last = 0.0, False
         while not is_last:
-            is_last = self._end.wait(pause)  # then once more: a short run has a value from before and one from after
+            is_last = self._end.wait(pause)  # a last poll after the end, so that short runs have two values
             pause = INTERVAL
             try:
                 row = read_metrics(self._fetch())
-            except (OSError, ValueError):  # busy, or not there: the line has a gap
+            except (OSError, ValueError):  # a gap in the series
                 row = None
             if row is not None:
                 self._seen.append((time.perf_counter(), row))

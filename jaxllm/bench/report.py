@@ -1,6 +1,6 @@
-"""Outcomes to the figures, the text and the JSON keys of vLLM's `bench serve`. Pure.
+"""Figures, report and JSON keys of vLLM's `bench serve`, from outcomes. Pure.
 
-Follows vllm/benchmarks/serve.py (`calculate_metrics`, `process_one_metric`): what reads its results reads these.
+See vllm/benchmarks/serve.py (`calculate_metrics`, `process_one_metric`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxllm.bench.outcome import Outcome
 
-METRICS: Mapping[str, tuple[str, str]] = {  # name: (short name, title)
+METRICS: Mapping[str, tuple[str, str]] = {  # name: (abbreviation, title)
     "ttft": ("TTFT", "Time to First Token"),
     "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
     "itl": ("ITL", "Inter-token Latency"),
@@ -22,7 +22,7 @@ METRICS: Mapping[str, tuple[str, str]] = {  # name: (short name, title)
     "client_queue_time": ("Client Queue Time", "Client Queue Time"),
 }
 WIDTH = 50
-_MOST_KINDS = 5  # of errors that are shown
+_MOST_KINDS = 5  # of errors shown
 
 
 def summarize(
@@ -34,11 +34,11 @@ def summarize(
     *,
     embeds: bool = False,
 ) -> dict[str, Any]:
-    """Compute the figures of a run of `duration` seconds, under the names that vLLM gives them.
+    """Return the figures of a run of `duration` seconds, with vLLM's names.
 
-    Every outcome knows its `output_tokens`. TPOT is, for each request, (latency - TTFT) / (output tokens - 1); ITL are
-    all gaps between messages; goodput counts requests that meet every bound of `goodput`, in ms. Latencies are of
-    requests that went well, and 0 where there are none. Where texts are embedded, they are counted in place of output.
+    TPOT is (latency - TTFT) / (output tokens - 1) per request; ITL are all gaps between messages; goodput counts
+    requests within all bounds of `goodput`, in ms. Latencies exclude failed requests. With `embeds`, texts are counted
+    instead of output tokens.
     """
     done = [outcome for outcome in outcomes if not outcome.error]
     num_in = sum(outcome.prompt_tokens for outcome in done)
@@ -61,7 +61,7 @@ def summarize(
         "request_goodput": sum(_is_good(outcome, goodput) for outcome in done) / duration if goodput else None,
         **({"text_throughput": num_texts / duration} if embeds else {"output_throughput": num_out / duration}),
         "total_token_throughput": (num_in + num_out) / duration,
-        # A second that the run did not fill holds fewer tokens than were made a second: the peak is no less than that.
+        # The last, partial second may hide the peak: it is at least the mean.
         **({} if embeds else {"max_output_tokens_per_s": max(peak_tokens(done), num_out / duration)}),
         "max_concurrent_requests": peak_concurrency(done),
     }
@@ -71,9 +71,9 @@ def summarize(
 
 
 def peak_tokens(outcomes: Sequence[Outcome]) -> float:
-    """Return the most output tokens within a second, of seconds counted from the first request.
+    """Return the most output tokens in one second of the run.
 
-    The tokens of a request are shared out evenly among its messages.
+    A request's tokens are divided evenly among its messages.
     """
     times = [moment for outcome in outcomes for moment in outcome.message_times]
     if not times:
@@ -88,7 +88,7 @@ def peak_tokens(outcomes: Sequence[Outcome]) -> float:
 
 
 def peak_concurrency(outcomes: Sequence[Outcome]) -> int:
-    """Return the most requests that were under way at once."""
+    """Return the maximal number of concurrent requests."""
     changes = sorted(
         change for outcome in outcomes for change in ((outcome.sent_at, 1), (outcome.sent_at + outcome.latency, -1))
     )
@@ -96,7 +96,7 @@ def peak_concurrency(outcomes: Sequence[Outcome]) -> int:
 
 
 def render(result: Mapping[str, Any], percentile_metrics: Iterable[str], percentiles: Iterable[float]) -> str:
-    """Write the report of a result, as vLLM prints it."""
+    """Return the report in vLLM's format."""
     lines = [" Serving Benchmark Result ".center(WIDTH, "=")]
 
     def add(name: str, value: Any, form: str = "") -> None:
@@ -136,7 +136,7 @@ def render(result: Mapping[str, Any], percentile_metrics: Iterable[str], percent
 
 
 def details(outcomes: Sequence[Outcome], start: float, *, embeds: bool = False) -> dict[str, list[Any]]:
-    """Return what `--save-detailed` adds: a value a request, start times in seconds after the start of the run."""
+    """Return `--save-detailed` values, one per request; start times are relative to `start`."""
     common = {
         "input_lens": [outcome.prompt_tokens for outcome in outcomes],
         "start_times": [outcome.sent_at - start for outcome in outcomes],
@@ -154,7 +154,7 @@ def details(outcomes: Sequence[Outcome], start: float, *, embeds: bool = False) 
 
 
 def error_kinds(outcomes: Iterable[Outcome]) -> list[tuple[int, str]]:
-    """Count errors by kind, most frequent first, each with its first message; numbers and ids do not make a kind."""
+    """Return the most frequent errors with counts; errors that differ in numbers or ids are merged."""
     first: dict[str, str] = {}
     counts: Counter[str] = Counter()
     for outcome in outcomes:
@@ -166,7 +166,7 @@ def error_kinds(outcomes: Iterable[Outcome]) -> list[tuple[int, str]]:
 
 
 def percentile_word(percentile: float) -> str:
-    """Write a percentile as keys and lines do: 99, 99.9."""
+    """Format a percentile: 99, 99.9."""
     return str(int(percentile)) if percentile == int(percentile) else str(percentile)
 
 

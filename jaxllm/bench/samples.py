@@ -1,21 +1,15 @@
-"""The values behind a result's figures, by the figures' names: what a picture shows and what a bootstrap draws from.
-
-Reads results of `jaxllm bench` and of vLLM (`--save-detailed`), as they are in their JSON files.
-"""
+"""Extract the values underlying a result's figures, for plots and bootstrap."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-Groups = Sequence[Sequence[float]]  # the values of each request, or of each iteration
+Groups = Sequence[Sequence[float]]  # values per request or iteration
 
 
 def read_samples(result: Mapping[str, Any]) -> dict[str, Groups]:
-    """Return the values of each kind (`ttft_ms`, `itl_ms`, `latency` in seconds …), grouped by request.
-
-    TPOT is (latency - TTFT) / (tokens - 1) of a request, as in vLLM; a request that failed is left out everywhere.
-    """
+    """Return the values of each kind (`ttft_ms`, `latency` in seconds …) by request, without failed ones."""
     kinds: dict[str, Groups] = {
         name: [[value] for value in values] for name, values in result.get("samples", {}).items()
     }

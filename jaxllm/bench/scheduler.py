@@ -1,7 +1,7 @@
-"""What the pure core costs: the microseconds of `plan` and `commit` together, at many running requests.
+"""Benchmark the scheduler: microseconds of `plan` plus `commit` with many running requests and random tokens.
 
-Two loads. *decode*: every request gets a token in every step, and a sixteenth of them a new block. *turnover*: requests
-end after 64 to 256 tokens and others take their place. Sampled tokens are drawn here; no model and no device.
+Loads: *decode*, a token per request and step, and a block for a sixteenth of requests; *turnover*, requests end after
+64 to 256 tokens and are replaced.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from jaxllm.scheduler import scheduler
 from jaxllm.scheduler.state import Limits, Request, initial
 
 Load = Literal["decode", "turnover"]
-VOCABULARY = 30_000  # the stop id lies behind it, so that no request ends by chance
-LEAST_RUNNING = 0.9  # of the requests: a step with fewer, at the beginning, is not the load that is measured
+VOCABULARY = 30_000  # the stop id is outside, so no request ends by chance
+LEAST_RUNNING = 0.9  # share of requests; steps with fewer are not measured
 STEP_TOKENS, STEP_CHUNKS, BLOCK = 8192, 64, 16
-LEAST_BLOCKS = 64  # for each request
+LEAST_BLOCKS = 64  # per request
 
 
 def measure(
     num_requests: int, load: Load, num_steps: int, num_warmups: int, seed: int, advance: Callable[[], object]
 ) -> np.ndarray:
-    """Return the microseconds of each of `num_steps` steps, after `num_warmups`; `advance` is called after each."""
+    """Return the microseconds of `num_steps` steps after `num_warmups`; `advance` is called after each."""
     total = num_steps + num_warmups
     limits = Limits(
         num_slots=num_requests,
@@ -53,7 +53,7 @@ def measure(
         began = time.perf_counter()
         state, events = scheduler.commit(state, limits, plan, sampled)
         committed = time.perf_counter() - began
-        # The engine keeps the tokens; the scheduler reads them when it hashes the blocks of a request that has ended.
+        # The scheduler reads a request's tokens when it hashes its blocks.
         for request_id, token in zip(events.ids.tolist(), events.tokens.tolist(), strict=True):
             tokens_of[request_id].append(token)
         for request_id in events.finished:
@@ -65,7 +65,7 @@ def measure(
 
 
 def result(samples: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Make a result's figures of microseconds by name, as `decode_64`: medians, means, p99 and the samples."""
+    """Return median, mean, p99 and samples of microseconds by name, e.g. `decode_64`."""
     figures: dict[str, Any] = {}
     for name, spent in samples.items():
         figures[f"median_{name}_us"] = float(np.median(spent))
@@ -76,7 +76,7 @@ def result(samples: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 def table(figures: Mapping[str, Any], cases: Sequence[tuple[int, Load]]) -> str:
-    """Write the figures of these sizes and loads as lines of text."""
+    """Format figures as a table."""
     lines = [f"{'requests':>8} {'load':>9} {'median us':>10} {'mean us':>9} {'p99 us':>9}"]
     for size, load in cases:
         median, mean, p99 = (figures[f"{kind}_{load}_{size}_us"] for kind in ("median", "mean", "p99"))

@@ -1,7 +1,4 @@
-"""A run of `bench serve`: processes that send, their outcomes, a timeline beside; and what is doubtful about a run.
-
-Knows no flags and prints nothing but a progress bar.
-"""
+"""Run `bench serve`: client processes, outcomes, metrics timeline, and warnings about a run's validity."""
 
 from __future__ import annotations
 
@@ -22,22 +19,22 @@ from jaxllm.bench.target import Target
 from jaxllm.bench.workload import Job
 from jaxllm.errors import EngineError
 
-_WAIT = 0.5  # seconds, after which ^C is noticed on systems where it does not end a wait
-_GRACE = 5.0  # seconds for processes to end their requests after ^C
-_MOST_CACHED = 0.02  # of all prompt tokens: above it prompts were known, beyond a test request or a common first word
-_MOST_PROMPT_ERROR = 0.02  # of all prompt tokens: above it the tokenizer is another than the server's
+_WAIT = 0.5  # seconds between checks for ^C, which some systems do not interrupt a wait for
+_GRACE = 5.0  # seconds for processes to cancel requests after ^C
+_MOST_CACHED = 0.02  # share of prompt tokens above which an earlier run has cached prompts
+_MOST_PROMPT_ERROR = 0.02  # share of prompt tokens above which the tokenizer is not the server's
 
 
 @dataclass
 class Measurement:
-    """What a run was: outcomes in the order of the jobs, times of the shared clock, each process' cost."""
+    """A run: outcomes by job, and cost per process."""
 
     start: float
     outcomes: list[Outcome] = field(default_factory=list)
     duration: float = 0.0
     costs: list[Cost] = field(default_factory=list)
     timeline: dict[str, list[float]] | None = None
-    counted: dict[str, float] = field(default_factory=dict)  # by the server, meanwhile; see polling.COUNTERS
+    counted: dict[str, float] = field(default_factory=dict)  # increases of polling.COUNTERS
     was_interrupted: bool = False
 
 
@@ -52,10 +49,9 @@ def measure(
     fetch_metrics: Callable[[], str] | None = None,
     has_bar: bool = False,
 ) -> Measurement:
-    """Send each job `arrivals` seconds after the start, and wait for all; ^C ends the run with what has finished.
+    """Send each job at its arrival time and wait for all; ^C ends the run early.
 
-    The cap on concurrency is shared out to the processes. Warm-ups come first and are not measured.
-
+    `max_concurrency` is the total. Warm-ups are not measured.
     Raises:
         EngineError: if warm-ups fail, or a process does not start.
     """
@@ -81,12 +77,12 @@ def measure(
 
 
 def half_of_cpus() -> int:
-    """Return how many processes send where the number is left to us: the server needs the other half."""
+    """Return the default number of client processes; the server needs the other half."""
     return max(1, usable_cpus() // 2)
 
 
 def count_tokens(outcomes: Sequence[Outcome], count: Callable[[str], int]) -> int:
-    """Count the output tokens that the server did not report; return for how many requests."""
+    """Count output tokens that the server did not report; return the number of such requests."""
     untold = [outcome for outcome in outcomes if outcome.output_tokens is None]
     for outcome in untold:
         outcome.output_tokens = count(outcome.text)
@@ -94,7 +90,7 @@ def count_tokens(outcomes: Sequence[Outcome], count: Callable[[str], int]) -> in
 
 
 def client_cost(costs: Sequence[Cost], num_tokens: int) -> dict[str, Any]:
-    """Return what the clients themselves used: all processes together, and the busiest one's share of a core."""
+    """Return the clients' resource usage, in total and of the busiest process."""
     messages = sum(cost.messages for cost in costs)
     cpu = sum(cost.cpu_seconds for cost in costs)
     return {
@@ -116,7 +112,7 @@ def doubts(
     compares_prompts: bool,
     num_counted: int,
 ) -> Iterator[str]:
-    """Say what a reader of the result should know before believing it, a line each."""
+    """Yield warnings about a result's validity, one line each."""
     done = [outcome for outcome in outcomes if not outcome.error]
     if done and client["busiest_core_share"] > LIMIT:
         yield (
@@ -145,7 +141,7 @@ def doubts(
 
 
 def cache_doubt(counted: Mapping[str, float]) -> Iterator[str]:
-    """Say that prompts which should be new to the server were not, as far as its counters show."""
+    """Yield a warning if the server had prompts in its prefix cache."""
     cached, total = counted.get("cached_prompt_tokens", 0.0), counted.get("prompt_tokens", 0.0)
     if cached > _MOST_CACHED * total:
         yield (
@@ -174,7 +170,6 @@ def _check_ready(processes: Sequence[ClientProcess]) -> None:
 
 
 def _collect(processes: Sequence[ClientProcess], measurement: Measurement, bar: Any) -> None:
-    """Take what the processes return until each has reported its cost, or ended; ^C has them stop."""
     left = [process.connection for process in processes]
     end = float("inf")
     while left and time.perf_counter() < end:
@@ -206,7 +201,6 @@ def _collect(processes: Sequence[ClientProcess], measurement: Measurement, bar: 
 
 
 def _add_lost(measurement: Measurement, jobs: Sequence[Job]) -> None:
-    """Count the requests of a process that died as failed."""
     known = {outcome.number for outcome in measurement.outcomes}
     for number, job in enumerate(jobs):
         if number not in known:

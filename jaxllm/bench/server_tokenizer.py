@@ -1,4 +1,4 @@
-"""A server's own tokenizer, asked over its protocol: for prompts of a model whose files are not on this machine."""
+"""A server's tokenizer over its API, for models without local files."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 from jaxllm.bench.datasets import poem
 
-_LINES = 40  # of text, whose tokens are the ones to draw from: there is no list of all to ask for
+_LINES = 40  # of text; their tokens are drawn from, since servers do not list the vocabulary
 
 
 class ServerTokenizer:
-    """The tokenizer that prompts are made with (`datasets.Coder`), each call a request to the server."""
+    """A `datasets.Coder` that calls the server."""
 
     def __init__(self, encode: Callable[[str, bool], list[int]], decode: Callable[[Sequence[int]], str]) -> None:
         self._encode, self._decode = encode, decode
@@ -19,13 +19,13 @@ class ServerTokenizer:
         self.ids: Sequence[int] = sorted({token for line in shown for token in encode(line, False)})
 
     def is_text(self, token_id: int) -> bool:
-        """Whether a token is a text of its own: all of plain words are."""
+        """Return True: tokens of plain words are text."""
         return True
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Give the token ids of a text, by default with those that the model expects around it."""
+        """See `datasets.Coder.encode`."""
         return self._encode(text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Give the text of token ids; the server shows special tokens, of which `ids` has none."""
+        """See `datasets.Coder.decode`. `ids` must not contain special tokens."""
         return self._decode(ids)

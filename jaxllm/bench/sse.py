@@ -1,7 +1,6 @@
-"""Reads what a server of the OpenAI API streams: bytes to events, events to an outcome. Pure; knows no network.
+"""Parse OpenAI API streams.
 
-Takes the servers as they are: lines may end in CRLF, events may lack usage, a role or `[DONE]`, comments keep the line
-alive, and an error may come after the first tokens.
+Tolerates CRLF, comments, missing usage, role or `[DONE]`, and late errors.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ _MOST_SHOWN = 200  # characters of an error
 
 
 class EventReader:
-    """Cuts a stream of bytes into the payloads of its `data:` lines."""
+    """Splits bytes into payloads of `data:` lines."""
 
     def __init__(self) -> None:
-        self._rest: list[bytes] = []  # of the last line; joined once it ends, or a long one would cost its square
+        self._rest: list[bytes] = []  # parts of the last line, joined at its end to avoid quadratic time
 
     def feed(self, received: bytes) -> list[bytes]:
-        """Take bytes; return the payloads that are complete."""
+        """Append bytes; return complete payloads."""
         head, end, rest = received.rpartition(b"\n")
         if not end:
             self._rest.append(received)
@@ -33,7 +32,7 @@ class EventReader:
 
 
 class AnswerReader:
-    """Fills an outcome with the events of its answer."""
+    """Fills an outcome from the events of its response."""
 
     def __init__(self, outcome: Outcome, is_chat: bool) -> None:
         self._outcome, self._is_chat = outcome, is_chat
@@ -42,7 +41,7 @@ class AnswerReader:
         self._is_complete = False
 
     def take(self, payloads: Iterable[bytes], now: float) -> None:
-        """Take the events that came at `now`: each with new tokens is a message."""
+        """Process events received at `now`; each with new tokens is a message."""
         for payload in payloads:
             if payload == b"[DONE]":
                 self._is_complete = True
@@ -62,11 +61,11 @@ class AnswerReader:
                 self._take_choice(choice, now)
 
     def finish(self) -> None:
-        """Settle the outcome once the stream has ended."""
+        """Complete the outcome at the end of the stream."""
         outcome = self._outcome
         outcome.text = "".join(self._pieces)
         if not outcome.message_times and outcome.output_tokens and self._last_at:
-            outcome.message_times.append(self._last_at)  # tokens without a text, all in the last event
+            outcome.message_times.append(self._last_at)  # tokens without text, counted at the last event
         if outcome.error:
             return
         if not self._is_complete:
@@ -81,20 +80,20 @@ class AnswerReader:
         if self._is_chat:
             delta = choice.get("delta") or {}
             text = delta.get("content") or ""
-            # An event with the role alone is no token: some servers send it before they compute any.
+            # An event with only a role is not a token; some servers send it before computing any.
             has_tokens = any(
                 delta.get(name) for name in ("content", "reasoning_content", "reasoning", "tool_calls", "refusal")
             )
         else:
             text = choice.get("text") or ""
-            has_tokens = bool(text) or not ends  # a token may be a part of a character, and have no text yet
+            has_tokens = bool(text) or not ends  # a partial character has no text yet
         if has_tokens:
             self._outcome.message_times.append(now)
             self._pieces.append(text)
 
 
 def error_message(body: Any) -> str:
-    """Find the message in the body of an error, whatever its form, in one line."""
+    """Return the message of an error body of any form, in one line."""
     if isinstance(body, dict):
         body = body.get("error") or body.get("detail") or body.get("message") or body
     if isinstance(body, dict):
@@ -103,6 +102,6 @@ def error_message(body: Any) -> str:
 
 
 def shorten(text: str) -> str:
-    """Write a text in one short line."""
+    """Return a text as one short line."""
     line = " ".join(text.split())
     return line if len(line) <= _MOST_SHOWN else line[: _MOST_SHOWN - 1] + "…"

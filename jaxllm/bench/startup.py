@@ -1,8 +1,4 @@
-"""How long starts take from the beginning of a process: cold (no programs in the cache) and warm, in fresh processes.
-
-Ready is when a request could be answered; the first token is of a short prompt; all programs are there when nothing is
-compiled in the background any more. Knows an engine's phases by what they say of themselves.
-"""
+"""Measure cold and warm start times in fresh processes: ready, first token of a short prompt, all programs compiled."""
 
 from __future__ import annotations
 
@@ -21,8 +17,8 @@ from jaxllm.errors import EngineError
 from pallas_kernels.own_folders import OwnFolder
 
 Kind = Literal["cold", "warm"]
-WIDTH = 50  # of the report
-# What a fresh process runs. Its clock is the wall's, the parent's too; it ends without waiting for what compiles.
+WIDTH = 50
+# Runs in a fresh process, with wall-clock times; exits without waiting for background compilation.
 _CHILD = """
 import json, os, sys, time
 begun = float(sys.argv[1])
@@ -59,15 +55,15 @@ os._exit(0)
 
 @dataclass(frozen=True)
 class Start:
-    """One start; seconds since the process was begun."""
+    """One start; seconds since the process was launched."""
 
     kind: Kind
     import_s: float
     ready_s: float
     first_token_s: float
-    all_programs_s: float | None  # None where that was not waited for
-    num_programs: int  # that were there at the end
-    phases: list[dict[str, Any]]  # of `LLMEngine.start_phases`
+    all_programs_s: float | None  # None if not awaited
+    num_programs: int  # compiled in the end
+    phases: list[dict[str, Any]]
 
 
 def measure(
@@ -77,15 +73,10 @@ def measure(
     cache: str | None = None,
     note: Callable[[Start], object] = lambda start: None,
 ) -> list[Start]:
-    """Start `num_iters` times cold and `num_iters` times warm, each in its own process; `note` is called with each.
+    """Start `num_iters` times cold and warm, each in a new process; call `note` with each.
 
-    Args:
-        settings: of `LLM`.
-        waits_for_all: whether a start ends with the last program; else with the first token.
-        cache: a folder of programs, for warm starts alone; else a temporary one, as the last cold start left it.
-
-    Raises:
-        EngineError: for a process that failed, with its last line.
+    `settings` are of `LLM`. `waits_for_all`: measure until the last program is compiled. `cache`: compilation cache for
+    warm starts only, by default the last cold start's. Raises EngineError if a process fails.
     """
     starts = []
     with OwnFolder() as temporary:
@@ -112,7 +103,7 @@ def _run(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def summary(starts: list[Start]) -> dict[str, Any]:
-    """Return the medians of cold and of warm starts, and every start, as JSON can hold them."""
+    """Return medians of cold and warm starts, and all starts, as JSON values."""
     found: dict[str, Any] = {}
     for kind in dict.fromkeys(start.kind for start in starts):
         own = [start for start in starts if start.kind == kind]
@@ -124,7 +115,7 @@ def summary(starts: list[Start]) -> dict[str, Any]:
 
 
 def report(starts: list[Start]) -> str:
-    """Write the medians, and the phases of the last start of each kind."""
+    """Format medians, and the phases of the last start of each kind."""
     figures = summary(starts)
     names = {
         "import_s": "Imported (s):",

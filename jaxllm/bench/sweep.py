@@ -1,7 +1,4 @@
-"""A grid of benchmarks, one process a cell, that goes on where it was killed: what has a file is not run again.
-
-Knows command lines and the JSON files that they write, and nothing of what is measured.
-"""
+"""Run a grid of benchmarks, one process per cell, resumable: cells with a result file are skipped."""
 
 from __future__ import annotations
 
@@ -21,8 +18,8 @@ from typing import Any, NamedTuple
 from jaxllm.bench.compare import direction, figures
 from jaxllm.errors import UserError
 
-Settings = Mapping[str, Any]  # names of flags, without dashes before them, and their values
-# The figures that a table at a terminal has room for; the files have all.
+Settings = Mapping[str, Any]  # flag names without dashes, and values
+# The figures shown in a terminal; files contain all.
 SHOWN = (
     *("request_throughput", "output_throughput", "total_token_throughput", "request_goodput"),
     *("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_itl_ms"),
@@ -34,7 +31,7 @@ _ERROR = re.compile(r"error: | failed: ")
 
 
 class Cell(NamedTuple):
-    """One run of the benchmark."""
+    """One run of a benchmark."""
 
     settings: Settings
     run: int
@@ -42,14 +39,14 @@ class Cell(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name the cell's files: readable, and different for every other command line."""
+        """Return a readable file name, unique per command line."""
         shown = "-".join(f"{name}={value}" for name, value in self.settings.items()) or "all"
         digest = hashlib.sha256(json.dumps(self.arguments).encode()).hexdigest()[:8]
         return f"{re.sub(r'[^A-Za-z0-9_.=-]', '_', shown)[:100]}-run{self.run}-{digest}"
 
 
 class Outcome(NamedTuple):
-    """What came of a cell: a result, or why there is none."""
+    """A cell's result or failure."""
 
     cell: Cell
     result: Mapping[str, Any] | None
@@ -57,20 +54,19 @@ class Outcome(NamedTuple):
 
 
 def grid(axes: Mapping[str, Sequence[Any]]) -> list[Settings]:
-    """Combine every value of each setting with every one of the others, the last one changing fastest."""
+    """Return all combinations of settings, the last one varying fastest."""
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
 def read_params(path: str) -> list[Settings]:
-    """Read a JSON or YAML file: a list of settings, or an object of lists that are combined.
+    """Read settings from JSON or YAML: a list of settings, or an object of lists to combine.
 
-    Raises:
-        UserError: for a file of another form.
+    Raises UserError for other content.
     """
     import yaml
 
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))  # JSON is YAML
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is neither JSON nor YAML: {' '.join(str(error).split())}") from error
     if isinstance(content, dict):
@@ -81,7 +77,7 @@ def read_params(path: str) -> list[Settings]:
 
 
 def make_cells(base: Sequence[str], settings: Sequence[Settings], num_runs: int) -> list[Cell]:
-    """Make the command lines, `base` with each of the settings, all of a run before the next."""
+    """Return cells of `base` with each of the settings, grouped by run."""
     return [
         Cell(one, run, (*base, *itertools.chain.from_iterable(_flags(name, value) for name, value in one.items())))
         for run in range(num_runs)
@@ -90,7 +86,7 @@ def make_cells(base: Sequence[str], settings: Sequence[Settings], num_runs: int)
 
 
 def run(cells: Iterable[Cell], folder: Path, advance: Callable[[Outcome], object]) -> list[Outcome]:
-    """Run the cells that have no file yet, one after the other; a failed one leaves a log."""
+    """Run the cells without a result file; failures leave a log."""
     folder.mkdir(parents=True, exist_ok=True)
     outcomes = []
     for cell in cells:
@@ -117,21 +113,21 @@ def _run_cell(cell: Cell, folder: Path) -> Outcome:
 
 
 def reason_of(said: str) -> str:
-    """Pick the line that says why a benchmark failed: the last with an error, else the last."""
+    """Return the line that explains a failure: the last error, else the last line."""
     lines = said.strip().splitlines() or ["it said nothing"]
-    # What comes after may be hints, or the files that a run of failures has written.
+    # Lines after the error may be hints or saved files.
     return next((line for line in reversed(lines) if _ERROR.search(line)), lines[-1])
 
 
 def output_flags(benchmark: str, path: Path) -> list[str]:
-    """Name the file of the result in the benchmark's own flags."""
+    """Return the flags that set the result file."""
     if benchmark == "serve":
         return ["--save-result", "--result-dir", str(path.parent), "--result-filename", path.name]
     return ["--output-json", str(path)]
 
 
 def rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """Return a row for each run: its settings, its number, its figures, and its failure, "" where there is none."""
+    """Return a row per run: settings, run, figures, failure or ""."""
     return [
         {**outcome.cell.settings, "run": outcome.cell.run, **figures(outcome.result or {}), "failure": outcome.failure}
         for outcome in outcomes
@@ -139,7 +135,7 @@ def rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Write rows as CSV with a column for everything that any of them has."""
+    """Format rows as CSV, with the union of their columns."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
     writer.writeheader()
@@ -148,9 +144,9 @@ def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Write rows as lines of text: settings, the figures that a reader looks for first, and failures."""
+    """Format rows as a table of settings, main figures and failures."""
     names = list(dict.fromkeys(name for row in rows for name in row if direction(name) is None or name in SHOWN))
-    if not any(name in SHOWN for name in names):  # a benchmark of other figures
+    if not any(name in SHOWN for name in names):
         names = list(dict.fromkeys(name for row in rows for name in row))
     names = [name for name in names if name != "failure" or any(row["failure"] for row in rows)]
     lines = [names, *([_cell(row.get(name, "")) for name in names] for row in rows)]

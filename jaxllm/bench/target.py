@@ -1,4 +1,4 @@
-"""Whom a benchmark asks, and how: address, model, and the fields of every request. Plain data, sent to each process."""
+"""The server under test and the fields of every request; plain data, sent to client processes."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ Backend = Literal["openai", "openai-chat", "openai-embeddings", "grpc"]
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A server and what each request to it says beside its prompt.
+    """A server and the request fields common to all jobs.
 
-    `base` is the URL without a path; with gRPC host:port or unix:/path. `fields` are sampling parameters by their
-    usual names; `extra` goes into every request as it is, and takes out what it maps to None. `headers` are gRPC's
-    metadata, too.
+    `base` is a URL without path, for gRPC host:port or unix:/path. `fields` are sampling parameters; `extra` overrides
+    them, None removes a field. `headers` are gRPC metadata too.
     """
 
     backend: Backend
     base: str
-    endpoint: str = ""  # of HTTP
+    endpoint: str = ""  # HTTP path
     model: str = ""
     fields: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
     request_id_prefix: str = ""
-    is_insecure: bool = False  # certificates are not checked
-    embeds: bool = False  # jobs are texts to embed
+    is_insecure: bool = False
+    embeds: bool = False
 
     @property
     def is_grpc(self) -> bool:
-        """Whether it is asked over gRPC."""
+        """Return whether the protocol is gRPC."""
         return self.backend == "grpc"

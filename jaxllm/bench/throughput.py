@@ -1,7 +1,4 @@
-"""Many requests at once, offline: how long jaxllm takes for all of them, and the figures that vLLM prints of it.
-
-Knows `LLM` and `AsyncLLM` and what they report; another engine is in huggingface.py.
-"""
+"""Offline throughput of jaxllm, with the figures of vLLM's `bench throughput`."""
 
 from __future__ import annotations
 
@@ -27,24 +24,24 @@ if TYPE_CHECKING:
     from jaxllm.engine.async_llm import AsyncLLM
     from jaxllm.llm import LLM
 
-WARM_UP_TOKENS = 4  # of each output of the warm-up: one prefill and some decode steps
+WARM_UP_TOKENS = 4  # per warm-up output: a prefill and some decode steps
 
 
 class Served(NamedTuple):
-    """What came of all requests."""
+    """The results of a run."""
 
-    seconds: float  # from the first request's arrival to the last one's end
+    seconds: float  # from the first arrival to the last end
     output_tokens: int
-    samples: Mapping[str, Sequence[float]] = {}  # milliseconds by name, as `ttft_ms`
+    samples: Mapping[str, Sequence[float]] = {}  # milliseconds by name, e.g. `ttft_ms`
     timeline: Mapping[str, Sequence[float]] | None = None
-    num_compiled: int = 0  # programs, meanwhile: time that is in `seconds` and should not be
-    drafts: tuple[Drafts, Drafts] = (Drafts(), Drafts())  # counted before and after
+    num_compiled: int = 0  # programs compiled during the run, which distort `seconds`
+    drafts: tuple[Drafts, Drafts] = (Drafts(), Drafts())  # counts before and after
 
 
 def sampling_params(job: Job, n: int, detokenize: bool) -> SamplingParams:
-    """Make a job's parameters as vLLM's benchmarks have them: plain sampling, outputs of exactly its length.
+    """Return a job's sampling parameters as in vLLM's benchmarks: temperature 1, exact length.
 
-    A constraint ends an output sooner.
+    Constrained outputs may be shorter.
     """
     return SamplingParams(
         n=n,
@@ -58,20 +55,17 @@ def sampling_params(job: Job, n: int, detokenize: bool) -> SamplingParams:
 
 
 def requests(jobs: Sequence[Job], n: int, detokenize: bool) -> list[tuple[Any, SamplingParams]]:
-    """Make what the engine takes of jobs."""
+    """Return jobs as prompts and parameters."""
     return [(_prompt(job), sampling_params(job, n, detokenize)) for job in jobs]
 
 
 def warm_up_jobs(jobs: Sequence[Job], count: int) -> list[Job]:
-    """Take the first jobs, with short outputs."""
+    """Return the first jobs, with short outputs."""
     return [replace(job, max_tokens=min(job.max_tokens, WARM_UP_TOKENS)) for job in jobs[:count]]
 
 
 def check_lengths(outputs: Sequence[RequestOutput], jobs: Sequence[Job], n: int) -> int:
-    """Return how many tokens were generated; EngineError unless each job has `n` outputs of its length.
-
-    Outputs with a constraint may be shorter.
-    """
+    """Return the number of generated tokens; raise EngineError if an unconstrained length is wrong."""
     total = 0
     for number, (output, job) in enumerate(zip(outputs, jobs, strict=True)):
         lengths = [len(completion.token_ids) for completion in output.outputs]
@@ -82,7 +76,7 @@ def check_lengths(outputs: Sequence[RequestOutput], jobs: Sequence[Job], n: int)
 
 
 def run(llm: LLM, jobs: Sequence[Job], n: int = 1, detokenize: bool = True, num_warmups: int = 0) -> Served:
-    """Give the engine all jobs at once and step until all have ended, after a warm-up that leaves nothing cached."""
+    """Submit all jobs at once and step until all end, after a warm-up without cached blocks."""
     if num_warmups:
         warm = warm_up_jobs(jobs, num_warmups)
         params = [sampling_params(job, n, detokenize) for job in warm]
@@ -125,7 +119,7 @@ def run_async(
     detokenize: bool = True,
     num_warmups: int = 0,
 ) -> Served:
-    """Do as `run` through an `AsyncLLM` of these arguments, with a reader for every job."""
+    """As `run`, through an `AsyncLLM` with a reader per job."""
     return asyncio.run(_run_async(engine_args, jobs, n, detokenize, num_warmups))
 
 
@@ -179,7 +173,7 @@ async def _watch(llm: AsyncLLM, timeline: Timeline) -> None:
 
 
 def report(backend: str, jobs: Sequence[Job], served: Served) -> tuple[str, dict[str, Any]]:
-    """Write vLLM's lines and its JSON's keys, and those that we add."""
+    """Return vLLM's report, and its JSON figures with additions."""
     prompt_tokens = sum(job.prompt_tokens for job in jobs)
     total = prompt_tokens + served.output_tokens
     figures = {
@@ -212,7 +206,6 @@ def _prompt(job: Job) -> Any:
 
 
 def _samples(outputs: Sequence[RequestOutput], began: float) -> dict[str, list[float]]:
-    """Return when each request's first and last token came, and its time per token where it has one output."""
     times = [output.metrics for output in outputs]
     samples: dict[str, list[float]] = {"ttft_ms": [], "tpot_ms": [], "e2el_ms": []}
     for output, when in zip(outputs, times, strict=True):

@@ -1,4 +1,4 @@
-"""What an engine did over time, as the lists that `plot` draws. Reads loads and counters; asks for none itself."""
+"""An engine's activity over time, for plots."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import time
 
 from jaxllm.metrics import Load, Metrics
 
-MOST_SAMPLES = 2000  # then every second one is dropped, and half as many are taken
+MOST_SAMPLES = 2000  # beyond this, every second sample is dropped and the interval doubled
 
 
 class Timeline:
-    """Samples of running and waiting requests, KV use, generated tokens and compiled programs, from now on."""
+    """Samples of running and waiting requests, KV cache usage, generated tokens and compiled programs."""
 
     def __init__(self, metrics: Metrics, interval: float = 0.02) -> None:
         self._metrics = metrics
@@ -21,11 +21,11 @@ class Timeline:
         self._rows: list[tuple[float, int, int, float, int, int]] = []
 
     def is_due(self) -> bool:
-        """Whether it is time for a sample; costs less than a microsecond."""
+        """Return whether a sample is due; less than a microsecond."""
         return time.monotonic() - self._began >= self._next
 
     def add(self, load: Load) -> None:
-        """Take a sample."""
+        """Add a sample."""
         now = time.monotonic() - self._began
         self._next = now + self._interval
         tokens, programs = self._metrics.generated_tokens, self._metrics.programs_compiled
@@ -36,7 +36,7 @@ class Timeline:
             self._interval *= 2
 
     def lists(self) -> dict[str, list[float]]:
-        """Return the samples so far, a list for each quantity."""
+        """Return the samples as a list per quantity."""
         names = ("seconds", "running", "waiting", "kv_usage", "generated_tokens", "compilations")
         columns = zip(*self._rows, strict=True) if self._rows else ((),) * len(names)
         return {name: list(column) for name, column in zip(names, columns, strict=True)}

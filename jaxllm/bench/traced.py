@@ -1,4 +1,4 @@
-"""Runs steps of an engine under the profiler and explains them. Nothing else is measured then: a trace has its cost."""
+"""Run an engine's steps under the profiler and explain them; tracing distorts other measurements."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def trace(
     num_steps: int,
     folder: str | None = None,
 ) -> Explanation:
-    """Give the engine requests, explain `num_steps` steps after the first `num_skipped`, and abort what is left.
+    """Submit requests, explain `num_steps` steps after `num_skipped`, and abort the rest.
 
-    The trace is kept in `folder`. Programs should be compiled already, and no other request be there.
+    Programs should be compiled, and no other requests running.
     """
     accepted = [engine.accept(f"traced-{number}", *request) for number, request in enumerate(requests)]
     engine.add(accepted)
@@ -46,7 +46,7 @@ def trace(
 
 
 def batch(vocab_size: int, batch_size: int, input_len: int, output_len: int) -> list[tuple[Prompt, SamplingParams]]:
-    """Make a batch of greedy requests that share no prefix."""
+    """Return greedy requests without common prefixes."""
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=output_len)
     prompts = [[(7 * number + index) % vocab_size for index in range(input_len)] for number in range(batch_size)]
     return [(prompt, params) for prompt in prompts]

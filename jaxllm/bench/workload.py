@@ -1,7 +1,4 @@
-"""What a benchmark asks for: the settings of a dataset, and one request of it. Knows no file and no server.
-
-Loads no numpy, as the settings are flags: what `--help` shows.
-"""
+"""Dataset options and jobs."""
 
 from __future__ import annotations
 
@@ -18,12 +15,10 @@ DatasetName = Literal["random", "sharegpt", "sonnet", "prefix_repetition", "cust
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request: a text or token ids, how many tokens those are, and how many to answer with.
+    """One request: prompt, its length, and output length.
 
-    `prompt_tokens` counts what the model sees, with the special tokens that a server puts around a text. `arrival_s`
-    is when a timed trace has it arrive, in seconds after the first; None where a rate decides. `structured_outputs` is
-    what its answer has to look like, which may then be shorter. `others` are further prompts of a request that embeds.
-    `model` is an adapter that it asks for; "": the model of all.
+    `prompt_tokens` includes special tokens that a server adds. `arrival_s` is a trace's arrival time. `others` are
+    further prompts to embed. `model` is an adapter, or "".
     """
 
     prompt: str | tuple[int, ...]
@@ -36,7 +31,7 @@ class Job:
 
 
 def to_embed(jobs: Sequence[Job], batch_size: int) -> list[Job]:
-    """Make requests of so many prompts each, which are not answered with tokens."""
+    """Group jobs into embedding requests of `batch_size` prompts."""
     batches = [jobs[at : at + batch_size] for at in range(0, len(jobs), batch_size)]
     return [
         replace(
@@ -51,9 +46,9 @@ def to_embed(jobs: Sequence[Job], batch_size: int) -> list[Job]:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetOptions:
-    """Which dataset, and what of it; each field is a flag.
+    """The dataset and its settings; each field is a flag.
 
-    `input_len` and `output_len` stand for the lengths of whichever dataset is chosen.
+    `input_len` and `output_len` override the lengths of any dataset.
     """
 
     dataset_name: DatasetName = setting("random", "(default: random)")

@@ -1,1 +1,1 @@
-"""Reads and writes a model's files: weights, adapters, draft heads, poolers."""
+"""Read and write model files: weights, adapters, draft heads, poolers."""

@@ -1,8 +1,7 @@
-"""A folder of safetensors files as named, memory-mapped tensors, checked before anything is read.
+"""Safetensors files as named, memory-mapped tensors, validated before any is read.
 
-Reads the format itself (an 8-byte length, a JSON header, the bytes; github.com/huggingface/safetensors, "Format"), so
-that every fault names its file and tensor, and so that pages already copied can be given back: mapped pages count as
-the process's memory until then. Knows no model and no JAX.
+Parses the format (8-byte length, JSON header, bytes; github.com/huggingface/safetensors, "Format") itself, so that
+errors name file and tensor, and copied pages can be released: mapped pages count as process memory.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ _DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
 }
 _INTEGERS: dict[str, np.dtype] = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32)}
-# What quantized matrices are made of, beside floats.
+# Types of quantized matrices in addition to floats.
 _CODES: dict[str, np.dtype] = {
     **{"I32": np.dtype(np.int32), "I8": np.dtype(np.int8), "U8": np.dtype(np.uint8)},
     **{"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu)},
 }
-# Bits of an element of every type that the format has; most are only named when they are refused.
+# Bits per element of all types of the format.
 _BITS: dict[str, int] = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
@@ -45,15 +44,15 @@ _BITS: dict[str, int] = {
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
-_LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
-_LARGEST = 2**48  # of sizes, and of their product without the zeros: numpy refuses arrays beyond an address
+_LONGEST_HEADER = 100_000_000  # bytes; the format's limit
+_LARGEST = 2**48  # of a size, and of the product of nonzero sizes; numpy refuses larger arrays
 _MOST_AXES = 32
 _FILE_NAME = re.compile(r"\w[\w.+-]{0,200}\.safetensors", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """Where one tensor's bytes are. `dtype` is the format's own name; `start` counts from the file's first byte."""
+    """The location of a tensor. `dtype` is the format's name; `start` counts from the start of the file."""
 
     name: str
     file: Path
@@ -64,7 +63,7 @@ class Tensor:
     mapping: mmap.mmap
 
     def values(self) -> np.ndarray:
-        """View the tensor in the mapped file; types other than 16, 32 and 64-bit floats are a UserError."""
+        """Return a view of a float tensor; raise UserError for other types."""
         if self.dtype not in _DTYPES:
             raise UserError(
                 f"{self.file.name}: tensor {self.name} has type {self.dtype}; only {', '.join(_DTYPES)} can be read."
@@ -72,7 +71,7 @@ class Tensor:
         return self._view(_DTYPES[self.dtype])
 
     def integers(self) -> np.ndarray:
-        """View a tensor of 32 or 64-bit integers in the mapped file; any other type is a UserError."""
+        """Return a view of a 32 or 64-bit integer tensor; raise UserError for other types."""
         if self.dtype not in _INTEGERS:
             raise UserError(
                 f"{self.file.name}: tensor {self.name} has type {self.dtype}, not one of {', '.join(_INTEGERS)}."
@@ -80,35 +79,34 @@ class Tensor:
         return self._view(_INTEGERS[self.dtype])
 
     def codes(self, *types: str) -> np.ndarray:
-        """View a tensor of one of `types`, the format's own names, in the mapped file; any other is a UserError."""
+        """Return a view of a tensor of one of `types`; raise UserError for others."""
         if self.dtype not in types:
             raise UserError(f"{self.file.name}: tensor {self.name} has type {self.dtype}, not {' or '.join(types)}.")
         return self._view((_DTYPES | _CODES)[self.dtype])
 
     @property
     def is_float(self) -> bool:
-        """Whether `values` can be read."""
+        """Return whether `values` supports the type."""
         return self.dtype in _DTYPES
 
     def raw(self) -> np.ndarray:
-        """View the tensor's bytes in the mapped file."""
+        """Return a view of the bytes."""
         return np.frombuffer(self.mapping, np.uint8, self.num_bytes, self.start)
 
     def _view(self, dtype: np.dtype) -> np.ndarray:
         return np.frombuffer(self.mapping, dtype, math.prod(self.shape), self.start).reshape(self.shape)
 
     def release(self) -> None:
-        """Give the tensor's pages back to the system; they are read again if needed."""
+        """Release the tensor's pages; they are read again if needed."""
         if hasattr(mmap, "MADV_DONTNEED"):
             first = self.start // mmap.PAGESIZE * mmap.PAGESIZE
             self.mapping.madvise(mmap.MADV_DONTNEED, first, self.start + self.num_bytes - first)
 
 
 def open_tensors(folder: Path, part: str = "") -> dict[str, Tensor]:
-    """Map every safetensors file of a model, or of the sub-folder `part`, and list its tensors by name.
+    """Map all safetensors files of a model, or of the sub-folder `part`; return tensors by name.
 
-    One `model.safetensors`, or the files that the model's `model.safetensors.index.json` names. A missing or truncated
-    file, a senseless header or an index that does not agree with its files is a UserError that names it.
+    Raises UserError, naming the file, if one is invalid.
     """
     if part or not (folder / INDEX).is_file():
         place = folder / part
@@ -134,7 +132,7 @@ def open_tensors(folder: Path, part: str = "") -> dict[str, Tensor]:
 
 
 def never_read(folder: Path) -> str:
-    """Say of a folder without the file that is looked for which one of it will not do; nothing where it has none."""
+    """Return a hint that names a pickle file in the folder, or ""."""
     others = [path.name for kind in ("bin", "pt", "pth", "pkl", "ckpt") for path in folder.glob(f"*.{kind}")]
     if not others:
         return ""
@@ -147,7 +145,7 @@ def _refuse(names: Iterable[str], message: str) -> None:
 
 
 def read_file(folder: Path, file: str) -> dict[str, Tensor]:
-    """Map one safetensors file of a folder and list its tensors by name."""
+    """Map a safetensors file; return tensors by name."""
     path = inside(folder, file)
     try:
         if not path.is_file():
@@ -203,7 +201,7 @@ def _tensor(path: Path, name: str, entry: Any, base: int, size: int, mapping: mm
 
 
 def _check_layout(path: Path, tensors: Iterable[Tensor], base: int, size: int) -> None:
-    """Refuse tensors that share bytes, and bytes that belong to none: as the format has it."""
+    """Refuse overlapping tensors and unused bytes, as the format specifies."""
     place = base
     for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.num_bytes)):
         if tensor.start != place:

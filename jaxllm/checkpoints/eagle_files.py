@@ -1,8 +1,7 @@
-"""From a folder to an EAGLE-3 head and its parameters: the format that vLLM reads and that most trainers write.
+"""Load EAGLE-3 heads in vLLM's format.
 
-A config.json as Llama's with what a head has more, and safetensors in which the layer is `midlayer` or `layers.0`,
-`d2t` says how far the target's id of each of the head's tokens is from its own, and `t2d`, the same the other way
-round, is not needed. A head without an embedding reads the target's.
+config.json as Llama's with additional keys; safetensors with the layer as `midlayer` or `layers.0`. `d2t` is each draft
+token id's offset to the target's; `t2d`, its inverse, is ignored. A head without embedding uses the target's.
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ from jaxllm.model.parameters import Weight
 from jaxllm.model.sharding import Layout
 from jaxllm.model.spec import Spec
 
-# The first is what some trainers write, and vLLM takes for the second.
+# Some trainers write the first, which vLLM treats as the second.
 ARCHITECTURES = ("LlamaForCausalLM", "Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3")
-# What NVIDIA's trainer notes of the layer, with the only values that vLLM's layer has.
+# Keys of NVIDIA's trainer, with the only values that vLLM's layer supports.
 _NOTED = {
     **dict.fromkeys(("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm"), True),
     **{"use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1},
 }
-_MOST_AUX = 16  # states that are fused; published heads have three
+_MOST_AUX = 16  # fused states; published heads have three
 
 
 def read(folder: Path, target: Spec) -> Head:
-    """Read what head a folder has for the decoder `target`; what does not fit is a UserError of one line.
+    """Read a head's description; raise UserError if it does not fit the `target`.
 
-    Of the tensors only their names are looked at, where there are any; `check` does the rest.
+    `check` validates the tensors.
     """
     with _of_the_head():
         config = weights.read_config(folder)
@@ -59,20 +58,20 @@ def read(folder: Path, target: Spec) -> Head:
 
 
 def check(folder: Path, head: Head, layout: Layout) -> None:
-    """Refuse files that are broken or do not hold the head's weights; reads headers, and the map."""
+    """Validate the head's files and id map; raise UserError if incomplete or damaged."""
     with _of_the_head():
         _find(folder, head, layout)
 
 
 def load(folder: Path, head: Head, layout: Layout, dtype: DTypeLike, progress: bool = False) -> Params[Array]:
-    """Read the head's parameters, in the order and of the shapes of `eagle.abstract`; refuses what `check` does."""
+    """Load the head's parameters, as declared by `eagle.abstract`; raises as `check`."""
     with _of_the_head():
         declared, sources, numbers = _find(folder, head, layout)
         return _with_map(head, weights.read(declared, sources, layout, dtype, progress), numbers, layout)
 
 
 def load_random(head: Head, layout: Layout, dtype: DTypeLike, seed: int = 0) -> Params[Array]:
-    """Make parameters without files, as `weights.load_random` does; the head names tokens of the whole vocabulary."""
+    """Return random parameters, as `weights.load_random`; draft ids are spread over the vocabulary."""
     decoder.check_shards(head.spec, layout)
     spread = np.arange(head.draft_vocab_size) * head.vocab_size // head.draft_vocab_size
     return _with_map(head, weights.draw(eagle.declare(head, layout), layout, dtype, seed), spread, layout)
@@ -80,7 +79,6 @@ def load_random(head: Head, layout: Layout, dtype: DTypeLike, seed: int = 0) -> 
 
 @contextmanager
 def _of_the_head() -> Iterator[None]:
-    """Say of errors that they are of the head: the target's files have the same names."""
     try:
         yield
     except UserError as error:
@@ -111,7 +109,7 @@ def _read_head(fields: Fields, target: Spec, tensors: dict[str, Tensor]) -> Head
         draft_vocab_size=draft_size or spec.vocab_size,
         aux_layers=aux_layers,
         norm_before_residual=norm_before_residual,
-        # Without files, as the widths demand.
+        # Without files, decided by the widths.
         has_embedding="embed_tokens.weight" in tensors if tensors else spec.width != target.width,
         has_names="d2t" in tensors,
         fusion_norm="whole" if is_whole else "each" if is_each else None,
@@ -126,7 +124,7 @@ def _read_layer(fields: Fields) -> Spec:
         fields.only(key, False)
     fields.only("is_causal", True)
     for key in ("tie_word_embeddings", "use_sliding_window", "max_window_layers"):
-        fields.raw(key)  # of the trainer's base model: a head has a table of its own, and layer_types says what slides
+        fields.raw(key)  # of the trainer's base model: a head has its table, and layer_types sets windows
     return read_decoder(
         fields,
         **fields.attention_biases(),
@@ -139,7 +137,6 @@ def _read_layer(fields: Fields) -> Spec:
 
 
 def _read_aux(fields: Fields, inner: Fields, target: Spec) -> tuple[int, ...]:
-    """Read the layers whose inputs are fused. In the file's order or not, the states come as the target makes them."""
     key = "eagle_aux_hidden_state_layer_ids"
     stated, within = fields.raw(key), inner.raw(key)
     named = stated or within or [2, target.num_layers // 2, target.num_layers - 3]
@@ -156,7 +153,6 @@ def _read_aux(fields: Fields, inner: Fields, target: Spec) -> tuple[int, ...]:
 
 
 def _check_fit(head: Head, target: Spec) -> None:
-    """Refuse a head that is for another model."""
     if head.width != target.width:
         raise UserError(
             f"it is for a model of width {head.width}, and the model's is {target.width}; choose a head of this model."
@@ -178,7 +174,7 @@ def _check_fit(head: Head, target: Spec) -> None:
 
 
 def _open(folder: Path) -> dict[str, Tensor]:
-    """List a head's tensors by their usual names."""
+    """Return a head's tensors by normalized names."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in open_tensors(folder).items():
         usual = name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
@@ -190,7 +186,7 @@ def _open(folder: Path) -> dict[str, Tensor]:
 
 
 def _find(folder: Path, head: Head, layout: Layout) -> tuple[Params[Weight], Sources, np.ndarray]:
-    """Look up the tensors of the weights, and the target's ids of the head's tokens, int64[draft_vocab_size]."""
+    """Return the weights, their tensors, and the target's ids of draft tokens, int64[draft_vocab_size]."""
     decoder.check_shards(head.spec, layout)
     tensors, declared = _open(folder), eagle.declare(head, layout)
     names = LLAMA_TENSORS | {"fc": "fc.weight", "fusion_norm": "input_norm.weight"}
@@ -220,8 +216,7 @@ def _target_ids(head: Head, offsets: Tensor | None) -> np.ndarray:
 
 
 def _with_map(head: Head, params: Params[Array], ids: np.ndarray, layout: Layout) -> Params[Array]:
-    """Add the map from the target's tokens to the head's, which is the other way round than `ids`."""
     described = eagle.map_shape(head, layout)
-    numbers = np.full(described.shape, np.iinfo(np.int32).max, np.int32)  # no row's, whatever padding there is
+    numbers = np.full(described.shape, np.iinfo(np.int32).max, np.int32)  # out of range for all rows
     numbers[ids] = np.arange(len(ids))
     return eagle.with_map(head, params, jax.device_put(jnp.asarray(numbers), described.sharding))

@@ -1,7 +1,6 @@
-"""Reads the small files of a model's folder, from any source, in bounded time and memory.
+"""Read a model folder's small files in bounded time and memory.
 
-A folder is read in one place only, its own: a link that leaves it is refused, since what a stranger's link points at
-would end up in prompts and messages. Knows nothing of what the files say.
+Links out of the folder are refused: their content could leak into prompts and messages.
 """
 
 from __future__ import annotations
@@ -14,19 +13,19 @@ from typing import Any
 
 from jaxllm.errors import UserError
 
-MOST_BYTES = 64 * 2**20  # of one JSON file: the longest published one, an index of 91,000 tensors, has 9 MB
+MOST_BYTES = 64 * 2**20  # of a JSON file; the largest published one, an index of 91,000 tensors, has 9 MB
 MOST_TEMPLATE_BYTES = 2**20
 
 
 def inside(folder: Path, name: str, parameter: str = "model") -> Path:
-    """Return the path of a file of the folder; one that lies elsewhere, through a link, is a UserError.
+    """Return the path of a file in the folder; raise UserError if a link leads outside.
 
-    The hub's cache is made of links: from `snapshots/<commit>/` to `blobs/` beside it, which belongs to the folder.
+    The hub's cache links `snapshots/<commit>/` to `blobs/`, which is allowed.
     """
     path = folder / name
     try:
         root, real = folder.resolve(), path.resolve()
-    except (OSError, RuntimeError):  # links in a circle
+    except (OSError, RuntimeError):  # circular links
         raise UserError(f"{path} cannot be found: its links lead nowhere.", parameter) from None
     if root.parent.name == "snapshots" and real.is_relative_to(root.parent.parent / "blobs"):
         return path
@@ -36,12 +35,12 @@ def inside(folder: Path, name: str, parameter: str = "model") -> Path:
 
 
 def read_object(folder: Path, name: str, parameter: str = "model") -> dict[str, Any] | None:
-    """Read a JSON object; None where the folder has no such file, a UserError where it holds anything else."""
+    """Read a JSON object; None if missing, UserError for other content."""
     return _read_json(folder, name, parameter, parse_object)
 
 
 def read_objects(folder: Path, name: str, parameter: str = "model") -> list[dict[str, Any]] | None:
-    """Read a list of JSON objects, as `read_object` does one."""
+    """Read a list of JSON objects; see `read_object`."""
     return _read_json(folder, name, parameter, parse_objects)
 
 
@@ -57,7 +56,7 @@ def _read_json(folder: Path, name: str, parameter: str, parse: Callable[[bytes],
 
 
 def read_template(folder: Path, name: str) -> str | None:
-    """Read a chat template; None where the folder has no such file."""
+    """Read a chat template; None if missing."""
     path = inside(folder, name, "tokenizer")
     raw = _read(path, MOST_TEMPLATE_BYTES, "tokenizer")
     try:
@@ -67,7 +66,7 @@ def read_template(folder: Path, name: str) -> str | None:
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """Read a JSON object in which every name stands once; anything else is a ValueError that says what it is."""
+    """Parse a JSON object with unique names; raise ValueError for other content."""
     value = _parse(raw)
     if not isinstance(value, dict):
         raise ValueError(f"must hold a JSON object, not {type(value).__name__}")
@@ -75,7 +74,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 
 def parse_objects(raw: bytes) -> list[dict[str, Any]]:
-    """Read a list of JSON objects, as `parse_object` does one."""
+    """Parse a list of JSON objects; see `parse_object`."""
     value = _parse(raw)
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
         raise ValueError("must hold a list of JSON objects")
@@ -97,7 +96,7 @@ def _read(path: Path, most: int, parameter: str) -> bytes | None:
     try:
         if not path.exists():
             return None
-        if not path.is_file():  # to read a pipe would never end
+        if not path.is_file():  # reading a pipe may block
             raise UserError(f"{path} is not a file.", parameter)
         with path.open("rb") as stream:
             raw = stream.read(most + 1)

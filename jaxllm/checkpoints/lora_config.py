@@ -1,7 +1,6 @@
-"""What an adapter's adapter_config.json says: which modules it changes, with which rank and scale, as PEFT reads it.
+"""Parse PEFT's adapter_config.json: adapted modules, ranks and scales.
 
-What PEFT 0.21 would compute otherwise than as scale · B·A·x is refused by name, and so is what it does not know. Knows
-names of modules, no tensors and no model.
+Options with which PEFT 0.21 computes anything but scale · B·A·x, and unknown ones, are refused by name.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from jaxllm.linear_expression import Expression, Work
 
 CONFIG = "adapter_config.json"
 
-# About training, bookkeeping, or PEFT's own choice of a layout: no effect on what a saved adapter computes.
+# Without effect on a saved adapter's results: training, bookkeeping, PEFT's layout.
 _WITHOUT_EFFECT = frozenset(
     """
     peft_type peft_version task_type auto_mapping base_model_name_or_path revision inference_mode lora_dropout
     fan_in_fan_out megatron_core runtime_config loftq_config eva_config corda_config lora_ga_config qalora_group_size
     """.split()
 )
-# How an adapter was begun. PEFT changes the base weights for the others (layer.py: pissa_init, olora_init, corda_init,
-# loftq_init, lora_ga_init), each time that it loads such an adapter; saved as converted, it says `true`.
+# Initializations that leave base weights unchanged. With others PEFT changes them at each load (layer.py: pissa_init,
+# olora_init, corda_init, loftq_init, lora_ga_init); converted adapters have `true`.
 _PLAIN_BEGINNINGS = (None, True, False, "true", "false", "gaussian", "eva", "orthogonal", "mica")
 
 _Matches = Callable[[str], bool]
@@ -33,7 +32,7 @@ _Matches = Callable[[str], bool]
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Functions of a module's full name, and what says of them."""
+    """Functions of a module's full name."""
 
     is_targeted: _Matches
     rank_of: Callable[[str], int]
@@ -41,7 +40,7 @@ class LoraConfig:
 
 
 def read_lora_config(fields: Mapping[str, Any]) -> LoraConfig:
-    """Read the fields of an adapter_config.json; what cannot be followed is a UserError that names it."""
+    """Parse adapter_config.json; raise UserError, naming the field, if unsupported."""
     kind = fields.get("peft_type")
     if kind != "LORA":
         raise UserError(f"{CONFIG}: peft_type is {kind!r:.80}; only LORA is supported.", "peft_type")
@@ -74,7 +73,7 @@ def read_lora_config(fields: Mapping[str, Any]) -> LoraConfig:
 
 
 def _read_targets(fields: dict[str, Any], work: Work) -> _Matches:
-    """Take the fields that say which modules are changed, as PEFT's check_target_module_exists reads them."""
+    """Parse the fields that select modules, as PEFT's check_target_module_exists."""
     targets, excluded = fields.pop("target_modules", None), fields.pop("exclude_modules", None)
     layers, containers = fields.pop("layers_to_transform", None), fields.pop("layers_pattern", None)
     if not targets or not (isinstance(targets, str) or _is_names(targets)):
@@ -106,7 +105,7 @@ def _read_targets(fields: dict[str, Any], work: Work) -> _Matches:
 
 
 def _layer_of(module: str, containers: list[str]) -> int | None:
-    """Find the number behind the name of a list of layers; where no list is named, the first that is third or later."""
+    """Return the number after a container's name; without containers, the first in third or later position."""
     parts = module.split(".")
     for container in containers or [None]:
         for place in range(1 if container else 2, len(parts) - 1):
@@ -116,7 +115,7 @@ def _layer_of(module: str, containers: list[str]) -> int | None:
 
 
 def _named(field: str, given: str | list[str], work: Work) -> _Matches:
-    """Match the whole name by an expression, or its end, from a dot on, by names."""
+    """Return a matcher: an expression for the full name, or names for its last components."""
     if isinstance(given, str):
         return _following(field, given, work)
     names = frozenset(given)
@@ -131,7 +130,7 @@ def _named(field: str, given: str | list[str], work: Work) -> _Matches:
 def _read_table(
     fields: dict[str, Any], field: str, is_right: Callable[[Any], bool], work: Work
 ) -> Callable[[str, Any], Any]:
-    """Take a table of numbers by expressions for the ends of names; the first that matches counts."""
+    """Parse numbers by name endings; the first match counts."""
     table = fields.pop(field, None) or {}
     if not isinstance(table, dict):
         raise _refusal(field, table, "must be an object")
@@ -147,7 +146,7 @@ def _read_table(
 
 
 def _following(field: str, pattern: str, work: Work, before: str = "") -> _Matches:
-    """Match the whole name by an expression, with `before` in front of it."""
+    """Return a matcher of full names for `pattern`, prefixed by `before`."""
     try:
         own = Expression(f"{before}(?:{pattern})", work)
     except ValueError as error:
@@ -171,7 +170,7 @@ def _is_rank(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e9  # what is not a number is not below either
+    return type(value) in (int, float) and abs(value) < 1e9  # excludes NaN
 
 
 def _checked(field: str, value: Any, is_right: Callable[[Any], bool]) -> Any:

@@ -1,8 +1,4 @@
-"""From a folder in PEFT's format to the arrays of an adapter, laid out as the weights that they are added to.
-
-Reads adapter_config.json and adapter_model.safetensors, nothing else of the folder. Every tensor is looked up and its
-shape checked before the first byte is copied; which tensors there are must be what the config says.
-"""
+"""Load LoRA adapters in PEFT's format as arrays laid out like the adapted weights."""
 
 from __future__ import annotations
 
@@ -30,16 +26,13 @@ from jaxllm.model.spec import Spec
 
 WEIGHTS = "adapter_model.safetensors"
 
-_OF_THE_MODEL = "base_model.model."  # PEFT's two wrappers
+_OF_THE_MODEL = "base_model.model."  # prefix by two PEFT wrappers
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
 
 @dataclass(frozen=True, eq=False)
 class LoraFiles:
-    """An adapter as it was read: its own rank, a digest of what it computes, and its arrays for all devices.
-
-    They are padded with zeros to the highest rank that the engine takes.
-    """
+    """A loaded adapter: rank, digest, and arrays for all devices, zero-padded to the engine's maximal rank."""
 
     rank: int
     digest: bytes
@@ -48,7 +41,7 @@ class LoraFiles:
 
 @dataclass(frozen=True)
 class _Module:
-    """What an adapter adds to one of the model's linear modules: scale · B·A, with A [rank, in] and B [out, rank]."""
+    """An adapter's addition to a linear module: scale · B·A, with A [rank, in] and B [out, rank]."""
 
     a: Tensor
     b: Tensor
@@ -59,9 +52,9 @@ class _Module:
 def read_adapter(
     folder: Path, spec: Spec, family: Family, layout: Layout, max_rank: int, dtype: DTypeLike
 ) -> LoraFiles:
-    """Read the adapter in `folder` for a model of this layout; a broken adapter is a UserError of one line.
+    """Load the adapter in `folder`; raise UserError if invalid.
 
-    Arrays are whole, of `dtype` and of the rank `max_rank`; an adapter of a higher one is refused.
+    Arrays are unsharded, of `dtype` and rank `max_rank`; higher ranks are refused.
     """
     lora.check_supported(spec)
     try:
@@ -72,7 +65,7 @@ def read_adapter(
             raise UserError(f"{folder} has no {WEIGHTS}{never_read(folder)}.")
         config, tensors = read_lora_config(fields), read_file(folder, WEIGHTS)
         modules = _find_modules(config, tensors, _linear_modules(spec, family), family.prefix, max_rank)
-        # Copied once: what is computed with is what the digest is of, even if the file changes meanwhile.
+        # A single copy: the digest and the arrays agree even if the file changes.
         stored = {each.name: np.array(each.values()) for module in modules.values() for each in (module.a, module.b)}
         weights = _fill(modules, stored, spec, family, layout, max_rank, jnp.dtype(dtype))
     except UserError as error:
@@ -81,7 +74,7 @@ def read_adapter(
 
 
 def highest_rank(folder: Path) -> int:
-    """Return the highest rank that an adapter's config names; whatever else is wrong with it is for `read_adapter`."""
+    """Return the highest rank in an adapter's config, without validating the rest."""
     fields = read_object(folder, CONFIG)
     if fields is None:
         raise UserError(f"{folder} has no {CONFIG}.", "lora_request")
@@ -91,7 +84,7 @@ def highest_rank(folder: Path) -> int:
 
 
 def _linear_modules(spec: Spec, family: Family) -> dict[str, tuple[int, int]]:
-    """List the modules that can be adapted, by their names without the family's prefix: outputs and inputs."""
+    """Return adaptable modules by name without the family's prefix: outputs and inputs."""
     sizes: dict[str, tuple[int, int]] = {}
     for _, layer, weight in _products(spec, UNDIVIDED):
         names = _names(weight, family, layer)
@@ -106,16 +99,15 @@ def _products(spec: Spec, layout: Layout) -> Iterator[tuple[str, int, Weight]]:
 
 
 def _names(weight: Weight, family: Family, layer: int) -> list[str]:
-    """Name the modules of a weight's parts."""
     return [family.tensors[part.name].format(layer).removesuffix(".weight") for part in weight.parts]
 
 
 def _find_modules(
     config: LoraConfig, tensors: dict[str, Tensor], sizes: dict[str, tuple[int, int]], prefix: str, max_rank: int
 ) -> dict[str, _Module]:
-    """Look up the two tensors of every module that the config names, and check that there are no others."""
+    """Find both tensors of each selected module; refuse others."""
     found: dict[str, dict[str, Tensor]] = {}
-    names: dict[str, str] = {}  # full, as the config's expressions see them
+    names: dict[str, str] = {}
     for tensor in tensors.values():
         match = _NAME.fullmatch(tensor.name)
         module = match[1].removeprefix(prefix) if match else ""
@@ -127,7 +119,7 @@ def _find_modules(
         if names.setdefault(module, match[1]) != match[1]:
             raise UserError(f"{WEIGHTS}: module {module} has two names.")
         found.setdefault(module, {})[match[2]] = tensor
-    # Without the head, the model's own names have no prefix.
+    # Without the output head, names have no prefix.
     bare = bool(names) and not any(name.startswith(prefix) for name in names.values())
     modules: dict[str, _Module] = {}
     for name, (rows, columns) in sizes.items():
@@ -161,7 +153,6 @@ def _fill(
     max_rank: int,
     dtype: np.dtype,
 ) -> Adapter[np.ndarray]:
-    """Put the modules' tensors into arrays that are laid out as the weights."""
     layers: list[dict[str, Pair[np.ndarray]]] = [{} for _ in range(spec.num_layers)]
     for product, layer, weight in _products(spec, layout):
         names = _names(weight, family, layer)
@@ -182,7 +173,7 @@ def _fill(
 
 
 def _values(name: str, stored: dict[str, np.ndarray], scale: float, dtype: np.dtype) -> np.ndarray:
-    """Multiply a tensor with `scale` and round it to `dtype`, once."""
+    """Scale a tensor and round it once, to `dtype`."""
     with np.errstate(over="ignore", invalid="ignore"):
         values = (stored[name].astype(np.float32) * np.float32(scale)).astype(dtype)
     if not np.isfinite(values).all():
@@ -191,7 +182,6 @@ def _values(name: str, stored: dict[str, np.ndarray], scale: float, dtype: np.dt
 
 
 def _digest(modules: dict[str, _Module], stored: dict[str, np.ndarray]) -> bytes:
-    """Return the SHA-256 of what the adapter adds: the modules' names and scales, and their tensors as stored."""
     digest = hashlib.sha256()
     for name, module in sorted(modules.items()):
         for tensor in (module.a, module.b):

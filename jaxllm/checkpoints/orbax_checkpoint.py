@@ -1,9 +1,7 @@
-"""An Orbax checkpoint of the decoder's parameters: written by `jaxllm convert`, restored piece by piece onto devices.
+"""Orbax checkpoints, written by `jaxllm convert` and restored piecewise onto any number of devices.
 
-Holds one array for each part of a weight (see `declaration.Part`) and of each expert, whole, in the type it was stored
-in, without padding: so any number of devices can restore it, each its own rows or columns. Beside the checkpoint lies a
-list of its files, the last thing written: what it does not find, or finds shorter, is a copy that was cut off. Knows
-what a model's weights are only from `decoder.declare`; knows no family and no safetensors.
+One array per part of a weight (see `parameters.Part`) and expert, unsharded, unpadded, in the stored type. A list of
+files, written last, detects incomplete copies.
 """
 
 from __future__ import annotations
@@ -28,37 +26,34 @@ from jaxllm.model.decoder import Params
 from jaxllm.model.parameters import Part, Weight
 from jaxllm.model.sharding import Layout
 
-FOLDER = "orbax"  # within the model's folder
-LISTING = "orbax.json"  # beside it
-_SMALL_FILE = 2**20  # bytes: below, a file is part of Orbax's index, and its content is checked too
-_CHUNK_BYTES = 2**20  # of an array, read as a whole: a shard's columns are tiles of few neighbours' chunks
+FOLDER = "orbax"
+LISTING = "orbax.json"  # the list of the checkpoint's files
+_SMALL_FILE = 2**20  # bytes; smaller files, Orbax's index, have a checksum
+_CHUNK_BYTES = 2**20  # per chunk; a shard's columns lie in few chunks
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
-Name = tuple[int | None, str]  # of a part: its layer, None outside the layers
+Name = tuple[int | None, str]  # a part's layer (None outside) and name
 
 
 def is_here(folder: Path) -> bool:
-    """Say whether a model's folder holds an Orbax checkpoint, be it a damaged one."""
+    """Return whether a folder contains an Orbax checkpoint, even a damaged one."""
     return (folder / LISTING).is_file() or (folder / FOLDER).is_dir()
 
 
 def has_head(folder: Path) -> bool:
-    """Return whether the checkpoint has an output head apart from the embedding."""
+    """Return whether the checkpoint has a separate output head."""
     return (read_object(folder, LISTING) or {}).get("has_head") is True
 
 
 def write(folder: Path, parts: dict[Name, np.ndarray], written: Callable[[Name], None]) -> None:
-    """Write the parts of a model's weights into `folder`, one at a time, and call `written` after each.
-
-    An array may be a view of a mapped file: no more than one is copied into memory at once.
-    """
+    """Write a model's parts into `folder`, calling `written` after each."""
     import orbax.checkpoint as ocp
     from orbax.checkpoint import type_handlers
 
     names = {_key(name): name for name in parts}
 
     class OneByOne(type_handlers.NumpyHandler):
-        """Writes each array before it looks at the next; Orbax's own would copy all of them first."""
+        """Writes arrays one at a time; Orbax would copy all first."""
 
         async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
             for value, about, arg in zip(values, infos, args, strict=True):
@@ -72,9 +67,8 @@ def write(folder: Path, parts: dict[Name, np.ndarray], written: Callable[[Name],
         _place(tree, name, values)
     handlers = type_handlers.create_type_handler_registry(
         (np.ndarray, OneByOne(deepcopy_host_arrays=False)),
-        (jax.Array, type_handlers.ArrayHandler()),  # none is written, but Orbax would complain
+        (jax.Array, type_handlers.ArrayHandler()),  # required by Orbax
     )
-    # Weights hardly shrink (bfloat16 by a fifth), and they are read more often than written.
     handler = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=handlers)
     chunked = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), tree)
     with ocp.Checkpointer(handler) as checkpointer:
@@ -84,7 +78,7 @@ def write(folder: Path, parts: dict[Name, np.ndarray], written: Callable[[Name],
 
 
 def check(folder: Path, declared: Params[Weight]) -> None:
-    """Refuse a checkpoint that is incomplete, damaged, or not of the declared weights; reads no weights."""
+    """Refuse a checkpoint that is incomplete, damaged or for other weights; reads no arrays."""
     listed = (read_object(folder, LISTING) or {}).get("files")
     if not isinstance(listed, dict):
         raise UserError(
@@ -118,10 +112,9 @@ def check(folder: Path, declared: Params[Weight]) -> None:
 
 
 def load(folder: Path, declared: Params[Weight], layout: Layout, dtype: DTypeLike, progress: bool) -> Params[Array]:
-    """Restore the declared weights as arrays of `dtype`, a layer at a time.
+    """Restore weights as arrays of `dtype`, a layer at a time.
 
-    Each device reads its own piece of each part, rounded once from the stored type, and joins its pieces itself. What
-    is quantized is read in float32 first.
+    Each device reads its piece of each part, rounded once. Weights to quantize are read as float32.
     """
     check(folder, declared)
     dtype = jnp.dtype(dtype)
@@ -162,13 +155,13 @@ def load(folder: Path, declared: Params[Weight], layout: Layout, dtype: DTypeLik
 
     with bar:
         top: dict[str, Any] = {}
-        for name, weight in declared.top.items():  # the largest ones: not two at a time
+        for name, weight in declared.top.items():  # the largest, one at a time
             top |= restore(None, {name: weight})
         return Params(top, tuple(restore(layer, weights) for layer, weights in enumerate(declared.layers)))
 
 
 def list_files(folder: Path) -> dict[str, list[int | None]]:
-    """List the checkpoint's files: size in bytes, and the checksum (CRC-32) of small ones."""
+    """Return the checkpoint's files: size in bytes, and CRC-32 of small ones."""
     found: dict[str, list[int | None]] = {}
     for path in sorted((folder / FOLDER).rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -182,13 +175,11 @@ def list_files(folder: Path) -> dict[str, list[int | None]]:
 
 
 def _key(name: Name) -> str:
-    """Name a part as Orbax does."""
     layer, part = name
     return f"top.{part}" if layer is None else f"layers.{layer}.{part}"
 
 
 def _place(tree: dict[str, Any], name: Name, leaf: Any) -> None:
-    """Put a leaf where its key leads."""
     *path, last = _key(name).split(".")
     for step in path:
         tree = tree.setdefault(step, {})
@@ -196,7 +187,6 @@ def _place(tree: dict[str, Any], name: Name, leaf: Any) -> None:
 
 
 def _parts(declared: Params[Weight]) -> dict[Name, tuple[Weight, Part]]:
-    """List the parts of every weight, each with the weight it belongs to."""
     return {
         (layer, name): (weight, part)
         for layer, weights in [(None, declared.top), *enumerate(declared.layers)]
@@ -207,18 +197,17 @@ def _parts(declared: Params[Weight]) -> dict[Name, tuple[Weight, Part]]:
 
 
 def _names(weight: Weight, part: Part) -> list[str]:
-    """Name the arrays of a part: one, or one for each expert."""
+    """Return a part's array names: one, or one per expert."""
     return [part.name] if weight.stack is None else [f"{part.name}.{expert}" for expert in range(weight.stack)]
 
 
 def _shape(weight: Weight, part: Part) -> tuple[int, ...]:
-    """Say how one array of a part is stored: [out, ...], or by the teeth of its comb, [teeth, rows of one, ...]."""
+    """Return a part's stored shape: [out, ...], or with a comb [teeth, rows per tooth, ...]."""
     rows = (part.rows,) if part.comb is None else (part.rows // part.comb.length, part.comb.length)
     return (*rows, *weight.one[1:])
 
 
 def _describe(folder: Path) -> dict[str, Any]:
-    """Read what arrays there are, by key: shape and dtype."""
     import orbax.checkpoint as ocp
 
     try:
@@ -230,10 +219,10 @@ def _describe(folder: Path) -> dict[str, Any]:
 
 
 def _target(weight: Weight, part: Part, layout: Layout, dtype: jnp.dtype) -> Any:
-    """Describe the layout of a part: a piece on each device, and the same one on neighbours where it is copied."""
+    """Return restore arguments for a part: a piece per device, shared by neighbours where copied."""
     import orbax.checkpoint as ocp
 
-    if _is_one_array(weight):  # the vocabulary's last rows may be padding: zeros
+    if _is_one_array(weight):  # pads the vocabulary with zeros
         return ocp.ArrayRestoreArgs(
             dtype=dtype, sharding=layout.sharding(*weight.axes), global_shape=weight.shape, strict=False
         )
@@ -244,7 +233,6 @@ def _target(weight: Weight, part: Part, layout: Layout, dtype: jnp.dtype) -> Any
 
 
 def _restore(folder: Path, targets: dict[str, Any]) -> dict[str, Any]:
-    """Read the arrays of the tree `targets`, whose leaves are Orbax's restore arguments."""
     import orbax.checkpoint as ocp
 
     item = jax.tree.map(lambda target: jax.ShapeDtypeStruct(target.global_shape, target.dtype), targets)
@@ -252,9 +240,9 @@ def _restore(folder: Path, targets: dict[str, Any]) -> dict[str, Any]:
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             return checkpointer.restore((folder / FOLDER).absolute(), args)
-    except jax.errors.JaxRuntimeError:  # of the device, as when its memory is full
+    except jax.errors.JaxRuntimeError:  # device errors such as exhausted memory
         raise
-    except Exception as error:  # Orbax raises Exception itself
+    except Exception as error:  # Orbax raises plain Exception
         raise _unreadable(folder, error) from error
 
 
@@ -269,7 +257,6 @@ def _is_one_array(weight: Weight) -> bool:
 
 
 def _join(weight: Weight, pieces: list[Array], layout: Layout) -> Array:
-    """Join each device's pieces of a weight's parts, on that device."""
     if _is_one_array(weight):
         return pieces[0]
     held = [_by_device(piece) for piece in pieces]
@@ -278,7 +265,6 @@ def _join(weight: Weight, pieces: list[Array], layout: Layout) -> Array:
 
 
 def _stack(weight: Weight, pieces: list[dict[str, Array]], layout: Layout) -> Array:
-    """Join each device's pieces of a weight's parts for each expert, and lay the experts on each other."""
     held = [[_by_device(piece[str(expert)]) for piece in pieces] for expert in range(weight.stack or 0)]
     stacked = [
         jnp.stack([_concatenate(weight, [piece[device] for piece in parts]) for parts in held])

@@ -1,7 +1,4 @@
-"""How a model's folder says that it pools, and how: a classifier's head, or the modules of sentence-transformers.
-
-Only reads: what becomes of the answers is in pooler.py. Knows no family of models by name.
-"""
+"""Determine a model's pooling from its folder: a classifier head, or sentence-transformers modules."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ MODULES = "modules.json"
 GENERATING = ("ForCausalLM", "LMHeadModel")
 _CLASSIFYING = ("ForSequenceClassification", "ForRewardModel")
 _POOLINGS: dict[str, Pooling] = {"cls": "cls", "lasttoken": "last", "mean": "mean"}
-_OLDER_POOLINGS = {  # one key for each, until sentence-transformers 5
+_OLDER_POOLINGS = {  # one key per mode, before sentence-transformers 5
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
     "pooling_mode_mean_tokens": "mean",
@@ -49,10 +46,10 @@ def read_pooler(
     runner: str = "auto",
     overrides: Mapping[str, Any] | None = None,
 ) -> Pooler | None:
-    """Read how the model in a folder pools; None where it generates.
+    """Return how a model pools, None if it generates text.
 
-    `runner` is "generate" or "pooling", or "auto": by the architecture, and a model that generates pools where the
-    folder has modules of sentence-transformers. `overrides` may have "pooling_type" and "normalize".
+    `runner` "auto" decides by architecture; generative models pool if the folder has sentence-transformers modules.
+    `overrides` may set "pooling_type" and "normalize".
     """
     architecture = next(name for name in config["architectures"] if name in family.architectures)
     modules = _modules(folder)
@@ -82,20 +79,20 @@ def read_pooler(
 
 
 def most_tokens(folder: Path) -> int | None:
-    """Read to how many tokens sentence-transformers would cut a text; None where the folder does not say."""
+    """Return the length to which sentence-transformers truncates texts; None if not stated."""
     if not (folder / MODULES).is_file():
         return None
     for name, key in (("sentence_bert_config.json", "max_seq_length"), ("tokenizer_config.json", "model_max_length")):
         fields = Fields(read_object(folder, name) or {}, where=name)
         if fields.has(key):
-            return int(min(fields.positive(key), 2**31))  # transformers writes 1e30 for no limit
+            return int(min(fields.positive(key), 2**31))  # transformers writes 1e30 for unlimited
     return None
 
 
 def _classifier(folder: Path, config: Mapping[str, Any], spec: Spec, family: Family, architecture: str) -> Pooler:
     fields = Fields(config)
     labels = _labels(fields)
-    if architecture.endswith("ForRewardModel"):  # one number, as it is, whatever labels are said
+    if architecture.endswith("ForRewardModel"):  # a single raw number, regardless of labels
         labels, activation = labels[:1], "none"
     else:
         activation = _activation_of_labels(folder, fields, len(labels))
@@ -119,7 +116,7 @@ def _labels(fields: Fields) -> tuple[str, ...]:
 
 
 def _activation_of_labels(folder: Path, fields: Fields, labels: int) -> Any:
-    """Find what becomes of a classifier's numbers: as sentence-transformers' cross-encoders say, else by problem."""
+    """Return a classifier's activation, from cross-encoder settings or the problem type."""
     saved = Fields(read_object(folder, "config_sentence_transformers.json") or {})
     for where, key in (
         (saved, "activation_fn"),
@@ -135,11 +132,11 @@ def _activation_of_labels(folder: Path, fields: Fields, labels: int) -> Any:
             known = ", ".join(_OF_PROBLEMS)
             raise UserError(f"config.json: problem_type {problem!r:.80} is none of {known}.", "problem_type")
         found = _OF_PROBLEMS.get(problem, "softmax")
-    return "sigmoid" if labels == 1 and found == "softmax" else found  # the softmax of one number is 1
+    return "sigmoid" if labels == 1 and found == "softmax" else found  # softmax of one number is 1
 
 
 def _named(path: str, known: Mapping[str, Any], key: str) -> Any:
-    """Look up a class of torch by its path, of which nothing is imported."""
+    """Look up a torch class by path without importing it."""
     name = path.rpartition(".")[2]
     if not path.startswith("torch.nn.") or name not in known:
         raise UserError(f"{key} {path!r:.80} is not supported, only torch's {', '.join(known)}.", key)
@@ -147,7 +144,6 @@ def _named(path: str, known: Mapping[str, Any], key: str) -> Any:
 
 
 def _modules(folder: Path) -> list[tuple[str, str]] | None:
-    """List a folder's modules: the kind and the sub-folder of each."""
     listed = read_objects(folder, MODULES)
     if listed is None:
         return None
@@ -189,7 +185,7 @@ def _config_of(folder: Path, path: str) -> Fields:
 def _pooling(fields: Fields, width: int) -> Pooling:
     for key in ("embedding_dimension", "word_embedding_dimension"):
         fields.only(key, width)
-    fields.raw("include_prompt")  # of prompts that sentence-transformers would put before a text
+    fields.raw("include_prompt")  # concerns prompts that sentence-transformers prepends
     older = [mode for key, mode in _OLDER_POOLINGS.items() if fields.take(key, bool, False)]
     mode = fields.raw("pooling_mode") or (older[0] if len(older) == 1 else older or "mean")
     fields.finish()
@@ -215,7 +211,7 @@ def _dense(fields: Fields, path: str, width: int) -> Dense:
 
 
 def _dimensions(config: Mapping[str, Any], size: int) -> tuple[int, ...] | None:
-    """Read to which lengths an embedding may be cut, in the two keys that vLLM reads."""
+    """Return the lengths to which embeddings may be cut, from the keys that vLLM reads."""
     listed = config.get("matryoshka_dimensions")
     if listed is None:
         return () if Fields(config).take("is_matryoshka", bool, False) else None
@@ -227,7 +223,6 @@ def _dimensions(config: Mapping[str, Any], size: int) -> tuple[int, ...] | None:
 
 
 def _overridden(pooler: Pooler, overrides: Mapping[str, Any]) -> Pooler:
-    """Apply the engine's `pooler_config`, which is checked there."""
     kind, normalize, is_matryoshka = map(overrides.get, ("pooling_type", "normalize", "is_matryoshka"))
     pooler = pooler if kind is None else replace(pooler, pooling=kind.lower())
     pooler = pooler if is_matryoshka is None else replace(pooler, dimensions=() if is_matryoshka else None)

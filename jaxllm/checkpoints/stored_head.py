@@ -1,7 +1,6 @@
-"""Detects an output head that differs from the embedding to which config.json ties it.
+"""Detect output heads that differ from the embedding to which config.json ties them.
 
-Most are copies of the embedding. One that differs is the model's own, which transformers takes as well. Reads tensors
-by their names, on the host.
+Most stored heads are copies; one that differs is used, as in transformers.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from jaxllm.families.family import Family
 from jaxllm.model.spec import Spec
 
 _log = logging.getLogger("jaxllm")
-_ROWS = 4096  # that are compared at once
+_ROWS = 4096  # compared at once
 
 
 def with_stored_head(folder: Path, spec: Spec, family: Family) -> Spec:
-    """Return `spec`, untied if the folder stores a head that differs from the embedding."""
+    """Return `spec`, untied if the folder's head differs from the embedding."""
     if not spec.tie_embeddings:
         return spec
     if orbax_checkpoint.is_here(folder):
@@ -40,10 +39,10 @@ def with_stored_head(folder: Path, spec: Spec, family: Family) -> Spec:
 
 def _differs(tensors: Mapping[str, Tensor], head: str, embedding: str) -> bool:
     if embedding not in tensors:
-        return False  # which is refused when the weights are looked up
+        return False  # reported when weights are looked up
     if head not in tensors:
         stem = head.removesuffix("weight")
-        return any(name.startswith(stem) and not name.endswith("bias") for name in tensors)  # a quantized one
+        return any(name.startswith(stem) and not name.endswith("bias") for name in tensors)  # a quantized head
     own, tied = tensors[head], tensors[embedding]
     if own.shape != tied.shape or own.dtype != tied.dtype:
         return True

@@ -1,8 +1,7 @@
-"""Quantized matrices in a checkpoint's tensors, as `pallas_kernels.linear` takes them, piece by piece.
+"""Read quantized matrices from checkpoints, piecewise, in the layout of `pallas_kernels.linear`.
 
-`collect` finds the tensors of each matrix by their names, checks their types and shapes against each other, and puts
-one `Matrix` in their place, under the name that the matrix has where it is not quantized. Bytes are read, and turned to
-another order where the format's is another, when a piece is asked for. Knows no model.
+`collect` replaces each matrix's tensors by a `Matrix` under its unquantized name. Bytes are read, and reordered if
+necessary, on access.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from pallas_kernels.linear.numbers import PACKED, dequantized, packed
 Side = Literal["floats", "values", "scales", "zeros"]
 
 _SCALES = ("F32", "F16", "BF16", "F8_E8M0")
-_AWQ_NIBBLES = np.asarray([0, 4, 1, 5, 2, 6, 3, 7])  # where in a word the columns are (AutoAWQ, "order_map")
-# Of activations and of the KV cache, which stay as they are.
+_AWQ_NIBBLES = np.asarray([0, 4, 1, 5, 2, 6, 3, 7])  # positions of columns in a word (AutoAWQ, "order_map")
+# For activations and KV cache, which are not quantized.
 _UNUSED = tuple(f".{what}_{kind}" for what in ("input", "output", "k", "v", "q") for kind in ("scale", "zero_point"))
 _MAIN = {"packed": ".weight_packed", "plain": ".weight", "gptq": ".qweight", "awq": ".qweight", "mxfp4": "_blocks"}
 
 
 @dataclass(frozen=True)
 class View:
-    """A matrix [rows, columns] whose pieces are made when they are read."""
+    """A matrix [rows, columns] computed piecewise on access."""
 
     shape: tuple[int, int]
     row_bytes: int
@@ -41,10 +40,10 @@ class View:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A quantized matrix [out, in], or one for each of E experts [E, out, in].
+    """A quantized matrix [out, in], or stacked for E experts [E, out, in].
 
-    `values` gives rows and columns of an expert as `linear` takes them, columns counted in elements of that; `scales`
-    and `zeros` some rows with all G stored groups of `group` columns: [rows, G].
+    `values` returns rows and columns, columns in stored elements; `scales` and `zeros` return [rows, G] for G stored
+    groups of `group` columns.
     """
 
     name: str
@@ -58,7 +57,7 @@ class Matrix:
     zeros: Callable[[int | None, np.ndarray], np.ndarray] | None
 
     def view(self, side: Side, expert: int | None, groups: int) -> View:
-        """View one side of a matrix: the scales and zeros as those of `groups` groups, each in a stored one."""
+        """Return a view of one side, with scales and zeros for `groups` groups, each within a stored one."""
         rows, columns = self.shape[-2:]
         if side == "floats":
             return View((rows, columns), 4 * columns, lambda some, of: self._floats(expert, some, of))
@@ -75,7 +74,6 @@ class Matrix:
         return View((rows, groups), 4 * groups, read)
 
     def _floats(self, expert: int | None, some: slice, of: slice) -> np.ndarray:
-        """Dequantize a piece: float32."""
         columns = self.shape[-1]
         start, stop, _ = of.indices(columns)
         bounds = [bound // 2 if self.kind in PACKED else bound for bound in (start, stop)]
@@ -87,13 +85,13 @@ class Matrix:
         return dequantized(self.values(expert, some, slice(*bounds)), scales, zeros, self.kind, np.float32, np)
 
     def release(self) -> None:
-        """Give the pages of the tensors back to the system."""
+        """Release the tensors' pages."""
         for tensor in self.tensors:
             tensor.release()
 
 
 def collect(tensors: dict[str, Tensor], stored: Stored) -> dict[str, Tensor | Matrix]:
-    """Put a `Matrix` in the place of the tensors that make it up; one that is missing or misshapen is a UserError."""
+    """Replace tensors by matrices; raise UserError if one is missing or has the wrong shape."""
     end = _MAIN[stored.layout]
     found: dict[str, Tensor | Matrix] = {}
     used: set[str] = set()
@@ -110,7 +108,7 @@ def collect(tensors: dict[str, Tensor], stored: Stored) -> dict[str, Tensor | Ma
 
 
 class _Tensors:
-    """The tensors of one matrix, by the ends of their names."""
+    """The tensors of a matrix, by name suffix."""
 
     def __init__(self, tensors: dict[str, Tensor], stem: str, stored: Stored, main: Tensor, used: set[str]) -> None:
         self.stem, self.stored, self.main = stem, stored, main
@@ -119,7 +117,7 @@ class _Tensors:
         used.add(f"{stem}{_MAIN[stored.layout]}")
 
     def take(self, end: str) -> Tensor:
-        """Take another tensor of the matrix."""
+        """Return a further tensor of the matrix."""
         name = f"{self.stem}{end}"
         if name not in self._tensors:
             raise UserError(f"{self.main.file.name}: tensor {self.main.name} lacks the tensor {name}.", "model")
@@ -128,11 +126,11 @@ class _Tensors:
         return self._tensors[name]
 
     def has(self, end: str) -> bool:
-        """Say whether there is such a tensor."""
+        """Return whether a tensor exists."""
         return f"{self.stem}{end}" in self._tensors
 
     def refuse(self, why: str, tensor: Tensor | None = None) -> UserError:
-        """Make the error of a matrix."""
+        """Return an error about a tensor."""
         tensor = tensor or self.main
         return UserError(f"{tensor.file.name}: tensor {tensor.name} {why}.", "model")
 
@@ -145,12 +143,12 @@ class _Tensors:
             )
 
     def groups(self, columns: int) -> tuple[int, int]:
-        """Give the columns that share a scale, and into how many such groups a row of `columns` falls."""
+        """Return the columns per group, and the groups per row."""
         size = self.stored.scheme.group or columns
         return size, -(-columns // size)
 
     def matrix(self, shape: tuple[int, ...], values: Any, scales: Any, zeros: Any) -> Matrix:
-        """Make the matrix."""
+        """Build the matrix."""
         if shape[-1] % 2 or not math.prod(shape):
             raise self.refuse(f"makes a matrix {list(shape)}, of which two columns do not fill a byte")
         scheme = self.stored.scheme
@@ -174,7 +172,7 @@ def _numbers(rows: slice, count: int) -> np.ndarray:
 
 
 def _nibbles(words: np.ndarray, places: np.ndarray, bits: int) -> np.ndarray:
-    """Read from each of the words the number at its place, less half of what the numbers can be."""
+    """Unpack words into numbers, minus half the range."""
     numbers = (words.view(np.uint32) >> (bits * places).astype(np.uint32)) & np.uint32((1 << bits) - 1)
     return numbers.astype(np.int16) - np.int16(1 << (bits - 1))
 
@@ -184,12 +182,12 @@ def _bits(kind: Kind) -> int:
 
 
 def _signed(values: np.ndarray, kind: Kind) -> np.ndarray:
-    """Make the product's numbers of bytes: those of 8 bits are stored with 128 added."""
+    """Convert bytes to the kernel's numbers: 8-bit ones are stored with an offset of 128."""
     return values if kind == "int4" else (values ^ np.uint8(0x80)).view(np.int8)
 
 
 def _packed(own: _Tensors) -> Matrix:
-    """Words of neighbouring columns, the first in the lowest bits: in bytes, the product's own order."""
+    """Read pack-quantized: words of adjacent columns, lowest bits first, as the kernel's."""
     kind = own.stored.scheme.kind
     each = 32 // _bits(kind)
     words = own.main.codes("I32")
@@ -209,7 +207,7 @@ def _packed(own: _Tensors) -> Matrix:
 
 
 def _plain(own: _Tensors) -> Matrix:
-    """A number in each element: of 8 bits, or of 4 in 8."""
+    """Read one number per element: 8 bits, or 4 stored in 8."""
     kind = own.stored.scheme.kind
     if len(own.main.shape) != 2:
         raise own.refuse(f"has shape {list(own.main.shape)}, which no quantized matrix has")
@@ -226,13 +224,13 @@ def _plain(own: _Tensors) -> Matrix:
 
 
 def _scales(own: _Tensors, rows: int, columns: int) -> Callable[[int | None, np.ndarray], np.ndarray]:
-    """Read the scales of compressed-tensors and fp8: of groups, rows, blocks or the whole matrix."""
+    """Read compressed-tensors and fp8 scales: per group, row, block or matrix."""
     tensor, block = own.take(f".{own.stored.scale}"), own.stored.block
     return _by_rows(own, tensor, tensor.codes(*_SCALES), -(-rows // block), own.groups(columns)[1], block)
 
 
 def _by_rows(own: _Tensors, tensor: Tensor, array: np.ndarray, rows: int, groups: int, block: int) -> Any:
-    """Read something [rows, groups], or one number for all, of which `block` rows of the matrix share a row."""
+    """Return a reader of an array [rows, groups], or a scalar, where `block` matrix rows share a row."""
     alone = ((), (1,), (1, 1)) if groups == 1 else ()
     own.check(tensor, (rows, groups), *(((rows,),) if groups == 1 else ()), *alone)
     table = array.reshape(-1, groups)
@@ -244,10 +242,10 @@ def _by_rows(own: _Tensors, tensor: Tensor, array: np.ndarray, rows: int, groups
 
 
 def _zeros(own: _Tensors, rows: int, columns: int) -> Any:
-    """Read the zeros of compressed-tensors, as numbers or in words of neighbouring rows."""
+    """Read compressed-tensors zeros, plain or in words of adjacent rows."""
     if not own.stored.scheme.has_zeros:
         if own.has(".weight_zero_point"):
-            own.take(".weight_zero_point")  # zeros, which some writers keep
+            own.take(".weight_zero_point")  # zeros, stored by some writers
         return None
     tensor, (_, groups) = own.take(".weight_zero_point"), own.groups(columns)
     bits = _bits(own.stored.scheme.kind)
@@ -264,7 +262,6 @@ def _zeros(own: _Tensors, rows: int, columns: int) -> Any:
 
 
 def _check_order(own: _Tensors, end: str, columns: int) -> None:
-    """Refuse columns whose groups are not neighbours: as their numbers say, if there are some."""
     if not own.has(end):
         return
     order, (size, _) = own.take(end), own.groups(columns)
@@ -276,7 +273,7 @@ def _check_order(own: _Tensors, end: str, columns: int) -> None:
 
 
 def _gptq(own: _Tensors) -> Matrix:
-    """The transposed matrix in words of neighbouring columns; zeros in words of neighbouring rows."""
+    """Read GPTQ: transposed words of adjacent columns; zeros in words of adjacent rows."""
     scheme, bits = own.stored.scheme, _bits(own.stored.scheme.kind)
     each = 32 // bits
     words = own.main.codes("I32")
@@ -310,7 +307,7 @@ def _gptq(own: _Tensors) -> Matrix:
 
 
 def _awq(own: _Tensors) -> Matrix:
-    """The transposed matrix, and its zeros, in words of neighbouring rows in an order of their own."""
+    """Read AWQ: transposed words of adjacent rows, also zeros, in AutoAWQ's order."""
     words = own.main.codes("I32")
     if words.ndim != 2:
         raise own.refuse(f"has shape {list(words.shape)}, which no quantized matrix has")
@@ -340,7 +337,7 @@ def _transposed_scales(own: _Tensors, rows: int, columns: int) -> Callable[[int 
 
 
 def _mxfp4(own: _Tensors) -> Matrix:
-    """Blocks of 32 numbers in 16 bytes, the even one in the lower half, and the exponents of their scales."""
+    """Read MXFP4: 32 numbers in 16 bytes, even ones in low halves, with a scale exponent."""
     if len(own.main.shape) != 4 or own.main.shape[3] != 16:
         raise own.refuse(f"has shape {list(own.main.shape)}, not [experts, rows, groups, 16]")
     experts, rows, groups, _ = own.main.shape

@@ -1,4 +1,4 @@
-"""A client of the server, blocking and asynchronous. Imports no JAX.
+"""Client library for the jaxllm server, blocking and asynchronous. Imports no JAX.
 
     with Client("localhost:50051") as client:
         print(client.generate("Once upon a time", max_tokens=64, temperature=0).text)

@@ -1,4 +1,4 @@
-"""The client for event loops. What it can call is in `calls`; `blocking` is the client for threads."""
+"""The asynchronous gRPC client. `calls` defines its methods."""
 
 from __future__ import annotations
 
@@ -50,16 +50,13 @@ def _stream(
 
 
 class AsyncClient(Endpoint):
-    """A connection to a server for the event loop of its first call. Options are those of `Endpoint`.
+    """A connection to a server, bound to the event loop of its first call; options as in `Endpoint`.
 
-    The methods are those of `Client`: all are awaited but those whose names begin with `stream`, which return the
-    iterator.
-    Every method raises `UserError` for what is wrong with the call, and `EngineError` for what is wrong with the server
-    (`OverloadedError`, `UnavailableError`, `DeadlineError` … in `jaxllm.errors`).
+    The methods are those of `Client`, awaited except those named `stream…`, which return an asynchronous iterator.
     """
 
     def _open(self) -> None:
-        self._channel: grpc.aio.Channel | None = None  # made late, because gRPC binds it to the event loop that runs
+        self._channel: grpc.aio.Channel | None = None  # opened by the first call: gRPC binds it to the running loop
 
     def _start(self, call: Call[Any]) -> Any:
         if self._channel is None:
@@ -89,7 +86,7 @@ class AsyncClient(Endpoint):
     health = _method(Calls.health)
 
     async def wait_until_ready(self, timeout: float = 60.0) -> None:
-        """Wait until the server is healthy: it may not have been started yet, or be loading its model.
+        """Wait until the server is healthy. It may still be starting or loading its model.
 
         Raises:
             UnavailableError: after `timeout` seconds.
@@ -108,7 +105,7 @@ class AsyncClient(Endpoint):
                 await asyncio.sleep(0.1)
 
     async def close(self) -> None:
-        """End the connection, and with it the calls that are under way."""
+        """Close the connection and cancel its unfinished calls."""
         if self._channel is not None:
             await self._channel.close()
 
@@ -120,10 +117,10 @@ class AsyncClient(Endpoint):
 
 
 class _Answers(Generic[Item]):
-    """Iterates over what a call answers. Leaving an `async with` block, or `close`, ends it on the server too."""
+    """Iterates over a call's results."""
 
-    _unread: deque[Item]  # that has come
-    _take: Callable[[Any], None]  # adds what a message holds
+    _unread: deque[Item]
+    _take: Callable[[Any], None]  # appends a message's items to `_unread`
 
     def __init__(self, call: Any, request: Any, target: str) -> None:
         super().__init__()
@@ -135,7 +132,7 @@ class _Answers(Generic[Item]):
         self._is_closed = False
 
     async def close(self) -> None:
-        """End the call, if it has not ended."""
+        """Cancel the call unless it has ended."""
         self._is_closed = True
         self._call.cancel()
 
@@ -149,7 +146,7 @@ class _Answers(Generic[Item]):
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if self._is_closed and not (task and task.cancelling()):
-                    raise StopAsyncIteration from None  # the call was cancelled by `close`, not the task
+                    raise StopAsyncIteration from None  # `close` cancelled the call, not the task
                 raise
             except grpc.RpcError as failure:
                 raise error_of(failure, self._target) from None
@@ -163,31 +160,23 @@ class _Answers(Generic[Item]):
         await self.close()
 
     def __del__(self) -> None:
-        # `break` out of `async for` ends nothing by itself, and a call that runs is kept alive by gRPC's own tasks.
+        # `break` out of `async for` cancels nothing, and gRPC's own tasks keep the call alive.
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._call.cancel)
 
 
 class AsyncStream(_Answers[Delta], reading.Received):
-    """Iterates over what is new of a call's sequences: each `Delta` belongs to the sequence of its `index`.
-
-    Leaving an `async with` block, or `close`, ends the call on the server too. After an exception, what came before is
-    still valid: `so_far` has it.
-    """
+    """Iterates over a call's deltas. Like `blocking.Stream`."""
 
     async def result(self) -> Completion:
-        """Wait for the rest and return everything."""
+        """Read the rest of the stream and return the completion."""
         async for _ in self:
             pass
         return self.so_far
 
 
 class AsyncEmbeddingStream(_Answers[Embedding], reading.ReceivedEmbeddings):
-    """Iterates over embeddings as they are ready: each belongs to the prompt of its `index`.
-
-    Leaving an `async with` block, or `close`, ends the call on the server too, and so does the first prompt that fails.
-    An exception of the prompts, or of one that cannot be sent, is raised when those before it are answered.
-    """
+    """Iterates over embeddings. Like `blocking.EmbeddingStream`."""
 
     _request: EmbedRequests
 
@@ -196,7 +185,7 @@ class AsyncEmbeddingStream(_Answers[Embedding], reading.ReceivedEmbeddings):
         request.metadata_of_call = call.initial_metadata
 
     async def result(self) -> list[Embedding]:
-        """Wait for the rest and return what was not read yet, in the order of the prompts."""
+        """Read the rest of the stream; return the unread embeddings in the order of the prompts."""
         return sorted([embedding async for embedding in self], key=lambda embedding: embedding.index)
 
     async def __anext__(self) -> Embedding:

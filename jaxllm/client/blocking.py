@@ -1,4 +1,4 @@
-"""The client that blocks. What it can call is in `calls`; `asynchronous` is the client for event loops."""
+"""The blocking gRPC client. `calls` defines its methods."""
 
 from __future__ import annotations
 
@@ -46,10 +46,11 @@ def _stream(
 
 
 class Client(Endpoint):
-    """A connection to a server that any number of threads can share. Options are those of `Endpoint`.
+    """A thread-safe connection to a server; options as in `Endpoint`.
 
-    Every method raises `UserError` for what is wrong with the call, and `EngineError` for what is wrong with the server
-    (`OverloadedError`, `UnavailableError`, `DeadlineError` … in `jaxllm.errors`).
+    Raises:
+        UserError: if the call is wrong.
+        EngineError: if the server fails (`OverloadedError`, `UnavailableError`, `DeadlineError` … in `jaxllm.errors`).
     """
 
     def _open(self) -> None:
@@ -78,7 +79,7 @@ class Client(Endpoint):
     health = _method(Calls.health)
 
     def wait_until_ready(self, timeout: float = 60.0) -> None:
-        """Wait until the server is healthy: it may not have been started yet, or be loading its model.
+        """Wait until the server is healthy. It may still be starting or loading its model.
 
         Raises:
             UnavailableError: after `timeout` seconds.
@@ -97,7 +98,7 @@ class Client(Endpoint):
                 time.sleep(0.1)
 
     def close(self) -> None:
-        """End the connection, and with it the calls that are under way."""
+        """Close the connection and cancel its unfinished calls."""
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -108,10 +109,10 @@ class Client(Endpoint):
 
 
 class _Answers(Generic[Item]):
-    """Iterates over what a call answers. Leaving a `with` block, or `close`, ends the call on the server too."""
+    """Iterates over a call's results."""
 
-    _unread: deque[Item]  # that has come
-    _take: Callable[[Any], None]  # adds what a message holds
+    _unread: deque[Item]
+    _take: Callable[[Any], None]  # appends a message's items to `_unread`
 
     def __init__(self, call: Any, request: Any, target: str) -> None:
         super().__init__()
@@ -121,7 +122,7 @@ class _Answers(Generic[Item]):
         self._is_closed = False
 
     def close(self) -> None:
-        """End the call, if it has not ended."""
+        """Cancel the call unless it has ended."""
         self._is_closed = True
         self._call.cancel()
 
@@ -147,30 +148,30 @@ class _Answers(Generic[Item]):
 
 
 class Stream(_Answers[Delta], reading.Received):
-    """Iterates over what is new of a call's sequences: each `Delta` belongs to the sequence of its `index`.
+    """Iterates over a call's deltas; `Delta.index` identifies the sequence.
 
-    Leaving a `with` block, or `close`, ends the call on the server too. After an exception, what came before is still
-    valid: `so_far` has it.
+    Leaving a `with` block, or `close`, cancels the call on the server. After an exception, `so_far` holds all deltas
+    received.
     """
 
     def result(self) -> Completion:
-        """Wait for the rest and return everything."""
+        """Read the rest of the stream and return the completion."""
         for _ in self:
             pass
         return self.so_far
 
 
 class EmbeddingStream(_Answers[Embedding], reading.ReceivedEmbeddings):
-    """Iterates over embeddings as they are ready: each belongs to the prompt of its `index`.
+    """Iterates over embeddings in the order of completion; `Embedding.index` identifies the prompt.
 
-    Leaving a `with` block, or `close`, ends the call on the server too, and so does the first prompt that fails. An
-    exception of the prompts, or of one that cannot be sent, is raised when those before it are answered.
+    Leaving a `with` block, `close`, or the first failed prompt cancels the call on the server. An invalid prompt raises
+    only after the embeddings of earlier prompts.
     """
 
     _request: EmbedRequests
 
     def result(self) -> list[Embedding]:
-        """Wait for the rest and return what was not read yet, in the order of the prompts."""
+        """Read the rest of the stream; return the unread embeddings in the order of the prompts."""
         return sorted(self, key=lambda embedding: embedding.index)
 
     def __next__(self) -> Embedding:

@@ -1,7 +1,4 @@
-"""The methods of both clients: for each, what is sent, what is read from the answer, and the documentation.
-
-`blocking` and `asynchronous` turn each into a method that makes the call; types and signatures are from here.
-"""
+"""The methods of both clients. Each returns a `Call`, which `blocking` and `asynchronous` execute."""
 
 from __future__ import annotations
 
@@ -33,29 +30,29 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[Result]):
-    """A call that was not made yet."""
+    """A call that has not been made yet."""
 
     service: Literal["inference", "control", "health"]
     method: str
     request: Any
     read: Callable[[Any], Result]
-    timeout: float | None  # seconds; None: the client's
+    timeout: float | None  # seconds; None: the client's timeout
 
 
 class Calls(Endpoint):
-    """What can be called."""
+    """All calls of the API."""
 
     def generate(
         self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Call[Completion]:
-        """Generate from a text, or from token ids, and return everything."""
+        """Generate from a text or token ids; return the completion."""
         request = requests.generate_request(prompt, options)
         return Call("inference", "Generate", request, reading.read_completion, timeout)
 
     def stream(
         self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[StreamOptions]
     ) -> Call[None]:
-        """Generate and iterate over what is new."""
+        """Generate from a text or token ids and iterate over deltas."""
         return Call(
             "inference",
             "StreamGenerate",
@@ -71,7 +68,7 @@ class Calls(Endpoint):
         timeout: float | None = None,
         **options: Unpack[ChatGenerateOptions],
     ) -> Call[Completion]:
-        """Answer a conversation, given as OpenAI's `messages`; append the answer's `message` to go on."""
+        """Answer a conversation, given as OpenAI's `messages`; append `Completion.message` to continue it."""
         request = requests.chat_request(messages, options)
         return Call("inference", "Generate", request, reading.read_completion, timeout)
 
@@ -82,7 +79,7 @@ class Calls(Endpoint):
         timeout: float | None = None,
         **options: Unpack[ChatStreamOptions],
     ) -> Call[None]:
-        """Answer a conversation and iterate over what is new."""
+        """Answer a conversation and iterate over deltas."""
         return Call(
             "inference",
             "StreamGenerate",
@@ -94,7 +91,7 @@ class Calls(Endpoint):
     def embed(
         self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[EmbedOptions]
     ) -> Call[Embedding]:
-        """Compute the embedding of a text, or of token ids."""
+        """Return the embedding of a text or of token ids."""
         request = requests.embed_request(prompt, options)
         return Call("inference", "Embed", request, reading.read_embedding, timeout)
 
@@ -105,9 +102,9 @@ class Calls(Endpoint):
         timeout: float | None = None,
         **options: Unpack[StreamEmbedOptions],
     ) -> Call[None]:
-        """Embed any number of prompts and iterate over what is ready, in any order; `result()` is all, in theirs.
+        """Embed any number of prompts and iterate over embeddings as they finish; `result()` restores the order.
 
-        Prompts are taken as the server asks for them; an asynchronous iterable is for AsyncClient.
+        Prompts are read as fast as the server accepts them. AsyncClient also accepts an asynchronous iterable.
         """
         sent = requests.EmbedRequests(prompts, options)
         return Call("inference", "StreamEmbed", sent, reading.read_nothing, timeout)
@@ -115,7 +112,7 @@ class Calls(Endpoint):
     def classify(
         self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[ClassifyOptions]
     ) -> Call[Classification]:
-        """Classify a text, or token ids."""
+        """Classify a text or token ids."""
         request = requests.classify_request(prompt, options)
         return Call("inference", "Classify", request, reading.read_classification, timeout)
 
@@ -127,7 +124,7 @@ class Calls(Endpoint):
         timeout: float | None = None,
         **options: Unpack[ScoreOptions],
     ) -> Call[Scores]:
-        """Score how well texts belong together: one with one, one with each of many, or each of many with its own."""
+        """Score pairs of texts: one with one, one with each of many, or two lists of equal length pairwise."""
         request = requests.score_request(text_1, text_2, options)
         return Call("inference", "Score", request, reading.read_scores, timeout)
 
@@ -140,32 +137,32 @@ class Calls(Endpoint):
         timeout: float | None = None,
         **options: Unpack[ChatOptions],
     ) -> Call[list[int]]:
-        """Return the token ids of a text, or of a conversation, as `generate` and `chat` would make them."""
+        """Return the token ids that `generate` or `chat` would use for a text or a conversation."""
         request = requests.tokenize_request(prompt, model, add_special_tokens, options)
         return Call("inference", "Tokenize", request, reading.read_token_ids, timeout)
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout: float | None = None) -> Call[str]:
-        """Return the text of token ids, special tokens shown."""
+        """Return the text of token ids, including special tokens."""
         request = requests.detokenize_request(token_ids, model)
         return Call("inference", "Detokenize", request, reading.read_text, timeout)
 
     def models(self, *, timeout: float | None = None) -> Call[list[ModelInfo]]:
-        """List the models that are served, with the values of options that a call leaves open."""
+        """List the served models, with their default options."""
         request = inference_pb2.ListModelsRequest()
         return Call("inference", "ListModels", request, reading.read_models, timeout)
 
     def server_info(self, *, timeout: float | None = None) -> Call[ServerInfo]:
-        """Describe the server."""
+        """Return the server's version, state and limits."""
         request = control_pb2.GetServerInfoRequest()
         return Call("control", "GetServerInfo", request, reading.read_server_info, timeout)
 
     def load(self, *, timeout: float | None = None) -> Call[Load]:
-        """Say how busy the server is."""
+        """Return the server's load."""
         request = control_pb2.GetLoadRequest()
         return Call("control", "GetLoad", request, reading.read_load, timeout)
 
     def abort(self, request_ids: str | Sequence[str], *, timeout: float | None = None) -> Call[None]:
-        """End requests by id, of any client; they return what there is. Unknown ids are no error."""
+        """Abort requests by id, of any client; each returns the tokens generated so far. Unknown ids are ignored."""
         request = requests.abort_request(request_ids)
         return Call("control", "Abort", request, reading.read_nothing, timeout)
 
@@ -177,32 +174,32 @@ class Calls(Endpoint):
         return Call("control", "PauseGeneration", request, reading.read_nothing, timeout)
 
     def resume(self, *, timeout: float | None = None) -> Call[None]:
-        """Generate again."""
+        """Resume generating after `pause`."""
         request = control_pb2.ResumeGenerationRequest()
         return Call("control", "ResumeGeneration", request, reading.read_nothing, timeout)
 
     def reset_prefix_cache(self, *, timeout: float | None = None) -> Call[bool]:
-        """Forget cached prefixes; False, and nothing is forgotten, while requests run."""
+        """Clear the prefix cache. Return False, and clear nothing, while requests run."""
         request = control_pb2.ResetPrefixCacheRequest()
         return Call("control", "ResetPrefixCache", request, reading.read_was_reset, timeout)
 
     def load_adapter(
         self, name: str, source: str, *, load_inplace: bool = False, timeout: float | None = None
     ) -> Call[None]:
-        """Load an adapter from a folder below the server's --lora-root; `load_inplace`: in place of one of its name."""
+        """Load an adapter from a folder below the server's --lora-root; `load_inplace` replaces a namesake."""
         request = control_pb2.LoadAdapterRequest(name=name, source=source, load_inplace=load_inplace)
         return Call("control", "LoadAdapter", request, reading.read_nothing, timeout)
 
     def unload_adapter(self, name: str, *, timeout: float | None = None) -> Call[None]:
-        """Take an adapter away from new requests; those that run end with it."""
+        """Unload an adapter. New requests cannot use it; running ones finish with it."""
         request = control_pb2.UnloadAdapterRequest(name=name)
         return Call("control", "UnloadAdapter", request, reading.read_nothing, timeout)
 
     def adapters(self, *, timeout: float | None = None) -> Call[list[Adapter]]:
-        """Name the adapters that calls can ask for."""
+        """List the loaded adapters."""
         return Call("control", "ListAdapters", control_pb2.ListAdaptersRequest(), reading.read_adapters, timeout)
 
     def health(self, service: str = "", *, timeout: float | None = None) -> Call[str]:
-        """Return the health of the server, or of one of its services: "serving", "not_serving" or "unknown"."""
+        """Return the health of the server or a service: serving, not_serving, service_unknown or unknown."""
         request = health_pb2.HealthCheckRequest(service=service)
         return Call("health", "Check", request, read_health, timeout)

@@ -1,7 +1,4 @@
-"""How the clients reach a server: address, credentials, metadata, options, retries; and what a failed call says.
-
-Makes no connection and no call.
-"""
+"""Connection settings of both clients, and conversion of gRPC errors."""
 
 from __future__ import annotations
 
@@ -23,8 +20,7 @@ _HEALTH = {
     health_pb2.HealthCheckResponse.NOT_SERVING: "not_serving",
     health_pb2.HealthCheckResponse.SERVICE_UNKNOWN: "service_unknown",
 }
-# Only what is known not to have begun is sent again: gRPC itself never repeats a stream after its first message. A
-# server's RetryInfo comes with the trailer grpc-retry-pushback-ms, which replaces these waits.
+# gRPC retries only calls that have not begun. The server's trailer grpc-retry-pushback-ms overrides these waits.
 _RETRIES = {
     "methodConfig": [
         {
@@ -40,26 +36,26 @@ _RETRIES = {
     ]
 }
 _KEEPALIVE = (
-    # A peer that froze is found within 40 s of a call; nothing is sent between calls.
+    # A frozen peer is detected within 40 s of a call; no pings are sent between calls.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    # gRPC's own bound is two minutes, which is long for a server that has just come back.
+    # gRPC's default is two minutes, too long after a server restart.
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 3_000),
 )
 
 
 class Endpoint:
-    """What both clients are: a server, and how to talk to it.
+    """The address of a server, and how to connect to it.
 
-    `target` is host:port or unix:/path. `timeout`, in seconds, is of a whole call and can be given to each; without one
-    a call may take as long as it likes. `api_key` is sent with every call, so use it with TLS or on one machine:
-    `tls=True`, or the files `ssl_ca_certs` (of the authority to trust; None: the system's), `ssl_certfile` and
-    `ssl_keyfile` (this client's own). With `retries`, a call that finds the server unavailable or its queue full is
-    tried again, four times in all. `metadata` goes with every call; `channel_options` are gRPC's and override ours.
+    `target` is host:port or unix:/path. `timeout`, in seconds, limits a whole call; each call can override it.
+    `api_key` is sent with every call, so use TLS unless the server is local: `tls=True`, or the files `ssl_ca_certs`
+    (trusted authority; None: the system's), `ssl_certfile` and `ssl_keyfile` (the client's certificate). With
+    `retries`, a call that finds the server unavailable or its queue full is attempted up to four times. `metadata` is
+    sent with every call; `channel_options` override gRPC options.
 
     Raises:
-        UserError: for an address of another form, or files that cannot be read.
+        UserError: if the address is malformed or a file cannot be read.
     """
 
     def __init__(
@@ -92,8 +88,8 @@ class Endpoint:
         )
         self._options = [
             *_KEEPALIVE,
-            ("grpc.max_receive_message_length", -1),  # what this client asked for, it takes
-            ("grpc.max_send_message_length", -1),  # the server has a limit, and says so
+            ("grpc.max_receive_message_length", -1),
+            ("grpc.max_send_message_length", -1),
             ("grpc.primary_user_agent", f"jaxllm-python/{__version__}"),
             ("grpc.enable_retries", int(retries)),
             ("grpc.service_config", json.dumps(_RETRIES if retries else {})),
@@ -104,11 +100,10 @@ class Endpoint:
         self._open()
 
     def _open(self) -> None:
-        """Prepare what calls are made on; of no effect yet on the network."""
+        """Prepare the channel, without network traffic."""
         raise NotImplementedError
 
     def _connect(self, library: Any) -> Any:
-        """Make a channel of `grpc` or of `grpc.aio`, and the stubs of our services."""
         if self._credentials is None:
             channel = library.insecure_channel(self.target, self._options)
         else:
@@ -121,23 +116,22 @@ class Endpoint:
         return channel
 
     def _start(self, call: Any) -> Any:
-        """Make a `calls.Call`."""
         rpc = getattr(self._stubs[call.service], call.method)
         timeout = self.timeout if call.timeout is None else call.timeout
         return rpc(call.request, timeout=timeout, metadata=self._metadata)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.target!r})"  # without the key
+        return f"{type(self).__name__}({self.target!r})"
 
 
 def error_of(failure: Any, target: str) -> UserError | EngineError:
-    """Turn what gRPC raised, `grpc.RpcError` or `grpc.aio.AioRpcError`, into one of our exceptions."""
+    """Convert a `grpc.RpcError` or `grpc.aio.AioRpcError` into an exception of `jaxllm.errors`."""
     trailers = dict(failure.trailing_metadata() or ())
     return read_error(failure.code().name, failure.details() or "", trailers.get("grpc-status-details-bin"), target)
 
 
 def read_health(response: health_pb2.HealthCheckResponse) -> str:
-    """Name a health state: serving, not_serving, service_unknown or unknown."""
+    """Return a health state's name."""
     return _HEALTH.get(response.status, "unknown")
 
 

@@ -1,4 +1,4 @@
-"""Turns the server's statuses into the exceptions that the engine itself would have raised. Knows no network."""
+"""Converts gRPC statuses into the engine's exceptions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from jaxllm.client.options import keyword_of
 
 
 class AuthError(errors.UserError):
-    """The key is missing or wrong, or it is a user's and the call an administrator's."""
+    """The API key is missing, wrong or without the required admin rights."""
 
 
 def read_error(code: str, message: str, details: bytes | None, target: str) -> errors.UserError | errors.EngineError:
-    """Turn a status that is not OK into the exception that the engine itself would have raised.
+    """Convert an error status into the exception that the engine would have raised.
 
-    `code` is the status's name; `details` what the trailer grpc-status-details-bin holds.
+    `code` is the status's name; `details` is a serialized google.rpc.Status.
     """
     text = " ".join(message.split()) or code
     info, violation, delay = _details(details)
@@ -46,7 +46,7 @@ def read_error(code: str, message: str, details: bytes | None, target: str) -> e
     return (_ENGINE_ERRORS.get(reason) or _ENGINE_ERRORS.get(code, errors.EngineError))(text)
 
 
-# By ErrorInfo.reason, or else by status.
+# Keyed by ErrorInfo.reason, or else by status code.
 _USER_ERRORS = {
     "UNSUPPORTED_PARAMETER": errors.UnsupportedError,
     "INVALID_ARGUMENT": errors.UserError,
@@ -65,17 +65,17 @@ _ENGINE_ERRORS = {
     "UNAVAILABLE": errors.UnavailableError,
     "DEADLINE_EXCEEDED": errors.DeadlineError,
 }
-_HTTP1 = "http1.x server"  # how gRPC's core names a peer that answers so (chttp2_transport.cc)
-_RETRY_AFTER = 1.0  # seconds, where an overloaded server or a proxy gives no hint
+_HTTP1 = "http1.x server"  # gRPC's text for an HTTP/1 peer (chttp2_transport.cc)
+_RETRY_AFTER = 1.0  # seconds, if an overloaded server or a proxy sends no hint
 
 
 def _details(packed: bytes | None) -> tuple[error_details_pb2.ErrorInfo, str, float]:
-    """Unpack a google.rpc.Status: its ErrorInfo, the first field at fault, and the seconds to wait."""
+    """Return a google.rpc.Status's ErrorInfo, first invalid field, and retry delay in seconds."""
     info, violation, delay = error_details_pb2.ErrorInfo(), "", _RETRY_AFTER
     status = status_pb2.Status()
     try:
         status.ParseFromString(packed or b"")
-    except DecodeError:  # a proxy's, in another form; the status itself is still right
+    except DecodeError:
         return info, violation, delay
     for detail in status.details:
         bad, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()

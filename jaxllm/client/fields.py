@@ -1,7 +1,4 @@
-"""Fills fields of messages with what a caller gave, and says what a field takes where that does not fit.
-
-Knows protobuf's descriptors, and no message in particular.
-"""
+"""Sets protobuf fields to a caller's values, with type errors."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from jaxllm.errors import UserError
 
 
 def set_field(message: Message, field: str, name: str, value: Any) -> None:
-    """Set `field` (a path, as in `sampling.top_p`) to `value`; a UserError says what `name` must be."""
+    """Set `field` (a path such as `sampling.top_p`); raise UserError for `name` if `value` has the wrong type."""
     *path, leaf = field.split(".")
     for step in path:
         message = getattr(message, step)
@@ -32,14 +29,14 @@ def set_field(message: Message, field: str, name: str, value: Any) -> None:
             getattr(message, leaf).FromNanoseconds(round(value * 1e9))
         elif descriptor.is_repeated and descriptor.message_type is None:
             getattr(message, leaf).extend(value)
-        else:  # a map or a Struct
+        else:
             getattr(message, leaf).update(value)
     except (TypeError, ValueError, OverflowError, AttributeError) as error:
         raise UserError(f"{name} must be {_expected(descriptor)}, got {shown(value)}.", name, value) from error
 
 
 def _fits(field: Any, value: Any) -> bool:
-    """Whether `value` is of the kind that `field` is; protobuf itself takes True as 1 and bytes as text."""
+    """Return whether `value` has the field's type; protobuf accepts True as 1 and bytes as text."""
     if field.message_type is not None:
         is_mapping = field.is_repeated or field.message_type is Struct.DESCRIPTOR
         if not is_mapping:
@@ -60,7 +57,6 @@ def _is_scalar(field: Any, value: object) -> bool:
 
 
 def _expected(field: Any) -> str:
-    """Say what a field takes, for an error message."""
     if field.message_type is Duration.DESCRIPTOR:
         return "a number of seconds"
     if field.message_type is Struct.DESCRIPTOR:
@@ -79,7 +75,7 @@ def _expected(field: Any) -> str:
 
 
 def number_of(name: str, value: object, choices: Mapping[str, int]) -> Any:
-    """Return the enum number that `value` names."""
+    """Return the enum number of the name `value`."""
     if not isinstance(value, str) or value not in choices:
         expected = " or ".join(repr(choice) for choice in choices)
         raise UserError(f"{name} must be {expected}, got {shown(value)}.", name, value)
@@ -87,7 +83,7 @@ def number_of(name: str, value: object, choices: Mapping[str, int]) -> Any:
 
 
 def as_json(name: str, value: object) -> str:
-    """Write a value as JSON; a UserError names what cannot be."""
+    """Serialize a value as JSON; raise UserError for `name` if it cannot be."""
     try:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -95,9 +91,9 @@ def as_json(name: str, value: object) -> str:
 
 
 def shown(value: object) -> str:
-    """Write `value` as `repr` does, on one line of at most 100 characters."""
+    """Return `repr(value)` on one line of at most 100 characters."""
     try:
         text = " ".join(repr(value).split())
-    except ValueError:  # an integer of more digits than CPython prints
+    except ValueError:  # an integer with more digits than CPython converts
         return f"{type(value).__name__} too long to print"
     return text if len(text) <= 100 else f"{text[:97]}..."

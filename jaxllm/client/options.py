@@ -1,7 +1,4 @@
-"""The options of the client's calls, and the fields of the API that they fill.
-
-Names of options are those of `SamplingParams` where the thing is the same.
-"""
+"""The options of the client's calls, named as in `SamplingParams`, and the API fields that they set."""
 
 from __future__ import annotations
 
@@ -14,35 +11,35 @@ from jaxllm.sampling_params import SamplingParams
 
 
 class GenerateOptions(SamplingOptions, total=False):
-    """The options of a call besides its prompt; None, like absence, leaves it to the model's defaults."""
+    """Options of `generate`; None, like absence, selects the model's default."""
 
-    time_limit: float | None  # seconds after which what there is is returned; `timeout` instead fails the call
-    return_token_ids: bool | None  # False saves their bytes
+    time_limit: float | None  # seconds, then the tokens generated so far are returned; `timeout` fails the call instead
+    return_token_ids: bool | None
     return_prompt_token_ids: bool | None
-    logprob_texts: bool | None  # with the text of each; on unless False where there are any log-probabilities
+    logprob_texts: bool | None  # include token texts with log-probabilities; default True
     include_reasoning: bool | None
-    # A beam search of width n, with "length_penalty" and "early_stopping" (True, False or "never"); {}: as they are.
+    # Beam search of width n, optionally with "length_penalty" and "early_stopping" (True, False or "never").
     beam_search: Mapping[str, Any] | None
     model: str | None
     adapter: str | None
-    request_id: str | None  # unique among the server's requests; what `abort` takes
-    priority: int | None  # lower goes first
+    request_id: str | None  # unique on the server; the argument of `abort`
+    priority: int | None  # lower is scheduled first
     cache_salt: str | None
-    add_special_tokens: bool | None  # of a text prompt
+    add_special_tokens: bool | None
 
 
 class StreamOptions(GenerateOptions, total=False):
-    """What only a stream may say."""
+    """Further options of streaming calls."""
 
-    stream_interval: int | None  # tokens that the server gathers for one delta
-    usage_every_message: bool | None  # keep the stream's `usage` up to date on the way
+    stream_interval: int | None
+    usage_every_message: bool | None  # update the stream's `usage` with every message
 
 
 class ChatOptions(TypedDict, total=False):
-    """What only a conversation may say."""
+    """Further options of conversations."""
 
-    tools: Sequence[Mapping[str, Any]] | None  # in OpenAI's form
-    # "required": at least one call of any tool; or {"type": "function", "function": {"name": …}}: one of that tool.
+    tools: Sequence[Mapping[str, Any]] | None
+    # "required": at least one call of any tool; {"type": "function", "function": {"name": …}}: a call of that tool.
     tool_choice: Literal["none", "auto", "required"] | Mapping[str, Any] | None
     chat_template_kwargs: Mapping[str, Any] | None
     add_generation_prompt: bool | None
@@ -59,28 +56,28 @@ class ChatStreamOptions(StreamOptions, ChatOptions, total=False):
 
 class _PoolOptions(TypedDict, total=False):
     model: str | None
-    priority: int | None  # lower goes first
-    truncate_prompt_tokens: int | None  # keep this many, the first ones; -1: as many as the model holds
+    priority: int | None
+    truncate_prompt_tokens: int | None  # number of leading tokens to keep; -1: the model's maximum
 
 
 class StreamEmbedOptions(_PoolOptions, total=False):
-    """What holds for all prompts of `stream_embed`; None, like absence, leaves it to the model. Names are fields."""
+    """Options of `stream_embed`, for all prompts; None, like absence, selects the default."""
 
-    dimensions: int | None  # leading numbers to keep, where the model allows it
-    normalize: bool | None  # scale to length 1
-    add_special_tokens: bool | None  # of text prompts
+    dimensions: int | None  # leading components to keep, if the model allows it
+    normalize: bool | None
+    add_special_tokens: bool | None
 
 
 class EmbedOptions(StreamEmbedOptions, total=False):
     """The options of `embed`."""
 
-    request_id: str | None  # unique among the server's requests; what `abort` takes
+    request_id: str | None
 
 
 class ScoreOptions(_PoolOptions, total=False):
     """The options of `score`."""
 
-    use_activation: bool | None  # False: a classifier's own numbers, not probabilities
+    use_activation: bool | None  # False: the classifier's logits, not probabilities
     request_id: str | None
 
 
@@ -90,7 +87,7 @@ class ClassifyOptions(ScoreOptions, total=False):
     add_special_tokens: bool | None
 
 
-# Keyword to field of GenerateRequest: those of SamplingParams without those of streams, then others.
+# Option -> field of GenerateRequest.
 GENERATE_FIELDS = {
     **{name: path for path, name in names_in(SamplingParams, GRPC).items() if not path.startswith("stream.")},
     "time_limit": "stop.time_limit",
@@ -114,7 +111,7 @@ _KEYWORDS["chat.required_tool"] = "tool_choice"
 
 
 def keyword_of(field: str) -> str:
-    """Name the option that fills `field` of a request, as in `stop.stop_strings`; other fields by themselves."""
+    """Return the option that sets a request field such as `stop.stop_strings`; other fields unchanged."""
     section, _, rest = field.partition(".")
     if section in ("sampling", "stop", "output", "stream", "chat") and rest:
         return _KEYWORDS.get(field, rest)

@@ -1,4 +1,4 @@
-"""Reads the server's messages into what the client's methods return. Knows the messages of the API and no network."""
+"""Converts the server's protobuf messages into the client's results."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FINISH_REASONS = {
 
 @dataclass(slots=True)
 class _Pieces:
-    """What came of one sequence; joined only when asked for, since a text that grows by joining is copied each time."""
+    """The deltas of a sequence, joined on demand: repeated concatenation is quadratic."""
 
     deltas: list[Delta] = field(default_factory=list)
 
@@ -75,7 +75,7 @@ class _Pieces:
 
 
 class Joiner:
-    """Joins a stream's messages: `add` returns what each brings, `completion` everything so far."""
+    """Accumulates the messages of a stream."""
 
     def __init__(self) -> None:
         self.request_id = ""
@@ -86,7 +86,7 @@ class Joiner:
         self._pieces: dict[int, _Pieces] = {}
 
     def add(self, message: inference_pb2.StreamGenerateResponse) -> list[Delta]:
-        """Take in one message and return its deltas, which may be none."""
+        """Add a message and return its deltas, possibly empty."""
         self.request_id = message.request_id or self.request_id
         self.model = message.model or self.model
         if message.HasField("prompt"):
@@ -101,7 +101,7 @@ class Joiner:
         return deltas
 
     def completion(self) -> Completion:
-        """Join what has come."""
+        """Return everything received so far as a completion."""
         return Completion(
             request_id=self.request_id,
             model=self.model,
@@ -113,7 +113,7 @@ class Joiner:
 
 
 class Received:
-    """What a stream has received, and which of its deltas were not read yet."""
+    """A stream's deltas, all and unread."""
 
     def __init__(self) -> None:
         self._joiner = Joiner()
@@ -124,27 +124,27 @@ class Received:
 
     @property
     def request_id(self) -> str:
-        """The request's id, once the first delta is there; what `abort` takes."""
+        """The request's id, for `abort`; empty before the first message."""
         return self._joiner.request_id
 
     @property
     def usage(self) -> Usage | None:
-        """Tokens used: at the end, or with `usage_every_message` so far."""
+        """Token counts at the end of the stream; so far, with `usage_every_message`."""
         return self._joiner.usage
 
     @property
     def timing(self) -> Timing | None:
-        """Where the time went: at the end."""
+        """Durations of the request's phases, at its end."""
         return self._joiner.timing
 
     @property
     def so_far(self) -> Completion:
-        """Everything that has come."""
+        """All deltas received, as a completion."""
         return self._joiner.completion()
 
 
 class ReceivedEmbeddings:
-    """The embeddings that a stream has received and that were not read yet."""
+    """The received, unread embeddings of a stream."""
 
     _target: str
 
@@ -159,7 +159,7 @@ class ReceivedEmbeddings:
 
 
 def read_completion(response: inference_pb2.GenerateResponse) -> Completion:
-    """Read the answer of a unary call."""
+    """Convert the response of a unary call."""
     return Completion(
         request_id=response.request_id,
         model=response.model,
@@ -171,22 +171,22 @@ def read_completion(response: inference_pb2.GenerateResponse) -> Completion:
 
 
 def read_embedding(response: inference_pb2.EmbedResponse) -> Embedding:
-    """Read an embedding."""
+    """Convert an embedding."""
     return Embedding(values=list(response.values), index=response.index, **_pooled(response))
 
 
 def read_classification(response: inference_pb2.ClassifyResponse) -> Classification:
-    """Read what a classifier makes of a text."""
+    """Convert a classification."""
     return Classification(label=response.label, values=list(response.values), **_pooled(response))
 
 
 def read_scores(response: inference_pb2.ScoreResponse) -> Scores:
-    """Read the scores of pairs."""
+    """Convert the scores of pairs."""
     return Scores(values=list(response.scores), **_pooled(response))
 
 
 def read_models(response: inference_pb2.ListModelsResponse) -> list[ModelInfo]:
-    """Read the list of models."""
+    """Convert the list of models."""
     return [
         ModelInfo(
             name=model.name,
@@ -209,7 +209,7 @@ def read_models(response: inference_pb2.ListModelsResponse) -> list[ModelInfo]:
 
 
 def read_server_info(response: control_pb2.GetServerInfoResponse) -> ServerInfo:
-    """Read the facts about a server."""
+    """Convert the description of a server."""
     state = control_pb2.ServerState.Name(response.state) if response.state in control_pb2.ServerState.values() else ""
     return ServerInfo(
         version=response.version,
@@ -230,7 +230,7 @@ def read_server_info(response: control_pb2.GetServerInfoResponse) -> ServerInfo:
 
 
 def read_load(response: control_pb2.GetLoadResponse) -> Load:
-    """Read how busy a server is."""
+    """Convert a server's load."""
     return Load(
         running=response.running,
         waiting=response.waiting,
@@ -247,33 +247,32 @@ def read_load(response: control_pb2.GetLoadResponse) -> Load:
 
 
 def read_adapters(response: control_pb2.ListAdaptersResponse) -> list[Adapter]:
-    """Read the list of adapters."""
+    """Convert the list of adapters."""
     return [Adapter(adapter.name, adapter.source, adapter.rank) for adapter in response.adapters]
 
 
 def read_token_ids(response: inference_pb2.TokenizeResponse) -> list[int]:
-    """Read the token ids of a text."""
+    """Return the token ids of a response."""
     return list(response.token_ids)
 
 
 def read_text(response: inference_pb2.DetokenizeResponse) -> str:
-    """Read the text of token ids."""
+    """Return the text of a response."""
     return response.text
 
 
 def read_was_reset(response: control_pb2.ResetPrefixCacheResponse) -> bool:
-    """Read whether the prefix cache was forgotten."""
+    """Return whether the prefix cache was cleared."""
     return response.was_reset
 
 
 def read_nothing(response: object) -> None:
-    """Take an answer that says no more than that it is one."""
+    """Ignore an empty response."""
 
 
 def _pooled(
     response: inference_pb2.EmbedResponse | inference_pb2.ClassifyResponse | inference_pb2.ScoreResponse,
 ) -> dict[str, Any]:
-    """Read what the answers of models that pool have in common."""
     return {
         "prompt_tokens": response.usage.prompt_tokens,
         "request_id": response.request_id,
@@ -282,7 +281,7 @@ def _pooled(
 
 
 def _sequence(output: types_pb2.Output | types_pb2.OutputDelta) -> dict[str, Any]:
-    """Read what `Output` and `Delta` have in common: all but the tool calls."""
+    """Return the fields common to `Output` and `Delta`."""
     return {
         "index": output.index,
         "text": output.text,
@@ -308,7 +307,7 @@ def _delta(delta: types_pb2.OutputDelta) -> Delta:
 def _finish_reason(output: types_pb2.Output | types_pb2.OutputDelta) -> str | None:
     if output.finish_reason == types_pb2.FINISH_REASON_UNSPECIFIED:
         return None
-    return FINISH_REASONS.get(output.finish_reason, "unknown")  # a reason that a newer server has
+    return FINISH_REASONS.get(output.finish_reason, "unknown")  # "unknown": a newer server's reason
 
 
 def _stop_reason(output: types_pb2.Output | types_pb2.OutputDelta) -> int | str | None:
@@ -317,7 +316,6 @@ def _stop_reason(output: types_pb2.Output | types_pb2.OutputDelta) -> int | str 
 
 
 def _prompt(prompt: types_pb2.PromptInfo) -> dict[str, Any]:
-    """Read the message about the prompt."""
     ids = list(prompt.token_ids)
     logprobs = [None, *_rows(ids[1:], prompt.logprobs)] if prompt.HasField("logprobs") else None
     return {"prompt_token_ids": ids or None, "prompt_logprobs": logprobs}
@@ -345,7 +343,7 @@ def _rows(token_ids: Sequence[int], packed: types_pb2.Logprobs) -> list[TokenLog
 
 
 def _alternatives(packed: types_pb2.Logprobs, row: int) -> Iterator[TokenLogprob]:
-    """Read the likeliest tokens of one row, of which the arrays hold `top_k` per row."""
+    """Yield a row's `top_k` likeliest tokens."""
     for rank in range(1, packed.top_k + 1):
         at = row * packed.top_k + rank - 1
         text = packed.top_texts[at] if packed.top_texts else None
@@ -365,7 +363,6 @@ def _timing(timing: types_pb2.Timing) -> Timing:
 
 
 def _defaults(model: inference_pb2.Model) -> dict[str, Any]:
-    """Name the values that a call leaves open by the options that would change them."""
     sections = (("sampling", model.default_sampling), ("stop", model.default_stop))
     return {
         keyword_of(f"{section}.{descriptor.name}"): list(value) if descriptor.is_repeated else value

@@ -1,7 +1,6 @@
-"""Builds the messages that the client sends from what its methods are called with.
+"""Builds the client's protobuf requests from method arguments.
 
-Knows the messages of the API and no network; ranges are the server's to check, which has one validator for every way
-in.
+Only types and names are checked here; the server validates ranges.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from jaxllm.sampling_params import RepetitionDetectionParams
 from jaxllm.structured_outputs_params import SERVERS, StructuredOutputsParams, read_structured_outputs
 from jaxllm.v1 import control_pb2, inference_pb2, types_pb2
 
-_NEVER_EMPTY = ("allowed_token_ids", "logprob_token_ids", "request_id", "cache_salt")  # on the wire, empty is not given
+_NEVER_EMPTY = ("allowed_token_ids", "logprob_token_ids", "request_id", "cache_salt")  # in protobuf, empty means absent
 _TOOL_CHOICES = {
     "none": types_pb2.TOOL_CHOICE_NONE,
     "auto": types_pb2.TOOL_CHOICE_AUTO,
@@ -39,7 +38,7 @@ _EARLY_STOPPING: dict[bool | str, int] = {
     True: types_pb2.EARLY_STOPPING_ALWAYS,
     "never": types_pb2.EARLY_STOPPING_NEVER,
 }
-# Kind of StructuredOutputsParams -> its field of StructuredOutput.
+# Kind of StructuredOutputsParams -> field of StructuredOutput.
 _CONSTRAINTS = {
     "json": "json_schema",
     "json_object": "json_object",
@@ -60,10 +59,10 @@ _MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reaso
 def generate_request(
     prompt: str | Sequence[int], options: Mapping[str, Any], *, is_stream: bool = False
 ) -> inference_pb2.GenerateRequest:
-    """Build the request of a text or token-id prompt.
+    """Build the request for a text or token-id prompt.
 
     Raises:
-        UserError: naming the option that is unknown or of a wrong type.
+        UserError: if an option is unknown or has the wrong type.
     """
     request = inference_pb2.GenerateRequest()
     _set_prompt(request, prompt, _MANY_TO_GENERATE)
@@ -74,10 +73,10 @@ def generate_request(
 def chat_request(
     messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], *, is_stream: bool = False
 ) -> inference_pb2.GenerateRequest:
-    """Build the request of a conversation: `messages` in OpenAI's form.
+    """Build the request for a conversation: `messages` in OpenAI's form.
 
     Raises:
-        UserError: naming the option, or the message and its key, that is unknown or of a wrong type.
+        UserError: if an option, or a key of a message, is unknown or has the wrong type.
     """
     request = inference_pb2.GenerateRequest()
     request.chat.messages.extend(_chat_messages(messages))
@@ -87,7 +86,7 @@ def chat_request(
 
 
 def embed_request(prompt: str | Sequence[int], options: EmbedOptions) -> inference_pb2.EmbedRequest:
-    """Build the request that embeds a text; raises as `generate_request` does."""
+    """Build an embedding request."""
     request = inference_pb2.EmbedRequest()
     _set_prompt(request, prompt, _MANY_TO_POOL)
     _set_options(request, options, _fields(EmbedOptions))
@@ -95,10 +94,10 @@ def embed_request(prompt: str | Sequence[int], options: EmbedOptions) -> inferen
 
 
 class EmbedRequests:
-    """The requests of many prompts, each built when it is to be sent. What goes wrong meanwhile is in `failure`.
+    """Iterates over the requests of many prompts, built lazily. `failure` is the exception that ended it.
 
     Raises:
-        UserError: for an option, at once.
+        UserError: if an option is invalid, on construction.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class EmbedRequests:
         if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable | AsyncIterable):
             raise UserError(f"prompts must be texts or lists of token ids, got {shown(prompts)}.", "prompts", prompts)
         self.failure: Exception | None = None
-        self.metadata_of_call: Callable[[], Awaitable[Any]] | None = None  # of grpc.aio
+        self.metadata_of_call: Callable[[], Awaitable[Any]] | None = None  # the grpc.aio call's `initial_metadata`
         self._prompts = prompts
         self._common = inference_pb2.EmbedRequest()
         _set_options(self._common, options, _fields(StreamEmbedOptions))
@@ -123,11 +122,11 @@ class EmbedRequests:
         try:
             for prompt in self._prompts:  # pyright: ignore[reportGeneralTypeIssues]
                 yield self._request(prompt)
-        except Exception as error:  # gRPC would log it, and not say what it was
+        except Exception as error:  # gRPC would log the exception and lose it
             self.failure = error
 
     async def __aiter__(self) -> AsyncIterator[inference_pb2.EmbedRequest]:
-        # What is written to a call that was refused hides why (grpc/grpc#36066); one that is accepted says so at once.
+        # Writing to a refused call hides the reason (grpc/grpc#36066), so wait until the server accepts.
         if self.metadata_of_call is not None and not await self.metadata_of_call():
             return
         if not isinstance(self._prompts, AsyncIterable):
@@ -148,7 +147,7 @@ class EmbedRequests:
 
 
 def classify_request(prompt: str | Sequence[int], options: ClassifyOptions) -> inference_pb2.ClassifyRequest:
-    """Build the request that classifies a text; raises as `generate_request` does."""
+    """Build a classification request."""
     request = inference_pb2.ClassifyRequest()
     _set_prompt(request, prompt, _MANY_TO_POOL)
     _set_options(request, options, _fields(ClassifyOptions))
@@ -158,7 +157,7 @@ def classify_request(prompt: str | Sequence[int], options: ClassifyOptions) -> i
 def score_request(
     text_1: str | Sequence[str], text_2: str | Sequence[str], options: ScoreOptions
 ) -> inference_pb2.ScoreRequest:
-    """Build the request that scores pairs of texts; raises as `generate_request` does."""
+    """Build a request that scores pairs of texts."""
     request = inference_pb2.ScoreRequest()
     for name, given in (("text_1", text_1), ("text_2", text_2)):
         set_field(request, name, name, [given] if isinstance(given, str) else given)
@@ -169,7 +168,7 @@ def score_request(
 def tokenize_request(
     prompt: str | Sequence[Mapping[str, Any]], model: str, add_special_tokens: bool | None, options: Mapping[str, Any]
 ) -> inference_pb2.TokenizeRequest:
-    """Build the request that tokenizes a text or a conversation; `options` are a conversation's."""
+    """Build a request that tokenizes a text, or a conversation with `options`."""
     request = inference_pb2.TokenizeRequest()
     set_field(request, "model", "model", model)
     if isinstance(prompt, str):
@@ -185,7 +184,7 @@ def tokenize_request(
 
 
 def detokenize_request(token_ids: Sequence[int], model: str) -> inference_pb2.DetokenizeRequest:
-    """Build the request that turns token ids into text."""
+    """Build a request that converts token ids into text."""
     request = inference_pb2.DetokenizeRequest()
     set_field(request, "token_ids", "token_ids", token_ids)
     set_field(request, "model", "model", model)
@@ -193,7 +192,7 @@ def detokenize_request(token_ids: Sequence[int], model: str) -> inference_pb2.De
 
 
 def abort_request(request_ids: str | Sequence[str]) -> control_pb2.AbortRequest:
-    """Build the request that ends others."""
+    """Build a request that aborts others."""
     request = control_pb2.AbortRequest()
     ids = [request_ids] if isinstance(request_ids, str) else request_ids
     set_field(request, "request_ids", "request_ids", ids)
@@ -201,7 +200,7 @@ def abort_request(request_ids: str | Sequence[str]) -> control_pb2.AbortRequest:
 
 
 def pause_request(mode: str, clear_cache: bool | None) -> control_pb2.PauseGenerationRequest:
-    """Build the request that stops generating."""
+    """Build a request that pauses generation."""
     request = control_pb2.PauseGenerationRequest(mode=number_of("mode", mode, _PAUSE_MODES))
     if clear_cache is not None:
         set_field(request, "clear_cache", "clear_cache", clear_cache)
@@ -209,12 +208,11 @@ def pause_request(mode: str, clear_cache: bool | None) -> control_pb2.PauseGener
 
 
 def _fields(options: type[Any]) -> dict[str, str]:
-    """Map options to the fields that have their names."""
     return {name: name for name in options.__annotations__}
 
 
 def _set_prompt(request: Any, prompt: Any, many: str) -> None:
-    """Fill in a text or token ids; `many` says what to do with several."""
+    """Set a text or token-id prompt; `many` is advice for several."""
     if isinstance(prompt, str):
         set_field(request, "text", "prompt", prompt)
         return
@@ -240,7 +238,7 @@ def _set_options(request: Message, options: Mapping[str, Any], fields: Mapping[s
         elif name == "tools":
             value = as_json(name, list(value) if isinstance(value, Sequence) else value)
         elif name in ("logprobs", "prompt_logprobs") and value is True:
-            value = 1  # as SamplingParams reads it
+            value = 1
         elif name in _NEVER_EMPTY and isinstance(value, Sequence) and not value:
             raise UserError(f"{name} must not be empty.", name, value)
         if name == "structured_outputs":
@@ -261,7 +259,7 @@ def _set_options(request: Message, options: Mapping[str, Any], fields: Mapping[s
 
 
 def _set_arguments(request: Message, value: object) -> None:
-    """Name logits processors, each with its numbers; a lone number is one."""
+    """Set each logits processor's numbers; a single number is a list of one."""
     if not isinstance(value, Mapping):
         raise UserError(f"extra_args must map names to numbers, got {shown(value)}.", "extra_args", value)
     for name, numbers in value.items():
@@ -284,7 +282,6 @@ def _set_repetition(request: Message, value: object) -> None:
 
 
 def _set_beams(request: Message, value: object) -> None:
-    """Ask for a beam search."""
     names = types_pb2.BeamSearch.DESCRIPTOR.fields_by_name
     if not isinstance(value, Mapping) or not all(name in names for name in value):
         message = f"beam_search must be a mapping with {', '.join(names)}, got {shown(value)}."
@@ -300,9 +297,8 @@ def _set_beams(request: Message, value: object) -> None:
 
 
 def _set_structure(request: Message, value: object) -> None:
-    """Fill in the constraint; whether the server can follow it is for it to say."""
     if callable(getattr(value, "model_json_schema", None) or getattr(value, "json_schema", None)):
-        value = StructuredOutputsParams(json=value)  # a pydantic class
+        value = StructuredOutputsParams(json=value)
     own = read_structured_outputs(value)
     assert own is not None
     for name in SERVERS:

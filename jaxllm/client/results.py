@@ -1,4 +1,4 @@
-"""What the client's methods return. Knows neither messages nor a network."""
+"""The results of the client's methods."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ class TokenLogprob:
     logprob: float
     rank: int  # 1 is the likeliest
     text: str | None = None
-    top: tuple[TokenLogprob, ...] = ()  # the likeliest tokens at this position, likeliest first
-    asked: tuple[float, ...] = ()  # log-probabilities of `logprob_token_ids`, in their order
+    top: tuple[TokenLogprob, ...] = ()
+    asked: tuple[float, ...] = ()  # of `logprob_token_ids`, in their order
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that the model made."""
+    """A tool call that the model made."""
 
     id: str
     name: str
-    arguments: str  # as the model wrote them: meant to be a JSON object
+    arguments: str  # the model's text, possibly invalid JSON
 
     def parsed(self) -> Any:
-        """Read the arguments as JSON; ValueError if the model did not write any."""
+        """Parse the arguments as JSON; raises ValueError if the model wrote invalid JSON."""
         return json.loads(self.arguments)
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """What is new of a tool call: the first delta of a call holds id and name, `arguments` are a piece."""
+    """A piece of a tool call; only the first has id and name. Append `arguments`."""
 
     index: int
     id: str
@@ -46,44 +46,44 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens that a call used."""
+    """Token counts of a call."""
 
     prompt_tokens: int
     completion_tokens: int  # of all sequences
-    cached_prompt_tokens: int  # of the prompt's, found in the prefix cache
-    reasoning_tokens: int  # of the completion's
+    cached_prompt_tokens: int  # prompt tokens found in the prefix cache
+    reasoning_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Where a request's time went, in seconds; None for what the server did not report."""
+    """Durations of a request's phases in seconds, None if unknown."""
 
-    queue: float | None  # until its first step
-    prefill: float | None  # from there until the first token
-    first_token: float | None  # from arrival
+    queue: float | None  # arrival to first step
+    prefill: float | None  # first step to first token
+    first_token: float | None  # arrival to first token
     total: float | None
 
 
 @dataclass(slots=True)
 class Output:
-    """One generated sequence, so far or in full."""
+    """A generated sequence, partial or complete."""
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None  # one per token id
     finish_reason: str | None = (
-        None  # stop, length, context, time_limit, repetition, abort or tool_calls; None: not finished
+        None  # stop, length, context, time_limit, repetition, abort or tool_calls; None: unfinished
     )
-    stop_reason: int | str | None = None  # the stop string or stop token that ended it
+    stop_reason: int | str | None = None  # the matched stop string or stop token id
     reasoning: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
-    seed: int | None = None  # that it was sampled with
+    seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What is new of one sequence; fields as in `Output`."""
+    """The new part of a sequence; fields as in `Output`."""
 
     index: int
     text: str
@@ -98,7 +98,7 @@ class Delta:
 
 @dataclass(slots=True)
 class Completion:
-    """What a call generated. `text` and the like are those of the first sequence; `outputs` holds all `n`."""
+    """The results of a call. `text` etc. are the first sequence's; `outputs` holds all `n`."""
 
     request_id: str = ""
     model: str = ""
@@ -106,7 +106,7 @@ class Completion:
     usage: Usage | None = None
     timing: Timing | None = None
     prompt_token_ids: list[int] | None = None  # with return_prompt_token_ids or prompt_logprobs
-    prompt_logprobs: list[TokenLogprob | None] | None = None  # one per token of the prompt; nothing predicts the first
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # one per prompt token, None for the first
 
     @property
     def text(self) -> str:
@@ -120,7 +120,7 @@ class Completion:
 
     @property
     def logprobs(self) -> list[TokenLogprob] | None:
-        """One per token id, with the option `logprobs`."""
+        """One per token id, if `logprobs` was requested."""
         return self.outputs[0].logprobs
 
     @property
@@ -130,27 +130,27 @@ class Completion:
 
     @property
     def stop_reason(self) -> int | str | None:
-        """The stop string or stop token that ended it; None for the model's own end of sequence."""
+        """The matched stop string or stop token id; None for the model's own end of sequence."""
         return self.outputs[0].stop_reason
 
     @property
     def reasoning(self) -> str:
-        """What the model wrote before its answer, where the server splits it off."""
+        """The reasoning before the answer, if the server separates it."""
         return self.outputs[0].reasoning
 
     @property
     def tool_calls(self) -> list[ToolCall]:
-        """The calls that the model made."""
+        """The tool calls that the model made."""
         return self.outputs[0].tool_calls
 
     @property
     def seed(self) -> int | None:
-        """What to pass as `seed` to get the same tokens again."""
+        """The `seed` that reproduces these tokens."""
         return self.outputs[0].seed
 
     @property
     def message(self) -> dict[str, Any]:
-        """The answer as a message, to append to a conversation."""
+        """The answer as an assistant message."""
         message: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self.tool_calls:
             message["tool_calls"] = [
@@ -165,21 +165,21 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embedding:
-    """A text's vector."""
+    """An embedding vector."""
 
     values: list[float]
     prompt_tokens: int
-    index: int = 0  # of `stream_embed`: the place of its prompt
+    index: int = 0  # position of the prompt in `stream_embed`
     request_id: str = ""
     model: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Classification:
-    """What a classifier makes of a text."""
+    """The classes' scores for a text."""
 
-    label: str  # of the largest number
-    values: list[float]  # one for each of the model's labels, `ModelInfo.labels`
+    label: str  # of the largest value
+    values: list[float]  # one per label of `ModelInfo.labels`
     prompt_tokens: int
     request_id: str = ""
     model: str = ""
@@ -187,9 +187,9 @@ class Classification:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """How well texts belong together."""
+    """Relevance scores of text pairs."""
 
-    values: list[float]  # one for each of the second texts
+    values: list[float]
     prompt_tokens: int
     request_id: str = ""
     model: str = ""
@@ -197,22 +197,22 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A model that a server offers."""
+    """A served model."""
 
     name: str
     aliases: tuple[str, ...]
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    defaults: Mapping[str, Any]  # options that a call leaves open
+    defaults: Mapping[str, Any]
     has_chat: bool
     has_tool_calls: bool
     has_reasoning: bool
-    tasks: tuple[str, ...]  # "generate"; or some of "embed", "classify" and "score"
-    pooled_size: int  # numbers of an embedding, or one for each label; 0: it generates
-    dimensions: tuple[int, ...] | None  # that an embedding may be cut to; (): any up to its size; None: it may not
-    labels: tuple[str, ...]  # of a classifier
-    parent: str = ""  # of an adapter: the model that it changes
+    tasks: tuple[str, ...]
+    pooled_size: int  # embedding size or number of labels; 0: a generating model
+    dimensions: tuple[int, ...] | None  # sizes to which an embedding may be cut; (): any smaller; None: not allowed
+    labels: tuple[str, ...]
+    parent: str = ""  # the base model of an adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,13 +220,13 @@ class Adapter:
     """A LoRA adapter that a server has loaded."""
 
     name: str
-    source: str  # where the server has it from
+    source: str  # path on the server
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What a server is."""
+    """A server's version, state and limits."""
 
     version: str
     api_revision: int

@@ -1,1 +1,1 @@
-"""The commands of the command line, a module each: `add` describes its flags, `run` does it and gives the exit code."""
+"""The subcommands. In each module, `add` declares flags and `run` returns the exit code."""

@@ -1,7 +1,4 @@
-"""What the commands' arguments share: the model, the engine's settings, and how a wrong one is reported.
-
-Knows argparse and the dataclasses that flags are made of; loads nothing.
-"""
+"""Arguments that commands share, and errors in terms of flags."""
 
 from __future__ import annotations
 
@@ -16,18 +13,18 @@ from jaxllm.commands.flags import flag_of, given
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
 
-WITH_SAMPLING = ("generate", "chat")  # commands that have the flags of a request, too
+WITH_SAMPLING = ("generate", "chat")
 Subparsers: TypeAlias = "argparse._SubParsersAction[Any]"
 
 
 class Usage(Exception):
-    """What was typed is wrong; the message says how to do it."""
+    """Invalid command line arguments; the message includes the fix."""
 
 
 def new_command(
     commands: Subparsers, name: str, run: Callable[[dict[str, Any]], int], summary: str
 ) -> argparse.ArgumentParser:
-    """Begin to describe a command that `run` does: with its line in the list of commands, and `--debug`."""
+    """Add a subparser with `--debug`, executed by `run`; `summary` is for the list of commands."""
     parser = commands.add_parser(name, help=summary, allow_abbrev=False)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.set_defaults(run=run)
@@ -46,14 +43,14 @@ def add_profile(parser: argparse.ArgumentParser, what: str = "the first steps") 
 
 
 def build(cls: type, options: Mapping[str, Any], **others: Any) -> Any:
-    """Make a dataclass of the flags that were given for it and of `others`; Usage where a value is refused."""
+    """Construct a dataclass from its flags and `others`; raises Usage."""
     with errors_by_flags(cls, has_sampling=options.get("command") in WITH_SAMPLING):
         return cls(**{**others, **given(options, cls)})
 
 
 @contextmanager
 def errors_by_flags(*classes: type, has_sampling: bool = False) -> Iterator[None]:
-    """Turn a UserError into Usage that speaks of flags where it speaks of the fields of `classes`."""
+    """Convert a UserError into Usage, with flags in place of fields."""
     try:
         yield
     except UserError as error:
@@ -64,16 +61,16 @@ def errors_by_flags(*classes: type, has_sampling: bool = False) -> Iterator[None
 
 
 def by_flags(message: str, cls: type, has_sampling: bool = False) -> str:
-    """Put flags into a message where it speaks of the fields of `cls`."""
+    """Replace field names of `cls` in a message with their flags."""
     for field in fields(cls):
-        # A field of one word is a word like others, but at the beginning of what is said of it.
+        # Without "_" it may be an ordinary word: replace it only at the start.
         pattern = rf"(?<![\w'-]){field.name}\b" if "_" in field.name else rf"^{field.name}(?= (must|cannot|is)\b|:)"
         message = re.sub(pattern, flag_of(field.name, cls, has_sampling), message)
     return message
 
 
 def engine_config(options: Mapping[str, Any]) -> EngineConfig:
-    """Make the engine's settings of the flags, with the embedded model where none is named."""
+    """Return the engine's settings; the default model is the embedded one."""
     from jaxllm.embedded import MODEL_DIR
 
     return build(EngineConfig, options, model=options["model"] or str(MODEL_DIR))

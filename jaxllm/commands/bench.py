@@ -1,4 +1,4 @@
-"""`jaxllm bench`: measure a server, the engine or a part of it. What each benchmark takes is in its own module."""
+"""`jaxllm bench`: measure a server, the engine or a part of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from jaxllm.commands import (
 )
 from jaxllm.commands.arguments import Subparsers
 
-# A module each: `add` describes its flags, `run` does it and gives the exit code.
 BENCHMARKS: Mapping[str, ModuleType] = {
     "serve": bench_serve,
     "throughput": bench_throughput,
@@ -33,7 +32,7 @@ BENCHMARKS: Mapping[str, ModuleType] = {
 
 
 def add(commands: Subparsers) -> None:
-    """Describe the command and its benchmarks."""
+    """Add the command and its benchmarks."""
     parser = commands.add_parser(
         "bench",
         help="measure a server, the engine or a part of it",

@@ -1,4 +1,4 @@
-"""`jaxllm bench compare`: read results, show ratios with confidence intervals and what else differs."""
+"""`jaxllm bench compare`: compare results, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxllm.errors import UserError
 
 
 def add(benchmarks: Subparsers) -> None:
-    """Describe the command."""
+    """Add the command."""
     parser = new_command(benchmarks, "compare", run, "compare two results")
     parser.description = (
         "Show the ratio B/A of every figure that both results have. With one file a side, intervals come "
@@ -29,7 +29,7 @@ def add(benchmarks: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Write the table, and a line for whatever else is not the same."""
+    """Print the ratios, and other differences to stderr."""
     files, a, b = options["files"], options["a"], options["b"]
     if (len(files), a, b) != (2, None, None) and (files or not a or not b):
         raise Usage("give two files, or those of each side with --a and --b")

@@ -1,4 +1,4 @@
-"""What benchmarks of an engine share: its flags, and what is refused before anything is loaded."""
+"""Flags and checks shared by benchmarks of an engine."""
 
 from __future__ import annotations
 
@@ -14,17 +14,14 @@ from jaxllm.errors import UserError
 
 
 def add_engine(parser: argparse.ArgumentParser, defaults: Mapping[str, Any], has_plot: bool = True) -> None:
-    """Add the flags of the model, of the result's files and of the engine.
-
-    `defaults` are those of `read_engine`, for the help.
-    """
+    """Add the flags of model, engine and result files."""
     add_model(parser)
     add_output(parser, has_plot)
     add_engine_flags(parser.add_argument_group("engine"), defaults=given(defaults, EngineConfig))
 
 
 def read_engine(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[dict[str, Any], EngineConfig]:
-    """Return the options, with `defaults` where no flag was given, and the engine's settings; refuse what is wrong."""
+    """Return the completed options and the engine settings."""
     options = {**defaults, **options}
     config = engine_config(options)
     check_output(options)
@@ -32,7 +29,7 @@ def read_engine(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> tupl
 
 
 def check_context(config: EngineConfig, input_len: int, output_len: int) -> None:
-    """Refuse a request that the model cannot hold, before its weights are read and its programs compiled."""
+    """Raise UserError if a request exceeds the model's context, before loading weights."""
     from jaxllm.setup.model_setup import prepare
 
     longest = prepare(config, needs_weights=False).max_model_len

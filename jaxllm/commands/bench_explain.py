@@ -1,4 +1,4 @@
-"""`jaxllm bench explain`: where the time of a step goes."""
+"""`jaxllm bench explain`: break down the time of a step."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from jaxllm.commands.bench_engine import add_engine, check_context, read_engine
 from jaxllm.commands.bench_results import add_number, write
 from jaxllm.commands.session import add_verbose, open_llm
 
-# Steps of programs that are too large would be explained otherwise.
+# Without precompilation, steps could run in programs larger than necessary.
 ENGINE_DEFAULTS = {"EngineConfig.precompile": "all"}
 
 
 def add(benchmarks: Subparsers) -> None:
-    """Describe the command."""
+    """Add the command."""
     parser = new_command(
         benchmarks, "explain", run, "split the time of a step: attention, matrix products, sampling, host, waiting"
     )
@@ -32,13 +32,13 @@ def add(benchmarks: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Trace, explain and show."""
+    """Trace steps and print their breakdown."""
     options, config = read_engine(options, ENGINE_DEFAULTS)
     from jaxllm.bench.explain import report
     from jaxllm.bench.traced import batch, trace
 
     num_steps = options["num_skipped"] + options["num_steps"]
-    # A chunk of a prompt is a step without a token; steps overlap, so one more is on its way at the end.
+    # A prompt chunk yields no token, and the last step overlaps another.
     output_len = num_steps + 2
     check_context(config, options["input_len"], output_len)
     with open_llm(options) as llm:

@@ -1,4 +1,4 @@
-"""`jaxllm bench kernels`: each implementation of each kernel, beside the reference and the memory's speed."""
+"""`jaxllm bench kernels`: compare kernel implementations with the reference and the memory bandwidth."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PREFILL = ((1, 512), (4, 128))
 
 
 def add(benchmarks: Subparsers) -> None:
-    """Describe the command."""
+    """Add the command."""
     parser = new_command(benchmarks, "kernels", run, "measure each implementation of each kernel")
     parser.description = (
         "Measure every implementation of attention over the cache, with the heads of Qwen2.5-0.5B and of "
@@ -34,7 +34,7 @@ def add(benchmarks: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Measure and show."""
+    """Measure and print."""
     check_output(options)
     from tqdm import tqdm
 
@@ -50,7 +50,6 @@ def run(options: dict[str, Any]) -> int:
 
 
 def _shape(text: str) -> tuple[int, int]:
-    """Read `16x1024`."""
     rows, cross, tokens = text.partition("x")
     if not cross:
         raise argparse.ArgumentTypeError(f"{text!r} is not a shape as 16x1024")

@@ -1,4 +1,4 @@
-"""`jaxllm bench latency`: one batch, from its prompts to its last token."""
+"""`jaxllm bench latency`: time one batch, from prompts to last token."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from jaxllm.commands.bench_results import add_number, write
 from jaxllm.commands.bench_trace import add_trace, check_trace, traced
 from jaxllm.commands.session import add_verbose, open_llm
 
-# What is measured is a batch, neither programs that are being compiled nor prompts that are cached.
+# Exclude compilation and prefix cache hits.
 ENGINE_DEFAULTS = {"EngineConfig.precompile": "all", "EngineConfig.enable_prefix_caching": False}
 
 
 def add(benchmarks: Subparsers) -> None:
-    """Describe the command."""
+    """Add the command."""
     parser = new_command(benchmarks, "latency", run, "measure the time of one batch")
     parser.description = (
         "Measure the time of one batch, from its prompts (random tokens) to its last token, again and "
@@ -35,7 +35,7 @@ def add(benchmarks: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Measure and show, in vLLM's words."""
+    """Measure, and print in vLLM's format."""
     options, config = read_engine(options, ENGINE_DEFAULTS)
     check_trace(options)
     check_context(config, options["input_len"], options["output_len"])

@@ -1,4 +1,4 @@
-"""What the benchmarks' commands share: the file of a result, with where it was made, and its picture."""
+"""Result files and plots of benchmarks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from jaxllm.errors import UserError
 
 
 def add_output(parser: argparse.ArgumentParser, has_plot: bool = True) -> None:
-    """Add `--output-json`, and `--plot` where there is something to draw."""
+    """Add `--output-json`, and optionally `--plot`."""
     parser.add_argument("--output-json", metavar="FILE", help="write the figures, their samples and the environment")
     if has_plot:
         parser.add_argument("--plot", metavar="FILE", help="draw them into one file: .png or .html (jaxllm[bench])")
 
 
 def check_output(options: Mapping[str, Any]) -> None:
-    """Refuse files that could not be written, before anything is measured."""
+    """Raise UserError for unwritable result files, before measuring."""
     for name in ("output_json", "plot"):
         path = options.get(name)
         if path is not None and not Path(path).expanduser().absolute().parent.is_dir():
@@ -32,13 +32,13 @@ def check_output(options: Mapping[str, Any]) -> None:
 
 
 def write(options: Mapping[str, Any], figures: Mapping[str, Any]) -> None:
-    """Write the figures and the environment to the files that the flags name."""
+    """Write figures and environment to the requested files."""
     from jaxllm.bench import environment
 
     result = {**figures, "environment": environment.describe()}
     if options["output_json"] is not None:
         path = Path(options["output_json"]).expanduser()
-        partial = path.with_name(path.name + ".partial")  # half of a file is never found under the final name
+        partial = path.with_name(path.name + ".partial")  # so the final name never holds a truncated file
         partial.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         os.replace(partial, path)
         print(f"{path} has the figures.")
@@ -50,20 +50,20 @@ def write(options: Mapping[str, Any], figures: Mapping[str, Any]) -> None:
 
 
 def add_number(parser: argparse.ArgumentParser, flag: str, default: int, text: str, least: int = 1) -> None:
-    """Add a flag for a whole number, from 1 or from 0 on."""
+    """Add an integer flag with a minimum of 0 or 1."""
     kind = positive if least else natural
     parser.add_argument(flag, type=kind, default=default, metavar="N", help=f"{text} (default: {default})")
 
 
 def positive(text: str) -> int:
-    """Read a number above zero, for argparse."""
+    """Parse an integer above 0, for argparse."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
 def natural(text: str) -> int:
-    """Read a number that is not below zero, for argparse."""
+    """Parse an integer of at least 0, for argparse."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(text)

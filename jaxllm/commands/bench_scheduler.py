@@ -1,4 +1,4 @@
-"""`jaxllm bench scheduler`: the pure core alone, at many running requests."""
+"""`jaxllm bench scheduler`: time the scheduler alone, with many running requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOADS = ("decode", "turnover")
 
 
 def add(benchmarks: Subparsers) -> None:
-    """Describe the command."""
+    """Add the command."""
     parser = new_command(benchmarks, "scheduler", run, "measure the scheduler alone")
     parser.description = (
         "Measure what a step's plan and commit cost while so many requests run. decode: each gets a token. "
@@ -33,7 +33,7 @@ def add(benchmarks: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Measure, show, and hold the limit."""
+    """Measure and print; raises EngineError if a median exceeds the limit."""
     check_output(options)
     from tqdm import tqdm
 

@@ -1,4 +1,4 @@
-"""`jaxllm bench serve`: load on a server, ours or anyone's. Flags, report and JSON are as in vLLM's `bench serve`."""
+"""`jaxllm bench serve`: load-test any server. Flags, report and JSON follow vLLM's `bench serve`."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from jaxllm.bench.target import Target
     from jaxllm.bench.workload import Job
 
-_OTHER_PROMPTS = 1 << 31  # added to the seed of warm-ups' prompts, so that no cache knows the ones that are measured
+_OTHER_PROMPTS = 1 << 31  # added to the seed, so warm-up prompts are in no cache
 
-_WITH_LENGTHS = ("random", "sonnet", "prefix_repetition")  # datasets that read --input-len
-# Fields of --extra-body after which a request is not as long as its job.
+_WITH_LENGTHS = ("random", "sonnet", "prefix_repetition")  # datasets that use --input-len
+# Fields of --extra-body that change a request's length.
 _CHANGE_LENGTHS = frozenset(("max_tokens", "max_completion_tokens", "truncate_prompt_tokens"))
 
 
 def add(benchmarks: Subparsers) -> None:
-    """Describe the benchmark."""
+    """Add the benchmark."""
     parser = new_command(benchmarks, "serve", run, "load on a server, over gRPC or the OpenAI API")
     parser.description = (
         "Send requests to a server, ours or any with the OpenAI API, and report what its users would see."
@@ -46,7 +46,7 @@ def add(benchmarks: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Measure, print the report, write what was asked for."""
+    """Measure, print the report, write the requested files."""
     options = flags.resolve(options)
     dataset = dataset_options(options)
     check_output(options)
@@ -54,7 +54,7 @@ def run(options: dict[str, Any]) -> int:
     from jaxllm.bench.workload import to_embed
 
     target = _target(options, dataset)
-    clients.open_client(target)  # are its libraries there?
+    clients.open_client(target)  # fails early if a library is missing
     patience, root = options["ready_check_timeout_sec"], target.model
     if not target.model:
         name, root = discovery.wait_for(lambda: discovery.find_model(target), patience)
@@ -70,7 +70,7 @@ def run(options: dict[str, Any]) -> int:
         warmups, jobs = (
             [replace(job, model=random.choice(options["lora_modules"])) for job in own] for own in (warmups, jobs)
         )
-    # Not asked for explicitly: a server that has no such field can be measured without it.
+    # ignore_eos is only a default: drop it if the server refuses the field.
     is_strict = flags.adds_ignore_eos(options, dataset.dataset_name) and discovery.refuses(target, "ignore_eos")
     if is_strict:
         target = replace(target, fields={name: value for name, value in target.fields.items() if name != "ignore_eos"})
@@ -96,13 +96,13 @@ def run(options: dict[str, Any]) -> int:
             measurement.outcomes,
             result["client"],
             ignores_eos="ignore_eos" in target.fields,
-            compares_prompts=target.backend != "openai-chat",  # a chat's template adds tokens
+            compares_prompts=target.backend != "openai-chat",  # chat templates add tokens
             num_counted=num_counted,
         )
     )
     if is_strict:
         result["warnings"].append("this server refuses ignore_eos: its answers may be shorter than what was asked for")
-    if dataset.dataset_name == "random" and not dataset.random_prefix_len:  # nothing that prompts share
+    if dataset.dataset_name == "random" and not dataset.random_prefix_len:  # prompts without a common prefix
         result["warnings"] += serve.cache_doubt(measurement.counted)
     if has_timeline and measurement.timeline is None:
         result["warnings"].append("no timeline: the server shows no metrics of jaxllm or vLLM (--metrics-url)")
@@ -129,7 +129,7 @@ def _target(options: Mapping[str, Any], dataset: DatasetOptions) -> Target:
 
 
 def _jobs(options: Mapping[str, Any], dataset: DatasetOptions, tokenizer: Coder) -> tuple[list[Job], list[Job]]:
-    """Make the jobs of the warm-up and those that are measured."""
+    """Return the warm-up requests and the measured ones."""
     from jaxllm.bench.datasets import make_jobs
 
     as_text = (options["prompts"] or ("ids" if options["backend"] == "grpc" else "text")) == "text"
@@ -142,10 +142,7 @@ def _jobs(options: Mapping[str, Any], dataset: DatasetOptions, tokenizer: Coder)
 
 
 def _check_context(target: Target, dataset: DatasetOptions, jobs: Sequence[Job]) -> None:
-    """Refuse lengths that the flags chose and the server's model cannot hold, before any of them is sent.
-
-    A file's lengths are its own: there, requests that are too long are failures among others.
-    """
+    """Raise UserError if lengths from flags exceed the model's context; lengths from files fail individually."""
     from jaxllm.bench import discovery
 
     if dataset.dataset_name not in _WITH_LENGTHS or not _CHANGE_LENGTHS.isdisjoint(target.extra):
@@ -161,7 +158,6 @@ def _check_context(target: Target, dataset: DatasetOptions, jobs: Sequence[Job])
 
 
 def _arrivals(options: Mapping[str, Any], dataset: DatasetOptions, jobs: Sequence[Job]) -> list[float]:
-    """Return when each job is due, in seconds after the start."""
     from jaxllm.bench.arrivals import arrival_times, ramped_times
 
     if dataset.dataset_name == "timed_trace":
@@ -182,7 +178,7 @@ def _metrics_url(options: Mapping[str, Any], target: Target) -> str:
 def _result(
     options: Mapping[str, Any], dataset: DatasetOptions, target: Target, tokenizer_id: str, measurement: Measurement
 ) -> dict[str, Any]:
-    """Gather everything that is known, in vLLM's order and under its names, and what it does not have."""
+    """Return the result, vLLM's keys first."""
     from jaxllm.bench import environment, report, serve
 
     embeds = target.embeds
@@ -230,7 +226,6 @@ def _is_detailed(options: Mapping[str, Any]) -> bool:
 
 
 def _tell(options: Mapping[str, Any], result: dict[str, Any], measurement: Measurement) -> None:
-    """Print the report to stdout and what else is to be known to stderr; write the files that were asked for."""
     from jaxllm.bench import plot, report
 
     print(report.render(result, options["percentile_metrics"], options["metric_percentiles"]))
@@ -254,14 +249,12 @@ def _tell(options: Mapping[str, Any], result: dict[str, Any], measurement: Measu
 
 
 def _cure(error: str) -> str:
-    """Say what to do about an error; "" where it says so itself."""
     if "HTTP 429" in error or "queue is full" in error.lower():
         return " (limit with --max-concurrency, or serve with --max-queued-requests)"
     return ""
 
 
 def _save(options: Mapping[str, Any], result: Mapping[str, Any]) -> None:
-    """Write the result where vLLM would."""
     cap = "" if result["max_concurrency"] is None else f"-concurrency{result['max_concurrency']}"
     label, model = result["label"] or result["backend"], str(result["model_id"]).split("/")[-1]
     name = options["result_filename"] or f"{label}-{result['request_rate']}qps{cap}-{model}-{result['date']}.json"
@@ -278,7 +271,6 @@ def _save(options: Mapping[str, Any], result: Mapping[str, Any]) -> None:
 
 
 def _lacks_end(path: Path) -> bool:
-    """Whether a file's last line has no end, as vLLM leaves it."""
     if not path.is_file() or not path.stat().st_size:
         return False
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""The flags of `bench serve`, what they turn into, and which do not go together. Loads nothing."""
+"""The flags of `bench serve`: declaration, validation and conversion. Loads nothing."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ ENDPOINTS = {
     "openai-embeddings": "/v1/embeddings",
     "grpc": "",
 }
-_EMBEDS = ("embeddings", "/v1/embeddings")  # of --endpoint: what embeds, whatever the backend
+_EMBEDS = ("embeddings", "/v1/embeddings")  # values of --endpoint that select embeddings for any backend
 _EMBED_METRICS = ("e2el", "client_queue_time")
 SAMPLING = {own.name: type(own.default) for own in fields(SamplingParams) if declaration_of(own).shapes_distribution}
 HTTP_PORT, GRPC_PORT = 8000, 50051
-_KEYS = ("OPENAI_API_KEY", "JAXLLM_API_KEY")  # where a key may be, first come first served
+_KEYS = ("OPENAI_API_KEY", "JAXLLM_API_KEY")  # environment variables for the API key, in order of preference
 RAMP = ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add all but those of the dataset."""
+    """Add all flags except the dataset's."""
     _add_server_flags(parser.add_argument_group("server"))
     _add_load_flags(parser.add_argument_group("load"))
     _add_request_flags(parser.add_argument_group("requests"))
@@ -41,7 +41,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def resolve(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Refuse values, and flags that do not go together; fill in what follows from others, as `embeds`."""
+    """Validate the options and add derived ones such as `embeds`."""
     embeds = options["backend"] == "openai-embeddings" or options["endpoint"] in _EMBEDS
     own = {"embeds": embeds}
     if embeds:
@@ -98,7 +98,7 @@ def _check(options: Mapping[str, Any]) -> None:
 
 
 def base_of(options: Mapping[str, Any]) -> str:
-    """Return the server's address: a URL without a path, or gRPC's target."""
+    """Return the server's address: a URL without a path, or a gRPC target."""
     is_grpc = options["backend"] == "grpc"
     if options["base_url"]:
         base = options["base_url"].rstrip("/")
@@ -112,7 +112,7 @@ def base_of(options: Mapping[str, Any]) -> str:
 
 
 def headers_of(options: Mapping[str, Any]) -> dict[str, str]:
-    """Return the headers of every request, with the key of the environment unless a header has another."""
+    """Return the headers of every request, with the environment's API key by default."""
     given = dict(options["header"])
     key = next((os.environ[name] for name in _KEYS if os.environ.get(name)), None)
     if key is None or any(name.lower() == "authorization" for name in given):
@@ -121,12 +121,12 @@ def headers_of(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def schema_in(options: Mapping[str, Any]) -> StructuredOutputsParams | None:
-    """Return the constraint that `--json-schema-path` gives."""
+    """Return the constraint of `--json-schema-path`."""
     return schema_of(options["json_schema_path"]) if options["json_schema_path"] else None
 
 
 def fields_of(options: Mapping[str, Any], ignores_eos: bool) -> dict[str, Any]:
-    """Return what every request says beside its prompt and length."""
+    """Return the fields of every request except prompt and length."""
     fields: dict[str, Any] = {name: options[name] for name in SAMPLING if options[name] is not None}
     if (constraint := schema_in(options)) is not None:
         schema = constraint.json
@@ -145,7 +145,7 @@ def fields_of(options: Mapping[str, Any], ignores_eos: bool) -> dict[str, Any]:
 
 
 def adds_ignore_eos(options: Mapping[str, Any], dataset_name: str) -> bool:
-    """Whether requests over HTTP say so by default."""
+    """Return whether HTTP requests set ignore_eos by default."""
     return (
         options["ignore_eos"] is None
         and options["backend"] in ("openai", "openai-chat")
@@ -154,7 +154,7 @@ def adds_ignore_eos(options: Mapping[str, Any], dataset_name: str) -> bool:
 
 
 def ignores_eos(options: Mapping[str, Any], dataset_name: str) -> bool:
-    """Whether answers go on after the model's end: by default where their lengths are drawn and no schema ends them."""
+    """Return whether to ignore end tokens; by default, if lengths are drawn and no schema applies."""
     if options["ignore_eos"] is not None or options["embeds"]:
         return bool(options["ignore_eos"])
     return dataset_name in ("random", "prefix_repetition") and not options["json_schema_path"]
@@ -253,12 +253,10 @@ def _add_result_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def _backend(text: str) -> str:
-    """Read a backend: vLLM's name for the completions of OpenAI's API is one, too."""
     return "openai" if text == "vllm" else text
 
 
 def _processes(text: str) -> int | None:
-    """Read a number of processes; None is auto."""
     if text == "auto":
         return None
     if not text.isdecimal() or int(text) < 1:
@@ -269,7 +267,7 @@ def _processes(text: str) -> int | None:
 def _pair(text: str) -> tuple[str, str]:
     name, has_value, value = text.partition("=")
     if not has_value or not name.strip():
-        raise argparse.ArgumentTypeError("expected KEY=VALUE")  # without what was typed: it may be a key
+        raise argparse.ArgumentTypeError("expected KEY=VALUE")  # omits the text, which may be a key
     return name.strip(), value.strip()
 
 

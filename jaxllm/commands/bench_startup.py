@@ -1,4 +1,4 @@
-"""`jaxllm bench startup`: how long starts take, cold and warm, each in a process of its own."""
+"""`jaxllm bench startup`: time cold and warm starts, in separate processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxllm.errors import EngineError
 
 
 def add(benchmarks: Subparsers) -> None:
-    """Describe the command."""
+    """Add the command."""
     parser = new_command(benchmarks, "startup", run, "measure starts, cold and warm")
     parser.description = (
         "Measure starts from the process's beginning until the engine is ready, until the first token, and "
@@ -32,7 +32,7 @@ def add(benchmarks: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Measure, show, and hold the limits."""
+    """Measure and print; raises EngineError if a start exceeds its limit."""
     config = engine_config(options)
     check_output(options)
     from tqdm import tqdm

@@ -1,4 +1,4 @@
-"""`jaxllm bench sweep`: a grid of any other benchmark, resumable, with one table."""
+"""`jaxllm bench sweep`: run a resumable grid of another benchmark."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SWEPT = ("serve", "throughput", "latency", "startup", "scheduler", "kernels", "e
 
 
 def add(benchmarks: Subparsers) -> None:
-    """Describe the command."""
+    """Add the command."""
     parser = new_command(benchmarks, "sweep", run, "run a grid of another benchmark")
     parser.description = (
         "Run another benchmark with every combination of settings, each in a process of its own. Started "
@@ -35,7 +35,7 @@ def add(benchmarks: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Run what is missing and write the table; 1 where a cell failed."""
+    """Run the missing cells and write the table; 1 if a cell failed."""
     from tqdm import tqdm
 
     from jaxllm.bench import sweep
@@ -70,7 +70,6 @@ def run(options: dict[str, Any]) -> int:
 
 
 def _axes(given: list[str]) -> dict[str, list[str]]:
-    """Read `request-rate=1,2,4`."""
     axes = {}
     for text in given:
         name, equals, values = text.partition("=")

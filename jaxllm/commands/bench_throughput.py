@@ -1,4 +1,4 @@
-"""`jaxllm bench throughput`: many requests at once, offline, through jaxllm or through transformers."""
+"""`jaxllm bench throughput`: time many simultaneous requests offline, with jaxllm or transformers."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from jaxllm.bench.throughput import Served
     from jaxllm.bench.workload import Job
 
-ENGINE_DEFAULTS = {"EngineConfig.precompile": "all"}  # what is compiled meanwhile would be measured
+ENGINE_DEFAULTS = {"EngineConfig.precompile": "all"}  # excludes compilation from the measurement
 READ_BY_HF = {"dtype", "revision", "load_format", "tokenizer"}
 
 
 def add(benchmarks: Subparsers) -> None:
-    """Describe the command."""
+    """Add the command."""
     parser = new_command(benchmarks, "throughput", run, "measure many requests at once, offline")
     parser.description = (
         "Measure how long many requests take that are all there at once, without a server. Outputs are of "
@@ -49,7 +49,7 @@ def add(benchmarks: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Measure and show, in vLLM's words."""
+    """Measure, and print in vLLM's format."""
     _check_backend(options)
     check_trace(options)
     options, config = read_engine(options, ENGINE_DEFAULTS)
@@ -62,7 +62,7 @@ def run(options: dict[str, Any]) -> int:
     from jaxllm.bench.datasets import make_jobs
     from jaxllm.text.tokenizer import load_tokenizer
 
-    # Text or ids is the same work, and both backends get the same ids.
+    # Both backends get the same token ids.
     jobs = make_jobs(dataset, load_tokenizer(config.tokenizer or config.model, config.revision), as_text=False)
     if constraint is not None:
         jobs = [replace(job, structured_outputs=constraint) for job in jobs]
@@ -83,7 +83,6 @@ def run(options: dict[str, Any]) -> int:
 
 
 def _check_backend(options: Mapping[str, Any]) -> None:
-    """Refuse flags that the backend does not read."""
     is_traced = options["explain"] or options["profile"] is not None
     if is_traced and (options["backend"] == "hf" or options["async_engine"]):
         raise Usage("--explain and --profile are of --backend jaxllm without --async-engine")

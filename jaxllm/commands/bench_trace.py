@@ -1,4 +1,4 @@
-"""What benchmarks share that can say where a step's time goes: `--explain` and `--profile`."""
+"""`--explain` and `--profile`, for benchmarks of an engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
 
 
 def check_trace(options: Mapping[str, Any]) -> None:
-    """Refuse what cannot be traced."""
+    """Raise Usage for an invalid number of steps."""
     if options["profile_steps"] < 1:
         raise Usage("--profile-steps must be at least 1")
 
@@ -32,10 +32,7 @@ def check_trace(options: Mapping[str, Any]) -> None:
 def traced(
     llm: LLM, requests: Callable[[], Sequence[tuple[Any, SamplingParams]]], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Run the first steps of requests under the profiler, if a flag asks for it, and print what came of it.
-
-    Returns what a result file holds of it.
-    """
+    """Profile the first steps of `requests` if requested; return the result file's entries."""
     if not options["explain"] and options["profile"] is None:
         return {}
     from jaxllm.bench.explain import report

@@ -1,4 +1,4 @@
-"""What a benchmark asks for, out of flags: `bench serve` and `bench throughput` share it."""
+"""The dataset options of `bench serve` and `bench throughput`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from jaxllm.commands.flags import flag_of, given
 
 
 def dataset_options(options: Mapping[str, Any], dataset_name: DatasetName = "random") -> DatasetOptions:
-    """Make `DatasetOptions` of the flags that were given; `dataset_name` is the dataset where none was.
+    """Return the dataset options; `dataset_name` is the default.
 
     Raises:
-        Usage: for a flag of another dataset than the one that is chosen, or a value that is refused.
+        Usage: for a flag of another dataset, or an invalid value.
     """
     own = given(options, DatasetOptions)
     chosen = own.get("dataset_name", dataset_name)

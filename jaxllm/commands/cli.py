@@ -1,10 +1,6 @@
-"""The command line: `jaxllm generate`, `chat`, `embed`, `serve`, `bench`, `compile`, `convert`, `doctor`,
-`replay`.
+"""The command line `jaxllm`: dispatches to `jaxllm.commands` and reports errors in one line.
 
-Finds the command, and reports every mistake and failure in one line; what a command takes and does is in its module of
-`jaxllm.commands`. JAX is imported when a command runs, not for `--help` or for a flag that is wrong.
-
-Exit codes: 0, 1 for an error, 2 for wrong usage, 130 after ^C.
+Imports JAX only to run a command. Exit codes: 0, 1 for an error, 2 for wrong usage, 130 after ^C.
 """
 
 from __future__ import annotations
@@ -39,17 +35,17 @@ COMMANDS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse that reports every mistake in one line."""
+    """An ArgumentParser that raises Usage."""
 
     def error(self, message: str) -> NoReturn:
         raise Usage(message)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; one line on stderr for whatever goes wrong."""
+    """Run a command and return its exit code; errors are one line on stderr."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without Unicode shows "?", rather than nothing more
+            stream.reconfigure(errors="replace")  # "?" on a terminal without Unicode, not an exception
     is_debugging = "--debug" in (sys.argv[1:] if argv is None else argv)
     try:
         options = parse(argv)
@@ -58,12 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         exit_code = options.pop("run")(options)
         sys.stdout.flush()
         return exit_code
-    except SystemExit as end:  # --help and --version
+    except SystemExit as end:
         return int(end.code or 0)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader, as `head`, has had enough. Python would complain once more when it flushes at its end.
+        # The reader, such as `head`, closed the pipe. Python's final flush would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
@@ -73,10 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run() -> NoReturn:
-    """Run the command line as a process of its own, and end it at once.
-
-    Without this the process would first wait for the program that is being compiled in the background.
-    """
+    """Run the command line and exit without waiting for background compilations."""
     _open_closed_streams()
     compile_noise.hide()
     code = main()
@@ -86,23 +79,22 @@ def run() -> NoReturn:
 
 
 def _open_closed_streams() -> None:
-    """Open the null device where a standard stream is closed, as by `<&-` and `>&-`.
+    """Open the null device for each standard stream that is closed, as by `<&-` and `>&-`.
 
-    Python has None for such a stream. And its number would go to the next file that is opened: to the event loop,
-    which libuv then refuses to close, and the process dies of SIGABRT after a clean drain.
+    Otherwise the next opened file, the event loop's, gets its descriptor. libuv refuses to close that one, and the
+    process dies of SIGABRT after a clean drain.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets this number: it is the lowest that is free
+            os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(number, True)
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False))
 
 
 def _report(error: Exception) -> int:
-    """Say what went wrong in one line; return the exit code."""
     message = str(error) or type(error).__name__
     if isinstance(error, Usage):
         command = next((argument for argument in sys.argv[1:2] if argument in COMMANDS), "")
@@ -118,7 +110,7 @@ def _report(error: Exception) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> dict[str, Any]:
-    """Read the command line into the options that were given, and the function of the command as "run"."""
+    """Parse the command line; "run" is the command's function."""
     parser = _Parser(prog="jaxllm", description="Run a language model on JAX.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"jaxllm {__version__}")
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
@@ -141,7 +133,6 @@ def parse(argv: Sequence[str] | None) -> dict[str, Any]:
 
 
 def _flags_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Iterator[str]:
-    """Name the flags of a command, and of the one within it that was chosen."""
     for action in parser._actions:
         if action.help != argparse.SUPPRESS:
             yield from action.option_strings

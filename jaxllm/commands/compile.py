@@ -1,4 +1,4 @@
-"""`jaxllm compile`: compile a model's programs into a folder, for starts that compile nothing any more."""
+"""`jaxllm compile`: compile a model's programs into a folder, for starts without compilation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxllm.config import EngineConfig
 
 
 def add(commands: Subparsers) -> None:
-    """Describe the command."""
+    """Add the command."""
     parser = new_command(commands, "compile", run, "compile a model's programs into a folder, for quick starts")
     parser.description = (
         "Compile all programs of a model into a folder, on the kind of device that will serve it; the "
@@ -27,7 +27,7 @@ def add(commands: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Compile, and say how many programs there are."""
+    """Compile and print the number of programs."""
     config = engine_config({**options, "model": options["model_tag"] or options["model"]})
     from jaxllm.runner.aot_compile import compile_ahead
 

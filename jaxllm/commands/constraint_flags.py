@@ -1,4 +1,4 @@
-"""The flags that say what an output must look like, and the constraint that they are. Loads nothing."""
+"""Flags that constrain the output. Loads nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FLAGS = {
 
 
 def add_constraint_flags(group: argparse._ArgumentGroup) -> None:
-    """Add the flags, of which a request has at most one."""
+    """Add the flags, which are mutually exclusive."""
     group.add_argument("--json-schema", metavar="FILE", help="the output is JSON after the schema in this file")
     group.add_argument("--json-object", action="store_true", help="the output is a JSON object")
     group.add_argument("--regex", metavar="TEXT", help="the output matches this regular expression")
@@ -31,11 +31,11 @@ def add_constraint_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def constraint_of(options: Mapping[str, Any]) -> dict[str, StructuredOutputsParams]:
-    """Return the argument of `SamplingParams` that the flags are; nothing where there are none.
+    """Return the constraint as an argument of `SamplingParams`, or {}.
 
     Raises:
-        Usage: for several of them, or a value that is refused.
-        UserError: for a file that holds something else.
+        Usage: for several flags or an invalid value.
+        UserError: for a file with invalid content.
     """
     flags = [flag for name, flag in _FLAGS.items() if options[name] not in (None, False)]
     if len(flags) > 1:
@@ -54,14 +54,14 @@ def constraint_of(options: Mapping[str, Any]) -> dict[str, StructuredOutputsPara
 
 
 def schema_of(file: str) -> StructuredOutputsParams:
-    """Return the constraint that the JSON schema in a file is."""
+    """Return the constraint of a JSON schema file."""
     text = _text_of(file)
     try:
         schema = json.loads(text)
         if not isinstance(schema, dict):
             raise UserError("a JSON schema is an object.")
         return StructuredOutputsParams(json=schema)
-    except (ValueError, RecursionError) as error:  # json's and ours
+    except (ValueError, RecursionError) as error:  # UserError is a ValueError
         raise UserError(f"{file} holds no JSON schema: {error}") from error
 
 

@@ -1,4 +1,4 @@
-"""`jaxllm convert`: write a model as an Orbax checkpoint, which every number of devices loads."""
+"""`jaxllm convert`: write a model as an Orbax checkpoint, for any number of devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxllm.commands.arguments import Subparsers, new_command
 
 
 def add(commands: Subparsers) -> None:
-    """Describe the command."""
+    """Add the command."""
     parser = new_command(commands, "convert", run, "write a model as an Orbax checkpoint")
     parser.description = (
         "Write the model SRC into the new folder DST: an Orbax checkpoint, the configuration, the "
@@ -23,8 +23,8 @@ def add(commands: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Write the folder and say where it is."""
-    os.environ["JAX_PLATFORMS"] = "cpu"  # Orbax asks JAX for its devices, and a GPU's memory would be taken
+    """Write the folder and print its path."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # Orbax initializes JAX, which would reserve GPU memory
     from jaxllm.commands.conversion import convert
     from jaxllm.text.tokenizer_files import has_tokenizer
 

@@ -1,7 +1,6 @@
-"""What `jaxllm doctor` says: versions, devices, memory, caches, and what an engine would use for a model and why.
+"""The report of `jaxllm doctor`: versions, devices, memory, caches, and an engine's choices for a model.
 
-Looks and computes; loads no weights, compiles nothing and changes nothing. The choices are those of setup.py, asked
-for there and explained here.
+Loads no weights and compiles nothing. `jaxllm.setup` makes the choices.
 """
 
 from __future__ import annotations
@@ -47,14 +46,13 @@ PACKAGES = (
     "transformers",
     "huggingface_hub",
 )
-OPTIONAL = {"jax-cuda12-plugin", "jax-cuda13-plugin", "jax-triton", "triton", "transformers"}  # they come with extras
+OPTIONAL = {"jax-cuda12-plugin", "jax-cuda13-plugin", "jax-triton", "triton", "transformers"}  # in extras
 
 
 def examine(config: EngineConfig) -> dict[str, Any]:
-    """Gather everything as plain values for JSON.
+    """Return the report as JSON values.
 
-    "problems" are what keeps the model from running, one line each; "usable" says that there are none; "advice" is
-    what would make it better.
+    "problems" prevent the model from running ("usable" is False); "advice" lists improvements.
     """
     problems, advice = [], []
     found = dict(versions(PACKAGES))
@@ -66,7 +64,7 @@ def examine(config: EngineConfig) -> dict[str, Any]:
         choices, shared = _choices(config)
         model |= choices
         devices = [_device(device) for device in jax.devices()]
-    except (UserError, RuntimeError) as error:  # RuntimeError: JAX cannot start a back end
+    except (UserError, RuntimeError) as error:  # RuntimeError: JAX cannot initialize a backend
         problems.append(" ".join(str(error).split()))
     cache = _cache(config.cache_dir())
     if not cache["is_writable"]:
@@ -97,7 +95,7 @@ def examine(config: EngineConfig) -> dict[str, Any]:
 
 
 def describe(report: dict[str, Any]) -> str:
-    """Write a report of `examine` for people, a section each."""
+    """Format a report of `examine` as text."""
     sections = {
         "versions": [f"{name} {version or '-'}" for name, version in report["versions"].items()],
         "devices": [_describe_device(device) for device in report["devices"]],
@@ -123,7 +121,7 @@ def describe(report: dict[str, Any]) -> str:
 
 
 def _device(device: jax.Device) -> dict[str, Any]:  # pyright: ignore[reportInvalidTypeForm]
-    memory = device.memory_stats() or {}  # a CPU has none
+    memory = device.memory_stats() or {}  # None on a CPU
     return {
         "id": device.id,
         "platform": device.platform,
@@ -141,7 +139,7 @@ def _describe_device(device: dict[str, Any]) -> str:
 
 
 def _cache(folder: Path) -> dict[str, Any]:
-    """Count the compiled programs; JAX keeps one in each file that ends in "-cache", and we in each ".program"."""
+    """Count compiled programs: JAX's files end in "-cache", jaxllm's in ".program"."""
     files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     return {
@@ -153,18 +151,15 @@ def _cache(folder: Path) -> dict[str, Any]:
 
 
 def has_nvidia_gpu() -> bool:
-    """Return whether this machine has an NVIDIA GPU."""
+    """Return whether an NVIDIA GPU is present."""
     return Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
 
 
 def _choices(config: EngineConfig) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """Give what an engine would use, each as a value and the reason for it, and how it would share the memory out.
-
-    Raises what starting it would raise.
-    """
+    """Return an engine's choices with reasons, and its memory plan; raises the errors of a start."""
     is_local = Path(config.model).expanduser().is_dir()
     setup = prepare(config, needs_weights=False)
-    if is_local:  # what is still on the hub is not fetched to be looked at
+    if is_local:
         weights.check(setup.folder, setup.spec, setup.family, setup.layout)
     if not config.skip_tokenizer_init:
         load_tokenizer(config.tokenizer or setup.folder)

@@ -1,7 +1,4 @@
-"""Command line flags out of dataclasses: each field of `EngineConfig` and `SamplingParams` is one.
-
-Knows names, types and defaults; the values are checked where the dataclasses are made.
-"""
+"""Command line flags generated from the fields of dataclasses, which validate the values."""
 
 from __future__ import annotations
 
@@ -17,21 +14,21 @@ from jaxllm.errors import UserError
 from jaxllm.sampling_fields import MODEL, names_in
 from jaxllm.sampling_params import SamplingParams
 
-# Fields that are set most often; `--help` lists them first.
+# The most used fields, which `--help` lists first.
 COMMON = (
     *("host", "port", "grpc_port", "api_key", "served_model_name", "chat_template", "dtype", "quantization"),
     *("max_model_len", "max_num_seqs", "gpu_memory_utilization", "tensor_parallel_size"),
 )
-IDLE = "without_effect"  # the key under which parsed options list the given flags that change nothing
+IDLE = "without_effect"  # key of the parsed options: given flags without effect
 _SHORT = {"tensor_parallel_size": ("-tp",), "n": ("-n",)}
 _SHORT |= {"pipeline_parallel_size": ("-pp",), "data_parallel_size": ("-dp",)}
 _UNITS = {"": 1, **{letter: 1000 ** (power + 1) for power, letter in enumerate("kmgt")}}
 _UNITS |= {letter: 1024 ** (power + 1) for power, letter in enumerate("KMGT")}
-_OF_THE_MODEL = {*names_in(SamplingParams, MODEL).values()} - {"max_tokens"}  # the command has a default for that one
+_OF_THE_MODEL = {*names_in(SamplingParams, MODEL).values()} - {"max_tokens"}
 
 
 def flag_of(field: str, cls: type, has_sampling: bool = False) -> str:
-    """Name the flag of a field; `has_sampling` as in `add_engine_flags`."""
+    """Return the flag of a field; `has_sampling` as in `add_engine_flags`."""
     name = "engine_seed" if has_sampling and (cls, field) == (EngineConfig, "seed") else field
     return "--" + name.replace("_", "-")
 
@@ -42,9 +39,10 @@ def add_engine_flags(
     skipped: Collection[str] = (),
     defaults: Mapping[str, Any] | None = None,
 ) -> None:
-    """Add a flag for every other field of `EngineConfig` but the model; `has_sampling`: `--seed` is a request's.
+    """Add a flag for every field of `EngineConfig` but the model.
 
-    `defaults` are the command's, where it has others.
+    `has_sampling`: `--seed` is a request's, so the engine's is `--engine-seed`. `defaults` override the fields'
+    defaults.
     """
     add_flags(group, EngineConfig, {"model", *skipped}, defaults, has_sampling)
     for name, taken in NOT_BUILT.items():
@@ -56,26 +54,26 @@ def add_engine_flags(
 
 
 def add_common_flags(parser: argparse.ArgumentParser, server: type) -> None:
-    """Add the flags of `COMMON`, those of the server's options first."""
+    """Add the flags of `COMMON`, the server's first."""
     for cls in (server, EngineConfig):
         others = {field.name for field in fields(cls)} - set(COMMON)
         add_flags(parser, cls, skipped=others)
 
 
 def add_sampling_flags(group: argparse._ArgumentGroup, max_tokens: int, skipped: Collection[str] = ()) -> None:
-    """Add a flag for every field of `SamplingParams` but the skipped ones; `max_tokens` is the command's default."""
+    """Add flags for `SamplingParams` except `skipped`; `max_tokens` is the command's default."""
     skipped = {*skipped, *(field.name for field in fields(SamplingParams) if field.metadata["help"] is None)}
     add_flags(group, SamplingParams, skipped, {"max_tokens": max_tokens})
 
 
 def given(options: Mapping[str, Any], cls: type) -> dict[str, Any]:
-    """Pick the fields of a class that were given as flags."""
+    """Return the fields of a class that were given as flags."""
     prefix = f"{cls.__name__}."
     return {name.removeprefix(prefix): value for name, value in options.items() if name.startswith(prefix)}
 
 
 def _add_hidden(group: argparse._ArgumentGroup, name: str, action: type[argparse.Action], taken: Sequence[Any]) -> None:
-    """Add a flag of vLLM that is no field here; `taken` are values, the default first, that say what kind it is of."""
+    """Add a flag of vLLM without a field here; `taken` are accepted values, default first, and decide the syntax."""
     flag = flag_of(name, EngineConfig)
     is_switch = isinstance(taken[0], bool)
     names = (flag, "--no-" + flag[2:]) if is_switch else (*_SHORT.get(name, ()), flag)
@@ -91,7 +89,7 @@ def _add_hidden(group: argparse._ArgumentGroup, name: str, action: type[argparse
 
 
 class _NotBuilt(argparse.Action):
-    """Takes a flag of `NOT_BUILT` with the values that change nothing, and refuses all else."""
+    """Accepts a flag of `NOT_BUILT` only with values that change nothing."""
 
     def __call__(self, parser: object, namespace: object, values: Any, option_string: str | None = None) -> None:
         given, taken = str(option_string), self.const
@@ -105,7 +103,7 @@ class _NotBuilt(argparse.Action):
 
 
 class _WithoutEffect(argparse.Action):
-    """Takes a flag of `WITHOUT_EFFECT` and notes it, for one warning of all of them."""
+    """Collects flags of `WITHOUT_EFFECT`, for one warning."""
 
     def __call__(self, parser: object, namespace: Any, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, IDLE, [*getattr(namespace, IDLE, ()), str(option_string)])
@@ -118,10 +116,7 @@ def add_flags(
     defaults: Mapping[str, Any] | None = None,
     has_sampling: bool = False,
 ) -> None:
-    """Give every field a flag, but for those `skipped`.
-
-    One that is not given leaves nothing in the options, so that others' defaults hold.
-    """
+    """Add a flag for every field except `skipped`. Absent flags leave no entry in the options."""
     kinds = get_type_hints(cls)
     for field in fields(cls):
         if field.name in skipped:
@@ -142,21 +137,21 @@ def add_flags(
 
 
 def _argument_of(kind: Any, field: Field[Any]) -> dict[str, Any]:
-    """Give argparse's settings for a type: a choice, a switch with its `--no-`, a list by repetition, or a value."""
+    """Return argparse's settings for a type: choice, switch with `--no-`, repeatable flag, or value."""
     members = get_args(kind)
     inner = next((member for member in members if member is not type(None)), kind)
     if inner is bool:
-        # "--disable-x" and "--no-x" have no opposite.
+        # `--disable-x` and `--no-x` get no negation.
         is_opposite = field.name.startswith(("disable_", "no_"))
         return {"action": "store_true" if is_opposite else argparse.BooleanOptionalAction}
     if get_origin(kind) is tuple or isinstance(field.default, tuple) or get_origin(inner) is Sequence:
-        # One value each: with more, a model's name behind them would be taken for another key.
+        # One value per flag, so as not to consume a positional argument.
         item = (get_args(inner) or members)[0]
         metavar = field.metadata["metavar"] or "NAME"
         if field.metadata["takes_several"]:
             return {"action": "extend", "nargs": "+", "type": str, "metavar": metavar}
         return {"action": "append", "type": integer if item is int else str, "metavar": metavar}
-    for literal in (kind, inner):  # a choice, or a choice or None
+    for literal in (kind, inner):
         if get_origin(literal) is Literal:
             return {"choices": get_args(literal)} | ({"type": _dtype} if field.name == "dtype" else {})
     if get_origin(inner) is Mapping:
@@ -168,12 +163,10 @@ def _argument_of(kind: Any, field: Field[Any]) -> dict[str, Any]:
 
 
 def _dtype(text: str) -> str:
-    """Read a type of numbers: vLLM's other names are accepted, too."""
     return DTYPE_NAMES.get(text, text)
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Read a JSON object."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -184,7 +177,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def integer(text: str) -> int:
-    """Read an integer; 1k is 1000 and 1K is 1024, as in vLLM (k, m, g, t and K, M, G, T)."""
+    """Parse an integer; suffixes k, m, g, t are decimal, K, M, G, T binary, as in vLLM."""
     match = re.fullmatch(r"([+-]?\d+)([kmgtKMGT]?)", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer (1k is 1000, 1K is 1024)")
@@ -192,12 +185,11 @@ def integer(text: str) -> int:
 
 
 def _integer_or_none(text: str) -> int | None:
-    """Read an integer, or "none" or "auto" for what is chosen without one."""
     return None if text in ("none", "auto") else integer(text)
 
 
 def read_config_file(path: str, arguments: Sequence[str]) -> list[str]:
-    """Read a YAML file of flags, as `max-model-len: 4k`; return those that `arguments` do not give, as arguments."""
+    """Return flags from YAML such as `max-model-len: 4k`, unless in `arguments`."""
     import yaml
 
     try:

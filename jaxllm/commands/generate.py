@@ -1,6 +1,6 @@
 """`jaxllm generate`: continue prompts from arguments, a file or standard input.
 
-Knows what it reads and writes; a single prompt at a terminal streams.
+A single prompt on a terminal streams.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from jaxllm.errors import UserError
 from jaxllm.outputs import Logprob, RequestOutput
 from jaxllm.sampling_params import SamplingParams
 
-GENERATE_TOKENS = 128  # default of `--max-tokens`: a look at a model, not an essay
+GENERATE_TOKENS = 128
 
 _IN_JSON = ("logprobs", "prompt_logprobs", "logprob_token_ids")
 
 
 def add(commands: Subparsers) -> None:
-    """Describe the command."""
+    """Add the command."""
     parser = new_command(commands, "generate", run, "continue prompts")
     parser.description = (
         "Continue each prompt. Without PROMPT and --file, standard input is one prompt, and so is the PROMPT '-'."
@@ -45,14 +45,14 @@ def add(commands: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Continue the prompts and write what came; 1 where an output failed, 130 after ^C."""
+    """Continue the prompts and write the outputs; 1 if an output failed, 130 after ^C."""
     options, adapter = with_lora(options)
     engine_config(options)
     own = params_of(options, GENERATE_TOKENS)
     if not options["json"]:
         _warn_of_numbers(own)
     jobs = _read_prompts(options, own)
-    with open_llm(options, precompile="background") as llm:  # a GPU's programs take a minute
+    with open_llm(options, precompile="background") as llm:  # compiling for a GPU takes a minute
         default = llm.get_default_sampling_params()
         params = [replace(default, **{**own, **override}) for _, override in jobs]
         started = time.monotonic()
@@ -72,14 +72,12 @@ def run(options: dict[str, Any]) -> int:
 
 
 def _warn_of_numbers(own: Mapping[str, Any]) -> None:
-    """Say which flags show nothing without --json."""
     names = [flag_of(name, SamplingParams) for name in _IN_JSON if own.get(name) is not None]
     if names:
         print(f"jaxllm: warning: {', '.join(names)}: log-probabilities are written with --json alone", file=sys.stderr)
 
 
 def _read_prompts(options: Mapping[str, Any], own: Mapping[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
-    """Collect the prompts, each with the sampling parameters of its own."""
     prompts, file = options["prompts"], options["file"]
     if file is not None and prompts:
         raise Usage("give prompts as arguments or with --file, not both")
@@ -96,7 +94,6 @@ def _read_prompts(options: Mapping[str, Any], own: Mapping[str, Any]) -> list[tu
 
 
 def _prompts_of_file(file: str, own: Mapping[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
-    """Read a prompt a line, or a JSON object a line; blank lines are skipped."""
     lines = [(number, line) for number, line in enumerate(_read(file).split("\n"), 1) if line.strip()]
     if not lines or not (file.endswith(".jsonl") or lines[0][1].lstrip().startswith("{")):
         return [(line, {}) for _, line in lines]
@@ -108,7 +105,7 @@ def _prompts_of_file(file: str, own: Mapping[str, Any]) -> list[tuple[Any, dict[
                 raise UserError('expected an object with a "prompt"')
             prompt = record.pop("prompt")
             SamplingParams(**{**own, **record})
-        except ValueError as error:  # json's and ours
+        except ValueError as error:  # UserError is a ValueError
             raise UserError(f"{file}, line {number}: {error}") from error
         except RecursionError as error:
             raise UserError(f"{file}, line {number}: its lists and objects are nested too deeply") from error
@@ -117,7 +114,6 @@ def _prompts_of_file(file: str, own: Mapping[str, Any]) -> list[tuple[Any, dict[
 
 
 def _read(file: str) -> str:
-    """Read a file, or standard input for '-', as UTF-8."""
     try:
         if file == "-":
             return sys.stdin.read()
@@ -128,7 +124,6 @@ def _read(file: str) -> str:
 
 
 def _write(outputs: Sequence[RequestOutput], as_json: bool) -> None:
-    """Write finished outputs: text, with a header each where there are several, or JSON lines."""
     several = len(outputs) > 1 or len(outputs[0].outputs) > 1
     for output in outputs:
         for completion in output.outputs:

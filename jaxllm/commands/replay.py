@@ -1,4 +1,4 @@
-"""`jaxllm replay`: run what `jaxllm serve --record` wrote, check that the plans are the same, and show them."""
+"""`jaxllm replay`: re-run and verify a recording of `jaxllm serve --record`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def add(commands: Subparsers) -> None:
-    """Describe the command."""
+    """Add the command."""
     parser = new_command(commands, "replay", run, "run a recording of a server's scheduler, without its model")
     parser.description = (
         "Run what `jaxllm serve --record FILE` wrote down: every request, plan and token, without the "
@@ -39,7 +39,7 @@ def add(commands: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Replay and show; 1 where a plan differs or a file breaks off."""
+    """Replay and print; 1 if a plan differs or the file is truncated."""
     from jaxllm.replay.replay import Replay
 
     replay = Replay(options["file"])
@@ -55,7 +55,7 @@ def run(options: dict[str, Any]) -> int:
 
 
 def _show(replay: Replay, options: Mapping[str, Any]) -> str | None:
-    """Replay and show what is asked for; return where a plan differs, None if all are the same."""
+    """Replay and print; return the last plan difference, if any."""
     difference = None
     summary = Summary()
     story = Story(options["request"]) if options["request"] else None
@@ -95,20 +95,18 @@ def _show(replay: Replay, options: Mapping[str, Any]) -> str | None:
 
 
 def _no_request(name: str, summary: Summary, is_whole: bool) -> str:
-    """Say that no request has this name, among all or among those that have come by `--at`."""
     if is_whole:
         return f"no request of the recording is called {name}"
     return f"no request called {name} is there at {summary.last:.6f} s; it may come later: leave out --at"
 
 
 def _write(lines: Iterable[str]) -> None:
-    """Print lines with control characters escaped: names in them come from clients and could command the terminal."""
+    """Print lines with control characters escaped, as clients supply names."""
     for line in lines:
         print(printable(line))
 
 
 def _place(text: str) -> tuple[str, float]:
-    """Read a plan's number, or a time in seconds."""
     match = re.fullmatch(r"(\d{1,15})|(\d{1,12}(?:\.\d{1,9})?)s", text)
     if match is None:
         raise ArgumentTypeError(f"{text!r} is neither a plan's number nor a time as 12.5s")
@@ -122,12 +120,12 @@ def _is_at(place: tuple[str, float], moment: Moment) -> bool:
 
 
 class Summary:
-    """What a recording holds, in numbers."""
+    """Totals of a recording."""
 
     def __init__(self) -> None:
         self.num_plans = 0
         self._first: float | None = None
-        self.last = 0.0  # seconds
+        self.last = 0.0
         self._counts: Counter[str] = Counter()
         self._most: Counter[str] = Counter()
 
@@ -153,7 +151,7 @@ class Summary:
                 self._most[name] = max(self._most[name], value)
 
     def lines(self) -> list[str]:
-        """Write it."""
+        """Return the totals as lines."""
         seconds = self.last - (self._first or 0.0)
         written = [f"{value:,} {name}" for name, value in self._counts.items() if value]
         most = [f"{value:,} {name}" for name, value in self._most.items()]
@@ -162,20 +160,17 @@ class Summary:
 
 
 class Story:
-    """What happened to one request, or to the samples of one; an id may be cut short.
-
-    That is the id that the server gave it, with or without what an answer's "id" has before it, or its X-Request-Id.
-    """
+    """The events of a request, identified by a prefix of its id (also without "cmpl-") or X-Request-Id."""
 
     def __init__(self, name: str) -> None:
         self._names = (name, name.removeprefix("cmpl-").removeprefix("chatcmpl-"))
         self.lines: list[str] = []
         self._slots: dict[int, Request] = {}
         self._ids: dict[int, str] = {}
-        self._decoded: dict[int, list[float]] = {}  # times of tokens that were not printed yet
+        self._decoded: dict[int, list[float]] = {}  # times of tokens not printed yet
 
     def take(self, moment: Moment) -> dict[int, str]:
-        """Note an event; return the names of the requests that it concerns, by id."""
+        """Add an event; return the names of sequences concerned, by id."""
         written: dict[int, str] = {}
 
         def note(request_id: int, text: str) -> None:
@@ -222,13 +217,12 @@ class Story:
 
     def _own(self, requests: Any) -> Iterator[Request]:
         for request in requests:
-            _, _, clients = request.name.partition(" (")  # as `serving` writes it
+            _, _, clients = request.name.partition(" (")
             if any(text.startswith(self._names) for text in (request.name, clients)):
                 self._ids[request.sequence_id] = request.name
                 yield request
 
     def _flush(self, request_id: int) -> None:
-        """Print the tokens that came since anything else happened, in one line."""
         times = self._decoded.pop(request_id, [])
         if not times:
             return
@@ -248,7 +242,7 @@ def _sizes(state: State) -> dict[str, int]:
 
 
 def header_lines(replay: Replay) -> list[str]:
-    """Say where a recording is from."""
+    """Format a recording's origin and limits."""
     header = replay.header
     assert header is not None
     started = datetime.fromtimestamp(header.started, UTC).strftime("%Y-%m-%d %H:%M:%S")
@@ -260,7 +254,7 @@ def header_lines(replay: Replay) -> list[str]:
 
 
 def plan_line(moment: Moment) -> str:
-    """Write a plan in a line."""
+    """Format a plan as one line."""
     plan = moment.plan
     assert plan is not None
     chunks = len(plan.slots) - plan.num_decodes
@@ -284,7 +278,7 @@ def _counts(pool: Pool) -> str:
 
 
 def state_lines(moment: Moment) -> list[str]:
-    """Write a plan, and the whole state behind it."""
+    """Format a plan and the full scheduler state."""
     state, plan = moment.state, moment.plan
     assert plan is not None
     rows = {
@@ -320,7 +314,7 @@ def _named(request: Request) -> str:
 
 
 def to_json(moment: Moment, names: Mapping[int, str] | None = None) -> dict[str, Any]:
-    """Write an event; only what concerns `names`, by id, where these are given."""
+    """Return an event as JSON values, restricted to the requests `names`."""
     plan, events = moment.plan, moment.events
 
     def is_shown(request_id: int) -> bool:

@@ -9,7 +9,6 @@ from typing import Any
 from jaxllm.commands.arguments import Subparsers, Usage, add_model, build, engine_config, errors_by_flags, new_command
 from jaxllm.commands.flags import COMMON, add_common_flags, add_engine_flags, add_flags
 from jaxllm.config import EngineConfig
-from jaxllm.model import decoder
 from jaxllm_server.shared.options import ServerOptions
 
 
@@ -71,6 +70,7 @@ def _check(config: EngineConfig, options: ServerOptions) -> None:
     Reads no weights but those of adapters; of a model on the hub the small files are fetched.
     """
     from jaxllm.engine.features.adapters import store
+    from jaxllm.model import decoder
     from jaxllm.setup.model_setup import free_bytes, plan_memory, prepare
     from jaxllm_server.adapters import requests_of
 

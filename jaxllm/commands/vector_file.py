@@ -1,7 +1,4 @@
-"""A file of vectors that grows by whole batches, and goes on where it was broken off.
-
-Knows .npy, JSON lines, and the note beside an unfinished file; not where vectors come from.
-"""
+"""A resumable file of vectors, as .npy or JSON lines."""
 
 from __future__ import annotations
 
@@ -16,11 +13,11 @@ import numpy as np
 
 from jaxllm.errors import UserError
 
-_SAME = 1e-2  # between vectors of one text by one model, in float32 or bfloat16, of the vector's length
+_SAME = 1e-2  # relative to the largest component, for float32 against bfloat16
 
 
 class VectorFile:
-    """Vectors on disk, as long as not all are there with a note of how many are: `PATH.progress.json`."""
+    """A resumable file of vectors; `PATH.progress.json` counts complete rows."""
 
     def __init__(self, path: Path, job: Mapping[str, Any], first: np.ndarray) -> None:
         self.num_rows = 0
@@ -42,13 +39,13 @@ class VectorFile:
         self._file.close()
 
     def append(self, numbers: Sequence[int], texts: Sequence[str], vectors: np.ndarray) -> None:
-        """Write rows; once this returns they are kept."""
+        """Append rows, durably."""
         self._file.seek(0, os.SEEK_END)
         if self._is_binary:
             self._file.write(vectors.astype("<f4").tobytes())
         else:
             for number, text, vector in zip(numbers, texts, vectors, strict=True):
-                # Nine digits give the same float32 again; float64's, which json would write, are twice as many.
+                # Nine digits round-trip float32; json would write twice the digits.
                 values = ", ".join(map("%.9g".__mod__, vector.tolist()))
                 head = json.dumps({"index": number - 1, "text": text}, ensure_ascii=False)
                 self._file.write(f'{head[:-1]}, "embedding": [{values}]}}\n'.encode())
@@ -56,11 +53,11 @@ class VectorFile:
         self._save()
 
     def finish(self) -> None:
-        """Say that all rows are there."""
+        """Mark the file as complete."""
         self._note.unlink()
 
     def _save(self) -> None:
-        """Note how many rows are whole; the header of an .npy file, which has room for any number, says so too."""
+        """Record the number of complete rows, in the note and in the header of an .npy file."""
         if self._is_binary:
             header = io.BytesIO()
             shape = (self.num_rows, len(self._first))
@@ -69,14 +66,14 @@ class VectorFile:
             self._file.write(header.getvalue())
         self._file.flush()
         size = self._file.seek(0, os.SEEK_END)
-        os.fsync(self._file.fileno())  # before the note says that the rows are there
+        os.fsync(self._file.fileno())
         note = {**self._job, "first": self._first.tolist(), "rows": self.num_rows, "bytes": size}
         new = self._note.with_suffix(".new")
         new.write_text(json.dumps(note), encoding="utf-8")
         new.replace(self._note)
 
     def _read_note(self) -> tuple[int, int]:
-        """Return the rows and bytes that are whole; refuse to go on with other texts or another model."""
+        """Return the complete rows and bytes; raises UserError if texts or model have changed."""
         try:
             note = json.loads(self._note.read_text(encoding="utf-8"))
             changed = [name for name, value in self._job.items() if note[name] != value]

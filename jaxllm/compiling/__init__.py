@@ -1,1 +1,1 @@
-"""Compiles programs, and keeps them between processes."""
+"""Compile programs and cache them between processes."""

@@ -1,7 +1,7 @@
-"""The manifest of ahead-of-time compiled programs: the model, sizes, versions and devices they were compiled for.
+"""The manifest of ahead-of-time compiled programs: model, sizes, versions, devices.
 
-A start with the same folder takes sizes that the user did not set from here, above all the number of KV blocks, which
-otherwise depends on the free memory. So it needs no other program. Knows files and plain values, no device.
+A start with the same folder takes unset sizes from it; the number of KV blocks would otherwise depend on free memory,
+and require other programs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxllm.model.spec import Spec
 
 
 def read(folder: Path, spec: Spec) -> dict[str, Any]:
-    """Return the manifest of a model in `folder`, {} if there is none."""
+    """Return a model's manifest in `folder`, {} if missing."""
     file = path(folder, spec)
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
@@ -31,14 +31,14 @@ def read(folder: Path, spec: Spec) -> dict[str, Any]:
 
 
 def write(folder: Path, spec: Spec, record: Mapping[str, Any]) -> Path:
-    """Write the manifest of a model into `folder`; return the file."""
+    """Write a model's manifest into `folder`; return its path."""
     file = path(folder, spec)
     file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return file
 
 
 def difference(recorded: Mapping[str, Any], actual: Mapping[str, Any]) -> str:
-    """Describe in one line why a start cannot use the prepared programs, "" if it can.
+    """Return why a start cannot use the compiled programs, in one line; "" if it can.
 
     >>> difference({"jax": "0.11.2", "num_kv_blocks": 400}, {"jax": "0.12.0", "num_kv_blocks": 400})
     "jax is '0.12.0', not '0.11.2'"
@@ -48,6 +48,6 @@ def difference(recorded: Mapping[str, Any], actual: Mapping[str, Any]) -> str:
 
 
 def path(folder: Path, spec: Spec) -> Path:
-    """Return the file of a model, named after a digest of the model's `Spec`."""
+    """Return the manifest's path, which contains a digest of `spec`."""
     digest = hashlib.sha256(repr(spec).encode()).hexdigest()
     return folder / f"jaxllm-{digest[:16]}.json"

@@ -1,4 +1,4 @@
-"""The folder in which JAX keeps compiled programs."""
+"""JAX's persistent compilation cache."""
 
 from __future__ import annotations
 
@@ -12,23 +12,20 @@ _log = logging.getLogger(__name__)
 
 
 def use_compilation_cache(folder: Path) -> None:
-    """Keep all compiled programs in `folder`, for this and later processes.
-
-    If the folder cannot be made, one warning says so and nothing is kept.
-    """
+    """Cache all compiled programs in `folder`; warn and cache nothing if it cannot be created."""
     place = str(folder) if _can_be_folder(folder) else None
     if jax.config.values["jax_compilation_cache_dir"] != place:
-        compilation_cache.reset_cache()  # else JAX keeps using the folder of the process's first engine
+        compilation_cache.reset_cache()  # JAX otherwise keeps the folder of the process's first engine
     jax.config.update("jax_compilation_cache_dir", place)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    # XLA's own caches would be under this folder too, and jax 0.10 hashes their path into every program's key: a moved
-    # folder would never hit. Compiled programs contain what those caches hold.
+    # XLA's caches would be below this folder, and jax 0.10 hashes their path into every key: a moved folder would never
+    # hit.
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 
 
 def _can_be_folder(folder: Path) -> bool:
-    """Make the folder for compiled programs. Without this check JAX would warn once for every program."""
+    """Create the folder. Without this check JAX would warn once per program."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

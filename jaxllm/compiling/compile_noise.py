@@ -1,9 +1,7 @@
-"""Keeps meaningless lines of XLA from the terminal while it compiles for a GPU.
+"""Remove XLA's harmless error lines from the terminal while it compiles for a GPU.
 
-XLA's tuner writes `cuda_timer.cc:87] Delay kernel timed out` as an error where a measurement is less exact than it
-could be. A threshold would hide errors with it, so standard error goes through another process, which removes only
-these lines and survives an abort of this one. The command line alone uses it: a library must not replace standard
-error.
+The autotuner logs `cuda_timer.cc:87] Delay kernel timed out` as an error. A log threshold would hide real errors, so a
+process filters standard error, which survives an abort of this one.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# An unfinished line is held back only if it begins like a line of XLA's log.
+# Unfinished lines are delayed only if they begin like XLA's log lines.
 _FILTER = r"""
 import os, re
 noise = re.compile(rb"[^\r\n]*cuda_timer\.cc:\d+\] [^\r\n]*[Dd]elay kernel[^\n]*(\n|$)")
@@ -33,21 +31,21 @@ os.write(1, noise.sub(b"", rest))
 
 
 class StandardError:
-    """The process's standard error, from which lines can be filtered."""
+    """The process's standard error, with optional filtering."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._is_wanted = False
-        self._num_inside = 0  # threads in `hidden`
-        self._original = -1  # while it is replaced
+        self._num_inside = 0
+        self._original = -1
 
     def hide(self) -> None:
-        """From now on `hidden` hides lines."""
+        """Enable `hidden`."""
         self._is_wanted = True
 
     @contextmanager
     def hidden(self, platform: str) -> Iterator[None]:
-        """Hide those lines while the block compiles; threads may be inside at once. Nothing is done without `hide`."""
+        """Filter those lines while the block compiles, if `hide` was called. Thread-safe."""
         if not self._is_wanted or platform != "gpu":
             yield
             return
@@ -65,7 +63,7 @@ class StandardError:
             sys.stderr.flush()
             try:
                 self._original = os.dup(2)
-            except OSError:  # no descriptor is free: the lines are printed
+            except OSError:
                 self._original = -1
                 return
             command = [sys.executable, "-S", "-E", "-c", _FILTER]
@@ -73,7 +71,7 @@ class StandardError:
                 filtering = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=self._original, start_new_session=True
                 )
-            except OSError:  # no process can be started: the lines are seen
+            except OSError:
                 return
             assert filtering.stdin is not None
             os.dup2(filtering.stdin.fileno(), 2)
@@ -84,7 +82,7 @@ class StandardError:
             self._num_inside -= 1
             if not self._num_inside and self._original >= 0:
                 sys.stderr.flush()
-                os.dup2(self._original, 2)  # closes the pipe: the other process writes the rest, and ends
+                os.dup2(self._original, 2)  # closes the pipe: the filter writes the rest and exits
                 os.close(self._original)
 
 

@@ -1,4 +1,4 @@
-"""Compiling behind the steps of a serving engine."""
+"""Background compilation during steps."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from jaxllm.threads import start_thread
 
 
 def run_at_idle_priority(call: Callable[[], Any]) -> Any:
-    """Run `call` on a thread of low priority and return its result.
+    """Run `call` on a low-priority thread and return its result.
 
-    Only for compiling: a thread of low priority that holds the interpreter's lock, as in tracing, would delay steps.
+    For compiling only: tracing holds the GIL, and at low priority would delay steps.
     """
     outcome: Future[Any] = Future()
 
@@ -33,11 +33,11 @@ def run_at_idle_priority(call: Callable[[], Any]) -> Any:
 
 
 def _take_idle_priority() -> None:
-    """Give this thread, and those in which XLA's CPU back end runs LLVM, idle priority, so that steps go first.
+    """Give this thread, and those in which XLA's CPU back end runs LLVM, idle priority.
 
-    LLVM's threads are made by a process's first compilation and do two thirds of the work; they do not inherit the
-    priority of the calling thread. They keep the low priority, since raising it may need privileges: a later engine of
-    the process starts more slowly where other programs keep all cores busy (DECISIONS 40).
+    LLVM's threads, created by a process's first compilation, do two thirds of the work and do not inherit priority.
+    They keep it, since raising it may need privileges, so later engines start more slowly on busy machines (DECISIONS
+    40).
     """
     if sys.platform != "linux":
         return
@@ -47,5 +47,5 @@ def _take_idle_priority() -> None:
             if (thread / "comm").read_text().startswith("llvm-worker"):
                 threads.append(int(thread.name))
     for thread in threads:
-        with suppress(ProcessLookupError, PermissionError):  # a sandbox may forbid it
+        with suppress(ProcessLookupError, PermissionError):  # forbidden in some sandboxes
             os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))

@@ -1,12 +1,9 @@
-"""Compiled programs in files, which a later start reads without tracing.
+"""A cache of compiled programs that a later start reads without tracing.
 
-A file `.program` is named after a digest of the program's text, which exists only after tracing, and of the compiler
-and its options. A file `.key`, named after a digest of all inputs of tracing (program_digest.py), holds the digest of
-the text. So a start reads two files, and if the source has changed but not the text, nothing is compiled.
-
-JAX reads a program with pickle, which can run code. So it is read only if folder and file belong to this user, or
-to root, and no other user may write them. A SHA-256 finds files that were damaged. Files are written under another name
-and renamed, so that processes which write the same program do not disturb each other. Knows no models and no steps.
+A `.program` file is named after a digest of the program's text, known after tracing, and of the compiler and its
+options. A `.key` file, named after a digest of tracing's inputs (program_digest.py), contains the text's digest.
+Deserializing uses pickle, which can run code; so folder and file must belong to this user or root and be writable by no
+other.
 """
 
 from __future__ import annotations
@@ -33,25 +30,25 @@ from jax.tree_util import PyTreeDef, default_registry
 from jaxllm.compiling.program_digest import Undigested, digest, digest_options
 
 _MAGIC = b"jaxllm program 1\n"
-_HEADER = struct.Struct(f"<{len(_MAGIC)}s32s32sQ")  # magic, digest, SHA-256 of the payload and its bytes
-_SIZES = struct.Struct("<3Q")  # in a payload: of the executable, and of the trees of arguments and of results
+_HEADER = struct.Struct(f"<{len(_MAGIC)}s32s32sQ")  # magic, digest, SHA-256 of the payload, payload bytes
+_SIZES = struct.Struct("<3Q")  # bytes of the executable, argument tree and result tree
 _UNFINISHED = ".part"
-_ABANDONED = 3600.0  # seconds after which an unfinished file is deleted: its process has ended
+_ABANDONED = 3600.0  # seconds after which an unfinished file is deleted
 _log = logging.getLogger(__name__)
 
 
 class KeptPrograms:
-    """The programs of one engine that are kept in a folder. Threads may use it at once."""
+    """An engine's cache of compiled programs. Thread-safe."""
 
     def __init__(
         self, folder: Path, most_bytes: int, depends: Callable[[], tuple[str, str]], devices: Sequence[Any]
     ) -> None:
-        """Keep at most `most_bytes` in `folder`; with 0 nothing is kept and nothing read.
+        """Cache at most `most_bytes` in `folder`; 0 disables the cache.
 
         `depends` returns two digests: of the inputs of tracing, and of the compiler, its options and `devices`. If it
-        raises `Undigested`, no program is kept.
+        raises `Undigested`, the cache is disabled.
         """
-        self.num_read, self.seconds = 0, 0.0  # added up over threads
+        self.num_read, self.seconds = 0, 0.0
         self._folder, self._most_bytes, self._devices = folder, most_bytes, devices
         self._lock = threading.Lock()
         self._depends = ("", "")
@@ -64,23 +61,23 @@ class KeptPrograms:
                 _log.info("programs are not kept whole: they depend on a %s, whose content is unknown", kind)
 
     def make(self, name: str, key: Any, lower: Callable[[], jax.stages.Lowered]) -> Any:
-        """Return the program that is kept under `name` and `key`, or else trace and compile it."""
+        """Return a cached program, or trace and compile it."""
         program = self.read(name, key)
         return self.compile(name, key, lower()) if program is None else program
 
     def read(self, name: str, key: Any) -> Any | None:
-        """Return a program that is kept, without tracing; else None."""
+        """Return a cached program without tracing; None if not cached."""
         if not self.is_on:
             return None
         text = self._content(*self._key_file(name, key))
         return None if text is None else self._program(name, text)
 
     def has(self, name: str, key: Any) -> bool:
-        """Whether a program is likely to be kept."""
+        """Return whether a program is probably cached."""
         return self.is_on and self._key_file(name, key)[0].exists()
 
     def compile(self, name: str, key: Any, lowered: jax.stages.Lowered) -> Any:
-        """Compile a program and keep it, unless one with the same text is kept."""
+        """Compile a program and cache it, unless its text is cached."""
         if not self.is_on:
             return lowered.compile()
         text = bytes.fromhex(digest(self._depends[1], digest_options(), lowered.as_text()))
@@ -93,7 +90,6 @@ class KeptPrograms:
         return program
 
     def _key_file(self, name: str, key: Any) -> tuple[Path, bytes]:
-        """Return the file that holds the digest of a program's text, and its own digest."""
         own = digest(self._depends, digest_options(), name, key)
         return self._folder / f"{name}-{own[:32]}.key", bytes.fromhex(own)
 
@@ -118,7 +114,7 @@ class KeptPrograms:
         return serialize_executable.deserialize_and_load(executable, in_tree, out_tree, client, self._devices)
 
     def _content(self, file: Path, own: bytes, load: Callable[[memoryview], Any] = bytes) -> Any | None:
-        """Return the content of a file, or None without one. A file that cannot be used is reported in one line."""
+        """Return a file's content; None if missing, or unusable (logged)."""
         try:
             content = load(_checked(_read(file), own))
         except FileNotFoundError:
@@ -127,12 +123,12 @@ class KeptPrograms:
             reason = " ".join(str(failure).split()) or type(failure).__name__
             _log.warning("%s is ignored and its program compiled anew: %.300s", file, reason)
             return None
-        with suppress(OSError):  # a folder that cannot be written
+        with suppress(OSError):
             os.utime(file)
         return content
 
     def _keep(self, name: str, place: tuple[Path, bytes], pack: Callable[[], bytes]) -> bool:
-        """Write a file, then delete the least recently used ones; return whether it was written."""
+        """Write a file and evict the least recently used; return whether written."""
         try:
             payload = pack()
             if len(payload) > self._most_bytes:
@@ -140,7 +136,7 @@ class KeptPrograms:
             _write(place[0], _HEADER.pack(_MAGIC, place[1], hashlib.sha256(payload).digest(), len(payload)), payload)
             with self._lock:
                 _trim(self._folder, self._most_bytes)
-        except Exception as failure:  # a full disk; a program with a call back to the host
+        except Exception as failure:  # full disk, or a program with host callbacks
             _log.info("program %s is not kept whole: %.300s", name, " ".join(str(failure).split()))
             return False
         return True
@@ -161,14 +157,14 @@ def _checked(content: bytes, own: bytes) -> memoryview:
 
 
 def _compiled(lowered: jax.stages.Lowered) -> tuple[Any, bool]:
-    """Compile, past JAX's cache if possible; return the program, and whether it was not found there.
+    """Compile, bypassing JAX's cache if possible; return the program, and whether it is new.
 
-    A program for CPUs that was read from JAX's cache does not work when it is serialized again (jaxlib 0.10 to 0.12).
+    A CPU program from JAX's cache breaks when serialized again (jaxlib 0.10 to 0.12).
     """
     hits = _hits()
     hits.count = 0
     with ExitStack() as entered:
-        with suppress(ImportError, AttributeError):  # it is not public: else JAX keeps the program once more
+        with suppress(ImportError, AttributeError):  # private; without it JAX also caches the program
             from jax._src.config import persistent_cache_min_compile_time_secs as least
 
             entered.enter_context(least(float("inf")))
@@ -178,7 +174,7 @@ def _compiled(lowered: jax.stages.Lowered) -> tuple[Any, bool]:
 
 @functools.cache
 def _hits() -> threading.local:
-    """Return a counter for each thread of the programs that it found in JAX's cache."""
+    """Return this thread's counter of JAX cache hits."""
     hits = threading.local()
 
     def listen(event: str, **_: str | int) -> None:
@@ -199,7 +195,7 @@ def _payload(program: Any) -> bytes:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Make the folder; return whether files in it can be trusted, with one line in the log if not."""
+    """Create the folder; return whether its files can be trusted, with a warning if not."""
     try:
         if not hasattr(os, "getuid"):
             raise ValueError("this system does not say whose a file is")
@@ -218,7 +214,6 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _check_owner(status: os.stat_result) -> None:
-    """Refuse a file that another user could have written."""
     if status.st_uid not in (os.getuid(), 0):
         raise ValueError("it belongs to another user")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -238,7 +233,7 @@ def _write(file: Path, *parts: bytes) -> None:
     descriptor, unfinished = tempfile.mkstemp(_UNFINISHED, file.stem, file.parent)
     try:
         with open(descriptor, "wb") as stream:
-            os.fchmod(descriptor, 0o644)  # root's programs serve others
+            os.fchmod(descriptor, 0o644)  # root's programs serve other users
             stream.writelines(parts)
         os.replace(unfinished, file)
     except BaseException:
@@ -248,10 +243,10 @@ def _write(file: Path, *parts: bytes) -> None:
 
 
 def _trim(folder: Path, most_bytes: int) -> None:
-    """Delete the least recently used files, until the others have at most `most_bytes`."""
+    """Delete the least recently used files above `most_bytes`."""
     kept, now = [], time.time()
     for entry in os.scandir(folder):
-        with suppress(FileNotFoundError):  # another process has deleted or renamed it
+        with suppress(FileNotFoundError):
             status = entry.stat(follow_symlinks=False)
             if entry.name.endswith((".key", ".program")):
                 kept.append((status.st_mtime, status.st_size, entry.path))

@@ -1,6 +1,6 @@
-"""Digests of all that a compiled program depends on: programs with the same digest are the same.
+"""Digests of everything that a compiled program depends on.
 
-Values of unknown kinds raise `Undigested`: a program that depends on one is not kept.
+Values of unknown types raise `Undigested`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _PACKAGES = (
     *("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-cuda12-pjrt", "jax-cuda13-pjrt"),
     *("triton", "jax-triton", "flashinfer-python", "numpy", "ml-dtypes"),
 )
-_VARIABLES = ("XLA_FLAGS", "TF_XLA_", "TRITON_", "NVIDIA_TF32_OVERRIDE")  # beginnings of names
-# Options of JAX that change no program: about its cache and its logs.
+_VARIABLES = ("XLA_FLAGS", "TF_XLA_", "TRITON_", "NVIDIA_TF32_OVERRIDE")  # prefixes
+# Prefixes of JAX options that do not affect programs.
 _WITHOUT_EFFECT = (
     *("jax_compilation_cache", "jax_persistent_cache", "jax_raise_persistent_cache", "jax_enable_compilation_cache"),
     *("jax_log", "jax_debug_log", "jax_explain", "jax_traceback", "jax_tracer_error", "jax_pprint", "jax_platforms"),
@@ -39,11 +39,11 @@ _WITHOUT_EFFECT = (
 
 
 class Undigested(Exception):
-    """A value whose content is unknown; the text names its kind."""
+    """A value of unknown type, which the message names."""
 
 
 def digest(*values: Any) -> str:
-    """Return the SHA-256 of plain values, arrays, shardings and dataclasses of them, in hexadecimal digits."""
+    """Return the hexadecimal SHA-256 of plain values, arrays, shardings and dataclasses of them."""
     found = hashlib.sha256()
     _add(found, values)
     return found.hexdigest()
@@ -51,7 +51,7 @@ def digest(*values: Any) -> str:
 
 @functools.cache
 def digest_source() -> str:
-    """Return a digest of the files from which programs are traced."""
+    """Return a digest of the source files of traced programs."""
     found = hashlib.sha256()
     for root in (Path(__file__).parents[1], Path(str(pallas_kernels.__file__)).parent):
         for file in sorted(path for path in root.rglob("*") if path.suffix in _SOURCES):
@@ -60,7 +60,7 @@ def digest_source() -> str:
 
 
 def digest_compiler(devices: tuple[Any, ...]) -> str:
-    """Return a digest of the versions, flags and devices with which the text of a program is compiled."""
+    """Return a digest of the versions, flags and devices for compiling."""
     client = devices[0].client
     kinds = [
         (device.platform, device.device_kind, str(getattr(device, "compute_capability", ""))) for device in devices
@@ -78,7 +78,7 @@ def digest_compiler(devices: tuple[Any, ...]) -> str:
 
 
 def digest_options() -> str:
-    """Return a digest of JAX's options, as they are in the calling thread."""
+    """Return a digest of JAX's options in the calling thread."""
     options: Any = jax.config
     values = options.values | {"jax_default_matmul_precision": options.jax_default_matmul_precision}
     return digest({name: repr(value) for name, value in values.items() if not name.startswith(_WITHOUT_EFFECT)})
@@ -97,26 +97,26 @@ def _versions() -> dict[str, str]:
 
 @functools.cache
 def host() -> tuple[Any, ...]:
-    """Describe the processor: the instructions it has, and the cores among which XLA divides work."""
+    """Return the processor's instruction sets, model, and cores available to XLA."""
     if sys.platform == "linux":
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         named = ("model name", "cpu family", "model\t", "CPU implementer", "CPU part", "Features")
         model = "\n".join(dict.fromkeys(line for line in lines if line.startswith(named)))
     else:
-        model = repr(platform.uname()[2:])  # on a Mac the kernel's version names the chip
+        model = repr(platform.uname()[2:])  # on a Mac the kernel version names the chip
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return sorted(build.processor()), model, cores
 
 
 def cpu_name() -> str:
-    """Return the processor's name, and the number of cores that its programs are compiled for."""
+    """Return the processor's name and number of cores."""
     _, model, cores = host()
     names = [line.partition(":")[2].strip() for line in model.splitlines() if line.startswith("model name")]
     return f"{names[0] if names else model}, {cores} cores"
 
 
 def _add(found: Any, value: Any) -> None:
-    """Add a value, with its kind and length, so that different values add different bytes."""
+    """Add a value, its type and length, so that different values differ in bytes."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if value is None or isinstance(value, bool | int | float | complex | str):
         _add_bytes(found, kind, repr(value).encode())

@@ -1,4 +1,4 @@
-"""How long each part of a start took, and why. Knows JAX's events of compilation; knows no engine."""
+"""Durations of the phases of an engine's start."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import jax
 
 
 class Phase(NamedTuple):
-    """A part of a start."""
+    """A phase of a start."""
 
     name: str
     seconds: float
-    cause: str = ""  # what it was spent on
-    is_beside: bool = False  # on other threads, while other phases went on
+    cause: str = ""
+    is_beside: bool = False  # concurrent with other phases
 
 
 class Phases:
-    """Collects the phases of a start. Phases follow each other, except those noted as `beside`."""
+    """Collects sequential phases, and concurrent ones added by `note_beside`."""
 
     def __init__(self) -> None:
         self._noted: list[Phase] = []
@@ -29,23 +29,23 @@ class Phases:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[list[str]]:
-        """Time the block; texts appended to the list explain the time."""
+        """Time the block; append details to the yielded list."""
         start, causes = time.perf_counter(), list[str]()
         yield causes
         self._noted.append(Phase(name, time.perf_counter() - start, ", ".join(causes)))
 
     def note_beside(self, name: str, seconds: float, cause: str) -> None:
-        """Add what other threads did at the same time."""
+        """Add the time of concurrent work."""
         self._noted.append(Phase(name, seconds, cause, is_beside=True))
 
     def finished(self) -> tuple[Phase, ...]:
-        """Return all phases, then one with the rest of the time since the beginning."""
+        """Return all phases, then "other", the remaining time."""
         rest = time.perf_counter() - self._began - sum(phase.seconds for phase in self._noted if not phase.is_beside)
         return (*self._noted, Phase("other", rest))
 
 
 def describe(phases: tuple[Phase, ...]) -> str:
-    """Write the phases of a start as a small table."""
+    """Format phases as a table."""
     total = sum(phase.seconds for phase in phases if not phase.is_beside)
     lines = [f"ready in {total:.2f} s:"]
     for phase in phases:
@@ -57,25 +57,25 @@ def describe(phases: tuple[Phase, ...]) -> str:
 
 
 class Compilations:
-    """Counts what JAX compiles and what it finds in its cache, in this process, from `begin` to `end`."""
+    """Counts and times this process's compilations and JAX cache hits, from `begin` to `end`."""
 
     def __init__(self) -> None:
         self.num_compiled = self.num_found = 0
-        self.compile_seconds = self.found_seconds = 0.0  # added up over threads
+        self.compile_seconds = self.found_seconds = 0.0
         self._finding = threading.local()
         self._lock = threading.Lock()
 
     @property
     def seconds(self) -> float:
-        """Seconds of both, added up over threads."""
+        """Return total seconds, summed over threads."""
         return self.compile_seconds + self.found_seconds
 
     def begin(self) -> None:
-        """Start to count."""
+        """Start counting."""
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
     def end(self) -> None:
-        """Count no more."""
+        """Stop counting."""
         jax.monitoring.unregister_event_duration_listener(self._listen)
 
     def __str__(self) -> str:
@@ -85,7 +85,7 @@ class Compilations:
         )
 
     def _listen(self, event: str, duration_secs: float, **_: str | int) -> None:
-        # JAX reports a cached program twice, on the same thread: as retrieved, then as if it had been compiled.
+        # JAX reports a cached program twice on a thread: as retrieved, then as compiled.
         if event == "/jax/compilation_cache/cache_retrieval_time_sec":
             self._finding.is_found = True
         elif event == "/jax/core/compile/backend_compile_duration":

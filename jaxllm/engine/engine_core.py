@@ -1,6 +1,6 @@
-"""The loop of an engine: plan a step, dispatch it, commit its result, and make outputs.
+"""The engine's step loop: plan a step, dispatch it, commit its result, and make outputs.
 
-All that a request may ask for besides plain sampling is a feature (features/feature.py), and none is named here.
+Sampling options beyond the plain ones are features, see features/feature.py.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from jaxllm.metrics import Load, Metrics
 from jaxllm.outputs import FinishReason, RequestOutput
 from jaxllm.runner.model_runner import Flight, HeldStep
 from jaxllm.runner.profiling import DEFAULT_STEPS, Profile, span
-from jaxllm.runner.results import Result
+from jaxllm.runner.results import StepOutput
 from jaxllm.runner.step_input import StepInput
 from jaxllm.sampling import sampler
 from jaxllm.scheduler.recorded import RecordedScheduler, Recorder
 from jaxllm.scheduler.state import BlockEvent, Events, Plan, Waiting
 
 _log = logging.getLogger(__name__)
-Stuck = list[tuple[Output, str]]  # sequences that cannot go on, and why
+Stuck = list[tuple[Output, str]]  # cannot continue, and the reason
 
 
 class EngineCore:
-    """Continuous batching over one model. Not thread-safe: one thread adds, steps and aborts."""
+    """Continuous batching for one model. Use from one thread."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class EngineCore:
         self.model = parts.model
         self.runner = parts.runner
         self.start_phases = parts.start_phases
-        self.num_rows = 0  # sequences that took part in the last step
+        self.num_rows = 0  # in the last step
         self._clock = parts.clock
         limits = self.runner.limits
         self.scheduler = RecordedScheduler(limits, recorder)
@@ -76,24 +76,24 @@ class EngineCore:
         self.features = Features([feature for feature in made if feature is not None])
         self.outputs.shows, self.outputs.forgets = self.features.show, self.features.forget
         self.inputs = InputProcessor(config, parts.language, limits, self.runner.extras, self.features)
-        self._depth = 2 if config.async_scheduling else 1  # steps in flight
-        # A held step waits for the masks of its rows between its halves, until the one before it is committed.
+        self._depth = 2 if config.async_scheduling else 1  # most steps in flight
+        # Of two steps in flight the second may be a `HeldStep` until the first is committed.
         self._in_flight: deque[tuple[Plan, Flight]] = deque()
-        self._planned: Plan | None = None  # the step that is being dispatched or waited for
+        self._planned: Plan | None = None  # the step being dispatched or awaited
         self._failed_steps = FailedSteps()
-        self._profile: Profile | None = None  # a trace that is being made
-        self._counted: tuple[Waiting, ...] = ()  # the queue that `_waiting_tokens` was computed from
+        self._profile: Profile | None = None
+        self._counted: tuple[Waiting, ...] = ()  # queue counted in `_waiting_tokens`
         self._waiting_tokens = 0
         self._is_closed = False
 
     def accept(
         self, request_id: str, prompt: Prompt, params: Params | None = None, priority: int = 0, **options: Any
     ) -> Accepted:
-        """Check a request and make its token ids, see `InputProcessor.accept`; nothing is queued."""
+        """Validate and tokenize a request, without queuing it; see `InputProcessor.accept`."""
         return self.inputs.accept(request_id, prompt, params, priority, options)
 
     def add(self, requests: Sequence[Accepted]) -> None:
-        """Queue requests that `accept` made; an id that is in use is a UserError, and then none is queued."""
+        """Queue requests; raise RequestIdInUseError, without queuing any, if an id is in use."""
         self._check_open()
         ids = set(self.outputs.groups)
         for accepted in requests:
@@ -113,9 +113,9 @@ class EngineCore:
     def abort_request(
         self, request_ids: str | Iterable[str], reason: FinishReason = "abort"
     ) -> RequestOutput | list[RequestOutput] | None:
-        """Drop a request, or several, in any phase and free its blocks; return its last output.
+        """Abort requests and free their blocks; return the last output.
 
-        For an unknown id that is None; for several ids it is a list, without unknown ones.
+        Returns None for one unknown id; several ids give a list of known ones.
         """
         if not isinstance(request_ids, str):
             return self.abort_requests([(request_id, reason) for request_id in request_ids])
@@ -123,17 +123,17 @@ class EngineCore:
         return outputs[0] if outputs else None
 
     def abort_requests(self, requests: Sequence[tuple[str, FinishReason]]) -> list[RequestOutput]:
-        """Drop requests by internal id, each for a reason; return the last outputs of those that are known."""
+        """Abort requests by internal id, each with a reason; return the last outputs of known ids."""
         return self.outputs.abort(requests)
 
     def take_block_events(self) -> tuple[BlockEvent, ...]:
-        """Return the changes of the prefix cache since the last call, if they are recorded."""
+        """Return the recorded prefix cache changes since the last call."""
         return self.scheduler.take_block_events()
 
     def load(self) -> Load:
-        """Return how busy the engine is; the caller measures speeds."""
+        """Return the engine's load without speeds."""
         state, metrics = self.scheduler.state, self.metrics
-        if state.waiting is not self._counted:  # few steps change it
+        if state.waiting is not self._counted:  # few steps change the queue
             self._counted, self._waiting_tokens = state.waiting, sum(entry.known for entry in state.waiting)
         further: dict[str, Any] = {}
         for load in self.features.load:
@@ -154,14 +154,14 @@ class EngineCore:
         return bool(self.outputs.groups)
 
     def step(self) -> list[RequestOutput]:
-        """Wait for one step and return the outputs that are due (see `SamplingParams.output_kind`).
+        """Complete one step and return the due outputs (see `SamplingParams.output_kind`).
 
-        The next step is given to the device before that, so that it computes while the host reads, answers and plans
-        again (`EngineConfig.async_scheduling`). The result of a row is dropped if its request has ended since.
+        With `EngineConfig.async_scheduling` the next step is dispatched first, to overlap host and device work. Rows of
+        requests that end in between are dropped.
         """
         self._check_open()
         if not self.has_unfinished_requests():
-            self._in_flight.clear()  # their requests have finished or were aborted
+            self._in_flight.clear()
             return []
         with uninterrupted():
             with span("step", step_num=self.metrics.steps):
@@ -193,7 +193,7 @@ class EngineCore:
                 read(plan, result, yielded)
         except Exception as error:
             return [*self.outputs.due(ended, self._clock()), *self._recover(error)]
-        self._failed_steps.reset()  # whatever becomes of the next one, a step has ended
+        self._failed_steps.reset()
         with span("commit"):
             events = self.scheduler.commit(plan, yielded.tokens, result.is_finite, yielded.counts, result.counts)
             ended += self._take_in(plan, result, events)
@@ -209,13 +209,13 @@ class EngineCore:
             self.metrics.generated_tokens += len(events.tokens)
             outputs += self.outputs.take_in(result, events)
             try:
-                ended += self._end_stuck(stuck)  # of those that did not end by their text just now
+                ended += self._end_stuck(stuck)  # sequences still running after their text
             except Exception as error:
                 outputs += self._recover(error)
             return [*outputs, *self.outputs.due(ended, self._clock())] if ended else outputs
 
-    def _take_in(self, plan: Plan, result: Result, events: Events) -> list[SequenceGroup]:
-        """Let features take in a step; one that raises ends the requests of the step that it has a state for."""
+    def _take_in(self, plan: Plan, result: StepOutput, events: Events) -> list[SequenceGroup]:
+        """Pass a committed step to features; if one raises, end its requests in the step."""
         ended: list[SequenceGroup] = []
         for feature in self.features.taking_in:
             try:
@@ -230,7 +230,7 @@ class EngineCore:
         return ended
 
     def _issue(self) -> tuple[Plan, Flight] | None:
-        """Plan a step and give it to the device; None if all requests wait for tokens of steps in flight."""
+        """Plan and dispatch a step; None if all requests wait for tokens in flight."""
         with span("plan"):
             plan = self._planned = self.scheduler.plan(self._clock())
             step = StepInput(plan, self._batch.rows)
@@ -244,10 +244,7 @@ class EngineCore:
         return plan, self.runner.dispatch(step)
 
     def _sample_held(self) -> Stuck:
-        """Let the next step in flight be sampled if it was held: all tokens before it are known now.
-
-        Returns the sequences that cannot go on.
-        """
+        """Sample the next step in flight if it is held; return the sequences that cannot continue."""
         if not self._in_flight:
             return []
         plan, held = self._in_flight[0]
@@ -261,7 +258,6 @@ class EngineCore:
         return masks.stuck
 
     def _end_stuck(self, stuck: Stuck) -> list[SequenceGroup]:
-        """End the requests of sequences that cannot go on, if they have not ended; return them."""
         ended = []
         for own, why in stuck:
             if own.finish_reason is None:
@@ -270,7 +266,7 @@ class EngineCore:
         return ended
 
     def _admit(self, step: StepInput) -> None:
-        """Place newly admitted sequences; add the tokens and extras that the device needs for them before the step."""
+        """Place admitted sequences in slots, and add their tokens and extras to the step."""
         plan = step.plan
         self.metrics.preemptions += len(plan.preempted)
         for sequence_id in plan.preempted:
@@ -289,7 +285,6 @@ class EngineCore:
                     step.tokens += [(admission.slot, position, token) for position, token in enumerate(known)]
 
     def _note_admitted(self, group: SequenceGroup, num_cached: int, now: float) -> None:
-        """Keep when a request was first admitted, and how many of its tokens were cached then."""
         if group.metrics.first_scheduled_time is None:
             group.metrics.first_scheduled_time = now
         if group.num_cached_tokens is None:
@@ -298,9 +293,9 @@ class EngineCore:
             self.metrics.cached_tokens += num_cached
 
     def _recover(self, error: Exception) -> list[RequestOutput]:
-        """After a step that failed: the cache may be lost, so start an empty one and compute running requests again.
+        """Restart with an empty cache after a failed step, recomputing running requests.
 
-        Ends the request that caused the failure, or the largest one if there is no memory; returns its last output.
+        Ends the request at fault, or the largest one if memory is exhausted, and returns its last output.
         """
         plan, self._planned = self._planned, None
         self._in_flight.clear()
@@ -322,7 +317,7 @@ class EngineCore:
         return self.outputs.due([group], self._clock())
 
     def _largest(self, plan: Plan) -> SequenceGroup | None:
-        """Find the request that has the most tokens in a step; of equals the last."""
+        """Return the unfinished request with the most tokens in a step."""
         rows = zip(plan.lengths.tolist(), range(len(plan.slots)), plan.slots.tolist(), strict=True)
         for _, _, slot in sorted(rows, reverse=True):
             sequence = self._batch.owner(slot)
@@ -331,25 +326,25 @@ class EngineCore:
         return None
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks; refused (False) while requests run, because they hold some of them."""
+        """Clear the prefix cache; return False, without clearing, while requests run."""
         if self.scheduler.state.num_running:
             return False
-        self._in_flight.clear()  # their requests have ended, and a replay knows no plan across a reset
+        self._in_flight.clear()  # a replay cannot apply a plan across a reset
         self.scheduler.reset()
         return True
 
     def start_profile(self, folder: str | Path, num_steps: int = DEFAULT_STEPS) -> Profile:
-        """Begin a trace of the next `num_steps` steps, written into `folder` at their end; see profiling.py."""
+        """Trace the next `num_steps` steps into `folder`; see profiling.py."""
         self._check_open()
         self._profile = Profile(folder, num_steps)
         return self._profile
 
     def program_texts(self, names: Collection[str]) -> dict[str, str]:
-        """Return the HLO texts of programs, as a trace names them."""
+        """Return the HLO texts of programs by their names in a trace."""
         return self.runner.program_texts(names)
 
     def close(self) -> None:
-        """Stop background work and free the device's memory; closing twice does nothing."""
+        """Stop background work and free device memory. Idempotent."""
         self._is_closed = True
         if self._profile is not None:
             self._profile.stop()

@@ -1,7 +1,4 @@
-"""The thread of `AsyncLLM` that owns the engine: loads it, takes requests in, computes, calls back the event loop.
-
-Knows the engine and the inbox; of the event loop only how to call its functions.
-"""
+"""The thread of `AsyncLLM` that loads the model and runs the step loop."""
 
 from __future__ import annotations
 
@@ -26,22 +23,22 @@ from jaxllm.scheduler.recorded import Recorder
 from jaxllm.scheduler.state import BlockEvent
 
 _log = logging.getLogger(__name__)
-RATE_SECONDS = 2.0  # over which the speed in `Load` is measured
+RATE_SECONDS = 2.0  # window of the speed in `Load`
 
 
 @dataclass(frozen=True)
 class Listeners:
-    """What the thread calls on the event loop."""
+    """Callbacks that the thread schedules on the event loop."""
 
     ready: Callable[[LLMEngine], None]
-    deliver: Callable[[list[RequestOutput], StepReport | None], None]  # a step's outputs
-    refused: Callable[[str], None]  # the internal id of a request that could not be taken in
-    block_events: Callable[[float, int, tuple[BlockEvent, ...]], None]  # Unix time, tokens of a block, what changed
+    deliver: Callable[[list[RequestOutput], StepReport | None], None]
+    refused: Callable[[str], None]  # internal id of a request that could not be added
+    block_events: Callable[[float, int, tuple[BlockEvent, ...]], None]  # Unix time, block size, changes
     died: Callable[[BaseException], None]
 
 
 class EngineThread:
-    """Runs an engine until `inbox` is stopped or the engine dies. `load` and `step_since` may be read from outside."""
+    """Runs an engine until `inbox` stops or it dies. Other threads may read `load` and `step_since`."""
 
     def __init__(
         self,
@@ -53,11 +50,11 @@ class EngineThread:
         inbox: Inbox,
         loop: asyncio.AbstractEventLoop,
         listeners: Listeners,
-        parts: Parts | None = None,  # what the engine is made of; None: loaded from the model
-        prepare: Callable[[LLMEngine], None] = lambda engine: None,  # called before the engine is ready
+        parts: Parts | None = None,  # None: load the model
+        prepare: Callable[[LLMEngine], None] = lambda engine: None,  # called before `ready`
     ) -> None:
-        self.load = Load()  # after the last step
-        self.step_since: float | None = None  # when the step that is running began
+        self.load = Load()
+        self.step_since: float | None = None
         self._config = config
         self._progress = progress
         self._metrics = metrics
@@ -68,20 +65,20 @@ class EngineThread:
         self._parts = parts
         self._prepare = prepare
         self._clock = time.monotonic if parts is None else parts.clock
-        self._speeds: deque[tuple[float, int]] = deque()  # times, and tokens generated until then
+        self._speeds: deque[tuple[float, int]] = deque()  # (time, generated tokens)
         self._thread = threading.Thread(target=self._run, name="jaxllm-engine", daemon=True)
 
     def start(self) -> None:
-        """Begin to load the model."""
+        """Start the thread, which loads the model."""
         self._thread.start()
 
     def join(self, timeout: float) -> bool:
-        """Wait for the end; return whether it came in time."""
+        """Wait for the thread; return whether it ended within `timeout` seconds."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def call_back(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call a function on the event loop."""
+        """Schedule a function on the event loop."""
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function, *arguments)
 
@@ -90,7 +87,7 @@ class EngineThread:
             pass
 
     def turns(self) -> Iterator[None]:
-        """Load the engine and serve, a turn at each `next`, until stopped or dead; the thread does nothing else."""
+        """Load the engine, then run one iteration per `next` until stopped or dead."""
         engine: LLMEngine | None = None
         try:
             engine = LLMEngine(
@@ -114,7 +111,7 @@ class EngineThread:
                 engine.close()
 
     def _turn(self, engine: LLMEngine) -> bool:
-        """Take what came in, compute a step, hand its outputs over; return whether to go on."""
+        """Process the inbox, compute a step and deliver outputs; return False when stopped."""
         if not engine.has_unfinished_requests():
             self._speeds = deque([(self._clock(), engine.metrics.generated_tokens)])
         taken = self._inbox.take(is_idle=not engine.has_unfinished_requests())
@@ -137,7 +134,6 @@ class EngineThread:
         return True
 
     def _step(self, engine: LLMEngine) -> tuple[list[RequestOutput], StepReport]:
-        """Compute a step and measure it."""
         metrics = engine.metrics
         before = metrics.chunk_tokens, metrics.generated_tokens
         started = self.step_since = self._clock()
@@ -164,11 +160,11 @@ class EngineThread:
         aborted: list[tuple[str, FinishReason]],
         calls: list[Callable[[LLMEngine], None]],
     ) -> list[RequestOutput]:
-        """Add and abort requests, run what was asked for; return the last outputs of aborted requests."""
+        """Add and abort requests and run calls; return the last outputs of aborted requests."""
         try:
             if added:
                 engine.add(added)
-        except Exception:  # on behalf of one of them: add each alone
+        except Exception:  # caused by one of them: add each alone
             for accepted in added:
                 try:
                     engine.add([accepted])
@@ -183,7 +179,6 @@ class EngineThread:
 
 
 def _with_speed(load: Load, before: Load) -> Load:
-    """Keep what only a step can measure."""
     return load._replace(
         step_seconds=before.step_seconds, generated_tokens_per_second=before.generated_tokens_per_second
     )

@@ -1,8 +1,7 @@
-"""A few threads for slow work beside the event loop, which clients take in turns.
+"""A thread pool for slow work off the event loop, shared round-robin between clients.
 
-One client never has the last free thread, so that what another brings begins at once; the clients that wait have one
-turn each, again and again. Where clients form groups, the shares are of groups. Work that is cancelled before
-its turn never runs. Belongs to one event loop.
+A client, or a group of clients, never occupies the last free thread. Tasks cancelled before they start never run.
+Belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ _NOBODY = object()
 
 
 class FairThreads:
-    """At least two threads. A client is any name; work of the group None has no bound."""
+    """A fair pool of at least two threads. Clients are hashable; the group None is unbounded."""
 
     def __init__(
         self,
         num_threads: int,
         name: str,
-        share: int | None = None,  # threads that a group may have at most; None: all but one
+        share: int | None = None,  # most threads of one group; None: all but one
         group_of: Callable[[Any], Hashable] = lambda client: client,
     ) -> None:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
@@ -33,10 +32,10 @@ class FairThreads:
         self._share = num_threads - 1 if share is None else share
         self._group_of = group_of
         self._running: Counter[Hashable] = Counter()  # by group
-        self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}  # by client, the next one first
+        self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}  # by client, in service order
 
     async def run(self, client: Hashable, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Run a function in a thread once it is the client's turn."""
+        """Run a function in a thread when the client's turn arrives."""
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
         self._waiting.setdefault(client, deque()).append(turn)
@@ -48,14 +47,14 @@ class FairThreads:
             raise
         try:
             work = loop.run_in_executor(self._pool, function, *arguments)
-        except RuntimeError:  # it was shut down
+        except RuntimeError:  # shut down
             self._give_back(client)
             raise
         work.add_done_callback(partial(self._ended, client))
-        return await asyncio.shield(work)  # a thread goes on when its reader was cancelled, and keeps its place
+        return await asyncio.shield(work)  # a cancelled caller's thread runs on and counts
 
     def shutdown(self) -> None:
-        """Begin nothing more, and wait for nothing."""
+        """Start no further tasks, without waiting for running ones."""
         self._pool.shutdown(wait=False)
 
     def _hand_out(self) -> None:
@@ -66,9 +65,9 @@ class FairThreads:
             turns = self._waiting.pop(client)
             turn = turns.popleft()
             if turns:
-                self._waiting[client] = turns  # behind the others
+                self._waiting[client] = turns  # last
             if turn.done():
-                continue  # cancelled, and `_withdraw` is still to come
+                continue  # `_withdraw` runs later
             turn.set_result(None)
             self._num_free -= 1
             self._running[self._group_of(client)] += 1
@@ -78,17 +77,17 @@ class FairThreads:
         return group is None or self._running[group] < self._share
 
     def _withdraw(self, client: Hashable, turn: asyncio.Future[None]) -> None:
-        if not turn.cancelled():  # the turn came in the same moment
+        if not turn.cancelled():  # granted at the same time
             self._give_back(client)
             return
         turns = self._waiting.get(client, deque())
-        if turn in turns:  # else `_hand_out` has left it out
+        if turn in turns:  # else `_hand_out` removed it
             turns.remove(turn)
             if not turns:
                 del self._waiting[client]
 
     def _ended(self, client: Hashable, work: asyncio.Future[Any]) -> None:
-        work.exception()  # read, or the loop would report what a reader that has gone no longer takes
+        work.exception()  # retrieved, or asyncio logs it for an abandoned task
         self._give_back(client)
 
     def _give_back(self, client: Hashable) -> None:

@@ -1,7 +1,4 @@
-"""From the event loop to the engine's thread: requests to add and to abort, functions to call, whether to pause.
-
-Knows requests; knows neither the engine's loop nor any protocol.
-"""
+"""Queue of requests, aborts and function calls from the event loop to the engine's thread."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Taken(NamedTuple):
-    """What `Inbox.take` returns."""
+    """The content of an `Inbox`."""
 
     added: list[Accepted]
     aborted: list[tuple[str, FinishReason]]
@@ -27,7 +24,7 @@ class Taken(NamedTuple):
 
 
 class Inbox:
-    """Work for the engine. Any thread may put; the engine's thread takes."""
+    """A thread-safe queue with one consumer, the engine's thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -58,7 +55,7 @@ class Inbox:
             self._changed.notify()
 
     def set_paused(self, is_paused: bool) -> None:
-        """Stop computing steps, or go on."""
+        """Pause or resume stepping."""
         with self._changed:
             self._is_paused = is_paused
             self._changed.notify()
@@ -70,11 +67,11 @@ class Inbox:
             self._changed.notify()
 
     def counts(self) -> tuple[int, int]:
-        """Count the sequences that `settle` was not called for, and the tokens of their prompts."""
+        """Return the number of unsettled sequences and of their prompts' tokens."""
         return self._num_sequences, self._num_tokens
 
     def take(self, is_idle: bool) -> Taken:
-        """Take everything; an engine that is idle or paused waits here until there is something."""
+        """Take the whole queue. Blocks while empty if the engine is idle or paused."""
         with self._changed:
             while not (self._added or self._aborted or self._calls or self._is_stopped):
                 if not is_idle and not self._is_paused:
@@ -85,7 +82,7 @@ class Inbox:
             return taken
 
     def settle(self, added: list[Accepted]) -> None:
-        """Stop counting requests that were taken: from now on the engine's own load counts them."""
+        """Stop counting requests that the engine's load now includes."""
         if added:
             with self._changed:
                 self._num_sequences -= sum(accepted.num_sequences for accepted in added)

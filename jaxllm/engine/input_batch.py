@@ -1,7 +1,4 @@
-"""The sequence in each slot, and from them the input of a step: tokens and sampling parameters.
-
-An exception here on behalf of one sequence ends only its request (`RequestFault`). Knows plans and sequences; knows no
-scheduler, device or clock.
+"""The sequence in each slot, and a step's tokens and sampling parameters.
 
 Letters: S slots.
 """
@@ -22,7 +19,7 @@ VARIANTS = tuple(Variant)
 
 
 class RequestFault(Exception):
-    """The input of a step could not be made because of one sequence; `__cause__` says why."""
+    """Making a step's input failed for one sequence; only its request ends. `__cause__` is the exception."""
 
     def __init__(self, sequence: Sequence) -> None:
         super().__init__(sequence.group.request_id)
@@ -31,7 +28,7 @@ class RequestFault(Exception):
 
 @contextmanager
 def blaming(sequence: Sequence) -> Iterator[None]:
-    """Turn any exception of the block into a `RequestFault` of the sequence."""
+    """Convert exceptions of the block to `RequestFault`."""
     try:
         yield
     except Exception as error:
@@ -39,15 +36,15 @@ def blaming(sequence: Sequence) -> Iterator[None]:
 
 
 class InputBatch:
-    """The sequences by slot. A slot keeps its last sequence until the next is placed; only a plan says which run."""
+    """The sequences by slot. A slot keeps its last sequence until reused; plans list the active ones."""
 
     def __init__(self, num_slots: int) -> None:
-        self.rows = np.zeros((num_slots, sampler.ROW_WIDTH), np.int32)  # packed, see sampling.pack_row
+        self.rows = np.zeros((num_slots, sampler.ROW_WIDTH), np.int32)  # see sampling.pack_row
         self._sequences: list[Sequence | None] = [None] * num_slots
         self._variants = np.zeros(num_slots, np.int8)  # index into VARIANTS
 
     def place(self, slot: int, sequence: Sequence) -> None:
-        """Put a sequence into a slot."""
+        """Assign a sequence to a slot."""
         if sequence.row is None:
             raise RuntimeError("a sequence was queued before it was packed")
         self._sequences[slot] = sequence
@@ -62,11 +59,11 @@ class InputBatch:
         return sequence
 
     def variant(self, plan: Plan) -> Variant:
-        """Return the narrowest sampling that serves every row of a plan."""
+        """Return the narrowest sampling variant for all rows of a plan."""
         return VARIANTS[int(self._variants[plan.slots].max())]
 
     def chunks(self, plan: Plan) -> list[np.ndarray]:
-        """Return the tokens of a plan's chunks, int32[·] each."""
+        """Return the tokens of each prompt chunk in a plan, int32[·]."""
         first, chunks = plan.num_decodes, []
         for slot, start, length in zip(
             plan.slots[first:].tolist(), plan.starts[first:].tolist(), plan.lengths[first:].tolist(), strict=True

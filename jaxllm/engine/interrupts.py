@@ -1,4 +1,4 @@
-"""^C during a step, put off until the step's end."""
+"""Delay of SIGINT (^C) until a step ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import FrameType
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Put ^C off until the block ends: inside of a step, requests and device would no longer agree."""
+    """Delay SIGINT until the block ends: a partial step leaves host and device inconsistent."""
     if threading.current_thread() is not threading.main_thread() or not callable(signal.getsignal(signal.SIGINT)):
         yield
         return

@@ -1,4 +1,4 @@
-"""The last changes of the prefix cache, for readers that follow them (a router in front of several engines)."""
+"""Log of prefix cache changes, for readers such as a router."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import NamedTuple
 from jaxllm.errors import OutOfRangeError
 from jaxllm.scheduler.state import BlockEvent, Stored
 
-LOGGED_EVENTS = 100_000  # changes of the prefix cache that are kept for readers that come back: 25 MB
+LOGGED_EVENTS = 100_000  # 25 MB
 
 
 class BlockBatch(NamedTuple):
-    """What entered and left the prefix cache in one step."""
+    """Blocks added to and removed from the prefix cache in one step."""
 
-    sequence: int  # counts from 0 without a gap
+    sequence: int  # consecutive, from 0
     time: float  # seconds since 1970
-    block_size: int  # tokens of a block
+    block_size: int  # tokens
     events: tuple[BlockEvent, ...]
-    adapters: Mapping[int, str] = {}  # names of those that the events number
+    adapters: Mapping[int, str] = {}  # names by the numbers in `events`
 
 
 class BlockLog:
-    """The last changes of the prefix cache, for any number of readers. Belongs to the event loop."""
+    """The most recent changes of the prefix cache. Use on the event loop only."""
 
     def __init__(self, name_of: Callable[[int], str]) -> None:
-        """`name_of` returns the name of an adapter, by its number."""
+        """`name_of` maps an adapter number to its name."""
         self._name_of = name_of
         self._batches: deque[BlockBatch] = deque()
         self._num_events = 0
@@ -36,7 +36,7 @@ class BlockLog:
         self._error: BaseException | None = None
 
     def append(self, time: float, block_size: int, events: tuple[BlockEvent, ...]) -> None:
-        """Note a batch and wake the readers."""
+        """Append a batch and wake the readers."""
         numbers = {event.adapter for event in events if isinstance(event, Stored) and event.adapter}
         names = {number: self._name_of(number) for number in numbers}
         self._batches.append(BlockBatch(self._next, time, block_size, events, names))
@@ -47,7 +47,7 @@ class BlockLog:
         self._wake()
 
     def end(self, error: BaseException) -> None:
-        """End the readers' iterators."""
+        """Raise `error` in every reader."""
         self._error = error
         self._wake()
 
@@ -56,7 +56,7 @@ class BlockLog:
         self._changed = asyncio.Event()
 
     async def read(self, start: int) -> AsyncGenerator[BlockBatch]:
-        """Give the batches from number `start` on, and go on as they come; OutOfRangeError for one that is lost."""
+        """Yield batches from number `start` on, indefinitely; raise OutOfRangeError if it is not in the log."""
         while True:
             first = self._next - len(self._batches)
             if not first <= start <= self._next:

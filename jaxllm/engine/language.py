@@ -1,4 +1,4 @@
-"""`Language`: the tokenizer of a request's texts, and the compiler of grammars over its tokens."""
+"""The tokenizer of a request, and the compiler of grammars over its tokens."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from jaxllm.structured_output.grammars import Grammars
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Language:
-    """The model's own, or one with the tokenizer or the chat template of an adapter."""
+    """The language of the model, or of an adapter with its own tokenizer or chat template."""
 
     model: ModelInfo
     grammars: Grammars
 
     @classmethod
     def of(cls, model: ModelInfo) -> Language:
-        """Return a language with an empty cache of grammars."""
+        """Return a language with an empty grammar cache."""
         return cls(model=model, grammars=Grammars(model.tokenizer, model.vocab_size, model.eos_ids))

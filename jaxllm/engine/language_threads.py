@@ -1,9 +1,8 @@
-"""Threads for the work of adapters: reading one, and the texts of those that bring a tokenizer or a template.
+"""Threads that read adapters and tokenize with an adapter's tokenizer or template.
 
-Separate from the threads in which prompts of the model itself are made, so that an adapter never delays those. Each
-language has one thread at most, in which clients take turns. Work of a client in a language is refused for a while
-after two tasks were ended; reading never is, since one bad adapter must not keep a client from the others. Belongs to
-one event loop.
+They never delay the base model's tokenization. Each language has one thread at most, round-robin between clients. Two
+tasks that exceed their limits bar a client from a language for a while, but not from reading adapters. Belongs to one
+event loop.
 """
 
 from __future__ import annotations
@@ -16,23 +15,23 @@ from jaxllm.engine.fair_threads import FairThreads
 from jaxllm.text.confinement import MOST_PROCESSES, ConfinedError, exceeded
 
 Result = TypeVar("Result")
-_MOST_ENDED = 2  # times that work may be ended before the next is refused …
-_REFUSED_SECONDS = 60.0  # … for so long after the last
-_MOST_REMEMBERED = 10_000  # languages of clients
+_MOST_ENDED = 2  # tasks that exceed limits before refusal …
+_REFUSED_SECONDS = 60.0  # … for this long
+_MOST_REMEMBERED = 10_000  # (language, client) pairs
 
 
 class LanguageThreads:
-    """Runs work for adapters. A language is named by the digest of its files; b"" is the reading of adapters."""
+    """Runs tasks by language, the digest of an adapter's files; b"" is the reading of adapters."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._threads = FairThreads(MOST_PROCESSES, "jaxllm-adapters", share=1, group_of=lambda pair: pair[0])
         self._clock = clock
-        self._ended: dict[tuple[bytes, str | None], tuple[int, float]] = {}  # number of ended tasks, time of the last
+        self._ended: dict[tuple[bytes, str | None], tuple[int, float]] = {}  # count and time of the last
 
     async def run(
         self, language: bytes, client: str | None, function: Callable[..., Result], *arguments: Any
     ) -> Result:
-        """Run a function in a thread once it is the turn of this language and client."""
+        """Run a function in a thread when the turn of this language and client arrives."""
         pair = language, client
 
         def work() -> Result:
@@ -47,7 +46,7 @@ class LanguageThreads:
         return await self._threads.run(pair, work)
 
     def shutdown(self) -> None:
-        """Begin no more work, and do not wait for running work."""
+        """Start no further tasks, without waiting for running ones."""
         self._threads.shutdown()
 
     def _check(self, pair: tuple[bytes, str | None]) -> None:
@@ -58,7 +57,7 @@ class LanguageThreads:
 
     def _note(self, pair: tuple[bytes, str | None]) -> None:
         if not pair[0]:
-            return  # any adapter may be read there
+            return  # reading is never refused
         now = self._clock()
         times, last = self._ended.pop(pair, (0, now))
         self._ended[pair] = 1 + (times if now < last + _REFUSED_SECONDS else 0), now

@@ -1,7 +1,4 @@
-"""The states of an asynchronous engine, as two tables: what the engine does, and how far it is on its way out.
-
-Pure: holds no engine, clock or loop.
-"""
+"""State machine of an asynchronous engine, as two tables: one for work, one for shutdown. Pure."""
 
 from __future__ import annotations
 
@@ -13,19 +10,19 @@ EngineState = Literal["loading", "serving", "paused", "draining", "hung", "dead"
 Event = Literal["ready", "pause", "resume", "announce_drain", "drain", "stop", "die"]
 NOT_STARTED = "The engine was not started: use `async with AsyncLLM(...)` or `await engine.start()`."
 
-# An event that a table does not list changes nothing.
+# Other events leave the state unchanged.
 _WORK = {
     ("loading", "ready"): "serving",
     ("serving", "pause"): "paused",
     ("paused", "resume"): "serving",
 }
 _EXIT = {
-    ("staying", "announce_drain"): "leaving",  # reported as draining, but new requests are still accepted
+    ("staying", "announce_drain"): "leaving",  # health checks report "draining"; requests are still accepted
     ("staying", "drain"): "draining",
     ("leaving", "drain"): "draining",
     ("staying", "stop"): "stopped",
     ("leaving", "stop"): "stopped",
-    ("draining", "stop"): "drained",  # stopped, and later requests still fail as during the drain
+    ("draining", "stop"): "drained",  # later requests still fail with DrainingError
     ("staying", "die"): "dead",
     ("leaving", "die"): "dead",
     ("draining", "die"): "dead",
@@ -36,24 +33,24 @@ _ENDS: dict[str, EngineState] = {"dead": "dead", "stopped": "stopped", "drained"
 
 
 class LifeCycle:
-    """Where an engine is in both tables."""
+    """The current state in both tables."""
 
     def __init__(self) -> None:
         self.work = "loading"
         self.exit = "staying"
 
     def on(self, event: Event) -> None:
-        """Take the transition of an event."""
+        """Apply the transition of an event."""
         self.work = _WORK.get((self.work, event), self.work)
         self.exit = _EXIT.get((self.exit, event), self.exit)
 
     @property
     def has_ended(self) -> bool:
-        """Whether the engine was stopped or has died."""
+        """Whether the engine was stopped or died."""
         return self.exit in _ENDS
 
     def state(self, is_hung: bool) -> EngineState:
-        """Name the state for health checks; `is_hung`: the current step takes too long."""
+        """Return the state for health checks; `is_hung`: the current step exceeds its time limit."""
         if self.exit in ("leaving", "draining"):
             return "draining"
         return _ENDS.get(self.exit) or self._working(is_hung)
@@ -70,7 +67,7 @@ class LifeCycle:
         return not self.has_ended and self._working(is_hung) in ("serving", "paused")
 
     def unavailable(self, is_hung: bool, was_started: bool) -> EngineError | None:
-        """Return why new requests are refused; None if they are accepted."""
+        """Return the error for new requests; None if they are accepted."""
         if self.exit in ("draining", "drained"):
             return DrainingError("The server is shutting down.")
         if self.has_ended:

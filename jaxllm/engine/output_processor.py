@@ -1,7 +1,6 @@
-"""From sampled tokens to outputs: the requests that run, their text as it grows, and the outputs that are due.
+"""Conversion of sampled tokens to request outputs, with detokenization and stop conditions.
 
-An exception on behalf of one request ends that request only. Knows the scheduler, to take out sequences that end by
-their text; knows no device.
+An exception in one request ends only that request.
 """
 
 from __future__ import annotations
@@ -13,19 +12,19 @@ from jaxllm.engine import sequence
 from jaxllm.engine.sequence import SequenceGroup
 from jaxllm.metrics import Metrics
 from jaxllm.outputs import FinishReason, RequestOutput
-from jaxllm.runner.results import Result
+from jaxllm.runner.results import StepOutput
 from jaxllm.sampling_params import RequestOutputKind
 from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm.scheduler.state import Events
 
-FEW_STREAMS = 32  # running sequences up to which every token is an output of its own …
-# … and from which on so many tokens are one: an output costs 30 to 50 us, however many tokens it has.
+FEW_STREAMS = 32  # running sequences; up to this number each token is an output
+# Tokens per output with more sequences: an output costs 30 to 50 us regardless of its tokens.
 MANY_STREAMS_INTERVAL = 8
 _log = logging.getLogger(__name__)
 
 
 class OutputProcessor:
-    """The requests of one engine that have not finished, and their sequences that have not ended."""
+    """The unfinished requests of an engine and their sequences."""
 
     def __init__(self, scheduler: RecordedScheduler, metrics: Metrics, clock: Callable[[], float]) -> None:
         self.groups: dict[str, SequenceGroup] = {}  # by internal id
@@ -33,16 +32,16 @@ class OutputProcessor:
         self._scheduler = scheduler
         self._metrics = metrics
         self._clock = clock
-        self.shows: Sequence[Callable[[SequenceGroup, RequestOutput], None]] = ()  # called with each output
-        self.forgets: Sequence[Callable[[SequenceGroup], None]] = ()  # called with each request that has ended
+        self.shows: Sequence[Callable[[SequenceGroup, RequestOutput], None]] = ()
+        self.forgets: Sequence[Callable[[SequenceGroup], None]] = ()
 
     def add(self, groups: Sequence[SequenceGroup]) -> None:
-        """Take in requests that were queued."""
+        """Register queued requests."""
         self.sequences.update((own.sequence_id, own) for group in groups for own in group.sequences)
         self.groups.update((group.internal_id, group) for group in groups)
 
     def abort(self, requests: Sequence[tuple[str, FinishReason]]) -> list[RequestOutput]:
-        """End requests by internal id, each for a reason; return the last outputs of those that run."""
+        """End requests by internal id, each with a reason; return the outputs of known ids."""
         now = self._clock()
         reasons: dict[str, FinishReason] = dict(requests)
         going: list[tuple[SequenceGroup, FinishReason]] = [
@@ -54,29 +53,29 @@ class OutputProcessor:
         self._scheduler.abort({own.sequence_id: reason for own, reason in ending})
         for own, reason in ending:
             if own.finish_reason is not None:
-                continue  # another sequence of its request has just failed
+                continue  # failed with another sequence of its request
             try:
                 own.read(own.group.tokenizer)
                 own.flush(own.group.tokenizer)
-            except Exception:  # in this request's text: other requests are unaffected
+            except Exception:  # other requests are unaffected
                 self.fail(own.group)
             else:
                 self._end(own, reason, None)
         return [self._finish(group, now) for group, _ in going]
 
-    def take_in(self, result: Result, events: Events) -> list[RequestOutput]:
-        """Append what a step sampled, as far as the scheduler accepted it; return the outputs that are due."""
+    def take_in(self, result: StepOutput, events: Events) -> list[RequestOutput]:
+        """Append the accepted tokens of a step; return the due outputs."""
         now = self._clock()
         changed: dict[str, SequenceGroup] = {}
         columns = events.ids, events.counts, events.rows
         for sequence_id, count, row in zip(*(column.tolist() for column in columns), strict=True):
             own = self.sequences.get(sequence_id)
             if own is None:
-                continue  # it has just failed
+                continue  # it failed in this step
             changed[own.group.internal_id] = own.group
             try:
                 self._append(own, count, row, result, events, now)
-            except Exception:  # in this request's text: the others of the step are unaffected
+            except Exception:  # other requests are unaffected
                 self.fail(own.group)
         for sequence_id in events.failed:
             own = self.sequences.get(sequence_id)
@@ -87,12 +86,12 @@ class OutputProcessor:
         return self.due(changed.values(), now)
 
     def fail(self, group: SequenceGroup) -> None:
-        """End a request for which something raised, while the exception is being handled."""
+        """Log the current exception and end the request."""
         _log.exception("request %s failed", group.request_id)
         self.end_group(group, "the engine could not go on with it")
 
     def due(self, changed: Iterable[SequenceGroup], now: float) -> list[RequestOutput]:
-        """Make the outputs that are due of requests that have changed; forget those that have finished."""
+        """Return the due outputs of changed requests; remove finished requests."""
         interval = 1 if self._scheduler.state.num_running <= FEW_STREAMS else MANY_STREAMS_INTERVAL
         outputs = []
         for group in changed:
@@ -105,26 +104,28 @@ class OutputProcessor:
                 outputs.append(output)
         return outputs
 
-    def _append(self, own: sequence.Sequence, count: int, row: int, result: Result, events: Events, now: float) -> None:
-        """Take in the newest `count` tokens of a sequence, which may end it."""
+    def _append(
+        self, own: sequence.Sequence, count: int, row: int, result: StepOutput, events: Events, now: float
+    ) -> None:
+        """Append a sequence's newest `count` tokens and apply stop conditions."""
         if own.group.metrics.first_token_time is None:
             own.group.metrics.first_token_time = now
         length, end = own.take_in(result, row, count, events.finished.get(own.sequence_id))
         if end is not None:
             if own.sequence_id not in events.finished:
                 self._scheduler.abort({own.sequence_id: end[0]})
-            del own.tokens[length:]  # which the scheduler still knew: so does a replay, which reads no text
+            del own.tokens[length:]  # after `abort`, which records all accepted tokens for replay
             self._end(own, *end)
 
     def end_group(self, group: SequenceGroup, why: str) -> None:
-        """End all sequences of a request as failed."""
+        """End all sequences of a request with an error."""
         ending = [own for own in group.sequences if own.finish_reason is None]
         self._scheduler.abort({own.sequence_id: "error" for own in ending})
         for own in ending:
             self._end(own, "error", why)
 
     def end_all(self, group: SequenceGroup, reasons: Sequence[FinishReason]) -> None:
-        """End all sequences of a request, each for a reason; none of them has ended."""
+        """End all sequences of a running request, each with a reason."""
         self._scheduler.abort({own.sequence_id: "stop" for own in group.sequences})
         for own, reason in zip(group.sequences, reasons, strict=True):
             self._end(own, reason, None)
@@ -134,7 +135,6 @@ class OutputProcessor:
         del self.sequences[own.sequence_id]
 
     def _output(self, group: SequenceGroup, interval: int, now: float) -> RequestOutput | None:
-        """Make a request's output if one is due."""
         if not group.is_due(interval):
             return None
         if group.is_finished:
@@ -151,7 +151,7 @@ class OutputProcessor:
         return output
 
     def _finish(self, group: SequenceGroup, now: float) -> RequestOutput:
-        """Make the last output of a request and forget the request."""
+        """Return the last output of a request and remove it."""
         group.metrics.finished_time = now
         try:
             output = self._show(group)
@@ -161,7 +161,7 @@ class OutputProcessor:
         del self.groups[group.internal_id]
         for forget in self.forgets:
             forget(group)
-        # Counted here and not in `_end`: the last output may have failed, and the count follows what it reports.
+        # Counted last, because making the output may turn a finish reason into "error".
         for own in group.sequences:
             self._metrics.note_finished(own.finish_reason or "error")
         return output

@@ -1,7 +1,4 @@
-"""The way of outputs from the engine's thread to their readers: a stream for each, and the table of all streams.
-
-Belongs to the event loop. Knows requests and their outputs; knows neither the engine's loop nor any protocol.
-"""
+"""Output streams from the engine's thread to readers. Use on the event loop only."""
 
 from __future__ import annotations
 
@@ -14,27 +11,26 @@ from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 
 class Stream:
-    """One request's outputs on their way to its reader; what was not taken yet is one merged output."""
+    """The outputs of one request; unread ones are merged."""
 
     def __init__(self, request_id: str, owner: str, internal_id: str, params: SamplingParams, arrival: float) -> None:
-        self.request_id = request_id  # the caller's
-        self.owner = owner  # whose id it is: other owners may use the same
-        self.internal_id = internal_id  # the engine's
+        self.request_id = request_id
+        self.owner = owner  # scope of `request_id`
+        self.internal_id = internal_id
         self.params = params
-        self.is_finished = False  # its last output has come
-        self.is_over = False  # nothing more is expected of the engine
+        self.is_finished = False
+        self.is_over = False  # no more outputs follow
         self._arrival = arrival
         self._last_tokens: float | None = None
         self._pending: RequestOutput | None = None
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._tokens: dict[int, CompletionOutput] = {}  # by sample: its ids and how it ended, for the summary
+        self._tokens: dict[int, CompletionOutput] = {}  # by index: token ids, finish reason
 
     def put(self, output: RequestOutput, now: float) -> list[tuple[float, int, bool]]:
-        """Take in an output; return what its tokens took: seconds, tokens, and if they were the first.
+        """Put an output; return latencies as (seconds, tokens, whether they are first tokens).
 
-        Those of first tokens are since arrival, others since the output before. Samples wait side by side: their
-        seconds are added up.
+        First tokens count from arrival, others from the previous output. Seconds are summed over sequences.
         """
         counts = [count for completion in output.outputs if (count := self._count(completion))]
         taken: list[tuple[float, int, bool]] = []
@@ -58,18 +54,18 @@ class Stream:
             merge(self._pending, output)
         else:
             self._pending = output
-        self.is_finished = output.finished  # only now: a stream may still fail before this
+        self.is_finished = output.finished  # last: the stream may fail before
         self._wake()
         return taken
 
     def fail(self, error: BaseException) -> None:
-        """End the stream with an error, unless its last output is there already."""
+        """End the stream with an error unless it has finished."""
         if not self.is_finished and self._error is None:
             self._error = error
         self._wake()
 
     async def get(self) -> RequestOutput:
-        """Wait for an output and take it."""
+        """Wait for an output and return it."""
         while self._pending is None and self._error is None:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -83,11 +79,11 @@ class Stream:
         return output
 
     def summary(self, last: RequestOutput) -> RequestOutput:
-        """Return the whole request, token ids without text, from its last output."""
+        """Return the last output with all token ids and no text."""
         return replace(last, outputs=[self._tokens[index] for index in sorted(self._tokens)])
 
     def _count(self, completion: CompletionOutput) -> int:
-        """Note a sample's new tokens; return how many they are."""
+        """Append a sequence's new tokens; return their number."""
         whole = self._tokens.get(completion.index)
         if whole is None:
             whole = self._tokens[completion.index] = CompletionOutput(completion.index, "", [])
@@ -105,43 +101,40 @@ class Stream:
 
 
 class StreamTable:
-    """The streams of all readers, by the caller's id and by the engine's. Belongs to the event loop.
-
-    A caller's id is one request's at a time; other owners' requests may have it, too.
-    """
+    """Open streams by request id, unique per owner, and by internal id."""
 
     def __init__(self) -> None:
-        self._by_id: dict[str, dict[str, Stream]] = {}  # the second by owner
+        self._by_id: dict[str, dict[str, Stream]] = {}  # and owner
         self._by_internal_id: dict[str, Stream] = {}
         self._num_opened = 0
-        self._num_awaited = 0  # streams of which the engine has more to say
-        self._quiet = asyncio.Event()  # there are none of them
+        self._num_awaited = 0  # streams that expect outputs
+        self._quiet = asyncio.Event()  # set if `_num_awaited` is 0
         self._quiet.set()
-        self._idle = asyncio.Event()  # every reader has gone
+        self._idle = asyncio.Event()  # set if no stream is open
         self._idle.set()
 
     def __len__(self) -> int:
         return len(self._by_internal_id)
 
     def has(self, request_id: str, owner: str) -> bool:
-        """Whether a caller's id is in use."""
+        """Whether a request id is in use."""
         return owner in self._by_id.get(request_id, ())
 
     def ids(self) -> list[str]:
-        """List the callers' ids."""
+        """List the request ids."""
         return list(self._by_id)
 
     def of_id(self, request_id: str) -> list[Stream]:
-        """Find the streams of all callers' requests of an id."""
+        """Return the streams of a request id, one per owner."""
         return list(self._by_id.get(request_id, {}).values())
 
     def of_internal_id(self, internal_id: str) -> Stream | None:
-        """Find a stream by the engine's id; None if its reader has gone."""
+        """Return an open stream by internal id, or None."""
         return self._by_internal_id.get(internal_id)
 
     def open(self, request_id: str, owner: str, params: SamplingParams, arrival: float) -> Stream:
-        """Make a stream for an id that is free."""
-        # An id may come back before the engine has heard of its first owner's end, so it has names of its own.
+        """Open a stream; its request id must be free."""
+        # A request id may be reused before the engine has ended its first request; internal ids are not.
         self._num_opened += 1
         stream = Stream(request_id, owner, f"{self._num_opened}", params, arrival)
         self._by_id.setdefault(request_id, {})[owner] = self._by_internal_id[stream.internal_id] = stream
@@ -151,7 +144,7 @@ class StreamTable:
         return stream
 
     def close(self, stream: Stream) -> None:
-        """Forget a stream, whose reader has gone."""
+        """Remove a stream that is no longer read."""
         owners = self._by_id[stream.request_id]
         del owners[stream.owner], self._by_internal_id[stream.internal_id]
         if not owners:
@@ -161,7 +154,7 @@ class StreamTable:
             self._idle.set()
 
     def note_over(self, stream: Stream) -> None:
-        """Note that nothing more is expected of the engine for a stream."""
+        """Mark a stream as expecting no more outputs."""
         if not stream.is_over:
             stream.is_over = True
             self._num_awaited -= 1
@@ -179,16 +172,16 @@ class StreamTable:
             self.fail(stream, error)
 
     async def wait_quiet(self) -> None:
-        """Wait until the engine has no more outputs for any reader."""
+        """Wait until no stream expects outputs."""
         await self._quiet.wait()
 
     async def wait_idle(self) -> None:
-        """Wait until every reader has gone."""
+        """Wait until all streams are closed."""
         await self._idle.wait()
 
 
 def merge(pending: RequestOutput, new: RequestOutput) -> None:
-    """Append an output of deltas to one that its reader has not taken yet, in place."""
+    """Merge a delta output, in place, into an unread one."""
     parts = {completion.index: completion for completion in pending.outputs}
     for completion in new.outputs:
         part = parts.get(completion.index)

@@ -1,4 +1,4 @@
-"""What a prompt can be, and the checks that all prompts pass. Any thread may call these."""
+"""The forms of a prompt, and checks for all of them. Thread-safe."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 def parts_of(prompt: Prompt, also: str | None = None) -> tuple[str | None, Sequence[int] | np.ndarray | None, bytes]:
-    """Return a prompt's text, its token ids, and its cache salt; one of the first two is there.
+    """Return a prompt's text, token ids and cache salt; text and ids are not both None.
 
-    `prompt` is text, token ids, or a mapping with "prompt" or "prompt_token_ids" and perhaps "cache_salt", or what it
-    may have as well. What is wrong with it is a UserError.
+    `prompt` is text, token ids, or a mapping with "prompt" or "prompt_token_ids", an optional "cache_salt", and the
+    optional key `also`; else raises UserError.
     """
     salt = b""
     if isinstance(prompt, Mapping):
@@ -37,17 +37,17 @@ def parts_of(prompt: Prompt, also: str | None = None) -> tuple[str | None, Seque
 
 
 def _salt(salt: Any) -> bytes:
-    """Check a cache salt. An empty one would share blocks with requests without a salt."""
+    """Return a cache salt as bytes. An empty one would share blocks with unsalted requests."""
     try:
         if isinstance(salt, str) and salt:
             return salt.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair
+    except UnicodeEncodeError:  # a lone surrogate
         pass
     raise UserError("cache_salt must be a text that is not empty.", "cache_salt", salt)
 
 
 def checked_ids(ids: Any, vocab_size: int) -> list[int]:
-    """Check token ids as Python integers, before numpy could wrap 2**32 + 5 to a valid one."""
+    """Return token ids as Python integers. Checked before numpy could wrap 2**32 + 5 to a valid id."""
     plain = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
     if set(map(type, plain)) != {int}:
         for token in plain:

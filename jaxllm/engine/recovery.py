@@ -1,27 +1,27 @@
-"""What to do after a step that failed: compute it again, end the largest request, or give up. Pure counting."""
+"""Policy after a failed step: retry, end the largest request, or give up."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-MAX_FAILURES = 3  # steps in a row that may fail before something is given up
-MAX_EXHAUSTED = 3  # as often in a row the largest request of a step that has no memory ends instead of the engine
+MAX_FAILURES = 3  # consecutive failed steps per escalation
+MAX_EXHAUSTED = 3  # out-of-memory escalations: each ends the largest request, this one the engine
 
 Action = Literal["retry", "end_largest", "give_up"]
 
 
 class FailedSteps:
-    """Counts the steps that failed in a row."""
+    """Count of consecutive failed steps."""
 
     def __init__(self) -> None:
         self.count = 0
 
     def reset(self) -> None:
-        """Forget them: a step has succeeded."""
+        """Reset the count after a successful step."""
         self.count = 0
 
     def add(self, error: Exception) -> Action:
-        """Count a failure. If there is no memory time and again, the requests but the largest may well fit."""
+        """Count a failure and return the action; out of memory ends the largest request first."""
         self.count += 1
         if self.count % MAX_FAILURES:
             return "retry"
@@ -31,5 +31,5 @@ class FailedSteps:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether the device, or the host, had no memory for a step. XLA says so only in the text of its exception."""
+    """Whether device or host memory is exhausted, which XLA reports only in the message."""
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)

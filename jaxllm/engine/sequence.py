@@ -1,7 +1,6 @@
-"""A request in the engine: its sequences, their tokens and text as they grow, and what of them was already returned.
+"""A request in the engine: its sequences, their tokens and text, and the part already returned.
 
-Knows tokens, text and outputs; knows no scheduler, device or clock. Methods that make text may raise; the caller
-decides what that means for the request.
+Methods that make text may raise; the caller ends the request.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import numpy as np
 
 from jaxllm.engine.language import Language
 from jaxllm.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
-from jaxllm.runner.results import Result
+from jaxllm.runner.results import StepOutput
 from jaxllm.sampling.sampler import Variant
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.text import detokenizer
@@ -24,12 +23,12 @@ from jaxllm.text.repetition_detector import RepetitionDetector
 from jaxllm.text.stop_strings import StopMatcher, match_stops
 from jaxllm.text.tokenizer import Tokenizer
 
-End = tuple[FinishReason, int | str | None]  # finish reason and stop reason of a sequence
+End = tuple[FinishReason, int | str | None]  # reasons for finishing and stopping
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One output of a request while it is being made. A feature may bring a subclass, see `Accepted.sequence_type`."""
+    """One output of a request. Features may subclass it, see `Accepted.sequence_type`."""
 
     not_finite: ClassVar[str] = "no token could be sampled: the logits were not finite, or all were forbidden"
 
@@ -39,18 +38,18 @@ class Sequence:
     params: SamplingParams
     eos_ids: frozenset[int]
     variant: Variant
-    tokens: array[int]  # of prompt and output, int32; only appended to before its end
+    tokens: array[int]  # int32, prompt and output; append-only until the end
     detokenizer: Detokenizer
     matcher: StopMatcher
-    stop_tokens: Mapping[int, str] = field(default_factory=dict)  # special tokens that stop, where texts skip them
+    stop_tokens: Mapping[int, str] = field(default_factory=dict)  # special tokens that are stop strings
     seed: int = 0
-    row: np.ndarray | None = None  # its packed row of the sampling state, see sampling.pack_row
-    extras: np.ndarray | None = None  # its packed extras, see sampling.Extras
+    row: np.ndarray | None = None  # see sampling.pack_row
+    extras: np.ndarray | None = None  # see sampling.Extras
     repetition: RepetitionDetector | None = None
-    text: list[str] = field(default_factory=list)  # in pieces
-    num_read: int = 0  # output tokens that `text` is made of
-    num_shown: int = 0  # output tokens that `show` has returned; -1 once it returned the end
-    text_shown: int = 0  # pieces of the text that it has returned
+    text: list[str] = field(default_factory=list)
+    num_read: int = 0  # output tokens in `text`
+    num_shown: int = 0  # output tokens returned; -1 after the end was returned
+    text_shown: int = 0
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
@@ -58,30 +57,30 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the output so far."""
+        """The number of output tokens."""
         return len(self.tokens) - len(self.group.prompt_token_ids)
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """The tokens that end it."""
+        """The token ids that end the sequence."""
         return self.eos_ids.union(self.params.stop_token_ids)
 
     def take_in(
-        self, result: Result, row: int, count: int, finish_reason: FinishReason | None
+        self, result: StepOutput, row: int, count: int, finish_reason: FinishReason | None
     ) -> tuple[int, End | None]:
-        """Take in a row of a step, which yielded the newest `count` of `tokens`; return as `advance` does."""
+        """Process a step's row with the newest `count` of `tokens`; return as `advance` does."""
         start = len(self.tokens) - count
         length, end = self.advance(self.group.tokenizer, count, finish_reason)
-        if self.logprobs is not None:  # then all of them were sampled
+        if self.logprobs is not None:  # then the step sampled all of them
             first = row if result.places is None else int(result.places[row])
             for place, token in enumerate(self.tokens[start:length]):
                 self.add_logprobs(self.group.tokenizer, token, result, first + place)
         return length, end
 
     def advance(self, tokenizer: Tokenizer, count: int, finish_reason: FinishReason | None) -> tuple[int, End | None]:
-        """Take in the newest `count` of `tokens`; say how many tokens it has and how they end it, if they do.
+        """Process the newest `count` of `tokens`; return the number to keep, and how they end the sequence.
 
-        The scheduler may say so of the last one. Else one does by a stop string, or by a repetition.
+        `finish_reason` is the scheduler's for the last token; stop strings and repetition can end earlier ones.
         """
         for end in range(len(self.tokens) - count + 1, len(self.tokens)):
             ended = self._check(tokenizer, end, None)
@@ -95,12 +94,12 @@ class Sequence:
         return len(self.tokens), self._check(tokenizer, len(self.tokens), finish_reason)
 
     def _check(self, tokenizer: Tokenizer, end: int, finish_reason: FinishReason | None) -> End | None:
-        """Say how the sequence ends with its token before `end`, if it does."""
+        """Return how the token before `end` ends the sequence, or None."""
         stop_reason = None
         if finish_reason is None and self._repeats(end):
-            finish_reason, stop_reason = "repetition", "repetition_detected"  # vLLM's words
+            finish_reason, stop_reason = "repetition", "repetition_detected"  # vLLM's term
         if finish_reason is None and not self.params.stop:
-            return None  # the text is made when it is returned
+            return None  # text is made lazily
         self.read(tokenizer, end)
         if finish_reason is not None:
             self.flush(tokenizer)
@@ -109,33 +108,32 @@ class Sequence:
         return None if finish_reason is None else (finish_reason, stop_reason)
 
     def _repeats(self, end: int) -> bool:
-        """Whether the output up to `end` repeats itself and is long enough to end."""
         if self.repetition is None or not self.repetition.push(self.tokens[end - 1]):
             return False
         return end - len(self.group.prompt_token_ids) >= self.params.min_tokens
 
     def read(self, tokenizer: Tokenizer, end: int | None = None) -> None:
-        """Append the text of the tokens before `end` that have not been read yet."""
+        """Append the text of unread tokens before `end`."""
         if not self.params.detokenize:
             return
         tokens = self.tokens[len(self.group.prompt_token_ids) + self.num_read : end]
         self.num_read += len(tokens)
         self.detokenizer, delta = detokenizer.advance(self.detokenizer, tokenizer, tokens)
         if self.num_read > self.params.min_tokens:
-            self.matcher, delta = match_stops(self.matcher, delta)  # text of min_tokens cannot end it
+            self.matcher, delta = match_stops(self.matcher, delta)  # the first `min_tokens` tokens cannot stop
         self._append(delta)
         if tokens and tokens[-1] in self.stop_tokens and self.num_read > self.params.min_tokens:
             self._stop_at(tokenizer, self.stop_tokens[tokens[-1]])
 
     def _stop_at(self, tokenizer: Tokenizer, stop: str) -> None:
-        """End at a stop string that the text skips, unless an earlier stop string matched."""
+        """Stop at a skipped special token, unless a stop string matched earlier."""
         self.flush(tokenizer)
         if self.matcher.matched is None:
             self.matcher = replace(self.matcher, matched=stop)
             self._append("")
 
     def flush(self, tokenizer: Tokenizer) -> None:
-        """Append the text that was held back, now that no token follows."""
+        """Append text held back for a partial stop string or character, at the end."""
         if self.matcher.matched is not None or not self.params.detokenize:
             return
         delta = detokenizer.finish(self.detokenizer, tokenizer)
@@ -146,8 +144,8 @@ class Sequence:
             self.matcher = replace(self.matcher, held="")
         self._append(delta)
 
-    def add_logprobs(self, tokenizer: Tokenizer, token: int, result: Result, row: int) -> None:
-        """Append the log-probabilities of a sampled token, if they were asked for."""
+    def add_logprobs(self, tokenizer: Tokenizer, token: int, result: StepOutput, row: int) -> None:
+        """Append the log-probabilities of a sampled token, if requested."""
         if self.logprobs is None:
             return
         assert result.logprob is not None and result.rank is not None
@@ -155,7 +153,7 @@ class Sequence:
         value = float(result.logprob[row])
         chosen = logprob_of(tokenizer, token, value, int(result.rank[row]))
         top_ids, top_logprobs = result.top_ids[row], result.top_logprobs[row]
-        whole = result.whole.get(self.sequence_id)
+        whole = result.side.get("whole", {}).get(self.sequence_id)
         if whole is not None:
             top_ids, top_logprobs = whole.top_ids, whole.top_logprobs
         entry = entry_of(tokenizer, token, chosen, self.params.logprobs or 0, top_ids, top_logprobs)
@@ -170,17 +168,17 @@ class Sequence:
 
     @property
     def has_news(self) -> bool:
-        """Whether there is anything that `show` has not returned yet; an end is returned once."""
+        """Whether `show` would return something new; an end is returned once."""
         return self.num_shown >= 0 and (self.num_tokens > self.num_shown or self.finish_reason is not None)
 
     def is_due(self, interval: int) -> bool:
-        """Whether to return an output now: for a first token, an end, or enough tokens."""
+        """Whether an output is due: a first token, an end, or at least `interval` new tokens."""
         new = self.num_tokens - self.num_shown
         is_first_or_last = self.num_shown == 0 or self.finish_reason is not None
         return self.has_news and (is_first_or_last or new >= (self.params.stream_interval or interval))
 
     def show(self, is_delta: bool) -> CompletionOutput:
-        """Return all of it, or what is new since this was last called."""
+        """Return the output, or with `is_delta` its new part."""
         start, text_start = (self.num_shown, self.text_shown) if is_delta else (0, 0)
         num_prompt = len(self.group.prompt_token_ids)
         self.num_shown = self.num_tokens if self.finish_reason is None else -1
@@ -197,7 +195,7 @@ class Sequence:
         )
 
     def _append(self, text: str) -> None:
-        """Append text that is certain, with the stop string that ended it where that was asked for."""
+        """Append final text and, if requested, the stop string."""
         if self.matcher.matched is not None and self.params.include_stop_str_in_output:
             text += self.matcher.matched
         if text:
@@ -205,7 +203,7 @@ class Sequence:
 
 
 def logprob_of(tokenizer: Tokenizer, token: int, logprob: float, rank: int | None) -> Logprob:
-    """Return the entry of a token: its log-probability, rank and text."""
+    """Return the `Logprob` of a token."""
     text = tokenizer.token_text(token)
     return Logprob(logprob, rank, text, tokenizer.raw_bytes(token) if "\ufffd" in text else None)
 
@@ -213,7 +211,7 @@ def logprob_of(tokenizer: Tokenizer, token: int, logprob: float, rank: int | Non
 def entry_of(
     tokenizer: Tokenizer, token: int, chosen: Logprob, count: int, top_ids: np.ndarray, top_logprobs: np.ndarray
 ) -> dict[int, Logprob]:
-    """Make the entry of one position: its token, then the `count` likeliest; -1: the whole vocabulary."""
+    """Return the log-probabilities of `token`, then of the `count` likeliest tokens; -1: all."""
     end = None if count == -1 else count
     entry = {token: chosen}
     for rank, (other, logprob) in enumerate(zip(top_ids[:end].tolist(), top_logprobs[:end].tolist(), strict=True), 1):
@@ -224,22 +222,22 @@ def entry_of(
 
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
-    """A request: a prompt and `n` sequences that continue it."""
+    """A request: a prompt and its `n` sequences."""
 
-    request_id: str  # the caller's
-    internal_id: str  # the engine's: another request may have the same `request_id` while this one ends
+    request_id: str
+    internal_id: str  # unique, while `request_id` may be reused before this request ends
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     metrics: RequestMetrics
     kind: RequestOutputKind
     language: Language
-    states: dict[str, Any] = field(default_factory=dict)  # of features, by their names
+    states: dict[str, Any] = field(default_factory=dict)  # by feature
     sequences: list[Sequence] = field(default_factory=list)
     num_cached_tokens: int | None = None
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of its texts."""
+        """The tokenizer of the request's texts."""
         return self.language.model.tokenizer
 
     @property
@@ -248,14 +246,14 @@ class SequenceGroup:
         return all(sequence.finish_reason is not None for sequence in self.sequences)
 
     def is_due(self, interval: int) -> bool:
-        """Whether to return an output now; `interval` is how many new tokens are enough, unless the parameters say."""
+        """Whether an output is due; `interval`: default number of new tokens."""
         if self.is_finished:
             return True
         is_final_only = self.kind is RequestOutputKind.FINAL_ONLY
         return not is_final_only and any(sequence.is_due(interval) for sequence in self.sequences)
 
     def show(self) -> RequestOutput:
-        """Return the output for the caller; of deltas, only sequences that have something new."""
+        """Return the output; a delta includes only sequences with new tokens."""
         is_delta = self.kind is RequestOutputKind.DELTA
         return RequestOutput(
             request_id=self.request_id,
@@ -269,7 +267,7 @@ class SequenceGroup:
         )
 
     def show_failure(self, why: str) -> RequestOutput:
-        """Return the end of a request whose output cannot be made: no text and no tokens."""
+        """Return a final output without text and tokens, after an exception."""
         for sequence in self.sequences:
             sequence.finish_reason, sequence.stop_reason = "error", why
         ends = [
@@ -287,5 +285,5 @@ class SequenceGroup:
 
 
 def _signed(seed: int) -> int:
-    """Write a seed of 64 bits as a request can have it."""
+    """Convert an unsigned 64-bit seed to the signed range of requests."""
     return seed - 2**64 if seed >= 2**63 else seed

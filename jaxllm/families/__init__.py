@@ -1,1 +1,1 @@
-"""Reads a model's config.json: its architecture, fields and stored formats."""
+"""Parse config.json: architecture, fields and quantization formats."""

@@ -1,8 +1,7 @@
-"""Reading a config.json: each value checked, each key remembered; and the settings that many families share.
+"""Parse config.json fields common to model families.
 
-Reading a key is understanding it: a key that no reader looked at is an error that names it. Rotary settings are read in
-both spellings, `rope_theta` with `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5). Knows no
-family of models.
+Values are validated; keys that no reader accessed raise an error. Rotary settings have two spellings: `rope_theta` with
+`rope_scaling` (transformers 4), `rope_parameters` (transformers 5).
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from jaxllm.model.spec import Activation, BandScaling, LinearScaling, PairScalin
 Value = TypeVar("Value", int, float, bool, str)
 
 _REQUIRED: Any = object()
-LARGEST = 2**31 - 1  # of any size: shapes are 32-bit numbers on devices
-MOST_LAYERS = 4096  # thirty times as many as the deepest published model has
+LARGEST = 2**31 - 1  # shapes are 32-bit on devices
+MOST_LAYERS = 4096  # thirty times the deepest published model
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -32,9 +31,9 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 class Fields:
-    """A config.json while it is read: checks each value and remembers which keys were looked at.
+    """A config.json reader that validates values and tracks accessed keys.
 
-    `max_model_len` is the context length that the user asked for, where one was.
+    `max_model_len` is the context length that the user requested.
     """
 
     def __init__(self, config: Mapping[str, Any], max_model_len: int | None = None, where: str = "config.json") -> None:
@@ -44,16 +43,16 @@ class Fields:
         self._read: set[str] = set()
 
     def has(self, key: str) -> bool:
-        """Say whether the key is there and not null."""
+        """Return whether the key is present and not null."""
         return self._config.get(key) is not None
 
     def raw(self, key: str) -> Any:
-        """Take a value of any kind; None where the key is absent."""
+        """Return a value of any type."""
         self._read.add(key)
         return self._config.get(key)
 
     def take(self, key: str, kind: type[Value], default: Value = _REQUIRED) -> Value:
-        """Take a value of one kind; absent or null means the default, without which that is an error."""
+        """Return a value of type `kind`; `default` replaces a missing or null one, without it an error."""
         value = self.raw(key)
         if value is None:
             if default is _REQUIRED:
@@ -68,39 +67,39 @@ class Fields:
         return value
 
     def size(self, key: str, default: int = _REQUIRED, most: int = LARGEST) -> int:
-        """Take a count: an integer from one to `most`."""
+        """Return an integer from 1 to `most`."""
         value = self.take(key, int, default)
         if not 1 <= value <= most:
             raise UserError(f"{self._where}: {key} must be from 1 to {most}, got {value!r:.80}.", key)
         return value
 
     def layers(self, key: str = "num_hidden_layers") -> int:
-        """Take the number of layers, of each of which something is noted: a bound on what a config.json can cost."""
+        """Return the number of layers, bounded since memory is allocated per layer."""
         return self.size(key, most=MOST_LAYERS)
 
     def positive(self, key: str, default: float = _REQUIRED) -> float:
-        """Take a number above zero."""
+        """Return a number above zero."""
         value = self.take(key, float, default)
         if value <= 0.0:
             raise UserError(f"{self._where}: {key} must be above zero, got {value}.", key)
         return value
 
     def optional(self, key: str, kind: type[Value], absent: Value | None = None) -> Value | None:
-        """Take a value that null turns off; `absent` stands for a missing key, as in transformers."""
+        """Return a value, None if null; `absent` replaces a missing key, as in transformers."""
         if key in self._config and self._config[key] is None:
             self._read.add(key)
             return None
         return absent if key not in self._config else self.take(key, kind)
 
     def inner(self, key: str) -> Fields:
-        """Take an object within the object; empty where it is absent."""
+        """Return a nested object, empty if missing."""
         value = self.raw(key)
         if value is not None and not isinstance(value, Mapping):
             raise UserError(f"{self._where}: {key} must be an object, got {value!r:.80}.", key)
         return Fields(value or {}, self.max_model_len, f"{self._where}, {key}")
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """Take a list of `count` numbers."""
+        """Return a list of `count` finite numbers."""
         value = self.raw(key)
         if not isinstance(value, list) or len(value) != count or not all(type(one) in (int, float) for one in value):
             raise UserError(f"{self._where}: {key} must be a list of {count} numbers, got {value!r:.80}.", key)
@@ -110,26 +109,26 @@ class Fields:
         return numbers
 
     def only(self, key: str, *values: Any) -> None:
-        """Refuse any value but these (and an absent or null one): what else it could say is not built."""
+        """Refuse values other than these, missing or null."""
         value = self.raw(key)
         if value is not None and value not in values:
             shown = " or ".join(repr(one) for one in values) or "null"
             raise UserError(f"{self._where}: {key} = {value!r} is not supported, only {shown}.", key)
 
     def activation(self, key: str, default: str) -> Activation:
-        """Take the name of the feed-forward's nonlinearity."""
+        """Return the feed-forward's activation."""
         name = self.take(key, str, default)
         if name not in _ACTIVATIONS:
             raise UserError(f"{self._where}: {key} = {name!r} is not one of {', '.join(_ACTIVATIONS)}.", key)
         return _ACTIVATIONS[name]
 
     def attention_biases(self, default: bool = False) -> dict[str, Any]:
-        """Take whether the products around attention have biases, as fields of Spec."""
+        """Return the attention biases as fields of Spec."""
         bias = self.take("attention_bias", bool, default)
         return {"qkv_bias": bias, "out_bias": bias}
 
     def finish(self, without_effect: frozenset[str] = frozenset()) -> None:
-        """Refuse the keys that were not read, unless they are null or known to have no effect."""
+        """Refuse keys that were not read, unless null or without effect."""
         for key, value in self._config.items():
             if key not in self._read and key not in without_effect and value is not None:
                 raise UserError(
@@ -142,12 +141,12 @@ class Fields:
 def _float(value: float) -> float:
     try:
         return float(value)
-    except OverflowError:  # an integer beyond the largest float
+    except OverflowError:
         return math.inf
 
 
 def stretched(max_position: int, factor: float) -> int:
-    """Return a context length times a factor; one beyond all bounds is a UserError."""
+    """Return a context length times a factor; raise UserError if unreasonable."""
     length = max_position * factor
     if not 1 <= length <= LARGEST:
         raise UserError(f"config.json: a context of {max_position} × {factor} positions makes no sense.", "factor")
@@ -163,16 +162,15 @@ def read_rope(
     partial: float | None = None,
     interleaved: bool = False,
 ) -> tuple[Rope, int]:
-    """Read the rotary settings, whichever spelling they have: the rotation and the context length it allows.
+    """Read rotary settings in either spelling; return the rotation and the context length.
 
-    `theta` and `partial`, the share of a head that is turned, are what a missing key stands for; without `partial` the
-    whole head is turned, and another share is refused.
+    `theta` and `partial`, the rotated share of a head, are defaults; if `partial` is None, partial rotation is refused.
     """
     theta = fields.positive("rope_theta", theta)
     if partial is not None:
         partial = fields.take("partial_rotary_factor", float, partial)
     settings = rotary_settings(fields)
-    # Some checkpoints keep it outside the settings, and transformers prefers it there.
+    # Some checkpoints store it at top level, which transformers prefers.
     original = (
         fields.size("original_max_position_embeddings") if fields.has("original_max_position_embeddings") else None
     )
@@ -180,7 +178,7 @@ def read_rope(
 
 
 def rotary_settings(fields: Fields) -> Fields:
-    """Find the object that says how positions are rotated; empty where there is none."""
+    """Return the rotary settings object, empty if missing."""
     older, newer = fields.raw("rope_scaling"), fields.raw("rope_parameters")
     if older is not None and newer is not None and older != newer:
         raise UserError("config.json: rope_scaling and rope_parameters contradict each other.", "rope_scaling")
@@ -196,14 +194,14 @@ def parse_rope(
     partial: float | None = None,
     interleaved: bool = False,
 ) -> tuple[Rope, int]:
-    """Read one object of rotary settings: the rotation and the context length it allows."""
+    """Parse a rotary settings object; return the rotation and the context length."""
     theta = settings.positive("rope_theta", theta)
     if partial is None:
         settings.only("partial_rotary_factor", 1.0)
     size = int(head_size * (1.0 if partial is None else settings.take("partial_rotary_factor", float, partial)))
     if size < 2 or size > head_size or size % 2 != 0:
         raise UserError(f"config.json: {size} coordinates of a head of {head_size} cannot be rotated.", "head_dim")
-    older, kind = settings.take("type", str, "default"), settings.raw("rope_type")  # "type" until transformers 4.43
+    older, kind = settings.take("type", str, "default"), settings.raw("rope_type")  # "type" before transformers 4.43
     kind = older if kind is None else kind
     scaling: LinearScaling | BandScaling | YarnScaling | PairScaling | None = None
     amplitude, factor = 1.0, 1.0
@@ -227,11 +225,10 @@ def parse_rope(
             scaling, amplitude = _yarn(settings, factor, original), _yarn_amplitude(settings, factor)
             max_position = max(
                 max_position, stretched(original, factor)
-            )  # some say the stretched number, some the other
+            )  # max_position_embeddings may or may not include the factor
         case "dynamic":
-            # Where transformers makes theta larger as a sequence outgrows the model, and vLLM makes it as large as the
-            # longest possible sequence needs, theta here is that of the length asked for, if it is beyond the model's
-            # own: up to there the three are the same.
+            # transformers scales theta with the sequence, vLLM for the longest possible one; here for the requested
+            # length, if beyond the model's. All agree up to there.
             length = min(settings.max_model_len or max_position, stretched(max_position, factor))
             if length > max_position:
                 theta *= (factor * length / max_position - (factor - 1.0)) ** (size / (size - 2))
@@ -240,8 +237,8 @@ def parse_rope(
             original = original or max_position
             factor = settings.take("factor", float, max_position / original)
             lists = [settings.numbers(f"{name}_factor", size // 2) for name in ("short", "long")]
-            # As vLLM does: the long factors for all sequences if one may become longer than the original context.
-            # transformers changes over within a sequence, when the keys computed so far have the short ones.
+            # As vLLM: long factors for all sequences if any may exceed the original context. transformers switches
+            # within a sequence.
             scaling = PairScaling(lists[min(settings.max_model_len or max_position, max_position) > original])
             amplitude = 1.0 if factor <= 1.0 else math.sqrt(1.0 + math.log(factor) / math.log(original))
             amplitude = settings.take("attention_factor", float, amplitude)
@@ -253,7 +250,7 @@ def parse_rope(
 
 
 def _yarn(settings: Fields, factor: float, original: int) -> YarnScaling:
-    settings.raw("finetuned")  # says how the checkpoint was made
+    settings.raw("finetuned")  # training history
     return YarnScaling(
         factor,
         original,
@@ -266,18 +263,18 @@ def _yarn(settings: Fields, factor: float, original: int) -> YarnScaling:
 def _yarn_amplitude(settings: Fields, factor: float) -> float:
     above, below = settings.take("mscale", float, 0.0), settings.take("mscale_all_dim", float, 0.0)
     inferred = magnitude(factor, above) / magnitude(factor, below) if above and below else magnitude(factor, 1.0)
-    # DeepSeek's Qwen3 undoes the amplification in vLLM's spelling, which transformers does not read.
+    # DeepSeek's Qwen3 cancels the amplification in vLLM's spelling, which transformers ignores.
     inferred *= settings.take("attn_factor", float, 1.0)
     return settings.take("attention_factor", float, inferred)
 
 
 def magnitude(factor: float, weight: float) -> float:
-    """How much more the scores of a context stretched by `factor` need (Peng et al. 2023, "YaRN", §3.4)."""
+    """Return YaRN's attention scaling for a context stretched by `factor` (Peng et al. 2023, §3.4)."""
     return 0.1 * weight * math.log(factor) + 1.0
 
 
 def read_windows(fields: Fields, window: int | None, default: tuple[bool, ...]) -> tuple[int | None, ...]:
-    """Give each layer its window: `layer_types` says which layers slide, else `default` does."""
+    """Return each layer's window; `layer_types` overrides `default`."""
     kinds = fields.raw("layer_types")
     slides = default
     if kinds is not None:
@@ -304,11 +301,10 @@ def read_decoder(
     rotates: tuple[bool, ...] | None = None,
     **own: Any,
 ) -> Spec:
-    """Read what nearly all families share.
+    """Read fields common to most families.
 
-    `eps` is a key and its default, `theta` and `partial` are defaults (see read_rope), `turned_size` is what `partial`
-    is a share of, where that is not the head; `rotates` says which layers turn their heads; `own` are fields of Spec
-    that the caller read itself.
+    `eps` is a key and default; `theta` and `partial` as in read_rope; `turned_size` replaces the head size for
+    rotation; `own` are further fields of Spec.
     """
     width, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     num_layers = fields.layers()
@@ -324,7 +320,7 @@ def read_decoder(
         own["ropes"] = tuple(rope if turned else None for turned in rotates or (True,) * num_layers)
     if "is_causal" not in own:
         own["is_causal"] = fields.take("is_causal", bool, True)
-        if not own["is_causal"] and "windows" in own:  # which then reach as far to both sides, one token further
+        if not own["is_causal"] and "windows" in own:  # windows extend to both sides, and include the token itself
             own["windows"] = tuple(window and window + 1 for window in own["windows"])
     if "activation" not in own:
         own["activation"] = fields.activation("hidden_act", "silu")
@@ -346,7 +342,7 @@ def read_decoder(
 
 
 def read_multipliers(fields: Fields) -> dict[str, Any]:
-    """Read the factors that some models put on embeddings, scores, residuals and logits, as fields of Spec."""
+    """Read multipliers of embeddings, scores, residuals and logits as fields of Spec."""
     return {
         "embed_scale": fields.take("embedding_multiplier", float, 1.0),
         "attention_scale": fields.take("attention_multiplier", float, 1.0),
@@ -356,13 +352,13 @@ def read_multipliers(fields: Fields) -> dict[str, Any]:
 
 
 def slides(fields: Fields, pattern: int | None = None) -> tuple[bool, ...]:
-    """Let all layers slide, but for every `pattern`th."""
+    """Return which layers slide: all, or all but every `pattern`th."""
     layers = range(fields.layers())
     return tuple(pattern is None or (layer + 1) % pattern != 0 for layer in layers)
 
 
 def read_learned(fields: Fields, *, width: int, num_heads: int, num_layers: int, **own: Any) -> Spec:
-    """Read what the older families share: learned positions, layer norms, biases, one key head per query head."""
+    """Read fields of older families: learned positions, layer norms, biases, multi-head attention."""
     if width % num_heads != 0:
         raise UserError(f"config.json: the width {width} is not a multiple of {num_heads} heads.")
     shared: dict[str, Any] = {
@@ -387,9 +383,9 @@ def read_learned(fields: Fields, *, width: int, num_heads: int, num_layers: int,
 def read_two_ropes(
     fields: Fields, windows: tuple[int | None, ...], head_size: int, max_position: int, thetas: tuple[float, float]
 ) -> tuple[Rope, ...]:
-    """Read two rotations, of the layers that see everything and of those with a window; the latter is never scaled.
+    """Read separate rotations for full-attention and window layers; the latter is never scaled.
 
-    In the older spelling "rope_scaling" is that of the former. The length has any scaling in it already.
+    In the older spelling "rope_scaling" applies to the former. `max_position` is already scaled.
     """
     newer = fields.inner("rope_parameters")
     settings = (

@@ -1,7 +1,4 @@
-"""Families whose layers have a plain feed-forward: their config.json files, their tensors' names, their rows.
-
-A row is a reader and its differences from Llama's names.
-"""
+"""Model families with dense feed-forwards: config readers and tensor names, as differences from Llama's."""
 
 from __future__ import annotations
 
@@ -53,10 +50,9 @@ def _qwen3(fields: Fields) -> Spec:
 
 
 def _gemma(fields: Fields, **own: Any) -> Spec:
-    """Read what the three of them share; the first has only this."""
     if "is_causal" not in own:
         fields.only("use_bidirectional_attention", False)
-    for key in ("hidden_act", "hidden_activation"):  # an old name, and "gelu" an old value, of the same
+    for key in ("hidden_act", "hidden_activation"):  # an old name, and "gelu" an old value
         fields.only(key, "gelu", "gelu_pytorch_tanh")
     shared: dict[str, Any] = {
         "head_size": fields.size("head_dim", 256),
@@ -95,7 +91,7 @@ def _gemma3(fields: Fields) -> Spec:
         logit_softcap=fields.optional("final_logit_softcapping", float),
         is_causal=is_causal,
     )
-    # The file says how far a token sees to both sides together.
+    # The file gives the window of both sides together.
     windows = tuple(window if is_causal or window is None else window // 2 + 1 for window in spec.windows)
     ropes = read_two_ropes(fields, windows, spec.head_size, spec.max_position, thetas)
     return replace(spec, windows=windows, ropes=ropes)
@@ -122,12 +118,12 @@ def _granite(fields: Fields) -> Spec:
 def _smollm3(fields: Fields) -> Spec:
     layers, interval = fields.layers(), fields.size("no_rope_layer_interval", 4)
     rotates = slides(fields, interval)
-    if fields.has("no_rope_layers"):  # which, in spite of its name, has a one for the layers that have it
+    if fields.has("no_rope_layers"):  # despite its name, 1 marks layers with rotation
         rotates = tuple(map(bool, fields.numbers("no_rope_layers", layers)))
     window = fields.optional("sliding_window", int)
     if not fields.take("use_sliding_window", bool, False):
         window = None
-    fields.raw("max_window_layers")  # stands in the published file, and transformers never reads it
+    fields.raw("max_window_layers")  # in the published file, but ignored by transformers
     return read_decoder(
         fields,
         tied=True,
@@ -142,7 +138,7 @@ def _smollm3(fields: Fields) -> Spec:
 def _stablelm(fields: Fields) -> Spec:
     fields.only("num_heads", fields.size("num_attention_heads"))
     fields.only("rotary_scaling_factor", 1.0)
-    # Older names of the same, which stand beside the newer ones in some files.
+    # Older synonyms, present in some files.
     fields.only("norm_eps", fields.take("layer_norm_eps", float, 1e-5))
     fields.only("rope_pct", fields.take("partial_rotary_factor", float, 0.25))
     return read_decoder(
@@ -163,7 +159,7 @@ def _starcoder2(fields: Fields) -> Spec:
     fields.only("scale_attn_weights", True)
     fields.only("layer_norm_epsilon", fields.take("norm_epsilon", float, 1e-5))
     for key in ("activation_function", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"):
-        fields.raw(key)  # left over from the first StarCoder's file; scores are float32 here in any case
+        fields.raw(key)  # from the first StarCoder's file; scores are float32 here
     return read_decoder(
         fields,
         tied=True,
@@ -210,7 +206,7 @@ def _cohere(fields: Fields, theta: float = 500000.0, **own: Any) -> Spec:
         qk_norm="own per head" if fields.take("use_qk_norm", bool, False) else None,
         **fields.attention_biases(),
         logit_scale=fields.take("logit_scale", float, 0.0625),
-        # Command R's positions are said to be 8192 and its length 131072; vLLM follows the latter too.
+        # Command R gives 8192 positions and a length of 131072; vLLM also uses the latter.
         max_position=fields.size("model_max_length", fields.size("max_position_embeddings")),
         **own,
     )
@@ -229,7 +225,7 @@ def _cohere2(fields: Fields) -> Spec:
         ("use_qk_norm", False),
     ):
         fields.only(key, value)
-    fields.raw("use_parallel_embedding")  # how it was trained
+    fields.raw("use_parallel_embedding")  # training only
     windows = read_windows(fields, fields.optional("sliding_window", int, 4096), slides(fields, pattern))
     return _cohere(fields, 10000.0, windows=windows, rotates=tuple(window is not None for window in windows))
 
@@ -252,7 +248,7 @@ def _glm4(fields: Fields) -> Spec:
 
 
 def _internlm3(fields: Fields) -> Spec:
-    # "qkv_bias" and "bias" in its own code, which has the output's bias among the rest; transformers has other names.
+    # Its own code has "qkv_bias" and "bias", which includes the output's; transformers uses other names.
     rest = fields.take("bias", bool, fields.take("mlp_bias", bool, False))
     return read_decoder(
         fields,
@@ -278,7 +274,7 @@ def _exaone4(fields: Fields) -> Spec:
         norm_place="post",
         qk_norm="each head",
         windows=windows,
-        # A model with windows does not turn the heads of the layers that see everything.
+        # A model with windows does not rotate in full-attention layers.
         rotates=tuple(window is None or own is not None for own in windows),
     )
 
@@ -286,7 +282,7 @@ def _exaone4(fields: Fields) -> Spec:
 def _gpt2(fields: Fields) -> Spec:
     fields.only("scale_attn_weights", True)
     fields.only("scale_attn_by_inverse_layer_idx", False)
-    fields.only("reorder_and_upcast_attn", False, True)  # scores are float32 here in any case
+    fields.only("reorder_and_upcast_attn", False, True)  # scores are float32 here
     width, positions = fields.size("n_embd"), fields.size("n_positions", 1024)
     fields.only("n_ctx", positions)
     return read_learned(
@@ -315,7 +311,7 @@ def _opt(fields: Fields) -> Spec:
         num_layers=fields.layers(),
         ffn_width=fields.size("ffn_dim"),
         max_position=fields.size("max_position_embeddings"),
-        position_offset=2,  # rows 0 and 1 of the table were kept for padding (fairseq)
+        position_offset=2,  # rows 0 and 1 of the table were for padding (fairseq)
         norm_eps=1e-5,
         activation=fields.activation("activation_function", "relu"),
         **dict.fromkeys(_BIASES, fields.take("enable_bias", bool, True)),
@@ -385,7 +381,6 @@ _OPT_TENSORS = named(
 
 
 def _with_poolers(name: str) -> tuple[str, ...]:
-    """List a family's architectures: one generates, the others embed and classify."""
     return f"{name}ForCausalLM", f"{name}Model", f"{name}ForSequenceClassification"
 
 

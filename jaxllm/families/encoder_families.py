@@ -1,8 +1,4 @@
-"""Families that only embed and classify: tokens see those before and behind them, and nothing is generated.
-
-A row is a reader and its tensors' names, as in dense_families.py. A checkpoint saved for another purpose, as masked
-language modelling, is read as the bare encoder.
-"""
+"""Bidirectional families for embedding and classification: config readers and tensor names."""
 
 from __future__ import annotations
 
@@ -44,13 +40,13 @@ def _bert(fields: Fields, position_offset: int = 0, eps: float = 1e-12, **own: A
 
 
 def _roberta(fields: Fields) -> Spec:
-    # Rows up to that of padding were kept for padding (fairseq).
+    # Rows up to the padding id were for padding (fairseq).
     return _bert(fields, position_offset=fields.take("pad_token_id", int, 1) + 1)
 
 
 def _mpnet(fields: Fields) -> Spec:
     buckets = 32
-    fields.only("relative_attention_num_buckets", buckets)  # whatever this says, transformers computes with 32
+    fields.only("relative_attention_num_buckets", buckets)  # transformers always computes with 32
     return _bert(fields, position_offset=2, token_types=0, relative_buckets=buckets)
 
 
@@ -70,12 +66,12 @@ def _distilbert(fields: Fields) -> Spec:
 
 
 def _modernbert(fields: Fields) -> Spec:
-    fields.only("position_embedding_type", "absolute", "sans_pos")  # says nothing: positions are rotations
+    fields.only("position_embedding_type", "absolute", "sans_pos")  # no effect: positions are rotary
     fields.only("norm_bias", False)
     fields.only("layer_norm_eps", fields.take("norm_eps", float, 1e-5))
     fields.only("rope_scaling")
     every = fields.size("global_attn_every_n_layers", 3)
-    reach = fields.size("local_attention", 128) // 2 + 1  # the file says how far a token sees to both sides together
+    reach = fields.size("local_attention", 128) // 2 + 1  # the file gives both sides together
     windows = read_windows(fields, reach, tuple(layer % every != 0 for layer in range(fields.layers())))
     thetas = fields.positive("global_rope_theta", 160000.0), fields.positive("local_rope_theta", 10000.0)
     size, positions = (
@@ -113,7 +109,7 @@ def _modernbert_head(fields: Fields, width: int, labels: int) -> tuple[Pooling, 
 
 
 def _nomic(fields: Fields) -> Spec:
-    """Read either spelling: that of the hub, where the model has code of its own, or that of transformers."""
+    """Read the spelling of the hub's remote code, or of transformers."""
     own: dict[str, Any] = {"norm": "layer", "norm_bias": True, "token_types": fields.size("type_vocab_size", 2)}
     if not fields.has("n_embd"):
         return read_decoder(
@@ -141,7 +137,7 @@ def _nomic(fields: Fields) -> Spec:
     ):
         fields.only(key, value)
     for key in (
-        "dense_seq_output",  # of training, and which kernels computed it
+        "dense_seq_output",  # training, or the kernels used
         "fused_bias_fc",
         "fused_dropout_add_ln",
         "pad_vocab_size_multiple",

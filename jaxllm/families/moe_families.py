@@ -1,7 +1,4 @@
-"""Families with experts, some with latent attention: their config.json files, their tensors' names, their rows.
-
-A row is a reader and its differences from Llama's names.
-"""
+"""Mixture-of-experts families, some with latent attention: config readers and tensor names."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ def _all_layers(fields: Fields) -> tuple[bool, ...]:
 
 
 def _sparse_layers(fields: Fields) -> tuple[bool, ...]:
-    """Say which layers have experts: every so manyth, those aside that have the plain feed-forward."""
+    """Return which layers have experts: every `decoder_sparse_step`th, except `mlp_only_layers`."""
     stride, plain = fields.size("decoder_sparse_step", 1), fields.raw("mlp_only_layers") or []
     if not isinstance(plain, list) or not all(type(layer) is int for layer in plain):
         raise UserError(f"config.json: mlp_only_layers must be a list of layers, got {plain!r:.80}.", "mlp_only_layers")
@@ -34,8 +31,7 @@ def _sparse_layers(fields: Fields) -> tuple[bool, ...]:
 
 
 def _experts(fields: Fields, width: str, layers: tuple[bool, ...], **own: Any) -> Experts:
-    """Read how many experts there are and how many of them each token uses; `own` are further fields of Experts."""
-    names = ("n_routed_experts", "num_experts", "num_local_experts")  # the last is transformers 5's for all of them
+    names = ("n_routed_experts", "num_experts", "num_local_experts")  # the last is transformers 5's name
     count = next((name for name in names if fields.has(name)), names[-1])
     experts, chosen = fields.size(count), fields.size("num_experts_per_tok")
     for name in names:
@@ -58,7 +54,7 @@ def _mixtral(fields: Fields) -> Spec:
 def _qwen2_moe(fields: Fields) -> Spec:
     layers, until = fields.layers(), fields.take("max_window_layers", int, 28)
     is_windowed = fields.take("use_sliding_window", bool, False)
-    fields.raw("sliding_window")  # means nothing without the key above
+    fields.raw("sliding_window")  # without effect unless use_sliding_window
     window = fields.optional("sliding_window", int, 4096) if is_windowed else None
     return read_decoder(
         fields,
@@ -78,9 +74,9 @@ def _qwen2_moe(fields: Fields) -> Spec:
 def _qwen3_moe(fields: Fields) -> Spec:
     fields.only("use_sliding_window", False)
     for key in ("sliding_window", "max_window_layers"):
-        fields.raw(key)  # mean nothing without the key above
+        fields.raw(key)
     for key, value in (("use_qk_norm", True), ("qkv_bias", False), ("shared_expert_intermediate_size", 0)):
-        fields.only(key, value)  # Qwen3-Coder's file says what all of them have, and have not
+        fields.only(key, value)
     return read_decoder(
         fields,
         qk_norm="each head",
@@ -120,8 +116,8 @@ def _gpt_oss(fields: Fields) -> Spec:
     layers = fields.layers()
     chosen = fields.size("num_experts_per_tok")
     fields.only("experts_per_token", chosen)
-    fields.raw("initial_context_length")  # of the rotary settings, said there too
-    fields.only("hidden_act", "silu")  # what the experts compute instead is said by the two keys below
+    fields.raw("initial_context_length")  # repeated in the rotary settings
+    fields.only("hidden_act", "silu")  # the next two keys define the actual activation
     return read_decoder(
         fields,
         theta=150000.0,
@@ -146,7 +142,7 @@ def _gpt_oss(fields: Fields) -> Spec:
 
 
 def _deepseek(fields: Fields, interleaved: bool, **routing: Any) -> Spec:
-    """Read what the second and the third version share: latent attention, dense layers before those with experts."""
+    """Read fields common to DeepSeek V2 and V3: latent attention, first layers dense."""
     layers = fields.layers()
     latent = Latent(
         rank=fields.size("kv_lora_rank"),
@@ -194,7 +190,7 @@ def _deepseek(fields: Fields, interleaved: bool, **routing: Any) -> Spec:
 
 def _deepseek2(fields: Fields) -> Spec:
     fields.only("scoring_func", "softmax")
-    fields.only("norm_topk_prob", False)  # transformers reads it no more
+    fields.only("norm_topk_prob", False)  # no longer read by transformers
     fields.only("topk_method", "greedy", "group_limited_greedy")
     groups = {"groups": fields.size("n_group", 1), "groups_per_token": fields.size("topk_group", 1)}
     is_grouped = fields.raw("topk_method") == "group_limited_greedy"
@@ -205,7 +201,7 @@ def _deepseek3(fields: Fields) -> Spec:
     fields.only("scoring_func", "sigmoid")
     fields.only("topk_method", "noaux_tc")
     for key in ("num_nextn_predict_layers", "num_mtp_layers"):
-        fields.raw(key)  # of the layers behind the last, which guess further tokens ahead
+        fields.raw(key)  # multi-token prediction layers
     return _deepseek(
         fields,
         interleaved=fields.take("rope_interleave", bool, True),

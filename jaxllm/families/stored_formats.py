@@ -1,6 +1,6 @@
-"""How a checkpoint's matrices are quantized, as the `quantization_config` in its config.json says, and which of them.
+"""Parse `quantization_config`: the format of quantized matrices, and which are quantized.
 
-Reads no tensors; stored_matrices.py does. What a format can say and is not built is refused by name.
+Unsupported options are refused by name. See stored_matrices.py for the tensors.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from jaxllm.linear_expression import Expression
 from jaxllm.model.parameters import Scheme
 from pallas_kernels import Kind
 
-# Which tensors a matrix is made of: "packed", 4-byte words of neighbouring columns, or "plain", a number an element,
-# both of compressed-tensors; words of a transposed matrix along its columns ("gptq") or rows ("awq"); blocks of 32.
+# compressed-tensors: "packed" 4-byte words of adjacent columns, or "plain" numbers; transposed words along columns
+# ("gptq") or rows ("awq"); blocks of 32 ("mxfp4").
 Layout = Literal["packed", "plain", "gptq", "awq", "mxfp4"]
 
 _KEY = "quantization_config"
@@ -27,10 +27,10 @@ _expression = lru_cache(maxsize=64)(Expression)
 
 @dataclass(frozen=True)
 class Stored:
-    """The format of a checkpoint: its name, the scheme of its matrices with the stored groups, and where it applies.
+    """A checkpoint's quantization format.
 
-    `block` rows share their scales. `scale` is what the scales' tensor is called, `zero_shift` what is added to stored
-    zeros. `targets` and `ignored` name modules: an expression behind "re:", or a part of a dotted name.
+    `block` rows share scales. `scale` is the suffix of scale tensors; `zero_shift` is added to stored zeros. `targets`
+    and `ignored` contain expressions after "re:", or parts of dotted module names.
     """
 
     method: str
@@ -45,7 +45,7 @@ class Stored:
     has_head: bool = False
 
     def covers(self, module: str) -> bool:
-        """Say whether the matrix of a module, named as in the checkpoint, is quantized."""
+        """Return whether a module's matrix is quantized."""
         if self.layout == "mxfp4":
             return "experts" in module.split(".")
         if module == "lm_head" and not self.has_head:
@@ -53,7 +53,7 @@ class Stored:
         return not self.leaves_out(module)
 
     def leaves_out(self, module: str) -> bool:
-        """Return whether config.json excludes the matrix of a module from quantization."""
+        """Return whether config.json excludes a module from quantization."""
         try:
             is_meant = "Linear" in self.targets or any(_names(target, module) for target in self.targets)
             return not is_meant or any(_names(name, module) for name in self.ignored)
@@ -62,7 +62,7 @@ class Stored:
 
 
 def read_stored(config: Mapping[str, Any]) -> Stored | None:
-    """Read how a config.json says that the checkpoint is quantized; None: not at all. Else a UserError of one line."""
+    """Parse the quantization format of a config.json, None if unquantized; raise UserError if unsupported."""
     fields = Fields(config)
     if not fields.has(_KEY):
         return None
@@ -84,14 +84,13 @@ def read_stored(config: Mapping[str, Any]) -> Stored | None:
 
 
 def _names(name: str, module: str) -> bool:
-    """Whether a name of an ignore list means a module: an expression its beginning, another name some of its parts."""
+    """Match a module against an expression (prefix) or a name (consecutive components)."""
     if name.startswith("re:"):
         return _expression(name.removeprefix("re:")).match(module)
     return f".{name}." in f".{module}."
 
 
 def _module_names(fields: Fields, key: str) -> tuple[str, ...]:
-    """Take a list of names and expressions, each of which compiles."""
     names = fields.raw(key) or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UserError(f"config.json, {_KEY}: {key} must be a list of names, got {names!r:.80}.", _KEY)
@@ -117,9 +116,9 @@ def _group(fields: Fields, key: str = "group_size") -> int | None:
 
 
 def _compressed_tensors(own: Fields) -> Stored:
-    """Of compressed-tensors, the format of llm-compressor (github.com/vllm-project/compressed-tensors)."""
+    """Read compressed-tensors, of llm-compressor (github.com/vllm-project/compressed-tensors)."""
     own.only("quantization_status", "compressed")
-    own.only("transform_config", {})  # rotations of activations
+    own.only("transform_config", {})  # rotated activations
     own.inner("sparsity_config").only("format", "dense")
     groups = own.raw("config_groups")
     if not isinstance(groups, Mapping) or len(groups) != 1:
@@ -166,7 +165,7 @@ def _block_size(fields: Fields, key: str) -> tuple[int, int]:
 
 
 def _fp8(own: Fields) -> Stored:
-    """Of DeepSeek-V3 and Qwen3-FP8 in blocks, or with a scale for each tensor."""
+    """Read fp8 in blocks (DeepSeek-V3, Qwen3-FP8), or with one scale per tensor."""
     own.only("fmt", "e4m3", "float8_e4m3fn")
     rows, columns = _block_size(own, "weight_block_size") if own.has("weight_block_size") else (1, None)
     return Stored(
@@ -180,8 +179,8 @@ def _fp8(own: Fields) -> Stored:
 
 
 def _gptq(own: Fields) -> Stored:
-    """Of AutoGPTQ and GPTQModel; the first version of the format stores zeros less one."""
-    own.only("dynamic", {})  # other bits for some modules
+    """Read AutoGPTQ and GPTQModel; version 1 stores zeros minus one."""
+    own.only("dynamic", {})  # per-module bits
     own.only("checkpoint_format", "gptq", "gptq_v2")
     is_second = own.take("checkpoint_format", str, "gptq") == "gptq_v2"
     return Stored(
@@ -195,7 +194,6 @@ def _gptq(own: Fields) -> Stored:
 
 
 def _awq(own: Fields) -> Stored:
-    """Of AutoAWQ."""
     for key in ("bits", "w_bit"):
         own.only(key, 4)
     own.only("zero_point", True)
@@ -207,7 +205,7 @@ def _awq(own: Fields) -> Stored:
 
 
 def _mxfp4(own: Fields) -> Stored:
-    """Of GPT-OSS: its experts, in blocks of 32 (OCP Microscaling Formats 1.0)."""
+    """Read MXFP4: GPT-OSS's experts in blocks of 32 (OCP Microscaling Formats 1.0)."""
     return Stored("mxfp4", "mxfp4", Scheme("float4", 32), ignored=_module_names(own, "modules_to_not_convert"))
 
 

@@ -1,6 +1,6 @@
-"""A fleet: engines that serve one model, and which of them a request goes to. Pure: knows no clock and no connection.
+"""A fleet of engines that serve one model, with prefix-aware routing.
 
-What a front end uses, be it of one machine, of Ray Serve or of its own; the rest of jaxllm does not know it.
+Optional: no other package of jaxllm imports it.
 """
 
 from jaxllm.fleet.choose import choose, digests_of

@@ -1,4 +1,4 @@
-"""Which replica a request goes to, and what that depends on. Pure."""
+"""Chooses the replica for a request by cached prefix and load. Pure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 from jaxllm.fleet.prefix_index import PrefixIndex
 from jaxllm.scheduler import block_pool
 
-# A replica gets requests for its prefixes while its load is at most so many times the mean: the most loaded then stays
-# below 1.2 times the mean where loads are large (docs/benchmarks.md) …
+# A replica is overloaded if its load exceeds OVERLOAD times the mean (for large loads the most loaded then stays below
+# 1.2 times the mean, docs/benchmarks.md) and, for small loads, exceeds the mean by more than WORTH times the request's
+# cached tokens, as recomputing a token costs more than one more token of load. With WORTH = 4, the most loaded of 64
+# replicas reached 1.22 times the mean.
 OVERLOAD = 1.1
-# … or, where they are small, no more above the mean than so many times what the request finds there: a token of a live
-# request delays others less than one that is computed again. With 4, 64 replicas were at 1.22 times the mean.
 WORTH = 3
 
 
@@ -24,15 +24,14 @@ def digests_of(token_ids: Sequence[int], salt: bytes, block_size: int, *, adapte
 
 
 def choose(digests: Sequence[bytes], loads: Mapping[int, int], index: PrefixIndex) -> int:
-    """Return the replica for a request: of those that are not over-loaded, the one with most of its prefix's blocks;
-    of several, and where none has any, the least loaded; of equals, the lowest number.
+    """Return the replica with the longest cached prefix among those not overloaded.
 
-    `digests` are those of its prompt, see `digests_of`; `loads` are the tokens of live requests, prompts and what was
-    generated, of each replica that takes work now. Over-loaded is who has both more than `OVERLOAD` times the mean of
-    `loads`, and more than the mean and `WORTH` times the tokens that it has of the prompt; never the least loaded.
+    Ties select the lowest load, then the lowest number. `digests` are the prompt's (see `digests_of`); `loads` are the
+    tokens of live requests, prompt and generated, per available replica. A replica is overloaded if its load exceeds
+    both `OVERLOAD` times the mean, and the mean by more than `WORTH` times the prompt's tokens cached there.
 
     Raises:
-        ValueError: if no replica takes work.
+        ValueError: if no replica is available.
     """
     if not loads:
         raise ValueError("no replica takes work: there is none to choose")

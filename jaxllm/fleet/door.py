@@ -1,7 +1,6 @@
-"""Where replicas of other machines connect, and the greeting by which they prove that they may.
+"""The listener for replicas on other machines, and the greeting that authenticates them.
 
-Until its key is checked a peer is a stranger: 1 KiB is read of it, which is split at line ends and not decoded, and
-16 strangers may be connected at once. The oldest makes room for the next, so that silent ones keep no replica out.
+Of an unauthenticated connection, 1 KiB is read and not decoded. At most 16 are open; a new one replaces the oldest.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from typing import NamedTuple
 from jaxllm.errors import UserError
 
 _log = logging.getLogger(__name__)
-HELLO_SECONDS = 10.0  # for a TLS handshake, and again for a greeting
+HELLO_SECONDS = 10.0  # for a TLS handshake, and again for the greeting
 MOST_STRANGERS = 16
 MOST_GREETING = 1024  # bytes
-_FAREWELL_SECONDS = 1.0  # for the end of TLS
-_RETRY_SECONDS = 0.5  # after a want of descriptors or memory
+_FAREWELL_SECONDS = 1.0
+_RETRY_SECONDS = 0.5
 _BACKLOG = 64
 _LENGTH = struct.Struct("!H")
 
@@ -31,7 +30,7 @@ Connected = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[Non
 
 
 class Door(NamedTuple):
-    """Where replicas of other machines connect."""
+    """The address at which replicas on other machines connect."""
 
     address: str  # HOST:PORT
     key: str
@@ -39,14 +38,14 @@ class Door(NamedTuple):
 
 
 class Greeting(NamedTuple):
-    """The first bytes of a connection."""
+    """The first message of a connection."""
 
     version: str
-    number: str  # of a replica of the front end's own machine; else empty
+    number: str  # a local replica's number; else empty
     key: bytes
 
     def pack(self) -> bytes:
-        """Write it; UserError for a key that is too long."""
+        """Serialize the greeting; UserError if the key is too long."""
         text = b"\n".join((self.version.encode(), self.number.encode(), self.key))
         if len(text) > MOST_GREETING:
             raise UserError(f"The key of a fleet may have some {MOST_GREETING - 64} bytes.", "admin_api_key")
@@ -54,7 +53,7 @@ class Greeting(NamedTuple):
 
 
 async def read_greeting(reader: asyncio.StreamReader) -> Greeting:
-    """Wait for a greeting, at most `HELLO_SECONDS`; ValueError for anything else."""
+    """Read a greeting within `HELLO_SECONDS`; raises TimeoutError, or ValueError for other data."""
     async with asyncio.timeout(HELLO_SECONDS):
         (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         if size > MOST_GREETING:
@@ -64,22 +63,22 @@ async def read_greeting(reader: asyncio.StreamReader) -> Greeting:
 
 
 def is_same_key(given: bytes, key: str) -> bool:
-    """Compare in constant time."""
+    """Compare keys in constant time."""
     return hmac.compare_digest(given, key.encode())
 
 
 class DoorListener:
-    """Accepts connections and bounds those that have not greeted. Belongs to the event loop."""
+    """Accepts connections and limits the unauthenticated ones. Used on the event loop."""
 
     def __init__(self, door: Door, connected: Connected) -> None:
-        """`connected` reads the greeting and calls `admit` with the writer once it has checked the key."""
+        """`connected` reads the greeting, checks the key, and then calls `admit`."""
         self._tls, self._connected = door.tls, connected
-        self.strangers: dict[asyncio.Task[None], None] = {}  # the oldest first
+        self.strangers: dict[asyncio.Task[None], None] = {}
         self._admitted: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Listen, and return the port; OSError where that cannot be done."""
+        """Start listening and return the port; raises OSError if the address cannot be bound."""
         loop = asyncio.get_running_loop()
         family, kind, protocol, _, address = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
         listener = socket.socket(family, kind, protocol)
@@ -117,7 +116,7 @@ class DoorListener:
         self._admitted.discard(task)
 
     def admit(self) -> None:
-        """Count the connection of the running task as a replica's from now on."""
+        """Mark the current task's connection as authenticated."""
         task = asyncio.current_task()
         if task is not None and task in self.strangers:
             del self.strangers[task]
@@ -130,12 +129,12 @@ class DoorListener:
         limit, farewell = (None, None) if self._tls is None else (HELLO_SECONDS, _FAREWELL_SECONDS)
         transport: asyncio.WriteTransport | None = None
         try:
-            with suppress(OSError):  # of a TLS handshake too
+            with suppress(OSError):
                 transport, _ = await loop.connect_accepted_socket(
                     lambda: protocol, peer, ssl=self._tls, ssl_handshake_timeout=limit, ssl_shutdown_timeout=farewell
                 )
                 await self._connected(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
-                transport.close()  # a refusal is still sent
+                transport.close()  # flushes a refusal first
         except asyncio.CancelledError:
             if transport is not None:
                 transport.abort()
@@ -145,7 +144,7 @@ class DoorListener:
                 peer.close()
 
     async def close(self) -> None:
-        """Listen no more and end all connections."""
+        """Stop listening and close all connections."""
         accepting = [] if self._accepting is None else [self._accepting]
         tasks = [*accepting, *self.strangers, *self._admitted]
         for task in tasks:

@@ -1,8 +1,8 @@
-"""The far end of a replica: a process that holds one engine and answers a front end over one connection.
+"""The replica process: runs one engine and serves a front end over one connection.
 
-`python -m jaxllm.fleet.node` is what a front end starts on its own machine, with its settings on standard input;
-`jaxllm serve --headless` runs the same on another machine. The node connects to the front end, tells how it is every
-quarter of a second, and sends the outputs of a step in one frame. When the connection ends, so does the process.
+A front end starts `python -m jaxllm.fleet.node` on its machine, with the settings on standard input; `jaxllm serve
+--headless` runs the same on another machine. The node connects to the front end, sends a heartbeat every 0.25 s, and
+all outputs of a step in one frame. The process ends with its connection.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from jaxllm.sampling_params import SamplingParams
 from jaxllm.version import __version__
 
 _log = logging.getLogger(__name__)
-BEAT_SECONDS = 0.25  # between two signs of life
-NO_BOUND = 1 << 40  # the front end bounds the queue, for all replicas together
-SECOND_SIGNAL = 130  # exit code, a shell's for ^C
-_LOCAL = ("tokenizer",)  # of a `ModelInfo`: what each process reads itself
+BEAT_SECONDS = 0.25  # interval of heartbeats
+NO_BOUND = 1 << 40  # the front end limits the queue of the whole fleet
+SECOND_SIGNAL = 130  # exit code of a shell after ^C
+_LOCAL = ("tokenizer",)  # fields of `ModelInfo` that each process reads from disk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a node must know."""
+    """A node's settings."""
 
-    engine: Mapping[str, Any]  # the fields of `EngineConfig`
+    engine: Mapping[str, Any]
     address: str  # of the front end: HOST:PORT, or the path of a Unix socket
-    number: int | None = None  # which replica of the front end's own machine this is; None: of another machine
+    number: int | None = None  # of a replica on the front end's machine; None: another machine
     key: str = ""
-    ca: str | None = None  # file of certificates that sign the front end's; None: no TLS
-    observes: bool = False  # whether the front end wants to know of every step
-    cores: tuple[int, ...] = ()  # of a CPU, that are its own
-    hang_timeout: float = 8.0  # seconds
+    ca: str | None = None
+    observes: bool = False  # whether to forward the engine's events to the front end's observers
+    cores: tuple[int, ...] = ()
+    hang_timeout: float = 8.0
     log_level: int = logging.WARNING
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Take HOST:PORT apart; UserError for anything else."""
+    """Split HOST:PORT; raises UserError for other text."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port[:9]) < 65536:
         raise UserError(f"data_parallel_address must be HOST:PORT, got {address!r:.80}.", "data_parallel_address")
@@ -60,9 +60,12 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 async def run(settings: Settings, engine: AsyncLLM | None = None) -> bool:
-    """Load the engine, unless one is given, and answer the front end until it ends.
+    """Load the engine, unless given, and serve the front end until it stops or disconnects.
 
-    Returns whether it has said so; else it has gone. UserError where it cannot be reached or refuses this replica.
+    Return whether it sent "stop".
+
+    Raises:
+        UserError: if the front end cannot be reached or refuses this replica.
     """
     if engine is None:
         bounds: dict[str, Any] = {"max_queued_requests": NO_BOUND, "max_queued_tokens": NO_BOUND}
@@ -71,7 +74,7 @@ async def run(settings: Settings, engine: AsyncLLM | None = None) -> bool:
     node = Node(engine, reader, writer)
     if settings.observes:
         engine.add_observer(node)
-    if settings.number is None:  # else the front end gets the signals
+    if settings.number is None:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, node.leave)
     try:
@@ -87,13 +90,13 @@ async def _connect(settings: Settings) -> tuple[asyncio.StreamReader, asyncio.St
     tls = None if settings.ca is None else ssl.create_default_context(cafile=settings.ca)
     try:
         return await asyncio.open_connection(*split_address(settings.address), ssl=tls)
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:
         message = f"data_parallel_address {settings.address}: {error.strerror or error}."
         raise UserError(message, "data_parallel_address") from error
 
 
 class Node:
-    """One connection to a front end. Belongs to the event loop; an `Observer` of its engine."""
+    """A connection to a front end, and an `Observer` of the engine. Used on the event loop."""
 
     def __init__(self, engine: AsyncLLM, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._engine = engine
@@ -101,12 +104,12 @@ class Node:
         self._outbox: list[bytes] = []
         self._has_outputs = False
         self._changed = asyncio.Event()
-        self._requests: dict[str, asyncio.Task[None]] = {}  # by the front end's name
+        self._requests: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_leaving = False
 
     async def run(self, settings: Settings) -> bool:
-        """Answer until the connection ends, or "stop" is said; return whether it was."""
+        """Serve until "stop" or the connection's end; return whether "stop" was received."""
         number = "" if settings.number is None else str(settings.number)
         self._writer.write(Greeting(__version__, number, settings.key.encode()).pack())
         tasks = [asyncio.ensure_future(work()) for work in (self._write, self._beat, self._start)]
@@ -126,7 +129,7 @@ class Node:
                 task.cancel()
 
     def leave(self) -> None:
-        """Ask the front end for no more work, and for a "stop" when all is done; the second time end at once."""
+        """Request a drain: no new work, then "stop" once idle. A second call exits immediately."""
         if self._is_leaving:
             os._exit(SECOND_SIGNAL)
         self._is_leaving = True
@@ -139,7 +142,6 @@ class Node:
         self._changed.set()
 
     async def _write(self) -> None:
-        """Send what there is in one frame; what comes meanwhile is the next one."""
         while True:
             await self._changed.wait()
             if self._has_outputs:
@@ -160,7 +162,6 @@ class Node:
             await asyncio.sleep(BEAT_SECONDS)
 
     async def _start(self) -> None:
-        """Load the model, then follow its prefix cache."""
         engine = self._engine
         try:
             await engine.start()
@@ -168,7 +169,7 @@ class Node:
             self._say("failed", error)
             return
         known = {each.name: getattr(engine.model, each.name) for each in fields(engine.model)}
-        self._say(*self._condition())  # it serves now
+        self._say(*self._condition())  # state "serving", so that requests are routed here at once
         self._say("ready", {name: own for name, own in known.items() if name not in _LOCAL})
         if engine.config.enable_kv_cache_events:
             with contextlib.suppress(EngineError):
@@ -184,23 +185,22 @@ class Node:
             async with aclosing(outputs):
                 async for output in outputs:
                     self._say("output", name, output)
-        except Exception as error:  # of one request: the others go on
+        except Exception as error:  # affects only this request
             self._say("error", name, _own(error))
         finally:
             self._requests.pop(name, None)
 
     def _on_abort(self, name: str, reason: FinishReason) -> None:
-        """End a request; its last output is still awaited."""
         self._engine.end(name, reason)
 
     def _on_forget(self, name: str) -> None:
-        """End a request whose reader has gone, be it still in preparation."""
+        """Cancel a request without reader, even during its preparation."""
         task = self._requests.pop(name, None)
         if task is not None:
             task.cancel()
 
     def _on_call(self, number: int, name: str, given: list[Any]) -> None:
-        """Call one of the engine's methods, whose answer is not waited for here."""
+        """Call a method of the engine, and send its result later."""
         call = self._check(*given) if name == "check" else getattr(self._engine, name)(*given)
         task = asyncio.ensure_future(self._answer(number, call))
         self._tasks.add(task)
@@ -217,23 +217,23 @@ class Node:
         except Exception as error:
             self._say("answer", number, None, _own(error))
 
-    # As an `Observer`.
+    # Methods of `Observer`.
 
     def step(self, report: StepReport) -> None:
-        """Pass on a step."""
+        """Forward a step's report."""
         self._say("step", report)
 
     def tokens(self, seconds: float, count: int, is_first: bool) -> None:
-        """Pass on what tokens took."""
+        """Forward the latency of tokens."""
         self._say("tokens", seconds, count, is_first)
 
     def finished(self, output: RequestOutput, params: SamplingParams) -> None:
-        """Pass on how a request has ended."""
+        """Forward a finished request."""
         self._say("finished", output, params)
 
 
 def _own(error: Exception) -> Exception:
-    """Return an error that the front end knows: in place of an unexpected one, which is logged here, one of ours."""
+    """Return a UserError or EngineError unchanged; log others and return a RequestFailedError."""
     if isinstance(error, UserError | EngineError):
         return error
     _log.error("a request has failed", exc_info=error)
@@ -241,14 +241,14 @@ def _own(error: Exception) -> Exception:
 
 
 def main() -> int:
-    """Be the replica that standard input describes; end with it."""
+    """Run the replica that standard input describes."""
     settings = Settings(**messages.unpack(sys.stdin.buffer.read()))
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormatter(f"%(asctime)s %(levelname)s replica {settings.number} %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("jaxllm").setLevel(settings.log_level)
     if settings.cores and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, settings.cores)  # before anything counts them
+        os.sched_setaffinity(0, settings.cores)  # before any library counts the cores
     asyncio.run(run(settings))
     return 0
 
@@ -256,4 +256,4 @@ def main() -> int:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # a step that hangs holds no process
+    os._exit(code)  # a hanging step must not keep the process alive

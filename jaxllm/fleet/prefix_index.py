@@ -1,4 +1,4 @@
-"""Which blocks each replica of a fleet can hit, by what the replicas tell of their prefix caches."""
+"""Indexes the blocks in each replica's prefix cache."""
 
 from __future__ import annotations
 
@@ -8,23 +8,22 @@ from jaxllm.scheduler.state import BlockEvent, Removed, Stored
 
 
 class PrefixIndex:
-    """The digests that each replica has, as its events say: as many as there are blocks in the replicas' pools.
+    """The block digests cached by each replica.
 
-    Kept both ways. A dict from digests to the replicas that have them, a bit for each, so that a prompt costs one
-    look-up a block however many replicas there are; and a set for each replica, so that one that goes costs no search
-    of what the others have.
+    A dict from digest to a bit mask of replicas makes a prompt cost one look-up per block; a set per replica makes its
+    removal cheap.
     """
 
     def __init__(self) -> None:
-        self.replicas: dict[int, tuple[int, set[bytes]]] = {}  # the bit, a power of two, and the blocks
-        self.holders: dict[bytes, int] = {}  # sums of bits
-        self.block_size = 0  # tokens of a block, as the events say; 0 before the first
+        self.replicas: dict[int, tuple[int, set[bytes]]] = {}  # bit (a power of two) and digests of each
+        self.holders: dict[bytes, int] = {}
+        self.block_size = 0  # tokens per block; 0 before the first event
 
     def apply(self, replica: int, events: Iterable[BlockEvent]) -> None:
-        """Follow a replica's events, in their order. A number that was not seen, or forgotten, is a new replica's."""
+        """Apply a replica's events, in order. An unknown or removed number starts a new replica."""
         if replica not in self.replicas:
             used = sum(bit for bit, _ in self.replicas.values())
-            self.replicas[replica] = ~used & (used + 1), set()  # the lowest bit that is free
+            self.replicas[replica] = ~used & (used + 1), set()
         bit, held = self.replicas[replica]
         holders = self.holders
         for event in events:
@@ -41,15 +40,15 @@ class PrefixIndex:
                 held.clear()
 
     def forget(self, replica: int) -> None:
-        """Drop what a replica had: it has gone, or its events were lost. Late events of it must not be applied."""
+        """Remove a replica that lost its cache or events. Late events must not be applied."""
         if replica in self.replicas:
             bit, held = self.replicas.pop(replica)
             self._release(held, bit)
 
     def matches(self, digests: Sequence[bytes]) -> Mapping[int, int]:
-        """Count the leading blocks of a prompt that each replica has; replicas with none are absent."""
+        """Return each replica's number of leading cached blocks of a prompt, if any."""
         all_have = sum(bit for bit, _ in self.replicas.values())
-        ends: list[tuple[int, int]] = []  # replicas that have so many leading blocks and no more
+        ends: list[tuple[int, int]] = []  # (replicas as bits, their number of leading cached blocks)
         for count, digest in enumerate(digests):
             still_have = all_have & self.holders.get(digest, 0)
             if still_have != all_have:

@@ -1,6 +1,6 @@
-"""A front end's end of a replica: what it last said of itself, what it runs, and the process if it is of this machine.
+"""The front end's view of a replica: reported state, live requests and, if local, the process.
 
-Belongs to the event loop. Routes nothing and decides nothing: `router` and `supervisor` do.
+Used on the event loop. `router` assigns requests, `supervisor` restarts processes.
 """
 
 from __future__ import annotations
@@ -22,78 +22,78 @@ from jaxllm.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routed:
-    """A request on its way to a replica, which will check it."""
+    """A request for a replica, not validated yet."""
 
-    request_id: str  # the caller's
-    internal_id: str  # the fleet's
-    name: str  # for logs
+    request_id: str
+    internal_id: str
+    name: str
     prompt: Any
     prompt_token_ids: Sequence[int]
-    digests: Sequence[bytes]  # of the prompt's full blocks
-    params: SamplingParams  # by which outputs are merged
-    sent: Any  # the parameters as they were given
+    digests: Sequence[bytes]
+    params: SamplingParams  # resolved, for merging outputs
+    sent: Any  # the parameters to send, as given
     priority: int
     num_sequences: int
 
 
 @dataclass(slots=True, kw_only=True)
 class Live:
-    """A request that a replica runs."""
+    """A request that runs on a replica."""
 
     request: Routed
-    num_tokens: int  # of its prompt, and generated so far
-    num_runs: int  # replicas that have had it, this one included
-    has_output: bool = False  # something of it was sent on: it cannot be run again
+    num_tokens: int
+    num_runs: int  # replicas tried so far, this one included
+    has_output: bool = False  # output was delivered: the request cannot be rerouted
 
 
 class Replica:
-    """One replica."""
+    """A replica of the fleet."""
 
     def __init__(self, number: int, *, is_local: bool) -> None:
         self.number = number
         self.is_local = is_local
         self.live: dict[str, Live] = {}
-        self.num_tokens = 0  # of all live requests
-        self.is_drained = False  # takes no more work; ends when it has none
-        self.is_given_up = False  # it could not be started time after time
+        self.num_tokens = 0
+        self.is_drained = False  # draining: takes no new work, and ends once idle
+        self.is_given_up = False
         self.num_starts = 0
         self.process: subprocess.Popen[bytes] | None = None
         self.connected = asyncio.Event()
-        self.lost = asyncio.Event()  # its connection has ended, or it is of no use
-        self.error: Exception | None = None  # why it is of no use
+        self.lost = asyncio.Event()  # set if the connection ended or the replica failed
+        self.error: Exception | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._outbox: list[bytes] = []
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._num_calls = 0
         self._forget()
-        self._before = Metrics()  # of the processes before this one
+        self._before = Metrics()  # totals of earlier processes
 
     def _forget(self) -> None:
-        self.model: Mapping[str, Any] | None = None  # the fields of its `ModelInfo`, once it is loaded
-        self.heard = 0.0  # when it last said anything
+        self.model: Mapping[str, Any] | None = None
+        self.heard = 0.0
         self._state: EngineState = "loading"
         self._load = Load()
-        self._num_new_tokens = 0  # of prompts that were sent since its last word
+        self._num_new_tokens = 0  # prompt tokens sent since the last heartbeat
         self._now = Metrics()
         self._devices: DeviceReport | None = None
 
     @property
     def state(self) -> EngineState:
-        """What it does; "loading" while there is no process."""
+        """The engine's state; "loading" without a process, "draining" during a drain."""
         return "draining" if self.is_drained else self._state
 
     @property
     def takes_work(self) -> bool:
-        """Whether requests may be sent to it."""
+        """Whether requests may be sent to the replica."""
         return self.model is not None and self._state == "serving" and not self.is_drained and not self.lost.is_set()
 
     @property
     def metrics(self) -> Metrics:
-        """What it has counted, in all of its processes."""
+        """The metrics, summed over all its processes."""
         return summed([self._before, self._now])
 
     def get_load(self) -> Load:
-        """Say how busy it is."""
+        """Return the load, including requests sent since the last heartbeat."""
         live = sum(each.request.num_sequences for each in self.live.values())
         running = min(self._load.running, live)
         return self._load._replace(
@@ -101,11 +101,11 @@ class Replica:
         )
 
     def device_report(self) -> DeviceReport | None:
-        """Say what is compiled, and the devices' memory."""
+        """Return the last report of compiled programs and device memory."""
         return self._devices
 
     def start(self, settings: node.Settings, environment: Mapping[str, str], module: str) -> None:
-        """Start a process, which will connect; OSError where that cannot be done."""
+        """Start the process, which then connects; raises OSError if it cannot be started."""
         self.lost.clear()
         self.error = None
         self.num_starts += 1
@@ -113,7 +113,7 @@ class Replica:
             [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
             env={**os.environ, **environment},
-            start_new_session=True,  # ^C is for the front end, which drains
+            start_new_session=True,  # ^C reaches only the front end, which drains
         )
         given = {each.name: getattr(settings, each.name) for each in fields(settings)}
         assert self.process.stdin is not None
@@ -121,17 +121,17 @@ class Replica:
         self.process.stdin.close()
 
     def connect(self, writer: asyncio.StreamWriter) -> None:
-        """Take the connection of a process."""
+        """Attach the connection of a process."""
         self.lost.clear()
         self.connected.set()
         self._writer = writer
 
     def is_connected_by(self, writer: asyncio.StreamWriter) -> bool:
-        """Whether a connection is its own; what comes over an earlier one means nothing any more."""
+        """Return whether `writer` is the current connection."""
         return self._writer is writer
 
     def send(self, *message: Any) -> None:
-        """Send a message, with all others of this turn of the event loop in one frame."""
+        """Send a message, batched per event loop iteration."""
         packed = messages.pack(message)
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
@@ -143,12 +143,12 @@ class Replica:
             self._writer.write(messages.frame(outbox))
 
     def say_last(self, *message: Any) -> None:
-        """Send a message now, before the connection is closed."""
+        """Send a message immediately, before closing."""
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(messages.frame([messages.pack(message)]))
 
     def add(self, request: Routed, num_runs: int = 1) -> None:
-        """Run a request; UserError if it holds what cannot be sent."""
+        """Send a request to the replica; raises UserError if it cannot be serialized."""
         count = request.num_sequences * len(request.prompt_token_ids)
         try:
             self.send("add", request.internal_id, request.prompt, request.sent, request.priority)
@@ -159,7 +159,7 @@ class Replica:
         self._num_new_tokens += count
 
     def note_output(self, name: str, count: int) -> None:
-        """Take note of a request's new tokens."""
+        """Count new tokens of a request."""
         live = self.live.get(name)
         if live is not None:
             live.has_output = True
@@ -167,31 +167,31 @@ class Replica:
             self.num_tokens += count
 
     def drop(self, name: str) -> None:
-        """Forget a request."""
+        """Remove a request."""
         live = self.live.pop(name, None)
         if live is not None:
             self.num_tokens -= live.num_tokens
 
     def call(self, name: str, *given: Any) -> asyncio.Future[Any]:
-        """Call a method of its engine."""
+        """Call a method of the replica's engine; return a future."""
         self._num_calls += 1
         answer = self._calls[self._num_calls] = asyncio.get_running_loop().create_future()
         self.send("call", self._num_calls, name, list(given))
         return answer
 
-    # What it says.
+    # Handlers of the replica's messages.
 
     def on_beat(self, state: EngineState, load: Load, metrics: Metrics) -> None:
-        """Take note of how it is."""
+        """Store a heartbeat."""
         self._state, self._load, self._now = state, load, metrics
         self._num_new_tokens = 0
 
     def on_devices(self, report: DeviceReport | None) -> None:
-        """Take note of its devices."""
+        """Store the device report."""
         self._devices = report
 
     def on_answer(self, number: int, value: Any, error: Exception | None) -> None:
-        """Hand over what a call has returned."""
+        """Resolve the future of a call."""
         answer = self._calls.pop(number, None)
         if answer is not None and not answer.done():
             if error is None:
@@ -200,7 +200,7 @@ class Replica:
                 answer.set_exception(error)
 
     def end(self, error: Exception) -> list[Live]:
-        """Be without a process; return what it ran, the oldest first."""
+        """Detach the process, fail its pending calls, and return its requests, oldest first."""
         self.lost.clear()
         self.connected.clear()
         if self._writer is not None:
@@ -211,7 +211,7 @@ class Replica:
         for answer in calls.values():
             if not answer.done():
                 answer.set_exception(error)
-                answer.exception()  # its caller may have gone
+                answer.exception()  # marked as retrieved, in case the caller was cancelled
         self._before = self.metrics
         lost, self.live = [*self.live.values()], {}
         self.num_tokens = 0
@@ -219,7 +219,7 @@ class Replica:
         return lost
 
     async def reap(self) -> None:
-        """Kill the process: what it ran is lost already, and its device's memory is free only when it has gone."""
+        """Kill the process; wait until its device memory is free."""
         process, self.process = self.process, None
         if process is not None:
             process.kill()

@@ -1,7 +1,4 @@
-"""Which replica runs which request: stands where an engine has its inbox, and finds replicas by `choose`.
-
-Belongs to the event loop. Knows replicas by what they say; starts none and ends none.
-"""
+"""Routes requests to replicas, in place of an engine's inbox. Used on the event loop."""
 
 from __future__ import annotations
 
@@ -14,21 +11,21 @@ from jaxllm.fleet.replica import Replica, Routed
 from jaxllm.outputs import FinishReason
 
 NONE_TAKES_WORK = "No replica takes work now."
-MOST_RUNS = 2  # of a request: one that brings down what runs it must not bring down all of them, one after the other
+MOST_RUNS = 2  # limits how many replicas a faulty request can crash
 
 
 class Router:
-    """The replicas' inbox."""
+    """Sends each request to the replica selected by `choose`."""
 
     def __init__(self, replicas: list[Replica], fail: Callable[[str, Exception], None]) -> None:
-        """`replicas` are in the order of their numbers; `fail` ends a request, by its internal id, with an error."""
+        """`replicas` are ordered by number; `fail(internal_id, error)` fails a request."""
         self.replicas = replicas
         self.index = PrefixIndex()
         self._fail = fail
-        self._of: dict[str, Replica] = {}  # by internal id
+        self._of: dict[str, Replica] = {}
 
     def add(self, request: Routed, num_runs: int = 1) -> None:
-        """Send a request to a replica; UnavailableError where none takes work."""
+        """Send a request to a replica; raises UnavailableError if no replica is available."""
         loads = {each.number: each.num_tokens for each in self.replicas if each.takes_work}
         if not loads:
             raise UnavailableError(NONE_TAKES_WORK)
@@ -37,35 +34,35 @@ class Router:
         self._of[request.internal_id] = replica
 
     def abort(self, internal_id: str, reason: FinishReason) -> None:
-        """End a request."""
+        """Stop a request; its last output is still delivered."""
         replica = self._of.get(internal_id)
         if replica is not None:
             replica.send("abort", internal_id, reason)
 
     def forget(self, internal_id: str) -> Replica | None:
-        """Note that a request has ended; return which replica ran it."""
+        """Remove a finished request; return its replica."""
         replica = self._of.pop(internal_id, None)
         if replica is not None:
             replica.drop(internal_id)
         return replica
 
     def leave(self, internal_id: str) -> None:
-        """End a request whose reader has gone."""
+        """Cancel a request that has no reader left."""
         replica = self.forget(internal_id)
         if replica is not None:
             replica.send("forget", internal_id)
 
     def set_paused(self, is_paused: bool) -> None:
-        """Stop computing; to go on is `FleetLLM.resume`, which waits for it."""
+        """Pause all replicas. Resuming is asynchronous: `FleetLLM.resume`."""
         for replica in self.replicas:
             if is_paused and replica.model is not None:
                 replica.call("pause", "keep")
 
     def stop(self) -> None:
-        """Do nothing: `FleetLLM.close` ends the replicas."""
+        """Do nothing: `FleetLLM.close` stops the replicas."""
 
     def lost(self, replica: Replica, error: Exception) -> None:
-        """Run what a replica ran elsewhere; what has answered already fails, and what had been run again as well."""
+        """Reroute the requests of a lost replica. Fail those with delivered output or `MOST_RUNS` runs."""
         self.index.forget(replica.number)
         for live in replica.end(error):
             name = live.request.internal_id

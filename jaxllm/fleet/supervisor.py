@@ -1,6 +1,6 @@
-"""Keeps a fleet's replicas alive: starts those of this machine, takes the connections of all, finds out which are lost.
+"""Starts local replicas, accepts all connections, detects lost replicas and restarts them.
 
-Belongs to the event loop. Knows connections and processes; what replicas say, and what they run, is its listener's.
+Used on the event loop.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from jaxllm.version import __version__
 from pallas_kernels.own_folders import OwnFolder
 
 _log = logging.getLogger(__name__)
-WARN_SECONDS = 1.0  # between two warnings about strangers
-LOOK_SECONDS = 0.25  # between two looks at a replica
-START_SECONDS = 120.0  # that a process has to connect: it imports JAX first
-FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds before a replica is started again; doubled each time …
-WELL_SECONDS = 60.0  # … unless it has served for so long
-MOST_FAILED_STARTS = 5  # in a row; then the replica is given up
+WARN_SECONDS = 1.0  # minimum interval of warnings about refused connections
+LOOK_SECONDS = 0.25
+START_SECONDS = 120.0  # for a process to connect; importing JAX is slow
+FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds before a restart, doubled each time …
+WELL_SECONDS = 60.0  # … and reset after serving this long
+MOST_FAILED_STARTS = 5  # in a row, then the replica is given up
 
 
 class Listener(Protocol):
-    """Who has replicas supervised."""
+    """Receives the events of supervised replicas."""
 
     def heard(self, replica: Replica, said: list[Any]) -> None:
-        """Take in a frame."""
+        """Process the messages of a frame."""
 
     def lost(self, replica: Replica, error: Exception) -> None:
-        """Do without a replica, which has ended or is about to."""
+        """Handle a replica that ended or is about to."""
 
     def hopeless(self, error: Exception) -> None:
-        """Do without any: none can be started."""
+        """Handle the failure of all replicas."""
 
 
 class End(NamedTuple):
-    """How a replica was lost."""
+    """Why and how a replica was lost."""
 
     why: str
-    was_loaded: bool  # it had loaded the model
+    was_loaded: bool
     is_planned: bool
 
 
@@ -63,9 +63,9 @@ class Supervisor:
         module: str,
         door: Door | None,
     ) -> None:
-        """`settings_of` describes a replica of this machine, with its environment, by its number and the socket's path.
+        """`settings_of(number, socket path)` returns a local replica's settings and environment.
 
-        `module` is what its process runs. A replica that says nothing for `hang_timeout` seconds is lost.
+        `module` is its main module. A replica that is silent for `hang_timeout` seconds counts as lost.
         """
         self._replicas, self._listener, self._settings_of = replicas, listener, settings_of
         self._hang_timeout, self._module, self._door = hang_timeout, module, door
@@ -76,7 +76,7 @@ class Supervisor:
         self._tasks: list[asyncio.Task[Any]] = []
 
     async def start(self) -> None:
-        """Listen, and start the replicas of this machine; an address that cannot be had is a UserError."""
+        """Listen, and start the local replicas; raises UserError if the address cannot be bound."""
         path = str(self._folder.path / "socket")
         self._servers.append(await asyncio.start_unix_server(self._connected, path))
         if self._door is not None:
@@ -95,13 +95,12 @@ class Supervisor:
         self._tasks.append(task)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Make known that a replica is watched no more, through a mistake of ours."""
         if not task.cancelled() and task.exception() is not None:
             _log.error("a replica is not supervised any more", exc_info=task.exception())
             self._listener.hopeless(EngineDeadError("The fleet's supervision has failed."))
 
     async def close(self) -> None:
-        """End the replicas."""
+        """Stop the replicas and the listeners."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -117,7 +116,7 @@ class Supervisor:
         self._folder.remove()
 
     async def drain(self, replica: Replica) -> None:
-        """Give a replica no more work; return when it has none, and, of this machine, serves anew."""
+        """Drain a replica; return once it is idle and, if local, serves again after a restart."""
         if not replica.takes_work:
             raise UnavailableError(f"Replica {replica.number} takes no work now: it is {replica.state}.")
         if sum(each.takes_work for each in self._replicas) == 1:
@@ -129,7 +128,7 @@ class Supervisor:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def keep(self, replica: Replica, path: str) -> None:
-        """Start a replica of this machine, and again whenever it is lost."""
+        """Start a local replica, and restart it when lost."""
         wait, num_failed = FIRST_WAIT, 0
         settings, environment = self._settings_of(replica.number, path)
         while True:
@@ -139,11 +138,11 @@ class Supervisor:
                 end = await self.until_lost(replica)
             except OSError as error:
                 end = End(f"it cannot be started: {error}", was_loaded=False, is_planned=False)
-                is_short = is_exhaustion(error)  # then not the fault of the replica
+                is_short = is_exhaustion(error)  # out of resources: not the replica's fault
             finally:
                 await replica.reap()
             if replica.error is not None and not any(each.model is not None for each in self._replicas):
-                self._listener.hopeless(replica.error)  # as a rule the user's mistake: others will fail as well
+                self._listener.hopeless(replica.error)
                 return
             num_failed = 0 if end.was_loaded else num_failed + (not is_short)
             if num_failed == MOST_FAILED_STARTS:
@@ -161,21 +160,20 @@ class Supervisor:
             wait = min(2 * wait, LONGEST_WAIT)
 
     async def _watch(self, replica: Replica) -> None:
-        """Follow a replica of another machine, which starts it again."""
         while True:
             await replica.connected.wait()
             end = await self.until_lost(replica)
             _log.warning("replica %d has gone: %s; another may connect", replica.number, end.why)
 
     async def until_lost(self, replica: Replica) -> End:
-        """Wait until a replica is of no more use, and make that known."""
+        """Wait until a replica is lost, notify the listener, and return the reason."""
         why = ""
         looked = replica.heard = time.monotonic()
         while not why:
             with suppress(TimeoutError):
                 await asyncio.wait_for(replica.lost.wait(), LOOK_SECONDS)
             before, looked = looked, time.monotonic()
-            # Where this process itself stood still, what was said meanwhile has not been heard yet.
+            # If this process was suspended, messages are still unread.
             silent = looked - replica.heard if looked - before < 4 * LOOK_SECONDS else 0.0
             if replica.is_drained and not replica.live:
                 why = "it is drained"
@@ -197,13 +195,12 @@ class Supervisor:
     # Connections.
 
     async def connected_from_afar(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve the connection of a replica on another machine."""
+        """Serve the connection of a remote replica."""
         await self._connected(reader, writer, is_local=False)
 
     async def _connected(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_local: bool = True
     ) -> None:
-        """Hear a replica out."""
         replica = None
         try:
             found = self._find(await read_greeting(reader), is_local)
@@ -222,7 +219,7 @@ class Supervisor:
                 self._listener.heard(replica, said)
                 said = await messages.read_frame(reader)
         except (EOFError, OSError, TimeoutError):
-            pass  # it has gone, or is none
+            pass  # the peer disconnected or is not a replica
         except Exception as error:
             if replica is None:
                 self._warn("a connection to the fleet's address is closed: %s", error)
@@ -234,14 +231,13 @@ class Supervisor:
                 replica.lost.set()
 
     def _warn(self, text: str, why: object) -> None:
-        """Log once a second at most: strangers cause as many warnings as they like."""
+        """Log at most once a second: any peer can cause warnings."""
         now = time.monotonic()
         if now - self._warned >= WARN_SECONDS:
             self._warned = now
             _log.warning(text, why)
 
     def _find(self, greeting: Greeting, is_local: bool) -> Replica | str:
-        """Return the replica that has connected, or why it is none."""
         if is_local:
             number = greeting.number
             known = number.isdecimal() and int(number) < len(self._replicas)

@@ -1,1 +1,1 @@
-"""The one decoder: what it can be (`spec`), which checkpoints it can read (`families`, `weights`), what it computes."""
+"""The decoder: its specification (`spec`), parameters and computation."""

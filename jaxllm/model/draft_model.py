@@ -1,4 +1,4 @@
-"""What a model must be to draft for another: any decoder that is read as usual and whose tokens are the other's."""
+"""Requirements of draft models for speculative decoding."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from jaxllm.model.spec import Spec
 
 
 def check(draft: Spec, target: Spec) -> None:
-    """Refuse a draft model that cannot write `target`'s tokens one after the other; a UserError of one line."""
+    """Refuse a draft model that is not causal or has another vocabulary; raises UserError."""
     if draft.vocab_size != target.vocab_size:
         raise UserError(
             f"the draft model has a vocabulary of {draft.vocab_size} tokens, and the model's has {target.vocab_size}; "

@@ -1,11 +1,9 @@
-"""An EAGLE-3 head: one decoder layer that guesses a target's next tokens from what the target computed before.
+"""EAGLE-3 heads: a decoder layer that drafts a target's next tokens.
 
-A pass reads a token's embedding and a hidden state: of the target, whose residual stream in some layers is fused into
-one vector (Li et al. 2025, "EAGLE-3"), or of the head's own pass before. Weights and what they compute, written for one
-shard as in decoder.py. The head may name only a part of the target's vocabulary; its logits are those
-of the target's tokens all the same. Knows no file, no cache and no drafting loop.
-
-Letters: T flat tokens, R rows, D the head's width, V the target's vocabulary (Vx on one shard, with its padding).
+A pass takes a token's embedding and a hidden state: the target's residual streams of some layers, fused (Li et al.
+2025, "EAGLE-3"), or the head's previous state. Written for one shard. A head may have a smaller vocabulary; logits are
+indexed by target ids.
+Letters: T flat tokens, R rows, D the head's width, V the target's vocabulary (Vx on one shard, padded).
 """
 
 from __future__ import annotations
@@ -25,32 +23,32 @@ from jaxllm.model.parameters import Part, Weight
 from jaxllm.model.sharding import UNDIVIDED, Layout
 from jaxllm.model.spec import Spec
 
-UNNAMED = -1e30  # logit of a token that the head has no name for: finite, so that sums with it are
+UNNAMED = -1e30  # logit of tokens outside the draft vocabulary; finite, so that sums are
 
 
 @dataclass(frozen=True)
 class Head:
-    """A head and what it must know of its target. `spec` is its one layer, of its own sizes."""
+    """A head, and properties of its target. `spec` is the head's one layer."""
 
     spec: Spec
-    width: int  # of the target
-    vocab_size: int  # of the target, V
-    draft_vocab_size: int  # tokens that the head can name
-    aux_layers: tuple[int, ...]  # of the target, whose inputs are fused; ascending; see `decoder.forward_with_aux`
-    norm_before_residual: bool = False  # the normed hidden state is the residual, not the one that came in
-    has_embedding: bool = False  # of its own, else it reads the target's
-    has_names: bool = False  # which tokens it can name is stored; else they are the vocabulary's first
-    fusion_norm: Literal["whole", "each"] | None = None  # before the fusion: of all states in a row, or of each
-    norm_output: bool = False  # the next pass reads the normed hidden state, not the one before the norm
+    width: int  # target's
+    vocab_size: int  # target's, V
+    draft_vocab_size: int
+    aux_layers: tuple[int, ...]  # target layers whose inputs are fused, ascending; see `decoder.forward_with_aux`
+    norm_before_residual: bool = False  # the residual is the normed hidden state
+    has_embedding: bool = False  # otherwise the target's is used
+    has_names: bool = False  # draft ids are stored; otherwise the vocabulary's first ids
+    fusion_norm: Literal["whole", "each"] | None = None  # before the fusion: of all states concatenated, or of each
+    norm_output: bool = False  # the next pass takes the normed hidden state
 
     @property
     def is_mapped(self) -> bool:
-        """Whether the head's tokens are numbered otherwise than the target's."""
+        """Return whether draft ids differ from target ids."""
         return self.has_names or self.draft_vocab_size != self.vocab_size
 
 
 def declare(head: Head, layout: Layout = UNDIVIDED) -> Params[Weight]:
-    """List the head's weights, all but the map of `map_shape`."""
+    """Return the head's weights, without the id map."""
     spec, wide = head.spec, len(head.aux_layers) * head.width
     rows = layout.padded("vocab", head.draft_vocab_size)
     plain = decoder.declare(spec, layout)
@@ -73,29 +71,29 @@ def declare(head: Head, layout: Layout = UNDIVIDED) -> Params[Weight]:
 
 
 def map_shape(head: Head, layout: Layout) -> jax.ShapeDtypeStruct:
-    """Describe the map, int32[V with its padding]: of each of the target's tokens the number that the head gives it."""
+    """Describe the map from target ids to draft ids, int32[V, padded]."""
     size = layout.padded("vocab", head.vocab_size)
     return jax.ShapeDtypeStruct((size,), jnp.int32, sharding=layout.sharding("vocab"))
 
 
 def abstract(head: Head, layout: Layout, dtype: DTypeLike) -> Params[jax.ShapeDtypeStruct]:
-    """Describe the head's parameters, shapes, type and shardings, with nothing allocated."""
+    """Describe the head's parameters (shapes, types, shardings) without allocating."""
     decoder.check_shards(head.spec, layout)
     described = jax.tree.map(lambda weight: quantized.describe(weight, layout, dtype), declare(head, layout))
     return with_map(head, described, map_shape(head, layout))
 
 
 def with_map(head: Head, params: Params[decoder.Leaf], numbers: decoder.Leaf) -> Params[decoder.Leaf]:
-    """Add the map to the parameters of a head that needs one."""
+    """Add the id map to the parameters of heads that need it."""
     return replace(params, top=params.top | {"draft_ids": numbers}) if head.is_mapped else params
 
 
 def embed(
     head: Head, params: Params[Array], target: Params[Array], tokens: Int[Array, " T"], context: Context
 ) -> Float[Array, "T D"]:
-    """Look up the embeddings of `tokens` [T], in the head's table or in the one of the target's parameters.
+    """Look up `tokens` [T] in the head's embedding, or the target's.
 
-    The plain rows, to which the target itself may do more: the head norms them.
+    Without the target's scaling: the head normalizes.
     """
     with named_scope("draft/embedding"):
         table = (params if head.has_embedding else target).top["embed"]
@@ -103,7 +101,7 @@ def embed(
 
 
 def fuse(head: Head, params: Params[Array], aux: tuple[Array, ...]) -> Float[Array, "T D"]:
-    """Make one hidden state of the target's, each [T, D of the target], in the order of `aux_layers`."""
+    """Fuse the target's hidden states, each [T, target width], in order of `aux_layers`."""
     with named_scope("draft/fusion"):
         dtype, eps = params.top["fc"].dtype, head.spec.norm_eps
         if head.fusion_norm == "each":
@@ -118,9 +116,9 @@ def fuse(head: Head, params: Params[Array], aux: tuple[Array, ...]) -> Float[Arr
 def forward(
     head: Head, params: Params[Array], embedded: Float[Array, "T D"], hidden: Float[Array, "T D"], context: Context
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-    """Run the layer: the hidden states that the next pass reads, and those that `logits` reads.
+    """Run the layer; return the hidden states for the next pass, and for `logits`.
 
-    `embedded` are the tokens that stand one place behind those of `hidden`; `context.attend` is asked for layer 0.
+    `embedded` are the tokens one position after `hidden`; `context.attend` is called for layer 0.
     """
     spec, own = head.spec, params.layers[0]
     with named_scope("draft"):
@@ -137,11 +135,11 @@ def forward(
 
 
 def logits(head: Head, params: Params[Array], hidden: Float[Array, "R D"], layout: Layout) -> Float[Array, "R Vx"]:
-    """Score this shard's piece of the target's vocabulary, as `decoder.head` does; `UNNAMED` without a name."""
+    """Return logits of this shard's piece of the target's vocabulary, `UNNAMED` where not drafted."""
     with named_scope("draft/logits"):
         scores = decoder.scaled(layers.linear(hidden, params.top["head"]), head.spec.logit_scale)
         if not head.is_mapped:
             return scores
-        # The rows of a shard are of tokens on any of them.
+        # Draft ids of a shard's tokens may lie on any shard.
         scores = layout.gathered(scores, "vocab", 1)
         return scores.at[:, params.top["draft_ids"]].get(mode="fill", fill_value=UNNAMED)

@@ -1,7 +1,6 @@
-"""Halves of a layer whose norm, residual and activation are part of their products, where these have few tokens.
+"""Fuse norm, residual and activation into a layer's products, for few tokens.
 
-A decode step on a GPU is many short kernels: so a layer is three or four fewer. Knows what such a product can take in,
-and of which layers; which implementation does it, and for how many tokens, was chosen (`Context.fused`).
+A decode step on a GPU consists of many short kernels; this saves three or four per layer.
 """
 
 from __future__ import annotations
@@ -18,28 +17,28 @@ from jaxllm.model.quantized import Quantized
 from jaxllm.model.spec import Activation, Spec
 from pallas_kernels import Choice, Norm
 
-_LEAST_ROUNDED = 512  # tokens; the products of fewer are still in a GPU's cache when the activation reads them
+_LEAST_ROUNDED = 512  # tokens; smaller products are still in a GPU's cache when the activation reads them
 
 
 def chosen(kernels: Mapping[str, Choice]) -> Choice | None:
-    """Return the choice for fused products; None if XLA's were chosen for every number of tokens."""
+    """Return the choice for fused products, None if XLA for all numbers of tokens."""
     own = kernels["fused_linear"]
     return None if {own.name, *(name for _, name in own.sizes)} == {"xla"} else own
 
 
 def rounds_inner(kernels: Mapping[str, Choice], tokens: int) -> bool:
-    """Return whether the product of a feed-forward's gate and up is written in the type of the activations.
+    """Return whether gate and up outputs are written in the activations' type.
 
-    On a GPU, for prompts: 8,192 tokens of Llama 3 8B have 939 MB of it in float32, whose activation took 409 us of an
-    H100; that of bfloat16 took 241.
+    On a GPU, for prompts: for 8,192 tokens of Llama 3 8B the float32 outputs have 939 MB, and their activation took 409
+    us on an H100, in bfloat16 241.
     """
     return kernels["linear"].capability is not None and tokens >= _LEAST_ROUNDED
 
 
 def halves(spec: Spec, weights: dict[str, Any], layer: int, choice: Choice, tokens: int) -> tuple[bool, bool]:
-    """Return whether a layer's attention uses fused products, and whether its feed-forward does.
+    """Return whether a layer's attention and its feed-forward use fused products.
 
-    Neither does if XLA's products were chosen for this number of tokens.
+    False if XLA was chosen for this number of tokens.
     """
     is_plain = (
         not (choice.sizes and choice.of(tokens).name == "xla")
@@ -62,9 +61,9 @@ def product(
     residual: Array | None = None,
     activation: Activation | None = None,
 ) -> Array:
-    """Multiply `x` [T, in], normed by the norm of that name, with a layer's weight `name`, and its bias if it has one.
+    """Multiply normalized `x` [T, in] with weight `name`, add its bias, in the type of `x`.
 
-    With an activation the weight is that of a gate and another; a residual [T, out] is added last. In the type of `x`.
+    With an activation the weight is gate and up; `residual` [T, out] is added last.
     """
     arrays = (x, weights[name], weights.get(f"{name}_bias"), norm and weights[norm], residual)
     own = {"eps": spec.norm_eps, "is_plus_one": spec.norm == "rms+1", "activation": activation}
@@ -84,7 +83,6 @@ def _product(
     activation: Activation | None,
     choice: Choice,
 ) -> Array:
-    """Traced once for all layers."""
     norm = None if gain is None else Norm(gain, eps, is_plus_one)
     own = {"norm": norm, "residual": residual, "activation": activation}
     return pallas_kernels.fused_linear(x, weight, bias, **own, implementation=choice)

@@ -1,9 +1,7 @@
-"""The arithmetic inside a decoder: products, norms, rotations. Pure functions of arrays.
+"""Arithmetic of a decoder layer: products, norms, rotations.
 
-What every layer calls is a function of its own to JAX, and so traced once (step.py says what that saves).
-Knows no layer order, no collective and no cache. Norms and rotations are computed in float32 and returned
-in the type they were given; products accumulate in float32, those of 8-bit integers exactly. Letters: T tokens,
-D width, H heads, C head size.
+Norms and rotations compute in float32 and return the input's type; products accumulate in float32.
+Letters: T tokens, D width, H heads, C head size.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from jaxllm.model.spec import BandScaling, LinearScaling, NormKind, PairScaling,
 
 @jax.jit
 def linear(x: Array, weight: Array | Quantized[Array], bias: Array | None = None) -> Array:
-    """Multiply `x` [T, in] with `weight` [out, in] and add `bias` [out]: [T, out] in float32."""
+    """Return `x` [T, in] times `weight` [out, in] plus `bias` [out]: float32 [T, out]."""
     if isinstance(weight, Quantized):
         scheme, arrays = weight.scheme, (weight.values, weight.scales, weight.zeros)
         product = pallas_kernels.linear(x, *arrays, kind=scheme.kind, rounds_rows=scheme.rounds_rows)
@@ -34,7 +32,7 @@ def linear(x: Array, weight: Array | Quantized[Array], bias: Array | None = None
 
 
 def lookup(table: Array | Quantized[Array], rows: Array, dtype: DTypeLike) -> Array:
-    """Take `rows` [T] of `table` [V, D] as `dtype`: [T, D]. A number that is no row's gives any row."""
+    """Return `rows` [T] of `table` [V, D] as `dtype`: [T, D]. Out of range rows are arbitrary."""
     if isinstance(table, Quantized):
         own = Quantized(
             table.values.at[rows].get(mode="clip"),
@@ -47,9 +45,9 @@ def lookup(table: Array | Quantized[Array], rows: Array, dtype: DTypeLike) -> Ar
 
 @partial(jax.jit, static_argnames=("kind", "eps"))
 def norm(x: Array, scale: Array, bias: Array | None, kind: NormKind, eps: float, power: Array | None = None) -> Array:
-    """Normalise the last axis of `x`: root mean square (Zhang & Sennrich 2019) or layer norm (Ba et al. 2016).
+    """Apply RMS norm (Zhang & Sennrich 2019) or layer norm (Ba et al. 2016) over the last axis.
 
-    `power` is the mean square where it is not that of the last axis alone.
+    `power` replaces the mean square of the last axis.
     """
     wide = x.astype(jnp.float32)
     if kind == "layer":
@@ -64,12 +62,12 @@ def norm(x: Array, scale: Array, bias: Array | None, kind: NormKind, eps: float,
 
 
 def softcap(x: Array, cap: float | None) -> Array:
-    """Squash `x` into (-cap, cap) by cap · tanh(x / cap) (Riviere et al. 2024, §2); None leaves it."""
+    """Return cap · tanh(x / cap) (Riviere et al. 2024, §2); `x` if cap is None."""
     return x if cap is None else jnp.tanh(x / cap) * cap
 
 
 def inverse_frequencies(rope: Rope) -> np.ndarray:
-    """Compute the angle per position of each pair of a head's coordinates: [size / 2], float32."""
+    """Return the angle per position of each coordinate pair, float32 [size / 2]."""
     frequencies = rope.theta ** -(np.arange(0, rope.size, 2, dtype=np.float64) / rope.size)
     match rope.scaling:
         case LinearScaling(factor):
@@ -84,15 +82,15 @@ def inverse_frequencies(rope: Rope) -> np.ndarray:
 
 
 def _band(frequencies: np.ndarray, scaling: BandScaling) -> np.ndarray:
-    # llama-models, models/llama3/model.py, apply_scaling: `kept` is the share of the unscaled frequency.
-    turns = scaling.original_max_position * frequencies / (2 * math.pi)  # within the original context
+    # llama-models, models/llama3/model.py, apply_scaling; `kept` is the unscaled share.
+    turns = scaling.original_max_position * frequencies / (2 * math.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return kept * frequencies + (1.0 - kept) * frequencies / scaling.factor
 
 
 def _yarn(frequencies: np.ndarray, scaling: YarnScaling, theta: float) -> np.ndarray:
-    # github.com/jquesnelle/yarn, LlamaYaRNScaledRotaryEmbedding: the ramp is linear in the coordinate's number.
+    # github.com/jquesnelle/yarn, LlamaYaRNScaledRotaryEmbedding: a ramp linear in the coordinate.
     pairs = len(frequencies)
 
     def coordinate(turns: float) -> float:
@@ -107,18 +105,18 @@ def _yarn(frequencies: np.ndarray, scaling: YarnScaling, theta: float) -> np.nda
 
 
 def rotation(rope: Rope, positions: Array) -> tuple[Array, Array]:
-    """Compute cosine and sine, each [T, size / 2] float32, of every token's rotation."""
+    """Return cosine and sine, each float32 [T, size / 2]."""
     angles = positions.astype(jnp.float32)[:, None] * inverse_frequencies(rope)  # [T, size / 2]
     return jnp.cos(angles) * rope.amplitude, jnp.sin(angles) * rope.amplitude
 
 
 def relative_bias(table: Array, length: int, buckets: int, distance: int) -> Array:
-    """Give what is added to the scores of each query and key: [H, length, length] of `table` [buckets, H].
+    """Return relative position biases [H, length, length] from `table` [buckets, H].
 
-    Half of the buckets are for keys behind the query. Of each half, one half is for single distances, the other for
-    ranges that grow evenly in logarithm up to `distance` (Raffel et al. 2020, §2.1).
+    Half the buckets are for keys after the query. Of each half, one half are single distances, the other logarithmic
+    ranges up to `distance` (Raffel et al. 2020, §2.1).
     """
-    steps = np.arange(1 - length, length, dtype=np.float32)  # from the query to the key
+    steps = np.arange(1 - length, length, dtype=np.float32)  # key position minus query position
     half, exact = buckets // 2, buckets // 4
     far = np.log(np.maximum(np.abs(steps), 1) / exact) / math.log(distance / exact) * (half - exact)
     near = np.where(np.abs(steps) < exact, np.abs(steps), np.minimum(exact + np.trunc(far), half - 1))

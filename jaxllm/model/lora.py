@@ -1,8 +1,7 @@
-"""What a LoRA adapter of a decoder is: of each layer and product two thin matrices, declared as the weights are.
+"""LoRA adapters of the decoder, declared like its weights.
 
-An adapter adds B·A·x to a product W·x (Hu et al. 2021). Where W is made of several parts, A has the rows of each
-part's own A one behind the other, and each part has a B of its own. Both are split among devices as W is, so that no
-collective is added. B is stored with the adapter's scale in it. Pure; knows no file and no request.
+Adds B·A·x to W·x (Hu et al. 2021). For a W of several parts, A concatenates their rows; B is separate per part and
+includes the scale. Both are sharded as W.
 """
 
 from __future__ import annotations
@@ -21,28 +20,27 @@ from jaxllm.model.spec import Spec
 
 Leaf = TypeVar("Leaf")
 
-PRODUCTS = ("qkv", "out", "up", "down")  # those of a layer that can be adapted, where the layer has them
+PRODUCTS = ("qkv", "out", "up", "down")  # products that can be adapted
 
 
 class Pair(NamedTuple, Generic[Leaf]):
-    """The two factors that are added to one product; r is the rank that they are padded to."""
+    """The factors for one product, padded to rank r."""
 
-    a: Leaf  # [parts · r, in]: r rows for each part of the weight
-    b: tuple[Leaf, ...]  # of each part [its rows, r], copies of rows included
+    a: Leaf  # [parts · r, in]
+    b: tuple[Leaf, ...]  # per part [rows with copies, r]
 
 
-# A pair for each adapted product of each layer.
 Adapter = tuple[Mapping[str, Pair[Leaf]], ...]
 
 
 def check_supported(spec: Spec) -> None:
-    """Refuse a decoder whose layers cannot have adapters."""
+    """Refuse decoders that cannot have adapters."""
     if spec.latent is not None:
         raise combinations.refusal("enable_lora", combinations.LATENT)
 
 
 def declare(spec: Spec, layout: Layout, rank: int) -> Adapter[Weight]:
-    """List the matrices of an adapter of so high a rank."""
+    """Return an adapter's matrices for a rank."""
     return tuple(
         {name: _pair(layer[name], rank) for name in PRODUCTS if name in layer}
         for layer in decoder.declare(spec, layout).layers
@@ -58,5 +56,5 @@ def _pair(weight: Weight, rank: int) -> Pair[Weight]:
 
 
 def abstract(spec: Spec, layout: Layout, dtype: DTypeLike, rank: int) -> Adapter[jax.ShapeDtypeStruct]:
-    """Describe the arrays of an adapter, shapes, type and shardings, with nothing allocated."""
+    """Describe an adapter's arrays (shapes, types, shardings) without allocating."""
     return jax.tree.map(lambda weight: quantized.describe(weight, layout, dtype), declare(spec, layout, rank))

@@ -1,11 +1,10 @@
-"""Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", §2.1): its weights, and its queries, keys and values.
+"""Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", §2.1).
 
-Keys and values of all heads are products of one short vector per token, the latent, and only that is cached, beside one
-rotated key part that the heads share. The products are moved to the other side of the attention ("absorbed"): a query
-is multiplied with its head's key matrix once, then the heads attend to the latents themselves, as many query heads over
-one key-value head, and what they mix is multiplied with the value matrix. Knows no collective and no cache.
-Letters: T tokens, D width, H heads (on this shard), N the plain and R the rotated coordinates of a head, V a value's,
-K the latent's.
+Only a latent and one rotated key part per token are cached. The products of the latent with keys and values of all
+heads are absorbed: queries are multiplied with the key matrix, heads attend to latents as in multi-query attention, and
+the result is multiplied with the value matrix.
+Letters: T tokens, D width, H heads (on this shard), N plain and R rotated coordinates of a head, V of a value, K of a
+latent.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from jaxllm.model.parameters import Comb, Part, Weight
 from jaxllm.model.spec import Latent, Rope, Spec
 from pallas_kernels import rotate
 
-_NORM_EPS = 1e-6  # of the latents' norms, whatever the model's own is (modeling_deepseek.py)
+_NORM_EPS = 1e-6  # of latent norms, independent of the model's (modeling_deepseek.py)
 
 
 def declare(spec: Spec, latent: Latent) -> dict[str, Weight]:
-    """List the weights of a layer's attention, its output matrix and the norm before it aside."""
+    """Return the weights of a layer's attention, except the output product and the first norm."""
     heads, width = spec.num_heads, spec.width
     rows = heads * (latent.plain_size + latent.rope_size)
     keys, values = heads * latent.plain_size, heads * latent.value_size
@@ -35,7 +34,7 @@ def declare(spec: Spec, latent: Latent) -> dict[str, Weight]:
     weights = {
         "latent": Weight((short, width), (None, "width"), (Part("latent", short),), is_product=True),
         "latent_norm": Weight((latent.rank,), (None,), (Part("latent_norm", latent.rank),), "ones"),
-        # One tensor, in which they alternate head by head; apart here, or each product would first cut its piece out.
+        # Interleaved by head in one tensor; separate here, so that products need no slices.
         "key": Weight((keys, latent.rank), ("heads", None), (Part("key", keys, comb=of_keys),)),
         "value": Weight((values, latent.rank), ("heads", None), (Part("value", values, comb=of_values),)),
     }
@@ -58,9 +57,9 @@ def project(
     rope: Rope,
     linear: Callable[..., Array],
 ) -> tuple[Array, Array]:
-    """Make the queries [T, H, K + R] and the one key [T, 1, K + R] of the tokens `x` [T, D].
+    """Return queries [T, H, K + R] and the key [T, 1, K + R] for `x` [T, D].
 
-    The key's first K coordinates are the latent, which is the value as well.
+    The key's first K coordinates are the latent, also the value.
     """
     short = linear("latent", x, weights["latent"]).astype(x.dtype)  # [T, K + R]
     values = layers.norm(short[:, : latent.rank], weights["latent_norm"], None, "rms", _NORM_EPS)
@@ -79,7 +78,7 @@ def project(
 
 
 def expand(latent: Latent, weights: dict[str, Any], mixed: Array) -> Array:
-    """Turn the mixed latents [T, H, K] into the heads' values, side by side: [T, H · V]."""
+    """Convert mixed latents [T, H, K] to values [T, H · V]."""
     matrix = weights["value"].reshape(-1, latent.value_size, latent.rank)  # [H, V, K]
     values = jnp.einsum("thk,hvk->thv", mixed, matrix, preferred_element_type=jnp.float32)
     return values.astype(mixed.dtype).reshape(len(mixed), -1)

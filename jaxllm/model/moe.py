@@ -1,12 +1,8 @@
-"""Mixtures of experts: their weights, the router's choice, and the chosen experts' products, for one shard.
+"""Mixture of experts on one shard: weights, routing, and products.
 
-Inside `pallas_kernels.fused_experts_by` a kernel makes the products of experts that are not quantized, and inside
-`fused_topk_by` another one chooses them where they form no groups; what is here is for the rest.
-
-Each expert is split over the shards as a plain feed-forward is, so every shard computes a part of every expert and one
-all-reduce sums them. Nothing is dropped: shapes are static, but every token reaches all experts it chose. Knows no
-collective and no layer order. Letters: T tokens, D width, E experts, F an expert's width (on this shard), n experts per
-token, N = T · n assignments.
+Kernels replace the products of unquantized experts inside `pallas_kernels.fused_experts_by`, and the routing without
+groups inside `fused_topk_by`. Every shard holds a slice of every expert; one all-reduce sums them. No token is dropped.
+Letters: T tokens, D width, E experts, F an expert's width (on this shard), n experts per token, N = T · n assignments.
 """
 
 from __future__ import annotations
@@ -26,18 +22,18 @@ from jaxllm.model.sharding import Layout
 from jaxllm.model.spec import Experts, Spec
 from pallas_kernels.activations import gated
 
-Arrays = dict[str, Any]  # by name: an Array each, or a Quantized
+Arrays = dict[str, Any]  # Arrays or Quantized by name
 
-# Assignments that one product takes at most. More would save few reads of the weights, and pad more.
+# Maximal assignments per product; more would save few weight reads and add padding.
 _TILE = 128
 
-# Tokens up to which a GPU multiplies all of them with every expert: below about 200 a product waits for the weights,
-# all of which are read in any case, and neither sorting nor a loop is needed.
+# Up to this many tokens a GPU multiplies all with every expert: below about 200 the product is bound by reading
+# weights, and needs no sorting or loop.
 _DENSE_TOKENS = 256
 
 
 def declare(spec: Spec, experts: Experts) -> dict[str, Weight]:
-    """List the weights of a layer's router, experts and shared feed-forward."""
+    """Return the weights of a layer's router, experts and shared feed-forward."""
     count, inner, width = experts.count, experts.ffn_width, spec.width
     weights = {
         "router": Weight((count, width), ("experts", "width"), (Part("router", count),)),
@@ -78,7 +74,7 @@ def declare(spec: Spec, experts: Experts) -> dict[str, Weight]:
 
 @partial(jax.jit, static_argnames=("spec", "experts", "layout"))
 def mix(spec: Spec, experts: Experts, weights: Arrays, x: Array, layout: Layout) -> Array:
-    """Compute this shard's part of what the experts give for `x` [T, D]: [T, D] float32, to be summed over shards."""
+    """Return this shard's term of the experts' output for `x` [T, D]: float32 [T, D], to be summed over shards."""
     chosen, gates = route(experts, weights, x)
     routed = {name: weight for name, weight in weights.items() if name.startswith("expert_")}
     kernel = pallas_kernels.fused_experts_by.value
@@ -93,7 +89,7 @@ def mix(spec: Spec, experts: Experts, weights: Arrays, x: Array, layout: Layout)
             cpu=partial(by_tiles, spec, experts, skips=True),
             default=partial(_by_size, spec, experts),
         )
-        if experts.bias:  # whole on every shard, so only one of them adds it
+        if experts.bias:  # replicated: added by one shard
             bias = spread(experts, chosen, gates) @ weights["expert_down_bias"].astype(jnp.float32)
             total = total + jnp.where(layout.index("feed_forward") == 0, bias, 0.0)
     if experts.shared_width:
@@ -106,7 +102,7 @@ def mix(spec: Spec, experts: Experts, weights: Arrays, x: Array, layout: Layout)
 
 
 def route(experts: Experts, weights: Arrays, x: Array) -> tuple[Array, Array]:
-    """Choose each token's experts and weigh them: their numbers and weights, both [T, n], the weights in float32."""
+    """Return each token's experts and their weights (float32), both [T, n]."""
     scores = layers.linear(x, weights["router"], weights.get("router_bias"))  # [T, E]
     kernel = pallas_kernels.fused_topk_by.value
     if kernel is not None and experts.groups == 1:
@@ -122,7 +118,7 @@ def route(experts: Experts, weights: Arrays, x: Array) -> tuple[Array, Array]:
     scores = jax.nn.sigmoid(scores) if experts.scores == "sigmoid" else jax.nn.softmax(scores, axis=-1)
     candidates = scores + weights["choice_bias"] if experts.choice_bias else scores
     if experts.groups > 1:
-        grouped = candidates.reshape(len(x), experts.groups, -1)  # [T, groups, experts of one]
+        grouped = candidates.reshape(len(x), experts.groups, -1)  # [T, groups, experts per group]
         worth = jnp.sum(lax.top_k(grouped, experts.group_best)[0], axis=-1)
         best = lax.top_k(worth, experts.groups_per_token)[1]  # [T, groups per token]
         is_open = jnp.any(best[:, :, None] == jnp.arange(experts.groups), axis=1)  # [T, groups]
@@ -144,9 +140,9 @@ def by_kernel(
     layout: Layout,
     implementation: pallas_kernels.Choice,
 ) -> Array:
-    """Multiply as a kernel does that was chosen for all numbers of tokens: [T, D] float32, biases included."""
+    """Multiply with a kernel: float32 [T, D], biases included."""
     up_bias, down_bias = weights.get("expert_up_bias"), weights.get("expert_down_bias")
-    if down_bias is not None:  # whole on every shard, so only one of them adds it
+    if down_bias is not None:  # replicated: added by one shard
         down_bias = jnp.where(layout.index("feed_forward") == 0, down_bias, jnp.zeros_like(down_bias))
     return pallas_kernels.fused_experts(
         x,
@@ -173,16 +169,15 @@ def by_tiles(
     *,
     skips: bool,
 ) -> Array:
-    """Sort the assignments by expert and multiply tile by tile: [T, D] float32.
+    """Sort assignments by expert and multiply tiles of one expert each: float32 [T, D].
 
-    A tile holds assignments of one expert only. `skips` ends the loop with the last real tile, a number that only the
-    device knows; without it the loop's length is that of the worst case, which a GPU need not wait to learn.
+    `skips` ends the loop after the last tile; otherwise it runs for the worst case, so that a GPU need not synchronize.
     """
     tokens, width = x.shape
     total = chosen.size  # N
     tile = _tile_size(tokens, experts)
     flat = chosen.reshape(total)
-    order = jnp.argsort(flat).astype(jnp.int32)  # of the assignments, by expert
+    order = jnp.argsort(flat).astype(jnp.int32)
     counts = jnp.zeros(experts.count, jnp.int32).at[flat].add(1)
     starts = jnp.cumsum(counts) - counts
     tiles = -(-counts // tile)
@@ -197,7 +192,7 @@ def by_tiles(
         rows = x.at[lax.dynamic_slice(source, (start,), (tile,))].get(mode="clip")  # [tile, D]
         inner = layers.linear(rows, own["expert_up"], own.get("expert_up_bias"))
         result = layers.linear(_gated(spec, experts, inner).astype(x.dtype), own["expert_down"])
-        # The rows behind the expert's last are overwritten by the next tile, which starts there.
+        # Rows beyond the expert's last are overwritten by the next tile.
         return lax.dynamic_update_slice(out, result.astype(out.dtype), (start, 0))
 
     worst = min(total, total // tile + experts.count)
@@ -208,7 +203,7 @@ def by_tiles(
 
 
 def by_gathering(spec: Spec, experts: Experts, weights: Arrays, x: Array, chosen: Array, gates: Array) -> Array:
-    """Multiply each assignment with its own copy of its expert: [T, D] float32."""
+    """Multiply each assignment with a copy of its expert: float32 [T, D]."""
     gathered = jax.tree.map(lambda weight: weight[chosen.reshape(-1)], weights)
     own = {name: floats(weight, x.dtype) for name, weight in gathered.items()}
     rows = jnp.repeat(x, experts.per_token, axis=0)  # [N, D]
@@ -221,19 +216,19 @@ def by_gathering(spec: Spec, experts: Experts, weights: Arrays, x: Array, chosen
 
 
 def by_all(spec: Spec, experts: Experts, weights: Arrays, x: Array, chosen: Array, gates: Array) -> Array:
-    """Multiply every token with every expert, and weigh those that it did not choose with zero: [T, D] float32."""
+    """Multiply every token with every expert, with zero weights for those not chosen: float32 [T, D]."""
     up, down = floats(weights["expert_up"], x.dtype), floats(weights["expert_down"], x.dtype)  # [E, 2 F, D], [E, D, F]
     bias = weights["expert_up_bias"].reshape(-1) if experts.bias else None
     inner = layers.linear(x, up.reshape(-1, x.shape[1]), bias).reshape(len(x), *up.shape[:2])  # [T, E, 2 F]
     inner = _gated(spec, experts, inner) * spread(experts, chosen, gates)[:, :, None]
-    # One product per expert: contracting E and F at once would first transpose all the weights.
+    # Separate products: contracting E and F together would transpose all weights.
     inner = inner.astype(x.dtype).swapaxes(0, 1)  # [E, T, F]
     result = jnp.einsum("etf,edf->etd", inner, down, preferred_element_type=jnp.float32)
     return jnp.sum(result, axis=0)
 
 
 def _by_size(spec: Spec, experts: Experts, weights: Arrays, x: Array, chosen: Array, gates: Array) -> Array:
-    # A gathered expert is read, written and read again, so gathering pays up to a third of the experts.
+    # A gathered expert is read, written and read again: worthwhile for up to a third of the experts.
     if 3 * chosen.size <= experts.count:
         return by_gathering(spec, experts, weights, x, chosen, gates)
     if len(x) <= _DENSE_TOKENS:
@@ -242,7 +237,6 @@ def _by_size(spec: Spec, experts: Experts, weights: Arrays, x: Array, chosen: Ar
 
 
 def _tile_size(tokens: int, experts: Experts) -> int:
-    """Choose the rows of a tile: as many as an expert gets on average, within bounds; no token has one twice."""
     average = -(-tokens * experts.per_token // experts.count)
     return min(tokens, max(8, 1 << (average - 1).bit_length()), _TILE)
 
@@ -252,12 +246,11 @@ def _gated(spec: Spec, experts: Experts, inner: Array) -> Array:
 
 
 def spread(experts: Experts, chosen: Array, gates: Array) -> Array:
-    """Lay the weights of the chosen experts out over all experts: [T, E], zero for the others."""
+    """Return the weights over all experts, [T, E], zero if not chosen."""
     is_chosen = chosen[:, :, None] == jnp.arange(experts.count)  # [T, n, E]
     return jnp.sum(jnp.where(is_chosen, gates[:, :, None], 0.0), axis=1)
 
 
 def _weighted(results: Array, gates: Array) -> Array:
-    """Sum the results [N, D] of each token's experts, weighted: [T, D] float32."""
     results = results.reshape(*gates.shape, -1).astype(jnp.float32)  # [T, n, D]
     return jnp.sum(results * gates[:, :, None], axis=1)

@@ -1,7 +1,4 @@
-"""What a weight is: its shape, where it lies, and the tensors of a checkpoint that it is made of.
-
-Plain values, read by the loader, by what makes random weights and by what compiles. Knows no model.
-"""
+"""Declarations of weights: shape, sharding, and the checkpoint tensors they consist of."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from pallas_kernels import Kind
 
 @dataclass(frozen=True)
 class Comb:
-    """Some of a tensor's rows: of every `period` of them the `length` that begin at `first`."""
+    """A tensor's rows: of every `period`, the `length` beginning at `first`."""
 
     first: int
     length: int
@@ -24,10 +21,10 @@ class Comb:
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of a checkpoint inside a weight. `copies` neighbouring shards hold the same rows.
+    """A checkpoint tensor inside a weight. `copies` adjacent shards hold the same rows.
 
-    Without a `comb` the rows are all in one piece, behind those of the parts before it in the same tensor; but where a
-    family's parts alternate within a tensor, `block` rows of a part stay together.
+    Without `comb`, rows are contiguous, after earlier parts of the same tensor. Where parts alternate in a tensor,
+    `block` rows stay together.
     """
 
     name: str
@@ -39,10 +36,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a matrix is quantized: what its numbers are, and which of them share a scale.
+    """A quantization scheme.
 
-    `group` columns of a row share one; None: all that a device has. `rounds_rows`: rows that it is multiplied with are
-    rounded to 8 bits as well.
+    `group` columns of a row share a scale; None: all columns on a device. `rounds_rows`: activations are rounded to 8
+    bits too.
     """
 
     kind: Kind = "int8"
@@ -53,13 +50,12 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Weight:
-    """One array: its shape, the logical axis of each dimension (see sharding.py), what it is made of.
+    """An array: shape, logical axis of each dimension (see sharding.py), parts.
 
-    Several parts lie shard by shard ([q_0, k_0, v_0, q_1, k_1, v_1, ...]), so that splitting axis 0 gives each shard
-    its own piece of every part. A weight of `stack` experts has a piece of that kind for each of them along axis 0,
-    and its parts are those of one. `initial` is the value of a freshly made model; `is_wide` weights are float32
-    whatever the others are. Quantization gives `is_product` matrices, those that whole rows of tokens are multiplied
-    with, a `scheme`: see quantized.py.
+    Parts are ordered by shard ([q_0, k_0, v_0, q_1, k_1, v_1, ...]), so that splitting axis 0 gives each shard its
+    piece of every part. `stack` experts are stacked along axis 0, with parts of one expert. `initial` is the
+    random-model initializer; `is_wide` weights are always float32. `is_product` matrices receive a `scheme` under
+    quantization.
     """
 
     shape: tuple[int, ...]
@@ -72,15 +68,15 @@ class Weight:
     scheme: Scheme | None = None
 
     def type_of(self, default: np.dtype) -> np.dtype:
-        """Say what type the weight has in a model of type `default`."""
+        """Return the weight's type in a model of type `default`."""
         return np.dtype(np.float32) if self.is_wide else default
 
     @property
     def one(self) -> tuple[int, ...]:
-        """The shape of the piece that the parts make up: the whole, or one expert's."""
+        """Return the shape without the expert axis."""
         return self.shape if self.stack is None else self.shape[1:]
 
     @property
     def axes_of_one(self) -> tuple[str | None, ...]:
-        """The logical axes of that piece."""
+        """Return the logical axes without the expert axis."""
         return self.axes if self.stack is None else self.axes[1:]

@@ -1,8 +1,6 @@
-"""What stands behind the layers of a model that embeds or classifies: which hidden states, and products after them.
+"""Poolers of embedding and classification models: selected hidden states, then dense layers.
 
-Pure; knows no family of models and no batch.
-
-Letters: R rows, D width, W numbers of a result.
+Letters: R rows, D width, W outputs.
 """
 
 from __future__ import annotations
@@ -28,12 +26,12 @@ Activation = Elementwise | Literal["tanh"]
 
 @dataclass(frozen=True)
 class Dense:
-    """A product behind the pooled vector, then perhaps an activation, then perhaps a layer norm.
+    """A dense layer, optionally with activation and layer norm.
 
-    `stem` and `norm_stem` are what the names of their tensors begin with, in a folder of their own before a "/".
+    `stem` and `norm_stem` are tensor name prefixes, preceded by a folder and "/" if in one.
     """
 
-    size: int  # numbers that come out
+    size: int
     bias: bool = True
     activation: Activation | None = None
     norm: bool = False
@@ -46,24 +44,24 @@ class Dense:
 class Pooler:
     """How a prompt's hidden states become one vector.
 
-    "cls" is the first token's, "last" the last one's, "mean" that of all. `labels` are a classifier's, in the order of
-    its numbers; a model without labels embeds.
+    "cls" takes the first token's, "last" the last's, "mean" averages all. `labels` are a classifier's outputs; models
+    without labels embed.
     """
 
     pooling: Pooling
     layers: tuple[Dense, ...] = ()
     labels: tuple[str, ...] = ()
-    activation: Literal["softmax", "sigmoid", "none"] = "none"  # of a classifier's numbers, on the host
-    normalize: bool = True  # embeddings have length 1 unless a request says otherwise, on the host
-    dimensions: tuple[int, ...] | None = None  # lengths an embedding may be cut to; (): any; None: it may not be cut
+    activation: Literal["softmax", "sigmoid", "none"] = "none"  # of a classifier, on the host
+    normalize: bool = True  # default for requests, on the host
+    dimensions: tuple[int, ...] | None = None  # lengths to which embeddings may be cut; (): any; None: not
 
     def size(self, width: int) -> int:
-        """Return how many numbers a result has, W, where the hidden states have `width`."""
+        """Return the number of outputs, W."""
         return self.layers[-1].size if self.layers else width
 
 
 def declare(pooler: Pooler, width: int) -> dict[str, Weight]:
-    """List the weights of the products; float32 and whole on every device, whatever the model's are."""
+    """Return the dense layers' weights, float32 and replicated."""
     weights: dict[str, Weight] = {}
     for number, dense in enumerate(pooler.layers):
         name = f"pool_{number}"
@@ -79,7 +77,7 @@ def declare(pooler: Pooler, width: int) -> dict[str, Weight]:
 
 
 def tensors(pooler: Pooler) -> dict[str, str]:
-    """Name the tensor of each weight."""
+    """Return the tensor name of each weight."""
     names: dict[str, str] = {}
     for number, dense in enumerate(pooler.layers):
         stems = {"": f"{dense.stem}.weight", "_bias": f"{dense.stem}.bias", "_norm": f"{dense.norm_stem}.weight"}
@@ -88,7 +86,7 @@ def tensors(pooler: Pooler) -> dict[str, str]:
 
 
 def apply(pooler: Pooler, top: Mapping[str, Any], pooled: Float[Array, "R D"]) -> Float[Array, "R W"]:
-    """Compute the results of pooled hidden states [R, D] with the weights `top`: [R, W] float32."""
+    """Apply the dense layers to pooled hidden states [R, D]: float32 [R, W]."""
     x = pooled.astype(jnp.float32)
     for number, dense in enumerate(pooler.layers):
         name = f"pool_{number}"
@@ -101,11 +99,11 @@ def apply(pooler: Pooler, top: Mapping[str, Any], pooled: Float[Array, "R D"]) -
 
 
 def finish(pooler: Pooler, row: np.ndarray, params: PoolingParams) -> np.ndarray:
-    """Make a prompt's result of what the device gave, float32[W]: cut and scaled to length 1, or probabilities."""
+    """Return a prompt's result, float32[W]: cut and normalized, or probabilities."""
     if not pooler.labels:
         vector = row[: params.dimensions]
         if pooler.normalize if params.normalize is None else params.normalize:
-            vector = vector / max(float(np.linalg.norm(vector)), 1e-12)  # as torch's, which leaves zeros
+            vector = vector / max(float(np.linalg.norm(vector)), 1e-12)  # as in torch, zeros are preserved
         return vector.astype(np.float32)
     if params.use_activation is False or pooler.activation == "none":
         return row.astype(np.float32)

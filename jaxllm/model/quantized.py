@@ -1,7 +1,6 @@
-"""Matrices of numbers with few bits, and scales for groups of them: what one is, and how it is made on the devices.
+"""Quantized matrices: description, and quantization on devices.
 
-Where the input axis is divided among devices, each has scales of its own for its columns. Knows no model and no
-checkpoint.
+If the input axis is sharded, each device has scales for its columns.
 """
 
 from __future__ import annotations
@@ -29,21 +28,20 @@ from pallas_kernels.linear.numbers import FLOAT4, PACKED, dequantized, packed
 
 Leaf = TypeVar("Leaf")
 
-_LEAST = 1e-30  # magnitude that a group's largest is taken for at least
+_LEAST = 1e-30  # lower bound of a group's maximum
 _BETWEEN = tuple((low + high) / 2 for low, high in itertools.pairwise(FLOAT4))
 _VALUES: dict[Kind, Any] = {
     **{"int8": jnp.int8, "float8": jnp.float8_e4m3fn},
-    **{"int4": jnp.uint8, "float4": jnp.uint8},  # two in each
+    **{"int4": jnp.uint8, "float4": jnp.uint8},
 }
 
 
 @flax.struct.dataclass
 class Quantized(Generic[Leaf]):
-    """A matrix [out, in] as `pallas_kernels.linear` takes it: values [out, in], or [out, in / 2] of two in a byte.
+    """A quantized matrix [out, in] for `pallas_kernels.linear`: values [out, in], or [out, in / 2] with two per byte.
 
-    `scales` [G, out], one for each of G groups of columns; where each device has one of its own, G are the devices.
-    `zeros` [G, out], or None, are subtracted from the values before a scale multiplies them. Those of experts are
-    stacks: each of the three has an axis E before these.
+    `scales` [G, out] for G groups of columns (G devices, if each has one). `zeros` [G, out], optional, are subtracted
+    before scaling. Experts add a leading axis E.
     """
 
     values: Leaf
@@ -53,9 +51,9 @@ class Quantized(Generic[Leaf]):
 
 
 def fitted(scheme: Scheme, weight: Weight, layout: Layout) -> Scheme:
-    """Fit a scheme to a weight: groups that divide a device's piece of a row.
+    """Return the scheme with groups that divide a device's columns.
 
-    A stored group that does not is divided, and its parts have the same scale.
+    A stored group that does not is split into groups of equal scale.
     """
     columns = weight.shape[-1] // layout.shards(weight.axes[-1])
     if columns % 2 and scheme.kind in PACKED:
@@ -68,7 +66,7 @@ def fitted(scheme: Scheme, weight: Weight, layout: Layout) -> Scheme:
 
 
 def describe(weight: Weight, layout: Layout, dtype: DTypeLike) -> Any:
-    """Describe the array of a weight in a model of type `dtype`, or those of a `Quantized`, with nothing allocated."""
+    """Describe a weight's array, or those of a `Quantized`, without allocating."""
     scheme = weight.scheme
     if scheme is None:
         return _describe(weight.shape, weight.type_of(jnp.dtype(dtype)), weight.axes, layout)
@@ -85,12 +83,12 @@ def describe(weight: Weight, layout: Layout, dtype: DTypeLike) -> Any:
 
 
 def turned(axes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Exchange the last two of what there is one of for each axis: a matrix' for those of its scales."""
+    """Exchange the last two axes: from a matrix's to its scales'."""
     return (*axes[:-2], axes[-1], axes[-2])
 
 
 def _zeros_type(scheme: Scheme) -> Any:
-    return jnp.int8 if scheme.kind == "int4" else jnp.int16  # of unsigned numbers they reach 128
+    return jnp.int8 if scheme.kind == "int4" else jnp.int16  # unsigned zeros reach 128
 
 
 def _describe(shape: tuple[int, ...], dtype: Any, axes: tuple[str | None, ...], layout: Layout) -> jax.ShapeDtypeStruct:
@@ -98,10 +96,7 @@ def _describe(shape: tuple[int, ...], dtype: Any, axes: tuple[str | None, ...], 
 
 
 def rounded(x: Any, scheme: Scheme, numpy: Any = jnp) -> tuple[Any, Any]:
-    """Round the rows `x` [O, D] float32 to a scheme's numbers, without zeros: its values, and the scales [O, G].
-
-    With either namespace, jax.numpy or numpy, the same bits.
-    """
+    """Quantize rows `x` [O, D] float32 without zeros; return values and scales [O, G]."""
     rows = len(x)
     x = x if scheme.group is None else x.reshape(-1, scheme.group)
     if scheme.kind == "int8":
@@ -114,7 +109,7 @@ def rounded(x: Any, scheme: Scheme, numpy: Any = jnp) -> tuple[Any, Any]:
         elif scheme.kind == "int4":
             scales = largest * np.float32(1 / 7)
             values = numpy.clip(numpy.rint(x / scales), -7, 7) + 8
-        else:  # a power of two; float4's largest is 6
+        else:  # a power of two; float4's maximum is 6
             _, exponent = numpy.frexp(largest)
             scales = numpy.ldexp(np.float32(1), numpy.clip(exponent - 3, -126, 127)).astype(np.float32)
             values = numpy.sum(numpy.abs(x / scales)[..., None] > np.asarray(_BETWEEN, np.float32), axis=-1) + 8 * (
@@ -125,7 +120,7 @@ def rounded(x: Any, scheme: Scheme, numpy: Any = jnp) -> tuple[Any, Any]:
 
 
 def quantize(array: Array, weight: Weight, layout: Layout) -> Quantized[Array]:
-    """Make a `Quantized` of a weight's array, each device from its own piece."""
+    """Quantize a weight's array, each device its piece."""
     assert weight.scheme is not None
     return _quantizer(weight.scheme, weight.axes, layout)(array)
 
@@ -149,7 +144,7 @@ def _quantizer(scheme: Scheme, axes: tuple[str | None, ...], layout: Layout) -> 
 
 
 def floats(weight: Any, dtype: Any) -> Array:
-    """Make floats of `dtype` of a `Quantized`, or of a stack of them; an array stays as it is."""
+    """Dequantize a `Quantized`, or a stack of them, to `dtype`; return arrays unchanged."""
     if not isinstance(weight, Quantized):
         return weight
     one = partial(dequantized, kind=weight.scheme.kind, dtype=dtype)

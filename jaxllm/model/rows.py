@@ -1,7 +1,4 @@
-"""Where the rows of a weight are: in the tensors that it is made of, and in its own order over the devices.
-
-Pure arithmetic of row numbers, for whatever has a row for each output: matrices, biases, and adapters' B.
-"""
+"""Row arithmetic: positions of a weight's rows in checkpoint tensors and over devices."""
 
 from __future__ import annotations
 
@@ -15,13 +12,13 @@ from jaxllm.model.parameters import Comb, Part
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one part in its tensor: from row `first` on, or those of `comb`."""
+    """A part's rows in its tensor: from `first`, or those of `comb`."""
 
     first: int
     comb: Comb | None
 
     def slices(self, start: int, count: int) -> list[slice]:
-        """Give where `count` of the part's rows from `start` on are, in as few pieces as there are."""
+        """Return the tensor slices of `count` rows from `start`, as few as possible."""
         if self.comb is None:
             return [slice(self.first + start, self.first + start + count)] if count else []
         first, length, period = self.comb.first, self.comb.length, self.comb.period
@@ -30,7 +27,7 @@ class Rows:
         groups = range(start // length, -(-(start + count) // length))
         pieces = []
         for group in groups:
-            shift = first + group * (period - length)  # from a row of the part to that of the tensor
+            shift = first + group * (period - length)
             begin, end = max(start, group * length), min(start + count, (group + 1) * length)
             pieces.append(slice(shift + begin, shift + end))
         return pieces
@@ -39,8 +36,8 @@ class Rows:
 def in_tensors(
     parts: Sequence[Part], names: Sequence[str], alternating: Collection[str]
 ) -> tuple[list[Rows], Counter[str]]:
-    """Say where the parts are in the tensors `names`, one for each part, and how many rows each tensor has."""
-    rows: Counter[str] = Counter()  # found so far in each tensor
+    """Return the position of each part in its tensor, and the rows of each tensor."""
+    rows: Counter[str] = Counter()
     found = []
     for part, name in zip(parts, names, strict=True):
         comb = part.comb
@@ -52,7 +49,7 @@ def in_tensors(
 
 
 class Run(NamedTuple):
-    """Some rows of a part that stand together in a weight, and how many rows of zeros stand behind them."""
+    """Contiguous rows of a part in a weight, followed by `padding` rows of zeros."""
 
     part: int
     first: int
@@ -61,12 +58,12 @@ class Run(NamedTuple):
 
 
 def in_order(parts: Sequence[Part], length: int, shards: int, wanted: slice) -> Iterator[Run]:
-    """Give the rows `wanted` of a weight of `length` rows, whole ones of its shards, in the weight's order."""
+    """Yield the `wanted` rows of a weight, whole shards, in order."""
     start, stop, _ = wanted.indices(length)
-    each = length // shards  # rows of one shard
+    each = length // shards
     for shard in range(start // each, stop // each):
         for number, part in enumerate(parts):
             share = -(-part.rows * part.copies // shards)
             first = shard // part.copies * share
-            real = max(0, min(share, part.rows - first))  # the vocabulary's last rows may be padding
+            real = max(0, min(share, part.rows - first))  # the vocabulary may be padded
             yield Run(number, first, real, share - real)

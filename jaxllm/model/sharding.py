@@ -1,8 +1,4 @@
-"""The layout of arrays over devices: a mesh, and rules from logical axes to the mesh axes that divide them.
-
-Weights, caches and programs name logical axes only. A `Layout` makes specs, shardings, numbers of shards and
-collectives from them, so the mesh may have any further axes. Independent of weights and models.
-"""
+"""Sharding: a mesh, and rules from logical axes to mesh axes."""
 
 from __future__ import annotations
 
@@ -20,18 +16,17 @@ from jaxllm.errors import UserError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Megatron's division (Shoeybi et al. 2019): heads, the feed-forward's inner axis and the vocabulary are split, the
-# residual stream is whole on every device. Two all-reduces a layer.
+# Megatron's division (Shoeybi et al. 2019): heads, feed-forward and vocabulary are split, the residual stream is
+# replicated. Two all-reduces per layer.
 RULES: Mapping[str, str | None] = dict.fromkeys(("heads", "kv_heads", "feed_forward", "vocab"), "tp")
-_WHOLE = frozenset({"width", "head", "position", "experts", "blocks", "slots"})  # axes that no rule can divide
+_WHOLE = frozenset({"width", "head", "position", "experts", "blocks", "slots"})  # never divided
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh, and the mesh axis that divides each logical axis; None: the axis is whole.
+    """A mesh, and the mesh axis of each logical axis; None: replicated.
 
-    Along other axes of the mesh everything is replicated. Collectives are called inside `shard_map`; those of one
-    shard are left out, because XLA keeps them, and they split the fusions around them.
+    Collectives require `shard_map`; those of a single shard are omitted, since XLA would keep them and split fusions.
     """
 
     mesh: Mesh | AbstractMesh
@@ -47,12 +42,12 @@ class Layout:
 
     @property
     def devices(self) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]
-        """The devices of a mesh that is not abstract."""
+        """Return the devices of a concrete mesh."""
         assert isinstance(self.mesh, Mesh)
         return list(self.mesh.devices.flat)
 
     def axis(self, name: str | None) -> str | None:
-        """Return the mesh axis that divides a logical axis, None if it is whole; an unknown name is a KeyError."""
+        """Return the mesh axis of a logical axis, None if replicated; raise KeyError for unknown names."""
         return None if name is None or name in _WHOLE else self.rules[name]
 
     def shards(self, name: str | None) -> int:
@@ -61,43 +56,43 @@ class Layout:
         return 1 if axis is None else self.mesh.shape[axis]
 
     def padded(self, name: str, size: int) -> int:
-        """Return `size`, rounded up so that all shards of a logical axis have the same length."""
+        """Round `size` up to a multiple of the shards."""
         return -(-size // self.shards(name)) * self.shards(name)
 
     def spec(self, *names: str | None) -> PartitionSpec:
-        """Translate logical axes, one per dimension, into mesh axes; none: an array that is whole on every device."""
+        """Return the partition spec for logical axes, one per dimension."""
         return PartitionSpec(*map(self.axis, names))
 
     def sharding(self, *names: str | None) -> NamedSharding:
-        """Return the sharding of an array with these logical axes, one per dimension; built once."""
+        """Return the sharding for logical axes, one per dimension; cached."""
         return _sharding(self, names)
 
     def shard_map(self, run: Function, in_specs: Any, out_specs: Any) -> Function:
-        """Return a function of whole arrays that calls `run` with each device's shards."""
-        # Kernels inside of shard_map declare no varying axes.
+        """Return a function of whole arrays that calls `run` on each device's shards."""
+        # Kernels inside declare no varying axes.
         return jax.shard_map(run, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def index(self, name: str) -> Array | int:
-        """Return the number of this device's shard of a logical axis."""
+        """Return the index of this device's shard."""
         axis = self.axis(name)
         return 0 if axis is None else lax.axis_index(axis)
 
     def total(self, x: Array, name: str) -> Array:
-        """Return the sum of `x` over the shards of a logical axis; one all-reduce."""
+        """Sum `x` over the shards of a logical axis."""
         return x if self.shards(name) == 1 else lax.psum(x, self.axis(name))
 
     def mean(self, x: Array, name: str) -> Array:
-        """Return the mean of `x` over the shards of a logical axis; one all-reduce."""
+        """Average `x` over the shards of a logical axis."""
         return x if self.shards(name) == 1 else lax.pmean(x, self.axis(name))
 
     def gathered(self, x: Array, name: str, dimension: int) -> Array:
-        """Join the shards of a logical axis along a dimension; one all-gather."""
+        """Concatenate the shards of a logical axis along a dimension."""
         if self.shards(name) == 1:
             return x
         return lax.all_gather(x, self.axis(name), axis=dimension, tiled=True)
 
     def with_copies(self, name: str | None, copies: int) -> Layout:
-        """Return a layout with groups of `copies` neighbouring shards of a logical axis that hold the same piece."""
+        """Return a layout in which `copies` adjacent shards of a logical axis hold the same piece."""
         if copies == 1:
             return self
         assert isinstance(self.mesh, Mesh)
@@ -107,7 +102,7 @@ class Layout:
         return replace(self, mesh=Mesh(devices, names))
 
 
-UNDIVIDED = Layout(AbstractMesh((), ()), dict.fromkeys(RULES))  # of one device; needs no `shard_map`
+UNDIVIDED = Layout(AbstractMesh((), ()), dict.fromkeys(RULES))  # one device, without `shard_map`
 
 
 @functools.cache
@@ -116,7 +111,7 @@ def _sharding(layout: Layout, names: tuple[str | None, ...]) -> NamedSharding:
 
 
 def make_layout(devices: Sequence[jax.Device], tensor_parallel_size: int) -> Layout:  # pyright: ignore[reportInvalidTypeForm]
-    """Lay the first `tensor_parallel_size` devices along one axis; fewer devices than that is a UserError."""
+    """Return a layout of the first `tensor_parallel_size` devices along one axis; raise UserError if too few."""
     if tensor_parallel_size > len(devices):
         more = f", or set XLA_FLAGS=--xla_force_host_platform_device_count={tensor_parallel_size} to split the CPU"
         raise UserError(

@@ -1,4 +1,1 @@
-"""A recording of every call of the scheduler, written beside a running engine, and the reading of it.
-
-Knows the scheduler and its state. Knows no model and no device.
-"""
+"""Record all calls of an engine's scheduler, and replay them."""

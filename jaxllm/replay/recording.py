@@ -1,8 +1,7 @@
-"""The recorder: every call of the scheduler, with its time and the tokens that came, for `jaxllm replay`.
+"""Record each scheduler call, with time and sampled tokens, for `jaxllm replay`.
 
-A recording is one file: a run of msgpack values, first a header, then the calls since the engine began, and at the end
-a mark. A process that dies loses at most the step that it was in, and the mark. A full disk, or the bound of the file's
-size, ends the recording and nothing else.
+A recording is a file of msgpack values: header, calls, end mark. A killed process loses at most its current step and
+the mark. A full disk or the size limit ends only the recording.
 """
 
 from __future__ import annotations
@@ -33,25 +32,25 @@ from jaxllm.version import __version__
 MAGIC = "jaxllm recording"
 FORMAT = 6
 MIN_BYTES = 1 << 20
-_PSEUDONYM = 1 << 30  # at least: no vocabulary has such ids, so a pseudonym is never a stop token
+_PSEUDONYM = 1 << 30  # minimum; above all vocabularies, so a pseudonym is never a stop token
 _log = logging.getLogger(__name__)
 
 
 class Kind(IntEnum):
-    """What an entry of a recording is; its fields follow, the first of them its time in microseconds."""
+    """The type of an entry; its fields follow, first the time in microseconds."""
 
-    ADD = 0  # requests
+    ADD = 0
     ABORT = 1  # reasons by id
     RESET = 2
     PLAN = 3  # number, decodes, rows, tokens, checksum
-    # Number, tokens, rows that were not finite; how many tokens of each row count, and were sampled, None: one.
+    # Number, tokens, rows with non-finite logits; per row the tokens kept and sampled, None for one each.
     COMMIT = 4
-    END = 5  # why
+    END = 5
     FORK = 6  # target, source and token of each move
 
 
 class FileRecorder:
-    """Writes a recording. Belongs to the engine's thread; implements `recorded.Recorder`."""
+    """Writes a recording, on the engine's thread; implements `recorded.Recorder`."""
 
     def __init__(
         self,
@@ -61,11 +60,10 @@ class FileRecorder:
         about: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Record into `path`, at most `max_bytes`; a file that is there is renamed to `path`.old.
+        """Record into `path`, at most `max_bytes`; an existing file is renamed to `path`.old.
 
-        In a redacted recording each token is a pseudonym, a hash of all tokens up to it, with a key that is written
-        nowhere: equal prefixes share blocks as before, and no text can be read. `about` is shown to readers; `clock`
-        is the engine's.
+        With `is_redacted`, each token is replaced by a hash, with a key that is not stored, of all tokens up to it:
+        prefix sharing is preserved. `about` is shown to readers; `clock` is the engine's.
         """
         if max_bytes < MIN_BYTES:
             raise UserError(f"record_max_bytes must be at least {MIN_BYTES}.", "record_max_bytes")
@@ -76,12 +74,12 @@ class FileRecorder:
         self._pseudonyms = Pseudonyms() if is_redacted else None
         self.size = 0
         self._start = 0.0
-        try:  # a path that cannot be written is reported before a model is loaded
+        try:  # fail before the model is loaded
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self.path.exists() and self.path.stat().st_size:
                 self.path.replace(f"{self.path}.old")
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-            self.file: io.FileIO | None = io.FileIO(os.open(self.path, flags, 0o600), "w")  # it holds users' texts
+            self.file: io.FileIO | None = io.FileIO(os.open(self.path, flags, 0o600), "w")  # contains users' texts
         except OSError as error:
             raise UserError(f"record: cannot write {path}: {error.strerror}.", "record") from error
 
@@ -98,23 +96,23 @@ class FileRecorder:
         self._write([MAGIC, FORMAT, header])
 
     def added(self, requests: Sequence[Request]) -> None:
-        """Note new requests."""
+        """Record new requests."""
         if self.file is not None:
             self._write([Kind.ADD, self._now(), [pack_request(request, self._pseudonyms) for request in requests]])
 
     def aborted(self, reasons: Mapping[int, str]) -> None:
-        """Note requests that were taken out."""
+        """Record aborted requests."""
         if self.file is not None and reasons:
             self._forget(reasons)
             self._write([Kind.ABORT, self._now(), dict(reasons)])
 
     def was_reset(self) -> None:
-        """Note that the cache was emptied."""
+        """Record a cache reset."""
         if self.file is not None:
             self._write([Kind.RESET, self._now()])
 
     def planned(self, plan: Plan) -> None:
-        """Note a plan by its sizes and a checksum: a replay makes it again."""
+        """Record a plan's sizes and checksum; a replay recomputes the plan."""
         if self.file is not None:
             self._write([Kind.PLAN, self._microseconds(plan.now), *describe(plan)])
 
@@ -127,11 +125,11 @@ class FileRecorder:
         sampled: np.ndarray | None,
         events: Events,
     ) -> None:
-        """Note what a step yielded."""
+        """Record a step's results."""
         if self.file is None:
             return
         failed = None if is_finite is None or is_finite.all() else np.flatnonzero(~is_finite).tolist()
-        # A row that samples nothing may hold anything.
+        # Rows that do not sample hold arbitrary values.
         known = (tokens.T * plan.samples).T.astype(np.int32)
         if self._pseudonyms is not None:
             known = self._disguised(tokens, events, self._pseudonyms)
@@ -140,13 +138,12 @@ class FileRecorder:
         self._write([Kind.COMMIT, self._now(), plan.number, known.tobytes(), failed, *lengths])
 
     def _disguised(self, tokens: np.ndarray, events: Events, pseudonyms: Pseudonyms) -> np.ndarray:
-        """Return a step's tokens with a pseudonym for each that a request got."""
         known = np.full(tokens.shape, _PSEUDONYM, np.int32)
         sequences = np.repeat(events.ids, events.counts)
         hidden = np.asarray(pseudonyms.extend(sequences.tolist(), events.tokens.tolist()), np.int32)
         ends = np.cumsum(events.counts)
         for sequence, reason in events.finished.items():
-            if reason == "stop":  # no block of such a token is ever shared
+            if reason == "stop":  # blocks with this token are never shared
                 last = ends[events.ids == sequence] - 1
                 hidden[last] = events.tokens[last]
         places = np.arange(len(hidden)) - np.repeat(ends - events.counts, events.counts)
@@ -154,13 +151,13 @@ class FileRecorder:
         return known
 
     def forked(self, moves: Sequence[Move]) -> None:
-        """Note how the members of a gang went on."""
+        """Record a fork of beams."""
         if self.file is not None:
             hidden = moves if self._pseudonyms is None else self._pseudonyms.fork(moves)
             self._write([Kind.FORK, self._now(), [list(move) for move in hidden]])
 
     def close(self) -> None:
-        """End the recording; later calls are not written."""
+        """End the recording; later calls are ignored."""
         self._end("the engine has ended")
 
     def _forget(self, sequences: Iterable[int]) -> None:
@@ -175,7 +172,7 @@ class FileRecorder:
                 file.close()
 
     def _write(self, entry: list[Any]) -> None:
-        """Append an entry, unbuffered: one system call, 2 us, and nothing is lost with the process."""
+        """Append an unbuffered entry: one system call, 2 us, survives a crash."""
         if self.file is None:
             return
         data = cast(bytes, msgpack.packb(entry))
@@ -198,11 +195,11 @@ class FileRecorder:
 
 
 class Pseudonyms:
-    """Pseudonyms of tokens, each a keyed hash of the sequence up to it."""
+    """Pseudonyms of tokens: keyed hashes of the sequence up to each."""
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(32)
-        self._states: dict[int, bytes] = {}  # by sequence: the hash of the key and all its tokens
+        self._states: dict[int, bytes] = {}  # by sequence: hash of the key and all tokens
 
     def begin(self, sequence: int, tokens: Sequence[int]) -> array[int]:
         """Return the pseudonyms of a new sequence's prompt."""
@@ -210,7 +207,7 @@ class Pseudonyms:
         return array("i", self.extend([sequence] * len(tokens), tokens))
 
     def extend(self, sequences: Sequence[int], tokens: Sequence[int]) -> list[int]:
-        """Return the pseudonyms of further tokens, each the next of its sequence."""
+        """Return the pseudonyms of each sequence's next token."""
         states, hidden = self._states, []
         for sequence, token in zip(sequences, tokens, strict=True):
             state = states[sequence] = blake2b(states[sequence] + token.to_bytes(4, "little"), digest_size=32).digest()
@@ -218,24 +215,24 @@ class Pseudonyms:
         return hidden
 
     def fork(self, moves: Sequence[Move]) -> list[Move]:
-        """Return moves with the pseudonyms of their tokens, each the next of its parent's sequence."""
+        """Return moves with pseudonyms for their tokens."""
         parents = {move.source: self._states[move.source] for move in moves}
         self._states.update((move.target, parents[move.source]) for move in moves)
         hidden = self.extend([move.target for move in moves], [move.token for move in moves])
         return [move._replace(token=token) for move, token in zip(moves, hidden, strict=True)]
 
     def of_bytes(self, value: bytes) -> bytes:
-        """Return a pseudonym of what stands before a chain of blocks."""
+        """Return the pseudonym of a block chain's root."""
         return blake2b(value, key=self._key, digest_size=16).digest()
 
     def forget(self, sequences: Iterable[int]) -> None:
-        """Drop the states of sequences that have ended."""
+        """Drop the states of finished sequences."""
         for sequence in sequences:
             self._states.pop(sequence, None)
 
 
 def pack_request(request: Request, pseudonyms: Pseudonyms | None = None) -> dict[str, Any]:
-    """Write a new request as plain data."""
+    """Return a new request as plain data."""
     tokens, root = request.tokens, request.root
     if pseudonyms is not None:
         tokens = pseudonyms.begin(request.sequence_id, tokens)
@@ -257,7 +254,7 @@ def pack_request(request: Request, pseudonyms: Pseudonyms | None = None) -> dict
 
 
 def describe(plan: Plan) -> list[int]:
-    """Return a plan's number, decode rows, rows, tokens, and a checksum of all its columns."""
+    """Return a plan's number, decode rows, rows, tokens, and a checksum of its columns."""
     check = 0
     for column in (plan.slots, plan.starts, plan.lengths, plan.samples, plan.table, plan.moves):
         check = zlib.crc32(column.tobytes(), check)

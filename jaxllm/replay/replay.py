@@ -1,7 +1,6 @@
-"""Runs a recording: the pure scheduler over every call that a server recorded, without a device or weights.
+"""Replay a recording: run the scheduler on all recorded calls, without device or weights.
 
-The same calls make the same plans; the first difference is reported. Files may hold anything: what is wrong with one is
-a UserError.
+Reports the first plan that differs.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm.scheduler.state import Events, Limits, Move, Plan, Request, State
 from jaxllm.speculative_config import MAX_DRAFTS
 
-MAX_ENTRY = 1 << 30  # bytes of one value in a recording
-END_OF_TIME = 253_402_300_800.0  # seconds from 1970 to the year 10000, which no date has
+MAX_ENTRY = 1 << 30  # bytes of one value
+END_OF_TIME = 253_402_300_800.0  # seconds from 1970 to the year 10000, beyond dates
 _KINDS = {int(kind): kind for kind in Kind}
 
 
 @dataclass(frozen=True)
 class Header:
-    """The header of a recording."""
+    """A recording's header."""
 
-    jaxllm: str  # the version that wrote it
+    jaxllm: str
     started: float  # seconds since 1970
     is_redacted: bool
     limits: Mapping[str, Any]
@@ -41,20 +40,20 @@ class Header:
 class Moment(NamedTuple):
     """An event, and the state after it."""
 
-    number: int  # of events, from 0
-    time: float  # seconds since the recorded process began
+    number: int
+    time: float  # seconds since the recorded engine's start
     kind: Kind
     state: State
-    plan: Plan | None = None  # made now, or the one whose tokens came
+    plan: Plan | None = None  # computed now, or being committed
     events: Events | None = None  # of a commit
     added: tuple[Request, ...] = ()
     aborted: Mapping[int, str] | None = None
     forked: tuple[Move, ...] = ()
-    difference: str | None = None  # between what was recorded and what was made
+    difference: str | None = None  # between the recorded and the computed plan
 
 
 class Replay:
-    """One recording being run. Iterate `moments` once."""
+    """A replay of one recording. Iterate `moments` once."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -62,19 +61,19 @@ class Replay:
             raise UserError(f"there is no file {path}.", "file")
         self.header: Header | None = None
         self.end = ""  # why the recording ended; "" without an end mark
-        self.cut: str | None = None  # where it breaks off in an entry, as when its process was killed
+        self.cut: str | None = None  # where an entry is truncated, as in a killed process
         self._core: RecordedScheduler | None = None
         self._plans: dict[int, Plan] = {}
 
     @property
     def core(self) -> RecordedScheduler:
-        """The scheduler as it is now."""
+        """Return the scheduler's current state."""
         if self._core is None:
             raise UserError("the recording is empty.", "file")
         return self._core
 
     def moments(self) -> Iterator[Moment]:
-        """Give event after event, up to the first plan that differs: nothing after it would fit."""
+        """Yield events, up to the first plan that differs."""
         count, last = 0, "before its first plan"
         with self.path.open("rb") as file:
             try:
@@ -91,9 +90,9 @@ class Replay:
             except UserError:
                 raise
             except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
-                what = f": {error}" if isinstance(error, ValueError) else ""  # others' messages name Python's classes
+                what = f": {error}" if isinstance(error, ValueError) else ""  # other messages name Python classes
                 raise UserError(f"{self.path} is damaged at event {count}{what}.", "file") from error
-            except RuntimeError as error:  # an invariant of the scheduler is broken
+            except RuntimeError as error:  # a violated scheduler invariant
                 raise UserError(f"{self.path}: the scheduler fails at event {count}: {error}.", "file") from error
         if self.header is None:
             what, self.cut = self.cut or f"{self.path} is empty: nothing was recorded", None
@@ -158,7 +157,7 @@ class Replay:
         return self.core.commit(plan, tokens, is_finite, counts, sampled)
 
     def _entries(self, file: BinaryIO) -> Iterator[list[Any]]:
-        """Read entry after entry; a UserError where one is damaged. Sets `cut` where the file breaks off."""
+        """Yield entries; raise UserError if damaged. Sets `cut` if the file is truncated."""
         path, size = self.path, self.path.stat().st_size
         unpacker = msgpack.Unpacker(file, strict_map_key=False, max_buffer_size=min(size + 1, MAX_ENTRY))
         while True:
@@ -178,7 +177,6 @@ class Replay:
 
 
 def _read_header(entry: list[Any]) -> Header:
-    """Read the header; ValueError where it is not one."""
     if len(entry) != 3 or entry[0] != MAGIC:
         raise UserError("this is not a recording of `jaxllm serve --record`.", "file")
     if entry[1] != FORMAT:
@@ -190,7 +188,7 @@ def _read_header(entry: list[Any]) -> Header:
         if not isinstance(data[name], kind):
             raise ValueError(f"its header's {name!r} is of another kind")
     started = data["started"]
-    if type(started) not in (int, float) or not 0 <= started < END_OF_TIME:  # nor is NaN
+    if type(started) not in (int, float) or not 0 <= started < END_OF_TIME:  # excludes NaN
         raise ValueError("its header's 'started' is no time")
     if not all(isinstance(text, str) for pair in data["about"].items() for text in pair):
         raise ValueError("its header's 'about' has what is no text")
@@ -209,7 +207,6 @@ def _difference(recorded: list[int], plan: Plan) -> str | None:
 
 
 def _read_limits(data: Mapping[str, Any]) -> Limits:
-    """Read the limits; ValueError where a number is missing or out of range."""
     known = asdict(Limits(num_slots=1, num_blocks=1, block_size=1, max_step_tokens=1, max_step_chunks=1))
     if data.keys() != known.keys():
         raise ValueError("the limits are those of another version")
@@ -224,7 +221,6 @@ def _read_limits(data: Mapping[str, Any]) -> Limits:
 
 
 def _read_request(fields: Mapping[str, Any]) -> Request:
-    """Read what `recording.pack_request` wrote."""
     return Request(
         sequence_id=int(fields["id"]),
         tokens=array("i", fields["tokens"]),
@@ -241,5 +237,5 @@ def _read_request(fields: Mapping[str, Any]) -> Request:
     )
 
 
-if sys.byteorder != "little":  # every machine that JAX runs on
+if sys.byteorder != "little":
     raise ImportError("recordings are little-endian")

@@ -1,8 +1,7 @@
-"""How a step's tokens attend: each layer's keys and values go into the cache, then queries read it by block tables.
+"""Attention of a step: writes keys and values to the cache and reads it by block tables.
 
-For the model, and for what drafts for it with a cache of its own in the same blocks. Traced inside the step.
-
-Letters: T flat tokens, R rows, Y tiles, M blocks per slot.
+For the target and for draft models, which share the blocks. Traced inside the step. Letters: T flat tokens, R rows, Y
+tiles, M blocks per slot.
 """
 
 from __future__ import annotations
@@ -23,10 +22,9 @@ from jaxllm.runner.batch import Shape
 from jaxllm.setup.kv_cache import Geometry, KvLayer
 from pallas_kernels import Choice
 
-# Code that layers and programs share is jitted by itself: here, in sampler.py and in model/. JAX then traces it once
-# for all calls with the same shapes, and a program's text holds it once; XLA inlines it before all else. Two programs
-# of the 0.5B shape, 24 layers, are traced in 1.1 s this way and in 4.3 s without; with experts in 1.4 and 4.9
-# (DECISIONS, 73).
+# Functions shared by layers and programs are jitted separately, here, in sampler.py and in model/, so that JAX traces
+# them once; XLA inlines them. Two programs of the 0.5B shape, 24 layers, are traced in 1.1 s instead of 4.3 s; with
+# experts in 1.4 instead of 4.9 s (DECISIONS, 73).
 _write_kv = jax.jit(pallas_kernels.write_kv, static_argnames=("is_interleaved", "float8", "implementation"))
 _SETTINGS = ("scale", "window", "softcap", "value_size", "float8", "implementation")
 _paged_decode = jax.jit(pallas_kernels.paged_decode, static_argnames=(*_SETTINGS, "batch_invariant"))
@@ -44,9 +42,9 @@ def attention(
     slots: jax.Array,
     positions: jax.Array,
 ) -> decoder.Attend:
-    """Return the function that stores a layer's keys and values in `kv`, then attends over the cache."""
+    """Return the function that writes a layer's keys and values to `kv`, then attends."""
     size, groups = geometry.block_size, geometry.num_groups
-    # Padding must not be stored; its places are all different because the scatter is promised unique ones.
+    # Padding has distinct indices out of bounds, because the scatter is promised unique ones.
     nowhere = [geometry.array_blocks(group) + jnp.arange(shape.tokens) for group in range(groups)]
     columns = [positions // size]
     if groups > 1:
@@ -55,8 +53,8 @@ def attention(
     is_real = slots < geometry.num_slots
     stored_in = [jnp.where(is_real, own, other) for own, other in zip(blocks, nowhere, strict=True)]
     offsets = positions % size
-    is_deterministic = not shape.tiles and not shape.is_decode  # such shapes are of that mode alone
-    # Those that attend by themselves: all tokens, or the first R, of which the decode rows do.
+    is_deterministic = not shape.tiles and not shape.is_decode  # only deterministic mode has such shapes
+    # Tokens of `paged_decode`: all, or the first R, of which it computes the decode rows.
     alone = slice(None) if not shape.tiles else slice(shape.rows)
     alone_tables = _by_group(tables.at[slots[alone]].get(mode="clip"), geometry)  # [T or R, M] each
     lengths = jnp.where(is_real, positions + 1, 0)
@@ -116,13 +114,13 @@ def attention(
                 implementation=kernels["paged_prefill"],
                 **options,
             )
-            return chunks.at[: shape.rows].add(decoded)  # what one of them does not cover, it leaves zero
+            return chunks.at[: shape.rows].add(decoded)  # each is zero in the other's rows
 
     return attend
 
 
 def _by_group(tables: jax.Array, geometry: Geometry) -> list[jax.Array]:
-    """Take block tables apart into those of each group."""
+    """Split block tables by group."""
     if geometry.num_groups == 1:
         return [tables]
     return [tables[:, group :: geometry.num_groups] for group in range(geometry.num_groups)]

@@ -1,12 +1,10 @@
-"""What crosses from the scheduler to the device: one packed int32 buffer a step, and the table of its sizes.
+"""The input of a step, one packed int32 buffer, and the table of program sizes.
 
-A step is one of two kinds. *Decode*: one token per row, already on the device. *Ragged*: a flat run of tokens, decode
-rows first, then chunks of prompts cut into tiles for attention; in deterministic mode there are no tiles and each token
-attends by itself (`uniform_shape`). Pure; knows plans, knows no device. `step.py` slices the buffer
-by the same table, `fields`.
+A *decode* step has one token per row, already on the device. A *ragged* step is a flat run of tokens: decode rows, then
+prompt chunks, cut into tiles for attention except in deterministic mode. `step.py` slices the buffer by `fields`. Pure.
 
-Letters: T flat tokens, R rows, Y tiles, U block-table entries, S slots, P tokens per block, F numbers of a
-sampling row.
+Letters: T flat tokens, R rows, Y tiles, U block-table entries, S slots, P tokens per block, F numbers of a sampling
+row.
 """
 
 from __future__ import annotations
@@ -21,31 +19,29 @@ import numpy as np
 
 from jaxllm.scheduler.state import Plan
 
-# Fields begin at multiples of this number of int32, 128 bytes. XLA passes the address of a field inside the buffer to a
-# Triton kernel (a dynamic-slice fusion), and such a call fails with an address that is not a multiple of 16.
+# In int32: 128 bytes. XLA passes the address of a field in the buffer to Triton kernels, which need multiples of 16.
 ALIGNMENT = 32
-TILE = 32  # queries of one sequence that attend together in a ragged step
-MASK_COLUMNS = ("row_slot", "row_position", "samples", "is_masked")  # of `pack_masks`; the mask's words follow
+TILE = 32  # queries of a sequence that attend together
+MASK_COLUMNS = ("row_slot", "row_position", "samples", "is_masked")  # before the words of the mask
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """The static sizes of a program."""
 
-    tokens: int  # T; equal to the rows in a decode program
+    tokens: int  # T; equals R in a decode program
     rows: int  # R
-    tiles: int  # Y; 0 where every token attends by itself, as in a decode program; bins of an encoder's program
-    entries: int  # U: changes of the block table that fit into the buffer
-    sampling_fields: int  # F; 0 in a decode program, whose rows are on the device
-    bin_tokens: int = 0  # of an encoder's program, see encoder_batch.py
-    adapters: int = 0  # distinct ones that its rows can have
-    # K: it verifies up to so many drafts of each row, and drafts as many for the next step. Then every token is sampled
-    # behind, and the fields of rows are those of tokens.
+    tiles: int  # Y, 0 if tokens attend one by one; of an encoder: bins
+    entries: int  # U
+    sampling_fields: int  # F; 0 in a decode program
+    bin_tokens: int = 0  # of an encoder, see encoder_batch.py
+    adapters: int = 0  # most distinct ones
+    # K: drafts per row, to verify and to make. If set, every token is sampled, and row fields have an entry per token.
     drafts: int = 0
 
     @property
     def sampled(self) -> int:
-        """Places behind which a token is sampled."""
+        """The number of sampled tokens."""
         return self.tokens if self.drafts else self.rows
 
     @property
@@ -62,21 +58,21 @@ class Shape:
 
 
 class Extent(NamedTuple):
-    """The sizes of a plan that decide which shapes hold it."""
+    """The sizes of a plan that select its shape."""
 
     tokens: int
     rows: int
-    tiles: int  # of its chunks of prompts; 0: every row is a decode row
+    tiles: int  # of prompt chunks; 0: a decode step
     adapters: int = 0
     proposes: bool = False
 
 
 def decode_shapes(num_slots: int, smallest: int = 1, platform: str = "cpu") -> list[Shape]:
-    """List the decode programs: 1, 2, 4, 8, 12, 16, 24, 32, then steps of a quarter, up to all slots.
+    """Return the decode programs: 1, 2, 4, 8, 12, 16, 24, 32 rows, then four sizes per doubling, up to all slots.
 
-    On a GPU 2, 16 and 64, then steps of a half: there a step of few rows takes as long as reading the weights. By times
-    of an H100, padding costs 1 % of all decode steps there, and 8 % of the step that has most of it. All tables are as
-    coarse as they can be with less than 12 % of padding, on a GPU of its time (tests/benchmarks/padding.py, DECISIONS).
+    On a GPU 2, 16 and 64, then two per doubling: steps of few rows take as long as reading the weights. By H100 timings
+    padding costs 1 % of all decode steps and 8 % of the worst. All tables are the coarsest with less than 12 % of
+    padding, on a GPU of its time (tests/benchmarks/padding.py, DECISIONS).
     """
     if platform == "cpu":
         sizes = _sizes(1, num_slots, {1: 1, 8: 2, 32: 4})
@@ -87,7 +83,7 @@ def decode_shapes(num_slots: int, smallest: int = 1, platform: str = "cpu") -> l
 
 
 def verifying_shapes(max_tokens: int, num_slots: int, drafts: int) -> list[Shape]:
-    """List the programs that verify up to `drafts` drafts of a row: 1, 2, 4, … rows, with none, half or all of them."""
+    """Return programs for `drafts` drafts per row: 1, 2, 4, … rows, with none, half or all verified."""
     shapes = {
         Shape(
             tokens=min(rows * (1 + each), max(rows, max_tokens)),
@@ -106,10 +102,9 @@ def verifying_shapes(max_tokens: int, num_slots: int, drafts: int) -> list[Shape
 def ragged_shapes(
     max_tokens: int, num_slots: int, block_size: int, sampling_fields: int, platform: str = "cpu"
 ) -> list[Shape]:
-    """List the ragged programs: 16, 32 and 64 tokens, then steps of a half, up to the budget of a step.
+    """Return the ragged programs: 16, 32 and 64 tokens, then two sizes per doubling, up to the token budget.
 
-    With a budget above 1,024 steps of a quarter from 128 to 1,024: most steps are there, and vary more. On a GPU 64 and
-    256, then steps of a half.
+    With a budget above 1,024 four per doubling from 128 to 1,024, where most steps are. On a GPU 64 and 256, then two.
     """
     if platform == "cpu":
         sizes = _sizes(16, max_tokens, {64: 2, 128: 4, 1024: 2} if max_tokens > 1024 else {64: 2})
@@ -131,10 +126,10 @@ def ragged_shapes(
 
 
 def uniform_shape(max_tokens: int, num_slots: int, block_size: int, sampling_fields: int, drafts: int = 0) -> Shape:
-    """Return the one ragged program of deterministic mode, which holds every plan and has no tiles.
+    """Return the ragged program of deterministic mode, which holds every plan and has no tiles.
 
-    The bits of a matrix product depend on its number of rows, not on their order; those of tiled attention would depend
-    on where chunks begin. With one size and no tiles, a token's bits depend only on the tokens before it.
+    A product's bits depend on its number of rows, tiled attention's on where chunks begin. So with one size and no
+    tiles a token's bits depend only on the tokens before it.
     """
     return Shape(
         tokens=max_tokens,
@@ -147,19 +142,19 @@ def uniform_shape(max_tokens: int, num_slots: int, block_size: int, sampling_fie
 
 
 def of_two_groups(shapes: Sequence[Shape]) -> list[Shape]:
-    """Make room for the block-table entries of windowed layers: of blocks handed out and of blocks given back."""
+    """Triple the block-table entries, for blocks that windowed layers allocate and free."""
     return [replace(shape, entries=3 * shape.entries) for shape in shapes]
 
 
 def coarser(shapes: Sequence[Shape], factor: int = 2) -> list[Shape]:
-    """Pick the powers of `factor`, 2 or 4, and the largest: enough for rare variants."""
+    """Select powers of `factor`, 2 or 4, and the largest size."""
     step = factor.bit_length() - 1
     powers = {1 << power for power in range(0, 64, step)}
     return [shape for shape in shapes if shape.tokens == shapes[-1].tokens or shape.tokens in powers]
 
 
 def _sizes(first: int, last: int, parts: Mapping[int, int]) -> list[int]:
-    """Double from `first` to `last`; from each key of `parts` on, with so many steps to the double."""
+    """Return sizes from `first` to `last`, with `parts[start]` sizes per doubling from each `start` on."""
     sizes, size = set(), first
     while size < last:
         count = parts[max((start for start in parts if start <= size), default=0)] if size >= min(parts) else 1
@@ -169,12 +164,12 @@ def _sizes(first: int, last: int, parts: Mapping[int, int]) -> list[int]:
 
 
 def max_chunks(tokens: int, num_slots: int) -> int:
-    """Return how many prompts may have a chunk in a ragged step, half a tile each on average."""
+    """Return the most prompts with a chunk in a ragged step: half a tile each on average."""
     return min(num_slots, max(1, 2 * tokens // TILE))
 
 
 def extent(plan: Plan, num_adapters: int = 0) -> Extent:
-    """Measure a plan."""
+    """Return the sizes of a plan."""
     num_rows = len(plan.slots)
     if num_rows == plan.num_decodes:
         return Extent(plan.num_tokens, num_rows, 0, num_adapters, plan.proposes)
@@ -183,7 +178,7 @@ def extent(plan: Plan, num_adapters: int = 0) -> Extent:
 
 
 def fits(size: Extent, shape: Shape) -> bool:
-    """Whether a plan can be packed into a shape; block-table entries that do not fit are sent ahead."""
+    """Whether a shape holds a plan. Excess block-table entries are sent separately."""
     if size.adapters > shape.adapters:
         return False
     if shape.is_decode:
@@ -195,7 +190,7 @@ def fits(size: Extent, shape: Shape) -> bool:
 
 @lru_cache(maxsize=1024)
 def fields(shape: Shape) -> Mapping[str, tuple[int, tuple[int, ...]]]:
-    """Return each field's offset in the buffer and its shape."""
+    """Return each field's offset and shape."""
     table = {"table": (shape.entries, 3)}
     names = ("row_slot", "row_position", *(("row_offset", "row_drafts", "row_capacity") if shape.drafts else ()))
     rows = dict.fromkeys(names, (shape.sampled,))
@@ -221,7 +216,7 @@ def fields(shape: Shape) -> Mapping[str, tuple[int, tuple[int, ...]]]:
 
 
 def placed(sizes: Mapping[str, tuple[int, ...]]) -> Mapping[str, tuple[int, tuple[int, ...]]]:
-    """Return each field's offset, a multiple of `ALIGNMENT`, and its shape."""
+    """Return each field's aligned offset and shape."""
     table, offset = {}, 0
     for name, size in sizes.items():
         table[name] = (offset, size)
@@ -231,18 +226,18 @@ def placed(sizes: Mapping[str, tuple[int, ...]]) -> Mapping[str, tuple[int, tupl
 
 @lru_cache(maxsize=1024)
 def buffer_size(shape: Shape) -> int:
-    """Return the number of int32 in the buffer."""
+    """Return the size of the buffer, in int32."""
     return size_of(fields(shape))
 
 
 def size_of(table: Mapping[str, tuple[int, tuple[int, ...]]]) -> int:
-    """Return the number of int32 in a buffer with a table of fields."""
+    """Return the size of a buffer of these fields, in int32."""
     offset, size = list(table.values())[-1]
     return offset + math.prod(size)
 
 
 def views(buffer: np.ndarray, table: Mapping[str, tuple[int, tuple[int, ...]]]) -> dict[str, np.ndarray]:
-    """Return the fields of a buffer, which share its memory."""
+    """Return the fields of a buffer as views."""
     return {name: buffer[offset : offset + math.prod(size)].reshape(size) for name, (offset, size) in table.items()}
 
 
@@ -254,11 +249,10 @@ def pack(
     sampling: np.ndarray | None = None,
     adapters: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Lay a plan out as int32[buffer_size(shape)].
+    """Pack a plan as int32[buffer_size(shape)].
 
-    `chunks` are the token ids of the rows after the decode rows, `sampling` is int32[S, F]. Unused rows,
-    tokens, tiles and entries have slot S, which the device drops. `adapters`, int32[R], says which of the program's
-    adapters each row has, and `shape.adapters` where it has none.
+    `chunks`: token ids of the rows after the decode rows; `sampling`: int32[S, F]; `adapters`: int32[R], numbers in the
+    program, `shape.adapters` for no adapter. Padding has slot S, which is dropped.
     """
     buffer = np.zeros(buffer_size(shape), np.int32)
     view = views(buffer, fields(shape))
@@ -272,7 +266,7 @@ def pack(
         assert plan.capacity is not None
         view["row_offset"][:used], view["row_drafts"][:used] = at.offsets, at.drafts
         view["row_capacity"][:used] = np.repeat(plan.capacity, plan.lengths)
-    table = plan.table[: shape.entries]  # entries beyond these were sent ahead
+    table = plan.table[: shape.entries]  # others were sent separately
     view["table"][: len(table)] = table
     view["table"][len(table) :, 0] = num_slots
     if shape.adapters:
@@ -300,7 +294,7 @@ def pack(
     rows = slice(plan.num_decodes, num_rows)
     counts = -(-plan.lengths[rows] // TILE)
     num_tiles = int(counts.sum())
-    # Tokens of the row that come before each of its tiles.
+    # Offset of each tile in its row.
     inside = TILE * (np.arange(num_tiles) - np.repeat(np.cumsum(counts) - counts, counts))
     view["tile_slot"][:num_tiles] = np.repeat(plan.slots[rows], counts)
     view["tile_slot"][num_tiles:] = num_slots
@@ -313,10 +307,9 @@ def pack(
 def pack_masks(
     plan: Plan, num_places: int, num_slots: int, masks: np.ndarray, is_masked: np.ndarray, of_tokens: bool = False
 ) -> np.ndarray:
-    """Lay out what the second half of a step needs, int32[num_places, columns + V / 32].
+    """Pack the input of a step's second part, int32[num_places, columns + V / 32].
 
-    `masks` are int32[R, V / 32], a bit for each token that a row of the plan may sample; it holds where `is_masked`,
-    bool[R].
+    `masks`, int32[R, V / 32], have a bit for each token that a row may sample; valid where `is_masked`, bool[R].
     """
     at = places(plan, of_tokens)
     buffer = np.zeros((num_places, len(MASK_COLUMNS) + masks.shape[1]), np.int32)
@@ -331,17 +324,17 @@ def pack_masks(
 
 
 class Places(NamedTuple):
-    """Where a step samples: behind each row's last token, or behind each token if the program verifies drafts."""
+    """The tokens after which a step samples: each row's last, or all to verify drafts."""
 
     slots: np.ndarray  # int[·]
-    positions: np.ndarray  # int[·]: of the token; of a decode row whose drafts are not counted yet, the last possible
+    positions: np.ndarray  # int[·]: the last possible if drafts are not yet counted
     samples: np.ndarray  # bool[·]
-    offsets: np.ndarray | None = None  # int[·]: from the row's first place; -1 behind which nothing is sampled
+    offsets: np.ndarray | None = None  # int[·]: in the row; -1: not sampled
     drafts: np.ndarray | None = None  # int[·]: of the row
 
 
 def places(plan: Plan, of_tokens: bool) -> Places:
-    """List the places of a plan."""
+    """Return the places of a plan."""
     if not of_tokens:
         return Places(plan.slots, plan.starts + plan.lengths - 1, plan.samples)
     offsets = np.arange(plan.num_tokens) - np.repeat(np.cumsum(plan.lengths) - plan.lengths, plan.lengths)

@@ -1,11 +1,10 @@
-"""The compiled programs: which there are, which are ready, and the threads that compile them.
+"""Table of compiled programs, and the threads that compile them.
 
-A step is one program, or two: a forward half and, where the host has to make masks in between, the sampling behind it.
-An engine serves as soon as its *covering* programs exist: the halves of the largest decode and of the largest ragged
-step with the widest sampling, which between them can run any plan. The others are compiled in the background when plans
-ask for them; until then a plan runs in the smallest ready programs that hold it. On a GPU it waits for all of them, as
-loading one disturbs the others. In deterministic mode the same two halves run every plan. Knows shapes and the function
-that traces a program; knows no weights and no state.
+A step is one program, or a forward and a sampling program if the host makes masks in between. An engine serves as soon
+as its *covering* programs are compiled, which can run any plan: the two parts of the largest decode step and of the
+largest ragged step, with the widest sampling. Other programs are compiled in the background when plans would use them;
+on a GPU they are compiled first, because loading one disturbs the others. In deterministic mode two programs run every
+plan.
 """
 
 from __future__ import annotations
@@ -41,25 +40,25 @@ from jaxllm.threads import start_thread
 
 _log = logging.getLogger(__name__)
 VARIANTS = tuple(Variant)
-PAUSE = 14  # while steps run: seconds of rest after a program, for each second that tracing it took
-IDLE_SECONDS = 0.1  # without a step, after which tracing disturbs no request
-_MOST_TRIES = 2  # to compile a program in the background
-RETRY_SECONDS = 30.0  # until another try of a program that failed for want of threads, memory or descriptors
-NOTE_SECONDS = 10.0  # between two lines in the log about programs that a start waits for
-EXIT_SECONDS = 2.0  # that a process waits at its end for a running compilation before it prints a line
+PAUSE = 14  # while steps run, seconds of rest per second of tracing
+IDLE_SECONDS = 0.1  # without a step, before tracing
+_MOST_TRIES = 2  # background compilations per program
+RETRY_SECONDS = 30.0  # before a retry, after running out of threads, memory or file descriptors
+NOTE_SECONDS = 10.0  # between log lines while a start waits
+EXIT_SECONDS = 2.0  # wait at exit for a compilation before printing a line
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
     """The key of a program."""
 
-    shape: Shape  # of "sample" only the rows count
+    shape: Shape  # "sample" uses only `rows`
     variant: Variant | None  # None: no sampling
     part: Literal["step", "forward", "sample", "finish", "pool"] = "step"
 
     @property
     def name(self) -> str:
-        """What a trace calls the program, behind `jit_`."""
+        """The program's name in a trace, without `jit_`."""
         if self.part == "sample" and self.variant is not None:
             return f"sample_{self.shape.rows}_{self.variant.value}"
         name = program_name(self.shape, self.variant, self.part)
@@ -72,11 +71,11 @@ class Key:
         return f"{shape}.{self.part if self.variant is None else self.variant.value}"
 
 
-Way = tuple[Key, ...]  # to run a plan: a program, or a forward half and the sampling behind it
+Way = tuple[Key, ...]  # one program, or a forward and a sampling program
 
 
 def halves(shape: Shape, variant: Variant, drafts: bool = False) -> Way:
-    """Return the two programs of a step; in an engine that drafts the second one reads the batch once more."""
+    """Return the two programs of a step; with drafts the second, "finish", reads the batch again."""
     if drafts:
         return Key(shape, None, "forward"), Key(shape, variant, "finish")
     rows = Shape(tokens=shape.rows, rows=shape.rows, tiles=0, entries=0, sampling_fields=0)
@@ -84,28 +83,28 @@ def halves(shape: Shape, variant: Variant, drafts: bool = False) -> Way:
 
 
 class ProgramTable:
-    """A table from `Key` to compiled program that fills while the engine serves."""
+    """A table from `Key` to compiled program, filled while the engine serves."""
 
     def __init__(
         self, covering: Sequence[Key], all_keys: Iterable[Key], lower: Callable[[Key], Any], metrics: Metrics
     ) -> None:
-        """`covering` are compiled before the first request, the others of `all_keys` when plans ask for them."""
+        """Compile `covering` before the first request, the others of `all_keys` on demand."""
         self.covering = list(covering)
         self.rest = sorted((key for key in dict.fromkeys(all_keys) if key not in self.covering), key=_urgency)
-        self.kept: KeptPrograms | None = None  # set before `begin`, if programs are read instead of traced
-        self.platform = "cpu"  # likewise
+        self.kept: KeptPrograms | None = None  # set before `begin` to load programs
+        self.platform = "cpu"
         self._lower = lower
         self._tracing = threading.Lock()
-        self._traced_for = self._compiled_until = 0.0  # how long the last tracing took; when the last compilation ended
-        self._last_step = 0.0  # when `choose` was last called
+        self._traced_for = self._compiled_until = 0.0  # seconds of the last tracing; end of the last compilation
+        self._last_step = 0.0
         self._is_closed = threading.Event()
         self._metrics = metrics
         self._ready: dict[Key, Any] = {}
         self._lock = threading.Lock()
         self._queue: list[Key] = []
-        self._wanted: set[Key] = set()  # all keys ever queued
+        self._wanted: set[Key] = set()
         self._failures: Counter[Key] = Counter()
-        self._rests_until: dict[Key, float] = {}  # of programs that failed for want of threads, memory or descriptors
+        self._rests_until: dict[Key, float] = {}  # retry times
         self._followers = self._max_followers = 0  # background threads
         self._only_when_idle = False
         self._failure: BaseException | None = None
@@ -118,13 +117,13 @@ class ProgramTable:
         return len(self._ready)
 
     def ready(self) -> dict[Key, Any]:
-        """Return the programs that are compiled."""
+        """Return the compiled programs."""
         with self._lock:
             return dict(self._ready)
 
     @property
     def num_compiling(self) -> int:
-        """Threads that compile in the background now."""
+        """The number of background threads."""
         return self._followers
 
     @property
@@ -133,9 +132,9 @@ class ProgramTable:
         return len(self.covering) + len(self.rest)
 
     def first_ready(self, ways: Iterable[Way]) -> Way | None:
-        """Return the first of the ways to run a plan, cheapest first, that is ready; None if none is.
+        """Return the first ready way to run a plan, or None; `ways` are ordered by cost.
 
-        What a cheaper one needs is queued for the background.
+        A cheaper way that is not ready is queued for the background.
         """
         self._last_step = time.monotonic()
         is_wanted = True
@@ -153,20 +152,18 @@ class ProgramTable:
         return self._failures[key] < _MOST_TRIES and self._last_step >= self._rests_until.get(key, 0.0)
 
     def begin_kept(self, num_threads: int) -> None:
-        """Start to read the programs that an earlier start kept; `wait` ends it."""
+        """Start to load the programs stored by an earlier start; `wait` finishes it."""
         kept = self.kept
         if kept is not None:
             self.begin([key for key in self.rest if kept.has(key.name, key)], num_threads)
 
     def begin(self, keys: Sequence[Key], num_threads: int) -> None:
-        """Start to compile `keys`; `wait` ends it."""
+        """Start to compile `keys`; `wait` finishes it."""
         if not self._threads:
-            # `atexit` calls in reverse order, and the first `weakref.finalize` of a process registers the one call that
-            # runs all finalizers. JAX frees constants of a traced program by finalizers: if they ran before `_join`,
-            # tracing would fail with a KeyError. So a finalizer must exist before `_join` is registered.
+            # Creates weakref's exit hook before `_join`, so that it runs after `_join`: JAX frees traced constants in
+            # finalizers, and tracing after that fails with a KeyError.
             weakref.finalize(self, self._is_closed.set)
-            # A thread inside XLA aborts the process when the interpreter shuts down. The reference is weak, so that
-            # the engine can be garbage collected.
+            # A thread in XLA aborts the process at exit. Weak, so that the engine can be collected.
             atexit.register(_join, weakref.WeakMethod(self.join))
         self._metrics.programs_awaited += len(keys)
         with self._lock:
@@ -176,16 +173,16 @@ class ProgramTable:
             self._start(in_background=False)
 
     def follow(self, num_threads: int, only_when_idle: bool = False) -> None:
-        """From now on compile queued programs in the background, with `num_threads` threads.
+        """Compile queued programs in `num_threads` background threads from now on.
 
-        Only programs that plans asked for: each takes 20 to 90 MiB of host memory for a deep model (DECISIONS 58).
-        `only_when_idle`: they wait until no step runs, and are compiled one behind the other then.
+        Only on demand: each takes 20 to 90 MiB of host memory for a deep model (DECISIONS 58). `only_when_idle`: one by
+        one while no step runs.
         """
         self._max_followers = num_threads
         self._only_when_idle = only_when_idle
 
     def want(self, key: Key) -> None:
-        """Queue a program as the next for the background, if `follow` was called; one that fails is tried once more."""
+        """Queue a program first for the background; ignored before `follow`."""
         with self._lock:
             if not self._max_followers or key in self._wanted or self._is_closed.is_set():
                 return
@@ -196,14 +193,14 @@ class ProgramTable:
             self._followers += 1
         try:
             self._start(in_background=True)
-        except RuntimeError as failure:  # no thread can be started: steps go on in the ready programs
+        except RuntimeError as failure:  # no thread can start: steps use the ready programs
             with self._lock:
                 self._followers -= 1
             self._put_off(key)
             warnings.warn(f"nothing can be compiled: {failure}", stacklevel=1)
 
     def wait(self, progress: bool = False) -> None:
-        """Wait until every program that was asked for is compiled; the first failure is raised here."""
+        """Wait for the programs passed to `begin`; raises the first failure."""
         noted = time.monotonic()
         total = self._metrics.programs_awaited
         with tqdm(total=total, desc="compiling programs", disable=not progress, leave=False) as bar:
@@ -218,13 +215,13 @@ class ProgramTable:
             raise self._failure
 
     def close(self) -> None:
-        """Compile nothing more; running compilations are finished by their threads."""
+        """Drop the queue; running compilations continue."""
         self._is_closed.set()
         with self._lock:
             self._queue.clear()
 
     def join(self, seconds: float | None = None) -> bool:
-        """Compile nothing more; wait at most `seconds` for running compilations; return whether they have ended."""
+        """Close, and wait at most `seconds` for compilations; return whether they have ended."""
         self.close()
         end = None if seconds is None else time.monotonic() + seconds
         for thread in self._threads:
@@ -233,11 +230,11 @@ class ProgramTable:
 
     @property
     def _is_over(self) -> bool:
-        """Whether to compile nothing more: closed, or the interpreter shuts down and starts no threads."""
+        """Whether to compile nothing more: closed, or at exit, when threads cannot start."""
         return self._is_closed.is_set() or not threading.main_thread().is_alive()
 
     def _start(self, in_background: bool) -> None:
-        with self._lock:  # the thread needs it first, so `join` cannot miss the thread
+        with self._lock:  # so that `join` sees the thread
             thread = start_thread(lambda: self._work(in_background), "jaxllm-compile")
             self._threads = [*(other for other in self._threads if other.is_alive()), thread]
 
@@ -252,7 +249,7 @@ class ProgramTable:
             try:
                 program = self._make(key, in_background)
                 if program is None:
-                    continue  # closed in the meantime
+                    continue
             except Exception as failure:
                 if in_background:
                     self._note_failure(key, failure)
@@ -264,11 +261,11 @@ class ProgramTable:
                 self._metrics.programs_compiled += 1
                 self._metrics.compile_seconds += time.perf_counter() - start
                 self._ready[key] = program
-            if not in_background or not self._queue:  # it takes 30 ms and blocks allocations
+            if not in_background or not self._queue:  # takes 30 ms and blocks allocations
                 return_freed_memory()
 
     def _note_failure(self, key: Key, failure: Exception) -> None:
-        """Queue a failed background program once more; plans run in a larger one in the meantime."""
+        """Log a failed background compilation and retry it later."""
         if self._is_over:
             return  # it failed because the process ends
         self._metrics.programs_failed += 1
@@ -285,14 +282,13 @@ class ProgramTable:
             warnings.warn(f"program {key} could not be compiled: {failure}", stacklevel=1)
 
     def _put_off(self, key: Key) -> None:
-        """Allow another try of a program after RETRY_SECONDS."""
         with self._lock:
             self._rests_until[key] = time.monotonic() + RETRY_SECONDS
             self._wanted.discard(key)
             self._queue[:] = [other for other in self._queue if other != key]
 
     def _make(self, key: Key, in_background: bool) -> Any:
-        """Read a program that an earlier start kept, or trace and compile it; None after `close`."""
+        """Load a stored program, or trace and compile it; None after `close`."""
         kept = self.kept
         if kept is not None:
             if in_background and self._only_when_idle and not self._rest(math.inf):
@@ -308,7 +304,7 @@ class ProgramTable:
             return run_at_idle_priority(compiling) if in_background else compiling()
 
     def _rest(self, until: float) -> bool:
-        """Wait until that time, or until no step runs; return False after `close`."""
+        """Wait until that time or until no step runs; return False after `close`."""
         while time.monotonic() < min(until, self._last_step + IDLE_SECONDS):
             if self._is_closed.wait(IDLE_SECONDS):
                 break
@@ -317,10 +313,9 @@ class ProgramTable:
     def _trace(self, key: Key, in_background: bool) -> Any:
         """Trace a program; None after `close`.
 
-        In the background it rests first: tracing is Python and holds the interpreter's lock, which steps need.
-        Compiling does not hold it, but shares caches and cores.
+        Background tracing rests first, because it holds the GIL; compiling does not.
         """
-        with self._tracing:  # threads that trace at once only wait for each other
+        with self._tracing:  # tracing in parallel gains nothing
             if in_background:
                 rested = math.inf if self._only_when_idle else self._compiled_until + PAUSE * self._traced_for
                 if not self._rest(rested):
@@ -347,15 +342,14 @@ class Programs(ProgramTable):
         drafts: bool = False,
         coarse_factor: int = 2,
     ) -> None:
-        """Without `decode` shapes ragged programs run every plan; `variants` are those of steps of one program.
+        """Without `decode` shapes ragged programs run every plan. `variants`: of one-program steps.
 
-        Rare variants have decode programs of sizes that are powers of `coarse_factor`.
-
-        In an engine that drafts, `verifying` are for steps that verify drafts, or draft; none of them comes in halves.
+        `verifying` shapes verify or make drafts, in one program. Rare variants have decode sizes of powers of
+        `coarse_factor`.
         """
         widest = VARIANTS[-1]
-        # The widest sampling, halves and adapters are rare, and get a coarser table.
-        # Not where drafts are verified: every token is sampled there, in 4 of the 9 ms that it takes at the 0.5B shape.
+        # The widest sampling, two-part steps and adapters are rare and get fewer sizes; not in verifying shapes, which
+        # sample every token, for 4 of the 9 ms of a step of the 0.5B shape.
         ragged, decode, verifying = (
             with_adapters(shapes, max_adapters, not variants) for shapes in (ragged, decode, verifying)
         )
@@ -373,7 +367,7 @@ class Programs(ProgramTable):
         largest += [(Key(shape, widest),) for shape in verifying[-1:]]
         covering = dict.fromkeys(key for way in largest for key in way)
         super().__init__(list(covering), (key for way in ways for key in way), lower, metrics)
-        # Each with the index of its variant: looking it up took half of the time of `choose`.
+        # With the index of the variant, whose lookup took half of the time of `choose`.
         self._by_cost = {
             is_decode: [
                 (VARIANTS.index(way[-1].variant), way)
@@ -384,10 +378,7 @@ class Programs(ProgramTable):
         }
 
     def choose(self, plan: Plan, variant: Variant, is_held: bool = False, num_adapters: int = 0) -> Way:
-        """Return the cheapest ready way to run a plan with sampling as wide as `variant`; halves if it `is_held`.
-
-        `num_adapters` are the distinct ones of its rows.
-        """
+        """Return the cheapest ready way to run a plan with at least `variant`; in two parts if `is_held`."""
         size = batch.extent(plan, num_adapters)
         least = VARIANTS.index(variant)
         fitting = (
@@ -402,7 +393,6 @@ class Programs(ProgramTable):
 
 
 def _join(join: weakref.WeakMethod[Callable[..., bool]]) -> None:
-    """End the compilations at the end of the process, if the object still exists."""
     method = join()
     if method is not None and not method(EXIT_SECONDS):
         print("jaxllm: waiting for a running compilation before the process ends", file=sys.stderr, flush=True)
@@ -410,9 +400,9 @@ def _join(join: weakref.WeakMethod[Callable[..., bool]]) -> None:
 
 
 def with_adapters(shapes: Sequence[Shape], most: int, only_most: bool) -> list[Shape]:
-    """Add to shapes without adapters some with 1, 2, 4, ... distinct ones up to `most`; or have all with `most`.
+    """Add shapes with 1, 2, 4, … `most` distinct adapters, the largest last.
 
-    The last one is the largest, and has the most.
+    With `only_most`, or without adapters, give all shapes `most`.
     """
     if only_most or not most or not shapes:
         return [replace(shape, adapters=most) for shape in shapes]
@@ -421,12 +411,11 @@ def with_adapters(shapes: Sequence[Shape], most: int, only_most: bool) -> list[S
 
 
 def _cost(way: Way) -> tuple[int, ...]:
-    """Order of ways to run the same plan: the fewest tokens and adapters first, then sampling, then one program."""
     variant, shape = way[-1].variant, way[0].shape
     return shape.tokens, shape.rows, shape.adapters, -1 if variant is None else VARIANTS.index(variant), len(way)
 
 
 def _urgency(key: Key) -> tuple[bool, int, int, int]:
-    """Order of compilation: steps of one program, then usual sampling, then larger programs, which serve more plans."""
+    """Sort key of compilation: one-program steps, usual sampling, then large programs."""
     variant, shape = key.variant, key.shape
     return key.part != "step", -1 if variant is None else VARIANTS.index(variant), shape.adapters, -shape.tokens

@@ -1,12 +1,9 @@
-"""Drafts by a model: a small decoder, or an EAGLE-3 head, with a cache of its own in the blocks of the target's.
+"""Drafts by a small decoder or an EAGLE-3 head, with a cache in the blocks of the target.
 
-Every step brings that cache up to the target's: what was drafted and not kept is overwritten. A program that verifies
-drafts then drafts K tokens behind each sequence, one pass of the model for each. Drafts are chosen with the request's
-temperature and its own noise for their position, as the target's tokens are: that makes them equal most often.
+Every step updates that cache, overwriting rejected drafts. Programs that verify drafts then draft K tokens per
+sequence, one pass each, with the request's temperature and noise for the position, which maximizes acceptance.
 
-Traced inside the step. Knows no scheduler and no host.
-
-Letters: T tokens of a step, R sequences, K drafts, V vocabulary (Vx on one shard).
+Traced inside the step. Letters: T tokens of a step, R sequences, K drafts, V vocabulary (Vx on one shard).
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ from jaxllm.setup.draft_setup import Drafting
 
 
 class Batch(NamedTuple):
-    """What drafting reads of a step that was sampled."""
+    """A sampled step."""
 
     shape: Shape
     field: Mapping[str, jax.Array]
@@ -42,12 +39,12 @@ class Batch(NamedTuple):
     positions: jax.Array  # i32[T]
     tokens: jax.Array  # i32[T]
     at: Places
-    counts: jax.Array  # i32[·]: tokens that a row yielded, at its first place
-    aux: tuple[jax.Array, ...]  # hidden states of the target for an EAGLE-3 head, each [T, D]
+    counts: jax.Array  # i32[·]: yielded tokens, at a row's first place
+    aux: tuple[jax.Array, ...]  # the target's hidden states, [T, D] each
 
 
 def keep(drafted: Drafted[jax.Array], aux: tuple[jax.Array, ...]) -> Drafted[jax.Array]:
-    """Keep the target's hidden states for the second half of a step."""
+    """Store the target's hidden states for the second part of a step."""
     kept = tuple(
         lax.dynamic_update_slice(place, states.astype(place.dtype), (0, 0))
         for place, states in zip(drafted.aux, aux, strict=True)
@@ -56,7 +53,7 @@ def keep(drafted: Drafted[jax.Array], aux: tuple[jax.Array, ...]) -> Drafted[jax
 
 
 def draft(model: StepModel, params: Params[jax.Array], state: DeviceState[jax.Array], own: Batch) -> Drafted[jax.Array]:
-    """Bring the draft model's cache up to a step, and draft behind its sequences where the program does."""
+    """Update the draft model's cache for a step; if the program drafts, also draft."""
     how, drafted, shape = model.drafting, state.drafted, own.shape
     assert how is not None and drafted is not None
     passes = None
@@ -76,7 +73,7 @@ def draft(model: StepModel, params: Params[jax.Array], state: DeviceState[jax.Ar
         logits = passes.begin(rows, slots, lengths)
         chosen = [_choose(model, logits, here, lengths)]
         for place in range(1, how.most):
-            # Beyond a slot's blocks are other requests' blocks: the row stands still.
+            # Mask rows beyond their slot's blocks, which belong to other requests.
             is_inside = lengths + place <= capacity
             logits = passes.go_on(jnp.where(is_inside, slots, model.geometry.num_slots), lengths + place, chosen[-1])
             chosen.append(_choose(model, logits, here, lengths + place))
@@ -86,13 +83,13 @@ def draft(model: StepModel, params: Params[jax.Array], state: DeviceState[jax.Ar
 
 
 def _choose(model: StepModel, logits: jax.Array, here: SamplingRows, ends: jax.Array) -> jax.Array:
-    """Choose a draft for position `ends` of each row, i32[R]."""
+    """Return drafts for position `ends` of each row, i32[R]."""
     vocabulary, kernel = Vocabulary(model.spec.vocab_size, model.layout), model.kernels["sample"]
     return sampler.sample(logits, here, ends, None, None, Variant.RANDOM, 0, vocabulary, (), kernel).tokens
 
 
 class _Passes:
-    """The passes of a draft model in one step, and its cache as they leave it."""
+    """A draft model's passes in one step, and its updated cache."""
 
     def __init__(
         self, model: StepModel, how: Drafting, params: Params[jax.Array], state: DeviceState[jax.Array], own: Batch
@@ -105,7 +102,7 @@ class _Passes:
     def _context(self, shape: Shape, slots: jax.Array, positions: jax.Array) -> decoder.Context:
         tables, field = self._state.tables, self._own.field
         geometry = self._model.geometry
-        if geometry.num_groups > 1:  # its layers are all of the first group
+        if geometry.num_groups > 1:  # its layers are in the first group
             geometry, tables = geometry.of_group(0), tables[:, :: geometry.num_groups]
         attend = attention(self._spec, geometry, self._how.kernels, shape, self.kv, tables, field, slots, positions)
         chosen = fused.chosen(self._how.kernels)
@@ -125,13 +122,13 @@ class _DecoderPasses(_Passes):
         self, model: StepModel, how: Drafting, params: Params[jax.Array], state: DeviceState[jax.Array], own: Batch
     ) -> None:
         super().__init__(model, how, params, state, own)
-        if not (own.shape.is_decode and own.shape.drafts):  # there `begin` computes what is missing
+        if not (own.shape.is_decode and own.shape.drafts):  # else `begin` computes the missing tokens
             decoder.forward(self._spec, self._params, own.tokens, self._whole_step())
 
     def begin(self, rows: jax.Array, slots: jax.Array, lengths: jax.Array) -> jax.Array:
-        """Return logits behind each sequence's last token, f32[R, Vx].
+        """Return logits after each sequence's last token, f32[R, Vx].
 
-        All but the last two tokens were computed: of drafts that were kept only the last was never an input.
+        Computes two tokens: the last accepted draft was never an input.
         """
         slots, positions = jnp.concatenate([slots, slots]), jnp.concatenate([lengths - 2, lengths - 1])
         tokens = self._state.tokens.at[slots, positions].get(mode="clip")
@@ -139,7 +136,7 @@ class _DecoderPasses(_Passes):
         return decoder.head(self._spec, self._params, hidden[len(rows) :])
 
     def go_on(self, slots: jax.Array, ends: jax.Array, tokens: jax.Array) -> jax.Array:
-        """Return logits for position `ends` behind drafts, f32[R, Vx]."""
+        """Return logits for position `ends`, after `tokens`, f32[R, Vx]."""
         hidden = decoder.forward(self._spec, self._params, tokens, self._one_each(slots, ends - 1))
         return decoder.head(self._spec, self._params, hidden)
 
@@ -151,20 +148,20 @@ class _HeadPasses(_Passes):
         super().__init__(model, how, params, state, own)
         assert how.head is not None
         self._head = how.head
-        # The head reads a token's embedding beside the hidden state of the token before it.
+        # The head reads a token's embedding with the previous token's hidden state.
         following = state.tokens.at[own.slots, own.positions + 1].get(mode="clip")
         fused = eagle.fuse(self._head, self._params, own.aux)
         self._hidden, self._normed = self._run(following, fused, self._whole_step())
 
     def begin(self, rows: jax.Array, slots: jax.Array, lengths: jax.Array) -> jax.Array:
-        """Return logits behind each sequence's last token, f32[R, Vx]."""
+        """Return logits after each sequence's last token, f32[R, Vx]."""
         own = self._own
-        last = rows + own.counts.at[rows].get(mode="clip") - 1  # the place behind which the last token was sampled
+        last = rows + own.counts.at[rows].get(mode="clip") - 1  # the last token's place
         self._hidden = self._hidden.at[last].get(mode="clip")
         return eagle.logits(self._head, self._params, self._normed.at[last].get(mode="clip"), self._model.layout)
 
     def go_on(self, slots: jax.Array, ends: jax.Array, tokens: jax.Array) -> jax.Array:
-        """Return logits for position `ends` behind drafts, f32[R, Vx]."""
+        """Return logits for position `ends`, after `tokens`, f32[R, Vx]."""
         self._hidden, normed = self._run(tokens, self._hidden, self._one_each(slots, ends - 2))
         return eagle.logits(self._head, self._params, normed, self._model.layout)
 

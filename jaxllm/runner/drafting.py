@@ -1,12 +1,11 @@
-"""Drafted tokens on the device: laid out in a step, verified by what it samples, and drafted anew for the next one.
+"""Drafts on the device: verification, and prompt lookup for the next step.
 
-Verification by coupling (Daliri, Musco, Suresh 2024, arXiv:2408.07978): behind every token of a row one is sampled as
-always, with the request's own noise for that position, and drafts are kept while they equal what was sampled. So a
-request gets the tokens that it would get without drafts, whatever is drafted, and in whatever way it samples.
+Verification by coupling (Daliri, Musco, Suresh 2024, arXiv:2408.07978): a token is sampled after every token of a row,
+with the request's noise for the position, and drafts are accepted while they equal the samples. So drafts never change
+a request's tokens.
 
-Traced inside the step. Knows no scheduler and no host.
-
-Letters: S slots, T tokens of a step, R sequences, K drafts of a row at most, L tokens that a slot has room for.
+Traced inside the step. Letters: S slots, T tokens of a step, R sequences, K drafts per row, L capacity of a slot in
+tokens.
 """
 
 from __future__ import annotations
@@ -23,26 +22,26 @@ from jaxllm.sampling.sampler import Sampled
 from jaxllm.setup.draft_setup import Drafting
 from jaxllm.setup.kv_cache import KvLayer, Leaf
 
-NO_DRAFT = -1  # equal to no token
+NO_DRAFT = -1  # equals no token
 
 
 @struct.dataclass
 class Drafted(Generic[Leaf]):
-    """What the device keeps of drafts."""
+    """Drafts and their state on the device."""
 
-    lengths: Leaf  # int32[S]: tokens of each slot
-    tokens: Leaf  # int32[S, K]: drafts behind them
+    lengths: Leaf  # int32[S]: tokens
+    tokens: Leaf  # int32[S, K]: drafts that follow them
     kv: tuple[KvLayer[Leaf], ...] = ()  # of the draft model
-    aux: tuple[Leaf, ...] = ()  # [T, D] each: the target's hidden states between the halves of a step
+    aux: tuple[Leaf, ...] = ()  # [T, D] each: the target's hidden states, between the parts of a step
 
 
 class Places(NamedTuple):
-    """Where a step samples, see `batch.Places`; offset and drafts are None in programs without drafts."""
+    """The tokens after which a step samples, see `batch.Places`."""
 
-    slots: jax.Array  # i32[·], S where there is none
+    slots: jax.Array  # i32[·], S for padding
     positions: jax.Array  # i32[·]
     samples: jax.Array  # bool[·]
-    offsets: jax.Array | None = None  # i32[·]
+    offsets: jax.Array | None = None  # i32[·]; None without drafts, as below
     drafts: jax.Array | None = None  # i32[·]
 
 
@@ -53,22 +52,19 @@ def begin(drafted: Drafted[jax.Array], slots: jax.Array, offsets: jax.Array | No
 
 
 def with_drafts(drafted: Drafted[jax.Array], tokens: jax.Array, slots: jax.Array, offsets: jax.Array) -> jax.Array:
-    """Put the drafts in the place of all but a row's first token."""
+    """Replace all tokens of a row but the first by its drafts."""
     drafts = drafted.tokens.at[slots, offsets - 1].get(mode="clip")
     return jnp.where(offsets > 0, jnp.maximum(drafts, 0), tokens)
 
 
 def count(drafted: Drafted[jax.Array], at: Places, sampled: Sampled) -> tuple[jax.Array, jax.Array]:
-    """Count what each row yields, a sampled token more than it has drafts that are kept; and the drafts that it had.
-
-    Both are i32[·], at a row's first place.
-    """
+    """Return each row's number of tokens, accepted drafts plus one, and of drafts: i32[·] at its first place."""
     if at.offsets is None or at.drafts is None:
         return jnp.ones_like(at.slots), jnp.zeros_like(at.slots)
     own = drafted.tokens.at[at.slots].get(mode="clip")  # [·, K]
     counts, is_kept = jnp.ones_like(at.slots), jnp.ones(at.slots.shape, jnp.bool_)
     for place in range(own.shape[1]):
-        # What follows a token whose logits are not finite is no part of the sequence.
+        # Tokens after non-finite logits are invalid.
         is_next_finite = jnp.roll(sampled.is_finite, -place - 1)
         is_equal = jnp.roll(sampled.tokens, -place) == own[:, place]
         is_kept &= is_equal & is_next_finite & (place < at.drafts)
@@ -80,7 +76,7 @@ def count(drafted: Drafted[jax.Array], at: Places, sampled: Sampled) -> tuple[ja
 def take_in(
     drafted: Drafted[jax.Array], tokens: jax.Array, at: Places, sampled: Sampled, counts: jax.Array
 ) -> tuple[jax.Array, Drafted[jax.Array]]:
-    """Append what rows yield to the tokens of their slots, int32[S, L]; return these and the new lengths."""
+    """Append the yielded tokens to their slots, int32[S, L]; return these and the new lengths."""
     num_slots = len(tokens)
     ends = at.positions + 1
     is_wanted, is_first = at.samples, jnp.ones_like(at.samples)
@@ -96,17 +92,17 @@ def take_in(
 
 
 def sequences(at: Places, most: int, num_slots: int) -> tuple[jax.Array, jax.Array]:
-    """Find the sequences of a step, at most `most`: each one's first place, i32[R], and its slot."""
+    """Return the first places, i32[R], and slots of a step's sequences, at most `most`."""
     is_first = at.samples if at.offsets is None else at.samples & (at.offsets == 0)
     (rows,) = jnp.nonzero(is_first, size=most, fill_value=len(is_first))
     return rows, at.slots.at[rows].get(mode="fill", fill_value=num_slots)
 
 
 def look_up(tokens: jax.Array, lengths: jax.Array, drafting: Drafting) -> jax.Array:
-    """Draft what followed when a sequence's last tokens came before: prompt lookup (Saxena 2023), i32[R, K].
+    """Return the tokens that followed an earlier match of a sequence's last tokens, i32[R, K].
 
-    Of the places where the most of its last tokens came, at least `min_match` and at most `max_match` of them, the
-    latest. If that is nearer than K tokens to the end, what follows it is repeated.
+    Prompt lookup (Saxena 2023): the longest match of `min_match` to `max_match` tokens, the latest of equal length. If
+    fewer than K tokens follow, they repeat.
     """
     size = tokens.shape[1]
     last = (lengths - 1)[:, None]  # [R, 1]

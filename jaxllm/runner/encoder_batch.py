@@ -1,10 +1,7 @@
-"""What crosses to the device for a model that reads whole prompts: tokens in bins, within which they attend.
+"""The packed input of encoder models: prompts in bins of fixed length.
 
-Tokens of a prompt see all others of it, so a prompt is computed in one step. Each lies in one bin of a fixed length,
-beside others where they fit: attention is then one product per bin, and costs a token no more than its bin's length.
-Pure; knows plans, knows no device.
-
-Letters: T flat tokens, R rows.
+Encoder attention is bidirectional, so a prompt is computed in one step, in one bin, and attention is one product per
+bin. Pure. Letters: T flat tokens, R rows.
 """
 
 from __future__ import annotations
@@ -18,25 +15,24 @@ from jaxllm.runner.batch import Shape, placed, size_of, views
 from jaxllm.scheduler.state import Plan
 
 SMALLEST_BIN = 32  # tokens
-# What a token costs beside attention, in tokens of its bin: 12 D² multiplications against 2 D for each, with D = 384.
+# Cost of a token without attention, in tokens of its bin: 12 D² multiplications against 2 D each, D = 384.
 _PLAIN_COST = 2304
 
 
 def bin_lengths(max_model_len: int) -> list[int]:
-    """List the lengths of bins: doubled from 32 up to what holds the longest prompt, each with one halfway to the next.
+    """Return the bin lengths: powers of two from 32 to the longest prompt, and midpoints.
 
-    60 prompts of 1 to 200 tokens were padded by 39 % without those.
+    Without midpoints 60 prompts of 1 to 200 tokens were padded by 39 %.
     """
-    longest = max(SMALLEST_BIN, -(-max_model_len // 8) * 8)  # products of matrices like multiples of 8
+    longest = max(SMALLEST_BIN, -(-max_model_len // 8) * 8)  # matrix products prefer multiples of 8
     doubled = [SMALLEST_BIN << power for power in range(longest.bit_length())]
     return sorted({min(longest, size + extra) for size in doubled for extra in (0, size // 2)})
 
 
 def shapes(max_tokens: int, num_slots: int, max_model_len: int) -> list[Shape]:
-    """List the programs, the cheapest first: for each length 1, 2, 3, 4, 6, 8, 12, … bins, up to twice a step's tokens.
+    """Return the programs, cheapest first: for each length 1, 2, 3, 4, 6, 8, 12, … bins, up to twice a step's tokens.
 
-    So many hold every plan: bins that are filled one after the other, longest prompts first, are more than half full
-    but for one.
+    They hold every plan: first-fit packing, longest first, leaves at most one bin half empty.
     """
     made = []
     for length in bin_lengths(max_model_len):
@@ -51,7 +47,7 @@ def shapes(max_tokens: int, num_slots: int, max_model_len: int) -> list[Shape]:
 
 
 def covering(made: Sequence[Shape]) -> list[Shape]:
-    """Pick programs to begin with: the largest of the longest bin, which holds any plan, and for single prompts."""
+    """Return the initial programs: the largest of the longest bin, and some for single prompts."""
     longest = max(shape.bin_tokens for shape in made)
     largest = max((shape for shape in made if shape.bin_tokens == longest), key=lambda shape: shape.tokens)
     alone = sorted((shape for shape in made if shape.tiles == 1), key=lambda shape: shape.tokens)
@@ -59,7 +55,7 @@ def covering(made: Sequence[Shape]) -> list[Shape]:
 
 
 def place(lengths: np.ndarray, shape: Shape) -> np.ndarray | None:
-    """Return where each prompt of `lengths`, int32[R], begins among a program's tokens; None if they do not fit."""
+    """Return the start of each prompt of `lengths`, int32[R], in a program; None if they do not fit."""
     if len(lengths) > shape.rows or lengths.sum() > shape.tokens or lengths.max() > shape.bin_tokens:
         return None
     starts, open_bins, num_bins = np.zeros(len(lengths), np.int32), [], 0
@@ -81,7 +77,7 @@ def place(lengths: np.ndarray, shape: Shape) -> np.ndarray | None:
 
 @lru_cache(maxsize=1024)
 def fields(shape: Shape) -> Mapping[str, tuple[int, tuple[int, ...]]]:
-    """Return each field's offset in the buffer and its shape."""
+    """Return each field's offset and shape."""
     tokens, rows = (shape.tokens,), (shape.rows,)
     return placed(
         {
@@ -94,10 +90,7 @@ def fields(shape: Shape) -> Mapping[str, tuple[int, tuple[int, ...]]]:
 def pack(
     plan: Plan, shape: Shape, prompts: Sequence[np.ndarray], token_types: Sequence[np.ndarray | None]
 ) -> np.ndarray:
-    """Lay a plan out as int32[·]; `prompts` are the token ids of its rows, with their types (None: zeros).
-
-    Padding tokens belong to row R, and unused rows have no tokens.
-    """
+    """Pack a plan as int32[·]; `prompts`: token ids by row, `token_types`: None for zeros. Padding has row R."""
     starts = place(plan.lengths, shape)
     if starts is None:
         raise RuntimeError(f"a program of {shape} does not hold {len(plan.slots)} prompts")

@@ -33,7 +33,7 @@ from jaxllm.runner import batch, device_state, results, scoring, small_programs,
 from jaxllm.runner.compiled_programs import VARIANTS, Key, Programs
 from jaxllm.runner.profiling import span
 from jaxllm.runner.resident_adapters import ResidentAdapters, Weights
-from jaxllm.runner.results import Result, Scored
+from jaxllm.runner.results import Scored, StepOutput
 from jaxllm.runner.small_programs import SmallPrograms
 from jaxllm.runner.step_input import PackedStep, StepInput
 from jaxllm.runner.step_model import Leaves, StepModel
@@ -71,7 +71,7 @@ class StepInFlight(NamedTuple):
         tuple[Sequence[Scored], jax.Array | np.ndarray]
     ]  # each batch of positions has one kind: whole rows, or single log-probabilities
 
-    def result(self) -> Result:
+    def result(self) -> StepOutput:
         """Wait for the step's result. A failure on the device is raised here, and by every later step."""
         joined = np.asarray(self.joined)
         if joined.ndim == 1:
@@ -82,13 +82,14 @@ class StepInFlight(NamedTuple):
             result = results.read(joined, len(self.plan.slots), self.num_logprobs)
         if not self.scores:
             return result
-        return replace(result, scores=[score for of, found in self.scores for score in scoring.read_scores(of, found)])
+        result.side["scored"] = [score for of, found in self.scores for score in scoring.read_scores(of, found)]
+        return result
 
 
 class PendingResult(Protocol):
     """A step that was dispatched whole."""
 
-    def result(self) -> Result:
+    def result(self) -> StepOutput:
         """Wait for the step's result. A failure on the device is raised here, and by every later step."""
         ...
 

@@ -14,7 +14,7 @@ from jaxllm.runner.compiled_programs import Key
 from jaxllm.runner.model_runner import Runner
 from jaxllm.runner.pooling import PoolPrograms
 from jaxllm.runner.profiling import span
-from jaxllm.runner.results import Result
+from jaxllm.runner.results import StepOutput
 from jaxllm.runner.small_programs import PATCH_ENTRIES
 from jaxllm.runner.step_input import StepInput
 from jaxllm.scheduler.state import Limits
@@ -31,11 +31,11 @@ class PooledInFlight(NamedTuple):
     rows: jax.Array  # float32[·, W]
     num_rows: int
 
-    def result(self) -> Result:
+    def result(self) -> StepOutput:
         """Wait for the step's result. A failure on the device is raised here, and by every later step."""
         pooled = np.asarray(self.rows)[: self.num_rows]
         tokens, is_finite = np.zeros(self.num_rows, np.int32), np.asarray(np.isfinite(pooled).all(axis=1))
-        return Result(tokens, is_finite, pooled=pooled)
+        return StepOutput(tokens, is_finite, side={"pooled": pooled})
 
 
 class PoolingRunner(Runner):

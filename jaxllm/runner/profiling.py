@@ -1,7 +1,7 @@
-"""Traces of an engine's steps: what the host does, and the device's operations by the scopes of the model's parts.
+"""Traces of an engine's steps by JAX's profiler, for Perfetto.
 
-A trace is made by JAX's profiler and opens in Perfetto. Its spans: a "step" and those within it, from
-`engine_core.py` and `model_runner.py`; its operations carry the name of their program (`step.program_name`).
+Host spans are made by `engine_core.py` and `model_runner.py`; device operations have the names of their program
+(`step.program_name`) and model scopes.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import jax
 
 from jaxllm.errors import UserError
 
-DEFAULT_STEPS = 64  # the profiler keeps a million events: some thousand steps of a small model
+DEFAULT_STEPS = 64  # the profiler keeps a million events, some thousand steps of a small model
 _log = logging.getLogger(__name__)
-span = jax.profiler.TraceAnnotation  # half a microsecond where no trace is made
+span = jax.profiler.TraceAnnotation  # half a microsecond without a trace
 
 
 class Profile:
-    """A running trace of an engine's next steps. JAX makes one at a time in a process."""
+    """A running trace. JAX allows one per process."""
 
     def __init__(self, folder: str | Path, num_steps: int = DEFAULT_STEPS) -> None:
-        """Begin a trace; existing files stay. A UserError if a trace is running."""
+        """Begin a trace; raises UserError if one is running."""
         if num_steps < 1:
             raise UserError(f"num_steps must be at least 1, got {num_steps}.", "num_steps")
-        self.path: Path | None = None  # of the finished trace
+        self.path: Path | None = None  # set when finished
         self._folder = Path(folder).expanduser()
         self._steps_left = num_steps
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # each call of a Python function would cost more than most of them
+        options.python_tracer_level = 0  # the tracer costs more than most Python calls
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             jax.profiler.start_trace(str(self._folder), create_perfetto_trace=True, profiler_options=options)
@@ -49,10 +49,7 @@ class Profile:
             self.stop()
 
     def stop(self) -> Path:
-        """End the trace and return its file, which holds the steps there were; to stop twice does nothing.
-
-        Takes about as long as the steps took: JAX writes it.
-        """
+        """End the trace and return its file. Idempotent. Takes about as long as the steps."""
         if self.path is None:
             jax.profiler.stop_trace()
             files = self._folder.glob("plugins/profile/*/perfetto_trace.json.gz")
@@ -62,7 +59,7 @@ class Profile:
 
 
 class Profiled(Protocol):
-    """What can trace its steps: an engine."""
+    """An engine that can trace its steps."""
 
     def start_profile(self, folder: str | Path, num_steps: int = DEFAULT_STEPS) -> Profile:
         """Begin a trace of the next steps."""
@@ -71,7 +68,7 @@ class Profiled(Protocol):
 
 @contextmanager
 def profiled(engine: Profiled, folder: str | None, num_steps: int = DEFAULT_STEPS) -> Iterator[None]:
-    """Write a trace of the first `num_steps` steps taken inside and say where it is; nothing if `folder` is None."""
+    """Trace `num_steps` steps inside the block and print the path; not if `folder` is None."""
     if folder is None:
         yield
         return
@@ -83,5 +80,5 @@ def profiled(engine: Profiled, folder: str | None, num_steps: int = DEFAULT_STEP
 
 
 def where(path: Path) -> str:
-    """Say where a trace is, and how to see it."""
+    """Format the path of a trace with a hint for viewing it."""
     return f"trace: {path} (open it at https://ui.perfetto.dev, or the folder in xprof)"

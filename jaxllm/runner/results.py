@@ -1,13 +1,12 @@
-"""Results of a step: how a program joins them in one array, and how the host reads that array.
+"""Results of a step: joined into one array by the program, and split on the host.
 
 Letters: R rows, W columns, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,52 +17,49 @@ from jaxllm.sampling.sampler import Sampled, Variant
 from jaxllm.sampling_params import MAX_REPORTED_TOKENS
 from jaxllm.scheduler.state import Plan
 
-MOST_LOGPROBS = 20  # likeliest tokens that a step reports; requests for more are scored from whole rows (scoring.py)
+MOST_LOGPROBS = 20  # per step; more are scored from whole rows (scoring.py)
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A position with log-probabilities to compute besides the step's own: in a prompt, or of the whole vocabulary."""
+    """A position to score after the step."""
 
     sequence_id: int
-    position: int  # of the token that is scored
-    index: int  # of the token before it among the step's
-    token: int  # at the position; 0 if it is to be sampled
-    is_whole: bool  # wants all of the vocabulary
+    position: int
+    index: int  # of the previous token in the step
+    token: int  # 0 if not yet sampled
+    is_whole: bool  # whether to score the whole vocabulary
 
 
 class Score(NamedTuple):
     """The log-probabilities at one position."""
 
     of: Scored
-    logprob: float  # of the token
+    logprob: float
     rank: int
-    top_logprobs: np.ndarray  # float32[n], falling; n is V where all are wanted
+    top_logprobs: np.ndarray  # float32[n], descending; n is V if `is_whole`
     top_ids: np.ndarray  # int32[n]
 
 
-@dataclass(frozen=True)
-class Result:
-    """The sampled tokens of a step, on the host: a row for each row of its plan."""
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """The results of a step on the host, by row of the plan."""
 
     tokens: np.ndarray  # int32[R]; int32[R, W] with `counts`
     is_finite: np.ndarray  # bool[R]
-    logprob: np.ndarray | None = None  # float32[R]; this and later fields only if the variant computes them
+    logprob: np.ndarray | None = None  # float32[R]; fields up to `reported` depend on the variant
     rank: np.ndarray | None = None  # int32[R]
     top_logprobs: np.ndarray | None = None  # float32[R, n]
     top_ids: np.ndarray | None = None  # int32[R, n]
     reported: np.ndarray | None = None  # float32[R, MAX_REPORTED_TOKENS]
-    scores: Sequence[Score] = ()  # of the positions that the step was given to score
-    whole: dict[int, Score] = field(default_factory=dict)  # of sampled tokens, over the vocabulary, by sequence
-    pooled: np.ndarray | None = None  # float32[R, W], of a model that pools, where no tokens are sampled
-    # Of a step that verified drafts. The arrays of log-probabilities have an entry for each token of it.
-    counts: np.ndarray | None = None  # int32[R]: tokens that a row sampled, drafts that were kept and one more
-    drafted: np.ndarray | None = None  # int32[R]: drafts that it verified
-    places: np.ndarray | None = None  # int[R]: of its first token in those arrays
+    # Of steps that verify drafts; their log-probabilities are of every token.
+    counts: np.ndarray | None = None  # int32[R]: accepted drafts plus one
+    places: np.ndarray | None = None  # int[R]: of a row's first token in the log-probabilities
+    side: dict[str, Any] = field(default_factory=dict)  # of features, by name
 
 
 def join(sampled: Sampled) -> jax.Array:
-    """Join all results along the columns, int32[R, W], so that they reach the host in one transfer."""
+    """Join all results as columns, int32[R, W], for one transfer to the host."""
     columns = [sampled.tokens[:, None], sampled.is_finite[:, None].astype(jnp.int32)]
     if sampled.logprob is not None:
         assert sampled.rank is not None and sampled.top_logprobs is not None and sampled.top_ids is not None
@@ -79,7 +75,7 @@ def join(sampled: Sampled) -> jax.Array:
 
 
 def result_width(variant: Variant, num_logprobs: int, drafts: bool) -> int:
-    """Return the columns of a program's results, W, as `join` lays them out."""
+    """Return W, the number of columns."""
     width = 2
     if variant in (Variant.FILTERED, Variant.FULL):
         width = 4 + 2 * num_logprobs + (MAX_REPORTED_TOKENS if variant is Variant.FULL else 0)
@@ -87,15 +83,15 @@ def result_width(variant: Variant, num_logprobs: int, drafts: bool) -> int:
 
 
 def num_logprobs(max_logprobs: int, vocab_size: int) -> int:
-    """Return how many of the likeliest tokens a step reports, where requests may ask for `max_logprobs`; -1: all."""
+    """Return the number of tokens that a step reports for `max_logprobs`; -1: all."""
     return min(MOST_LOGPROBS if max_logprobs == -1 else max_logprobs, MOST_LOGPROBS, vocab_size)
 
 
-def read_verified(joined: np.ndarray, plan: Plan, num_logprobs: int) -> Result:
-    """Take the results of a program that verifies drafts apart, an entry for each token of the plan."""
+def read_verified(joined: np.ndarray, plan: Plan, num_logprobs: int) -> StepOutput:
+    """Split the results of a program that verifies drafts, by token."""
     joined, (counts, drafted) = joined[:, :-2], joined[:, -2:].T
     result = read(joined, plan.num_tokens, num_logprobs)
-    if not plan.num_drafts:  # a chunk's token follows its last
+    if not plan.num_drafts:  # a chunk samples after its last token
         last = np.cumsum(plan.lengths) - 1
         arrays = {own.name: getattr(result, own.name) for own in fields(result)}
         return replace(result, **{name: each[last] for name, each in arrays.items() if isinstance(each, np.ndarray)})
@@ -106,19 +102,19 @@ def read_verified(joined: np.ndarray, plan: Plan, num_logprobs: int) -> Result:
         tokens=result.tokens[np.minimum(following, plan.num_tokens - 1)],
         is_finite=result.is_finite[places],
         counts=counts[places],
-        drafted=drafted[places],
         places=places,
+        side={"drafted": drafted[places]},
     )
 
 
-def read(joined: np.ndarray, num_rows: int, num_logprobs: int) -> Result:
-    """Take a step's results apart, int32[R, W] as `build` returns them; rows from `num_rows` on are padding."""
+def read(joined: np.ndarray, num_rows: int, num_logprobs: int) -> StepOutput:
+    """Split a step's results, int32[R, W], without padding after `num_rows`."""
     joined = np.ascontiguousarray(joined[:num_rows].T)  # [W, R]
     tokens, is_finite = joined[0], joined[1].astype(np.bool_)
     if len(joined) == 2:
-        return Result(tokens, is_finite)
+        return StepOutput(tokens, is_finite)
     ids_at, reported_at = 4 + num_logprobs, 4 + 2 * num_logprobs
-    return Result(
+    return StepOutput(
         tokens=tokens,
         is_finite=is_finite,
         logprob=joined[2].view(np.float32),

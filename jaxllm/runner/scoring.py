@@ -1,6 +1,4 @@
-"""Log-probabilities at single positions of the step before: tokens of prompts, and rows of the whole vocabulary.
-
-Programs beside the steps, which use the hidden states that the widest variant of a step keeps.
+"""Programs that score single positions of the previous step from its hidden states.
 
 Letters: Q positions, V vocabulary, Vx vocabulary of one shard.
 """
@@ -20,15 +18,14 @@ from jaxllm.sampling import sampler
 from jaxllm.sampling.sampler import Sampled
 from jaxllm.sampling.vocab_parallel import Vocabulary
 
-SCORED_ROWS = 64  # positions that one call takes
+SCORED_ROWS = 64  # positions per call
 
 
 def build(model: StepModel, is_whole: bool) -> Callable[[Leaves, jax.Array, jax.Array], jax.Array]:
-    """Return a function of (weights, hidden states, places) that scores tokens at positions of the step before.
+    """Return a function of (weights, hidden states, places) that scores tokens.
 
-    `places` are int32[Q, 2]: which hidden state, and which token. The result is int32[Q, W] like a step's, whose first
-    two columns mean nothing; where `is_whole`, the log-probabilities of the vocabulary instead, float32[Q, V], with
-    minus infinity behind its end.
+    `places`, int32[Q, 2]: (index of the hidden state, token). The result is as a step's, int32[Q, W], with two unused
+    columns first; if `is_whole`, float32[Q, V] log-probabilities, padded with minus infinity.
     """
     spec, params = model.spec, model.params
     params_tree = jax.tree.structure(params)
@@ -52,12 +49,12 @@ def build(model: StepModel, is_whole: bool) -> Callable[[Leaves, jax.Array, jax.
 
 
 def read_scores(wanted: Sequence[Scored], found: jax.Array | np.ndarray) -> list[Score]:
-    """Read the results of `score` for positions that are all whole or all not."""
+    """Read the results of `score`; `wanted` must be all whole or all not."""
     values = np.asarray(found)
     scores = []
     for row, of in enumerate(wanted):
         if of.is_whole:
-            order = np.argsort(-values[row], kind="stable")  # equals by their ids, as in lax.top_k
+            order = np.argsort(-values[row], kind="stable")  # ties by id, as in lax.top_k
             logprob = values[row, of.token]
             rank = 1 + int(np.count_nonzero(values[row] > logprob))
             scores.append(Score(of, float(logprob), rank, values[row, order], order))

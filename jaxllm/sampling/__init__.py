@@ -1,4 +1,1 @@
-"""From logits to a token, in compiled code: penalties, masks, filters, the draw, on one device or several.
-
-Knows rows of numbers. Knows no request and no scheduler.
-"""
+"""Sampling in compiled code: penalties, masks, filters and the draw, on one device or several."""

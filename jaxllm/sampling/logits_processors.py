@@ -1,7 +1,6 @@
-"""Logits processors: functions that are registered at the engine's start, and that requests ask for by name.
+"""Custom logits processors: functions registered at engine start, which requests select by name.
 
-They are compiled into the widest programs (`sampling.processed` says what they are given). Code never comes from a
-request: a request brings names and numbers. Knows how to find and check functions; knows no engine and no request.
+`sampler.processed` documents their signature.
 """
 
 from __future__ import annotations
@@ -19,17 +18,16 @@ from jaxllm.sampling_params import MAX_PROCESSOR_ARGUMENTS, MAX_PROCESSORS
 
 
 def processor_name(given: Processor | str) -> str:
-    """Return what requests call a processor: the name of its function."""
+    """Return the name by which requests select a processor: its function's name."""
     if isinstance(given, str):
         return given.rpartition(":")[2].rpartition(".")[2]
     return getattr(given, "__name__", "")
 
 
 def load_processors(given: Sequence[Processor | str], vocab_size: int) -> dict[str, Processor]:
-    """Return the processors by name; a text is imported, as "package.module:function".
+    """Import and check logits processors; return them by name.
 
-    Raises:
-        UserError: for what cannot be imported, is no function, or does not return float[R, V] for float[R, V].
+    A string is imported as "package.module:function". Raises UserError if invalid.
     """
     found: dict[str, Processor] = {}
     if len(given) > MAX_PROCESSORS:
@@ -42,7 +40,7 @@ def load_processors(given: Sequence[Processor | str], vocab_size: int) -> dict[s
         if name in found:
             raise UserError(f"logits_processors has two functions that are called {name!r}.", "logits_processors")
         _check(name, processor, vocab_size)
-        found[name] = partial(processor)  # this engine's own: JAX keeps traces by function, and wants to hash it
+        found[name] = partial(processor)  # a new object per engine: JAX caches traces by function
     return found
 
 
@@ -59,7 +57,6 @@ def _imported(path: str) -> Processor:
 
 
 def _check(name: str, processor: Processor, vocab_size: int) -> None:
-    """Trace a processor, which runs none of its arithmetic, and look at what it returns."""
     logits = jax.ShapeDtypeStruct((2, vocab_size), jnp.float32)
     arguments = jax.ShapeDtypeStruct((2, MAX_PROCESSOR_ARGUMENTS), jnp.float32)
     positions = jax.ShapeDtypeStruct((2,), jnp.int32)

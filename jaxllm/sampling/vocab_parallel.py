@@ -1,9 +1,8 @@
-"""Reductions over a vocabulary whose columns lie on one shard or on several, with the same bits however many there are.
+"""Reductions over a sharded vocabulary, bit-identical for any number of shards.
 
-Every shard holds [R, Vx] of a [R, V] array, the tokens `first` to `first + Vx`; behind the last token the last shards
-have padding. Tokens are named by their ids in the whole vocabulary everywhere but in `local`, which says where an id is
-on this shard. Sums are of integers: those of floats would depend on their order, and so on the number of shards.
-Knows no sampling parameter. Letters: R rows, V vocabulary, Vx columns of one of X shards, G bounds tried at once.
+A shard holds columns [R, Vx] of [R, V], padded beyond the last token. Ids index the whole vocabulary. Sums are of
+integers: float sums depend on order.
+Letters: R rows, V vocabulary, Vx columns of one of X shards, G bounds tested at once.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from jax import lax
 from jaxllm.model.sharding import UNDIVIDED, Layout
 from pallas_kernels.sampling.xla import MOST_TOKENS
 
-_COLUMNS = 128  # whose maximum `_argmax` takes together; 32 to 512 are as good where they divide the vocabulary
-_BITS_A_ROUND = 4  # that a search settles among several shards: 8 all-reduces of 15 numbers a row, not 32 of one
+_COLUMNS = 128  # columns per group in `_argmax`; 32 to 512 perform alike
+_BITS_A_ROUND = 4  # per round of a sharded search: 8 all-reduces of 15 numbers per row, not 32 of one
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The number of tokens, and the layout that divides them."""
+    """A vocabulary's size and sharding."""
 
     size: int
     layout: Layout = UNDIVIDED
@@ -35,54 +34,54 @@ class Vocabulary:
 
     @property
     def shards(self) -> int:
-        """Return X."""
+        """Return the number of shards, X."""
         return self.layout.shards("vocab")
 
     def first(self, width: int) -> jax.Array | int:
-        """Return the id of this shard's first column; `width` is Vx."""
+        """Return this shard's first id."""
         return 0 if self.shards == 1 else self.layout.index("vocab") * width
 
     def ids(self, width: int) -> jax.Array:
-        """Return the ids of this shard's columns, i32[Vx]; padding has `size` and above."""
+        """Return this shard's ids, i32[Vx]; padding has ids >= `size`."""
         return self.first(width) + jnp.arange(width, dtype=jnp.int32)
 
     def local(self, ids: jax.Array, width: int) -> jax.Array:
-        """Turn ids into columns of this shard; ids of other shards and outside the vocabulary become Vx.
+        """Convert ids to this shard's columns; other and invalid ids become Vx.
 
-        Vx is out of range: a scatter or gather drops it with mode="drop" or "fill".
+        Scatters and gathers skip Vx with mode="drop" or "fill".
         """
         column = ids - self.first(width)
         return jnp.where((column >= 0) & (column < width) & (ids < self.size), column, width)
 
     def without_padding(self, values: jax.Array) -> jax.Array:
-        """Make padding impossible: f32[R, Vx] with minus infinity there."""
+        """Set padding columns of f32[R, Vx] to -inf."""
         width = values.shape[-1]
         if self.shards * width == self.size:
             return values
         return jnp.where(self.ids(width) < self.size, values, -jnp.inf)
 
     def whole(self, values: jax.Array) -> jax.Array:
-        """Bring all columns together: f32[R, Vx] to [R, V] on every shard; one all-gather."""
+        """All-gather columns: [R, Vx] to [R, V]."""
         return self.layout.gathered(values, "vocab", 1)[:, : self.size]
 
     def columns(self, values: jax.Array, width: int) -> jax.Array:
-        """Take this shard's columns, [R, Vx], out of [R, V or more]; padding has any value."""
+        """Return this shard's columns, [R, Vx], of [R, V or more]; padding is arbitrary."""
         padded = jnp.pad(values, ((0, 0), (0, max(0, self.shards * width - values.shape[1]))))
         return lax.dynamic_slice_in_dim(padded, self.first(width), width, axis=1)
 
     def is_finite(self, values: jax.Array) -> jax.Array:
-        """Say of this shard's f32[R, Vx] alone whether its tokens' values are finite, bool[R]."""
+        """Return bool[R]: whether this shard's values, padding excluded, are finite."""
         is_fine, width = jnp.isfinite(values), values.shape[-1]
         if self.shards * width != self.size:
             is_fine |= self.ids(width) >= self.size
         return jnp.all(is_fine, axis=-1)
 
     def total(self, counts: jax.Array) -> jax.Array:
-        """Add up the shards' integers of any shape; one all-reduce, none on one shard."""
+        """Sum integers over shards with one all-reduce."""
         return self.layout.total(counts, "vocab")
 
     def collect(self, *columns: jax.Array) -> tuple[jax.Array, ...]:
-        """Bring together what each shard says of each row, [R] or [R, n], as [R, X] or [R, X, n]; one all-gather."""
+        """Stack the shards' values, [R] or [R, n], as [R, X] or [R, X, n]; one all-gather."""
         if self.shards == 1:
             return tuple(column[:, None] for column in columns)
         packed = [
@@ -102,28 +101,22 @@ class Vocabulary:
         return tuple(result)
 
     def argmax(self, scores: jax.Array, is_finite: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Find each row's largest score, f32[R, Vx]: its id, i32[R], the lowest among equals.
-
-        On the same way, says which rows `is_finite` (bool[R]) on every shard.
-        """
+        """Return the id of each row's maximum, i32[R], the lowest on ties, and `is_finite` over all shards."""
         column = _argmax(scores)
         if self.shards == 1:
             return column, is_finite
         best = jnp.take_along_axis(scores, column[:, None], axis=-1)[:, 0]
         ids, best, is_finite = self.collect(column + self.first(scores.shape[-1]), best, is_finite)
-        shard = jnp.argmax(best, axis=-1, keepdims=True)  # the first among equals, which has the lowest ids
+        shard = jnp.argmax(best, axis=-1, keepdims=True)  # the first on ties, with the lowest ids
         return jnp.take_along_axis(ids, shard, axis=-1)[:, 0], jnp.all(is_finite, axis=-1)
 
     def maximum(self, values: jax.Array) -> jax.Array:
-        """Return each row's largest value of f32[R, Vx], as f32[R, 1]."""
+        """Return each row's maximum, f32[R, Vx] to f32[R, 1]."""
         (largest,) = self.collect(jnp.max(values, axis=-1))
         return jnp.max(largest, axis=-1, keepdims=True)
 
     def top(self, values: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Find the `count` largest of each row of f32[R, Vx]: f32[R, count], falling, and their ids, i32[R, count].
-
-        Before them, on the same way, the largest, f32[R, 1].
-        """
+        """Return each row's maximum, its `count` largest values, descending, and their ids."""
         width = values.shape[-1]
         largest = jnp.max(values, axis=-1)
         best, ids = lax.top_k(values, min(count, width))
@@ -131,32 +124,29 @@ class Vocabulary:
             return largest[:, None], best, ids
         ids = ids + self.first(width)
         largest, best, ids = self.collect(largest, best, ids)
-        best, ids = (each.reshape(each.shape[0], -1) for each in (best, ids))  # [R, X min(count, Vx)]
-        best, at = lax.top_k(best, count)  # equals stay in the order of their ids: shard by shard, each in order
+        best, ids = (each.reshape(each.shape[0], -1) for each in (best, ids))  # [R, X * min(count, Vx)]
+        best, at = lax.top_k(best, count)  # ties stay in order
         return jnp.max(largest, axis=-1, keepdims=True), best, jnp.take_along_axis(ids, at, axis=-1)
 
     def at(self, values: jax.Array, ids: jax.Array) -> jax.Array:
-        """Return what f32[R, Vx] holds at ids, i32[R, n], as int32[R, n] of its bits, on their own shard; else 0.
-
-        The `total` of that is the value's bits.
-        """
+        """Return the bits of values f32[R, Vx] at ids i32[R, n]; 0 for other shards' ids."""
         column = self.local(ids, values.shape[-1])
         found = values.at[jnp.arange(len(ids))[:, None], column].get(mode="fill", fill_value=0.0)
         return lax.bitcast_convert_type(found, jnp.int32)
 
     def search(self, measure: Callable[[jax.Array], jax.Array], wanted: jax.Array, is_wanted: jax.Array) -> jax.Array:
-        """Find each row's largest int32 bound, i32[R, 1], whose measure is at least what is `wanted`, [R].
+        """Return each row's largest int32 bound, i32[R, 1], with measure(bound) >= wanted.
 
         Args:
-            measure: integers of this shard for bounds i32[R, G], as [R, G]; a larger bound has a smaller one.
-            wanted: compared with the measure, which is converted to its type.
-            is_wanted: bool[R]; where it holds in no row the answer may be the smallest integer instead.
+            measure: maps bounds i32[R, G] to integers [R, G], non-increasing in the bound.
+            wanted: [R], compared with the total measure in its dtype.
+            is_wanted: bool[R]; if all False, the result may be the smallest int32.
         """
         bits = 1 if self.shards == 1 else _BITS_A_ROUND
         tried = jnp.arange(1, 1 << bits, dtype=jnp.uint32)  # [G]
 
         def settle(turn: jax.Array | int, found: jax.Array) -> jax.Array:
-            # `found` counts up from 0 as unsigned; flipping its top bit makes it the int32 of the same rank.
+            # Flipping the top bit of `found` gives the int32 of the same rank.
             shift = jnp.uint32(32 - bits) - jnp.uint32(bits) * jnp.asarray(turn, jnp.uint32)
             measured = self.total(measure(_signed(found | (tried << shift))))  # [R, G]
             holds = measured.astype(wanted.dtype) >= wanted[:, None]
@@ -170,16 +160,15 @@ class Vocabulary:
         def search_unrolled() -> jax.Array:
             return lax.fori_loop(0, 32 // bits, settle, start, unroll=True)
 
-        # A loop would take the step out of its CUDA graph. On a CPU it compiles in a fifth of the time, and is skipped
-        # when no row asks for it. Decided when lowering: the program holds one of the two.
+        # On GPU a loop would split the CUDA graph. On CPU it compiles five times faster, and is skipped if no row needs
+        # it.
         return _signed(lax.platform_dependent(cpu=search_with_loop, default=search_unrolled))
 
 
 def _argmax(scores: jax.Array) -> jax.Array:
-    """Find the column of each row's largest score, f32[R, Vx] to i32[R], the lowest among equals.
+    """Return the column of each row's maximum, i32[R], the first on ties.
 
-    XLA:CPU takes 20 ms for the indices of [64, 152000] and 0.4 ms for the maxima: so first maxima of a few columns
-    each, 0.8 ms in all.
+    XLA:CPU takes 20 ms for argmax of [64, 152000], 0.4 ms for max, 0.8 ms for this.
     """
     rows, width = scores.shape
     padded = jnp.pad(scores, ((0, 0), (0, -width % _COLUMNS)), constant_values=-jnp.inf)

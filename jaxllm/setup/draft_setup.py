@@ -1,7 +1,4 @@
-"""What drafts in an engine: chosen from `speculative_config` before anything large is allocated, then read.
-
-Knows no program and no request.
-"""
+"""Choice of the draft model from `speculative_config`, and its weights."""
 
 from __future__ import annotations
 
@@ -29,29 +26,29 @@ from pallas_kernels import Choice
 
 @dataclass(frozen=True)
 class Drafting:
-    """How an engine drafts: by prompt lookup, or with a model."""
+    """The drafting method of an engine: prompt lookup or a draft model."""
 
-    most: int  # K
-    min_match: int = 1  # of prompt lookup: tokens
+    most: int  # K, drafts per row
+    min_match: int = 1  # tokens that prompt lookup matches
     max_match: int = 1
-    spec: Spec | None = None  # of the draft model, or of the head's layer
+    spec: Spec | None = None  # of the draft model, or of the EAGLE-3 head's layer
     head: Head | None = None
-    kernels: Mapping[str, Choice] = field(default_factory=dict, hash=False)  # by operation, of the draft model
+    kernels: Mapping[str, Choice] = field(default_factory=dict, hash=False)  # by operation
     cost: int = 0  # see `Limits.draft_cost`
 
 
 @dataclass(frozen=True)
 class DraftFolder:
-    """Where a draft model or an EAGLE-3 head comes from."""
+    """The files of a draft model or EAGLE-3 head."""
 
     folder: Path
-    family: Family | None  # None: of a head
+    family: Family | None  # None: a head
 
 
 def choose(
     config: EngineConfig, target: Spec, longest: int, kernels_of: Callable[[Spec], Mapping[str, Choice]]
 ) -> tuple[Drafting | None, DraftFolder | None]:
-    """Say how an engine drafts whose requests have at most `longest` tokens, and what it reads for it."""
+    """Return the drafting method for requests of at most `longest` tokens, and its files."""
     own = config.speculative_config
     if not isinstance(own, SpeculativeConfig):
         return None, None
@@ -77,12 +74,12 @@ def choose(
 
 
 def by_lookup(own: SpeculativeConfig) -> Drafting:
-    """Say how an engine drafts that needs no model for it."""
+    """Return drafting by prompt lookup."""
     return Drafting(own.num_speculative_tokens, own.prompt_lookup_min, own.prompt_lookup_max)
 
 
 def with_cost(drafting: Drafting | None, described: Params[jax.ShapeDtypeStruct]) -> Drafting | None:
-    """Note what drafting a token takes: a pass reads the draft model's weights, as a step does those of its model."""
+    """Return `drafting` with its cost: bytes of the draft model per 1,000 bytes of the target."""
     if drafting is None or described.draft is None:
         return drafting
     whole = weights.num_bytes(replace(described, draft=None))
@@ -90,7 +87,7 @@ def with_cost(drafting: Drafting | None, described: Params[jax.ShapeDtypeStruct]
 
 
 def abstract(drafting: Drafting | None, layout: Layout, dtype: jnp.dtype) -> Params[jax.ShapeDtypeStruct] | None:
-    """Describe the weights of what drafts; None if it has none."""
+    """Describe the draft model's weights, if any."""
     if drafting is None or drafting.spec is None:
         return None
     if drafting.head is not None:
@@ -99,7 +96,7 @@ def abstract(drafting: Drafting | None, layout: Layout, dtype: jnp.dtype) -> Par
 
 
 def check(drafting: Drafting | None, source: DraftFolder | None, layout: Layout) -> None:
-    """Refuse files that are broken or do not hold the weights; reads headers only."""
+    """Check that the files hold the draft model's weights; reads headers only."""
     if drafting is None or drafting.spec is None or source is None:
         return
     if drafting.head is not None:
@@ -116,7 +113,7 @@ def load(
     progress: bool,
     seed: int | None,
 ) -> Params[jax.Array] | None:
-    """Read the weights of what drafts; with a `seed` make random ones instead."""
+    """Read the draft model's weights, if any, or make random ones from `seed`."""
     if drafting is None or drafting.spec is None or source is None:
         return None
     if drafting.head is not None:

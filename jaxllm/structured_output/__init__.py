@@ -1,1 +1,1 @@
-"""Outputs that obey a schema, an expression or a grammar: constraints compiled, and followed token by token."""
+"""Structured outputs: compile schemas, regular expressions and grammars, and constrain outputs token by token."""

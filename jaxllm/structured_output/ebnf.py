@@ -1,6 +1,6 @@
-"""Grammars as callers write them, in the notation of llguidance: Lark's, or llama.cpp's GBNF.
+"""Convert grammars in Lark notation or llama.cpp's GBNF to llguidance's Lark dialect.
 
-What llguidance would read otherwise, or would heed only in part, is refused by name. Pure: texts in, texts out.
+Constructs that llguidance interprets differently or ignores are refused by name.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from jaxllm.checks import shown
 from jaxllm.errors import UserError
 
-# That compiling may descend, 2 kB of stack each, if all rules are one inside the other; the end of the stack is the
-# end of the process.
+# Nesting if all rules nest: 2 kB of stack each, and overflow kills the process.
 MAX_LEVELS = 2**10
-MAX_TEXT = 2**13  # characters of a literal: what must come next is tokenized anew in each step
-MAX_GBNF_RULES = 500  # gbnf_to_lark walks all of them for each one
+MAX_TEXT = 2**13  # characters of a literal: each step tokenizes forced text again
+MAX_GBNF_RULES = 500  # gbnf_to_lark is quadratic in rules
 
 _GBNF_RULE = re.compile(r"(?m)^[ \t]*([A-Za-z0-9][\w-]*)[ \t]*::=")
-# A text that is not closed is matched to its end, and refused: else the search would start again at each quote in it.
+# Unclosed texts match to the end and are refused: searching on from each quote would be quadratic.
 _GBNF_PARTS = re.compile(r'#[^\n]*|"(?:\\.|[^"\\])*(?:"|(?P<open>))|\[(?:\\.|[^\]\\])*(?:\]|(?P<open_class>))')
 _GBNF_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))|\\.", re.DOTALL)
-_SET_OPERATIONS = ("&&", "--", "~~")  # of Rust's classes; in GBNF plain characters
+_SET_OPERATIONS = ("&&", "--", "~~")  # of Rust's classes; literal in GBNF
 
-# As llguidance's lexer (parser/src/lark/lexer.rs), as far as it takes to tell names from texts.
+# As in llguidance's lexer (parser/src/lark/lexer.rs), to distinguish names from literals.
 _LARK = re.compile(
     r'(?P<text>(?:#|//)[^\n]*|"(?:\\.|[^"\\\n])*(?:"|(?P<open>))|/(?:\\.|[^/\\])+(?:/|(?P<open_expression>)))'
     r"|(?P<special><[^<>\s]+>)|(?P<keyword>%(?:json|llguidance|regex))\b|(?P<attribute>(?<![a-z_])[a-z_]+)\s*=|(?P<bracket>[(){}\[\]])"
@@ -39,15 +38,14 @@ _OPTIONS = ("no_forcing", "allow_initial_skip", "ignore_once")
 
 
 def of_the_server(grammar: str, prepare_schema: Callable[[Any], Any]) -> str:
-    """Return a grammar in Lark's notation; unlike a client's it may contain token ids."""
+    """Return a trusted grammar, which may contain token ids, in Lark notation."""
     return _checked_lark(grammar, prepare_schema, takes_tokens=True)
 
 
 def to_lark(grammar: str, prepare_schema: Callable[[Any], Any]) -> str:
-    """Return a grammar in Lark's notation; `prepare_schema` writes the schemas inside of it.
+    """Return a client's grammar in Lark notation; `prepare_schema` converts embedded JSON schemas.
 
-    Raises:
-        UserError: for what cannot be read or followed.
+    Raises UserError if unsupported.
     """
     first = _GBNF_RULE.search(grammar)
     try:
@@ -74,12 +72,12 @@ def _converted(gbnf: str, first_rule: str) -> str:
         return gbnf_to_lark(text)
     except RecursionError:
         raise
-    except Exception as error:  # it raises plain ones, with a part of the source
+    except Exception as error:
         raise _refusal(f"is no GBNF: {' '.join(str(error).split())[:200]}") from error
 
 
 def _spelled(found: re.Match[str]) -> str:
-    """Write a literal or a class so that gbnf_to_lark keeps its meaning: it shortens escapes with leading zeros."""
+    """Write a literal or class with escapes that gbnf_to_lark preserves."""
     part = found[0]
     if found["open"] is not None or found["open_class"] is not None:
         raise _refusal(f"is no GBNF: it has a text or a class that is not closed: {shown(part)}")
@@ -104,7 +102,7 @@ def _spelled_character(found: re.Match[str]) -> str:
 
 
 def _checked_lark(lark: str, prepare_schema: Callable[[Any], Any], takes_tokens: bool = False) -> str:
-    """Write the schemas in a grammar, and refuse what asks for more than a text."""
+    """Convert embedded schemas; refuse unsupported constructs and token ids."""
     written: list[str] = []
     outside: list[str] = []
     position = num_rules = 0

@@ -1,8 +1,6 @@
-"""Rewrites JSON schemas so that llguidance follows them exactly, and refuses schemas that it cannot follow.
+"""Rewrite JSON schemas so that llguidance follows them exactly, or refuse them.
 
-The differences were found with random schemas, outputs and values (tests/structured_output/test_schemas.py).
-
-Pure: values in, values out.
+Differences found with random schemas and values: tests/structured_output/test_schemas.py.
 """
 
 from __future__ import annotations
@@ -16,25 +14,25 @@ from jaxllm.checks import shown
 from jaxllm.errors import UserError
 from jaxllm.structured_output.expressions import translate_pattern
 
-# Keywords that hold no schemas, and those that hold schemas by name.
+# Keywords without subschemas, and keywords that map names to subschemas.
 DATA = frozenset({"enum", "const", "default", "examples", "required", "dependentRequired", "type"})
 BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"})
 _COMBINED = ("$ref", "allOf", "anyOf", "oneOf")
 
-# The formats that JSON Schema defines. Any other, such as "password", is an annotation.
+# Formats of JSON Schema; others, such as "password", are annotations.
 _FORMATS = frozenset(
     "date-time date time duration email idn-email hostname idn-hostname ipv4 ipv6 uri uri-reference iri iri-reference "
     "uuid uri-template json-pointer relative-json-pointer regex".split()
 )
-# Valid dates: llguidance accepts February 29 in every year.
+# llguidance accepts February 29 in every year.
 _LEAP_DAY = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)-02-29"
 _OTHER_DAY = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)-(?:0[13-9]|1[0-2]|02-(?:[01]|2[0-8]))"
 _DATE = f"^(?:{_LEAP_DAY}|{_OTHER_DAY})"
 
 _LOW, _HIGH = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
-_EXACT = 2**53  # above this some integers have no float, and llguidance converts all numbers to floats
-_MOST_POWER = 22  # the largest power of ten that serde_json scales by without an error
-_INTEGERS = (-(2**63), 2**63 - 1)  # llguidance clamps the bounds of integers to these
+_EXACT = 2**53  # llguidance converts numbers to floats
+_MOST_POWER = 22  # largest power of ten that serde_json scales by exactly
+_INTEGERS = (-(2**63), 2**63 - 1)  # llguidance clamps integer bounds to this
 _DIGITS = 15  # significant digits of the inclusive bound that replaces an exclusive one
 _MOST_PRODUCT = 2**32  # llguidance multiplies two `multipleOf` in 32 bits
 
@@ -42,8 +40,7 @@ _MOST_PRODUCT = 2**32  # llguidance multiplies two `multipleOf` in 32 bits
 def exact(schema: Any) -> Any:
     """Return an equivalent schema that llguidance follows exactly.
 
-    Raises:
-        UserError: for a schema that cannot be followed.
+    Raises UserError if impossible.
     """
     objects = list(_objects(schema))
     merges = any(map(_merges, objects))
@@ -72,14 +69,14 @@ def _exact(schema: Any, merges: bool) -> Any:
     _write_numbers(written, merges)
     _write_texts(written)
     if not isinstance(written.get("items"), list):
-        written.pop("additionalItems", None)  # has no effect here, but makes llguidance ignore prefixItems
+        written.pop("additionalItems", None)  # without effect, but makes llguidance ignore prefixItems
     if written.get("uniqueItems") is False:
         del written["uniqueItems"]
     return _grouped(written)
 
 
 def _grouped(schema: dict[str, Any]) -> dict[str, Any]:
-    """Make keywords that depend on each other adjacent: llguidance splits them at a combining keyword."""
+    """Make interdependent keywords adjacent: llguidance separates them otherwise."""
     for group in (
         ("properties", "patternProperties", "additionalProperties"),
         ("prefixItems", "items", "additionalItems"),
@@ -125,7 +122,7 @@ def _write_numbers(schema: dict[str, Any], merges: bool) -> None:
         raise _refusal("a multipleOf of 0")
     for value in _numbers([schema.get("const"), schema.get("enum")]):
         _check_number("a value", value, False)
-    # If both bounds have the same integer part, llguidance accepts an integer that a bound excludes.
+    # If both bounds have the same integer part, llguidance accepts an integer that one of them excludes.
     for name, plain, sign, others in (
         ("exclusiveMinimum", "minimum", 1, _HIGH),
         ("exclusiveMaximum", "maximum", -1, _LOW),
@@ -145,7 +142,7 @@ def _write_numbers(schema: dict[str, Any], merges: bool) -> None:
 
 
 def _write_prefixes(schema: dict[str, Any]) -> None:
-    """Allow decimal prefixes of a bound: below 0.512 llguidance accepts 0.500 but not 0.5."""
+    """Allow a bound's decimal prefixes: below 0.512 llguidance rejects 0.5."""
     types = schema.get("type", "number")
     if "number" not in (types if isinstance(types, list) else [types]):
         return
@@ -163,9 +160,8 @@ def _write_prefixes(schema: dict[str, Any]) -> None:
 
 
 def _check_number(name: str, value: float, excludes: bool) -> None:
-    """Refuse a number that llguidance would round."""
     if isinstance(value, float) and not math.isfinite(value):
-        return  # no JSON
+        return
     _, digits, power = Decimal(repr(value)).normalize().as_tuple()
     assert isinstance(power, int)
     if value == int(value) and abs(value) > _EXACT:
@@ -178,7 +174,7 @@ def _check_number(name: str, value: float, excludes: bool) -> None:
 
 
 def _check_multiples(objects: list[dict[str, Any]]) -> None:
-    """Refuse multiples whose least common multiple would overflow in llguidance."""
+    """Refuse multiples whose least common multiple overflows in llguidance."""
     given = {Decimal(str(each["multipleOf"])) for each in objects if _is_number(each.get("multipleOf"))}
     given = {abs(each) for each in given if each}
     if len(given) < 2:
@@ -192,7 +188,7 @@ def _check_multiples(objects: list[dict[str, Any]]) -> None:
 
 
 def _merges(schema: dict[str, Any]) -> bool:
-    """Whether llguidance may combine the bounds of this schema with those of another."""
+    """Return whether llguidance may intersect this schema's bounds with another's."""
     bounds = any(name in schema for name in (*_LOW, *_HIGH, "multipleOf"))
     return "allOf" in schema or (bounds and any(name in schema for name in _COMBINED))
 

@@ -1,10 +1,7 @@
-r"""Python's regular expressions in the notation of llguidance, so that what matches there matches `re.fullmatch`.
+r"""Translate Python regular expressions to llguidance's dialect, with the matches of `re.fullmatch`.
 
-The expression is read by Python's own parser and written anew, because the same characters mean other things to
-llguidance: `$` within a text, `\w` with accents that stand alone, `\S` with the separators U+001C to U+001F, a lazy
-quantifier. What no automaton can follow, or what would follow another language, is refused by name.
-
-Pure: texts in, texts out.
+Parsed by Python, because dialects differ: `$` within a text, `\w` and combining marks, `\S` and U+001C to U+001F, lazy
+quantifiers. Constructs that no automaton follows are refused by name.
 """
 
 from __future__ import annotations
@@ -18,15 +15,14 @@ from typing import Any
 
 from jaxllm.errors import UserError
 
-# Quadratic in a step: what must come next is tokenized anew. 0.4 s to compile so many, as "a?a?a?...".
+# Each step tokenizes forced text again: quadratic. 0.4 s to compile "a?a?a?..." of this length.
 MAX_CHARS = 2**13
 
-_parser: Any = vars(re)["_parser"]  # that `re` is made of since Python 3.11; type stubs do not list it
+_parser: Any = vars(re)["_parser"]  # since Python 3.11; missing from type stubs
 
-_AGE = ".".join(unicodedata.unidata_version.split(".")[:2])  # llguidance may know newer characters than Python
-_WORD = rf"[[\p{{L}}\p{{N}}_]&&\p{{age:{_AGE}}}]"  # Python's \w; Rust's has accents that stand alone besides
-# As Python has them, or a part of it: \d and \s without what only Python knows, the negated ones without what only
-# llguidance does. By category: Unicode, then with re.ASCII.
+_AGE = ".".join(unicodedata.unidata_version.split(".")[:2])  # llguidance's Unicode may be newer
+_WORD = rf"[[\p{{L}}\p{{N}}_]&&\p{{age:{_AGE}}}]"  # Python's \w; Rust's also matches combining marks
+# Subsets of Python's categories, for Unicode and with re.ASCII.
 _CATEGORIES = {
     "CATEGORY_DIGIT": ("0-9", "0-9"),
     "CATEGORY_NOT_DIGIT": (r"\P{Nd}", "[^0-9]"),
@@ -35,7 +31,7 @@ _CATEGORIES = {
     "CATEGORY_WORD": (_WORD, "0-9A-Za-z_"),
     "CATEGORY_NOT_WORD": (r"[^\p{L}\p{N}_]", "[^0-9A-Za-z_]"),
 }
-# In a negated class it is the other way round: what is left out may be more than Python leaves out, never less.
+# Supersets, for negated classes, which may exclude more than Python's.
 _LEFT_OUT = {
     "CATEGORY_DIGIT": r"\p{Nd}",
     "CATEGORY_NOT_DIGIT": "[^0-9]",
@@ -60,7 +56,7 @@ _REFUSED = {
 }
 _BEGINNINGS, _ENDS = ("AT_BEGINNING", "AT_BEGINNING_STRING"), ("AT_END", "AT_END_STRING")
 
-# In patterns of JSON schemas `\d` and `\w` match ASCII only, as in ECMA 262; `\D` and `\W` match no Unicode digit or
+# In JSON schema patterns `\d` and `\w` match ASCII only, as in ECMA 262; `\D` and `\W` match no Unicode digit or
 # letter.
 _OF_PATTERNS = _CATEGORIES | {
     "CATEGORY_WORD": ("0-9A-Za-z_", "0-9A-Za-z_"),
@@ -70,47 +66,46 @@ _LEFT_OUT_OF_PATTERNS = _LEFT_OUT | {
     "CATEGORY_SPACE": r"\s\x1c-\x1f\x{feff}",
     "CATEGORY_NOT_WORD": "[^0-9A-Za-z_]",
 }
-_UNWRITABLE = r"[\x00-\x07\x0b\x0e-\x1f\x7f]"  # in JSON without \u escapes
+_UNWRITABLE = r"[\x00-\x07\x0b\x0e-\x1f\x7f]"  # need a \u escape in JSON
 _ANY_TEXT = "(?s:.*)"
-_FIRST_PROPERTY = 0xF0000  # private-use characters that replace \p{...} while Python parses a pattern
+_FIRST_PROPERTY = 0xF0000  # replace \p{...} while Python parses
 _OF_ECMA = re.compile(
     r"(?P<property>\\[pP]\{\^?[\w=:]+\})|\\u\{(?P<code>[0-9a-fA-F]{1,6})\}|\\.|(?P<named>\(\?<(?=\w))", re.DOTALL
 )
 
 
 class _Edge(Enum):
-    """The context at one end of a part."""
+    """The context at one end of a part of an expression."""
 
     INNER = auto()  # other parts
-    HELD = auto()  # the beginning or end of the text
-    OPEN = auto()  # any text, unless the part has an anchor
+    HELD = auto()  # the start or end of the text
+    OPEN = auto()  # any text, unless anchored
 
 
 def translate(pattern: str, name: str = "regex") -> str:
-    """Write a Python expression for llguidance.
+    """Translate a Python expression.
 
-    Raises:
-        UserError: for what is no expression, is too long, or has a construct that cannot be followed.
+    Raises UserError if invalid, too long, or unsupported.
     """
     return _Writer(name).write(pattern)
 
 
 def translate_whitespace(pattern: str) -> str:
-    """`translate` for what may stand between the parts of JSON: nothing but JSON's whitespace."""
+    """Translate an expression for whitespace between JSON's parts, which must not match anything else."""
     return _Writer("whitespace_pattern", characters=" \t\n\r").write(pattern)
 
 
 def translate_pattern(pattern: str) -> str:
-    """Write a pattern of a JSON schema, which is searched for, as an expression that matches the whole text.
+    r"""Translate a JSON schema pattern to an expression for the whole text.
 
-    In llguidance a class with all control characters also matches an escaped quote and an escaped backslash. So control
-    characters that need a \\u escape are removed from every class.
+    Control characters that need a \\u escape are removed from classes: with them, llguidance matches escaped quotes and
+    backslashes too.
     """
     return f"^(?:{_PatternWriter('pattern').write(pattern)})$"
 
 
 class _Writer:
-    """Writes one expression; `characters` are all that it may name."""
+    """Translates one expression; it may match only `characters`, if set."""
 
     _edge = _Edge.HELD
 
@@ -123,7 +118,7 @@ class _Writer:
             raise self._refusal(f"has more than {MAX_CHARS} characters: {len(pattern)}")
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # of "[[": what it means today is what is written
+                warnings.simplefilter("ignore", FutureWarning)  # "[[" keeps its meaning
                 parsed = _parser.parse(pattern)
             least = parsed.getwidth()[0]
             if least > MAX_CHARS:
@@ -141,7 +136,6 @@ class _Writer:
         return self._refusal(f"has {construct}, which cannot be followed")
 
     def _sequence(self, items: Iterable[Any], flags: int, begin: _Edge, end: _Edge) -> str:
-        """Write a sequence of parts; anchors at the ends of the text are left out."""
         parts = [(str(op), value) for op, value in items]
         is_inner = [op != "AT" for op, _ in parts]
         first = is_inner.index(True) if any(is_inner) else len(parts)
@@ -160,7 +154,7 @@ class _Writer:
     def _edge_of(
         parts: Sequence[tuple[str, Any]], names: tuple[str, ...], flags: int, edge: _Edge
     ) -> tuple[str, _Edge]:
-        """Return the expression to insert at one end of a sequence, and the context of the parts at that end."""
+        """Return the expression to insert at one end of a sequence, and the context of the parts there."""
         if edge is not _Edge.OPEN:
             return "", edge
         asserted = [str(value) for op, value in parts if op == "AT" and str(value) in names]
@@ -186,7 +180,7 @@ class _Writer:
         if op == "SUBPATTERN":
             _, added, removed, inner = value
             return f"(?:{self._sequence(inner, (flags | added) & ~removed, begin, end)})"
-        if op in ("MAX_REPEAT", "MIN_REPEAT"):  # of a whole text, the lazy one matches the same
+        if op in ("MAX_REPEAT", "MIN_REPEAT"):  # laziness does not affect full matches
             least, most, inner = value
             bound = "" if most is _parser.MAXREPEAT or str(most) == "MAXREPEAT" else int(most)
             return f"(?:{self._sequence(inner, flags, _Edge.INNER, _Edge.INNER)}){{{int(least)},{bound}}}"
@@ -232,7 +226,7 @@ class _Writer:
 
 
 class _PatternWriter(_Writer):
-    """Writes a pattern of a JSON schema: a Python expression that may also have \\p{...}."""
+    r"""Translates JSON schema patterns: Python expressions with \\p{...}."""
 
     _edge = _Edge.OPEN
 
@@ -263,7 +257,6 @@ class _PatternWriter(_Writer):
 
 
 def _characters(low: int, high: int) -> list[str]:
-    """Give the characters of a span, or enough of them to see that it is a long one."""
     return [chr(each) for each in range(low, min(high, low + 32) + 1)]
 
 
@@ -272,7 +265,7 @@ def _span(low: int, high: int) -> str:
 
 
 def _other_case(low: int, high: int) -> str:
-    """Give the ASCII letters of a span in the other case. Of other letters only the one written is taken."""
+    """Return a range's ASCII letters in the other case; other letters match as written."""
     spans = []
     for first, last, distance in ((0x41, 0x5A, 32), (0x61, 0x7A, -32)):
         start, end = max(low, first), min(high, last)

@@ -1,7 +1,6 @@
-"""The grammars of one engine: compiled with llguidance, kept, and turned into masks of the tokens that may come next.
+"""Compile and cache grammars with llguidance, and compute masks of allowed tokens.
 
-Whatever cannot be followed exactly is refused when it is compiled, with a bound on the work; nothing is approximated.
-Knows tokens; knows no request and no device.
+Constraints that cannot be followed exactly, in bounded work, are refused.
 """
 
 from __future__ import annotations
@@ -35,37 +34,36 @@ from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.threads import start_thread
 
 MAX_KEPT = 64  # grammars
-MAX_KEPT_CHARS = 2**20  # of their sources, all together
-MAX_KEPT_BYTES = 2**28  # of their lexers, which grow while outputs are followed: one of few characters to 20 or 40 MB
-# A lexer counts its work, and its states take 1 to 20 bytes for each unit of that, of 22 kinds of grammars; but 50,000
-# states, the most, have a kilobyte each. Without states it has 0.1 to 0.3 MB.
+MAX_KEPT_CHARS = 2**20  # total length of the cached grammars' sources
+MAX_KEPT_BYTES = 2**28  # total of cached lexers, which grow in use: small sources' to 20 or 40 MB
+# Lexer memory: 1 to 20 bytes per unit of work in 22 kinds of grammars, about 1 kB for each of 50,000 states at most;
+# 0.1 to 0.3 MB without states.
 _LEAST_BYTES = 2**18
 _BYTES_A_UNIT = 20
 _MOST_BYTES = 50 * 2**20
 _WORK = re.compile(r'^  "lexer_cost": (\d+),$', re.MULTILINE)
 _MANY_TOKENS = 2**31 - 1
-_WEIGHED_SECONDS = 0.002  # of a step's masks: lexers that grow by 100 kB take that long
+_WEIGHED_SECONDS = 0.002  # weigh after masks that took longer: lexers grow 100 kB in that time
 STEPS_UNWEIGHED = 32
-# Requests that share one that is kept: states of its lexer are kept for all its outputs and count against their limit.
+# Uses before recompilation: lexer states accumulate over outputs, against the limit.
 MAX_USES = 64
-# A model that prefers whitespace to an end would write it for ever.
+# Bounded: a model may prefer whitespace to an end forever.
 _WHITESPACE = r"[ \n\r\t]{1,8}"
 
-_MOST_TEXT = 2**13  # characters of one choice: what must come next is tokenized anew in each step
-_LONG_SECONDS = 0.001  # of a step's masks, after which the others are made on several threads
-_NUM_TRIED = 3  # steps: JSON's bracket, what follows it, and one more
+_MOST_TEXT = 2**13  # characters of one choice: each step tokenizes forced text again
+_LONG_SECONDS = 0.001  # seconds of a step's masks on one thread; the rest use several
+_NUM_TRIED = 3  # steps: JSON's bracket and two more
 
-# Measured on one core of two, llguidance 1.9.1. Of 128,000 tokens: the first use 1.9 s and 86 MB; a schema of three
-# properties compiles in 8 ms, a mask takes 13 µs at the median and 0.2 ms at p99, 2 to 6 ms for \w and choices. Of
-# 1,536 tokens: 2 ms, 9 µs, 80 µs. 10,000 different schemas leave the process at 100 MB. What is largest and passes
-# compiles in 0.2 to 0.5 s; a mask at its limit takes 10 ms, of an ambiguous grammar some 100.
+# llguidance 1.9.1, one core of two. 128,000 tokens: first use 1.9 s, 86 MB; compiling three properties 8 ms; a mask 13
+# µs (median), 0.2 ms (p99), 2 to 6 ms for \w and choices. 1,536 tokens: 2 ms, 9 µs, 80 µs. 100 MB after 10,000 schemas.
+# Largest grammars: compiling 0.2 to 0.5 s, a mask 10 ms, about 100 if ambiguous.
 _LIMITS = LLParserLimits(
-    initial_lexer_fuel=500_000,  # a list of 25,000 short texts takes 300,000
+    initial_lexer_fuel=500_000,  # 25,000 short choices take 300,000
     step_lexer_fuel=100_000,
     step_max_items=10_000,
     max_lexer_states=50_000,
     max_grammar_size=100_000,
-    verbose_errors=True,  # for `_bytes_of`
+    verbose_errors=True,  # `_bytes_of` reads them
 )
 
 
@@ -77,7 +75,7 @@ class _Kept:
 
 
 class Grammar:
-    """A compiled constraint, shared by the outputs that obey it."""
+    """A compiled constraint, shared by the outputs that follow it."""
 
     def __init__(self, matchers: Sequence[LLMatcher], way: Way, allowed: np.ndarray, vocabulary: Vocabulary) -> None:
         self._matchers = matchers
@@ -87,30 +85,29 @@ class Grammar:
         self._pace = Pace()
 
     def begin(self) -> Constraint:
-        """Give the constraint of a new output."""
+        """Return a constraint for a new output."""
         vocabulary = self._vocabulary
         given = self._matchers, self._way, self._allowed, vocabulary.bytes_of, vocabulary.eos_ids
         return Constraint(*given, self._pace)
 
 
 class Grammars:
-    """Compiles and follows the constraints of one engine. Costs nothing until the first use."""
+    """An engine's grammars. Reads the vocabulary at first use."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Collection[int]) -> None:
         self._of_vocabulary = (tokenizer, vocab_size, eos_ids)
         self._lock = threading.Lock()
         self._made_vocabulary: Vocabulary | None = None
-        self._refused: str | None = None  # why this model's vocabulary cannot follow grammars
+        self._refused: str | None = None  # why this vocabulary cannot be constrained
         self._executor: LLExecutor | None = None
         self._kept: OrderedDict[StructuredOutputsParams | str, _Kept] = OrderedDict()
         self._kept_chars = self._kept_bytes = 0
         self._num_fills = 0
 
     def compile(self, asked: StructuredOutputsParams) -> Grammar:
-        """Compile a constraint, or find it among those that were; on any thread.
+        """Return a compiled constraint, cached if possible. Thread-safe.
 
-        Raises:
-            UserError: for what cannot be read or followed, or takes too much work; it names what.
+        Raises UserError if invalid, unsupported, or too expensive.
         """
         vocabulary = self._vocabulary()
         own = asked.alone()
@@ -129,13 +126,12 @@ class Grammars:
             tuple(each.encode() for each in asked.may_open_with) if marks else (),
         )
         for opening in way.openings:
-            vocabulary.spelling(opening)  # the first call reads the whole vocabulary
+            vocabulary.spelling(opening)  # reads the whole vocabulary at the first call
         tokens = {int(each) for text in others for each in _TOKEN.findall(text)}
         allowed = vocabulary.with_tokens(tokens) if tokens else vocabulary.allowed
         return Grammar(matchers, way, allowed, vocabulary)
 
     def _matcher(self, key: StructuredOutputsParams | str, source: Callable[[], str], kind: str) -> LLMatcher:
-        """Return a new matcher of a grammar, from the cache if possible."""
         with self._lock:
             kept = self._kept.get(key)
             if kept is not None:
@@ -149,10 +145,9 @@ class Grammars:
         return matcher
 
     def fill(self, wanted: Sequence[tuple[Constraint, int]], masks: np.ndarray, until: float = math.inf) -> list[int]:
-        """Write rows of int32[R, ceil(V/32)]: a bit for each token that may be next.
+        """Write masks into rows of int32[R, ceil(V/32)], a bit per allowed token; return the rows not written.
 
-        Begins no more of them once the time of `time.perf_counter` is `until`, but for the first ones; returns the rows
-        that are left. The row of a constraint in error, or that fails here, is all zeros.
+        No mask but the first begins after `until`, in `time.perf_counter`. A failed constraint's row is zero.
         """
         work: list[tuple[Constraint, int]] = []
         for constraint, row in wanted:
@@ -169,13 +164,13 @@ class Grammars:
         at, began, used = 0, time.perf_counter(), time.thread_time()
         now = began
         while at < len(work) and (not at or now < until):
-            # A call for several rows takes as long as ten short masks; after long ones more are likely.
+            # A parallel call costs ten short masks; long masks predict more of them.
             size = 1 if now - began < _LONG_SECONDS else NUM_THREADS
             some, before = work[at : at + size], now
             self._make(some, masks)
             at, now = at + len(some), time.perf_counter()
             seconds = now - before
-            if seconds > SLOW_SECONDS and len(some) == 1:  # on a busy machine, perhaps, where no thread runs
+            if seconds > SLOW_SECONDS and len(some) == 1:  # exclude time lost to other processes
                 used, before_used = time.thread_time(), used
                 seconds = min(seconds, used - before_used)
             for constraint, _ in some:
@@ -192,10 +187,9 @@ class Grammars:
         return [row for _, row in work[at:]]
 
     def _make(self, wanted: Sequence[tuple[Constraint, int]], masks: np.ndarray) -> None:
-        """Write rows for constraints that are active and in no error, as llguidance makes them."""
         if len(wanted) > 1:
             computed = [each for each in wanted if not each[0].openings and len(each[0].matchers) == 1]
-            with suppress(Exception):  # of one of them, which is found below
+            with suppress(Exception):  # recurs below
                 pairs = [(constraint.matchers[0], row) for constraint, row in computed]
                 self._executor = self._executor or LLExecutor(NUM_THREADS)
                 fill_next_token_bitmask_par(self._executor, pairs, masks)
@@ -210,7 +204,7 @@ class Grammars:
                 constraint.fail(one_line(str(error)))
 
     def _check(self, made: Sequence[tuple[Constraint, int]], masks: np.ndarray) -> None:
-        """Reduce rows to the tokens that constraints may allow, and end constraints that allow none."""
+        """Restrict masks to allowed tokens; fail constraints that allow none."""
         for constraint, row in made:
             if not constraint.openings:
                 masks[row] &= constraint.allowed
@@ -223,7 +217,7 @@ class Grammars:
                 masks[row] = 0
 
     def _join(self, constraint: Constraint, mask: np.ndarray) -> None:
-        """Write the union of the masks of several grammars and openings."""
+        """Write the union of several grammars' and openings' masks."""
         mask[:] = 0
         words = np.zeros((1, len(mask)), np.int32)
         for matcher in constraint.matchers:
@@ -238,13 +232,13 @@ class Grammars:
                 mask.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
 
     def _forget(self, constraint: Constraint) -> None:
-        """Keep no grammar whose output came into error: outputs share its lexer, which may be what is full."""
+        """Evict the grammars of a failed output: their shared lexer may be full."""
         with self._lock:
             for key in [key for key, kept in self._kept.items() if kept.matcher in constraint.origins]:
                 self._drop(key)
 
     def _weigh(self, constraints: Sequence[Constraint]) -> None:
-        """Estimate the memory of the grammars of some outputs, and drop the least recently used above the bound."""
+        """Estimate the memory of used grammars; evict the least recently used above the bound."""
         found: dict[int, int] = {}
         for constraint in constraints:
             if any(id(origin) not in found for origin in constraint.origins):
@@ -262,7 +256,7 @@ class Grammars:
     def _vocabulary(self) -> Vocabulary:
         if self._made_vocabulary is None:
             with self._lock:
-                if self._refused is not None:  # looking through a large vocabulary takes seconds
+                if self._refused is not None:  # reading it again takes seconds
                     raise UserError(self._refused, _PARAMETER)
                 if self._made_vocabulary is None:
                     try:
@@ -296,10 +290,9 @@ _TOKEN = re.compile(r"<\[(\d{1,9})\]>")  # a token id in a grammar
 
 
 def _compiled(vocabulary: Vocabulary, source: str, kind: str) -> LLMatcher:
-    """Compile a grammar and try its first steps: some that are too large for any step compile.
+    """Compile a grammar and try its first steps, which may exceed limits where compiling did not.
 
-    On a thread with a stack of known size, because it recurses: 4,096 levels of 2 kB, and as much again for what is not
-    known.
+    Runs on a thread with a known stack: 4,096 levels of 2 kB, doubled for safety.
     """
     made: list[LLMatcher] = []
 
@@ -321,9 +314,9 @@ def _compiled(vocabulary: Vocabulary, source: str, kind: str) -> LLMatcher:
 
 
 def _bytes_of(matcher: LLMatcher) -> int:
-    """Return about how much memory a grammar and its lexer take, rather too much; 60 µs, more for a long grammar."""
+    """Return an upper estimate of the memory of a grammar and its lexer; 60 µs or more."""
     copy = matcher.deep_copy()
-    copy.rollback(_MANY_TOKENS)  # an error, which describes the lexer
+    copy.rollback(_MANY_TOKENS)  # an error whose message describes the lexer
     work = max(map(int, _WORK.findall(copy.get_error())), default=_MOST_BYTES)
     return _LEAST_BYTES + min(_MOST_BYTES, _BYTES_A_UNIT * work)
 
@@ -341,7 +334,6 @@ def _of_the_server(grammar: str) -> str:
 
 
 def _source(asked: StructuredOutputsParams) -> str:
-    """Write what is asked for in llguidance's notation."""
     if asked.regex is not None:
         return LLMatcher.grammar_from_regex(translate(asked.regex))
     if asked.choice is not None:
@@ -361,9 +353,8 @@ def _source(asked: StructuredOutputsParams) -> str:
 
 
 def _with_options(schema: dict[str, Any], asked: StructuredOutputsParams) -> dict[str, Any]:
-    """Return a schema with what its JSON may look like, where llguidance reads it: in the schema itself."""
     options: dict[str, Any] = {"item_separator": ",", "key_separator": ":", "lenient": False, "coerce_one_of": False}
-    # Without "u": a name that a schema describes could be written with \u escapes as one that it does not describe.
+    # Without "u", which could spell a described property name as an undescribed one.
     options["json_allowed_escapes"] = 'nrbtf\\"'
     if asked.disable_any_whitespace:
         options["whitespace_flexible"] = False
@@ -375,5 +366,4 @@ def _with_options(schema: dict[str, Any], asked: StructuredOutputsParams) -> dic
 
 
 def _literal(text: str) -> str:
-    """Write a text in Lark's notation: JSON's, which llguidance reads, but for the one character that it refuses."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

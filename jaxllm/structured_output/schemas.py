@@ -1,9 +1,6 @@
-"""JSON schemas before they are compiled: what is refused whatever llguidance says of it, and objects closed.
+"""Check JSON schemas and close their objects before compilation.
 
-The bounds are on what takes llguidance time or stack without drawing on its limits (LLParserLimits); measured on one
-core of the machine that this was written on.
-
-Pure: values in, values out.
+Bounds are on time and stack beyond LLParserLimits, measured on one core.
 """
 
 from __future__ import annotations
@@ -19,29 +16,25 @@ from jaxllm import checks
 from jaxllm.errors import UserError
 from jaxllm.structured_output.exactness import BY_NAME, DATA
 
-MAX_PROPERTIES = 2000  # quadratic, 0.9 s for so many
-MAX_INTERSECTED = (
-    16  # patterns: whether any text has all of them takes 0.14 s for so many, and twice that for each more
-)
-MAX_LEAST = 2**13  # items or characters that there must be, for the same reason as MAX_TEXT
-MAX_PATTERN_PROPERTIES = 64  # each is compared with each: 0.1 s for 100, 19 s for 400
-MAX_DIVISOR = 10_000  # the least common multiple of all `multipleOf`: an automaton has so many states, 0.04 s
-MAX_TEXT = 2**13  # characters of one text: what must come next is tokenized anew in each step
-MAX_LEVELS = 2**12  # that compiling may descend, 2 kB of stack each: all references' targets one inside the other
+MAX_PROPERTIES = 2000  # quadratic time; 0.9 s
+MAX_INTERSECTED = 16  # patterns; intersecting this many takes 0.14 s, twice that for each more
+MAX_LEAST = 2**13  # items or characters; as MAX_TEXT
+MAX_PATTERN_PROPERTIES = 64  # compared pairwise: 0.1 s for 100, 19 s for 400
+MAX_DIVISOR = 10_000  # least common multiple of all `multipleOf`: states of an automaton, 0.04 s
+MAX_TEXT = 2**13  # characters; each step tokenizes forced text again
+MAX_LEVELS = 2**12  # if all references nest; 2 kB of stack each
 
-_UNWRITABLE = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")  # in JSON only as \\u escapes, which grammars.py turns off
+_UNWRITABLE = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")  # need \\u escapes in JSON, which grammars.py disables
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _OBJECT = ("properties", "patternProperties")
 _CLOSING = ("additionalProperties", "unevaluatedProperties")
 
 
 def prepare(schema: Any, close_objects: bool) -> Any:
-    """Return a schema as it may be compiled; `close_objects`: without properties that it does not name.
+    """Return a schema ready to compile; `close_objects` forbids unnamed properties.
 
-    A value under an unknown name may be a schema that something refers to, as OpenAPI's "components" are.
-
-    Raises:
-        UserError: for a reference to another document and for llguidance's own options.
+    Values of unknown keywords are processed too: references may point to them (OpenAPI's "components"). Raises
+    UserError for references to other documents and llguidance's options.
     """
     if isinstance(schema, list):
         return [prepare(each, close_objects) for each in schema]
@@ -55,7 +48,7 @@ def prepare(schema: Any, close_objects: bool) -> Any:
             raise UserError(message, "structured_outputs")
     required = schema.get("required")
     if _is_more(schema.get("minProperties"), 1 + (len(set(map(str, required))) if isinstance(required, list) else 0)):
-        # llguidance lets an object have a name twice among those that only a pattern or nothing describes.
+        # llguidance allows duplicates of unnamed properties.
         message = "json has a minProperties of more than one property besides the required ones; name them in required."
         raise UserError(message, "structured_outputs")
     properties = schema.get("properties")
@@ -65,7 +58,7 @@ def prepare(schema: Any, close_objects: bool) -> Any:
             message = f"json has {checks.shown(text)}, whose control character no output can hold."
             raise UserError(message, "structured_outputs")
     prepared = {name: _value(name, value, close_objects) for name, value in schema.items()}
-    # As vLLM does it: an object without any named properties stays open.
+    # As in vLLM: an object without named properties stays open.
     if close_objects and any(name in schema for name in _OBJECT) and not any(name in schema for name in _CLOSING):
         prepared["additionalProperties"] = False
     return prepared
@@ -80,7 +73,6 @@ def _value(name: str, value: Any, close_objects: bool) -> Any:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Give the texts in a value of JSON, names of members too."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -93,11 +85,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def check_size(schema: Any) -> None:
-    """Refuse what llguidance would take long for, or descend into too deeply.
-
-    Raises:
-        UserError: it names the keyword.
-    """
+    """Refuse schemas that take too much time or stack; the UserError names the keyword."""
     objects = list(_objects(schema))
     targets = {str(each[name]) for each in objects for name in _REFERENCES if name in each}
     levels = (1 + len(targets)) * _depth(schema)
@@ -127,7 +115,7 @@ def check_size(schema: Any) -> None:
 
 
 def _num_conjuncts(schema: dict[str, Any]) -> int:
-    """Count what a schema joins: the parts of allOf, and what a reference or an alternative has beside it."""
+    """Count the schemas to intersect: of allOf, and a pattern next to a reference or alternatives."""
     parts = schema.get("allOf")
     beside = "pattern" in schema and any(name in schema for name in (*_REFERENCES, "anyOf", "oneOf"))
     return beside + (len(parts) if isinstance(parts, list) else 0)
@@ -142,7 +130,6 @@ def _is_more(value: Any, most: int) -> bool:
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:
-    """Give all objects of a JSON value, and refuse texts that are too long."""
     waiting = [value]
     while waiting:
         each = waiting.pop()
@@ -161,7 +148,7 @@ def _depth(value: Any) -> int:
 
 
 def _digits(multiple: Any) -> int:
-    """Give the digits of a divisor as an integer: 25 for 2.5 and for 25,000."""
+    """Return significant digits as an integer: 25 for 2.5 and 25,000."""
     if isinstance(multiple, bool) or not isinstance(multiple, int | float) or not math.isfinite(_as_float(multiple)):
         return 1
     digits = "".join(map(str, Decimal(json.dumps(multiple)).as_tuple().digits)).rstrip("0")
@@ -171,5 +158,5 @@ def _digits(multiple: Any) -> int:
 def _as_float(number: float) -> float:
     try:
         return float(number)
-    except OverflowError:  # a whole number beyond the largest float
+    except OverflowError:
         return 0.0

@@ -1,7 +1,4 @@
-"""Threads that make slow masks, so that the engine's loop does not wait for them; requests share their time.
-
-llguidance releases the interpreter's lock while it makes a mask.
-"""
+"""Threads that compute slow masks during steps; llguidance releases the GIL."""
 
 from __future__ import annotations
 
@@ -17,26 +14,26 @@ import numpy as np
 
 from jaxllm.threads import start_thread
 
-NUM_THREADS = max(1, (os.cpu_count() or 1) - 1)  # that make masks
-# Of a mask. Those of usual grammars take 10 to 200 us, at their limits 10 ms; those of ambiguous ones 100 ms and more.
+NUM_THREADS = max(1, (os.cpu_count() or 1) - 1)
+# Usual grammars take 10 to 200 us, at their limits 10 ms, ambiguous ones 100 ms or more.
 SLOW_SECONDS = 0.005
-PATIENCE = 16  # quick masks of a request in a row after which the engine's loop makes them again
+PATIENCE = 16  # consecutive fast masks after which the engine's loop computes them again
 
 
 class Pace:
-    """How long the masks of one request's outputs have taken."""
+    """Mask durations of one request."""
 
     def __init__(self) -> None:
         self._left = 0
-        self.used = 0.0  # seconds of threads
+        self.used = 0.0  # thread seconds
 
     @property
     def is_slow(self) -> bool:
-        """Whether threads make its masks."""
+        """Return whether threads compute its masks."""
         return self._left > 0
 
     def note(self, seconds: float) -> None:
-        """Record the seconds that a mask took."""
+        """Record the duration of a mask."""
         if seconds > SLOW_SECONDS:
             self._left = PATIENCE
         elif self._left:
@@ -44,16 +41,16 @@ class Pace:
 
 
 class Job:
-    """A mask that is being made."""
+    """A mask being computed."""
 
     def __init__(self, work: Callable[[], None], words: np.ndarray) -> None:
         self.work = work
-        self.words = words  # int32[W], to be read once it is done
+        self.words = words  # int32[W], valid once is_done
         self.is_done = False
 
 
 class SlowMasks:
-    """Threads that live while masks are queued. The next mask is one of the request that has used them least."""
+    """A thread pool for masks, fair between requests: least thread time first."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -62,7 +59,7 @@ class SlowMasks:
         self._threads: list[threading.Thread] = []
 
     def begin(self, request: Pace, work: Callable[[], None], words: np.ndarray) -> Job:
-        """Queue `work`, which raises nothing and writes `words`."""
+        """Queue `work`, which must not raise and writes `words`."""
         job = Job(work, words)
         with self._changed:
             self._waiting.setdefault(request, deque()).append(job)
@@ -71,19 +68,19 @@ class SlowMasks:
         return job
 
     def start(self) -> None:
-        """Start a thread if the queue needs one. If the system refuses one, the queue waits for the next call."""
+        """Start a thread if needed; if the system refuses, the next call retries."""
         with self._changed:
             if self._waiting and len(self._threads) < NUM_THREADS:
                 with suppress(RuntimeError):
                     self._threads.append(start_thread(self._run, "jaxllm-masks"))
 
     def wait(self, seconds: float) -> None:
-        """Wait until all jobs are done, `seconds` at most."""
+        """Wait until all jobs are done or `seconds` have passed."""
         with self._changed:
             self._changed.wait_for(lambda: not self._num_undone, seconds)
 
     def close(self) -> None:
-        """Begin no more jobs, and wait for the running ones."""
+        """Discard queued jobs and wait for running ones."""
         with self._changed:
             self._num_undone -= sum(map(len, self._waiting.values()))
             self._waiting.clear()

@@ -1,9 +1,6 @@
-"""A model's tokens as llguidance reads them: each with the bytes that our detokenizer gives for it.
+"""The model's tokens for llguidance, with the bytes that our detokenizer produces.
 
-llguidance can read a tokenizer.json by itself, but reads some otherwise: it takes every added token as "<...>" for
-special, and knows no decoder without bytes. A constraint would then hold for another text than the reader's.
-
-Knows the tokenizer; knows no grammar.
+llguidance reads tokenizer.json differently: every added "<...>" is special, and decoders are byte-level only.
 """
 
 from __future__ import annotations
@@ -18,12 +15,12 @@ from jaxllm import combinations
 from jaxllm.errors import UserError
 from jaxllm.text.tokenizer import NoTokenizer, Tokenizer
 
-_ANCHOR = "\n"  # before a text, so that a tokenizer puts no space before the text itself
+_ANCHOR = "\n"  # keeps the tokenizer from adding a space
 _PRINTABLE = [bytes([code]) for code in range(0x20, 0x7F)]
 
 
 class Vocabulary:
-    """The tokens of a model. Making it reads all of them, once."""
+    """A model's tokens and masks; construction reads every token."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Collection[int]) -> None:
         if isinstance(tokenizer, NoTokenizer):
@@ -33,13 +30,13 @@ class Vocabulary:
             raise combinations.refusal("structured_outputs", combinations.NO_END)
         self._tokenizer = tokenizer
         self.eos_ids = frozenset(eos)
-        # A token without bytes is never allowed. So are special ones: no expression can take one for text, not even a
-        # negated one. llguidance allows those that end an output by their id.
+        # Tokens without bytes are never allowed. Special ones get none, so that no expression matches them; llguidance
+        # allows end tokens by id.
         silent = tokenizer.special_ids.union(eos)
         texts = [b"" if token in silent else self.bytes_of(token) for token in range(vocab_size)]
         written = set(texts)
         missing = next((each for each in _PRINTABLE if each not in written), None)
-        if missing is not None:  # a dead end in the middle of most grammars
+        if missing is not None:  # would be a dead end in most grammars
             raise UserError(
                 "structured_outputs needs a tokenizer that can write any text, and this one has no "
                 f"{missing.decode()!r} that stands alone.",
@@ -51,18 +48,18 @@ class Vocabulary:
         self.allowed = _mask(np.array([bool(text) for text in texts]) | np.isin(np.arange(vocab_size), eos))
 
     def bytes_of(self, token: int) -> bytes:
-        """Give what a token reads as after other text; special ones spelled out."""
+        """Return a token's bytes within a text; special tokens as spelled."""
         piece = self._tokenizer.piece(token)
         return piece if isinstance(piece, bytes) else piece[1].encode()
 
     def with_tokens(self, ids: Collection[int]) -> np.ndarray:
-        """Return the mask of all tokens that a grammar can allow, plus these special ones."""
+        """Return `allowed` plus `ids`."""
         flags = np.zeros(self.vocab_size, bool)
         flags[[each for each in ids if each < self.vocab_size]] = True
         return self.allowed | _mask(flags)
 
     def spelling(self, text: bytes) -> list[int]:
-        """Return all tokens, special ones included, that are prefixes of a text."""
+        """Return all tokens, special ones included, that are prefixes of `text`."""
         return [token for end in range(1, len(text) + 1) for token in self._by_bytes.get(text[:end], ())]
 
     @cached_property
@@ -74,10 +71,10 @@ class Vocabulary:
         return found
 
     def encode(self, text: str) -> list[int]:
-        """Give the tokens of a text in the middle of an output, as the tokenizer would write it.
+        """Tokenize a text inside an output.
 
-        Where that is not the same text, as with one that a normalizer changes or that spells a special token, the
-        longest token first. Always so with a confined tokenizer, which must not delay a step.
+        Greedy longest match where the tokenizer would change the text (normalizers, special tokens), or is confined,
+        which would delay a step.
         """
         wanted = text.encode()
         for before in ("", _ANCHOR) if self._tokenizer.confined is None else ():
@@ -94,7 +91,7 @@ class Vocabulary:
 
 
 class _Wrapper:
-    """What LLTokenizer asks of a tokenizer that is not its own (llguidance/_tokenizer.py)."""
+    """The interface that LLTokenizer expects (llguidance/_tokenizer.py)."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -110,7 +107,7 @@ class _Wrapper:
 
 
 def _mask(allowed: np.ndarray) -> np.ndarray:
-    """Pack flags into words of 32 bits, the first token in the lowest bit."""
+    """Pack flags into 32-bit words, lowest bit first."""
     padded = np.zeros(-(-len(allowed) // 32) * 32, bool)
     padded[: len(allowed)] = allowed
     return np.packbits(padded, bitorder="little").view("<i4").astype(np.int32)

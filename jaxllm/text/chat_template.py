@@ -1,8 +1,7 @@
-"""Chat templates: a conversation written out as the text a model was trained on.
+"""Render chat templates: conversations as the text that a model was trained on.
 
-A template is jinja2 source from a model's folder; callers cannot send one. It runs in jinja2's sandbox
-(template_environment.py) and gets plain values only, in the shape that it takes (template_shapes.py). Its variables
-have transformers' names. Independent of tokenizers and files.
+A template is jinja2 source of a model's folder, never of a request. It runs in jinja2's sandbox
+(template_environment.py) and receives plain values in its shape (template_shapes.py).
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from jaxllm.text.template_shapes import TOOL, Message, Shape, find_shape
 if TYPE_CHECKING:
     import jinja2
 
-MAX_TEXT = 1 << 25  # characters that a template may render: several times the largest body that a server accepts
+MAX_TEXT = 1 << 25  # characters of rendered text: several times a server's largest request body
 RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
-_MAX_TRIAL = 1 << 18  # characters of a rendering by which a template's shape is found: one message and a preamble
+_MAX_TRIAL = 1 << 18  # characters rendered while probing a template's shape
 _CONTINUES_HERE = "JAXLLM_CONTINUES_HERE"
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A compiled template, and the shape in which it takes messages."""
+    """A compiled template and its message shape."""
 
     program: jinja2.Template
     shape: Shape
-    words_by_line: Mapping[int, frozenset[str]]  # names of fields that a line reads
+    words_by_line: Mapping[int, frozenset[str]]  # field names that each line reads
 
 
 def render(
@@ -43,11 +42,11 @@ def render(
     tools: Sequence[Mapping[str, Any]] | None,
     variables: Mapping[str, Any],
 ) -> str:
-    """Write a conversation with a template of `compile_template`.
+    """Render a conversation.
 
-    `messages` have the template's shape (message_forms.py). `tools` are JSON schemas. `variables` are passed to the
-    template as they are. `continue_final_message` leaves the last message open. Raises `UserError` where the template
-    rejects the conversation, with the message that it was at.
+    `messages` have the template's shape (message_forms.py); `tools` are JSON schemas; `variables` are passed on.
+    `continue_final_message` leaves the last message open. Raises `UserError`, naming the message, if the template
+    rejects the conversation.
     """
     if continue_final_message and add_generation_prompt:
         raise UserError(
@@ -70,7 +69,7 @@ def render(
         text = generated(template.program, arguments, MAX_TEXT)
     except Exception as error:
         is_own = isinstance(error, jinja2.TemplateError | OverflowError)
-        # Of any other exception the message would name Python's classes.
+        # Other exceptions' messages would name Python classes.
         reason = _one_line(error) if is_own else "a value in it is not of the kind that the template expects"
         at = template_errors.place_of(error, conversation, template.words_by_line)
         raise UserError(f"The chat template rejects this conversation: {reason}{at}", "messages") from error
@@ -78,10 +77,7 @@ def render(
 
 
 def compile_template(source: str, variables: Mapping[str, Any] = MappingProxyType({})) -> ChatTemplate:
-    """Compile a chat template and find its message shape; every rendering gets `variables`.
-
-    Raises `UserError` with the line where its syntax is wrong.
-    """
+    """Compile a chat template and determine its message shape; `variables` are available while probing."""
     import jinja2
 
     from jaxllm.text.template_environment import make_environment
@@ -94,7 +90,7 @@ def compile_template(source: str, variables: Mapping[str, Any] = MappingProxyTyp
         raise UserError(
             f"The chat template is not valid in line {error.lineno}: {error.message}", "chat_template"
         ) from error
-    except Exception as error:  # Python's own compiler has limits
+    except Exception as error:  # limits of Python's compiler
         raise UserError(f"The chat template cannot be compiled: {_one_line(error)}", "chat_template") from error
 
     def show(messages: list[Message]) -> str | None:
@@ -102,9 +98,9 @@ def compile_template(source: str, variables: Mapping[str, Any] = MappingProxyTyp
         for tools in ([TOOL], None):
             try:
                 return generated(program, arguments | {"tools": tools}, _MAX_TRIAL)
-            except MemoryError:  # not the template's fault
+            except MemoryError:
                 raise
-            except Exception:  # whatever a template raises for a conversation that it does not take
+            except Exception:
                 continue
         return None
 
@@ -112,7 +108,7 @@ def compile_template(source: str, variables: Mapping[str, Any] = MappingProxyTyp
 
 
 def generated(program: jinja2.Template, arguments: Mapping[str, Any], most: int) -> str:
-    """Return the rendered text; raise if it is longer than `most` characters."""
+    """Return the rendered text; raise if longer than `most` characters."""
     import jinja2
 
     pieces, length = [], 0
@@ -129,7 +125,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _plain(value: Any, parameter: str) -> Any:
-    """Copy JSON-like values; refuse others, whose methods a template could call."""
+    """Copy JSON-like values; refuse others, since a template could call their methods."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
@@ -142,7 +138,7 @@ def _plain(value: Any, parameter: str) -> Any:
 
 
 def _mark_end(message: dict[str, Any]) -> None:
-    """Append the mark that `_cut_at_mark` looks for to a message's last text."""
+    """Append the mark for `_cut_at_mark` to a message's last text."""
     content = message.get("content")
     texts = [part for part in content if isinstance(part, dict) and "text" in part] if isinstance(content, list) else []
     if isinstance(content, str):
@@ -154,12 +150,12 @@ def _mark_end(message: dict[str, Any]) -> None:
 
 
 def _cut_at_mark(text: str) -> str:
-    """Cut a rendered conversation where its last message ends."""
+    """Cut rendered text after its last message."""
     at = text.rfind(_CONTINUES_HERE)
     if at < 0:
         raise UserError(
             "continue_final_message is not possible: the chat template leaves out the final message.",
             "continue_final_message",
         )
-    # A template that trims messages has removed the space after the mark, and would have trimmed this message's end.
+    # Templates that trim messages removed the space after the mark; trim the message likewise.
     return text[:at] if text.startswith(" ", at + len(_CONTINUES_HERE)) else text[:at].rstrip()

@@ -1,7 +1,7 @@
-"""Tokenizers from the files of an adapter: they work in another process, and are used like any other.
+"""Tokenizers from adapters' files, run in another process with the usual interface.
 
-A step of the engine looks the text of a token up in a table, which that process makes once. Methods that read a text or
-render a template are tasks of that process (confinement.py), so they must not be called on an event loop.
+`piece` is a table lookup, safe in engine steps. Methods that encode text or render templates are tasks of the process
+(confinement.py): do not call them on an event loop.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxllm.text.tokenizer import Decoding, Piece, Tokenizer
 
 
 class ConfinedTemplates(Tokenizer):
-    """The model's own tokenizer with the chat templates of an adapter, which are rendered elsewhere."""
+    """The model's tokenizer with an adapter's chat templates, rendered in another process."""
 
     def __init__(
         self, own: Tokenizer, templates: Mapping[str, str], confinement: Confinement, key: bytes, source: Source
@@ -35,7 +35,7 @@ class ConfinedTemplates(Tokenizer):
         chat_template: str | None = None,
         **named: Any,
     ) -> str:
-        """Write a conversation as `Tokenizer.apply_chat_template` does."""
+        """See `Tokenizer.apply_chat_template`."""
         template = self._template_source(chat_template, tools)
         if not self._is_foreign(template):
             return super().apply_chat_template(messages, tools=tools, chat_template=template, **named)
@@ -49,7 +49,7 @@ class ConfinedTemplates(Tokenizer):
         chat_template: str | None = None,
         **named: Any,
     ) -> tuple[str, list[int]]:
-        """Return a conversation's text and its token ids as `Tokenizer.encode_chat` does."""
+        """See `Tokenizer.encode_chat`."""
         template = self._template_source(chat_template, tools)
         if not self._is_foreign(template):
             return super().encode_chat(messages, tools=tools, chat_template=template, **named)
@@ -57,7 +57,7 @@ class ConfinedTemplates(Tokenizer):
         return text, ids
 
     def template_shape(self, chosen: str | None, tools: Sequence[Mapping[str, Any]] | None) -> Shape:
-        """Return the shape in which the template that `encode_chat` would choose takes messages."""
+        """See `Tokenizer.template_shape`."""
         template = self._template_source(chosen, tools)
         return self._shape_of(template) if self._is_foreign(template) else super().template_shape(template, tools)
 
@@ -76,7 +76,7 @@ class ConfinedTemplates(Tokenizer):
 
 
 class ConfinedTokenizer(ConfinedTemplates):
-    """A tokenizer that an adapter brings."""
+    """An adapter's own tokenizer."""
 
     def __init__(
         self,
@@ -86,7 +86,6 @@ class ConfinedTokenizer(ConfinedTemplates):
         vocab_size: int,
         told: Mapping[str, Any],
     ) -> None:
-        """`told` describes the vocabulary, as the process made it."""
         vars(self).update(
             name=source.folder,
             confined=source.digest,
@@ -104,44 +103,44 @@ class ConfinedTokenizer(ConfinedTemplates):
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens, added ones included."""
+        """See `Tokenizer.vocab_size`."""
         return self._vocab_size
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a token as the vocabulary spells it, None for an unknown one."""
+        """See `Tokenizer.token_id`."""
         return self._ids_by_token.get(token)
 
     def token(self, token_id: int) -> str:
-        """Return a token as the vocabulary spells it; "" for an id it does not know."""
+        """See `Tokenizer.token`."""
         return self._tokens[token_id] if 0 <= token_id < len(self._tokens) else ""
 
     def piece(self, token_id: int) -> Piece:
-        """Return a token's share of the text."""
+        """See `Tokenizer.piece`."""
         return self._table[token_id] if 0 <= token_id < len(self._table) else b""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text as `Tokenizer.encode` does."""
+        """See `Tokenizer.encode`."""
         return self._ask("encode", text, add_special_tokens)
 
     def encode_first(self, text: str, most: int) -> list[int]:
-        """Return the ids of a text's first tokens as `Tokenizer.encode_first` does."""
+        """See `Tokenizer.encode_first`."""
         return self._ask("encode_first", text, most)
 
     def encode_last(self, text: str, most: int) -> list[int]:
-        """Return the ids of a text's last tokens as `Tokenizer.encode_last` does."""
+        """See `Tokenizer.encode_last`."""
         return self._ask("encode_last", text, most)
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
-        """Return the ids of two texts as `Tokenizer.encode_pair` does."""
+        """See `Tokenizer.encode_pair`."""
         ids, types = self._ask("encode_pair", first, second)
         return ids, types
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids as `Tokenizer.decode` does."""
+        """See `Tokenizer.decode`."""
         return self._ask("decode", list(ids), skip_special_tokens)
 
     def added_tokens(self) -> dict[str, dict[str, Any]]:
-        """Return the added tokens by id, with their flags."""
+        """See `Tokenizer.added_tokens`."""
         return self._ask("added_tokens")
 
     @functools.cached_property
@@ -153,4 +152,4 @@ class ConfinedTokenizer(ConfinedTemplates):
         return None if token is None else self.token_id(token)
 
     def _is_foreign(self, template: str) -> bool:
-        return True  # the model's own template too: this tokenizer reads its text
+        return True  # including the model's template, since this tokenizer encodes its text

@@ -1,6 +1,6 @@
-"""The process of confinement.py: reads tasks for tokenizers from its input, and writes their results.
+"""The worker process of confinement.py: executes tokenizer tasks from standard input.
 
-It must stay small and quick to start: no JAX, no numpy.
+Must start quickly: no JAX, no numpy.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from jaxllm.text.confinement import LOAD_SECONDS, MOST_KEPT, TOO_DEEP, TOO_MUCH_
 from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
 from jaxllm.text.tokenizer_files import digest_of
 
-_MOST_TOKEN = 4096  # bytes of the text of a token: the longest of published vocabularies have 512
-_MOST_VOCABULARY = 32 * 2**20  # bytes of all tokens and their texts
+_MOST_TOKEN = 4096  # bytes of a token's text; published vocabularies reach 512
+_MOST_VOCABULARY = 32 * 2**20  # bytes of all tokens
 
 
 def main() -> None:
-    """Work until the input ends."""
+    """Execute tasks until the input ends."""
     tasks, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     for descriptor in (0, 1):
-        os.dup2(2, descriptor)  # output of libraries is no answer
+        os.dup2(2, descriptor)  # keep library output apart from results
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     most_bytes = int(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a task is one text
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     kept: OrderedDict[Source, Tokenizer] = OrderedDict()
     while head := tasks.read(16):
         seconds = int.from_bytes(head[8:]) / 1000
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def _answer(frame: bytes, seconds: float, kept: OrderedDict[Source, Tokenizer]) -> dict[str, Any]:
-    """Do a task. The kernel ends the process where it takes more processor time than it may."""
+    """Execute a task. Above its limit of CPU time, the kernel kills the process."""
     try:
         signal.setitimer(signal.ITIMER_PROF, LOAD_SECONDS)
         folder, digest, method, arguments, named = json.loads(frame.decode("utf-8", "surrogatepass"))
@@ -94,7 +94,7 @@ def _identity(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _vocabulary(tokenizer: Tokenizer, width: int) -> dict[str, Any]:
-    """Describe the tokens of a tokenizer to `ConfinedTokenizer`: all of those that a model of `width` logits writes."""
+    """Return the first `width` tokens and their properties for `ConfinedTokenizer`."""
     tokens, pieces, length = [], list[Any](), 0
     for token_id in range(width):
         tokens.append(tokenizer.token(token_id))

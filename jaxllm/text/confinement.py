@@ -1,9 +1,7 @@
-"""A few processes that run tokenizers and chat templates of adapters within bounds.
+"""Run adapters' tokenizers and chat templates in a pool of resource-limited processes.
 
-A template may loop, multiply a text, or exhaust memory, and so may a tokenizer's rules; nothing in this process could
-stop it. Each process does one task at a time, with a limit of memory and, for each task, of processor time: the kernel
-ends it at the limit, and only the caller of that task gets an error. Processes start at the first use and stay. They
-run confined_worker.py; tasks and answers are plain data.
+A template or a tokenizer's rules may loop or exhaust memory. Each process runs one task at a time, with limits on
+memory and CPU time; above them the kernel kills it, and only that task's caller gets an error.
 """
 
 from __future__ import annotations
@@ -29,42 +27,42 @@ from jaxllm import errors
 from jaxllm.errors import EngineError, UserError
 
 MOST_PROCESSES = 4
-MOST_BYTES = 768 * 2**20  # of a process's memory: a tokenizer of 262,000 tokens takes 300 MB while it is read
-MOST_KEPT = 2  # tokenizers of a process: they share its memory
-SECONDS = 1.0  # of processor time for a task …
-BYTES_A_SECOND = 100_000  # … and more for a long one: text is tokenized at 500,000 characters a second
-LOAD_SECONDS = 20.0  # of processor time to read a tokenizer, which may have to be converted first
-MOST_ANSWER = 64 * 2**20  # bytes
+MOST_BYTES = 768 * 2**20  # of process memory: reading a tokenizer of 262,000 tokens takes 300 MB
+MOST_KEPT = 2  # tokenizers cached per process
+SECONDS = 1.0  # CPU time per task, plus len(frame) / BYTES_A_SECOND
+BYTES_A_SECOND = 100_000  # tokenizing reaches 500,000 characters a second
+LOAD_SECONDS = 20.0  # CPU time to read a tokenizer, including conversion
+MOST_ANSWER = 64 * 2**20
 TOO_MUCH_MEMORY = "takes too much memory"
 TOO_DEEP = "messages, tools or chat_template_kwargs are nested too deeply."
-_WAIT_FACTOR = 10  # times the processor time that a task may take on a machine that is busy
+_WAIT_FACTOR = 10  # wall-clock limit as a multiple of CPU time
 _START = "import sys; sys.path.insert(0, {!r}); from jaxllm.text.confined_worker import main; main()"
 _ROOT = str(Path(__file__).resolve().parents[2])
 
 
 class ConfinedError(UserError):
-    """The tokenizer or the chat template of an adapter exceeded a limit; its process was ended."""
+    """An adapter's tokenizer or chat template exceeded a limit; its process was killed."""
 
 
 def exceeded(what: str) -> ConfinedError:
-    """Return the error of an adapter that exceeds a limit."""
+    """Return the error for an exceeded limit."""
     return ConfinedError(f"The adapter's tokenizer or chat template {what}.", "model")
 
 
 class Source(NamedTuple):
-    """The folder of a tokenizer, and the digest that its files must have; b"" for the model's own."""
+    """A tokenizer's folder, and its files' digest; b"" for the model's tokenizer."""
 
     folder: str
     digest: bytes = b""
 
 
 class Confinement:
-    """Runs tasks in processes; any thread may call it. Costs nothing until the first use."""
+    """A pool of worker processes, started on demand. Thread-safe."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes = most_bytes
         self._changed = threading.Condition()
-        self.idle: list[Process] = []  # the one used last at the end
+        self.idle: list[Process] = []  # most recently used last
         self._alive: set[Process] = set()
         self._num_starting = 0
         self._is_closed = False
@@ -72,20 +70,17 @@ class Confinement:
 
     @property
     def num_processes(self) -> int:
-        """The number of processes."""
+        """Return the number of processes."""
         return len(self._alive)
 
     def call(self, source: Source, method: str, *arguments: Any, **named: Any) -> Any:
-        """Call a method of a tokenizer, or one of `confined_worker.FUNCTIONS` for it, and return its result.
+        """Call a tokenizer method, or one of `confined_worker.FUNCTIONS`, and return its result.
 
-        Raises:
-            ConfinedError: if it exceeded a limit.
-            UserError: as the method does.
-            EngineError: after `close`.
+        Raises `ConfinedError` if a limit was exceeded, `UserError` as the method does, `EngineError` after `close`.
         """
         frame = _framed([source.folder, source.digest.hex(), method, arguments, named])
         seconds = SECONDS + len(frame) / BYTES_A_SECOND
-        if method in ("identity", "vocabulary"):  # these go through all tokens, once for an adapter
+        if method in ("identity", "vocabulary"):  # these process all tokens, once per adapter
             seconds += LOAD_SECONDS
         process = self._take(source)
         is_usable = False
@@ -93,7 +88,7 @@ class Confinement:
             has_others = process.note(source)
             answer = process.ask(frame, seconds)
             if has_others and answer.get("failed", "").startswith(TOO_MUCH_MEMORY):
-                process = self._renewed(process)  # others may have taken the memory
+                process = self._renewed(process)  # others may have used up its memory
                 process.note(source)
                 answer = process.ask(frame, seconds)
             is_usable = "failed" not in answer
@@ -106,7 +101,7 @@ class Confinement:
         return answer["value"]
 
     def close(self) -> None:
-        """End idle processes now, the others after their task, and refuse new tasks."""
+        """End idle processes now, the others after their task; refuse new tasks."""
         with self._changed:
             self._is_closed = True
             idle, self.idle = self.idle, []
@@ -115,7 +110,7 @@ class Confinement:
         _end_all(idle)
 
     def _take(self, source: Source) -> Process:
-        """Return an idle process: one that has read the tokenizer, one that keeps few, a new one, or any."""
+        """Return an idle process: with the tokenizer, else with room, else a new one, else any."""
         with self._changed:
             while True:
                 if self._is_closed:
@@ -146,7 +141,6 @@ class Confinement:
                     self._alive.add(process)
 
     def _renewed(self, process: Process) -> Process:
-        """End a process, and start another one in its place."""
         process.end()
         new = Process(self._most_bytes)
         with self._changed:
@@ -168,13 +162,13 @@ class Confinement:
 
 
 class Process:
-    """One process, and the pipes to it."""
+    """A worker process and its pipes."""
 
     def __init__(self, most_bytes: int) -> None:
-        self.sources: OrderedDict[Source, None] = OrderedDict()  # of the tokenizers that it keeps
+        self.sources: OrderedDict[Source, None] = OrderedDict()
         command = [sys.executable, "-c", _START.format(_ROOT), str(most_bytes)]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        # In a new session, so that Ctrl-C at a terminal does not end it before its last task.
+        # A new session, unaffected by Ctrl-C.
         self._popen = subprocess.Popen(command, bufsize=0, start_new_session=True, **pipes)
         assert self._popen.stdin is not None and self._popen.stdout is not None
         self._input, self._output = self._popen.stdin, self._popen.stdout
@@ -183,11 +177,11 @@ class Process:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it has not ended."""
+        """Return whether the process is running."""
         return self._popen.poll() is None
 
     def note(self, source: Source) -> bool:
-        """Note that it reads a tokenizer or has it; return whether it keeps others."""
+        """Record that the process uses a tokenizer; return whether it caches others."""
         self.sources[source] = None
         self.sources.move_to_end(source)
         if len(self.sources) > MOST_KEPT:
@@ -195,7 +189,7 @@ class Process:
         return len(self.sources) > 1
 
     def ask(self, frame: bytes, seconds: float) -> dict[str, Any]:
-        """Do a task with a limit of processor time in seconds, to which that for reading the tokenizer is added."""
+        """Execute a task limited to `seconds` of CPU time, plus time to read the tokenizer."""
         give_up = time.monotonic() + _WAIT_FACTOR * (seconds + LOAD_SECONDS)
         try:
             rest = memoryview(len(frame).to_bytes(8) + int(1000 * seconds).to_bytes(8) + frame)
@@ -209,7 +203,7 @@ class Process:
             return {"failed": self._why_ended()}
 
     def end(self) -> None:
-        """End the process, whatever it does."""
+        """Kill the process."""
         with suppress(OSError):
             self._popen.kill()
         self._popen.wait()
@@ -237,7 +231,7 @@ class Process:
 
 
 def _framed(task: list[Any]) -> bytes:
-    """Write a task as JSON, which has integers of any size, with half surrogate pairs as they are."""
+    """Encode a task as JSON, which allows integers of any size."""
     try:
         return json.dumps(task, ensure_ascii=False, default=_mapping).encode("utf-8", "surrogatepass")
     except RecursionError:
@@ -258,7 +252,6 @@ def _end_all(processes: Iterable[Process]) -> None:
 
 
 def _rebuilt(name: str, message: str, attributes: dict[str, Any]) -> UserError:
-    """Return the error of a process, one of errors.py."""
     kind = getattr(errors, name, None)
     if not (isinstance(kind, type) and issubclass(kind, UserError)):
         kind = UserError

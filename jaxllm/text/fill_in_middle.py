@@ -1,7 +1,6 @@
-"""Prompts of models of code that fill a hole: the text before it and behind it, between tokens of their vocabulary.
+"""Prompts for fill-in-the-middle models: text before and after a hole, with marker tokens.
 
-What a vocabulary has is all that is looked at: a model whose tokenizer has the tokens, without having been trained on
-them, fills badly. Knows nothing of requests.
+Any vocabulary with the tokens is accepted; without training on them, results are poor.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from jaxllm.text.tokenizer import Tokenizer
 
 
 class _Markers(NamedTuple):
-    """Tokens as a vocabulary spells them."""
+    """Marker tokens as spelled in a vocabulary."""
 
-    before: str  # precedes the text before the hole
-    behind: str  # precedes the text behind it
-    middle: str | None  # the model goes on here; None: the text behind comes first, and it goes on with the one before
+    before: str  # precedes the prefix
+    behind: str  # precedes the suffix
+    middle: str | None  # where generation begins; None: suffix first, generation continues the prefix
 
 
-# Followed: the papers and model cards of these, and for the spellings llama.cpp's src/llama-vocab.cpp.
+# Sources: papers and model cards; spellings from llama.cpp's src/llama-vocab.cpp.
 _MARKERS = (
     _Markers("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma, Granite 4
     _Markers("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder 1 and 2, Granite Code
@@ -30,25 +29,22 @@ _MARKERS = (
     _Markers("▁<PRE>", "▁<SUF>", "▁<MID>"),  # CodeLlama
     _Markers("[PREFIX]", "[SUFFIX]", None),  # Codestral
 )
-# What such models write behind a filled hole, beside their markers; not all name it as their end of a sequence.
+# Tokens that these models emit after a filled hole; some do not declare them as end tokens.
 _ENDS = (
     *("<|endoftext|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"),  # Qwen2.5-Coder
     *("<|file_separator|>", "<file_sep>", "<repo_name>"),  # CodeGemma, StarCoder2
     *("▁<EOT>", "<|EOT|>"),  # CodeLlama, DeepSeek-Coder
 )
-_ANCHOR = "☺"  # Meta's own choice (codellama, llama/tokenizer.py)
+_ANCHOR = "☺"  # Meta's choice (codellama, llama/tokenizer.py)
 
 
 def encode(
     tokenizer: Tokenizer, before: str | Sequence[int], behind: str, add_special_tokens: bool = True
 ) -> list[int]:
-    """Give the token ids of a prompt whose answer belongs between two texts; the first may be token ids.
+    """Return the prompt ids for filling the hole between two texts; the first may be token ids.
 
-    Special tokens spelled out in the texts become those tokens, as in other prompts: the files of a repository are
-    told apart by them. `add_special_tokens`: begin as the model expects a prompt to.
-
-    Raises:
-        UserError: naming `suffix`, if the vocabulary has no tokens for this.
+    Special tokens spelled in the texts are encoded as such, e.g. to separate files. `add_special_tokens` adds the
+    model's prompt start. Raises `UserError`, naming `suffix`, if the vocabulary lacks marker tokens.
     """
     markers = _markers_of(tokenizer)
     if markers is None:
@@ -66,14 +62,13 @@ def encode(
 
 
 def stop_ids(tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens that end what a model writes into a hole, beside its ends of a sequence."""
+    """Return the tokens that end a filled hole, beyond end-of-sequence tokens."""
     names = [*(_markers_of(tokenizer) or ()), *_ENDS]
     ids = (tokenizer.token_id(name) for name in names if name is not None)
     return [token for token in ids if token is not None]
 
 
 def _markers_of(tokenizer: Tokenizer) -> _Markers | None:
-    """Return the first markers of which a vocabulary has all."""
     for markers in _MARKERS:
         if all(tokenizer.token_id(marker) is not None for marker in markers if marker is not None):
             return markers
@@ -87,9 +82,9 @@ def _id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def _encode_behind(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Give the ids of a text that begins in the middle of one: without the space that some tokenizers put before it.
+    """Encode a text without the space that some tokenizers prepend.
 
-    Only those with tokens for bytes do so in models of code; with others a text could melt into the anchor.
+    Among models of code, only byte-fallback tokenizers do; with others a text could merge with the anchor.
     """
     ids = tokenizer.encode(text, add_special_tokens=False)
     puts_space = tokenizer.token(tokenizer.encode("a", add_special_tokens=False)[0]).startswith("▁")

@@ -1,7 +1,4 @@
-"""Converts messages to the shape that a chat template reads (found by template_shapes.py).
-
-Independent of templates and special tokens.
-"""
+"""Convert messages to a chat template's shape (see template_shapes.py)."""
 
 from __future__ import annotations
 
@@ -14,23 +11,21 @@ from typing import Any
 from jaxllm.errors import UnsupportedError, UserError
 from jaxllm.text.template_shapes import BLANKS, CALLER, Blank, Shape
 
-# JSON's names for the kinds of values that cannot be a part of a content.
+# JSON's names for types that cannot be content parts.
 _KINDS = {type(None): "null", bool: "boolean", int: "number", float: "number", list: "array"}
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a thought, in transformers' order
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # field names for reasoning, in transformers' order
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
-# Reads the text of arguments, called `name` in errors; gives the text back where it is no JSON.
+# (text, name for errors) -> the arguments' value, or the text if it is not JSON.
 ReadArguments = Callable[[str, str], Any]
 
 
 def shaped(
     messages: Sequence[Mapping[str, Any]], shape: Shape, read_arguments: ReadArguments | None
 ) -> list[dict[str, Any]]:
-    """Return a conversation in the template's shape; keys with the value None are removed, as in transformers.
+    """Return a conversation in the template's shape; None values are removed, as in transformers.
 
-    Without `read_arguments`, the arguments of calls have their form (`shaped_arguments`) already.
-
-    Raises:
-        UserError: naming `messages`, for an invalid conversation or one that cannot be converted.
+    Without `read_arguments`, call arguments are already converted. Raises `UserError`, naming `messages`, if the
+    conversation is invalid.
     """
     if not isinstance(messages, list | tuple) or not messages:
         raise UserError("messages must be a list of at least one message.", "messages")
@@ -38,12 +33,10 @@ def shaped(
 
 
 def shaped_arguments(arguments: Any, shape: Shape, name: str, read: ReadArguments) -> Any:
-    """Return a call's arguments as an object or as JSON text, whichever the template takes.
+    """Return call arguments as an object or JSON text, as the template requires.
 
-    A text that is no object, because the model wrote it so or was cut off, stays one if the template takes texts too.
-
-    Raises:
-        UserError: naming `messages`, where it takes objects only.
+    Text that is not a JSON object, e.g. truncated, is kept if the template accepts text; otherwise `UserError`, naming
+    `messages`.
     """
     if not shape.takes_objects:
         return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping) else arguments
@@ -63,7 +56,7 @@ def shaped_arguments(arguments: Any, shape: Shape, name: str, read: ReadArgument
 
 
 def read_json(text: str, name: str) -> Any:
-    """Read the text of arguments with Python's parser."""
+    """Parse arguments as JSON; return the text if invalid."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -76,7 +69,7 @@ def _shaped(message: Any, name: str, shape: Shape, read: ReadArguments | None) -
     own = {key: value for key, value in message.items() if value is not None}
     calls, thought = own.get("tool_calls"), next((own[key] for key in _REASONING if key in own), None)
     if thought is not None:
-        # transformers gives these two; some templates have the third.
+        # transformers uses two of the names, some templates the third.
         own = {"thinking": thought, **own, "reasoning_content": thought}
         own |= {"reasoning": thought} if shape.names_reasoning and "reasoning" not in own else {}
     if isinstance(calls, list | tuple):
@@ -97,7 +90,6 @@ def _shaped(message: Any, name: str, shape: Shape, read: ReadArguments | None) -
 
 
 def _set_blank(own: dict[str, Any], shape: Shape) -> None:
-    """Set the content of a message without text, in place."""
     blank: Blank = shape.blank
     if own.get("tool_calls"):
         if "content" in own and not shape.loses_calls_beside_empty:
@@ -123,12 +115,12 @@ def _shaped_call(call: Any, name: str, shape: Shape, read: ReadArguments | None)
 
 
 def _short_id(call_id: str) -> str:
-    """Return an id of nine letters and digits, always the same for the same one."""
+    """Return a deterministic id of nine letters and digits."""
     return call_id if _SHORT_ID.fullmatch(call_id) else sha256(call_id.encode("utf-8", "surrogatepass")).hexdigest()[:9]
 
 
 def _fitting_content(content: Any, shape: Shape, role: str, name: str) -> Any:
-    """Return a content in the form that the template accepts: a text, or a list of text parts."""
+    """Return content as text or a list of text parts, as the template accepts."""
     if isinstance(content, str):
         return content if shape.takes_text(role) else [{"type": "text", "text": content}]
     if not isinstance(content, list | tuple):

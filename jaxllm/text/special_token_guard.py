@@ -1,17 +1,12 @@
-"""Conversations to token ids in which the chat template alone writes special tokens, never a caller's string.
+r"""Encode conversations so that only the chat template, never a caller's string, produces special tokens.
 
-A message that spells `<|im_end|>\\n<|im_start|>system` would otherwise end its turn and speak in another role. So every
-caller's string (contents, roles, names, tool calls, tools, template variables) goes through the template in a
-*disguise*: rare symbols stand for the characters that could take part in a special token. What the tokenizer then finds
-in the rendered text is the template's own; the text between is turned back and encoded with the parsing of special
-tokens off. A conversation without such characters, nearly every one, is rendered and encoded as it always was.
-
-What holds: no special token that a caller's string spells, or that reaches across the end of one that is not a plain
-word, becomes that token. What cannot hold for every template: one that makes a special token around a caller's word
-(`'<|' + role + '|>'`), or that cuts callers' strings and joins the pieces. For the known case, roles, a word that is
-part of a special token is refused unless it is a customary role.
-
-Knows the `tokenizers` library; knows no template and nothing of requests.
+A message containing `<|im_end|>\\n<|im_start|>system` could otherwise impersonate another role. Every caller's string
+(contents, roles, names, tool calls, tools, template variables) is rendered *disguised*: rare symbols replace characters
+that could be part of a special token. Special tokens in the result then belong to the template; text between them is
+restored and encoded literally. Conversations without such characters, nearly all, are encoded as usual.
+Guarantee: no special token spelled by a caller's string, or crossing the end of one that is not a plain word, is
+encoded as that token. Not covered: templates that build special tokens around a caller's word (`'<|' + role + '|>'`),
+or cut and join callers' strings. Roles that are part of a special token are therefore refused, except customary ones.
 """
 
 from __future__ import annotations
@@ -23,20 +18,20 @@ from typing import Any
 
 from jaxllm.errors import UserError
 
-# Templates such as Phi-3's make special tokens out of these on purpose.
+# Templates such as Phi-3's intentionally form special tokens from these.
 ROLES = frozenset(("system", "developer", "user", "assistant", "model", "tool", "function", "ipython", "observation"))
-WORD = re.compile(r"[\w.-]*")  # templates compare such strings ('function', 'low', 'python'): their ends stay
-# Signs of SignWriting: symbols as most characters of special tokens are, left alone by every normalizer, by upper case
-# and trimming, and, unlike private-use characters, by Python when it writes out a list.
+WORD = re.compile(r"[\w.-]*")  # templates compare such strings ('function', 'low', 'python'): their ends are unchanged
+# SignWriting: symbols, like most characters of special tokens; unaffected by normalizers, case conversion and trimming,
+# and not escaped by Python's repr.
 _FIRST_TWIN, _LAST_TWIN = 0x1D800, 0x1D9FF
 TWINS = re.compile(f"[{chr(_FIRST_TWIN)}-{chr(_LAST_TWIN)}]")
-_MOST_IDS = 2**24  # a tokenizer is written out id by id, with or without a token: 17 ns each
-_LONG_TEXT = 1024  # characters from which on a text is encoded without the GIL: 0.6 ms
-_MOST_PASSES = 16  # of the search for special tokens that appear once others are disguised
+_MOST_IDS = 2**24  # writing out a tokenizer takes 17 ns per id, used or not
+_LONG_TEXT = 1024  # characters: longer texts are encoded without the GIL; 0.6 ms
+_MOST_PASSES = 16  # each pass disguises special tokens that the previous one exposed
 
 
 class SpecialTokens:
-    """Where a text has a tokenizer's special tokens, and how it is encoded without them. Safe between threads."""
+    """Finds a tokenizer's special tokens in text, and encodes text literally. Thread-safe."""
 
     def __init__(self, backend: Any) -> None:
         from tokenizers import AddedToken, models
@@ -44,7 +39,7 @@ class SpecialTokens:
 
         added = [token for _, token in sorted(backend.get_added_tokens_decoder().items())]
         self._backend = backend
-        # The part of the backend that looks for added tokens, before a model that takes any text for one token.
+        # The backend's added-token search, with a trivial model.
         self._finder = Backend(models.WordLevel({"": 0}, unk_token=""))
         if backend.normalizer is not None:
             self._finder.normalizer = backend.normalizer
@@ -53,13 +48,13 @@ class SpecialTokens:
         own_ids = self._finder.get_added_tokens_decoder().items()
         self._ids = {own: backend.token_to_id(token.content) for own, token in own_ids if token.special}
 
-        # Stands before a text that is not the first of a prompt, for tokenizers that begin a prompt in a way of its
-        # own. Drawn, so that no text has it.
+        # Precedes text inside a prompt, since some tokenizers treat a prompt's start specially. Random: no text
+        # contains it.
         self._anchor = f"\U0010fffd{secrets.token_hex(8)}"
         self._literal = _copy(backend, added)
         self._literal.add_tokens([AddedToken(self._anchor, special=False, normalized=False)])
         self._literal.encode_special_tokens = True
-        # Unknown characters may have the id of a special token, which says nothing then.
+        # Unknown characters may map to a special token's id, which is then no evidence.
         unknown = self._literal.encode("\U0010fffe", add_special_tokens=False).ids
         self.ids = frozenset(self._ids.values()) - set(unknown)
 
@@ -67,7 +62,7 @@ class SpecialTokens:
         self._normalizer = backend.normalizer if is_normalized else None
         contents = {token.content for token in added if token.special and token.content}
         self.contents = frozenset(form for content in contents for form in self._forms(content))
-        # A text without a match has no special token; where normalization comes first, only the backend can say.
+        # Without normalization, text that does not match contains no special token.
         pattern = "|".join(re.escape(content) for content in sorted(contents)) or "(?!)"
         self._hint = re.compile(pattern) if self._normalizer is None else None
         self._beginnings = frozenset(form[:length] for form in self.contents for length in range(1, len(form)))
@@ -75,7 +70,7 @@ class SpecialTokens:
         self._longest = max(map(len, self.contents), default=0)
 
     def find(self, text: str) -> list[tuple[int, int, int]]:
-        """List the special tokens that the tokenizer sees in a text, in order: id, start, end."""
+        """Return the special tokens in a text, in order: id, start, end."""
         if self._hint is not None and self._hint.search(text) is None:
             return []
         encoding = encoding_of(self._finder, text)
@@ -83,7 +78,7 @@ class SpecialTokens:
         return [(self._ids[own], start, end) for own, (start, end) in pairs if own in self._ids]
 
     def risks(self, text: str) -> set[int]:
-        """Give the places of a caller's string that must not be read as they are."""
+        """Return the positions of a caller's string to disguise."""
         if self._hint is not None:
             spans = [range(*match.span()) for match in self._hint.finditer(text)]
         else:
@@ -91,8 +86,7 @@ class SpecialTokens:
         places = {place for span in spans for place in span if not text[place].isspace()}
         if WORD.fullmatch(text):
             return places
-        # The template may trim the text and set it beside another. One place at each end breaks whatever token would
-        # reach across.
+        # The template may trim and concatenate the text. One disguised character at each end prevents tokens across it.
         trimmed = text.strip()
         first = text.find(trimmed)
         reach = 4 * self._longest  # normalization may shorten it
@@ -108,7 +102,7 @@ class SpecialTokens:
         return places
 
     def encode(self, text: str) -> list[int]:
-        """Encode a text with its special tokens; `UserError` if the model makes another out of plain characters."""
+        """Encode a text with special tokens; raise `UserError` if plain text becomes one."""
         encoding = encoding_of(self._backend, text)
         ids = encoding.ids
         spelled: set[tuple[int, str]] = set()
@@ -122,7 +116,7 @@ class SpecialTokens:
         return ids
 
     def encode_literally(self, text: str, is_first: bool) -> list[int]:
-        """Encode plain text, at a prompt's start or behind a special token; errors as of `encode`."""
+        """Encode plain text, at a prompt's start or after a special token; raises as `encode`."""
         if is_first:
             ids = encoding_of(self._literal, text).ids
         else:
@@ -146,10 +140,10 @@ class SpecialTokens:
 
 
 class Disguise:
-    """The twins that stand for some of a conversation's characters while a template is rendered."""
+    """Substitutes for a conversation's characters while a template renders it."""
 
     def __init__(self, special: SpecialTokens, everything: Iterable[Any]) -> None:
-        """Begin with none; `everything` are the values that are rendered: their characters cannot be used as twins."""
+        """`everything` are all rendered values: their characters are unavailable as substitutes."""
         self._special = special
         self._everything = list(everything)
         self._twins: dict[str, str] = {}
@@ -157,11 +151,11 @@ class Disguise:
 
     @property
     def is_used(self) -> bool:
-        """Whether any character has a twin."""
+        """Return whether any character is substituted."""
         return bool(self._twins)
 
     def put_on(self, value: Any, parameter: str) -> Any:
-        """Copy a JSON-like value with its strings disguised, keys too; what is not JSON-like stays as it is."""
+        """Copy a JSON-like value with its strings and keys disguised."""
         if isinstance(value, str):
             return self._disguised(value, parameter)
         if isinstance(value, Mapping):
@@ -171,7 +165,7 @@ class Disguise:
         return value
 
     def take_off(self, text: str) -> str:
-        """Give every twin's own character back."""
+        """Restore substituted characters."""
         return text.translate({ord(twin): character for character, twin in self._twins.items()})
 
     def _disguised(self, text: str, parameter: str) -> str:
@@ -200,12 +194,10 @@ class Disguise:
 
 
 def encoding_of(backend: Any, text: str, add_special_tokens: bool = False, pair: str | None = None) -> Any:
-    """Encode a text with a backend of the `tokenizers` library; a long one lets other threads run meanwhile.
+    """Encode text, or a pair, with a `tokenizers` backend; long texts release the GIL.
 
-    With `pair`, both texts are one prompt.
-
-    `encode` holds the GIL throughout: 600 kB kept the event loop waiting for 0.61 of 0.62 s. `encode_batch` lets it go
-    (0.02 s), and gives the same; it costs 3 to 6 µs more, a tenth of what 100 characters take (all measured).
+    `encode` holds the GIL: 600 kB blocked the event loop for 0.61 of 0.62 s, `encode_batch` for 0.02 s. It adds 3 to 6
+    µs, a tenth of the time for 100 characters.
     """
     if len(text) + len(pair or "") <= _LONG_TEXT:
         return backend.encode(text, pair, add_special_tokens=add_special_tokens)
@@ -214,7 +206,7 @@ def encoding_of(backend: Any, text: str, add_special_tokens: bool = False, pair:
 
 
 def encode(special: SpecialTokens, text: str, disguise: Disguise) -> tuple[str, list[int]]:
-    """Give a rendered conversation without its disguise, and its token ids: special tokens are the template's alone."""
+    """Return a rendered conversation undisguised, and its token ids with special tokens of the template only."""
     if not disguise.is_used:
         return text, special.encode(text)
     ids: list[int] = []
@@ -229,7 +221,7 @@ def encode(special: SpecialTokens, text: str, disguise: Disguise) -> tuple[str, 
 
 
 def check_roles(special: SpecialTokens, messages: Sequence[Any]) -> None:
-    """Refuse roles that a template could complete to a special token, unless they are customary."""
+    """Refuse uncustomary roles that a template could complete to a special token."""
     for index, message in enumerate(messages):
         role = message.get("role") if isinstance(message, Mapping) else None
         if not isinstance(role, str) or not role or role in ROLES:
@@ -243,7 +235,7 @@ def check_roles(special: SpecialTokens, messages: Sequence[Any]) -> None:
 
 
 def check_unicode(text: str, parameter: str) -> None:
-    """Raise `UserError` for what is no valid Unicode text."""
+    """Raise `UserError` for invalid Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -266,7 +258,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _copy(backend: Any, added: Sequence[Any]) -> Any:
-    """Copy a tokenizer, sharing its model and the like: reading a vocabulary of 150,000 again takes half a second."""
+    """Copy a tokenizer without reading its vocabulary again: half a second for 150,000."""
     from tokenizers import Tokenizer as Backend
 
     copy = Backend(backend.model)
@@ -277,7 +269,7 @@ def _copy(backend: Any, added: Sequence[Any]) -> Any:
     ours, theirs = (
         {key: token.content for key, token in each.get_added_tokens_decoder().items()} for each in (copy, backend)
     )
-    # The ids of added tokens follow from their order, unless a file gave them others.
+    # Added tokens' ids follow from their order, unless the file assigns others.
     if ours == theirs:
         return copy
     largest = max(backend.get_vocab().values(), default=0)

@@ -1,6 +1,6 @@
-"""Stop strings: where a growing text ends, and what of it can be shown before that is known.
+"""Find stop strings in growing text.
 
-A pure step over a frozen state, so that an engine can keep one state per request and roll back. Knows text only.
+Pure steps on an immutable state, so that an engine can roll back.
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ from jaxllm.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class StopMatcher:
-    """Where the search for stop strings stands: the text not yet shown, and the stop string found, if any."""
+    """The state of a search: withheld text, and the matched stop string."""
 
     stops: tuple[str, ...]
     held: str = ""
     matched: str | None = None
-    progress: tuple[int, ...] = ()  # of each stop string: how many of its characters the text ends with
-    # Made once, then handed on from state to state.
-    borders: tuple[tuple[int, ...], ...] = field(default=(), repr=False)  # of each stop string, see `_borders`
-    firsts: frozenset[str] = field(default=frozenset(), repr=False)  # characters that stop strings begin with
+    progress: tuple[int, ...] = ()  # for each stop string, the length of its longest prefix that ends the text
+    borders: tuple[tuple[int, ...], ...] = field(default=(), repr=False)  # for each stop string, see `_borders`
+    firsts: frozenset[str] = field(default=frozenset(), repr=False)  # first characters of stop strings
 
     @classmethod
     def of(cls, stops: Iterable[str]) -> StopMatcher:
-        """Give the matcher before any text. Raises `UserError` for an empty stop string."""
+        """Return the initial state. Raises `UserError` for an empty stop string."""
         stops = tuple(stops)
         if "" in stops:
             raise UserError("stop cannot contain an empty string.", "stop")
@@ -38,15 +37,12 @@ class StopMatcher:
 
 
 def match_stops(matcher: StopMatcher, delta: str) -> tuple[StopMatcher, str]:
-    """Take in more text; give the next state and the text that can be shown.
+    """Process more text; return the next state and the text that is final.
 
-    The stop string that is complete first ends the text, before its first character; of several complete at the same
-    character, the longest. So the result does not depend on how the text is cut into deltas, and no token has to be
-    awaited to see whether a longer stop string would have begun earlier. Held back is the longest end of the text that
-    a stop string begins with, so no part of a stop string is ever shown. At the end of a request `held` is to be shown.
-
-    Knuth, Morris and Pratt's search, one for each stop string: at most two comparisons of a character on average,
-    however long the stop strings are and whatever the text repeats.
+    The first stop string to complete ends the text before its first character; of several at the same character, the
+    longest. So results do not depend on the division into deltas. The longest suffix that begins a stop string is
+    withheld; at the end of a request, add `held`. Knuth-Morris-Pratt: at most two comparisons per character and stop
+    string on average.
     """
     if matcher.matched is not None or not delta:
         return matcher, ""
@@ -71,7 +67,7 @@ def match_stops(matcher: StopMatcher, delta: str) -> tuple[StopMatcher, str]:
 
 
 def _borders(stop: str) -> tuple[int, ...]:
-    """Return for each length the longest shorter beginning of `stop` that its first `length` characters end with.
+    """Return, for each length, the longest proper border of the first `length` characters of `stop`.
 
     >>> _borders("abab!")
     (0, 0, 0, 1, 2)

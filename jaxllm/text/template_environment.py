@@ -1,7 +1,6 @@
-"""jinja2 as chat templates need it: sandboxed, with the filter, functions and tags that transformers gives them.
+"""jinja2 for chat templates: sandboxed, with transformers' filter, functions and tags.
 
-See `_compile_jinja_template` in transformers (utils/chat_template_utils.py). A template is part of a model's folder and
-as trusted as its weights; the sandbox keeps a careless one away from the process.
+See `_compile_jinja_template` in transformers (utils/chat_template_utils.py).
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks an assistant's words for training; here its body is rendered as it is."""
+    """`{% generation %}`, which marks assistant text for training; its body is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Keep the block's body."""
+        """Return the block's body."""
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
 
 class _Missing(Undefined):
-    """A missing value; jinja2's own message names Python classes."""
+    """A missing value; jinja2's message would name Python classes."""
 
     @property
     def _undefined_message(self) -> str:
@@ -36,7 +35,7 @@ class _Missing(Undefined):
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:
-    """Make an environment for chat templates."""
+    """Return an environment for chat templates."""
     environment = ImmutableSandboxedEnvironment(
         undefined=_Missing, trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
     )
@@ -55,5 +54,5 @@ def _raise_exception(message: str) -> None:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    # jinja2's own filter escapes for HTML.
+    # jinja2's filter escapes for HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,7 +1,7 @@
-"""At which message of a conversation a chat template failed, and at which of its values.
+"""Locate chat template errors: the message and the values that caused them.
 
-jinja2 puts a template's lines and variables into the traceback of an exception: a message is found there as the object
-by identity, and its value by the names of fields in the line that failed.
+jinja2's tracebacks have the template's lines and variables: the message is found by identity, values by the field names
+on the failed line.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 _KINDS = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a text"}
 _KINDS |= {list: "a list", dict: "an object"}
-_LONGEST_NAME = 64  # characters of a path that an error repeats
+_LONGEST_NAME = 64  # characters of a path in an error
 
 
 def words_by_line(tree: nodes.Template) -> dict[int, frozenset[str]]:
-    """Return the names of fields that each line of a template reads."""
+    """Return the field names that each line of a template reads."""
     from jinja2 import nodes
 
     found: dict[int, set[str]] = {}
@@ -33,7 +33,7 @@ def words_by_line(tree: nodes.Template) -> dict[int, frozenset[str]]:
 def place_of(
     error: BaseException, conversation: Sequence[Mapping[str, Any]], words: Mapping[int, frozenset[str]]
 ) -> str:
-    """Return, in parentheses, which message a template was at when it raised, and the values that its line reads."""
+    """Return, in parentheses, the message at which a template failed, and the values that its line reads."""
     index, lines = None, []
     trace = error.__traceback__
     while trace is not None:
@@ -55,7 +55,7 @@ def place_of(
 
 
 def _values(value: Any, names: frozenset[str], path: str = "") -> Iterator[tuple[str, str]]:
-    """Give paths and kinds of the values that have one of some names and are no plain text, in a message."""
+    """Yield paths and types of a message's values with given names, unless plain text."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             own = f"{path}.{key}" if path else str(key)
@@ -71,7 +71,6 @@ def _values(value: Any, names: frozenset[str], path: str = "") -> Iterator[tuple
 
 
 def _has_names(value: Any, names: frozenset[str]) -> bool:
-    """Return whether a value is only on the way to one of a name."""
     if isinstance(value, list):
         return any(_has_names(item, names) for item in value[:4])
     return isinstance(value, Mapping) and any(key in names or _has_names(item, names) for key, item in value.items())

@@ -1,8 +1,7 @@
-"""The shapes in which a chat template takes a message, found by rendering small conversations with it.
+"""Determine a chat template's message shape by rendering small conversations.
 
-Templates differ: one branches on `content is none` where another adds to it, one concatenates a call's arguments as
-text where another walks over an object, and a thought has three names. transformers leaves the choice to its caller;
-here a template is rendered once with each shape, and the first shape that renders whole is used.
+Templates differ in null content, in call arguments as text or objects, and in the name of reasoning. transformers
+leaves that to the caller; here the first shape that renders completely is used.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from itertools import product
 from typing import Any, Literal, TypeAlias
 
 Message: TypeAlias = dict[str, Any]
-# Renders a conversation; None where the template raises, or writes far too much.
+# Renders a conversation; None if the template raises or its output is too long.
 Show: TypeAlias = Callable[[list[Message]], str | None]
-Blank: TypeAlias = Literal["missing", "null", "empty"]  # the form for null content
+Blank: TypeAlias = Literal["missing", "null", "empty"]
 
-CALLER = "assistant with calls"  # in place of a role: some templates write such a message's content another way
+CALLER = "assistant with calls"  # pseudo-role: some templates render the content of calling messages differently
 BLANKS: Mapping[Blank, Message] = {"missing": {}, "null": {"content": None}, "empty": {"content": ""}}
-# Words that no template has.
+# Words that no template contains.
 _NAME, _KEY, _VALUE, _FIRST, _SECOND, _THOUGHT = (
     f"jaxllm{word}" for word in ("f", "k", "v", "first", "second", "idea")
 )
 _OBJECT = {_KEY: _VALUE}
 _CUT_OFF = '{"' + _KEY
-_IDS = ("chatcmpl-tool-1", "a1b2c3d4e")  # as most servers make them; as Mistral's templates want them
+_IDS = ("chatcmpl-tool-1", "a1b2c3d4e")  # common form; form that Mistral's templates require
 _NONE = re.compile("None|null")
 _TYPE = re.compile("""['"]type['"]""")
 TOOL: Message = {
@@ -46,35 +45,35 @@ TOOL: Message = {
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The shape in which a template reads messages."""
+    """A template's message shape."""
 
-    parts: frozenset[str]  # roles for which content may be a list of parts
-    texts: frozenset[str]  # roles for which content may be one text
-    blank: Blank  # an assistant's message without content and calls
+    parts: frozenset[str]  # content of these roles may be a list of parts
+    texts: frozenset[str]  # content of these roles may be text
+    blank: Blank  # of an assistant message without content and calls
     blank_beside_calls: Blank
-    loses_calls_beside_empty: bool  # a call does not show where the content is ""
-    takes_objects: bool  # arguments of a call may be an object
-    takes_texts: bool  # and JSON text, even one that was cut off
-    short_ids: bool  # ids of calls must be nine letters and digits
-    thought_is_part: bool  # a thought is a part of the content, of type "thinking"
-    names_reasoning: bool  # it has a name for a thought that transformers does not give
+    loses_calls_beside_empty: bool  # calls are dropped if content is ""
+    takes_objects: bool  # call arguments may be an object
+    takes_texts: bool  # call arguments may be JSON text, even truncated
+    short_ids: bool  # call ids must be nine letters and digits
+    thought_is_part: bool  # reasoning is a content part of type "thinking"
+    names_reasoning: bool  # reads the field `reasoning`, which transformers does not set
 
     def takes_parts(self, role: str) -> bool:
-        """Return whether a content of this role may be a list of parts."""
+        """Return whether this role's content may be a list of parts."""
         return self._like(role) in self.parts
 
     def takes_text(self, role: str) -> bool:
-        """Return whether a content of this role may be one text."""
+        """Return whether this role's content may be text."""
         return self._like(role) in self.texts
 
     def _like(self, role: str) -> str:
-        """Return the role that was probed for this one: user, if the role itself never rendered."""
+        """Return the role that was probed for this one."""
         role = "system" if role == "developer" else role
         return role if role in self.parts | self.texts else "user"
 
 
 def find_shape(show: Show, source: str) -> Shape:
-    """Find the shape of a template with the given source by rendering with `show`."""
+    """Return a template's shape."""
     kinds = {"user": _kinds(show, lambda message: [[message]], "user")}
     user, answer = _turn("user", "Hi.", kinds), _turn("assistant", "Yes.", kinds)
     calls = _Calls(show, user, answer)
@@ -96,7 +95,7 @@ def find_shape(show: Show, source: str) -> Shape:
 
 
 class _Calls:
-    """Finds the form of a message that calls a tool."""
+    """Probes the form of tool calls."""
 
     def __init__(self, show: Show, user: Message, answer: Message) -> None:
         self._show = show
@@ -104,7 +103,7 @@ class _Calls:
         self._blank: Blank
         self._id, self._arguments, self._blank = self._form()
         self.caller: Message = {"tool_calls": [_call(self._id, self._arguments)]}
-        self.answers: Message = {"tool_call_id": self._id, "name": _NAME}  # keys of a tool message
+        self.answers: Message = {"tool_call_id": self._id, "name": _NAME}  # fields of a tool message
         is_shown, takes_objects = self._shows(self.message()), isinstance(self._arguments, dict)
         takes_cut_off = any(
             text is not None for text in self._texts(self.message(tool_calls=[_call(self._id, _CUT_OFF)]))
@@ -118,20 +117,20 @@ class _Calls:
         }
 
     def message(self, **more: Any) -> Message:
-        """Return a message with a call, in the form that was found."""
+        """Return a message with a call in the detected form."""
         return {"role": "assistant", **BLANKS[self._blank], **self.caller, **more}
 
     def around(self, message: Message, result: Message) -> list[list[Message]]:
-        """Return conversations in which a call has its result."""
+        """Return conversations with a call and its result."""
         return [[self._user, message, result], [self._user, message, result, self._answer, self._user]]
 
     def around_caller(self, message: Message, call_id: str | None = None) -> list[list[Message]]:
-        """Return conversations with a message that calls."""
+        """Return conversations with a calling message."""
         result = {"role": "tool", "content": "1", "tool_call_id": call_id or self._id, "name": _NAME}
         return [[self._user, message], *self.around(message, result)]
 
     def thought_is_part(self) -> bool:
-        """Return whether a thought shows as a part of the content, and under none of its names."""
+        """Return whether reasoning is rendered as a content part, but under no field name."""
         named = {"reasoning_content": _THOUGHT, "thinking": _THOUGHT, "reasoning": _THOUGHT}
         parts = [{"type": "thinking", "thinking": _THOUGHT}, {"type": "text", "text": _FIRST}]
         turn = {"role": "assistant", "content": [{"type": "text", "text": _FIRST}]}
@@ -143,10 +142,7 @@ class _Calls:
         return not shows({**turn, **named}) and shows({**turn, "content": parts})
 
     def _form(self) -> tuple[str, Any, Blank]:
-        """Return id, arguments and content of a call that shows.
-
-        Objects are preferred to text: the template then formats them as in training.
-        """
+        """Return id, arguments and content of a call that is rendered; objects first, as in training."""
         for own_id, arguments in product(_IDS, (_OBJECT, json.dumps(_OBJECT))):
             calls = [_call(own_id, arguments)]
             blank = _best_blank(
@@ -154,7 +150,7 @@ class _Calls:
             )
             if blank is not None:
                 return own_id, arguments, blank
-        calls = [_call(_IDS[0], _OBJECT)]  # no call shows; one that does no harm is left out
+        calls = [_call(_IDS[0], _OBJECT)]  # no call is rendered; use a form that renders without error
         blank = _best_blank(lambda blank: self._texts({**blank, "tool_calls": calls}, _IDS[0]))
         return _IDS[0], _OBJECT, blank or "empty"
 
@@ -166,7 +162,7 @@ class _Calls:
 
 
 def _kinds(show: Show, around: Callable[[Message], list[list[Message]]], role: str, **more: Any) -> set[str]:
-    """Return whether a content of a role shows as one text and as parts: "text", "parts"."""
+    """Return a role's renderable content forms: "text", "parts"."""
 
     def texts(content: Any) -> Iterable[str]:
         return (text or "" for text in map(show, around({"role": role, **more, "content": content})))
@@ -176,7 +172,7 @@ def _kinds(show: Show, around: Callable[[Message], list[list[Message]]], role: s
     for as_text, as_parts in zip(texts(_FIRST), texts(parts), strict=True):
         once = as_text.count(_FIRST)
         kinds |= {"text"} if once else set()
-        # A template that writes parts out as Python or JSON, or each of them as if it were all, does not know them.
+        # A template that prints parts as Python or JSON, or repeats its text per part, does not support parts.
         is_plain = len(_TYPE.findall(as_parts)) <= len(_TYPE.findall(as_text))
         if is_plain and 0 < as_parts.count(_FIRST) == as_parts.count(_SECOND) <= (once or 1):
             kinds.add("parts")
@@ -186,7 +182,7 @@ def _kinds(show: Show, around: Callable[[Message], list[list[Message]]], role: s
 def _best_blank(
     texts: Callable[[Message], Iterable[str | None]], is_whole: Callable[[str], bool] = lambda text: True
 ) -> Blank | None:
-    """Return the form for null content: it renders whole most often, then its text is shortest."""
+    """Return the form of null content with most renderings, then least text."""
     found: dict[Blank, list[str]] = {}
     for name, blank in BLANKS.items():
         whole = [text for text in texts({"role": "assistant", **blank}) if text is not None and is_whole(text)]
@@ -194,7 +190,7 @@ def _best_blank(
     if len(found) > 1 and "null" in found:
         spelled = {name: sum(len(_NONE.findall(text)) for text in own) for name, own in found.items()}
         if spelled.pop("null") > min(spelled.values()):
-            del found["null"]  # written out, where others are not
+            del found["null"]  # rendered as "None" or "null"
     return min(found, key=lambda name: (-len(found[name]), sum(map(len, found[name])))) if found else None
 
 
@@ -208,5 +204,5 @@ def _call(call_id: str, arguments: Any) -> Message:
 
 
 def _is_call(text: str) -> bool:
-    """Return whether a call shows, and not as Python writes objects."""
+    """Return whether a call is rendered, not as a Python repr."""
     return all(word in text for word in (_NAME, _KEY, _VALUE)) and "{'" + _KEY not in text

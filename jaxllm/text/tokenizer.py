@@ -1,11 +1,7 @@
-"""Text to token ids and back: the model's tokenizer and chat template.
+"""The model's tokenizer and chat template.
 
-Knows nothing of requests, schedulers or devices; the files are read by tokenizer_files.py, the text of an output that
-grows is detokenizer.py's.
-
-`tokenizer.json` is read with the `tokenizers` library and the chat template rendered with jinja2, both directly:
-measured on two cores, that is ready in 0.05 s (0.15 s with a template) where `transformers.AutoTokenizer` takes 1.9 to
-3.1 s. `transformers` is imported only to convert a folder that has no `tokenizer.json`.
+Uses `tokenizers` and jinja2 directly: ready in 0.05 s (0.15 s with a template) on two cores, where
+`transformers.AutoTokenizer` takes 1.9 to 3.1 s. `transformers` only converts folders without `tokenizer.json`.
 """
 
 from __future__ import annotations
@@ -28,21 +24,20 @@ from jaxllm.text.special_token_guard import Disguise, SpecialTokens
 from jaxllm.text.template_shapes import Shape
 from jaxllm.text.tokenizer_files import read_tokenizer_files, typed_errors
 
-_ANCHOR = "a"  # a token text that no decoder changes: stands for "some text came before"
-_MANY_IDS = 4096  # from which on ids are decoded without the GIL, which `decode` holds: 0.5 ms (measured)
-TOKENS_AT_A_CUT = 64  # that are kept besides, because a cut changes the tokens next to it
+_ANCHOR = "a"  # unchanged by every decoder; represents preceding text
+_MANY_IDS = 4096  # longer lists are decoded without the GIL; 0.5 ms
+TOKENS_AT_A_CUT = 64  # margin: a cut changes the tokens next to it
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
-# A token's share of the text: bytes that are characters only together with their neighbours, or its text when it is
-# the first of all and its text after another token.
+# A token's contribution to text: bytes that may be partial characters, or its text (at the start, elsewhere).
 Piece = bytes | tuple[str, str]
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Give the byte each character of a byte-level vocabulary stands for.
+    """Return the byte for each character of a byte-level vocabulary.
 
-    GPT-2's table (openai/gpt-2, encoder.py): printable Latin-1 characters stand for themselves, the other bytes in
-    order for the characters from U+0100 on.
+    GPT-2's table (openai/gpt-2, encoder.py): printable Latin-1 characters map to themselves, U+0100 onward to the other
+    bytes in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -53,9 +48,9 @@ _BYTE_OF_CHARACTER = _byte_level_alphabet()
 
 
 def load_tokenizer(folder_or_id: str | Path, revision: str | None = None) -> Tokenizer:
-    """Read the tokenizer of a local folder or of a hub repository (`revision`: its branch, tag or commit).
+    """Read the tokenizer of a folder or hub repository; `revision` is a branch, tag or commit.
 
-    Raises `UserError` when there is none, or when it has a decoder that cannot be streamed exactly.
+    Raises `UserError` if missing, or if its decoder cannot be streamed exactly.
     """
     files = read_tokenizer_files(folder_or_id, revision)
     return Tokenizer(
@@ -68,14 +63,14 @@ def load_tokenizer(folder_or_id: str | Path, revision: str | None = None) -> Tok
     )
 
 
-_CHARACTERS = 16  # a token of a long text has fewer, as a rule
+_CHARACTERS = 16  # per token of long text, an upper estimate
 
 
 class Tokenizer:
-    """A model's tokenizer. Safe to share between threads; build it with `load_tokenizer`."""
+    """A model's tokenizer, created by `load_tokenizer`. Thread-safe."""
 
-    # Of one that works in another process (confined_tokenizer.py), and must not be called on an event loop: the digest
-    # of its files.
+    # For a tokenizer that runs in another process (confined_tokenizer.py), not to be called on an event loop: its
+    # files' digest.
     confined: bytes | None = None
 
     def __init__(
@@ -87,11 +82,11 @@ class Tokenizer:
         has_types: bool = True,
         adds_eos: bool = False,
     ) -> None:
-        self.backend = backend  # a tokenizers.Tokenizer; not named as a type to keep the import lazy
+        self.backend = backend  # a tokenizers.Tokenizer, untyped for lazy import
         self._named_tokens = dict(named_tokens)
         self._adds_eos = adds_eos
-        self._appended: int | None = None  # a token that ends every text
-        self.chat_templates: Mapping[str, str] = dict(chat_templates)  # by name
+        self._appended: int | None = None  # added after every text
+        self.chat_templates: Mapping[str, str] = dict(chat_templates)
         compile_own = functools.partial(compile_template, variables=named_tokens)
         self._compile = functools.lru_cache(maxsize=16)(compile_own)
         self._pieces: dict[int, Piece] = {}
@@ -106,52 +101,52 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens, added ones included. A model's logits may be wider."""
+        """Return the number of tokens, including added ones. Logits may be wider."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     @property
     def ids(self) -> Sequence[int]:
-        """All token ids."""
+        """Return all token ids."""
         return range(self.vocab_size)
 
     @property
     def bos_token_id(self) -> int | None:
-        """The id of the beginning-of-sequence token, if the tokenizer names one."""
+        """Return the beginning-of-sequence id, if named."""
         return self._named_id("bos_token")
 
     @property
     def eos_token_id(self) -> int | None:
-        """The id of the end-of-sequence token, if the tokenizer names one. A generation config may list more."""
+        """Return the end-of-sequence id, if named. Generation configs may list more."""
         return self._named_id("eos_token")
 
     @property
     def named_tokens(self) -> Mapping[str, str]:
-        """The special tokens that have names, as "eos_token": "</s>"."""
+        """Return the named special tokens, e.g. "eos_token": "</s>"."""
         return self._named_tokens
 
     def with_chat_templates(self, templates: Mapping[str, str]) -> Tokenizer:
-        """Return the same tokenizer with other chat templates."""
+        """Return a copy with other chat templates."""
         other = copy(self)
         other.chat_templates = dict(templates)
         return other
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether conversations can be written without a template from elsewhere."""
+        """Return whether the model has chat templates."""
         return bool(self.chat_templates)
 
     def config(self) -> dict[str, Any]:
-        """Return what a tokenizer_config.json says of it: named and added tokens, chat templates."""
+        """Return the contents of a tokenizer_config.json: named and added tokens, chat templates."""
         config: dict[str, Any] = dict(self._named_tokens)
         config["added_tokens_decoder"] = self.added_tokens()
-        config["tokenizer_class"] = "PreTrainedTokenizerFast"  # which reads any tokenizer.json
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"  # reads any tokenizer.json
         if self.chat_templates:
             listed = [{"name": name, "template": text} for name, text in self.chat_templates.items()]
             config["chat_template"] = listed[0]["template"] if len(listed) == 1 else listed
         return config
 
     def added_tokens(self) -> dict[str, dict[str, Any]]:
-        """Return the added tokens by id, with their flags."""
+        """Return the added tokens by id, with flags."""
         flags = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
         return {
             str(token_id): {name: getattr(token, name) for name in flags}
@@ -159,27 +154,24 @@ class Tokenizer:
         }
 
     def fingerprint(self) -> bytes:
-        """Return a digest of the tokenizer without its name and chat templates."""
+        """Return a digest of the tokenizer, except name and chat templates."""
         beside = [self._named_tokens, self._has_types, self._adds_eos, self.backend.encode_special_tokens]
         return hashlib.sha256(json.dumps(beside, sort_keys=True).encode() + self.backend.to_str().encode()).digest()
 
     def lengths(self) -> tuple[int, int | None]:
-        """Return the characters of the longest token, and the most characters of a text for one token."""
+        """Return the characters of the longest token, and the maximal text length per token."""
         return self._most_characters, self._longest_token
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a token as the vocabulary spells it, None if it has none."""
+        """Return a token's id; None if unknown."""
         return self.backend.token_to_id(token)
 
     def token(self, token_id: int) -> str:
-        """Return a token as the vocabulary spells it, as "Ġhello", "▁the" or "<0x0A>"; "" for an id it does not know.
-
-        What it reads as in a text is `token_text`.
-        """
+        """Return a token as spelled in the vocabulary, e.g. "Ġhello", "▁the" or "<0x0A>"; "" for an unknown id."""
         return self.backend.id_to_token(token_id) or ""
 
     def is_special(self, token: str) -> bool:
-        """Whether a token is special, so that it is left out of texts that skip such tokens."""
+        """Return whether a token is special, and so omitted by skip_special_tokens."""
         return self.token_id(token) in self.special_ids
 
     def _refusal(self, said: str) -> UserError:
@@ -190,40 +182,39 @@ class Tokenizer:
         return None if token is None else self.backend.token_to_id(token)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Give the token ids of a text, by default with what the model expects around a prompt (often a BOS).
+        """Return a text's token ids, by default with the model's special tokens around a prompt (often BOS).
 
-        Special tokens spelled out in the text become those tokens, unless the tokenizer's config says
-        `split_special_tokens`. Raises `UserError` for what is no valid Unicode text.
+        Special tokens spelled in the text are encoded as such unless the config sets `split_special_tokens`. Raises
+        `UserError` for invalid Unicode.
         """
         ids = self.encoding_of(text, add_special_tokens).ids
         return self._ended(ids) if add_special_tokens else ids
 
     def _ended(self, ids: list[int]) -> list[int]:
-        """Append what `obey_add_eos_token` asks for."""
         return ids if self._appended is None or ids[-1:] == [self._appended] else [*ids, self._appended]
 
     def obey_add_eos_token(self) -> None:
-        """End texts with the end-of-sequence token where tokenizer_config.json asks for it and tokenizer.json does not.
+        """Append EOS to texts if tokenizer_config.json demands it and tokenizer.json does not.
 
-        E5-Mistral pools that token. Where a text is to be continued it would be wrong, so transformers 5 ignores it.
+        For pooling (E5-Mistral); wrong in generation, so transformers 5 ignores it.
         """
         self._appended = self.eos_token_id if self._adds_eos else None
 
     def encode_first(self, text: str, most: int) -> list[int]:
-        """Give the ids of a text's first tokens: at most `most`, with what the model expects around a prompt."""
+        """Return the first token ids of a text, at most `most` with the prompt's special tokens."""
         head, tail, room = self._around_most(most)
-        # Not by the library's own truncation, which makes an object of every `room` tokens behind.
+        # The library's truncation would create an object per `room` tokens of the rest.
         ids = self.encode(self.beginning_of(text, room), add_special_tokens=False)
         return [*head, *ids[:room], *tail]
 
     def encode_last(self, text: str, most: int) -> list[int]:
-        """Give the ids of a text's last tokens: at most `most`, with what the model expects around a prompt."""
+        """Return the last token ids of a text, at most `most` with the prompt's special tokens."""
         head, tail, room = self._around_most(most)
         ids = self.encode(self.end_of(text, room), add_special_tokens=False)
         return [*head, *ids[max(0, len(ids) - room) :], *tail]
 
     def _around_most(self, most: int) -> tuple[list[int], list[int], int]:
-        """Return what the model expects before and after a prompt, and how many of `most` tokens that leaves."""
+        """Return the special tokens before and after a prompt, and the remainder of `most`."""
         head, tail = self._around[0], self._ended(self._around[1])
         room = most - len(head) - len(tail)
         if room < 0:
@@ -235,26 +226,26 @@ class Tokenizer:
         return head, tail, room
 
     def beginning_of(self, text: str, num_tokens: int) -> str:
-        """Return a part of a long text that has its first `num_tokens` tokens, and more than those if it has more.
+        """Return a prefix of a long text that contains its first `num_tokens` tokens.
 
-        To tokenize all of 8 MiB took 18 s and 1.5 GiB.
+        Tokenizing 8 MiB took 18 s and 1.5 GiB.
         """
         most = num_tokens + TOKENS_AT_A_CUT
         length = _CHARACTERS * most
         while length < len(text) and len(self.encode(text[:length], add_special_tokens=False)) <= most:
-            length *= 2  # long words, or characters that are no token
+            length *= 2  # long words, or characters without tokens
         return text[:length]
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
-        """Give the ids of two texts in one prompt, and the type of each token: 1 for the second text.
+        """Return the ids of two texts in one prompt, and token types: 1 for the second text.
 
-        All types are 0 where the model is not told them.
+        All types are 0 if the model takes none.
         """
         encoding = self.encoding_of(first, True, second)
         return encoding.ids, encoding.type_ids if self._has_types else [0] * len(encoding.ids)
 
     def encoding_of(self, text: str, add_special_tokens: bool, pair: str | None = None) -> Any:
-        """Encode one or two texts with the backend; another value is a UserError."""
+        """Encode one or two texts with the backend; raise UserError for other types."""
         for one in (text,) if pair is None else (text, pair):
             if not isinstance(one, str):
                 raise UserError(f"A text must be a string, got {type(one).__name__}.", "prompt")
@@ -263,37 +254,35 @@ class Tokenizer:
             return special_token_guard.encoding_of(self.backend, text, add_special_tokens, pair)
 
     def check_length(self, text: str, max_model_len: int, most_tokens: int | None = None) -> None:
-        """Refuse a text that must be longer than the context, without tokenizing it: that takes 2 s a megabyte.
+        """Refuse a text that must exceed the context, without tokenizing it, which takes 2 s per megabyte.
 
-        `most_tokens` may be given for a text of which the context need not hold all.
+        `most_tokens` replaces `max_model_len` where text is truncated.
         """
         most = max_model_len if most_tokens is None else most_tokens
         if self._longest_token is not None and len(text) > most * self._longest_token:
             raise too_long(max_model_len, -(-len(text) // self._longest_token), None, is_bound=True)
 
     def end_of(self, text: str, num_tokens: int) -> str:
-        """Return the end of a text from which its last `num_tokens` tokens follow, without tokenizing it.
+        """Return a suffix of a text that contains its last `num_tokens` tokens, without tokenizing.
 
-        It has the characters of so many of the longest tokens, and of 64 more: a cut changes the tokens next to it,
-        which are dropped later. The last tokens differ, or are fewer, only where
-        - a word is longer than those 64 tokens, or
-        - any number of characters make one token or none: those that a normalizer removes or joins, unknown ones,
-          spaces beside an added token.
+        Its length is that of `num_tokens` + 64 longest tokens. The tokens may be wrong, or fewer, only if
+        - a word is longer than 64 longest tokens, or
+        - many characters map to one token or to nothing: removed or joined by a normalizer, unknown, or spaces next to
+          an added token.
         """
         most = (num_tokens + TOKENS_AT_A_CUT) * self._most_characters
         return text[-most:]
 
     @functools.cached_property
     def _most_characters(self) -> int:
-        """The characters of the longest token, as the vocabulary spells it."""
         return max(map(len, self.backend.get_vocab()), default=1)
 
     @functools.cached_property
     def _longest_token(self) -> int | None:
-        """The most characters of a text that one token can stand for, None where nothing bounds them.
+        """Return the most characters of a token; None if unbounded.
 
-        Nothing does where unknown characters melt into one token or vanish, where a normalizer may shorten the text, or
-        where an added token takes the space around it.
+        Unbounded where unknown characters merge or vanish, a normalizer may shorten text, or added tokens absorb
+        spaces.
         """
         if self.decoding.byte_tokens == "none" or self.backend.normalizer is not None:
             return None
@@ -302,10 +291,10 @@ class Tokenizer:
         return self._most_characters
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Give the text of token ids exactly as the tokenizer's own decoder does; ids it does not know are left out.
+        """Return the text of token ids, exactly as the tokenizer's decoder; unknown ids are skipped.
 
-        `clean_up_tokenization_spaces` of the config is not applied: transformers 5 ignores it for BPE tokenizers, since
-        it removes spaces that belong to the text, and no other kind of tokenizer that sets it is in use for generation.
+        `clean_up_tokenization_spaces` is not applied: transformers 5 ignores it for BPE, since it removes spaces of the
+        text.
         """
         with typed_errors(self._refusal):
             try:
@@ -317,27 +306,24 @@ class Tokenizer:
                 raise UserError(f"Token ids must be integers from 0 to {2**32 - 1}: {error}.", "ids") from None
 
     def token_text(self, token_id: int) -> str:
-        """Give one token's text as it reads after other text: with its leading space, special tokens spelled out.
-
-        Bytes that are no whole character read U+FFFD; an id the tokenizer does not know reads as nothing.
-        """
+        """Return a token's text after other text, with leading space; special tokens as spelled."""
         piece = self.piece(token_id)
         return piece.decode(errors="replace") if isinstance(piece, bytes) else piece[1]
 
     def raw_bytes(self, token_id: int) -> bytes | None:
-        """Give a token's bytes where they are no whole characters, so that `token_text` cannot show them."""
+        """Return a token's bytes if they are not whole characters; otherwise None."""
         piece = self.piece(token_id)
         if not isinstance(piece, bytes) or "\ufffd" not in piece.decode(errors="replace"):
             return None
         return piece
 
     def is_text(self, token_id: int) -> bool:
-        """Whether a token is a text of its own: neither special nor a part of a character."""
+        """Return whether a token is text: not special, and whole characters."""
         text = "" if token_id in self.special_ids else self.token_text(token_id)
         return bool(text) and "\ufffd" not in text
 
     def piece(self, token_id: int) -> Piece:
-        """Give a token's share of the text (see `Piece`); made by the decoder once, then looked up."""
+        """Return a token's `Piece`, cached."""
         piece = self._pieces.get(token_id)
         if piece is None:
             with typed_errors(self._refusal):
@@ -366,12 +352,10 @@ class Tokenizer:
         chat_template: str | None = None,
         **kwargs: Any,
     ) -> str:
-        """Write a conversation as the model's chat template does: the text to encode without special tokens.
+        """Render a conversation with the chat template, to be encoded without special tokens.
 
-        `chat_template` is a template, or the name of one of the model's; by default the model's "tool_use" template
-        when there are tools, else its default. `continue_final_message` leaves the last message open for the model to
-        go on with. `kwargs` are variables for the template, which runs in jinja2's immutable sandbox and gets messages
-        in its shape: arguments of calls may be objects or JSON text.
+        `chat_template` is a template or the name of one of the model's; default "tool_use" with tools, else "default".
+        `continue_final_message` leaves the last message open. `kwargs` are template variables.
         """
         template = self._compile(self._template_source(chat_template, tools))
         return render(
@@ -395,12 +379,11 @@ class Tokenizer:
         add_special_tokens: bool = False,
         read_arguments: ReadArguments | None = read_json,
     ) -> tuple[str, list[int]]:
-        """Give a conversation's text, as `apply_chat_template` does, and its token ids.
+        """Return a conversation's text, as `apply_chat_template`, and its token ids.
 
-        Special tokens are the template's alone: spelled in a message, a role, a tool or a variable they are ordinary
-        text (see chat_tokens.py). `add_special_tokens` adds what the model expects around a prompt to what the template
-        writes. `read_arguments` reads those of calls; None where they have the template's form already. Raises
-        `UserError`, also for variables that are arguments of this method.
+        Only the template's special tokens are encoded as such (see special_token_guard.py). `add_special_tokens` adds
+        the model's around the prompt. `read_arguments` parses call arguments; None if already converted. Raises
+        `UserError`, also for variables that are parameters of this method.
         """
         variables = dict(chat_template_kwargs or {})
         taken = next((name for name in RESERVED if name in variables), None)
@@ -431,12 +414,11 @@ class Tokenizer:
 
     @functools.cached_property
     def special_tokens(self) -> SpecialTokens:
-        """The special tokens, prepared for the guard of chat templates."""
+        """Return the special tokens, prepared for `special_token_guard`."""
         return SpecialTokens(self.backend)
 
     @functools.cached_property
     def _around(self) -> tuple[list[int], list[int]]:
-        """The ids that the model expects before and after a prompt."""
         whole, text = (self.backend.encode(_ANCHOR, add_special_tokens=special).ids for special in (True, False))
         start = next((start for start in range(len(whole)) if whole[start : start + len(text)] == text), None)
         if start is None:
@@ -444,7 +426,7 @@ class Tokenizer:
         return whole[:start], whole[start + len(text) :]
 
     def template_shape(self, chosen: str | None, tools: Sequence[Mapping[str, Any]] | None) -> Shape:
-        """Return the shape in which the template that `encode_chat` would choose takes messages."""
+        """Return the message shape of the template that `encode_chat` would choose."""
         return self._compile(self._template_source(chosen, tools)).shape
 
     def _template_source(self, chosen: str | None, tools: Sequence[Mapping[str, Any]] | None) -> str:
@@ -463,7 +445,7 @@ class Tokenizer:
 
 
 class NoTokenizer(Tokenizer):
-    """Stands where `skip_tokenizer_init` left the tokenizer out: any token reads as nothing, and text is refused."""
+    """Replaces the tokenizer with `skip_tokenizer_init`: tokens have no text, and text is refused."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -472,7 +454,7 @@ class NoTokenizer(Tokenizer):
         self._named_tokens, self.chat_templates, self._adds_eos = {}, {}, False
 
     def piece(self, token_id: int) -> Piece:
-        """Give no text."""
+        """Return no text."""
         return "", ""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
@@ -486,17 +468,17 @@ class NoTokenizer(Tokenizer):
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """What a tokenizer's decoder does beyond giving each token its text."""
+    """How a decoder joins the texts of tokens."""
 
-    byte_tokens: Literal["level", "fallback", "none"]  # every token is bytes; tokens like <0xE2> are; none is
-    strip: str = ""  # a character removed once from the start of the whole text
+    byte_tokens: Literal["level", "fallback", "none"]  # which tokens are bytes: all, those like <0xE2>, none
+    strip: str = ""  # one character removed from the start of the text
 
 
 def _decoding_of(decoder: Mapping[str, Any] | None, name: str) -> Decoding:
-    """Read off a decoder's description how its texts join; `UserError` for one that cannot be streamed exactly.
+    """Return how a decoder joins tokens; `UserError` if it cannot be streamed exactly.
 
-    Known: every token is bytes; or tokens whose text depends at most on being first, with or without byte-fallback
-    tokens; and after either, one character stripped from the start of the text.
+    Supported: byte-level; or tokens with text that depends at most on being first, with or without byte fallback; and
+    one character stripped from the start.
     """
     stages = _flatten(decoder)
     strip = ""
@@ -513,7 +495,7 @@ def _decoding_of(decoder: Mapping[str, Any] | None, name: str) -> Decoding:
     if kinds == ["ByteLevel"]:
         return Decoding("level", strip)
     byte_fallback = kinds[-1:] == ["ByteFallback"]
-    # Metaspace treats the first token apart, which would mix with the stripping; WordPiece would hide byte tokens.
+    # Metaspace treats the first token specially, which would conflict with stripping; WordPiece would hide byte tokens.
     allowed = (
         {"Replace"}
         | (set() if strip else {"Metaspace"})

@@ -1,8 +1,4 @@
-"""Reads a tokenizer's files: from a folder or the hub, and of every age that models come in.
-
-Gives the backend of the `tokenizers` library, the named special tokens and the chat templates; what is made of them is
-in tokenizer.py. No code of a model's repository is ever run.
-"""
+"""Read tokenizer files of any age, from a folder or the hub; never runs code of a repository."""
 
 from __future__ import annotations
 
@@ -16,7 +12,6 @@ from typing import Any, NamedTuple
 from jaxllm.checkpoints.files import inside, read_object, read_template
 from jaxllm.errors import UserError
 
-# What is fetched from a hub repository; also what the conversion by transformers may need.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -36,17 +31,17 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 
 
 class TokenizerFiles(NamedTuple):
-    """What a model's folder says of its tokenizer."""
+    """A folder's tokenizer."""
 
-    backend: Any  # a tokenizers.Tokenizer; not named as a type to keep the import lazy
-    named_tokens: dict[str, str]  # as "eos_token": "</s>"
-    chat_templates: dict[str, str]  # by name
-    has_types: bool  # whether the model is told which of two texts a token belongs to
-    adds_eos: bool = False  # tokenizer_config.json asks for a token behind each text, which tokenizer.json may not add
+    backend: Any  # a tokenizers.Tokenizer, untyped for lazy import
+    named_tokens: dict[str, str]
+    chat_templates: dict[str, str]
+    has_types: bool  # whether the model takes token types of text pairs
+    adds_eos: bool = False  # tokenizer_config.json's add_eos_token, which tokenizer.json may not implement
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder holds a tokenizer, one that has to be converted first included."""
+    """Return whether a folder has a tokenizer, including convertible ones."""
     return any((folder / name).is_file() for name in ("tokenizer.json", *_CONVERTIBLE))
 
 
@@ -61,15 +56,12 @@ def digest_of(folder: Path) -> bytes:
 
 
 def read_chat_templates(folder: Path) -> dict[str, str]:
-    """Read the chat templates of a folder by name; it need not hold a tokenizer."""
+    """Return a folder's chat templates by name; a tokenizer is not required."""
     return _chat_templates(folder, _read_settings(folder, "tokenizer_config.json"))
 
 
 def read_tokenizer_files(folder_or_id: str | Path, revision: str | None = None) -> TokenizerFiles:
-    """Read the files of a local folder or of a hub repository (`revision`: its branch, tag or commit).
-
-    Raises `UserError` when there are none, or when they cannot be read.
-    """
+    """Read the files of a local folder or hub repository; `revision` is a branch, tag or commit."""
     folder = _tokenizer_folder(folder_or_id, revision)
     settings = _read_settings(folder, "tokenizer_config.json")
     is_split = settings.get("split_special_tokens", False)
@@ -84,7 +76,7 @@ def read_tokenizer_files(folder_or_id: str | Path, revision: str | None = None) 
         raise UserError(f"{folder} has no tokenizer: expected tokenizer.json (or {', '.join(_CONVERTIBLE)}).")
     if _read_settings(folder, "sentence_bert_config.json").get("do_lower_case") is True:
         _add_lowercase(backend)
-    # A file may carry the truncation and padding of its training run; a prompt is never cut or padded.
+    # Files may contain truncation and padding of training.
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = is_split
@@ -94,7 +86,7 @@ def read_tokenizer_files(folder_or_id: str | Path, revision: str | None = None) 
 
 
 def _tokenizer_folder(folder_or_id: str | Path, revision: str | None) -> Path:
-    """Give the local folder, fetched from the hub where it is an id; a local folder has no revisions."""
+    """Return the local folder, downloaded if it is a hub id."""
     folder = Path(folder_or_id).expanduser()
     if folder.is_dir():
         return folder
@@ -104,7 +96,7 @@ def _tokenizer_folder(folder_or_id: str | Path, revision: str | None) -> Path:
 
     try:
         return Path(snapshot_download(folder_or_id, revision=revision, allow_patterns=list(TOKENIZER_FILES)))
-    except (OSError, ValueError) as error:  # every error of huggingface_hub is one of the two
+    except (OSError, ValueError) as error:  # covers all errors of huggingface_hub
         raise UserError(
             f"No tokenizer for {folder_or_id!r}: not a local folder, and the hub says: {_one_line(error)}", "tokenizer"
         ) from error
@@ -112,10 +104,9 @@ def _tokenizer_folder(folder_or_id: str | Path, revision: str | None) -> Path:
 
 @contextmanager
 def typed_errors(say: Callable[[str], UserError]) -> Iterator[None]:
-    """Raise what `say` makes of an error of the `tokenizers` library; others pass.
+    """Convert errors of the `tokenizers` library with `say`.
 
-    It raises `Exception` itself; and what its Rust code panics with is not even one, so that it would pass every guard
-    on its way and end a thread.
+    It raises plain `Exception`, and its Rust panics are BaseExceptions that would end a thread.
     """
     try:
         yield
@@ -137,7 +128,7 @@ def _read_backend(path: Path) -> Any:
 
 
 def _has_types(settings: Mapping[str, Any]) -> bool:
-    """Whether a config lets token types out; without a word on it, only transformers 5's own class does not."""
+    """Return whether the model takes token types; by default all classes but transformers 5's own do."""
     names = settings.get("model_input_names")
     if isinstance(names, list):
         return "token_type_ids" in names
@@ -145,21 +136,21 @@ def _has_types(settings: Mapping[str, Any]) -> bool:
 
 
 def _add_lowercase(backend: Any) -> None:
-    """Lower all texts first, as sentence-transformers does where its file says so."""
+    """Lowercase texts first, as sentence-transformers."""
     from tokenizers.normalizers import Lowercase, Sequence
 
     backend.normalizer = Sequence([Lowercase(), *([backend.normalizer] if backend.normalizer else [])])
 
 
 def _try(backend: Any, folder: Path) -> None:
-    """Refuse a tokenizer whose parts contradict each other, which shows only once a text is read."""
+    """Refuse a tokenizer with contradictory parts, which fails only when used."""
     with typed_errors(lambda said: UserError(f"The tokenizer of {folder} cannot read texts: {said}", "tokenizer")):
-        for text in ("a b", "\U0010fffe"):  # the second is a character that no vocabulary has
+        for text in ("a b", "\U0010fffe"):  # the second is in no vocabulary
             backend.decode(backend.encode(text).ids, skip_special_tokens=False)
 
 
 def _convert(folder: Path) -> tuple[Any, dict[str, str]]:
-    """Build the tokenizer of an older folder (sentencepiece, or vocabulary and merges) with transformers."""
+    """Convert an older folder (sentencepiece, or vocabulary and merges) with transformers."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -180,7 +171,7 @@ def _convert(folder: Path) -> tuple[Any, dict[str, str]]:
             converted = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     except UserError:
         raise
-    except Exception as error:  # by kind of tokenizer: ImportError, ValueError, OSError, KeyError, RuntimeError …
+    except Exception as error:
         raise say(_one_line(error)) from error
     backend = getattr(converted, "backend_tokenizer", None)
     if backend is None:
@@ -189,16 +180,16 @@ def _convert(folder: Path) -> tuple[Any, dict[str, str]]:
 
 
 def _add_special_tokens(backend: Any, settings: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    """Add the special tokens the config names to the backend where it lacks them; give the named ones.
+    """Add the config's special tokens that the backend lacks; return the named ones.
 
-    The order decides the ids of new tokens: as transformers 5 does it (tokenization_utils_tokenizers.py), the config's
-    table by id, then the named ones, then the others.
+    Order determines new ids; as transformers 5 (tokenization_utils_tokenizers.py): the config's table by id, named
+    tokens, others.
     """
     from tokenizers import AddedToken
 
     settings = dict(settings)
     table = settings.get("added_tokens_decoder")
-    if table is None:  # an older folder has them in a file of its own
+    if table is None:  # older folders use a separate file
         settings.update(_read_settings(folder, "special_tokens_map.json"))
     elif not isinstance(table, dict) or not all(key.isascii() and key.isdigit() and len(key) < 10 for key in table):
         raise UserError("tokenizer_config.json: added_tokens_decoder must have a token for each id.", "tokenizer")
@@ -224,7 +215,6 @@ def _add_special_tokens(backend: Any, settings: Mapping[str, Any], folder: Path)
 
 
 def _token_fields(token: Any) -> dict[str, Any]:
-    """Give the arguments of an AddedToken written as its text or as an object."""
     given = {"content": token} if isinstance(token, str) else token if isinstance(token, dict) else {}
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     fields = {key: given[key] for key in ("content", *flags) if key in given}
@@ -238,7 +228,7 @@ def _token_fields(token: Any) -> dict[str, Any]:
 
 
 def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Collect the model's chat templates by name; files come before the config's entry."""
+    """Return the model's chat templates by name; files take precedence over the config."""
     templates: dict[str, str] = {}
     single = read_template(folder, "chat_template.jinja")
     if single is not None:
@@ -256,7 +246,6 @@ def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]
 
 
 def _is_text(value: object) -> bool:
-    """Say whether a value is text that can be written: half of a surrogate pair cannot."""
     try:
         return isinstance(value, str) and value.encode() is not None
     except UnicodeEncodeError:

@@ -1,1 +1,1 @@
-"""Paged attention: one module for each implementation."""
+"""Paged attention: a module per implementation."""

@@ -1,10 +1,7 @@
-"""How the keys of a decode step's rows are divided among the programs of a kernel: in pieces, each of one row.
+"""Division of decode rows' keys into pieces, one per program of a kernel.
 
-By `evenly` all rows' keys are shared among as many programs as run at once, so that one long row among short ones keeps
-no program busy while the others have nothing to do. By `by_own_length` a row's pieces depend on its own length alone,
-and so its sums' last bits do, too.
-
-The same for all layers with the same window; XLA computes it once a step. Letters: R rows, B pieces.
+`evenly` balances keys over the programs that run concurrently. In `by_own_length` a row's pieces, and so its sums' last
+bits, depend only on its length. Letters: R rows, B pieces.
 """
 
 from __future__ import annotations
@@ -19,18 +16,18 @@ from pallas_kernels.tuning import Decode
 
 
 class Pieces(NamedTuple):
-    """All int32; a row's pieces follow one another, and a row without keys has one piece without any."""
+    """Pieces, int32; those of a row are consecutive, and a row without keys has one empty piece."""
 
-    row: Array  # [B]: of each piece; -1 where there is none
-    begin: Array  # [B]: its first key
-    end: Array  # [B]: the one behind its last
-    siblings: Array  # [B]: how many its row has, this one too
-    first: Array  # [R]: the number of a row's first piece
-    count: Array  # [R]: how many a row has
+    row: Array  # [B], -1 for unused pieces
+    begin: Array  # [B], first key
+    end: Array  # [B], end of keys
+    siblings: Array  # [B], number of the row's pieces
+    first: Array  # [R], first piece
+    count: Array  # [R], number of pieces
 
 
 def divide(lengths: Array, context: int, args: AttentionArgs, chosen: Decode) -> Pieces:
-    """Divide rows of `lengths` [R], of at most `context` keys, as a kernel was chosen to have them."""
+    """Divide rows of `lengths` [R], at most `context` keys, as tuned."""
     lengths = lengths.astype(jnp.int32)
     if args.batch_invariant:
         return by_own_length(lengths, args.window, chosen.keys, chosen.splits, chosen.least_keys)
@@ -38,11 +35,10 @@ def divide(lengths: Array, context: int, args: AttentionArgs, chosen: Decode) ->
 
 
 def evenly(lengths: Array, context: int, window: int | None, visited: int, programs: int, least: int) -> Pieces:
-    """Divide the keys that rows of `lengths` [R] see into R + `programs` pieces at most.
+    """Divide the visible keys of rows into at most R + `programs` pieces.
 
-    A row is cut where it is longer than `least` keys and than an even share of all keys and a sixteenth of it, so that
-    rows that nearly fill the programs, as 64 with 8 heads do, are not cut. Its pieces are whole visits, of `visited`
-    keys, and as equal as these allow. No row is longer than `context`.
+    Rows longer than `least` and than 17/16 of an even share are cut, so that rows that nearly fill the programs, as 64
+    with 8 heads, are not. Pieces are multiples of `visited` keys, as equal as possible.
     """
     begins = _begins(lengths, window)
     keys = lengths - begins
@@ -54,24 +50,23 @@ def evenly(lengths: Array, context: int, window: int | None, visited: int, progr
 
 
 def by_own_length(lengths: Array, window: int | None, visited: int, splits: int, least: int) -> Pieces:
-    """Cut each row that is longer than `least` keys into `splits` equal pieces at most; R · `splits` pieces in all."""
+    """Cut rows longer than `least` keys into at most `splits` equal pieces; R · `splits` pieces in all."""
     begins = _begins(lengths, window)
     count = jnp.minimum(-(-(lengths - begins) // least), splits)
     return _cut(begins, lengths, count, visited, len(lengths) * splits)
 
 
 def _begins(lengths: Array, window: int | None) -> Array:
-    """Return where rows begin: at 0, or at the window's first key."""
     return jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - window, 0)
 
 
 def _cut(begins: Array, ends: Array, count: Array, visited: int, most: int) -> Pieces:
-    """Cut each row's keys into about `count` [R] equal pieces of whole visits."""
+    """Cut rows into about `count` [R] equal pieces, multiples of `visited` keys."""
     keys = ends - begins
     each = jnp.maximum(-(-keys // (jnp.maximum(count, 1) * visited)), 1) * visited
     count = jnp.maximum(-(-keys // each), 1)
     numbers = jnp.arange(len(keys))
-    # Sums over all pairs: a few kernels, where a running sum and searches would be many.
+    # Few kernels, unlike cumulative sums and searches.
     first = jnp.sum(jnp.where(numbers[None, :] < numbers[:, None], count[None, :], 0), axis=1)
     piece = jnp.arange(most)[:, None]
     is_own = (first <= piece) & (piece < first + count)  # [B, R]

@@ -1,7 +1,6 @@
-"""Paged attention with one query per sequence, in Pallas: the shortest text that says what such a kernel does.
+"""Paged decode attention in Pallas, for reading and experiments; interpreted on a CPU.
 
-For reading, and for trying out changes without a GPU: on a CPU it is interpreted. Knows neither models nor schedulers.
-Letters: B rows, K key-value heads, G query heads per key-value head, C head size, V that of values, P tokens per block.
+Letters: B rows, K KV heads, G query heads per KV head, C head size, V value size, P tokens per block.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pallas_kernels.choice import Site
 
 
 def refusal(operation: str, site: Site) -> str | None:
-    """Say why this cannot attend there; None where it can."""
+    """See `choice.refusal`."""
     sizes = {
         "the size of a head": site.head_size,
         "the size of a value": site.value_size or site.head_size,
@@ -46,11 +45,10 @@ def attend(
     window: int | None,
     softcap: float | None,
 ) -> None:
-    """Attend with the G query heads of one row that share one head of keys; grid (B, K).
+    """Attend with the G query heads of one row and KV head; grid (B, K).
 
-    A softmax needs the highest score and the sum of all weights before the first value can be weighted. The online one
-    (Milakov & Gimelshein 2018) goes through the row's blocks once: it keeps the highest score so far, and the sums of
-    weights and of weighted values relative to that; when a block brings a higher one, both sums shrink accordingly.
+    Online softmax (Milakov & Gimelshein 2018): one pass over the row's blocks keeps the highest score, and sums of
+    weights and weighted values relative to it; a higher score rescales both.
 
     q [B, K, G, C], caches [N, K, P, C] and [N, K, P, V], tables [B, M], lengths [B], sinks [K, G], scales [N, K, P],
     out [B, K, G, V].
@@ -78,34 +76,33 @@ def attend(
         shrink = jnp.exp(highest - highest_now)
         weights = jnp.where(is_seen[None, :], jnp.exp(scores - highest_now[:, None]), 0.0)
 
-        if v_cache is None:  # the value is the beginning of its key
+        if v_cache is None:  # values are prefixes of keys
             v = _scaled(k_cache[block, head, :, pl.ds(0, width)], k_scales, block, head)
         else:
             v = _scaled(v_cache[block, head], v_scales, block, head)  # [P, V]
-        # What was never written may be NaN, and a weight of zero does not silence that.
+        # Unwritten values may be NaN, which a zero weight does not mask.
         v = jnp.where(is_seen[:, None], v, 0)
         values = values * shrink[:, None] + _dot(weights.astype(v.dtype), v)
         return values, highest_now, total * shrink + jnp.sum(weights, axis=1)
 
-    # Without keys, nothing was seen; a sink is a key that was seen already and has no value.
+    # A sink acts as a key without value.
     values = jnp.zeros((group, width), jnp.float32)
     if sinks is None:
         seen = values, jnp.full((group,), LOWEST, jnp.float32), jnp.zeros((group,), jnp.float32)
     else:
         seen = values, sinks[head].astype(jnp.float32), jnp.ones((group,), jnp.float32)
-    # Blocks behind the last key are not visited, so that what stands in their entries of the table does not matter.
+    # Blocks beyond the last key are not visited, so their table entries do not matter.
     values, _, total = lax.fori_loop(first_place // block_tokens, pl.cdiv(length, block_tokens), visit, seen)
-    total = jnp.where(total > 0, total, 1.0)  # a row of length 0 gives zeros
+    total = jnp.where(total > 0, total, 1.0)  # rows of length 0 return zeros
     out[row, head] = (values / total[:, None]).astype(out.dtype)
 
 
 def _scaled(stored: Array, scales: jax.Ref | None, block: Array, head: Array) -> Array:
-    """Return what stored vectors [P, C] stand for: themselves, or each times its scale in float32."""
     return stored if scales is None else stored.astype(jnp.float32) * scales[block, head][:, None]
 
 
 def _dot(a: Array, b: Array, trans_b: bool = False) -> Array:
-    """Multiply matrices with a float32 sum; where their types differ, both are float32, and never its short form."""
+    """Multiply with float32 sums; convert mixed types to float32, without TF32."""
     if a.dtype != b.dtype:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     return pallas_triton.dot(a, b, trans_b=trans_b, allow_tf32=False)

@@ -1,8 +1,8 @@
-"""Paged attention of decode rows for NVIDIA GPUs, in Triton's language: a program for each piece and key-value head.
+"""Paged decode attention for NVIDIA GPUs in Triton: a program per piece and KV head.
 
-A program waits three times before it multiplies: for its piece, for queries and block numbers, and for keys and values,
-which are loaded at the same time. Each visit loads the block numbers of the next one. A visit that reaches over the
-piece's end loads the last key instead: blocks that were never written may hold NaN.
+A program waits for three loads before it multiplies: its piece; queries and block numbers; keys and values. Each
+iteration prefetches the next block numbers. Reads beyond the piece's end repeat its last key, since unwritten blocks
+may hold NaN.
 """
 
 # pyright: reportMissingImports=false
@@ -56,9 +56,9 @@ def attend_piece(
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Attend with the queries of one row that share a head of keys; grid (pieces, key-value heads).
+    """Attend with the queries of one row and KV head; grid (pieces, KV heads).
 
-    The row sees every key of its pieces (`division.Pieces`); `triton_pieces.py` describes `parts` and `sums`.
+    `triton_pieces.py` describes `parts` and `sums`.
     """
     number = tl.program_id(0)
     head = tl.program_id(1)
@@ -82,7 +82,7 @@ def attend_piece(
         highest = tl.full((BM,), LOWEST, tl.float32)
         total = tl.zeros((BM,), tl.float32)
         if sinks is not None:
-            if pieces == 1:  # else they are added where the pieces are brought together
+            if pieces == 1:  # otherwise added in `combine`
                 highest = tl.load(sinks + head * G + rows, mask=is_row, other=0.0).to(tl.float32) * _LOG2_E
                 total = tl.full((BM,), 1.0, tl.float32)
         for at in range(begin, end, BN):
@@ -103,7 +103,7 @@ def attend_piece(
             if k_scales is not None:
                 scores *= tl.load(k_scales + slots)[None, :]
             if SOFTCAP is not None:
-                # tanh(x) is 2 sigmoid(2 x) - 1. SCALE has log2(e) in it.
+                # tanh(x) = 2 sigmoid(2 x) - 1. SCALE includes log2(e).
                 cap: tl.constexpr = SOFTCAP * _LOG2_E
                 scores = (2 * tl.sigmoid(scores * (2 / cap)) - 1) * cap
             is_seen = keys < end

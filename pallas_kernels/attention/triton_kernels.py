@@ -1,7 +1,7 @@
-"""Paged attention of tiles of prompts for NVIDIA GPUs, in Triton's language; of decode rows it is triton_decode.py.
+"""Paged prefill attention for NVIDIA GPUs in Triton.
 
-Queries of the heads that share keys stand below one another in a tile, so that the tensor cores see whole matrices.
-Online softmax with base 2 (Milakov & Gimelshein 2018; Dao 2023, arXiv:2307.08691); scores and sums are float32.
+A tile stacks the queries of heads that share keys. Online softmax in base 2 (Milakov & Gimelshein 2018; Dao 2023,
+arXiv:2307.08691).
 """
 
 # pyright: reportMissingImports=false
@@ -24,17 +24,17 @@ from pallas_kernels.choice import Site
 from pallas_kernels.triton_bridge import call
 
 _LOG2_E = tl.constexpr(LOG2_E)
-LARGEST = 256  # coordinates of a head; longer ones are for `triton_latent`
-_SMALLEST = 16  # rows and coordinates of a matrix that tensor cores multiply
+LARGEST = 256  # head size; larger ones use `triton_latent`
+_SMALLEST = 16  # tensor cores' minimal matrix dimension
 
 
 def refusal(operation: str, site: Site) -> str | None:
-    """Say why this cannot attend there; None where it can."""
+    """See `choice.refusal`."""
     if site.dtype == "float16" and site.cache_dtype == "float8_e5m2":
         return "float16 cannot hold weights times the scales of a cache of float8_e5m2"
     is_latent = triton_latent.fits(site.kv_heads, site.head_size, site.value_size)
     if is_latent and site.cache_dtype == "float8_e5m2" and (site.capability or 90) < 90:
-        return "latents of float8_e5m2 need compute capability 9.0"  # Triton 3.6 multiplies bfloat16 as only that can
+        return "latents of float8_e5m2 need compute capability 9.0"  # Triton 3.6's bfloat16 code requires it
     if site.head_size > LARGEST and not is_latent:
         values = "one head of keys of which the first 2^n, 16 to 512, are the values"
         return f"heads of {site.head_size} do not fit; up to {LARGEST} do, and {values}"
@@ -68,7 +68,7 @@ def _visit(
     SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Let queries [BM, CP] at places [BM] see the keys from `at` to `at + BN`; those below `end` where MASKED."""
+    """Update online softmax of queries [BM, CP] at `place` [BM] with keys `at` to `at + BN`; below `end` if MASKED."""
     keys = at + tl.arange(0, BN)
     coordinates = tl.arange(0, CP)
     values_at = tl.arange(0, VP)
@@ -80,7 +80,7 @@ def _visit(
     slots = (blocks.to(tl.int64) * K + head) * P + keys % P
     k_at = k_cache + slots[None, :] * C + coordinates[:, None]
     v_at = (k_cache + slots[:, None] * C if v_cache is None else v_cache + slots[:, None] * V) + values_at[None, :]
-    # What was never written may be NaN, and a weight of zero does not silence that: it is not loaded.
+    # Unwritten values may be NaN, which a zero weight does not mask: do not load them.
     if MASKED:
         k = tl.load(k_at, mask=is_there[None, :] & (coordinates < C)[:, None], other=0.0)
     elif C != CP:
@@ -91,7 +91,7 @@ def _visit(
     if k_scales is not None:
         scores *= tl.load(k_scales + slots, mask=is_there, other=0.0)[None, :]
     if SOFTCAP is not None:
-        # tanh(x) is 2 sigmoid(2 x) - 1. SCALE has log2(e) in it.
+        # tanh(x) = 2 sigmoid(2 x) - 1. SCALE includes log2(e).
         cap: tl.constexpr = SOFTCAP * _LOG2_E
         scores = (2 * tl.sigmoid(scores * (2 / cap)) - 1) * cap
     if MASKED:
@@ -121,7 +121,7 @@ def _visit(
 
 @triton.jit
 def _first_key(place, BN: tl.constexpr, WINDOW: tl.constexpr):
-    """Return where to begin for a query at `place`: at 0, or at the window's first key, rounded down."""
+    """Return the first visible key for a query, rounded down to a multiple of BN."""
     if WINDOW is None:
         return 0
     else:
@@ -155,7 +155,7 @@ def attend(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Attend with BM rows of one tile and one key-value head; grid (tiles, key-value heads x row blocks)."""
+    """Attend with BM rows of one tile and KV head; grid (tiles, KV heads x row blocks)."""
     tile = tl.program_id(0)
     head = tl.program_id(1) % K
     first_row = tl.program_id(1) // K * BM
@@ -163,13 +163,13 @@ def attend(
     start = tl.load(starts + tile)
     position = tl.load(positions + tile)
     count = tl.load(lengths + tile)
-    some = tl.minimum(count, 1)  # always 1 below: branches on it keep ptxas from spilling
+    some = tl.minimum(count, 1)  # always 1 below; branches on it prevent spills
     rows = first_row + tl.arange(0, BM)
     tokens = rows // G
     is_row = tokens < count
     coordinates = tl.arange(0, CP)
     values_at = tl.arange(0, VP)
-    own = (start + tokens).to(tl.int64) * H + head * G + rows % G  # which head of which token
+    own = (start + tokens).to(tl.int64) * H + head * G + rows % G  # head of token
     if first_row < count * G:
         place = position + tokens
         begin = _first_key(position + first_row // G, BN, WINDOW)
@@ -183,7 +183,7 @@ def attend(
             if some == 1:
                 highest = tl.load(sinks + head * G + rows % G).to(tl.float32) * _LOG2_E
                 total = tl.full((BM,), 1.0, tl.float32)
-        if WINDOW is None:  # keys that all rows see need no mask
+        if WINDOW is None:  # keys visible to all rows need no mask
             whole = begin + tl.maximum(tl.minimum(end, position + first_row // G + 1) - begin, 0) // BN * BN
         else:
             whole = begin
@@ -213,7 +213,7 @@ def paged_prefill(q: Array, tiles: Tiles, args: AttentionArgs, *, tile: int, cap
     width = args.value_width
     shape = (q.shape[0], heads, width)
     blocks = -(-rows // chosen.rows)
-    untouched = jnp.zeros(shape, q.dtype)  # what queries in no tile give
+    untouched = jnp.zeros(shape, q.dtype)  # result of queries outside tiles
     (out,) = call(
         attend,
         (q, *cache_arrays(args), args.tables, tiles.length, tiles.start, tiles.position, args.sinks, untouched),
@@ -231,13 +231,13 @@ def paged_prefill(q: Array, tiles: Tiles, args: AttentionArgs, *, tile: int, cap
 
 
 def cache_arrays(args: AttentionArgs) -> tuple[Array | None, ...]:
-    """Return keys, values and their scales as kernels take them."""
-    v_scales = args.k_scales if args.v_cache is None else args.v_scales  # a value is the beginning of its key
+    """Return keys, values and scales as kernel arguments."""
+    v_scales = args.k_scales if args.v_cache is None else args.v_scales  # values are prefixes of keys
     return args.k_cache, args.v_cache, args.k_scales, v_scales
 
 
 def constants(q: Array, args: AttentionArgs) -> dict[str, Any]:
-    """Return the constants that kernels of prompts and of decode rows share."""
+    """Return constants common to prefill and decode kernels."""
     size, width = q.shape[2], args.value_width
     return {
         "H": q.shape[1],
@@ -254,5 +254,5 @@ def constants(q: Array, args: AttentionArgs) -> dict[str, Any]:
 
 
 def padded(size: int) -> int:
-    """Round `size` up to a tile that tensor cores multiply."""
+    """Round `size` up to a tensor core dimension."""
     return max(_SMALLEST, triton.next_power_of_2(size))

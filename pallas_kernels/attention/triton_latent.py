@@ -1,9 +1,8 @@
-"""Latent attention for NVIDIA GPUs, in Triton's language: all heads of a token over one key, which is the value too.
+"""Latent attention for NVIDIA GPUs in Triton: all heads share one key; its prefix is the value.
 
-A key is V coordinates of the latent and R that are rotated (DeepSeek-AI 2024, "DeepSeek-V2", §2.1: 512 and 64). A tile
-of latents is loaded once, for scores and for values; heads of tokens stand below one another in a tile of queries. A
-decode row is cut into pieces, which are brought together, as in `triton_decode.py`.
-Online softmax with base 2 (Milakov & Gimelshein 2018; Dao 2023, arXiv:2307.08691); scores and sums are float32.
+A key is V latent and R rotated coordinates (DeepSeek-AI 2024, "DeepSeek-V2", §2.1: 512 and 64). A tile of latents is
+loaded once for scores and values; query tiles stack heads of tokens. Online softmax in base 2 (Milakov & Gimelshein
+2018; Dao 2023, arXiv:2307.08691).
 """
 
 # pyright: reportMissingImports=false
@@ -25,20 +24,20 @@ from pallas_kernels.attention.division import divide
 from pallas_kernels.attention.triton_pieces import LOG2_E, LOWEST
 from pallas_kernels.triton_bridge import call
 
-_SMALLEST, _LARGEST = 16, 512  # coordinates of a latent; the largest one's values fill the registers
+_SMALLEST, _LARGEST = 16, 512  # latent size; values of the largest fill the registers
 
 
 def fits(kv_heads: int, head_size: int, value_size: int | None) -> bool:
-    """Say whether values are the beginning of the only head's keys, and of a size that this is for."""
+    """Return whether values are prefixes of a single head's keys, of a supported size."""
     if value_size is None or kv_heads != 1 or not 0 < head_size - value_size <= value_size:
         return False
     return _SMALLEST <= value_size <= _LARGEST and triton.next_power_of_2(value_size) == value_size
 
 
 def takes(args: AttentionArgs, largest: int) -> bool:
-    """Say whether this is what attends; a ValueError where heads are larger than `largest` and it cannot.
+    """Return whether this implementation applies; raise ValueError if no other supports the head size.
 
-    Others attend to heads up to `largest`.
+    Others support heads up to `largest`.
     """
     size = args.k_cache.shape[3]
     if not fits(args.kv_heads, size, args.value_size):
@@ -78,8 +77,8 @@ def attend_latent(
 ):
     """Attend with BM rows (heads of tokens) of one tile; grid (row blocks, tiles).
 
-    Programs that read the same keys are neighbours, and all but one find them in the device's cache. Where there are
-    pieces tile b is piece b of a decode row, as in `triton_decode.py`.
+    Programs that read the same keys are adjacent, for the L2 cache. With pieces, tile b is piece b of a decode row, as
+    in `triton_decode.py`.
     """
     first_row = tl.program_id(0) * BM
     number = tl.program_id(1)
@@ -98,7 +97,7 @@ def attend_latent(
         pieces = tl.minimum(count, 1)
     rows = first_row + tl.arange(0, BM)
     is_row = rows < count * H
-    own = start.to(tl.int64) * H + first_row  # the first row's head among those of all tokens
+    own = start.to(tl.int64) * H + first_row
     inside = tl.arange(0, BM)
     values_at = tl.arange(0, V)
     rest_at = tl.arange(0, RP)
@@ -117,10 +116,10 @@ def attend_latent(
         highest = tl.full((BM,), LOWEST, tl.float32)
         total = tl.zeros((BM,), tl.float32)
         furthest = tl.minimum(position + rows // H, end - 1)
-        # What was never written may be NaN, and a weight of zero does not silence that: the last key again.
+        # Unwritten values may be NaN, which a zero weight does not mask: repeat the last key.
         last = tl.maximum(end - 1, 0)
         there = tl.minimum(begin + tl.arange(0, BN), last)
-        # Blocks are looked up a turn ahead: keys whose place is loaded in the same turn would wait for it.
+        # Block numbers are prefetched, so that key loads do not wait for them.
         blocks = tl.load(tables + tile * M + there // P)
         for at in range(begin, end, BN):
             keys = at + tl.arange(0, BN)
@@ -192,7 +191,7 @@ def paged_prefill(q: Array, tiles: Tiles, args: AttentionArgs, *, tile: int, cap
     heads = q.shape[1]
     chosen = tuning.of_latent(capability, tile * heads, str(q.dtype), str(args.k_cache.dtype))
     shape = (q.shape[0], heads, args.value_width)
-    untouched = jnp.zeros(shape, q.dtype)  # what queries in no tile give
+    untouched = jnp.zeros(shape, q.dtype)  # result of queries outside tiles
     no_pieces = [None] * 4
     (out,) = call(
         attend_latent,

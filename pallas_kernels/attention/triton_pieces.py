@@ -1,7 +1,7 @@
-"""The pieces of decode rows (division.py) brought together, in Triton's language, for all that attend in pieces.
+"""Combine the pieces of decode rows (division.py), in Triton.
 
-A piece of a row is, for each head, V sums of weighted values, the highest score, and the sum of weights; scores are in
-base 2. Sums of values are apart from the two others, so that they are stored and loaded 16 bytes at once.
+A piece stores, per head, V weighted value sums, and apart from them, to keep accesses 16 bytes wide, the highest score
+(base 2) and the sum of weights.
 """
 
 # pyright: reportMissingImports=false
@@ -22,11 +22,11 @@ from pallas_kernels.triton_bridge import call
 
 LOG2_E = math.log2(math.e)
 _LOG2_E = tl.constexpr(LOG2_E)
-LOWEST = tl.constexpr(-1e30)  # finite: the difference of two of these is 0, of two infinities NaN
+LOWEST = tl.constexpr(-1e30)  # finite: the difference of two is 0, that of infinities NaN
 
 
 def outputs(pieces: Pieces, rows: int, heads: int, width: int) -> list[jax.ShapeDtypeStruct]:
-    """Describe what a kernel writes for pieces: values [B, H, V] and two sums [B, H, 2]; none where no row is cut."""
+    """Describe a kernel's outputs for pieces: values [B, H, V] and sums [B, H, 2]; [] if no row is cut."""
     count = len(pieces.row)
     return [] if count == rows else [jax.ShapeDtypeStruct((count, heads, size), jnp.float32) for size in (width, 2)]
 
@@ -45,10 +45,7 @@ def combine(
     BV: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Bring BV values of the pieces of BH heads of a row together; grid (rows, blocks of H, blocks of V).
-
-    Rows of one piece are left alone.
-    """
+    """Combine BV values of BH heads of a row's pieces; grid (rows, blocks of H, blocks of V)."""
     row = tl.program_id(0)
     heads = tl.program_id(1) * BH + tl.arange(0, BH)
     columns = tl.program_id(2) * BV + tl.arange(0, BV)
@@ -83,7 +80,7 @@ def combine(
 
 
 def joined(out: Array, written: list[Array], pieces: Pieces, sinks: Array | None, capability: int | None) -> Array:
-    """Put the results of rows of several pieces, `written` as `outputs` says, into `out` [R, H, V]."""
+    """Combine the pieces in `written` into `out` [R, H, V]."""
     if not written:
         return out
     rows, heads, width = out.shape

@@ -1,8 +1,7 @@
-"""Paged attention as a loop over blocks with an online softmax (Milakov & Gimelshein 2018), in plain JAX.
+"""Paged attention in plain JAX: a loop over blocks with online softmax (Milakov & Gimelshein 2018).
 
-The loop ends at the longest sequence, so short ones in a long table are cheap: 10 to 66 times faster on a CPU than
-gathering every block of the table. Knows neither models nor schedulers.
-Letters: B rows, T flat tokens, Y tiles, G query heads per key-value head, S keys visited per turn of the loop.
+The loop ends at the longest sequence: 10 to 66 times faster on a CPU than gathering all blocks. Letters: B rows, T flat
+tokens, Y tiles, G query heads per KV head, S keys per iteration.
 """
 
 from __future__ import annotations
@@ -14,12 +13,11 @@ from jax import Array, lax
 
 from pallas_kernels.attention.arguments import AttentionArgs, Tiles
 
-# Keys per turn. On two cores, 16 sequences of 1,024 tokens, 14 query and 2 key-value heads of 64: 4.2 ms with 64 keys,
-# 6.0 with 32, 5.2 with 128; blocks kept apart as [B, n, K, P, C] instead of joined to [B, K, S, C]: 19 ms. A prefill
-# of 512 tokens is as fast with 64 as with 256.
+# Keys per iteration. On two cores, 16 sequences of 1,024 tokens, 14 query and 2 KV heads of 64: 4.2 ms with 64 keys,
+# 6.0 with 32, 5.2 with 128; separate blocks [B, n, K, P, C] 19 ms.
 KEYS = 64
 
-# Below every score, and finite: the difference of two of these is 0, of two infinities NaN.
+# Below every score, and finite: the difference of two is 0, that of infinities NaN.
 LOWEST = -1e30
 
 
@@ -40,7 +38,7 @@ def paged_prefill(q: Array, tiles: Tiles, args: AttentionArgs, *, tile: int) -> 
     _, heads, size = q.shape
     kv_heads, sinks = args.kv_heads, args.sinks
     group = heads // kv_heads
-    padded = jnp.pad(q, ((0, tile), (0, 0), (0, 0)))  # so that no tile reaches beyond the end
+    padded = jnp.pad(q, ((0, tile), (0, 0), (0, 0)))  # room for the last tile
     logits = None if sinks is None else jnp.repeat(sinks.reshape(kv_heads, group), tile, axis=1)  # [K, G · tile]
     steps = jnp.arange(tile, dtype=jnp.int32)
     returned = (tile, heads, args.value_width)
@@ -51,7 +49,7 @@ def paged_prefill(q: Array, tiles: Tiles, args: AttentionArgs, *, tile: int) -> 
         queries = lax.dynamic_slice(padded, start, (tile, heads, size))
         queries = queries.reshape(tile, kv_heads, group, size).transpose(1, 2, 0, 3)  # [K, G, tile, C]
         queries = queries.reshape(1, kv_heads, group * tile, size)
-        is_real = steps < tiles.length[y]  # [tile]
+        is_real = steps < tiles.length[y]
         places = jnp.tile(jnp.where(is_real, tiles.position[y] + steps, -1), group)[None]  # [1, G · tile]
         table = lax.dynamic_slice(tables, (y, 0), (1, tables.shape[1]))
         mixed = _attend(queries, places, table, logits, args)
@@ -65,15 +63,15 @@ def paged_prefill(q: Array, tiles: Tiles, args: AttentionArgs, *, tile: int) -> 
 
 
 class Mixed(NamedTuple):
-    """What queries have seen so far: [B, K, R, V], and [B, K, R] twice."""
+    """Online softmax state of queries: [B, K, R, V], and [B, K, R] twice."""
 
-    values: Array  # weighted, relative to `highest`
-    highest: Array  # of the scores
-    total: Array  # of the weights, relative to `highest`
+    values: Array  # weighted sums, relative to `highest`
+    highest: Array
+    total: Array
 
 
 def unseen(shape: tuple[int, int, int], value_size: int, sinks: Array | None) -> Mixed:
-    """Return what queries [B, K, R] have seen before the first key: nothing, or their `sinks` [K, R]."""
+    """Return the initial state of queries [B, K, R], optionally with `sinks` [K, R]."""
     values = jnp.zeros((*shape, value_size), jnp.float32)
     if sinks is None:
         return Mixed(values, jnp.full(shape, LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32))
@@ -81,7 +79,7 @@ def unseen(shape: tuple[int, int, int], value_size: int, sinks: Array | None) ->
 
 
 def gathered(cache: Array, blocks: Array, scales: Array | None = None, float8: str | None = None) -> Array:
-    """Take blocks [B, n] of a cache [N, K, P, C] and join each row's: [B, K, S, C]; in float32 where it has scales."""
+    """Gather blocks [B, n] of a cache [N, K, P, C] as [B, K, S, C]; float32 if scaled."""
     rows, count = blocks.shape
     _, kv_heads, block_tokens, size = cache.shape
     found = cache[blocks]
@@ -93,7 +91,7 @@ def gathered(cache: Array, blocks: Array, scales: Array | None = None, float8: s
 
 
 def keys_and_values(args: AttentionArgs, blocks: Array) -> tuple[Array, Array]:
-    """Take the keys and values of blocks [B, n]: [B, K, S, C] and [B, K, S, V]."""
+    """Gather keys [B, K, S, C] and values [B, K, S, V] of blocks [B, n]."""
     k = gathered(args.k_cache, blocks, args.k_scales, args.float8)
     if args.v_cache is None:
         return k, k[..., : args.value_size]
@@ -110,9 +108,9 @@ def mix_in(
     scale: float,
     softcap: float | None,
 ) -> Mixed:
-    """Let q [B, K, R, C] see S more keys, [B, K, S, C], and values, [B, K, S, V]: those that `is_seen` [B, R, S].
+    """Update the state of q [B, K, R, C] with keys [B, K, S, C] and values [B, K, S, V] where `is_seen` [B, R, S].
 
-    Places that are not `is_written` [B, S] may hold NaN and are not read.
+    Positions not `is_written` [B, S] may hold NaN and are ignored.
     """
     is_seen = is_seen[:, None]  # [B, 1, R, S]
     scores = jnp.einsum("bkrc,bksc->bkrs", q, k, preferred_element_type=jnp.float32) * scale
@@ -122,17 +120,16 @@ def mix_in(
     highest = jnp.maximum(before.highest, jnp.max(scores, axis=-1))  # [B, K, R]
     shrink = jnp.exp(before.highest - highest)
     weights = jnp.where(is_seen, jnp.exp(scores - highest[..., None]), 0.0)
-    # A weight of zero does not silence a NaN, so unwritten places must not reach the product.
+    # Unwritten values may be NaN, which a zero weight does not mask.
     v = jnp.where(is_written[:, None, :, None], v, 0)
     added = jnp.einsum("bkrs,bksc->bkrc", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
     return Mixed(before.values * shrink[..., None] + added, highest, before.total * shrink + jnp.sum(weights, axis=-1))
 
 
 def _attend(q: Array, places: Array, tables: Array, sinks: Array | None, args: AttentionArgs) -> Array:
-    """Attend with q [B, K, R, C] at positions `places` [B, R] (negative: none): [B, K, R, V] in float32.
+    """Attend with q [B, K, R, C] at positions `places` [B, R] (negative: none): float32 [B, K, R, V].
 
-    `tables` [B, M] and `sinks` [K, R] replace those of `args`. The keys
-    are visited `KEYS` at a time, from the first that any query sees to the last.
+    `tables` [B, M] and `sinks` [K, R] override `args`. Visits `KEYS` keys at a time.
     """
     rows, kv_heads, queries, _ = q.shape
     window, block_tokens = args.window, args.k_cache.shape[2]

@@ -1,9 +1,8 @@
-"""Decoding many rows of different lengths on a CPU: the page loop of xla.py, in which rows take turns.
+"""Decode attention for many rows of different lengths on a CPU.
 
-There every row is visited as often as the longest: 64 rows of 16 to 512 tokens pay for 64 of 512. Here 16 lanes work
-through the rows, each through some from the first key to the last, and the rows are dealt so that lanes end at about
-the same time. A row's arithmetic is that of its own chunks in their order, whatever rows are beside it.
-Letters: B rows, W lanes, D rows that a lane works through, G query heads per key-value head, S keys visited per turn.
+In xla.py every row iterates as often as the longest: 64 rows of 16 to 512 tokens cost 64 of 512. Here 16 lanes process
+the rows in sequence, balanced to end together. A row's arithmetic does not depend on other rows.
+Letters: B rows, W lanes, D rows per lane, G query heads per KV head, S keys per iteration.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from pallas_kernels.attention import xla
 from pallas_kernels.attention.arguments import AttentionArgs
 from pallas_kernels.attention.xla import KEYS, Mixed, keys_and_values, mix_in, unseen
 
-# Float32, 8 heads of 64 with keys of their own, 64 rows, on two Zen 5 cores: 4.4 ms with 16 lanes, 5.3 with 4 and 8.3
-# with 32, where the turns of all rows at once take 12.0; rows that are equally long take 4.2 ms and 5.2.
+# Float32, 8 heads of 64 with separate keys, 64 rows, two Zen 5 cores: 4.4 ms with 16 lanes, 5.3 with 4, 8.3 with 32,
+# 12.0 without lanes; rows of equal length 4.2 and 5.2 ms.
 _LANES = 16
 
 
@@ -41,7 +40,7 @@ def paged_decode(q: Array, lengths: Array, args: AttentionArgs) -> Array:
 
     def visit(turn: Array, carry: tuple[Mixed, Array]) -> tuple[Mixed, Array]:
         mixed, out = carry
-        number = jnp.sum(ends <= turn, axis=0)  # [W], of the lane's row that it is at; D where it has done all
+        number = jnp.sum(ends <= turn, axis=0)  # [W], index of the lane's current row; D when done
         row = order.at[number, lanes].get(mode="fill", fill_value=rows)
         done = jnp.where(number > 0, ends.at[number - 1, lanes].get(mode="clip"), 0)
         length = lengths.at[row].get(mode="fill", fill_value=0)
@@ -59,7 +58,7 @@ def paged_decode(q: Array, lengths: Array, args: AttentionArgs) -> Array:
         chosen = tables[own, jnp.clip(chunk, 0, width - 1)]  # [W, n]
         k, v = keys_and_values(args, chosen)
         mixed = mix_in(mixed, grouped[own], k, v, is_seen[:, None], is_written, args.scale, args.softcap)
-        # Written in every turn, the last of which counts: to ask which lanes end here would cost more.
+        # Written in every iteration; the last one counts. Testing for the end would cost more.
         return mixed, out.at[row].set(mixed.values / mixed.total[..., None], mode="drop")
 
     out = jnp.zeros((rows, *nothing.values.shape[1:]), jnp.float32)
@@ -68,14 +67,14 @@ def paged_decode(q: Array, lengths: Array, args: AttentionArgs) -> Array:
 
 
 def deal(turns: Array) -> tuple[Array, Array]:
-    """Deal rows that need `turns` [B] to the lanes: their numbers, i32[D, W], and the turn at which each ends, [D, W].
+    """Assign rows that need `turns` [B] iterations to lanes: row indices, i32[D, W], and end iterations, [D, W].
 
-    Longest first, the lanes forwards and backwards by turns. Places without a row have the number B and no turns.
+    Longest first, in alternating lane order. Empty places have index B and no iterations.
     """
     rows = len(turns)
     depth = -(-rows // _LANES)
     order = jnp.pad(jnp.argsort(-turns).astype(jnp.int32), (0, depth * _LANES - rows), constant_values=rows)
     order = order.reshape(depth, _LANES)
-    # Not `order.at[1::2].set(order[1::2, ::-1])`: XLA:CPU of jax 0.12 does that in place, over what it still reads.
+    # `order.at[1::2].set(order[1::2, ::-1])` is miscompiled by XLA:CPU of jax 0.12, in place over its input.
     order = jnp.where((jnp.arange(depth) % 2 == 1)[:, None], order[:, ::-1], order)
     return order, jnp.cumsum(turns.at[order].get(mode="fill", fill_value=0), axis=0)

@@ -1,1 +1,1 @@
-"""Mixtures of experts: which ones each token chooses, and what these give, weighed and summed."""
+"""Mixture of experts: selection, and weighted sums of the experts' results."""

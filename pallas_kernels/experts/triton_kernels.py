@@ -1,15 +1,12 @@
-"""Mixtures of experts for NVIDIA GPUs, in Triton's language: one launch to choose and three to multiply.
+"""Mixture of experts for NVIDIA GPUs in Triton: one launch to select, three to multiply.
 
-What is launched does not depend on what was chosen. `plan` sorts the N assignments of tokens to experts and cuts each
-expert's into tiles; `multiply_up` and `multiply_down` are products of a tile with its expert's weights, which each read
-where they lie. How many tiles there are only the device knows, so a grid has as many as there can be, and programs
-behind the last one return at once: no loop around the kernels, and one CUDA graph for every choice. Nothing is summed
-with atomics: the n results of a token are weighed and added in their order, by XLA, in the kernel that uses them.
+One CUDA graph serves all selections. `plan` sorts the N assignments by expert and cuts them into tiles; `multiply_up`
+and `multiply_down` multiply tiles with their expert's weights. Grids cover the maximal number of tiles; programs beyond
+the last return at once. XLA adds a token's n weighted results in order, in the consuming kernel.
 
-A weight's rows are those of the first matrix that tensor cores multiply, 64 at once on Hopper, and assignments are the
-columns of the second, so that a tile may be as narrow as 8. An expert's last tile, if it is at most half full, is
-multiplied as half a tile. That may be with another instruction (mma.sync for 8, wgmma for 16), so in deterministic mode
-tiles are whole: an assignment's sums are then made by the same instructions whatever else was chosen.
+Weight rows are the first tensor core operand (64 at once on Hopper), assignments the second, so tiles can be as narrow
+as 8. A last tile at most half full is multiplied as half a tile, possibly with another instruction (mma.sync for 8,
+wgmma for 16), so deterministic mode uses whole tiles.
 """
 
 # pyright: reportMissingImports=false
@@ -34,7 +31,7 @@ from pallas_kernels.triton_bridge import call
 
 
 def refusal(operation: str, site: Site) -> str | None:
-    """Say why this cannot do an operation there; None where it can."""
+    """See `choice.refusal`."""
     if operation == "fused_topk":
         return triton_bridge.refusal(replace(site, cache_dtype=site.dtype))
     if site.kind != "float":
@@ -58,11 +55,11 @@ def choose(
     BINS: tl.constexpr,
     PLACES: tl.constexpr,
 ):
-    """Choose the experts of a token, one after another, as it has few; grid (tokens,). BINS and PLACES hold E and n.
+    """Select a token's experts one by one; grid (tokens,). BINS and PLACES are padded E and n.
 
-    Compared are integers that are ordered as the floats are, so that no number of an expert is chosen that is none.
+    Compares integers ordered like the floats, so that every selected index is valid.
     """
-    lowest: tl.constexpr = -(2**31)  # below what any float becomes
+    lowest: tl.constexpr = -(2**31)
     token = tl.program_id(0)
     experts, places = tl.arange(0, BINS), tl.arange(0, PLACES)
     is_expert = experts < E
@@ -104,10 +101,10 @@ def plan(
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sort the assignments `chosen` [N] by expert into `order` [N], and list tiles; grid (E,), a program an expert.
+    """Sort assignments `chosen` [N] by expert into `order` [N], and list tiles; grid (E,).
 
-    Of each tile, `tiles` [3, TILES] has the expert, the place in `order` where it begins, and how many it has; behind
-    the last tile they have none. BINS is a power of two above E. Counting is in integers, so it is always the same.
+    `tiles` [3, TILES] holds each tile's expert, start in `order`, and count, 0 beyond the last tile. BINS is a power of
+    two above E.
     """
     own = tl.program_id(0)
     experts = tl.arange(0, BINS)
@@ -156,7 +153,7 @@ def _up(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    # What is behind the last assignment or row is the first or last one again, which is not stored.
+    # Loads beyond the last assignment or row repeat a valid one; the results are not stored.
     places = tl.arange(0, BM)
     tokens = tl.load(order + first + places, mask=places < count, other=0) // PER_TOKEN
     rows = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -204,9 +201,9 @@ def multiply_up(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Multiply a tile's tokens with BN rows for gates and BN others, and join both: grid (TILES, blocks of F).
+    """Multiply a tile's tokens with BN gate and BN up rows, and combine them: grid (TILES, blocks of F).
 
-    `inner` [N, F] has the assignments in the plan's order. Neighbouring programs have the same rows of one expert.
+    `inner` [N, F] is in the plan's order.
     """
     tile = tl.program_id(0)
     expert, first, count = tl.load(tiles + tile), tl.load(tiles + TILES + tile), tl.load(tiles + 2 * TILES + tile)
@@ -277,7 +274,7 @@ def multiply_down(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Multiply a tile of `inner` with BN rows, each result to its assignment's place; grid (TILES, blocks of D)."""
+    """Multiply a tile of `inner` with BN rows, stored by assignment; grid (TILES, blocks of D)."""
     tile = tl.program_id(0)
     expert, first, count = tl.load(tiles + tile), tl.load(tiles + TILES + tile), tl.load(tiles + 2 * TILES + tile)
     if HALVES:
@@ -320,7 +317,7 @@ def fused_topk(
 
 
 def num_tiles(assignments: int, experts: int, size: int) -> int:
-    """Return how many tiles there can be at the most: every expert has a last one, which may have one assignment."""
+    """Return the maximal number of tiles: every expert may have a last one with a single assignment."""
     used = min(assignments, experts)
     return used + (assignments - used) // size
 

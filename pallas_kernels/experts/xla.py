@@ -1,7 +1,6 @@
-"""Mixtures of experts by XLA: the reference, and what runs where nothing better can.
+"""Mixture of experts in XLA: the reference, and the fallback.
 
-Experts are multiplied one after another. Every token is multiplied with every expert, and what it did not choose is
-left out: E / n times the work of the chosen ones, in memory for one expert at a time.
+Every token is multiplied with every expert in turn: E / n times the necessary work, memory for one expert at a time.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Writing to the paged cache: one module for each implementation."""
+"""Writes to the paged cache: a module per implementation."""

@@ -1,7 +1,6 @@
-"""Writing the cache, in Pallas: rotary embedding and the stores of keys and values in one kernel that is short to read.
+"""Cache writes in Pallas: rotary embedding and stores in one kernel, for reading and experiments.
 
-For reading, and for trying out changes without a GPU: on a CPU it is interpreted. Knows neither models nor schedulers.
-Letters: T tokens, H query heads, K key-value heads, C head size, F pairs that are rotated, N blocks of P tokens.
+Interpreted on a CPU. Letters: T tokens, H query heads, K KV heads, C head size, F rotated pairs, N blocks of P tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pallas_kernels.kv_cache.xla import quantize
 
 
 def refusal(operation: str, site: Site) -> str | None:
-    """Say why this cannot write there; None where it can."""
+    """See `choice.refusal`."""
     return pallas_bridge.refusal(site, {"the size of a head": site.head_size})
 
 
@@ -37,13 +36,12 @@ def rotate_and_store(
     *,
     is_interleaved: bool,
 ) -> None:
-    """Rotate one head of one token and put it where it belongs; grid (T, heads of queries, then of keys, of values).
+    """Rotate and store one head of one token; grid (T, query, key and value heads).
 
-    Queries and keys are rotated, values are not. A query goes to the same place of `q`. A key or a value goes to its
-    token's place in the cache, divided by a scale where the cache has those, unless the token's block is N or more.
+    Queries are written to `q`, keys and values to the cache unless the block is >= N.
 
-    qkv [T, H + 2 K, C] (H + K without a `v_cache`), blocks and offsets [T], cosine and sine [T, F], q [T, H, C],
-    caches [N, K, P, C], scales [N, K, P].
+    qkv [T, H + 2 K, C] (H + K without `v_cache`), blocks and offsets [T], cosine and sine [T, F], q [T, H, C], caches
+    [N, K, P, C], scales [N, K, P].
     """
     token, head = pl.program_id(0), pl.program_id(1)
     heads = q.shape[1]
@@ -72,10 +70,9 @@ def rotate_and_store(
 
 
 def _rotated(qkv: jax.Ref, cosine: jax.Ref, sine: jax.Ref, is_interleaved: bool) -> Array:
-    """Return the program's vector [C] with its first 2 F coordinates rotated, in float32 and rounded once.
+    """Return the program's vector [C], its first 2 F coordinates rotated in float32 and rounded once.
 
-    A kernel cannot cut a vector in two, but it can read it in any order: coordinate i of the result belongs to pair
-    i % F, whose two coordinates are read from where they are.
+    Kernels cannot slice vectors, but can read in any order: result i belongs to pair i % F.
     """
     token, head = pl.program_id(0), pl.program_id(1)
     pairs = cosine.shape[1]
@@ -89,7 +86,6 @@ def _rotated(qkv: jax.Ref, cosine: jax.Ref, sine: jax.Ref, is_interleaved: bool)
 
 
 def _store(vector: Array, cache: jax.Ref, scales: jax.Ref | None, place: tuple[Array, Array, Array]) -> None:
-    """Put a vector [C] at a block, head and offset of a cache, and its scale beside it."""
     if scales is None:
         cache[place] = vector.astype(cache.dtype)
     else:

@@ -1,7 +1,7 @@
-"""Writing the cache on NVIDIA GPUs, in Triton's language: rotary embedding and both stores in one kernel, and copies.
+"""Cache writes on NVIDIA GPUs in Triton: rotary embedding and both stores in one kernel.
 
-One kernel instead of four to seven (split, two rotations, two scatters): a decode step of a small model takes as long
-as launching its kernels does (measured on 8.0 and 9.0).
+Replaces four to seven kernels (split, two rotations, two scatters): small models' decode steps are bound by launches
+(measured on 8.0 and 9.0).
 """
 
 # pyright: reportMissingImports=false
@@ -20,13 +20,12 @@ from pallas_kernels.triton_bridge import call
 
 
 def refusal(operation: str, site: Site) -> str | None:
-    """Say why this cannot write there; None where it can."""
+    """See `choice.refusal`."""
     return triton_bridge.refusal(site)
 
 
 @triton.jit
 def _stored(x, inverse, IS_INTEGER: tl.constexpr, LIMIT: tl.constexpr):
-    """Divide float32 numbers by their scale and bound them."""
     scaled = x * inverse
     if IS_INTEGER:
         scaled = tl.floor(scaled + 0.5)
@@ -45,7 +44,7 @@ def rotate_and_store(
     k_scales,
     v_scales,
     q,
-    T: tl.constexpr,  # None where BT divides the tokens: one kernel does for many numbers of them
+    T: tl.constexpr,  # None if BT divides it, so that kernels are reused
     N: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -59,12 +58,12 @@ def rotate_and_store(
     BT: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
     IS_INTEGER: tl.constexpr,
-    LIMIT: tl.constexpr,  # what scaled numbers are bounded by; None without scales
+    LIMIT: tl.constexpr,  # bound of scaled numbers; None without scales
 ):
-    """Rotate and store one head of BT tokens; grid (token blocks, ALL heads: of H queries, keys, values).
+    """Rotate and store one head of BT tokens; grid (token blocks, ALL heads: H queries, keys, values).
 
-    Without queries, H is 0 and `q` None.
-    F pairs are rotated, and REST coordinates behind them are not; FP and RP are those, padded to powers of two.
+    Without queries, H is 0 and `q` None. F pairs are rotated, REST further coordinates are not; FP and RP are padded to
+    powers of two.
     """
     head = tl.program_id(1)
     tokens = tl.program_id(0) * BT + tl.arange(0, BT)
@@ -94,7 +93,7 @@ def rotate_and_store(
             turned = first * c - second * s
             second = second * c + first * s
             first = turned
-        # Rounded once to the type of queries, whatever the cache's is.
+        # Rounded once to the queries' type, for any cache.
         first = first.to(qkv.dtype.element_ty).to(tl.float32)
         second = second.to(qkv.dtype.element_ty).to(tl.float32)
     else:
@@ -160,7 +159,7 @@ def write_kv(
     num_blocks, kv_heads, block_tokens, _ = k_cache.shape
     heads = qkv.shape[1] - kv_heads * (1 if v_cache is None else 2)
     unchanged = None
-    if cosine is None:  # where XLA has put queries and keys together for this, it takes them apart for nothing
+    if cosine is None:  # unrotated queries bypass the kernel
         unchanged, qkv, heads = qkv[:, :heads], qkv[:, heads:], 0
     tokens, every, size = qkv.shape
     pairs = 0 if cosine is None else cosine.shape[1]

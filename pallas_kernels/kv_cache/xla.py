@@ -1,11 +1,11 @@
-"""Writing the cache in plain JAX: what the operations mean, and how a CPU does them."""
+"""Cache writes in plain JAX: the reference, used on CPUs."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-# The largest number that a cache with scales holds; each vector is divided so that its largest coordinate is that.
+# Largest number of quantized caches; a vector's largest coordinate is scaled to it.
 LIMITS = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
 
@@ -36,10 +36,10 @@ def write_kv(
 
 
 def rotate(x: Array, cosine: Array, sine: Array, is_interleaved: bool) -> Array:
-    """Rotate the first coordinates of each head of `x` [T, H, C], two for each of `cosine` and `sine` [T, F].
+    """Rotate the first coordinates of each head of `x` [T, H, C] by `cosine` and `sine` [T, F].
 
-    Where pairs are neighbours, the first of all pairs come first in the result: queries and keys are permuted alike,
-    which their products do not see. In float32, and rounded once.
+    If interleaved, first coordinates of pairs precede second ones in the result: queries and keys are permuted alike,
+    which preserves their products.
     """
     size = 2 * cosine.shape[1]
     cosine, sine = cosine[:, None], sine[:, None]
@@ -50,9 +50,9 @@ def rotate(x: Array, cosine: Array, sine: Array, is_interleaved: bool) -> Array:
 
 
 def quantize(x: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
-    """Round vectors [..., C] to a type of `LIMITS`: the numbers, and the scale to multiply them with, [...] float32.
+    """Quantize vectors [..., C] to a type of `LIMITS`; return numbers, and scales [...] float32.
 
-    Integers are rounded half up, which every kernel can do alike.
+    Integers round half up, as all kernels can.
     """
     limit = LIMITS[str(dtype)]
     wide = x.astype(jnp.float32)

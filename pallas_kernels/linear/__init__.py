@@ -1,1 +1,1 @@
-"""Products of a few or many rows with a weight, as it is or quantized."""
+"""Products of rows with float or quantized weights."""

@@ -1,16 +1,12 @@
-"""Products of few tokens for NVIDIA GPUs, in Triton's language, with what stands around them in a layer.
+"""Products of few tokens for NVIDIA GPUs in Triton, fused with adjacent operations.
 
-A decode step is bound by the bytes of its weights, and by how many kernels it is. So a product takes in what would be
-kernels of their own. Before it, an RMS norm: a program walks over all columns of its tokens anyway, and sums their
-squares as it does; the gain multiplies a token's numbers as they are loaded, and the factor of the whole row multiplies
-its sums at the end. Behind it, the addition to the residual stream, or the gated activation: a program multiplies the
-same rows of both matrices.
+A decode step is bound by weight bytes and by the number of kernels. Fused before the product: RMS norm; squares are
+summed in the same pass over columns, the gain multiplies loaded tokens, the row's factor the sums. Fused after it: the
+residual addition, or the gated activation, with the same rows of both matrices in a program.
 
-As in `triton_kernels.py` a weight's rows are those of the first matrix that tensor cores multiply, and tokens are the
-columns of the second. A sum must be complete where something follows it, so columns are never divided among programs:
-where there are few of these, each has more loads under way (`tuning.of_fused_linear`), which on an H100 was faster than
-to divide columns and to add sums in a second kernel. Sums are float32, in the same
-order for every token.
+As in `triton_kernels.py`, weight rows are the first tensor core operand, tokens the second. Columns are not split among
+programs, because fused operations need complete sums; with few programs each has more loads in flight
+(`tuning.of_fused_linear`), faster on an H100 than split columns with a second kernel.
 """
 
 # pyright: reportMissingImports=false
@@ -32,13 +28,13 @@ from pallas_kernels.triton_bridge import call
 
 
 def refusal(operation: str, site: Site) -> str | None:
-    """Say why this cannot multiply there; None where it can."""
+    """See `choice.refusal`."""
     if site.kind != "float":
         return "quantized weights are for `linear` to multiply"
     if site.is_deterministic:
         return "deterministic mode has products of its own"
     if site.platform == "gpu" and site.dtype != "bfloat16":
-        # A token's numbers are multiplied with the gain before its norm makes them small, which float16 need not hold.
+        # Numbers are multiplied with the gain before the norm reduces them, which may overflow float16.
         return f"it is for bfloat16, not {site.dtype}"
     return triton_bridge.refusal(replace(site, cache_dtype=site.dtype))
 
@@ -61,15 +57,15 @@ def multiply_fused(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Multiply BM tokens with BN rows of a weight, or of each of two, BK columns at once.
+    """Multiply BM tokens with BN rows of one or two matrices, BK columns at a time.
 
-    Grid (row blocks, token blocks), `out` [T, O]. T is None where BM divides the tokens. With an ACTIVATION the weight
-    has 2 O rows.
+    Grid (row blocks, token blocks), `out` [T, O]. T is None if BM divides the tokens. With ACTIVATION the weight has 2
+    O rows.
     """
     MATRICES: tl.constexpr = 1 if ACTIVATION is None else 2
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     tokens = tl.program_id(1) * BM + tl.arange(0, BM)
-    both = tl.arange(0, MATRICES * BN)  # rows of one matrix, then the same of the other
+    both = tl.arange(0, MATRICES * BN)
     is_stored_row = tl.program_id(0) * BN + both % BN < O
     stored_row = tl.program_id(0) * BN + both % BN + both // BN * O
     x_at = x + tokens.to(tl.int64)[:, None] * D
@@ -124,7 +120,7 @@ def fused_linear(
     activation: Activation | None,
     capability: int | None,
 ) -> Array:
-    """See `pallas_kernels.fused_linear`. A result is rounded once, behind all that is done to it."""
+    """See `pallas_kernels.fused_linear`. Results are rounded once."""
     (num_tokens, columns), is_gated = x.shape, activation is not None
     rows = weight.shape[0] // 2 if is_gated else weight.shape[0]
     chosen = tuning.of_fused_linear(capability, num_tokens, rows, columns, is_gated, gain is not None)

@@ -1,7 +1,4 @@
-"""The plain composition of a product and what stands around it: the reference of `fused_linear`.
-
-Rounded where a decoder rounds that does these one after another. Letters: T rows, D columns, O columns of the result.
-"""
+"""Reference of `fused_linear`: the operations in sequence, with a decoder's intermediate roundings."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the numbers of a quantized weight are, and how floats are made of them.
-
-Letters: O rows, D columns, G groups of columns.
-"""
+"""Number formats of quantized weights, and dequantization. Letters: O rows, D columns, G groups of columns."""
 
 from __future__ import annotations
 
@@ -11,26 +8,26 @@ import jax.numpy as jnp
 import numpy as np
 
 Kind = Literal["float", "int8", "float8", "int4", "float4"]
-PACKED = ("int4", "float4")  # kinds of which a byte holds two numbers, that of the even column in its lower half
-FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1, by the lower three bits; the fourth is the sign (OCP MX 1.0)
-_LEAST = 1e-30  # magnitude that a row's largest is taken for at least, so that rows of zeros divide by something
+PACKED = ("int4", "float4")  # two numbers per byte, the even column in the low half
+FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1 by its lower three bits; the fourth is the sign (OCP MX 1.0)
+_LEAST = 1e-30  # lower bound of a row's maximum, to divide by
 
 
 def by_row(x: Any, numpy: Any = jnp) -> tuple[Any, Any]:
-    """Round the rows of `x` [T, D] float32 to 255 steps each: int8 [T, D], and the size of a step, float32 [T, 1].
+    """Quantize rows of float32 `x` [T, D]: int8 [T, D], and step sizes, float32 [T, 1].
 
-    With either namespace, jax.numpy or numpy, the same bits. A row with a value that is not finite gets a scale that is
-    not, so that its products are not finite either.
+    jax.numpy and numpy give the same bits. Rows with non-finite values get non-finite scales, so their products are not
+    finite.
     """
     largest = numpy.max(numpy.abs(x), axis=-1, keepdims=True)
-    scales = numpy.maximum(largest, np.float32(_LEAST)) * np.float32(1 / 127)  # XLA divides by constants so as well
+    scales = numpy.maximum(largest, np.float32(_LEAST)) * np.float32(1 / 127)  # as XLA divides by constants
     return numpy.rint(x / scales).astype(np.int8), scales
 
 
 def dequantized(weight: Any, scales: Any, zeros: Any, kind: Kind, dtype: Any, numpy: Any = jnp) -> Any:
-    """Make floats of `dtype` of a weight: [O, D]. Computed in float32, where each number is exact, and rounded once.
+    """Dequantize a weight to [O, D] of `dtype`: exact in float32, rounded once.
 
-    With either namespace, jax.numpy or numpy, the same bits.
+    jax.numpy and numpy give the same bits.
     """
     numbers = unpacked(weight, kind, numpy)
     groups, rows = scales.shape
@@ -41,7 +38,7 @@ def dequantized(weight: Any, scales: Any, zeros: Any, kind: Kind, dtype: Any, nu
 
 
 def unpacked(weight: Any, kind: Kind, numpy: Any = jnp) -> Any:
-    """Read a weight's numbers as float32: [O, D]. Those of int4 lie between -8 and 7."""
+    """Return a weight's numbers as float32 [O, D]; int4 in -8 to 7."""
     if kind not in PACKED:
         return weight.astype(np.float32)
     pairs = numpy.stack([weight & 15, weight >> 4], axis=-1).reshape(len(weight), -1)
@@ -51,6 +48,6 @@ def unpacked(weight: Any, kind: Kind, numpy: Any = jnp) -> Any:
 
 
 def packed(numbers: Any, numpy: Any = jnp) -> Any:
-    """Put two numbers of 0 to 15 [O, D] into each byte: uint8 [O, D / 2]."""
+    """Pack numbers of 0 to 15, [O, D], two per byte: uint8 [O, D / 2]."""
     pairs = numbers.astype(np.uint8).reshape(len(numbers), -1, 2)
     return pairs[..., 0] | (pairs[..., 1] << np.uint8(4))

@@ -1,12 +1,9 @@
-"""Products with quantized weights for NVIDIA GPUs, in Triton's language: numbers become floats in registers.
+"""Products with quantized weights for NVIDIA GPUs in Triton; numbers are converted in registers.
 
-A weight is read once, as it is stored, and no float of it reaches memory. Its rows are those of the first matrix that
-tensor cores multiply, which Hopper takes from registers, and tokens are the columns of the second. Where there are too
-few rows to fill a device, columns are divided among programs as well, and their sums are added in order, by XLA, which
-does it in the kernel that uses them: the same bits in every run.
-
-Numbers are multiplied as they are, exact in every type, and scales multiply sums, in float32; that is closer to exact
-than weights that are rounded, as XLA's are. Sums are float32.
+Weight rows are the first tensor core operand, which Hopper takes from registers, tokens the second. With too few rows
+to fill a device, columns are split among programs, and XLA adds the sums in order, in the consuming kernel:
+deterministic. Numbers are multiplied exactly and scales multiply float32 sums, more accurate than XLA's rounded
+weights.
 """
 
 # pyright: reportMissingImports=false
@@ -28,12 +25,12 @@ from pallas_kernels.choice import Site
 from pallas_kernels.linear.numbers import PACKED, Kind
 from pallas_kernels.triton_bridge import call
 
-_NATIVE = 89  # the capability from which on GPUs read 8-bit floats
-_SMALLEST = 16  # columns that tensor cores take at once
+_NATIVE = 89  # capability that supports 8-bit floats
+_SMALLEST = 16  # columns per tensor core operation
 
 
 def refusal(operation: str, site: Site) -> str | None:
-    """Say why this cannot multiply there; None where it can."""
+    """See `choice.refusal`."""
     if site.kind == "float":
         return "weights that are floats are XLA's to multiply"
     if site.rounds_rows:
@@ -43,9 +40,9 @@ def refusal(operation: str, site: Site) -> str | None:
 
 @triton.jit
 def _integers(codes, OFFSET: tl.constexpr, DTYPE: tl.constexpr):
-    """Make floats of `codes`, less OFFSET: they are put into the last bits of 1024 as float16, or of 128 as bfloat16.
+    """Convert `codes` minus OFFSET to floats, through the low bits of 1024 as float16, or of 128 as bfloat16.
 
-    Exact, and done for two numbers at once; a conversion of an integer takes several times as long.
+    Exact, two numbers at a time; integer conversion takes several times as long.
     """
     if DTYPE == tl.bfloat16 and OFFSET == 8:
         return (codes.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - (128.0 + OFFSET)
@@ -55,7 +52,7 @@ def _integers(codes, OFFSET: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _floats(codes, BITS: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """Make float16 of floats of BITS and one for the sign, whose exponent has another bias."""
+    """Convert floats of BITS plus sign, with another exponent bias, to float16."""
     sign: tl.constexpr = 1 << BITS
     codes = codes.to(tl.int16)
     bits = ((codes & (sign - 1)) << (10 - MANTISSA)) | ((codes & sign) << (15 - BITS))
@@ -64,7 +61,7 @@ def _floats(codes, BITS: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexp
 
 @triton.jit
 def _product(raw, zero, tokens, sums, KIND: tl.constexpr):
-    """Add to `sums` [BN, BM] the products of numbers `raw` [BN, C], less `zero` [BN], with `tokens` [BM, C]."""
+    """Add products of `raw` [BN, C] minus `zero` [BN] with `tokens` [BM, C] to `sums` [BN, BM]."""
     if KIND == "int8":
         numbers = _integers(raw.to(tl.uint8, bitcast=True) ^ 128, 128, tokens.dtype)
     elif KIND == "int4":
@@ -98,15 +95,15 @@ def multiply(
     SPLITS: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """Multiply BM tokens with BN rows of a weight; grid (token blocks, row blocks, SPLITS), out [T, SPLITS, O].
+    """Multiply BM tokens with BN rows; grid (token blocks, row blocks, SPLITS), out [T, SPLITS, O].
 
-    A step is BK columns of one group. Each split does STEPS of them. T is None where BM divides the tokens.
+    A step is BK columns of one group; each split takes STEPS. T is None if BM divides the tokens.
     """
     tokens = tl.program_id(0) * BM + tl.arange(0, BM)
     rows = tl.program_id(1) * BN + tl.arange(0, BN)
     split = tl.program_id(2)
     PACK: tl.constexpr = 2 if KIND == "int4" or KIND == "float4" else 1
-    A_GROUP: tl.constexpr = (GROUP + BK - 1) // BK  # steps
+    A_GROUP: tl.constexpr = (GROUP + BK - 1) // BK
     GROUPS: tl.constexpr = D // GROUP
     is_row = rows < O
     x_at = x + tokens.to(tl.int64)[:, None] * D
@@ -114,9 +111,9 @@ def multiply(
     sums = tl.zeros((BN, BM), tl.float32)
     for step in range(split * STEPS, tl.minimum(split * STEPS + STEPS, A_GROUP * GROUPS)):
         group = step // A_GROUP
-        columns = step % A_GROUP * BK + tl.arange(0, BK)  # of the group
+        columns = step % A_GROUP * BK + tl.arange(0, BK)
         places = step % A_GROUP * (BK // PACK) + tl.arange(0, BK // PACK)
-        # Neighbours of a row come from one group or not at all, so that what is masked is masked in both.
+        # Masks of tokens and weights agree: adjacent columns belong to one group.
         mask = tl.full((BM, BK), True, tl.int1)
         if T is not None:
             mask = mask & (tokens < T)[:, None]
@@ -134,7 +131,7 @@ def multiply(
             zero = tl.load(zeros + group * O + rows, mask=is_row, other=0).to(tl.float32)
         own = sums if GROUPS == 1 else tl.zeros((BN, BM), tl.float32)
         if PACK == 2:
-            # Tokens are taken apart in registers, so that numbers are not put together.
+            # Tokens are split in registers, so that numbers need not be merged.
             even, odd = tl.split(tl.reshape(part, (BM, BK // 2, 2)))
             own = _product(raw & 15, zero, even, own, KIND)
             own = _product(raw >> 4, zero, odd, own, KIND)
@@ -163,7 +160,7 @@ def linear(
     rounds_rows: bool,
     capability: int | None,
 ) -> Array:
-    """See `pallas_kernels.linear`. A weight's NaN of 8-bit floats is 480 on GPUs that do not know these."""
+    """See `pallas_kernels.linear`. Where 8-bit floats are not supported, a weight's NaN becomes 480."""
     if kind == "float" or rounds_rows:
         raise ValueError(f"{refusal('linear', Site('', kind=kind, rounds_rows=rounds_rows))}")
     (num_tokens, columns), rows = x.shape, weight.shape[0]

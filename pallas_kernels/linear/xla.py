@@ -1,6 +1,6 @@
-"""Products as XLA does them. Floats are made of a quantized weight first, unless rows are rounded to 8 bits as well.
+"""Products in XLA. Quantized weights are dequantized first, unless rows are rounded too.
 
-Letters: T rows, D columns, O columns of the result.
+Letters: T rows, D columns, O outputs.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from jax import Array, lax
 
 from pallas_kernels.linear.numbers import Kind, by_row, dequantized
 
-# Rows up to which a float32 product is faster the other way round: 1.2 to 2.2 times with 2 to 64 rows over matrices of
-# 512 × 1,376 to 16,384 × 2,048 on two Zen 5 cores, as fast with 96 and above (jax 0.11.2); a decode step of 16 rows of
-# the 0.5B shape 77 ms, not 106.
+# Maximal rows for which transposed float32 products are faster: 1.2 to 2.2 times with 2 to 64 rows and matrices of 512
+# × 1,376 to 16,384 × 2,048 on two Zen 5 cores, equal from 96 on (jax 0.11.2); a decode step of 16 rows of the 0.5B
+# shape 77 ms, not 106.
 _FEW_ROWS = 64
 
 
@@ -38,14 +38,13 @@ def linear(
 
 
 def is_turned_on_a_cpu(x: Array) -> bool:
-    """Whether a CPU multiplies with `x` [T, D] the other way round: the product then lies as [O, T] in memory."""
+    """Return whether a CPU multiplies `x` [T, D] transposed, so that the product is [O, T] in memory."""
     return 2 <= x.shape[0] <= _FEW_ROWS and x.dtype == jnp.float32
 
 
 def _sums(x: Array, weight: Array) -> Array:
     if x.shape[0] == 1 and x.dtype != jnp.float32:
-        # XLA:CPU turns a one-row product with 8 or 16-bit weights into a conversion of the whole weight, 6 to 12 times
-        # slower than the same product with two rows (measured).
+        # XLA:CPU converts the whole 8 or 16-bit weight for a one-row product, 6 to 12 times slower than two rows.
         return lax.platform_dependent(x, weight, cpu=_first_of_two_rows, default=_product)
     if is_turned_on_a_cpu(x):
         return lax.platform_dependent(x, weight, cpu=_turned, default=_product)
@@ -58,9 +57,9 @@ def _product(x: Array, weight: Array) -> Array:
 
 
 def _turned(x: Array, weight: Array) -> Array:
-    """Multiply the other way round: XLA:CPU lays out the second factor anew in every call, here the small one.
+    """Multiply transposed: XLA:CPU copies the second factor in every call, here the small one.
 
-    The barrier keeps XLA's simplifier from swapping the factors back.
+    The barrier keeps XLA from swapping the factors back.
     """
     return lax.optimization_barrier(_product(weight, x)).T
 

@@ -1,1 +1,1 @@
-"""Kernels that compilers of the machine make: in C++ for CPUs, where XLA reads slowly, and FlashInfer's for GPUs."""
+"""Kernels built by local compilers: C++ for CPUs, where XLA reads slowly, and FlashInfer for GPUs."""

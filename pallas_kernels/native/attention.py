@@ -1,4 +1,4 @@
-"""Attention in C++ (attention.cc), for a CPU: decoding reads a long cache once, and prefill multiplies in registers."""
+"""Attention in C++ (attention.cc) for CPUs: decode reads the cache once, prefill multiplies in registers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CACHES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5
 
 
 def refusal(operation: str, site: Site) -> str | None:
-    """Say why there is no such attention, or None."""
+    """See `choice.refusal`."""
     if site.platform != "cpu":
         return "it is for CPUs"
     if site.dtype not in ("float32", "bfloat16", "float16") or site.cache_dtype not in _CACHES:

@@ -1,8 +1,7 @@
-"""Builds the C++ kernels with the machine's compiler, once, and registers them with JAX.
+"""Build the C++ kernels once with the local compiler, and register them with JAX.
 
-A library is kept in the user's cache folder under a hash of all that decides what it is: sources, command, compiler,
-processor and jaxlib. Its last bytes are a hash of the others, since to load a file that was cut short can end the
-process. It is written beside its place and renamed, so processes that build at once do not disturb each other.
+A library is cached under a hash of sources, command, compiler, processor and jaxlib. It ends with a hash of its
+content, since loading a truncated file can crash.
 """
 
 from __future__ import annotations
@@ -34,24 +33,24 @@ SOURCES = ("linear.cc", "attention.cc")
 HANDLERS = ("jaxllm_linear", "jaxllm_decode", "jaxllm_prefill")
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=fast", "-shared", "-fPIC", "-pthread", "-w")
-_NEEDED = frozenset({"avx2", "fma", "f16c"})  # as Linux calls them
-_LONGEST_BUILD = 300  # seconds; the longer source takes 10 on a core of 3 GHz
+_NEEDED = frozenset({"avx2", "fma", "f16c"})  # Linux's names
+_LONGEST_BUILD = 300  # seconds; the longer source takes 10 on a 3 GHz core
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _log = logging.getLogger(__name__)
 _building = threading.Lock()
-RETRY_SECONDS = 60.0  # that a refusal is kept
+RETRY_SECONDS = 60.0  # lifetime of a refusal
 
 
 class Refused(Exception):
-    """There are no kernels here; the text says why, in a line."""
+    """The kernels are unavailable; the message is one line."""
 
 
 @dataclass
 class Refusal:
-    """The reason for a missing library, and the time until the next attempt."""
+    """Why the library is unavailable, and when to retry."""
 
     reason: str | None = None
-    until: float = 0.0  # of `time.monotonic`
+    until: float = 0.0  # `time.monotonic`
 
 
 refused = Refusal()
@@ -59,21 +58,18 @@ refused = Refusal()
 
 @functools.cache
 def digest() -> str:
-    """Hash the sources: part of the kernels' names, because a program that is kept names those it was compiled for."""
+    """Hash the sources; part of kernel names, because cached programs refer to them."""
     files = sorted([*SOURCES, *(path.name for path in HERE.glob("*.h"))])
     return hashlib.sha256(b"".join((HERE / file).read_bytes() for file in files)).hexdigest()[:12]
 
 
 def target(handler: str) -> str:
-    """Return the name under which a kernel is registered."""
+    """Return a kernel's registered name."""
     return f"{handler}_{digest()}"
 
 
 def refusal() -> str | None:
-    """Make the kernels ready, building them if need be; return why they cannot be used; None if they can.
-
-    A reason holds for a minute: memory or descriptors may have been short.
-    """
+    """Build and register the kernels if necessary; return why they are unavailable, else None."""
     with _building:
         if time.monotonic() >= refused.until:
             refused.reason = _ready()
@@ -84,7 +80,7 @@ def refusal() -> str | None:
 def _ready() -> str | None:
     try:
         library = loaded(cache_folder())
-    except (Refused, OSError, RuntimeError) as error:  # for want of descriptors, or of threads
+    except (Refused, OSError, RuntimeError) as error:
         return str(error)
     for handler in HANDLERS:
         jax.ffi.register_ffi_target(target(handler), jax.ffi.pycapsule(getattr(library, handler)), platform="cpu")
@@ -92,14 +88,14 @@ def _ready() -> str | None:
 
 
 def cache_folder() -> Path:
-    """The folder of built libraries, in that of compiled programs."""
+    """Return the folder of built libraries."""
     if "JAXLLM_CACHE_DIR" in os.environ:
         return Path(os.environ["JAXLLM_CACHE_DIR"]).expanduser() / "native"
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "jaxllm" / "native"
 
 
 def loaded(folder: Path, flags: Sequence[str] = FLAGS) -> ctypes.CDLL:
-    """Load the library, from `folder` if it is kept there; built with `flags` otherwise. `Refused` says why not."""
+    """Load the library, built with `flags` if not cached in `folder`. Raises `Refused`."""
     features = processor()
     missing = sorted(_NEEDED - features)
     if missing:
@@ -113,17 +109,16 @@ def loaded(folder: Path, flags: Sequence[str] = FLAGS) -> ctypes.CDLL:
         library = ctypes.CDLL(str(place))
     except OSError as error:
         raise Refused(f"the kernels cannot be loaded: {error}".replace("\n", " ")) from error
-    if library.jaxllm_check() != 0:  # once in each process: microseconds
+    if library.jaxllm_check() != 0:  # once per process; microseconds
         raise Refused(f"the kernels that {compiler} made multiply wrongly; they are in {place}")
     return library
 
 
 def kept(folder: Path, name: str, command: list[str], sources: Sequence[Path], says: Sequence[str]) -> Path:
-    """Return the library that a compiler's command makes of `sources`: the one in `folder`, or a new one.
+    """Return the library built from `sources`, cached in `folder`.
 
-    The key of a library holds the command, the versions of the compiler and of jaxlib, and the strings of `says`. It
-    leaves out folders of headers, so that all virtual environments of a user with the same versions share a library.
-    Raises `Refused` if the library cannot be built.
+    The cache key omits header folders, so that virtual environments share libraries. Raises `Refused` if the build
+    fails.
     """
     flags = [flag for flag in command if not flag.startswith("-I")]
     depends = [*says, *flags, run_command([command[0], "--version"]), importlib.metadata.version("jaxlib")]
@@ -132,13 +127,13 @@ def kept(folder: Path, name: str, command: list[str], sources: Sequence[Path], s
 
 
 def _own(folder: Path) -> Path:
-    """Return the folder if no other user can put a library there, else a new one of this process alone."""
+    """Return the folder if only this user can write to it, else a private temporary one."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.stat().st_uid == os.getuid() and folder.stat().st_mode & _OTHERS_WRITE:
             folder.chmod(0o700)
     except OSError:
-        pass  # of root, perhaps, and to be read only
+        pass  # perhaps root's and read-only
     if _is_safe(folder):
         return folder
     if folder.exists():
@@ -147,7 +142,7 @@ def _own(folder: Path) -> Path:
 
 
 def _is_safe(path: Path) -> bool:
-    """Whether a file or folder is this user's or root's, and only they can write it."""
+    """Return whether only this user or root owns and can write a path."""
     try:
         found = path.stat()
     except OSError:
@@ -156,7 +151,7 @@ def _is_safe(path: Path) -> bool:
 
 
 def processor() -> frozenset[str]:
-    """Name the processor's features as Linux does; none where that does not say."""
+    """Return the processor's features by Linux's names, empty if unavailable."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -166,7 +161,7 @@ def processor() -> frozenset[str]:
 
 
 def is_whole(file: Path) -> bool:
-    """Return whether a file ends with the digest of its content."""
+    """Return whether a file ends with its content's digest."""
     try:
         content = file.read_bytes()
     except OSError:
@@ -175,7 +170,7 @@ def is_whole(file: Path) -> bool:
 
 
 def compile_library(command: list[str], sources: Sequence[Path], place: Path) -> Path:
-    """Build the library at `place`, or where that cannot be written, in a folder of this process alone."""
+    """Build the library at `place`, or in a private folder if that is not writable."""
     _log.warning("building kernels, once for this machine, which takes up to 20 seconds: %s", place)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -190,7 +185,7 @@ def compile_library(command: list[str], sources: Sequence[Path], place: Path) ->
             compiled = pool.map(
                 lambda source, into: run_command([*command, "-c", str(source), "-o", into]), sources, objects
             )
-            list(compiled)  # raises what failed
+            list(compiled)
         run_command([*command, *objects, "-o", str(made)])
         content = made.read_bytes()
         made.write_bytes(content + hashlib.sha256(content).digest())
@@ -203,7 +198,7 @@ def compile_library(command: list[str], sources: Sequence[Path], place: Path) ->
 
 
 def run_command(command: list[str]) -> str:
-    """Run a compiler; return what it says. `Refused` if it fails, with the line that says most."""
+    """Run a compiler and return its output; raise `Refused` with the main error line on failure."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST_BUILD, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -1,8 +1,8 @@
-"""Decode attention by FlashInfer's kernel XQA, compiled from the sources of its package; for NVIDIA GPUs from 9.0.
+"""Decode attention with FlashInfer's XQA kernel, compiled from its package, for NVIDIA GPUs from 9.0.
 
-Of FlashInfer's decode kernels it is the one that needs no plan made on the host: lengths and block tables stay on the
-device, so a step's CUDA graph holds it as it is. It reads caches [N, K, P, C] by strides. Nothing of the package is
-imported, nor torch: nvcc compiles one file of it with flashinfer.cu beside this, and XLA calls that.
+Unlike FlashInfer's other decode kernels it needs no plan from the host, so it is compatible with CUDA graphs. It reads
+caches [N, K, P, C] by strides. Neither the package nor torch is imported: nvcc compiles one of its files with
+flashinfer.cu, and XLA calls that.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from pallas_kernels.attention.arguments import AttentionArgs
 from pallas_kernels.choice import Site
 from pallas_kernels.native import build
 
-VERSION = "0.7.2.post1"  # of flashinfer-python, whose kernel this was read for
+VERSION = "0.7.2.post1"  # supported version of flashinfer-python
 SOURCE = Path(__file__).with_name("flashinfer.cu")
 TYPES = ("float16", "bfloat16")
 BLOCKS = (16, 32, 64, 128)  # tokens
-_PIECE = 256  # keys that a program visits at once
-# What a row without keys has as its largest score. Pieces of such a row are brought together as 0 / 0; a sink of as
-# much makes that 0 / 1, and adds nothing to a row with keys.
+_PIECE = 256  # keys per iteration of a program
+# Highest score of rows without keys. Combining their pieces gives 0 / 0; an equal sink makes it 0 / 1 and does not
+# affect other rows.
 _LOWEST = -1e5
 _FLAGS = (
     *("-shared", "-Xcompiler=-fPIC", "-std=c++17", "-O3", "-w", "-use_fast_math", "--expt-relaxed-constexpr"),
     *("-DNDEBUG=1", "-DBEAM_WIDTH=1", "-DUSE_INPUT_KV=0", "-DUSE_CUSTOM_BARRIER=1", "-DCACHE_ELEM_ENUM=0"),
     *("-DLOW_PREC_OUTPUT=0", "-DSPEC_DEC=0", "-DMLA_WRAPPER=0", "-DUSE_SM90_MHA=0"),
-    "-DSLIDING_WINDOW=1",  # takes no register more; the longest window is none
+    "-DSLIDING_WINDOW=1",  # costs no registers; unlimited by default
 )
 _loading = threading.Lock()
 
 
 def refusal(operation: str, site: Site) -> str | None:
-    """Say why there is no such attention, or None; compiles the kernel if it was not yet, in some ten seconds."""
+    """See `choice.refusal`; compiles the kernel if necessary, in about ten seconds."""
     group = site.heads // max(site.kv_heads, 1)
     if site.platform != "gpu" or site.capability is None or site.capability // 10 not in (9, 10, 12):
         return "its kernel is for NVIDIA GPUs of capability 9, 10 and 12"
@@ -96,7 +96,7 @@ def paged_decode(q: Array, lengths: Array, args: AttentionArgs, *, capability: i
     name, library = load_library(site)
     tiles, context = rows * kv_heads, args.tables.shape[1] * tokens
     processors = tuning.PROCESSORS[tuning.generation(capability)]
-    pieces = min(max(processors // tiles, 1), -(-context // _PIECE))  # as the kernel's launch computes them
+    pieces = min(max(processors // tiles, 1), -(-context // _PIECE))  # as in the kernel's launch code
     no_sinks = jnp.full(heads if pieces > 1 else 0, _LOWEST)
     workspace = jax.ShapeDtypeStruct((library.jaxllm_xqa_bytes(tiles, pieces),), jnp.uint8)
     out, _ = jax.ffi.ffi_call(name, [jax.ShapeDtypeStruct(q.shape, q.dtype), workspace])(
@@ -114,7 +114,7 @@ def paged_decode(q: Array, lengths: Array, args: AttentionArgs, *, capability: i
 
 
 def load_library(site: Site) -> tuple[str, ctypes.CDLL]:
-    """Return the kernel's name among XLA's calls, and its library. `Refused` says why there is none."""
+    """Return the kernel's FFI name and library. Raises `Refused`."""
     sizes = {
         "TOKENS_PER_PAGE": site.block_tokens,
         "HEAD_ELEMS": site.head_size,
@@ -122,7 +122,7 @@ def load_library(site: Site) -> tuple[str, ctypes.CDLL]:
         "INPUT_FP16": int(site.dtype == "float16"),
     }
     macros = [f"-D{name}={size}" for name, size in sizes.items()]
-    with _loading:  # steps are traced in several threads
+    with _loading:  # steps are traced on several threads
         return _loaded(site.capability or 0, tuple(macros))
 
 
@@ -155,7 +155,7 @@ def _loaded(capability: int, macros: tuple[str, ...]) -> tuple[str, ctypes.CDLL]
 
 
 def _headers() -> Path:
-    """Find the sources of the installed package. `Refused` says why there are none."""
+    """Return the installed package's sources. Raises `Refused`."""
     spec = importlib.util.find_spec("flashinfer")
     if spec is None or spec.origin is None:
         raise build.Refused("the package flashinfer-python is not installed")
@@ -166,7 +166,7 @@ def _headers() -> Path:
 
 
 def _compilers() -> Iterator[str]:
-    """Say where nvcc may be: what the user names first, last the wheel that comes with jax[cuda13]."""
+    """Yield candidate paths of nvcc: the user's first, the wheel of jax[cuda13] last."""
     if "CUDA_HOME" in os.environ:
         yield str(Path(os.environ["CUDA_HOME"]) / "bin" / "nvcc")
     yield "nvcc"

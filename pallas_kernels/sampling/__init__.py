@@ -1,1 +1,1 @@
-"""The choice of tokens from logits: one module for each implementation."""
+"""Sampling from logits: a module per implementation."""

@@ -1,16 +1,13 @@
-"""Choosing tokens of rows with filters on NVIDIA GPUs, in Triton's language: six kernels, and no row in one program.
+"""Sampling with filters on NVIDIA GPUs in Triton: six kernels, each row divided among programs.
 
-A filter keeps the tokens from some logit up. That logit is searched for among bins, evenly spaced below the likeliest
-token: `fill` adds each token to its bin with integer atomics, whose sums are the same in any order, and `cut` reads in
-which bins the logit can lie. `pick` makes the noise of what is above and lists the tokens of those bins, some hundreds,
-among which `settle` finds the logit to the last bit. `measure` and `frame` come first, so that bins lie close: with
-top_k they reach to the k-th largest maximum of groups, with top_p no farther than there is mass that matters.
+A filter keeps tokens above a threshold, found with bins evenly spaced below the maximum: `fill` adds tokens to bins
+with integer atomics, exact in any order; `cut` finds the bins that contain thresholds; `pick` draws noise for tokens
+above and lists the tokens of those bins; `settle` finds the exact thresholds among them. `measure` and `frame` narrow
+the bins first: with top_k to the k-th largest group maximum, with top_p as far as mass matters.
 
-What is farther below the likeliest token than 20.8 has no mass, and noise spans 20.42 at most, so it can never win
-either: bins need not reach farther than FARTHEST, and a top_k that does has no effect.
-
-Rows without filters and greedy rows have no bins: `pick` does them alone. Letters: V vocabulary, G groups of columns
-whose maximum is known, BN columns of a program, BL listed tokens and BD tokens with noise that are visited at once.
+Tokens more than 20.8 below the maximum have no mass, and noise spans at most 20.42, so bins reach at most FARTHEST.
+Rows without filters and greedy rows need only `pick`. Letters: V vocabulary, G groups of columns, BN columns of a
+program, BL listed tokens and BD tokens with noise per iteration.
 """
 
 # pyright: reportMissingImports=false
@@ -32,17 +29,16 @@ _INFINITE = tl.constexpr(float("inf"))
 _LEAST_INT = tl.constexpr(-(2**31))
 _MOST_INT = tl.constexpr(2**31 - 1)
 FARTHEST = tl.constexpr(21.0)
-# What `frame` says of a row: the largest logit, how far below it tokens are looked at, bins for 1 of that, or 0 where
-# nothing is searched for, and what weights are multiplied by to be masses.
+# Fields of `frame`: maximal logit, depth below it, bins per unit of depth (0: no search), scale from weights to masses.
 _HIGHEST, _REACH, _SLOPE, _SCALE, _FRAME = (tl.constexpr(number) for number in (0, 1, 2, 3, 4))
-# What `cut` says of it. Tokens above bin _SURE are kept. In bin _LIMIT is top_k's limit, in those from _SURE to _UNTIL
-# top_p's. Above _LIMIT are _COUNT tokens with _MASS, above _SURE is _SURE_MASS. A bin of BINS, or -1, is none.
+# Fields of `cut`. Tokens above bin _SURE are kept. Bin _LIMIT contains top_k's threshold, bins _SURE to _UNTIL top_p's.
+# _COUNT tokens with _MASS are above _LIMIT; _SURE_MASS is above _SURE. BINS and -1 mean none.
 _SURE, _LIMIT, _UNTIL, _COUNT, _MASS, _SURE_MASS, _CUT = (tl.constexpr(number) for number in (0, 1, 2, 3, 4, 5, 8))
 
 
 @triton.jit
 def _ordered(x):
-    """Map floats to int32 in the same order, equal floats to equal integers."""
+    """Map floats to int32 in order; equal floats to equal integers."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -55,7 +51,7 @@ def _divisor(temperature, row):
 
 @triton.jit
 def _scaled(logits, ids, mask, temperature, row):
-    """Read a row's logits at ids and divide them, in greedy rows by 1; impossible where there is NaN, or no token."""
+    """Load logits at ids, divided by temperature (greedy rows by 1); NaN and masked ids as -inf."""
     x = tl.load(logits + ids, mask=mask, other=_IMPOSSIBLE)
     return tl.div_rn(tl.where(x == x, x, _IMPOSSIBLE), _divisor(temperature, row))
 
@@ -73,7 +69,7 @@ def _is_counted(top_k, row, V: tl.constexpr):
 
 @triton.jit
 def _placed(x, frames, min_p, row, BINS: tl.constexpr):
-    """Return which tokens can be chosen, their bins, and the weights of all; the last bin is not among those."""
+    """Return which tokens are eligible, their bins (never the last), and weights."""
     depth = tl.load(frames + row * _FRAME + _HIGHEST) - x
     weights = tl.exp(-depth)
     is_near = depth <= tl.load(frames + row * _FRAME + _REACH)
@@ -94,10 +90,7 @@ def measure(
     BN: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Look at BN columns of a row: largest and least logit, largest ones of groups, sum of weights; (rows, pieces).
-
-    They are divided later, which keeps their order. Of the sum only the power of two below it matters.
-    """
+    """Reduce BN columns of a row: maximum, minimum, group maxima, sum of weights; grid (rows, pieces)."""
     row = tl.program_id(0)
     piece = tl.program_id(1)
     part = row * tl.num_programs(1) + piece
@@ -138,7 +131,7 @@ def frame(
     GP: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """Say where a row's bins lie, and empty them; grid (rows). PP and GP are PIECES and G, padded to powers of two."""
+    """Determine a row's bins and clear them; grid (rows). PP and GP are PIECES and G, padded to powers of two."""
     row = tl.program_id(0)
     bins = row * BINS + tl.arange(0, BINS)
     tl.store(counts + bins, tl.zeros((BINS,), tl.int32))
@@ -160,12 +153,12 @@ def frame(
     share = tl.load(top_p + row)
     is_random = tl.load(temperature + row) > 0.0
     is_counted = _is_counted(top_k, row, V)
-    # Of equal tokens all are kept.
+    # Ties are kept.
     is_searched = is_random & (is_counted | (share < 1.0)) & (lowest < highest)
     reach = tl.where(is_random, tl.minimum(highest - lowest, FARTHEST), 0.0)
     if is_searched:
         if is_counted:
-            if count <= G:  # the k-th largest of the groups' maxima is no larger than that of all tokens
+            if count <= G:  # the k-th largest group maximum is a lower bound of the k-th largest token
                 groups = tl.arange(0, GP)
                 largest = _scaled(tops + row.to(tl.int64) * G, groups, groups < G, temperature, row)
                 ranks = _ordered(largest)
@@ -177,9 +170,9 @@ def frame(
                     low = tl.where(holds, middle, low)
                     high = tl.where(holds, high, middle)
                 reach = tl.minimum(reach, highest - tl.min(tl.where(ranks >= low, largest, highest), 0))
-        else:  # tokens lighter than this have a quarter of what top_p leaves out at most, all together
+        else:  # lighter tokens together have at most a quarter of the mass that top_p discards
             reach = tl.minimum(reach, -tl.log((1.0 - share) * total * (1.0 / (8 * V))))
-    # Of `xla_sampling.masses`: the power of two that brings the total below 2**30.
+    # As `xla.masses`: the power of two that brings the total below 2**30.
     scale = ((2 * 127 + 29 - (total.to(tl.int32, bitcast=True) >> 23)) << 23).to(tl.float32, bitcast=True)
     own = frames + row * _FRAME
     tl.store(own + _HIGHEST, highest)
@@ -202,7 +195,7 @@ def fill(
     BN: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """Add BN columns of a row to its bins: tokens for top_k, masses for top_p; grid (rows, pieces)."""
+    """Add BN columns to the row's bins: counts for top_k, masses for top_p; grid (rows, pieces)."""
     row = tl.program_id(0)
     if tl.load(frames + row * _FRAME + _SLOPE) > 0.0:
         columns = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -214,7 +207,7 @@ def fill(
         if tl.load(top_p + row) < 1.0:
             amounts = _masses(weights, tl.load(frames + row * _FRAME + _SCALE))
             tl.atomic_add(masses + row * BINS + bins, amounts, mask=is_open & (amounts > 0), sem="relaxed")
-            # What is out of reach of top_k is not kept; of top_p's total it has a part.
+            # Tokens beyond top_k's reach are discarded; without top_k they count in top_p's total.
             is_far = (is_open == 0) & (weights >= tl.load(min_p + row))
             rest = tl.sum(tl.where(is_far, amounts, 0), 0)
             if (is_counted == 0) & (rest > 0):
@@ -223,7 +216,7 @@ def fill(
 
 @triton.jit
 def cut(frames, counts, masses, top_k, top_p, cuts, V: tl.constexpr, BINS: tl.constexpr):
-    """Say between which bins the limits of a row lie; grid (rows)."""
+    """Find the bins that contain a row's thresholds; grid (rows)."""
     row = tl.program_id(0)
     sure = tl.full((), BINS, tl.int32)
     limit = tl.full((), BINS, tl.int32)
@@ -242,7 +235,7 @@ def cut(frames, counts, masses, top_k, top_p, cuts, V: tl.constexpr, BINS: tl.co
         above = tl.max(tl.where(bins < limit, heavier, 0), 0)
         share = tl.load(top_p + row)
         if share < 1.0:
-            # What top_k leaves has at least the mass above its bin, at most that bin's as well.
+            # Bounds of the mass that top_k keeps: above its bin, and including the bin.
             least = share * above.to(tl.float32)
             most = share * tl.max(tl.where(bins <= limit, heavier, 0), 0).to(tl.float32)
             sure = tl.minimum(tl.sum((heavier.to(tl.float32) < least).to(tl.int32), 0), BINS - 2)
@@ -259,7 +252,6 @@ def cut(frames, counts, masses, top_k, top_p, cuts, V: tl.constexpr, BINS: tl.co
 
 @triton.jit
 def _drawn(x, ids, temperature, keys, positions, row):
-    """Add noise to the logits of a row that is not greedy."""
     is_random = tl.load(temperature + row) > 0.0
     return x + tl.where(is_random, gumbel(keys, positions, row, ids), 0.0)
 
@@ -283,7 +275,7 @@ def pick(
     BD: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """Choose among those of BN columns that are kept for sure, and list the undecided; grid (rows, pieces)."""
+    """Choose among BN columns' certainly kept tokens, and list the undecided; grid (rows, pieces)."""
     row = tl.program_id(0)
     part = row * tl.num_programs(1) + tl.program_id(1)
     logits += row.to(tl.int64) * V
@@ -295,7 +287,7 @@ def pick(
     is_within = (bins >= sure) & (bins <= tl.load(cuts + row * _CUT + _UNTIL))
     is_listed = is_open & (is_within | (bins == tl.load(cuts + row * _CUT + _LIMIT)))
     is_kept = is_open & (bins < sure)
-    # Both are counted at once, in halves of an integer: a program has 2**15 columns at most.
+    # Both counts share an integer: a program has at most 2**15 columns.
     one = is_kept.to(tl.int32) + (is_listed.to(tl.int32) << 16)
     both = tl.sum(one, 0)
     highest = tl.full((BD,), _IMPOSSIBLE, tl.float32)
@@ -303,12 +295,12 @@ def pick(
     if both > 0:
         before = tl.cumsum(one, 0) - one
         if both >> 16 > 0:
-            # Programs come in any order, and so do tokens in the list.
+            # The list is unordered.
             at = tl.atomic_add(num_listed + row, both >> 16, sem="relaxed")
             tl.store(listed + row.to(tl.int64) * V + at + (before >> 16), start + within, mask=is_listed)
         own = kept + part.to(tl.int64) * BN
         tl.store(own + (before & 0xFFFF), within.to(tl.int16), mask=is_kept)
-        tl.debug_barrier()  # it is read by other threads than wrote it
+        tl.debug_barrier()  # other threads wrote it
         num_kept = both & 0xFFFF
         for at in range(0, num_kept, BD):
             places = at + tl.arange(0, BD)
@@ -316,7 +308,7 @@ def pick(
             columns = start + tl.load(own + places, mask=is_there, other=0).to(tl.int32)
             known = _scaled(logits, columns, is_there, temperature, row)
             scores = _drawn(known, columns, temperature, keys, positions, row)
-            is_better = scores > highest  # ids rise
+            is_better = scores > highest  # ids are ascending
             highest = tl.where(is_better, scores, highest)
             found = tl.where(is_better, columns, found)
     score = tl.max(highest, 0)
@@ -346,7 +338,7 @@ def settle(
     BL: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """Choose among the pieces' best tokens and the listed ones that are kept; grid (rows)."""
+    """Choose among the pieces' best and the listed tokens that pass; grid (rows)."""
     row = tl.program_id(0)
     pieces = tl.arange(0, PP)
     is_there = pieces < PIECES
@@ -372,7 +364,7 @@ def settle(
             mass += more
         if until >= 0:
             above = tl.load(cuts + row * _CUT + _SURE_MASS)
-            wanted = tl.maximum(tl.load(top_p + row) * mass.to(tl.float32), 1.0)  # one token is left in any case
+            wanted = tl.maximum(tl.load(top_p + row) * mass.to(tl.float32), 1.0)  # at least one token passes
             bound, _ = _searched(
                 logits, listed, number, temperature, frames, min_p, row,
                 tl.load(cuts + row * _CUT + _SURE), until, bound, above, wanted, True, BL, BINS,
@@ -380,12 +372,12 @@ def settle(
         other, rival = _best(logits, listed, number, bound, temperature, keys, positions, row, BL)
         is_better = (other > score) | ((other == score) & (rival < token))
         token = tl.where(is_better, rival, token)
-    tl.store(tokens + row, tl.where(token < V, token, 0))  # nothing is kept where nothing is finite
+    tl.store(tokens + row, tl.where(token < V, token, 0))  # no token passes if none is finite
 
 
 @triton.jit
 def _best(logits, listed, number, bound, temperature, keys, positions, row, BL: tl.constexpr):
-    """Return the best score of listed tokens from a bound up, and its id."""
+    """Return the best score, and its id, of listed tokens above a bound."""
     highest = tl.full((BL,), _IMPOSSIBLE, tl.float32)
     found = tl.full((BL,), _MOST_INT, tl.int32)
     for at in range(0, number, BL):
@@ -406,7 +398,7 @@ def _best(logits, listed, number, bound, temperature, keys, positions, row, BL: 
 def _visited(
     logits, listed, at, number, temperature, frames, min_p, row, first, last, BL: tl.constexpr, BINS: tl.constexpr
 ):
-    """Return the orders and masses of BL listed tokens, and which of them are in bins from `first` to `last`."""
+    """Return order and mass of BL listed tokens, and which are in bins `first` to `last`."""
     places = at + tl.arange(0, BL)
     is_there = places < number
     x = _scaled(logits, tl.load(listed + places, mask=is_there, other=0), is_there, temperature, row)
@@ -433,10 +425,10 @@ def _searched(
     BL: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """Find the largest bound with so much from it up as is `wanted`, tokens or mass, and the listed mass from it up.
+    """Return the largest bound with at least `wanted` tokens or mass above it, and the listed mass above it.
 
-    It is among tokens of bins `first` to `last` that are not below `least`; there is so much `above` these bins. All of
-    them are enough, none is not. 15 bounds at a time, evenly spaced: 8 turns at most.
+    Searches tokens of bins `first` to `last` not below `least`, with `above` beyond these bins. Tests 15 evenly spaced
+    bounds per iteration, at most 8 iterations.
     """
     lowest = tl.full((BL,), _MOST_INT, tl.int32)
     highest = tl.full((BL,), _LEAST_INT, tl.int32)
@@ -459,7 +451,7 @@ def _searched(
                 amounts = is_in.to(tl.int32)
             is_above = is_in[:, None] & (order[:, None] >= tried[None, :])
             measured += tl.sum(tl.where(is_above, amounts[:, None], 0), 0)
-        # The first of them is `low`, whatever rounding has made of it.
+        # `low` always satisfies the condition, despite rounding.
         enough = tl.maximum(tl.sum(((above + measured).to(tl.float32) >= wanted).to(tl.int32), 0) - 1, 0).to(tl.int64)
         low += enough * step
         high = tl.minimum(high, low + step)
@@ -483,7 +475,7 @@ def choose(
     min_p: Array,
     capability: int | None,
 ) -> tuple[Array, Array]:
-    """Return the token of each row, and 1 where all of its logits are finite, else 0."""
+    """Return each row's token, and 1 if its logits are finite, else 0."""
     rows, size = logits.shape
     columns, bins = tuning.SURVEYED, tuning.BINS
     pieces = -(-size // columns)

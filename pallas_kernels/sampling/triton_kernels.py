@@ -1,12 +1,8 @@
-"""Choosing tokens on NVIDIA GPUs, in Triton's language, without a sort: two kernels, six where there are filters.
+"""Sampling on NVIDIA GPUs in Triton, without sorting: two kernels, six with filters (`triton_filters.py`).
 
-`survey` divides each row among programs: the likeliest token of a piece, or the largest sum with noise. `finish` brings
-the pieces together. Two launches, because a decode step of a small model takes as long as launching its kernels does.
-What rows with filters ask for is in `triton_filters.py`.
-
-Integers, and so the order of tokens, counts and sums, are exact, as in the reference. Logarithms are CUDA's own,
-exponentials, of which masses are made, the hardware's: last bits decide only between what is as good as equal.
-Letters: V vocabulary, BN columns of a program.
+`survey` finds the best token of each piece of a row, `finish` the best of the pieces. Integer results (order, counts,
+sums) are exact, as in the reference. Logarithms are CUDA's, exponentials the hardware's: last bits decide only
+near-ties. Letters: V vocabulary, BN columns of a program.
 """
 
 # pyright: reportMissingImports=false
@@ -30,7 +26,7 @@ _MOST_INT = tl.constexpr(2**31 - 1)
 
 
 def refusal(operation: str, site: Site) -> str | None:
-    """Say why this cannot choose there; None where it can."""
+    """See `choice.refusal`."""
     if site.shards > 1:
         return f"the vocabulary is divided among {site.shards} devices"
     return triton_bridge.refusal(site)
@@ -38,7 +34,7 @@ def refusal(operation: str, site: Site) -> str | None:
 
 @triton.jit
 def survey(logits, temperature, keys, positions, best, ids, is_finite, V: tl.constexpr, BN: tl.constexpr):
-    """Look at BN columns of a row: the best score, its id, whether all are finite; grid (rows, pieces)."""
+    """Reduce BN columns of a row: best score, its id, all finite; grid (rows, pieces)."""
     row = tl.program_id(0)
     piece = tl.program_id(1)
     part = row * tl.num_programs(1) + piece
@@ -58,7 +54,7 @@ def survey(logits, temperature, keys, positions, best, ids, is_finite, V: tl.con
 
 @triton.jit
 def finish(best, ids, are_finite, tokens, is_finite, PIECES: tl.constexpr, PP: tl.constexpr):
-    """Bring the pieces of a row together; grid (rows). PP is PIECES, padded to a power of two."""
+    """Reduce a row's pieces; grid (rows). PP is PIECES, padded to a power of two."""
     row = tl.program_id(0)
     pieces = tl.arange(0, PP)
     is_there = pieces < PIECES

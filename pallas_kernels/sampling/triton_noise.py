@@ -1,4 +1,4 @@
-"""The noise of tokens on NVIDIA GPUs, in Triton's language: threefry, as JAX has it, and Gumbel's distribution."""
+"""Gumbel noise on NVIDIA GPUs in Triton, with JAX's threefry generator."""
 
 # pyright: reportMissingImports=false
 
@@ -10,14 +10,12 @@ import triton.language as tl
 
 @triton.jit
 def _mixed(x, y, TURN: tl.constexpr):
-    """Do one round of threefry."""
     x += y
     return x, x ^ ((y << TURN) | (y >> (32 - TURN)))
 
 
 @triton.jit
 def _four(x, y, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, FOURTH: tl.constexpr):
-    """Do four rounds, between two of which the key is added."""
     x, y = _mixed(x, y, FIRST)
     x, y = _mixed(x, y, SECOND)
     x, y = _mixed(x, y, THIRD)
@@ -26,7 +24,7 @@ def _four(x, y, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, 
 
 @triton.jit
 def _threefry(key, other, x, y):
-    """Encrypt words x and y: threefry2x32 in 20 rounds (Salmon et al. 2011), as JAX has it."""
+    """Encrypt words x and y: threefry2x32 in 20 rounds (Salmon et al. 2011), as JAX."""
     last = key ^ other ^ 0x1BD11BDA
     x += key
     y += other
@@ -48,7 +46,7 @@ def _threefry(key, other, x, y):
 
 @triton.jit
 def gumbel(keys, positions, row, ids):
-    """Draw the noise of a row's tokens, see `xla_sampling.gumbel`."""
+    """Draw noise of a row's tokens; see `xla.gumbel`."""
     position = tl.load(positions + row).to(tl.uint32)
     zero = position ^ position
     key, other = _threefry(tl.load(keys + 2 * row), tl.load(keys + 2 * row + 1), zero, position)

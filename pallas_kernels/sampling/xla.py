@@ -1,7 +1,7 @@
-"""Choosing tokens in plain JAX: what `sample` means, written for clarity, and the arithmetic that all samplers share.
+"""Sampling in plain JAX: the reference, with sorting, and arithmetic common to all samplers.
 
-Rows are sorted here, which no other implementation does. Sums over a vocabulary are of integers, so that they depend
-neither on their order nor on how a vocabulary is divided. Letters: R rows, V vocabulary, Vx columns of a part of it.
+Sums over a vocabulary are of integers, independent of order and sharding. Letters: R rows, V vocabulary, Vx columns of
+a part.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from jax import Array, lax
 from jax.extend.random import threefry_2x32
 
 _INT32_MAX = 2**31 - 1
-WORD_BITS = 12  # of a fixed-point number's three words, of which an unsigned integer of 32 bits holds the sum
-MOST_TOKENS = (1 << 32 - WORD_BITS) - 1  # sums over a larger vocabulary would overflow
-MASS_BITS = 30  # what the masses of a row add up to, at most
+WORD_BITS = 12  # per word of a three-word fixed-point number; uint32 holds the sum
+MOST_TOKENS = (1 << 32 - WORD_BITS) - 1  # larger vocabularies overflow
+MASS_BITS = 30  # bound of a row's total mass
 
 
 def sample(
@@ -36,14 +36,14 @@ def sample(
         scaled = logits / divisor
         noise = gumbel(keys, positions, jnp.arange(logits.shape[1], dtype=jnp.int32))
         scores = jnp.where(is_random, scaled + noise, logits)
-        # The difference comes first, so that the likeliest token's weight is 1 however quotients are rounded.
+        # Subtract first, so that the likeliest token's weight is exactly 1.
         weight = jnp.exp((logits - jnp.max(logits, axis=-1, keepdims=True)) / divisor)
         scores = jnp.where(_kept(scaled, weight, top_k, top_p, min_p), scores, -jnp.inf)
     return jnp.argmax(scores, axis=-1).astype(jnp.int32), is_finite
 
 
 def _kept(scaled: Array, weight: Array, top_k: Array | None, top_p: Array | None, min_p: Array | None) -> Array:
-    """Say which tokens min_p, top_k and top_p leave, bool[R, V], one after another; `weight` as in the softmax."""
+    """Return the tokens that min_p, top_k and top_p keep, bool[R, V]; `weight` as in the softmax."""
     size = scaled.shape[1]
     order = ordered(scaled)
     kept = jnp.ones_like(scaled, jnp.bool_)
@@ -68,16 +68,16 @@ def _kept(scaled: Array, weight: Array, top_k: Array | None, top_p: Array | None
 
 
 def gumbel(keys: Array, positions: Array, ids: Array) -> Array:
-    """Draw f32[R, Vx] of standard Gumbel noise, each number from its row's key and position and its token's id alone.
+    """Draw Gumbel noise, f32[R, Vx], from each row's key and position and each token's id.
 
-    They are what `jax.random.gumbel(fold_in(key, position), (V,))` has at those ids: its bits come from counters, so a
-    shard can make its own (jax_threefry_partitionable, the default since jax 0.5).
+    Equals `jax.random.gumbel(fold_in(key, position), (V,))` at those ids: its bits are counter-based, so shards can
+    draw theirs (jax_threefry_partitionable, default since jax 0.5).
     """
     counters = jnp.stack([jnp.zeros_like(ids), ids]).astype(jnp.uint32)  # [2, Vx], high and low words
     tiny = jnp.finfo(jnp.float32).tiny
 
     def row(key: Array, position: Array) -> Array:
-        # The generator is named: jax_default_prng_impl must not change a request's tokens.
+        # Independent of jax_default_prng_impl, so that tokens do not change.
         at_position = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position)
         high, low = threefry_2x32(jax.random.key_data(at_position), counters)
         mantissa = (high ^ low) >> 9
@@ -88,15 +88,15 @@ def gumbel(keys: Array, positions: Array, ids: Array) -> Array:
 
 
 def ordered(values: Array) -> Array:
-    """Map floats to int32 in the same order, equal floats to equal integers."""
+    """Map floats to int32 in order; equal floats to equal integers."""
     bits = lax.bitcast_convert_type(jnp.where(values == 0.0, 0.0, values), jnp.int32)  # -0.0 equals 0.0
-    return jnp.where(bits < 0, bits ^ _INT32_MAX, bits)  # a negative float's magnitude grows downwards
+    return jnp.where(bits < 0, bits ^ _INT32_MAX, bits)  # negative floats have reversed order
 
 
 def words(weights: Array) -> Array:
-    """Add up this shard's weights, f32[R, Vx] in [0, 1], to 36 bits behind the point: three words, u32[R, 3].
+    """Sum this shard's weights, f32[R, Vx] in [0, 1], to 36 fractional bits: three words, u32[R, 3].
 
-    A `total` of words over shards is exact; `from_words` makes a float of it.
+    Sums of words over shards are exact.
     """
     parts = []
     for _ in range(3):
@@ -104,22 +104,22 @@ def words(weights: Array) -> Array:
         whole = jnp.floor(weights)
         parts.append(whole.astype(jnp.uint32))
         weights = weights - whole
-    # One pass for three sums: three of them take 29 ms at [16, 152000] on two CPU cores, this 4.2, one of floats 2.3.
+    # One pass for three sums: 4.2 ms at [16, 152000] on two CPU cores instead of 29; a float sum takes 2.3.
     zero = jnp.uint32(0)
     sums = lax.reduce(tuple(parts), (zero,) * 3, lambda left, right: tuple(map(jnp.add, left, right)), (1,))
     return jnp.stack(sums, axis=-1)
 
 
 def from_words(totals: Array) -> Array:
-    """Return the number that `words` stand for, u32[R, 3] to f32[R, 1]."""
+    """Convert words, u32[R, 3], to f32[R, 1]."""
     high, middle, low = (totals[:, at : at + 1].astype(jnp.float32) for at in range(3))
     return (high + (middle + low * 2.0**-WORD_BITS) * 2.0**-WORD_BITS) * 2.0**-WORD_BITS
 
 
 def masses(weights: Array, total: Array) -> Array:
-    """Scale weights, f32[R, Vx] in [0, 1], to int32[R, Vx] whose sums stay below 2**31; `total` f32[R, 1] is theirs.
+    """Scale weights, f32[R, Vx] in [0, 1], to int32[R, Vx] with sums below 2**31; `total` f32[R, 1] is theirs.
 
-    The scale is a power of two, so that the masses of a row add up to 2**29 at least. Each is off by half of one.
+    The scale is a power of two; row sums are at least 2**29.
     """
     exponent = (lax.bitcast_convert_type(total, jnp.int32) >> 23) - 127  # total < 2**(exponent + 1)
     scale = lax.bitcast_convert_type((127 + MASS_BITS - 1 - exponent) << 23, jnp.float32)

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
@@ -24,20 +24,17 @@ from jaxllm.errors import NotFoundError, RequestFailedError, UserError, late, to
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.text import fill_in_middle
 from jaxllm.text.tokenizer import NoTokenizer, Tokenizer
-from jaxllm_server.access.client_quota import FairPlaces, Shares, UrgentShares
+from jaxllm_server.access.client_quota import Shares, UrgentShares
 from jaxllm_server.access.ledger import PROMPTS, REQUESTS, Entry, Ledger
 from jaxllm_server.adapters import Served, ServedAdapters
 from jaxllm_server.generation import beam_calls
 from jaxllm_server.generation.calls import LARGE_REQUEST, Call, Chunk, is_forced
-from jaxllm_server.generation.chat_checks import (
-    check_tools,
-)
+from jaxllm_server.generation.chat_checks import check_tools
 from jaxllm_server.generation.forced_calls import blaming_tools, with_forced_calls
 from jaxllm_server.generation.output_forms import OutputForms
 from jaxllm_server.generation.prompts import Prompts
 from jaxllm_server.observability.tracing import REQUEST_SPAN, current_span, request_attributes
-from jaxllm_server.pooling import pool_stream, pooling
-from jaxllm_server.pooling.pool_calls import PoolCall, PoolResult
+from jaxllm_server.pooling.service import Pooling
 from jaxllm_server.shared.options import ServerOptions, template_kwargs
 
 Item = TypeVar("Item")
@@ -55,8 +52,8 @@ class Serving:
         self.root = shipped.get(Path(engine.config.model), engine.config.model)
         self.names = options.served_model_name or (_model_name(self.root),)
         self.adapters = ServedAdapters(engine, options, self.names)
+        self.pooling = Pooling(self)
         self.shares = Shares(options.max_sequences_per_client)
-        self.pool_places = FairPlaces()
         self.urgent = UrgentShares()
         self.ledger = Ledger(options)
         num_keys = len(options.api_key) + len(options.admin_api_key)
@@ -94,7 +91,7 @@ class Serving:
         self.shares.check(client)
         self.engine.check_room()
         if pools is not None:
-            pooling.check_kind(self.engine.model, self.names[0], pools)
+            self.pooling.check_kind(pools)
 
     def check_calls(self, calls: Sequence[Call], params: SamplingParams) -> None:
         """Refuse one request's calls, which differ in their prompts alone, unless there is room for all of them.
@@ -139,7 +136,7 @@ class Serving:
         self.check_text("cache_salt", call.cache_salt)
         arrival = time.monotonic()
         await self.engine.check_health()
-        pooling.check_kind(self.engine.model, self.names[0], pools=False)
+        self.pooling.check_kind(pools=False)
         params = await self.completed(call) if params is None else params
         self.forms.check(call, params)
         beams = beam_calls.beams_of(call, params, self.engine.model.max_model_len)
@@ -221,22 +218,10 @@ class Serving:
             entry.charge(REQUESTS, 2 * call.num_bytes)  # the message and the call
             yield entry
 
-    def pool(self, call: PoolCall) -> AsyncGenerator[PoolResult]:
-        """Embed, classify or score a call's inputs. To close the iterator aborts what is left."""
-        return pooling.pool(self, call)
-
-    async def pool_stream(
-        self, requests: AsyncIterator[Item], read: Callable[[Item], PoolCall], client: str
-    ) -> AsyncGenerator[pool_stream.Answer[Item]]:
-        """Return the answers to any number of requests that a client sends, unless the engine takes none."""
-        await self.engine.check_health()
-        return pool_stream.answers(self, requests, read, client)
-
     @property
     def tasks(self) -> Sequence[str]:
         """What the model can be asked for."""
-        model = self.engine.model
-        return ("generate",) if model.pooler is None else pooling.tasks_of(model)
+        return self.pooling.tasks or ("generate",)
 
     async def prompt_of(
         self, call: Call, params: SamplingParams | None = None, model: ModelInfo | None = None
@@ -246,7 +231,7 @@ class Serving:
         What cannot fit into the context is refused, or cut where `params` say so. `model` is the model as the call's
         adapter has it.
         """
-        return {**await self._prompts.prompt_of(call, params, model), **self.salt_of(call)}
+        return {**await self._prompts.prompt_of(call, params, model), **self.salt_of(call.client, call.cache_salt)}
 
     async def _adapter(self, served: Served | None, client: str) -> Adapter | None:
         """Return a request's adapter, which is read again if it is not in the host's memory any more."""
@@ -286,14 +271,14 @@ class Serving:
         """Return whose a request's id is: its client's if keys distinguish clients, else everybody's."""
         return client if self._has_tenants else ""
 
-    def salt_of(self, call: Call | PoolCall) -> dict[str, str]:
-        """Return a call's salt of the prefix cache: its own, with the client's name if there are several keys.
+    def salt_of(self, client: str, given: str | None) -> dict[str, str]:
+        """Return a call's salt of the prefix cache: the given one, prefixed with the client if there are several keys.
 
         The colon is in no salt that a caller can give, so a caller cannot name another client's.
         """
         if self._has_tenants and not self.options.share_prefix_cache:
-            return {"cache_salt": f"{call.client}:{call.cache_salt or ''}"}
-        return {} if call.cache_salt is None else {"cache_salt": call.cache_salt}
+            return {"cache_salt": f"{client}:{given or ''}"}
+        return {} if given is None else {"cache_salt": given}
 
     async def tokenize(self, call: Call) -> list[int]:
         """Return the token ids of a call's prompt or messages."""

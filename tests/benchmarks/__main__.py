@@ -1,6 +1,6 @@
-"""Every figure that is promised, one measurement after the other: `python -m tests.benchmarks [--long] [NAME …]`.
+"""Runs every benchmark with a promised figure: `python -m tests.benchmarks [--long] [NAME …]`.
 
-The short version is a look; docs/benchmarks.md has the long one's. What stays behind its aim is listed at the end.
+The short version is a quick look; docs/benchmarks.md has figures of the long one. Missed aims are listed at the end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.benchmarks.against_transformers import TORCH
 
 
 class Measurement(NamedTuple):
-    """One figure: the command, and what makes it short."""
+    """One benchmark: its command, and the arguments that shorten it."""
 
     command: Sequence[str]
     short: Sequence[str] | None = ()  # None: left out of the short version
@@ -26,7 +26,7 @@ def _bench(module: str, *flags: str, is_long: bool = False) -> Measurement:
     return Measurement(["-m", f"tests.benchmarks.{module}"], None if is_long else flags)
 
 
-LAYERS = "6"  # of the 0.5B shape's 24 in the short version: a quarter of the compilation
+LAYERS = "6"  # of the 0.5B shape's 24, in the short version: a quarter of the compilation
 FRONT_ENDS = "tests.benchmarks.serving --model qwen2.5-0.5b --streams 64 --tokens 16 --limit 0.15"
 MEASUREMENTS = {
     "scheduler": Measurement(
@@ -49,7 +49,7 @@ MEASUREMENTS = {
     "fleet": _bench("fleet", is_long=True),
     "prefix_cache": _bench("prefix_cache", "--requests", "60", "--rounds", "3"),
     "random_serving": _bench("random_serving", "--requests", "12", "--rounds", "1"),
-    # In short of the embedded model: a server of the 0.5B shape compiles for minutes before its steps are as they stay.
+    # The short version uses the embedded model: a server of the 0.5B shape compiles for minutes before it is steady.
     "front_ends": Measurement(
         ["-m", *FRONT_ENDS.split()], ["--model", "embedded", "--tokens", "64", "--rounds", "3", "--limit", "0.35"]
     ),
@@ -67,7 +67,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(MEASUREMENTS))
     parser.add_argument("--long", action="store_true", help="as many rounds as docs/benchmarks.md")
     options = parser.parse_args()
-    # Not argparse's `choices`: with nargs="*" Python 3.11 looks the empty list up among them.
+    # Not argparse's `choices`: with nargs="*" Python 3.11 checks the empty list against them.
     for name in options.names:
         if name not in MEASUREMENTS:
             parser.error(f"{name} is none of {', '.join(MEASUREMENTS)}")

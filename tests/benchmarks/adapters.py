@@ -1,9 +1,8 @@
-"""What LoRA adapters cost: decoding 16 rows of Qwen2.5-0.5B's shape with 0, 1, 2, 4 and 8 distinct ones in the step.
+"""The cost of LoRA adapters: decodes 16 rows of Qwen2.5-0.5B's shape with 0, 1, 2, 4 and 8 distinct ones per step.
 
 `python -m tests.benchmarks.adapters`. Random weights, float32, greedy, adapters of rank 16 of every product. A step
-without adapters is measured right before and right after each with some, so that what else the machine does hits both
-alike; medians are compared. All rows of a step take as long as the step: what rows without an adapter lose beside
-others is the step's own loss.
+without adapters is measured right before and after each with some, so that other load affects both alike; medians are
+compared. Rows without an adapter lose as much as the step does.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from tests.support.adapters import write_adapter
 
 ROWS, PROMPT, NEW, RANK = GEOMETRY["max_num_seqs"], 8, 9, 16
 COUNTS = (1, 2, 4, 8)
-MOST_LOST = 0.05  # of the speed of rows without an adapter, beside rows with two
+MOST_LOST = 0.05  # of the speed of rows without an adapter, in a step with two adapters
 
 
 def write(folder: Path, number: int, layers: int) -> LoRARequest:
@@ -43,7 +42,7 @@ def write(folder: Path, number: int, layers: int) -> LoRARequest:
 
 
 def decode(llm: LLM, adapters: list[LoRARequest]) -> float:
-    """Return the seconds of a step that decodes all rows; the adapters take turns, and half of the rows have none."""
+    """Return the seconds of a step that decodes all rows; adapters alternate, and half of the rows have none."""
     own = [adapters[row // 2 % len(adapters)] if adapters and row % 2 else None for row in range(ROWS)]
     taken = []
     for new in (NEW, 1):
@@ -78,7 +77,7 @@ def main() -> None:
             for count in counts
             for number in range(3)
         }
-        for job in jobs.values():  # asks for the programs that it needs; compiling them would take a core from others
+        for job in jobs.values():  # queues its programs; compiling them later would occupy a core
             job()
         programs.wait()
         seconds = medians(options.rounds, jobs)

@@ -1,7 +1,7 @@
-"""jaxllm beside transformers on the same cores: `python -m tests.benchmarks.against_transformers`.
+"""jaxllm against transformers on the same cores: `python -m tests.benchmarks.against_transformers`.
 
-The shape of Qwen2.5-0.5B with random weights, the same file for both; eager transformers (SDPA attention) in an
-environment that has torch (`make parity` makes .venv-parity). Rounds alternate; the medians are compared.
+The shape of Qwen2.5-0.5B with random weights, one file for both; eager transformers (SDPA attention) in an environment
+with torch (`make parity` makes .venv-parity). Rounds alternate; medians are compared.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.benchmarks.aims import require
 from tests.benchmarks.sides import ROOT, Side
 
 TORCH = ROOT / ".venv-parity" / "bin" / "python"
-# How many times as fast as transformers, by what was measured; of memory, the most.
+# Least speed relative to transformers, by measurement; for memory, the most.
 AIMS = {
     dtype: {"decode, 1 row": one_row, "decode, 16 rows": 1.5, "16 requests": 1.5, "prefill of 512": 1.0, "memory": 0.9}
     for dtype, one_row in (("float32", 2.0), ("bfloat16", 1.4))
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def compare(folder: Path, dtype: str, python: str, rounds: int) -> dict[str, float]:
-    """Print what each side took; return the ratios, under the names of their aims."""
+    """Print each side's results; return the ratios by name of aim."""
     reached = {}
     with Side("jaxllm", folder, dtype) as ours, Side("transformers", folder, dtype, python) as theirs:
         taken: dict[str, dict[str, list[float]]] = {side.name: {} for side in (ours, theirs)}

@@ -1,4 +1,4 @@
-"""How a benchmark ends that stays behind what is promised: with a line that says so, and not with a traceback."""
+"""The end of a benchmark that misses its aim: a message instead of a traceback."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import sys
 
 
 def require(is_reached: bool, otherwise: str) -> None:
-    """End the process with a message and the exit code 1 unless an aim is reached."""
+    """Exit with a message and code 1 unless an aim is reached."""
     if not is_reached:
         sys.exit(otherwise)

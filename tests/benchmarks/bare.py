@@ -1,7 +1,7 @@
-"""What the engine adds to its compiled step: decoding through `LLM.generate` beside a bare loop over the same program.
+"""The engine's overhead over its compiled step: `LLM.generate` against a bare loop over the same program.
 
-`python -m tests.benchmarks.bare`. The 0.5B shape asks what a real model's step leaves unused, the embedded model, whose
-step takes milliseconds, how fast the host is. Rounds alternate; the medians are compared.
+`python -m tests.benchmarks.bare`. The 0.5B shape measures the overhead next to a real model's step; the embedded model,
+with steps of milliseconds, measures the host. Rounds alternate; medians are compared.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ SMALL = {"max_num_seqs": 64, "num_kv_blocks": 2048, "max_model_len": 512}
 
 
 class Case(NamedTuple):
-    """Of a model: how the engine differs from the other benchmarks', tokens, and what is promised by number of rows."""
+    """Of a model: sizes that differ from other benchmarks', tokens, and promised ratios by number of rows."""
 
     sizes: dict[str, int]
     tokens: int
     promised: dict[int, float]
-    turns: int  # in a round: short steps need more of them
+    turns: int  # per round: short steps need more
 
 
 CASES = {"qwen2.5-0.5b": Case({}, 16, {1: 0.95, 16: 0.95}, turns=1), "embedded": Case(SMALL, 64, {64: 0.70}, turns=7)}
 
 
 class Packed(NamedTuple):
-    """A step as the device is given it."""
+    """A step as sent to the device."""
 
     plan: Plan
     key: Key
@@ -52,7 +52,7 @@ class Packed(NamedTuple):
 
 
 def narrowest(programs: Programs) -> Variant:
-    """Return the variant in which greedy steps run: the narrowest of the table, which on a GPU has no greedy one."""
+    """Return the variant of greedy steps: the narrowest of the table, since a GPU's table has no greedy one."""
     return min((key.variant for key in programs.rest if key.part == "step" and key.variant), key=VARIANTS.index)
 
 
@@ -75,7 +75,7 @@ def packed_steps(engine: LLMEngine) -> Iterator[list[Packed]]:
 
 
 def replay(engine: LLMEngine, steps: Sequence[Packed]) -> float:
-    """Return the seconds that the device takes for steps, one behind the other and nothing else."""
+    """Return the seconds that the device takes for steps in sequence."""
     runner = engine.runner
     fitted = [(runner.programs[step.key], inspection.fitted(runner, step.buffer, step.key)) for step in steps]
     began = time.perf_counter()
@@ -92,11 +92,11 @@ def compile_greedy(
 ) -> None:
     """Compile the programs of greedy steps with these numbers of rows and tokens (None: all sizes), and wait.
 
-    A `variant` of which the engine's table has no programs is a ValueError, as are sizes that are all absent.
+    Raises ValueError if the table has no programs of `variant`, or of any of the sizes.
     """
     programs = engine.runner.programs
     if all(key.part != "step" for key in programs.rest):
-        return  # every step is two halves in deterministic mode
+        return  # every step is two programs in deterministic mode
     variant = variant or narrowest(programs)
 
     def is_wanted(key: Key) -> bool:
@@ -134,7 +134,7 @@ def main() -> None:
 
 
 def measure(llm: LLM, rows: int, new: int, rounds: int) -> tuple[float, float]:
-    """Return the seconds of a decode step of so many rows, in the bare loop and in the engine."""
+    """Return the seconds of a decode step of `rows` rows, in the bare loop and in the engine."""
     with packed_steps(llm.engine) as steps:
         generate(llm, rows, PROMPT, new)
     decodes = [step for step in steps if step.key.shape.is_decode and len(step.plan.slots) == rows]

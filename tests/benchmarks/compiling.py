@@ -1,8 +1,8 @@
-"""What compiling costs those who wait and those who are served: `python -m tests.benchmarks.compiling`.
+"""The cost of compiling for starts and for running requests: `python -m tests.benchmarks.compiling`.
 
-Ready: how long an engine takes to start with an empty cache, against the time to compile its covering programs and
-nothing else. Beside: how long a decode step takes while the other programs are compiled in the background, against when
-they are not; the same program and the same lengths, in turns. On the embedded model.
+Ready: the time of a start with an empty cache, relative to only compiling its covering programs. Steps: the time of a
+decode step while other programs are compiled in the background, relative to the time without; the same program and
+lengths, alternating. On the embedded model.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ os._exit(0)
 
 
 def seconds_of(program: str) -> float:
-    """Run a program with an empty cache in a process of its own; return what it measured."""
+    """Run a program with an empty cache in a separate process; return the seconds that it measured."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", program, folder]
         return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def measure_ready(rounds: int) -> float:
-    """Return how many times the covering programs' compilation a cold start takes; imports do not count."""
+    """Return the time of a cold start relative to compiling the covering programs; imports are excluded."""
     alone = statistics.median(seconds_of(COVERING_ALONE) for _ in range(rounds))
     ready = statistics.median(seconds_of(READY) for _ in range(rounds))
     print(f"covering programs alone {alone:.1f} s, ready after {ready:.1f} s: {ready / alone:.2f} times", end=" ")
@@ -68,13 +68,13 @@ def measure_ready(rounds: int) -> float:
 
 
 def measure_steps(rounds: int) -> float:
-    """Return how many times as long a decode step is while programs are compiled, mean against mean."""
+    """Return the mean time of a decode step during compilation, relative to the mean without."""
     with tempfile.TemporaryDirectory() as folder:
         llm = LLM(precompile="covering", compilation_cache_dir=folder)
         engine, programs = llm.engine, llm.engine.runner.programs
         shapes = [key.shape for key in programs.covering if key.part == "forward"]
         ragged, decode = (halves(shape, Variant.FULL) for shape in shapes)
-        choose = programs.choose  # also tells that a step is run
+        choose = programs.choose  # also records that a step runs
 
         def always_covering(*arguments: object) -> object:
             way = choose(*arguments)  # pyright: ignore[reportArgumentType]
@@ -135,4 +135,4 @@ def main() -> None:
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(0)  # without waiting for the program that is being compiled
+    os._exit(0)  # without waiting for running compilations

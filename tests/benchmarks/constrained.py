@@ -1,7 +1,7 @@
-"""What constraints cost and save: 32 rows of stories42M's shape, with a JSON schema and without.
+"""The cost and savings of constraints: 32 rows of stories42M's shape, with a JSON schema and without.
 
 `python -m tests.benchmarks.constrained`. Random weights, temperature 1. Rounds alternate between the kinds, so that
-what else the machine does hits all alike; medians of ratios are compared.
+other load affects all alike; medians of ratios are compared.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tests.benchmarks import shapes
 from tests.benchmarks.aims import require
 
 ROWS, NEW = 32, 96
-LEAST, LEAST_BESIDE = 0.85, 0.95  # of the unconstrained tokens a second: constrained ones, and others beside these
+LEAST, LEAST_BESIDE = 0.85, 0.95  # of unconstrained tokens per second: constrained rows, and other rows of their steps
 PERSON = {"name": {"type": "string"}, "age": {"type": "integer"}}
 ITEM = {"colour": {"enum": ["red", "green", "blue"]}, "is_large": {"type": "boolean"}, "number_of_pieces": {"const": 7}}
 
 
 def write_model(folder: Path) -> None:
-    """Write the shape with a tokenizer that can write any text and has an end, learned from Python's own library."""
+    """Write the shape with a tokenizer that can write any text and has an end token, trained on Python's library."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -48,7 +48,7 @@ def write_model(folder: Path) -> None:
 
 
 def endless(properties: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a list that is longer than any output here."""
+    """Return the schema of a list that is longer than all outputs here."""
     item = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
     return {"type": "array", "items": item, "minItems": 500}
 
@@ -60,7 +60,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def generate(llm: LLM, constrained: int, logprobs: int | None = None, **asked: Any) -> tuple[float, float, float, int]:
-    """Return tokens a second of all rows and of the unconstrained ones, characters a second, and forced tokens."""
+    """Return tokens per second of all rows and of the unconstrained ones, characters per second, and forced tokens."""
     plain = {"temperature": 1.0, "max_tokens": NEW, "ignore_eos": True}
     params = [
         SamplingParams(seed=row, structured_outputs=asked, logprobs=logprobs, **plain)
@@ -90,9 +90,9 @@ def main() -> None:
 
 
 def measure(llm: LLM, rounds: int) -> None:
-    """Measure, print and judge; closes the engine."""
+    """Measure, print and check the aims; closes the engine."""
     ratios = defaultdict(list)
-    for number in range(-2, rounds):  # two for programs, which are compiled meanwhile
+    for number in range(-2, rounds):  # two rounds for programs to compile in the background
         if number < 0:
             time.sleep(10)
         plain = generate(llm, 0)[0]

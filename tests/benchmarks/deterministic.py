@@ -1,7 +1,7 @@
-"""What `--deterministic` costs: decoding 1 and 16 rows and reading a prompt, beside an engine without it.
+"""The cost of `--deterministic`: decoding 1 and 16 rows and reading a prompt, against an engine without it.
 
 `python -m tests.benchmarks.deterministic`. The embedded model and Qwen2.5-0.5B's shape, float32. Rounds alternate
-between the engines, so that what else the machine does hits both alike; the medians are compared.
+between the engines, so that other load affects both alike; medians are compared.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ JOBS = ("1 row", "16 rows", "a prompt")
 
 
 def make(model: str, **settings: Any) -> LLM:
-    """Start an engine whose steps are of the default size."""
+    """Start an engine with steps of the default size."""
     folder = str(shapes.folder_of(model, "bfloat16"))
     llm = LLM(folder, dtype="float32", precompile="covering", **SIZES, **settings)
     if "deterministic" not in settings:
-        compile_greedy(llm.engine, [1, 2, 16], [16, 96, 160])  # what the jobs run in
+        compile_greedy(llm.engine, [1, 2, 16], [16, 96, 160])  # the programs of the jobs
     return llm
 
 
 def tokens_per_second(llm: LLM, job: str, new: int) -> float:
-    """Do a job; return the tokens made, or read, in a second."""
+    """Do a job; return the tokens made, or read, per second."""
     if job == "a prompt":
         return LONG_PROMPT / generate(llm, 1, LONG_PROMPT, 1)
     rows = int(job.split()[0])

@@ -1,11 +1,11 @@
-"""What the host takes to dispatch a decode step: `Runner.dispatch` until it returns, the device idle before.
+"""The host's time to dispatch a decode step: `Runner.dispatch` until it returns, with an idle device.
 
-`python -m tests.benchmarks.dispatch`. Steps of the embedded model are noted and dispatched again, each when the one
-before it has ended; and steps with as many arrays as an 8B model has. A call returns while the device
-computes. It measures the processor time of the dispatching thread, because the device's threads, which are XLA's,
-take the same cores. It prints medians and lowest tenths. The aim holds for two rows: after a step of several
-milliseconds the same calls take two to eight times as long, because the thread's data have left the processor's caches
-(after `time.sleep` too), and such a step hides them.
+`python -m tests.benchmarks.dispatch`. Steps of the embedded model are recorded and dispatched again, each after the
+previous one has ended; and steps with the number of arrays of an 8B model. A call returns while the device computes.
+The processor time of the dispatching thread is measured, because XLA's device threads use the same cores. Prints
+medians and lowest tenths. The aim is for two rows: after a step of several milliseconds the same calls take two to
+eight times as long, because the thread's data have left the processor's caches (as after `time.sleep`), and the step
+hides them.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ LAYERS = 32
 
 
 class Spent:
-    """Seconds by what took them."""
+    """Seconds by call."""
 
     def __init__(self) -> None:
-        """Begin with nothing."""
+        """Begin without any measurements."""
         self.seconds: dict[str, list[float]] = {}
 
     def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a call that notes how long it takes."""
+        """Return a call that also records its time."""
 
         def measured(*given: Any) -> Any:
             began = time.thread_time()
@@ -62,7 +62,7 @@ class Spent:
 
 
 def measure(llm: LLM, rows: int) -> Spent:
-    """Measure the dispatch of decode steps of so many rows, whole and then in parts."""
+    """Measure the dispatch of decode steps of `rows` rows, whole and then in parts."""
     runner, noted = llm.engine.runner, []
     compile_greedy(llm.engine, [rows], [])
     dispatch = runner.dispatch
@@ -96,7 +96,7 @@ def measure(llm: LLM, rows: int) -> Spent:
 
 
 def deep(folder: Path) -> str:
-    """Write the embedded model's shape with as many layers as an 8B model has; return its folder."""
+    """Write the embedded model's shape with the layers of an 8B model; return its folder."""
     config = json.loads((MODEL_DIR / "config.json").read_text()) | {"num_hidden_layers": LAYERS}
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)

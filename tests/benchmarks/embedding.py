@@ -1,7 +1,7 @@
-"""Embeddings beside sentence-transformers on the same cores: `python -m tests.benchmarks.embedding`.
+"""Embeddings against sentence-transformers on the same cores: `python -m tests.benchmarks.embedding`.
 
-A random model of MiniLM's shape (6 layers, 384 wide, mean pooling), float32, the same folder for both; the other side
-runs in an environment that has torch (`make parity` makes .venv-parity). Rounds alternate; the medians are compared.
+A random model of MiniLM's shape (6 layers, 384 wide, mean pooling), float32, one folder for both; the other side runs
+in an environment with torch (`make parity` makes .venv-parity). Rounds alternate; medians are compared.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tests.benchmarks.against_transformers import TORCH
 from tests.benchmarks.aims import require
 from tests.support.paths import ROOT
 
-AIM = 1.5  # times as many texts a second
-TEXTS = {"64 texts of 32 tokens": [30] * 64, "16 texts of 512 tokens": [510] * 16}  # and the two around each
+AIM = 1.5  # times the texts per second
+TEXTS = {"64 texts of 32 tokens": [30] * 64, "16 texts of 512 tokens": [510] * 16}  # plus two special tokens each
 MIXED = "64 texts of 4 to 250 tokens"
 CLOSE = 1e-5
 
 
 def texts_of(lengths: list[int]) -> list[str]:
-    """Write texts of so many words, each one token."""
+    """Return texts of the given numbers of words, one token each."""
     random = np.random.default_rng(len(lengths))
     return [" ".join(chr(97 + letter) for letter in random.integers(0, 26, length)) for length in lengths]
 
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def compare(folder: Path, sets: dict[str, list[int]], rounds: int) -> list[str]:
-    """Print what each side took; return what stays behind its aim."""
+    """Print each side's results; return the missed aims."""
     from jaxllm import LLM
 
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'server'}"}
@@ -77,7 +77,7 @@ def compare(folder: Path, sets: dict[str, list[int]], rounds: int) -> list[str]:
                     found = np.array([each.outputs.embedding for each in made])
                     worst = float(np.abs(found - np.array(answer["embeddings"])).max())
                     require(worst < CLOSE, f"{name}: embeddings differ by {worst}")
-                    while llm.engine.runner.programs.num_compiling:  # those that the first round asked for
+                    while llm.engine.runner.programs.num_compiling:  # queued by the first round
                         time.sleep(0.1)
             one, two = (statistics.median(taken[1:]) for taken in (ours, theirs))
             print(

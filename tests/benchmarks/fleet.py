@@ -1,12 +1,12 @@
-"""How a fleet's requests are routed, beside rules that know less: `python -m tests.benchmarks.fleet`.
+"""Routing of a fleet's requests against simpler rules: `python -m tests.benchmarks.fleet`.
 
-Fleets of 1, 4 and 64 replicas with production schedulers in virtual time (tests/fleet): a step takes 6 ms and 40 µs a
-token, a pool has 4,096 blocks of 16 tokens. An eighth of the replicas is killed, an eighth drains; each is back after a
-second, and what a killed one ran is run again elsewhere. Deterministic: no clock, seeded.
+Fleets of 1, 4 and 64 replicas with production schedulers in virtual time (tests/fleet): a step takes 6 ms and 40 µs per
+token, a pool has 4,096 blocks of 16 tokens. An eighth of the replicas is killed, an eighth drains; each returns after a
+second, and requests of killed replicas run again elsewhere. Deterministic: no clock, seeded.
 
-A cell: tokens of prompts that were found in a cache, of all; the highest load at an instant, in mean loads, as requests
-met it; the mean time to the first token. "Reached": requests that `choose` sent where most of their prefix was, of all
-of which any replica had a block.
+A cell: the share of prompt tokens found in a cache; the highest load at an instant, relative to the mean load, as met
+by requests; the mean time to the first token. "Reached": of the requests with a block in any replica, the share that
+`choose` sent to the replica with most of their prefix.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from tests.fleet import mixes
 from tests.fleet.fleet import Fleet, Outcome, Router, least_loaded, make_changes
 from tests.fleet.replica import Asked
 
-REQUESTS = {1: 150, 4: 150, 64: 60}  # for each replica, by how many there are
-REACHED, BALANCE = 0.9, 1.2  # aims, of the skewed mix
+REQUESTS = {1: 150, 4: 150, 64: 60}  # per replica, by number of replicas
+REACHED, BALANCE = 0.9, 1.2  # aims for the skewed mix
 
 
 def by_chance() -> Router:
-    """Route by chance."""
+    """Return a router that chooses at random."""
     draw = random.Random(0)
     return lambda digests, loads, index: draw.choice([*loads])
 
 
 def in_turn() -> Router:
-    """Route to one after the other."""
+    """Return a round-robin router."""
     number = itertools.count()
     return lambda digests, loads, index: sorted(loads)[next(number) % len(loads)]
 
@@ -51,13 +51,13 @@ ROUTERS: dict[str, Callable[[], Router]] = {
 
 
 def play(asked: list[Asked], num_replicas: int, route: Router) -> Outcome:
-    """Play a fleet of which some replicas go and come back."""
+    """Run a fleet in which some replicas are killed or drained, and return."""
     seconds = max(each.arrival for each in asked)
     return Fleet(route, asked, num_replicas, make_changes(num_replicas, -(-num_replicas // 8), seconds, 0)).play()
 
 
 def cell(outcome: Outcome) -> str:
-    """Write the figures of a fleet."""
+    """Format the figures of a fleet."""
     first = 1e3 * float(np.mean([*outcome.first_tokens.values()]))
     return f"{100 * outcome.hit_rate:.0f} %, {outcome.balance:.2f}, {first:.0f} ms"
 

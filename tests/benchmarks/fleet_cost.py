@@ -1,9 +1,8 @@
-"""What a fleet's front end costs: tokens a second of two replicas behind it, beside two engines run apart.
+"""The cost of a fleet's front end: tokens per second of two replicas behind it, against two separate engines.
 
 `python -m tests.benchmarks.fleet_cost`. Two cores are too few for two engines, a front end and clients, so a replica's
-device is pretended: a step of 64 rows takes 15 ms (about what 8B takes on a GPU), in which the process sleeps. Every
-request streams 128 tokens, each as an output of its own; clients are coroutines beside the front end, or beside the
-engine where they are run apart.
+device is simulated: a step of 64 rows sleeps for 15 ms (about an 8B step on a GPU). Every request streams 128 tokens,
+one per output; clients are coroutines in the front end's process, or in the engine's if separate.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ MOST_COST = 0.10
 
 
 async def tokens_a_second(engine: Any, count: int, seconds: float) -> float:
-    """Stream requests, `count` at once, for so long."""
+    """Stream `count` requests at once for `seconds`; return the tokens per second."""
     made, end = 0, time.monotonic() + seconds
 
     async def client(name: int) -> None:
@@ -45,7 +44,7 @@ async def apart(seconds: float) -> float:
 
 
 async def together(seconds: float) -> float:
-    """Measure two behind a front end."""
+    """Measure two engines with a front end."""
     fleet = FleetLLM(data_parallel_size=2, skip_tokenizer_init=True, module="tests.benchmarks.pretend_node")
     async with fleet:
         return await tokens_a_second(fleet, 2 * ROWS, seconds)

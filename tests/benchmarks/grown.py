@@ -1,12 +1,11 @@
-"""The embedded model and its EAGLE-3 head, grown to the 0.5B shape: the same tokens, at what that shape costs.
+"""The embedded model and its EAGLE-3 head, grown to the 0.5B shape: the same tokens, at that shape's cost.
 
-The numbers of the small ones lie in the corners of matrices of zeros, and layers of zeros follow, which leave the
-residual stream as it is. So what a head gains with a larger model can be measured with outputs and an acceptance that
-were learned, where no larger model can be had.
+The small weights are embedded in matrices of zeros, and layers of zeros, which preserve the residual stream, are added.
+So the gain of a head with a larger model can be measured with learned outputs and acceptance, without a larger model.
 
-Rotary embedding turns dimensions (i, i + 32) of 64 as it turns (i / 2, i / 2 + 16) of 32: a small head's take every
-second place. The mean square of 896 values of which 192 are not 0 is smaller, for which norms' weights and epsilon make
-up, as the queries' weights do for attention's scale.
+Rotary embedding rotates dimensions (i, i + 32) of 64 by the angle of (i / 2, i / 2 + 16) of 32: a small head's values
+occupy every second place. The mean square over 896 values, of which 192 are nonzero, is smaller, which norms' weights
+and epsilon compensate, as the queries' weights do for attention's scale.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ SIZES = {
         for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
     },
 }
-DRAFT_VOCABULARY = 32000  # of heads that are published
+DRAFT_VOCABULARY = 32000  # of published heads
 WIDTH, INNER = "hidden_size", "intermediate_size"
 AXES = {  # of a matrix's rows and columns, by the last part of its name: heads, or a field of config.json
     **{"q_proj": ("queries", WIDTH), "k_proj": ("shared", WIDTH), "v_proj": ("shared", WIDTH)},
@@ -41,7 +40,7 @@ AXES = {  # of a matrix's rows and columns, by the last part of its name: heads,
 
 
 def folders() -> tuple[Path, Path]:
-    """Write the model and its head in float32, unless they are there; return their folders."""
+    """Write the model and its head in float32, unless they exist; return their folders."""
     model, head = shapes.FOLDER / "grown", shapes.FOLDER / "grown-head"
     if not (head / "model.safetensors").exists():
         _write(MODEL_DIR, model, {"num_hidden_layers": shapes.SHAPES["qwen2.5-0.5b"]["num_hidden_layers"]})
@@ -70,8 +69,8 @@ def _write(source: Path, folder: Path, sizes: dict[str, int]) -> None:
 
 
 def _grown(part: str, value: np.ndarray, small: dict[str, Any], large: dict[str, Any]) -> np.ndarray:
-    """Lay one tensor of the small model into the large one's."""
-    if part == "d2t":  # further names are of the vocabulary's end; none is likely
+    """Embed one tensor of the small model in the large one's."""
+    if part == "d2t":  # additional entries name the vocabulary's end, where no token is likely
         offset = large["vocab_size"] - large["draft_vocab_size"]
         return np.concatenate([value, np.full(large["draft_vocab_size"] - len(value), offset, value.dtype)])
     if part == "t2d":
@@ -83,7 +82,7 @@ def _grown(part: str, value: np.ndarray, small: dict[str, Any], large: dict[str,
         value = value * np.float32((HEAD_DIM / small["head_dim"]) ** 0.5)
     axes = [_axis(kind, small, large) for kind in AXES.get(part, (WIDTH,))]
     at, size = axes[-1]
-    count = value.shape[-1] // len(at)  # vectors that a head reads side by side
+    count = value.shape[-1] // len(at)  # vectors that a head reads concatenated
     axes[-1] = np.concatenate([at + number * size for number in range(count)]), count * size
     placed = np.zeros([size for _, size in axes], np.float32)
     placed[np.ix_(*(at for at, _ in axes))] = value
@@ -91,7 +90,7 @@ def _grown(part: str, value: np.ndarray, small: dict[str, Any], large: dict[str,
 
 
 def _axis(kind: str, small: dict[str, Any], large: dict[str, Any]) -> tuple[np.ndarray, int]:
-    """Return the places of the small axis' numbers in the large one, and the large one's size."""
+    """Return the indices of the small axis in the large one, and the large size."""
     if kind in ("queries", "shared"):
         heads, shared = small["num_attention_heads"], small["num_key_value_heads"]
         group, wide_group = heads // shared, large["num_attention_heads"] // large["num_key_value_heads"]

@@ -1,7 +1,7 @@
-"""What the host does for a step of 256 running requests: plan, pack and dispatch, commit, and the rest of `step`.
+"""The host's work for a step of 256 running requests: plan, pack and dispatch, commit, and the rest of `step`.
 
-`python -m tests.benchmarks.host`. The embedded model decodes; each part's processor time is that of the engine's own
-thread, because the device's threads, which are XLA's, take the same two cores. Medians over steps.
+`python -m tests.benchmarks.host`. The embedded model decodes; each part's time is the processor time of the engine's
+thread, because XLA's device threads use the same two cores. Medians over steps.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> None:
 
     with LLM(max_num_seqs=ROWS, num_kv_blocks=ROWS * 16, precompile="covering", enable_prefix_caching=False) as llm:
         engine = llm.engine
-        compile_greedy(engine, [ROWS], [])  # else every step is two halves
+        compile_greedy(engine, [ROWS], [])  # else every step is two programs
         params = SamplingParams(temperature=0.0, max_tokens=STEPS + 200, ignore_eos=True)
         for number in range(ROWS):
             engine.add_request(str(number), [3 + number] * 16, params)

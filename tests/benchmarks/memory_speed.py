@@ -1,8 +1,8 @@
-"""Decoding beside the memory's speed: what a step takes on a CPU, what a context adds to it, and what memory it takes.
+"""Decoding against memory bandwidth: the time of a step on a CPU, its growth with context, and its memory.
 
 `python -m tests.benchmarks.memory_speed --plot docs/context.svg`. Qwen2.5-0.5B's shape, random weights, greedy; with
-the C++ kernels and with XLA's, in turns. The bytes of all weights, times steps a second, are compared with what two
-threads read in the same round. Peak memory is that of a process that has answered 16 prompts of 512 tokens.
+the C++ kernels and with XLA's, alternating. The bytes of all weights, times steps per second, are compared with the
+bandwidth of two threads in the same round. Peak memory is that of a process that has answered 16 prompts of 512 tokens.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from tests.benchmarks.sides import GEOMETRY, Side, prompts_of
 from tests.support import inspection
 
 KERNELS = {"C++": (), "XLA": ("linear=xla", "paged_decode=xla_lanes", "paged_prefill=xla")}
-KINDS: dict[str, dict[str, Any]] = {  # whose steps are measured
+KINDS: dict[str, dict[str, Any]] = {  # to measure steps
     "bfloat16": {"dtype": "bfloat16"},
     "float32": {"dtype": "float32"},
     "int8": {"dtype": "float32", "quantization": "int8"},
 }
-SCHEMES: dict[str, dict[str, Any]] = KINDS | {  # whose memory is
+SCHEMES: dict[str, dict[str, Any]] = KINDS | {  # to measure memory
     "bfloat16, fp8 weights": {"dtype": "bfloat16", "quantization": "fp8"},
     "bfloat16, int4 weights": {"dtype": "bfloat16", "quantization": "int4"},
     "bfloat16, int8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
     "bfloat16, fp8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
 }
-LEAST_SHARE = {"bfloat16": 0.85, "int8": 0.75}  # of the memory's speed, at one row
+LEAST_SHARE = {"bfloat16": 0.85, "int8": 0.75}  # of the memory bandwidth, at one row
 LEAST_GAIN = 1.5  # at 16 rows of bfloat16
-LEAST_PREFILL = 600  # tokens a second of bfloat16, of a prompt of 3,500
+LEAST_PREFILL = 600  # tokens per second of bfloat16, for a prompt of 3,500
 MOST_GROWTH = 0.012  # seconds that a step takes longer with 3,500 tokens of context than with 256
 SHORT, LONG = 256, 3500
 MIXED = (64, 128, 256, 512, 1024, 1536, 2048, 3500)  # tokens of eight prompts
 NEW = 16
-MOST_CHUNKS = 40  # more than the steps in which the prompts of `MIXED` are computed
-READ = 1 << 28  # bytes that are read to measure the memory
+MOST_CHUNKS = 40  # more than the steps that compute the prompts of `MIXED`
+READ = 1 << 28  # bytes read to measure bandwidth
 Seconds = dict[tuple[Any, ...], float]
 
 
 def bandwidth(array: np.ndarray, threads: int) -> float:
-    """Return the bytes a second at which so many threads read an array: the median of five times, one may be slow."""
+    """Return the bytes per second at which `threads` threads read an array: the median of five runs."""
     parts = np.array_split(array, threads)
     taken = []
     with ThreadPoolExecutor(threads) as pool:
@@ -66,7 +66,7 @@ def bandwidth(array: np.ndarray, threads: int) -> float:
 
 
 def answer(llm: LLM, lengths: Sequence[int]) -> tuple[float, float]:
-    """Return the seconds until all prompts have a token, and of a step after that, in which all take part."""
+    """Return the seconds until all prompts have a token, and of a later step with all of them."""
     prompts = [prompt[:length] for prompt, length in zip(prompts_of(len(lengths), max(lengths)), lengths, strict=True)]
     last = SamplingParams(temperature=0.0, max_tokens=NEW + 1, ignore_eos=True)
     params = [*[replace(last, max_tokens=NEW + MOST_CHUNKS)] * (len(lengths) - 1), last]
@@ -78,7 +78,7 @@ def answer(llm: LLM, lengths: Sequence[int]) -> tuple[float, float]:
 def measure(
     kind: str, folder: str, contexts: Sequence[int], rounds: int, read: Callable[[], float]
 ) -> tuple[Seconds, float]:
-    """Return the median seconds of a step and of a prompt, and the share of the memory's speed that one row reaches."""
+    """Return the median seconds of a step and of a prompt, and the share of bandwidth that one row reaches."""
     longest = max(1024, *contexts) + NEW + MOST_CHUNKS
     blocks = (max(longest, sum(MIXED)) // 16 + 64) if LONG in contexts else longest // 16 + 64
     sizes = GEOMETRY | {"max_model_len": longest, "num_kv_blocks": blocks}
@@ -108,7 +108,7 @@ def measure(
 
 
 def report(kind: str, found: Seconds, share: float) -> None:
-    """Print what was found."""
+    """Print the results."""
     print(f"{kind}: one row reads its weights at {share:.0%} of the memory's speed")
     for name, *what in found:
         if name == "C++":
@@ -120,7 +120,7 @@ def report(kind: str, found: Seconds, share: float) -> None:
 
 
 def misses(kind: str, found: Seconds, share: float) -> list[str]:
-    """Say which aims were not reached."""
+    """Return the aims that were missed."""
     behind = []
     if share < LEAST_SHARE.get(kind, 0.0):
         behind.append(f"{kind} reads at {share:.0%}")
@@ -136,11 +136,11 @@ def misses(kind: str, found: Seconds, share: float) -> list[str]:
 
 
 def draw(results: dict[str, Seconds], contexts: Sequence[int], path: Path) -> None:
-    """Draw steps and prompts over the context."""
+    """Plot steps and prompts over context."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    matplotlib.rcParams["svg.fonttype"] = "none"  # texts stay texts: a tenth of the size
+    matplotlib.rcParams["svg.fonttype"] = "none"  # keeps texts as text: a tenth of the size
     figure = Figure(figsize=(9.0, 3.6), layout="constrained")
     for axes, what, label in zip(
         figure.subplots(1, 2), ("step", "prompt"), ("a step of one row, ms", "prompt tokens a second"), strict=True

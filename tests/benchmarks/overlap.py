@@ -1,9 +1,9 @@
-"""What overlap is worth: decoding 64 rows of the embedded model, the engine beside a bare loop over the same program.
+"""The gain of overlap: decoding 64 rows of the embedded model, the engine against a bare loop over the same program.
 
-`python -m tests.benchmarks.overlap`. Rounds alternate between the bare loop, the engine with overlap and without it;
-the medians are compared. The device (XLA's threads) idles between two steps if the first has ended before the second
-was dispatched. When a step began is known (the one before it has just been read) and how long it takes too (the bare
-loop), so the idle time is what passes from its end to the next dispatch.
+`python -m tests.benchmarks.overlap`. Rounds alternate between the bare loop and the engine with and without overlap;
+medians are compared. The device (XLA's threads) idles between two steps if the first ended before the second was
+dispatched. A step begins when the one before it is read, and takes as long as in the bare loop, so the idle time is
+that between its end and the next dispatch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def make(is_on: bool, model: Path = MODEL_DIR) -> LLMEngine:
 
 
 def measure(engine: LLMEngine, bare: float) -> tuple[float, float]:
-    """Return the seconds of a step, and those of it that the device idles, a step alone taking `bare`."""
+    """Return the seconds of a step, and its seconds of an idle device; `bare`: time of a step alone."""
     params = SamplingParams(temperature=0.0, max_tokens=STEPS + 16, ignore_eos=True)
     for number in range(ROWS):
         engine.add_request(str(number), [3 + number] * 16, params)

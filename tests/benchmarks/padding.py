@@ -1,9 +1,9 @@
-"""How much time of programs goes into padding, by the tables of `batch.py`: `python -m tests.benchmarks.padding`.
+"""The share of program time spent on padding, with the tables of `batch.py`: `python -m tests.benchmarks.padding`.
 
 The real scheduler serves requests with the lengths of conversations (log-normal, prompts of 220 tokens on average,
-outputs of 200, as in ShareGPT), arriving at random at several rates, on a pretended device
-whose steps take a fixed time and a time per row, or the longer of the two. Deterministic: no clock, seeded.
-A step's rows are those of the smallest program that holds it.
+outputs of 200, as in ShareGPT), arriving at random at several rates, on a simulated device with a fixed time per step
+and a time per row, or the longer of the two. Deterministic: no clock, seeded. A step's rows are those of the smallest
+program that holds it.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ PROMISED = 0.12  # of the rows, over all rates
 
 @dataclass(frozen=True)
 class Machine:
-    """The default limits on a kind of device, and what a step is pretended to take there, in seconds."""
+    """The default limits on a kind of device, and its simulated step times in seconds."""
 
     num_slots: int
     max_tokens: int
-    step: float  # whatever its rows are
+    step: float  # independent of its rows
     row: float
     rates: tuple[float, ...]  # requests a second
     measured: tuple[tuple[int, float], ...] = ((0, 0.0),)  # rows, and the least seconds of a step
 
     def cost(self, tokens: int) -> float:
-        """Return what of a step's time depends on its tokens, in seconds: padding costs the difference."""
+        """Return the part of a step's seconds that depends on its tokens; padding costs the difference."""
         rows, seconds = zip(*self.measured, strict=True)
         return max(float(np.interp(tokens, rows, seconds)), self.row * tokens)
 
 
 H100 = ((1, 6.16e-3), (16, 6.40e-3), (64, 6.99e-3), (128, 7.7e-3), (256, 9.0e-3))
 MACHINES = {
-    # A model of 0.5B on a laptop's cores. One of 8B on an H100, without attention, for which padding costs nothing: a
-    # step of one row took 6.16 ms, the products of 16, 64, 128 and 256 rows 0.24 to 2.8 ms more, 8,192 tokens 200 ms.
+    # A model of 0.5B on a laptop's cores. One of 8B on an H100, without attention, in which padding is free: a step of
+    # one row took 6.16 ms, the products of 16, 64, 128 and 256 rows 0.24 to 2.8 ms more, 8,192 tokens 200 ms.
     "cpu": Machine(64, 160, 0.060, 0.004, (0.05, 0.1, 0.2, 0.4, 0.8, 2.0)),
     "gpu": Machine(256, 8192, 0.0, 24.4e-6, (0.5, 2, 8, 24, 48, 96), H100),
 }
 
 
 def lengths(count: int, seed: int) -> list[tuple[int, int]]:
-    """Draw prompts and outputs."""
+    """Draw lengths of prompts and outputs."""
     random = np.random.default_rng(seed)
     drawn = np.exp(random.normal(0, SPREAD, (count, 2)) - SPREAD**2 / 2) * (MEAN_PROMPT, MEAN_OUTPUT)
     prompts, outputs = np.clip(drawn, 4, LONGEST // 2).astype(int).T
@@ -104,13 +104,13 @@ def simulate(machine: Machine, rate: float, count: int, decode: Sequence[Shape],
 
 
 def tables(name: str, machine: Machine) -> tuple[list[Shape], list[Shape]]:
-    """Return the programs' sizes as an engine would make them."""
+    """Return the programs' sizes as in an engine."""
     ragged = batch.ragged_shapes(machine.max_tokens, machine.num_slots, 16, 40, name)
     return batch.decode_shapes(machine.num_slots, 1 if name == "cpu" else 2, name), ragged
 
 
 def waste(totals: np.ndarray) -> float:
-    """Return the share of padding in what `simulate` counted."""
+    """Return the share of padding in the totals of `simulate`."""
     return float(1 - (totals[0] + totals[2]) / (totals[1] + totals[3]))
 
 

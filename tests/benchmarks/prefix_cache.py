@@ -1,7 +1,7 @@
-"""What the prefix cache saves, and what it costs where nothing repeats: `python -m tests.benchmarks.prefix_cache`.
+"""The savings of the prefix cache, and its cost without repeats: `python -m tests.benchmarks.prefix_cache`.
 
-200 requests with one of 10 prefixes of 512 tokens and 16 tokens of their own, one after another: the time to the first
-token with the cache on, as a share of that with the cache off. Then prompts that share nothing, in alternating rounds.
+200 requests, each with one of 10 prefixes of 512 tokens and 16 distinct tokens, one after another: the time to the
+first token with the cache on, relative to off. Then prompts without common prefixes, in alternating rounds.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from tests.benchmarks.bare import compile_greedy
 
 MODEL, DTYPE = "stories42M", "float32"
 PREFIX, OWN = 512, 16
-REPEATS = 20  # requests of each prefix, of which the first finds nothing
+REPEATS = 20  # requests per prefix, of which the first misses
 SHARE, LOSS = 0.2, 0.02
 FIRST = SamplingParams(temperature=0.0, max_tokens=1)
 
 
 def shared_prompts(count: int) -> list[list[int]]:
-    """Make prompts that begin with one of the prefixes, in a random order."""
+    """Return prompts that begin with one of the prefixes, in random order."""
     random = np.random.default_rng(0)
     prefixes = random.integers(5, 1000, (count // REPEATS, PREFIX)).tolist()
     return [prefixes[random.integers(len(prefixes))] + random.integers(5, 1000, OWN).tolist() for _ in range(count)]
 
 
 def first_tokens(llm: LLM, prompts: list[list[int]]) -> float:
-    """Return the mean seconds to the first token of prompts that come one after another."""
+    """Return the mean seconds to the first token of consecutive prompts."""
     llm.reset_prefix_cache()
     began = time.perf_counter()
     for prompt in prompts:
@@ -42,7 +42,7 @@ def first_tokens(llm: LLM, prompts: list[list[int]]) -> float:
 
 
 def without_repeats(llm: LLM, seed: int) -> float:
-    """Return the seconds for prompts that share nothing."""
+    """Return the seconds for prompts without common prefixes."""
     prompts = np.random.default_rng(seed).integers(5, 1000, (16, 256)).tolist()
     began = time.perf_counter()
     llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True), use_tqdm=False)
@@ -64,7 +64,7 @@ def main() -> None:
         compile_greedy(llm.engine, [16], [16, 32, 64, 160])
         without_repeats(llm, 0)
     prompts = shared_prompts(options.requests)
-    # Without the cache every request costs the same: a fifth of them tell it.
+    # Without the cache every request costs the same, so a fifth of them suffice.
     on, off = first_tokens(engines[True], prompts), first_tokens(engines[False], prompts[: len(prompts) // 5])
     print(
         f"{MODEL}: {len(prompts)} requests, {len(prompts) // REPEATS} prefixes of {PREFIX}: first token after "

@@ -1,4 +1,4 @@
-"""A replica whose engine's steps are naps: `python -m tests.benchmarks.pretend_node`, started by a front end."""
+"""A replica whose engine sleeps instead of computing: `python -m tests.benchmarks.pretend_node`, run by a front end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DELTAS = SamplingParams(max_tokens=NEW, output_kind=RequestOutputKind.DELTA)
 
 
 class PretendEngine:
-    """An engine whose steps are naps, with as much of `AsyncLLM` as a node asks for."""
+    """An engine that sleeps during steps, with the part of `AsyncLLM` that a node uses."""
 
     state, observer = "serving", None
 
@@ -40,7 +40,7 @@ class PretendEngine:
         self._rows: dict[str, asyncio.Queue[RequestOutput]] = {}
 
     async def start(self) -> None:
-        """Begin to step."""
+        """Start stepping."""
         self._stepping = asyncio.ensure_future(self._step())
 
     async def _step(self) -> None:
@@ -64,14 +64,14 @@ class PretendEngine:
             del self._rows[name]
 
     def get_load(self) -> Load:
-        """Say how busy it is."""
+        """Return the load."""
         return Load(running=min(len(self._rows), ROWS), max_running=ROWS)
 
     def device_report(self) -> None:
-        """Say nothing of a device."""
+        """Return no device report."""
 
     async def close(self, timeout: float) -> None:
-        """End."""
+        """Stop stepping."""
         self._stepping.cancel()
 
 

@@ -1,7 +1,7 @@
-"""What `--quantization int8` is worth: decoding 1 and 16 rows of Qwen2.5-0.5B's shape, beside bfloat16.
+"""The gain of `--quantization int8`: decoding 1 and 16 rows of Qwen2.5-0.5B's shape, against bfloat16.
 
-`python -m tests.benchmarks.quantized`. Random weights, greedy. Rounds alternate between the engines, so that what else
-the machine does hits both alike; the medians are compared.
+`python -m tests.benchmarks.quantized`. Random weights, greedy. Rounds alternate between the engines, so that other load
+affects both alike; medians are compared.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from tests.benchmarks.sides import GEOMETRY, generate, medians
 from tests.support import inspection
 
 ROWS, PROMPT, NEW = GEOMETRY["max_num_seqs"], 16, 12
-PROMISED = {1: 1.3, 16: 1.2}  # times as fast as bfloat16, by rows
+PROMISED = {1: 1.3, 16: 1.2}  # times the speed of bfloat16, by rows
 
 
 def make(layers: int | None, **settings: Any) -> LLM:
-    """Start an engine that has the programs of 1 and 16 greedy rows, and few others."""
+    """Start an engine with the programs of 1 and 16 greedy rows, and few others."""
     folder = str(shapes.folder_of("qwen2.5-0.5b", "bfloat16", layers))
     llm = LLM(folder, precompile="covering", **GEOMETRY, **settings)
-    compile_greedy(llm.engine, [1, 2, ROWS], [])  # what prompts take is subtracted
+    compile_greedy(llm.engine, [1, 2, ROWS], [])  # prompts are subtracted
     return llm
 
 
 def decode(llm: LLM, rows: int) -> float:
-    """Return the seconds of a step that decodes so many rows."""
+    """Return the seconds of a step that decodes `rows` rows."""
     return (generate(llm, rows, PROMPT, NEW) - generate(llm, rows, PROMPT, 1)) / (NEW - 1)
 
 

@@ -1,8 +1,8 @@
-"""Requests of random lengths beside the ideal schedule of the same work: `python -m tests.benchmarks.random_serving`.
+"""Requests of random lengths against the ideal schedule of the same work: `python -m tests.benchmarks.random_serving`.
 
 64 requests of 16 to 512 prompt tokens and 16 to 256 new ones, all at once and at a Poisson rate of 80 % of capacity.
-The ideal runs every step in a batch of exactly its size, with nothing between steps: its step times are those of the
-compiled programs alone, measured in the same process, between the sizes that were measured along a straight line.
+The ideal runs every step in a batch of exactly its size, with no time between steps. Its step times are those of the
+compiled programs alone, measured in the same process and interpolated linearly between sizes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.benchmarks.sides import generate, prompts_of
 
 MODEL, DTYPE = "stories42M", "float32"
 LOAD = 0.8
-SHARE, TAIL = 0.85, 3.0  # of the ideal's tokens a second, at least; of the median gap between tokens, at most
+SHARE, TAIL = 0.85, 3.0  # least share of the ideal's tokens per second; most multiple of the median gap between tokens
 
 
 class Job(NamedTuple):
@@ -36,26 +36,26 @@ class Job(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """Seconds of the device."""
+    """Seconds on the device."""
 
-    decode: Mapping[int, float]  # of a step, by its rows
+    decode: Mapping[int, float]  # of a step, by rows
     token: float  # of a prompt
 
 
 class Run(NamedTuple):
-    """What serving some jobs took."""
+    """The result of serving jobs."""
 
     seconds: float
     gaps: list[float]  # between two tokens of a request
 
     @property
     def tail(self) -> float:
-        """The 99th percentile of the gaps in medians."""
+        """The 99th percentile of the gaps, relative to the median."""
         return float(np.percentile(self.gaps, 99) / np.median(self.gaps))
 
 
 def jobs_of(count: int, seed: int, rate: float) -> list[Job]:
-    """Draw jobs that arrive `rate` a second, or all at once."""
+    """Draw jobs that arrive at `rate` per second, or all at once."""
     random = np.random.default_rng(seed)
     arrivals = np.zeros(count) if rate == np.inf else np.cumsum(random.exponential(1 / rate, count))
     prompts, news = random.integers(16, 513, count), random.integers(16, 257, count)
@@ -68,7 +68,7 @@ def measure_costs(llm: LLM, budget: int) -> Costs:
     slots = llm.engine.runner.geometry.num_slots
     for rows in sorted({min(rows, slots) for rows in (1, 2, 4, 8, 16, 32, 64)}):
         with packed_steps(llm.engine) as steps:
-            generate(llm, rows, 256, 12 + rows * 256 // budget)  # until the last prompt is in, the first go on
+            generate(llm, rows, 256, 12 + rows * 256 // budget)  # the first continue until the last prompt is computed
         wanted = [step for step in steps if step.key.shape.is_decode and len(step.plan.slots) == rows]
         decode[rows] = statistics.median(replay(llm.engine, wanted) / len(wanted) for _ in range(3))
     with packed_steps(llm.engine) as steps:
@@ -79,14 +79,14 @@ def measure_costs(llm: LLM, budget: int) -> Costs:
 
 
 def ideal(jobs: Sequence[Job], costs: Costs, budget: int) -> float:
-    """Return the seconds that the ideal schedule takes: first come, first served, steps of `budget` tokens at most.
+    """Return the seconds of the ideal schedule.
 
-    There are as many slots as jobs.
+    It is first in, first out, with steps of at most `budget` tokens and a slot per job.
     """
     rows, seconds = zip(*costs.decode.items(), strict=True)
     now, waiting = 0.0, list(jobs)
-    prompts: list[list[int]] = []  # tokens of the prompt that are left, tokens to make
-    running: list[int] = []  # tokens to make
+    prompts: list[list[int]] = []  # tokens of the prompt left, tokens to generate
+    running: list[int] = []  # tokens to generate
     while waiting or prompts or running:
         while waiting and waiting[0].arrival <= now:
             _, prompt, new = waiting.pop(0)

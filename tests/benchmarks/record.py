@@ -1,7 +1,7 @@
-"""What `--record` costs: the recorder's own time in a decode step of the embedded model, where steps are shortest.
+"""The cost of `--record`: the recorder's time in a decode step of the embedded model, which has the shortest steps.
 
-`python -m tests.benchmarks.record`: processor time of its calls, beside that of a whole step without a recorder, 64
-rows. With it and without it in turns differ by less than two such rounds without it do on a machine of two cores.
+`python -m tests.benchmarks.record`: processor time of its calls, relative to a whole step without a recorder, 64 rows.
+On two cores, rounds with and without the recorder differ less than two rounds without it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROWS, LIMIT = 64, 0.02
 
 
 class TimedRecorder(FileRecorder):
-    """Adds up what its calls take."""
+    """Adds up the time of its calls."""
 
     def __init__(self, *settings: Any, **others: Any) -> None:
         super().__init__(*settings, **others)

@@ -1,8 +1,8 @@
-"""What several GPUs gain, by what they read and exchange: arithmetic, nothing runs.
+"""The gain of several GPUs, computed from the bytes that they read and exchange. Nothing runs.
 
 `python -m tests.benchmarks.scaling` prints the tables of docs/scaling.md, of Llama 3.1 on H200s. A step reads each
-weight once and all keys and values of its rows, and sums two vectors of each row a layer, and the embedding, over the
-devices. Matrix products are not counted: at 2,048 rows of 8B over eight devices they take 5 ms, and what is read 8.
+weight once and all keys and values of its rows, and sums two vectors per row and layer, and the embedding, over the
+devices. Matrix products are excluded: at 2,048 rows of 8B over eight devices they take 5 ms, and reading 8.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from jaxllm.model.spec import Spec
 from tests.benchmarks.shapes import SHAPES
 from tests.benchmarks.step_bytes import BANDWIDTH, CONTEXT, STORED, WIDE, Stored, cache_bytes, weight_bytes
 
-MEMORY = 141e9  # bytes of an H200, its data sheet's
-LINK = 450e9  # bytes a second that NVLink 4 carries each way, the data sheet's
-LATENCY = 10e-6  # seconds that an all-reduce takes at least: assumed, measured nowhere
+MEMORY = 141e9  # bytes of an H200, by its data sheet
+LINK = 450e9  # bytes per second of NVLink 4 in each direction, by the data sheet
+LATENCY = 10e-6  # least seconds of an all-reduce: assumed, not measured
 SHARE = EngineConfig(model="").gpu_memory_utilization
 GPUS = 8
 ROWS = (64, 512, 2048)  # of all replicas together
@@ -27,27 +27,27 @@ SMALL_SPEC, LARGE_SPEC = (read_spec(dict(SHAPES["llama-3.1-8b"]) | more)[0] for 
 
 
 def held_bytes(spec: Spec, stored: Stored) -> int:
-    """Count the bytes of all weights that are held: those that a step reads, and the embedding."""
+    """Return the bytes of all weights: those that a step reads, and the embedding."""
     return weight_bytes(spec, stored) + WIDE * spec.vocab_size * spec.width
 
 
 def least_gpus(spec: Spec, stored: Stored) -> int:
-    """Return how many GPUs hold the weights and leave a fifth of their memory for the cache; a power of two."""
+    """Return the least power of two of GPUs that hold the weights and leave a fifth of their memory for the cache."""
     return next(count for count in (1, 2, 4, 8) if held_bytes(spec, stored) / count <= 0.8 * SHARE * MEMORY)
 
 
 def seconds(spec: Spec, rows: int, shards: int) -> tuple[float, float]:
-    """Return the least time that a bfloat16 step of one replica reads, and that it exchanges."""
+    """Return the least seconds that a bfloat16 step of one replica reads, and that it exchanges."""
     read = (weight_bytes(spec, STORED[0]) + cache_bytes(spec, rows * CONTEXT, False)) / shards / BANDWIDTH
     if shards == 1:
         return read, 0.0
     vectors = WIDE * rows * spec.width
-    # A ring sends each part twice past all others.
+    # In a ring each part passes all other devices twice.
     return read, (2 * spec.num_layers + 1) * (LATENCY + 2 * (shards - 1) / shards * vectors / LINK)
 
 
 def fits() -> Iterator[str]:
-    """Write what weights and cache take."""
+    """Yield the lines of the table of weights and cache sizes."""
     yield "| model | weights | they take, GB | GPUs at least | a token's cache, KiB | tokens in these GPUs' caches |"
     yield "| --- " * 6 + "|"
     for name, spec in (("8B", SMALL_SPEC), ("70B", LARGE_SPEC)):
@@ -59,7 +59,7 @@ def fits() -> Iterator[str]:
 
 
 def layouts() -> Iterator[str]:
-    """Write what eight GPUs yield, as replicas of as many shards."""
+    """Yield the lines of the table of eight GPUs, divided into replicas and shards."""
     yield "| replicas × shards | " + " | ".join(f"{rows:,} rows, ms | tokens a second" for rows in ROWS) + " |"
     yield "| --- " * (1 + 2 * len(ROWS)) + "|"
     for shards in (1, 2, 4, 8):

@@ -1,9 +1,8 @@
-"""What the front ends cost: streams through a server, against the same requests offline.
+"""The cost of the front ends: streams through a server, against the same requests offline.
 
 `python -m tests.benchmarks.serving`: 200 streams of 64 tokens of the embedded model. With `--model qwen2.5-0.5b
---streams 64 --tokens 16 --limit 0.15`, of a real model's size. Server, clients and engine share the machine's cores.
-Rounds begin when those before have nothing left to compile, and alternate, so that what else the machine does hits all
-alike; the medians are compared.
+--streams 64 --tokens 16 --limit 0.15`, at a real model's size. Server, clients and engine share the machine's cores.
+Rounds begin once all programs are compiled, and alternate, so that other load affects all alike; medians are compared.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ async def over_grpc(target: str, streams: int, prompt: int, tokens: int) -> int:
 
 
 async def over_http(url: str, streams: int, prompt: int, tokens: int) -> int:
-    """Bare sockets: an HTTP library for Python costs as much of the shared cores as the server that it asks."""
+    """Use bare sockets: a Python HTTP library costs as much of the shared cores as the server."""
     host, _, port = url.removeprefix("http://").partition(":")
 
     async def one(number: int) -> int:
@@ -89,7 +88,7 @@ async def over_http(url: str, streams: int, prompt: int, tokens: int) -> int:
         received = (await reader.read()).decode()
         writer.close()
         assert received.endswith("data: [DONE]\n\n\r\n0\r\n\r\n"), received[-200:]
-        # Each event is a chunk of its own; the last one tells the usage.
+        # Each event is a separate chunk; the last one has the usage.
         last, _ = json.JSONDecoder().raw_decode(received, received.rindex('{"object"'))
         return last["usage"]["completion_tokens"]
 
@@ -99,7 +98,7 @@ async def over_http(url: str, streams: int, prompt: int, tokens: int) -> int:
 
 
 def settled(url: str) -> int:
-    """Wait until a server compiles nothing; return how many programs it has."""
+    """Wait until a server compiles nothing; return its number of programs."""
     while True:
         with urllib.request.urlopen(f"{url}/metrics") as answer:
             values = dict(re.findall(r"^jaxllm:programs_(\w+)\{.*\} (\S+)$", answer.read().decode(), re.MULTILINE))
@@ -135,7 +134,7 @@ def main() -> None:
         taken, has_compiled = offline.stdout.readline().split()
         return float(taken), has_compiled == "True"
 
-    while run_offline()[1]:  # what it compiles, the server finds
+    while run_offline()[1]:  # compiles programs, which the server then loads
         pass
     seconds: dict[str, list[float]] = {"offline": [], "gRPC": [], "HTTP": []}
     with ServingProcess(model, ready=False) as server:

@@ -1,7 +1,7 @@
 """Models of well-known shapes with random weights: `python -m tests.benchmarks.shapes qwen2.5-0.5b DIR`.
 
-What a step costs depends on a model's shape, not on what it has learned; these need no download. The folder holds what
-a released one does (config.json, tokenizer.json, model.safetensors), so that any engine can load it.
+A step's cost depends on a model's shape, not on its weights, so these need no download. The folder has the files of a
+released model (config.json, tokenizer.json, model.safetensors), so that any engine can load it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SHAPES["llama-3.1-8b"] = SHAPES["llama-3.2-1b"] | {
     "intermediate_size": 14336,
     "tie_word_embeddings": False,
 }
-# Of llama2.c: large enough that the device decides, small enough for minutes on a laptop.
+# From llama2.c: large enough to be bound by the device, small enough for minutes on a laptop.
 SHAPES["stories42M"] = SHAPES["llama-3.2-1b"] | {
     **{"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8},
     **{"intermediate_size": 1376, "vocab_size": 32000, "max_position_embeddings": 1024, "rope_theta": 10000.0},
@@ -60,9 +60,9 @@ def main() -> None:
 
 
 def folder_of(model: str, dtype: str, layers: int | None = None) -> Path:
-    """Return the folder of the embedded model, or of a shape, which is written there if it is not.
+    """Return the folder of the embedded model, or of a shape, which is written if missing.
 
-    With `layers`, so many of the shape's: a fraction of its compilation, for a look.
+    `layers`: a smaller number of layers, which compiles faster.
     """
     if model == "embedded":
         return MODEL_DIR
@@ -95,7 +95,7 @@ def write(shape: str, folder: Path, dtype: str = "bfloat16", layers: int | None 
 
 
 def weights_of(config: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
-    """Name every tensor of a Llama or Qwen2 checkpoint with its shape, as Hugging Face does."""
+    """Return every tensor of a Llama or Qwen2 checkpoint with its shape, named as by Hugging Face."""
     width, inner = config["hidden_size"], config["intermediate_size"]
     size = config.get("head_dim", width // config["num_attention_heads"])
     heads, shared = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
@@ -122,7 +122,7 @@ def tokenizer(size: int) -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary, merges = {token: number for number, token in enumerate(alphabet)}, []
     texts = list(alphabet)
-    for left in texts:  # grows meanwhile
+    for left in texts:  # grows during the loop
         for right in alphabet[:64]:
             joined = left + right
             if len(vocabulary) < size and joined not in vocabulary:

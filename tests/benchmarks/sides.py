@@ -1,7 +1,7 @@
-"""The sides of a comparison, each a process that holds a model and runs what it is told, in turns with the others.
+"""The sides of a comparison: processes that each hold a model and run jobs, alternating with the others.
 
-`python -m tests.benchmarks.sides jaxllm|transformers FOLDER DTYPE [JSON]` reads one job a line, as {"rows": 1,
-"prompt": 128, "new": 32}, generates greedily, and answers with what it took: {"seconds": …}.
+`python -m tests.benchmarks.sides jaxllm|transformers FOLDER DTYPE [JSON]` reads one job per line, such as {"rows": 1,
+"prompt": 128, "new": 32}, generates greedily, and answers with its time: {"seconds": …}.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from tests.support.paths import ROOT
 if TYPE_CHECKING:
     from jaxllm import LLM
 
-ROWS, TOKENS = (1, 2, 16), (16, 128, 512)  # sizes of the programs that jobs run in
-# Of the engines that are compared, the same for all benchmarks of a model, so that they share its compiled programs.
+ROWS, TOKENS = (1, 2, 16), (16, 128, 512)  # sizes of the programs that jobs use
+# Shared by all benchmarks of a model, so that they share compiled programs.
 GEOMETRY: dict[str, Any] = {
     "max_model_len": 1024,
     "max_num_seqs": 16,
     "num_kv_blocks": 256,
-    "max_num_batched_tokens": TOKENS[-1],  # only the whole prompt matters here
+    "max_num_batched_tokens": TOKENS[-1],  # only whole prompts are measured here
     "enable_prefix_caching": False,
 }
 Job = TypeVar("Job")
-Generate = Callable[[int, int, int], float]  # of rows, tokens of a prompt, tokens to make: the seconds it took
+Generate = Callable[[int, int, int], float]  # (rows, prompt tokens, new tokens) to seconds
 
 
 class Side:
-    """One engine in a process of its own; `run` does a job and returns its seconds."""
+    """One engine in a separate process."""
 
     def __init__(
         self, engine: str, folder: Path, dtype: str, python: str = sys.executable, name: str = "", **settings: Any
@@ -63,12 +63,12 @@ class Side:
         return self._ask({"rows": rows, "prompt": prompt, "new": new})["seconds"]
 
     def decode(self, rows: int, prompt: int, new: int) -> float:
-        """Return the seconds of one decode step of `rows` sequences: what `new` tokens take longer than one."""
+        """Return the seconds of one decode step of `rows` sequences: the time of `new` tokens less that of one."""
         first = self.run(rows, prompt, 1)
         return (self.run(rows, prompt, new) - first) / (new - 1)
 
     def peak_mib(self) -> float:
-        """Return the most memory that the process has held."""
+        """Return the peak memory of the process."""
         return self._ask({})["peak_mib"]
 
     def _ask(self, job: dict[str, int]) -> dict[str, float]:
@@ -86,7 +86,7 @@ class Side:
 
 
 def medians(rounds: int, jobs: dict[Job, Callable[[], float]]) -> dict[Job, float]:
-    """Measure jobs in turns, so that what else the machine does hits all alike; the first round warms up."""
+    """Measure jobs alternately, so that other load affects all alike; the first round warms up."""
     taken: dict[Job, list[float]] = {name: [] for name in jobs}
     for _ in range(rounds + 1):
         for name, measure in jobs.items():
@@ -95,7 +95,7 @@ def medians(rounds: int, jobs: dict[Job, Callable[[], float]]) -> dict[Job, floa
 
 
 def prompts_of(rows: int, length: int) -> list[list[int]]:
-    """Make prompts that share no prefix, of ids that every vocabulary has."""
+    """Return prompts without a common prefix, of ids that every vocabulary has."""
     return [[5 + (7 * row + 13 * position) % 1000 for position in range(length)] for row in range(rows)]
 
 
@@ -147,7 +147,7 @@ def open_transformers(folder: str, dtype: str, _settings: dict[str, Any]) -> Gen
 
 
 def peak_mib() -> float:
-    """Return the most memory that this program has held; `ru_maxrss` would count the process that began it too."""
+    """Return the peak memory of this program; `ru_maxrss` would include the parent process."""
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
     return int(line.split()[1]) / 1024
 

@@ -1,11 +1,10 @@
-"""What drafts gain: tokens a second of one row with and without them, on text that repeats and that does not.
+"""The gain of drafts: tokens per second of one row with and without them, on repetitive and other text.
 
-`python -m tests.benchmarks.speculation`. Steps are of Qwen2.5-0.5B's shape, float32, with random weights: what these
-sample never repeats, and what they like best soon does. For texts as people want them, summaries of notes and code
-about the embedded model's world, the logits of a greedy request are replaced by ones that like the text's next token
-best, and the engine drafts, verifies and adapts as it would for a model that had written it. For an EAGLE-3 head the
-embedded model and its head are grown to that shape (grown.py); the small ones are measured as they are too. Engines
-take turns; medians are compared.
+`python -m tests.benchmarks.speculation`. Steps have Qwen2.5-0.5B's shape, float32, with random weights: sampled outputs
+never repeat, and greedy ones soon do. For realistic texts, summaries of notes and code about the embedded model's
+world, the logits of a greedy request are replaced by ones that prefer the text's next token, and the engine drafts,
+verifies and adapts as if the model had written it. For an EAGLE-3 head the embedded model and its head are grown to
+that shape (grown.py); the small ones are measured too. Engines alternate; medians are compared.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from training.questions import held_out_questions
 LOOKUP = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
 NEW = 96  # tokens of an output
 HEAD = {"method": "eagle3", "num_speculative_tokens": 3}
-EVERY = 200  # of the held-out questions is asked
-Case = tuple[list[list[int]], list[SamplingParams]]  # prompts, and how each goes on
+EVERY = 200  # of the held-out questions is used
+Case = tuple[list[list[int]], list[SamplingParams]]  # one of this many held-out questions is used
 LEAST_GAIN, LEAST_GAIN_OF_HEAD, LEAST_SPEED = 1.5, 1.3, 0.95
 
 
 class Text(NamedTuple):
-    """A text that is to be written: tokens of its prompt and of what follows, and how it is sampled."""
+    """A text to write: tokens of its prompt and of its continuation, and its sampling parameters."""
 
     tokens: list[int]
     num_prompt: int
@@ -51,7 +50,7 @@ class Text(NamedTuple):
 
 
 def summary(draws: random.Random) -> tuple[str, str]:
-    """Write notes, and a summary that says some of their sentences again."""
+    """Return notes, and a summary that repeats some of their sentences."""
     chosen = draws.sample(COUNTRIES, 8)
     notes = [f"The capital of {name} is {capital}, and people pay in {money}." for name, capital, _, _, money in chosen]
     said = draws.sample(notes, 6)
@@ -59,7 +58,7 @@ def summary(draws: random.Random) -> tuple[str, str]:
 
 
 def code(draws: random.Random) -> tuple[str, str]:
-    """Write the records of a table: each has the same names, and values of its own."""
+    """Return the records of a table: equal names, different values."""
     lines = [
         f'    Country(name="{name}", capital="{capital}", continent="{continent}", language="{language}"),\n'
         for name, capital, continent, language, _ in draws.sample(COUNTRIES, 12)
@@ -68,7 +67,7 @@ def code(draws: random.Random) -> tuple[str, str]:
 
 
 def texts(count: int) -> dict[str, list[Text]]:
-    """Make so many texts of each kind."""
+    """Return `count` texts of each kind."""
     tokenizer, made = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json")), {}
     number = 1
     for kind in (summary, code):
@@ -83,9 +82,9 @@ def texts(count: int) -> dict[str, list[Text]]:
 
 @contextmanager
 def written(made: dict[str, list[Text]]) -> Iterator[None]:
-    """Let a greedy request write the text whose number is its seed; 0 is none's.
+    """Make a greedy request write the text whose number is its seed; 0 is unused.
 
-    A logits processor could do it too, but with it go penalties, log-probabilities and all else that sampling can do.
+    A logits processor could do this too, but would bring penalties, log-probabilities and all other sampling along.
     """
     longest = max(len(text.tokens) for own in made.values() for text in own)
     table = np.array([[*text.tokens, *[0] * (longest - len(text.tokens))] for own in made.values() for text in own])
@@ -106,14 +105,14 @@ def written(made: dict[str, list[Text]]) -> Iterator[None]:
 
 
 def questions() -> Case:
-    """Choose questions that the embedded model and its head were not trained on, some of each kind."""
+    """Return held-out questions for the embedded model and its head, some of each kind."""
     tokenizer = load_tokenizer(MODEL_DIR)
     prompts = [tokenizer.encode_chat(question.messages)[1] for question in held_out_questions(0)[::EVERY]]
     return prompts, [SamplingParams(temperature=0.0, max_tokens=NEW)] * len(prompts)
 
 
 def generate(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> float:
-    """Return the seconds a token, one output after the other."""
+    """Return the seconds per token, one output after the other."""
     began = time.perf_counter()
     count = 0
     for prompt, own in zip(prompts, params, strict=True):
@@ -125,11 +124,11 @@ def generate(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -
 def gains(
     model: str, config: dict[str, Any], settings: dict[str, Any], cases: dict[str, Case], rounds: int
 ) -> dict[str, float]:
-    """Measure and print what drafts gain in each case: tokens a second with them over those without."""
+    """Measure and print the gain of drafts in each case: tokens per second with them relative to without."""
     with LLM(model, **settings) as plain, LLM(model, speculative_config=config, **settings) as drafting:
         engines = {"plain": plain, "drafting": drafting}
         for llm in engines.values():
-            for case in cases.values():  # asks for the programs that it needs
+            for case in cases.values():  # queues its programs
                 generate(llm, *case)
             llm.engine.runner.programs.wait()
         jobs = {

@@ -1,7 +1,7 @@
-"""Bytes that a decode step reads, by how weights and cache are stored, and the least time: arithmetic, nothing runs.
+"""Bytes that a decode step reads, by storage of weights and cache, and the least time. Nothing runs.
 
 `python -m tests.benchmarks.step_bytes` prints the table of docs/benchmarks.md, of Llama-3.1-8B on one H200. A step
-reads each weight but the embedding once, and all keys and values of its rows' contexts.
+reads each weight except the embedding once, and all keys and values of its rows' contexts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxllm.model.spec import Spec
 from pallas_kernels.linear.numbers import PACKED
 from tests.benchmarks.shapes import SHAPES
 
-BANDWIDTH = 4.3e12  # bytes a second: measured on an H200, whose data sheet says 4.8
+BANDWIDTH = 4.3e12  # bytes per second: measured on an H200; data sheet 4.8
 ROWS, CONTEXT = (1, 64, 256), 1024
 SCALE = 4  # bytes: scales of weights and of cached vectors are float32
 WIDE = 2  # bytes of bfloat16
@@ -26,7 +26,7 @@ WIDE = 2  # bytes of bfloat16
 
 @dataclass(frozen=True)
 class Stored:
-    """How the layers' matrices are stored, and whether the head is as they are."""
+    """The storage of the layers' matrices, and whether the head is stored alike."""
 
     name: str
     scheme: Scheme | None
@@ -42,7 +42,7 @@ STORED = (
 
 
 def weight_bytes(spec: Spec, stored: Stored) -> int:
-    """Count the bytes of all weights that a step reads, on one device."""
+    """Return the bytes of all weights that a step reads, on one device."""
     declared = decoder.declare(spec)
     head = "embed" if spec.tie_embeddings else "head"
     top = sum(
@@ -61,13 +61,13 @@ def _bytes(weight: Weight, scheme: Scheme | None) -> int:
 
 
 def cache_bytes(spec: Spec, tokens: int, is_eight_bit: bool) -> int:
-    """Count the bytes of the keys and values of so many tokens; vectors of 8 bits have a scale each."""
+    """Return the bytes of the keys and values of `tokens` tokens; 8-bit vectors have a scale each."""
     vector = spec.head_size + SCALE if is_eight_bit else WIDE * spec.head_size
     return 2 * spec.num_layers * spec.num_kv_heads * tokens * vector
 
 
 def lines() -> Iterator[str]:
-    """Write the table, gigabytes and milliseconds."""
+    """Yield the lines of the table, gigabytes and milliseconds."""
     spec, _ = read_spec(dict(SHAPES["llama-3.1-8b"]))
     yield "| weights | keys and values | weights, GB | " + " | ".join(f"rows {rows}, GB | ms" for rows in ROWS) + " |"
     yield "| --- " * (3 + 2 * len(ROWS)) + "|"

@@ -1,8 +1,8 @@
-"""What verifying k drafts takes: a step of 1 + k tokens a row beside one of a token a row, of Qwen2.5-0.5B's shape.
+"""The cost of verifying k drafts: a step of 1 + k tokens per row against one token per row, of Qwen2.5-0.5B's shape.
 
-`python -m tests.benchmarks.verifying`. The programs alone, in turns; medians are compared. `Limits.token_cost` comes
-from here: what one more token takes, in thousandths of the part of a step that does not grow with tokens. One row
-decides, where drafts pay most.
+`python -m tests.benchmarks.verifying`. The programs alone, alternating; medians are compared. `Limits.token_cost` is
+derived from it: the time of one more token, in thousandths of the part of a step that does not grow with tokens. It is
+measured with one row, where drafts pay most.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DRAFTS, ROWS, CONTEXT, STEPS = (1, 2, 4, 8), (1, 16), 128, 4
 
 
 def plan_of(rows: int, drafts: int) -> Plan:
-    """Make a plan of decode rows that verify so many drafts each."""
+    """Return a plan of decode rows that verify `drafts` drafts each."""
     slots = np.arange(rows)
     lengths = np.full(rows, 1 + drafts, np.int32)
     return Plan(
@@ -52,13 +52,13 @@ def plan_of(rows: int, drafts: int) -> Plan:
 
 
 def shape_of(runner: Runner, rows: int, drafts: int) -> Shape:
-    """Return the shape that holds exactly that plan."""
+    """Return the shape of exactly that plan."""
     most = runner.limits.max_drafts if drafts else 0
     return Shape(tokens=rows * (1 + drafts), rows=rows, tiles=0, entries=rows, sampling_fields=0, drafts=most)
 
 
 def job(runner: Runner, rows: int, drafts: int) -> Callable[[], float]:
-    """Compile a program; return what times a step of it."""
+    """Compile a program; return a function that times a step of it."""
     shape = shape_of(runner, rows, drafts)
     program = inspection.lowered(runner, Key(shape, Variant.GREEDY)).compile()
     buffer = batch.pack(plan_of(rows, drafts), shape, runner.geometry.num_slots)

@@ -1,4 +1,4 @@
-"""What the tests of all clients ask for, and by what they know a right answer."""
+"""Requests and expected answers that the tests of all clients share."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ NODE = Path(__file__).parent / "node"
 KEY = "none"
 MODEL = "jaxllm-embedded"
 EMBEDDER = "jaxllm-embedder"
-# A model that clients know by its name: of others some believe that they can write no JSON.
+# A model name that clients recognize: for unknown names some assume no JSON support.
 KNOWN_NAME = "gpt-4o-mini"
 
-# The embedded model knows sums.
+# The embedded model can add.
 SUM, ANSWER = "What is 47 + 38?", "85"
 SUM_MESSAGES: Any = [{"role": "user", "content": SUM}]
 ASKED = "Ada is 36 years old."
 MESSAGES: Any = [{"role": "user", "content": ASKED}]
-Call = tuple[str, dict[str, Any]]  # of a tool: its name and arguments
+Call = tuple[str, dict[str, Any]]  # (tool, arguments)
 TEXTS = ["Who keeps bees?", "Paris is the capital of France", "a dog barks"]
 
 
@@ -46,12 +46,12 @@ class Anything(pydantic.BaseModel):
 
 
 def is_person(value: Any) -> bool:
-    """Tell whether a client made a `Person` of what it got."""
+    """Return whether a client parsed its answer to a `Person`."""
     return isinstance(value, Person) and value.name in ("Ada", "Grace") and 0 <= value.age <= 99
 
 
 class Site(NamedTuple):
-    """Where a server is, and the name of its model."""
+    """A server's addresses, and the name of its model."""
 
     http: str
     grpc: str
@@ -59,18 +59,18 @@ class Site(NamedTuple):
 
     @property
     def api(self) -> str:
-        """The base URL of OpenAI's clients."""
+        """The base URL for OpenAI's clients."""
         return f"{self.http}/v1"
 
 
 def post(url: str, **body: Any) -> dict[str, Any]:
-    """Ask without any client."""
+    """Post a request without a client library."""
     with urlopen(Request(url, json.dumps(body).encode(), {"content-type": "application/json"})) as answer:
         return json.load(answer)
 
 
 def node(script: str, *arguments: str, turn: tool_loop.ToolTurn | None = None) -> Any:
-    """Run a script of node/ and return what it printed as JSON; with tools, where `turn` says what they are to give."""
+    """Run a script of node/ and return its output as JSON; `turn` provides tools and their results."""
     tools = {} if turn is None else {"schemas": tool_loop.TOOLS, "result": turn.result}
     ran = subprocess.run(
         ["node", str(NODE / script), *arguments],
@@ -84,9 +84,9 @@ def node(script: str, *arguments: str, turn: tool_loop.ToolTurn | None = None) -
 
 
 def check_tools(ask: Callable[[tool_loop.ToolTurn], tuple[list[Call], str]], count: int = 4) -> None:
-    """Ask held-out questions; `ask` tells which calls a client made and what the answer was with their results.
+    """Run held-out questions; `ask` returns a client's calls and the answer after their results.
 
-    95 % are promised to be right: of 20 one may be wrong, and so of a few.
+    95 % are promised to be right: of up to 20 one may be wrong.
     """
     told = [(turn, *ask(turn)) for turn in tool_loop.held_out(count)]
     wrong = [each for each in told if not tool_loop.is_right(*each)]
@@ -94,7 +94,7 @@ def check_tools(ask: Callable[[tool_loop.ToolTurn], tuple[list[Call], str]], cou
 
 
 def check_node_tools(script: str, feature: str, url: str, model: str) -> None:
-    """Let a script go through loops of calls and results."""
+    """Run a script through loops of calls and results."""
 
     def ask(turn: tool_loop.ToolTurn) -> tuple[list[Call], str]:
         told = node(script, feature, url, model, turn.question, turn=turn)
@@ -104,9 +104,9 @@ def check_node_tools(script: str, feature: str, url: str, model: str) -> None:
 
 
 def aiperf(*arguments: str) -> str:
-    """Run AIPerf, which has an environment of its own: its pins would hold other clients back. Return what it says."""
+    """Run AIPerf in its separate environment, because its pins would restrict other clients. Return its output."""
     command = ROOT / os.environ.get("AIPERF_VENV", ".venv-aiperf") / "bin" / "aiperf"
-    # Offline, it looks for a tokenizer's folder in the hub's cache; otherwise it takes it as it is.
+    # Offline, it looks for a tokenizer's folder in the hub's cache; otherwise it uses the path.
     env = {**os.environ, "HF_HUB_OFFLINE": ""}
     ran = subprocess.run([str(command), *arguments], env=env, capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -1,7 +1,7 @@
 """The servers that all clients share, and the table that their tests make.
 
-`make clients` installs what requirements.txt and node/package.json name; in an environment without them only what
-checks the committed table is collected.
+`make clients` installs the packages of requirements.txt and node/package.json; without them only the checks of the
+committed table are collected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.support.paths import ROOT
 from tests.support.serving_process import ServingProcess
 from tests.support.sizes import SLOTS, flags
 
-# Else it asks another host for prices when it is imported.
+# Otherwise it requests prices from another host on import.
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 
 if find_spec("litellm") is None or not (NODE / "node_modules").is_dir():
@@ -36,19 +36,19 @@ _left_out: list[str] = []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of clients `slow`: they need an environment of their own."""
+    """Mark the tests of clients `slow`, because they need a separate environment."""
     for item in items:
         if item.path.parent == HERE and item.path.stem in table.CLIENTS:
             item.add_marker(pytest.mark.slow)
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
-    """Note that this is no whole run."""
+    """Record that the run is partial."""
     _left_out.extend(item.name for item in items if item.path.stem in table.CLIENTS)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Note the outcome of each test of a client."""
+    """Record the outcome of each test of a client."""
     file, _, name = report.nodeid.partition("::")
     if Path(file).stem not in table.CLIENTS or (report.when != "call" and report.passed):
         return
@@ -57,27 +57,27 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Write the table, where all tests of all clients ran."""
+    """Write the table if all tests of all clients ran."""
     if {module for module, _ in _outcomes} == table.CLIENTS.keys() and not _left_out:
         table.DOCUMENT.write_text(table.render(_outcomes, table.versions(), table.DOCUMENT.read_text()))
 
 
 @pytest.fixture(scope="session")
 def site() -> Iterator[Site]:
-    """A server with the embedded model, whose answers are right, and its adapter that calls tools."""
+    """A server with the embedded model, which answers predictably, and its adapter that calls tools."""
     with ServingProcess(*flags(SLOTS), *tool_loop.SERVER_FLAGS, "--enable-tokenizer-info-endpoint") as server:
         yield Site(server.http, server.grpc, MODEL)
 
 
 @pytest.fixture(scope="session")
 def tools_site(site: Site) -> Site:
-    """The same server; its model is the adapter that calls tools."""
+    """The same server, with the adapter that calls tools as the model."""
     return site._replace(model=tool_loop.MODEL)
 
 
 @pytest.fixture(scope="session")
 def long_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """A server whose context holds agents' prompts; its weights are drawn, so that it says anything."""
+    """A server with a context for agents' prompts and random weights, so that it can generate any text."""
     folder = long_model(tmp_path_factory.mktemp("model"))
     names = ("--load-format", "dummy", "--tool-call-parser", "hermes")
     names += ("--served-model-name", "small", "--served-model-name", KNOWN_NAME)
@@ -98,7 +98,7 @@ def long_model(folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def closing(long_site: Site) -> dict[str, int]:
-    """The logit_bias with which a model that draws its tokens soon ends texts and objects."""
+    """The logit_bias that makes a random model end texts and objects soon."""
     ids: set[int] = set()
     for text in ('"', "}"):
         ids |= set(post(f"{long_site.http}/tokenize", prompt=text)["tokens"])
@@ -114,5 +114,5 @@ def embedder() -> Iterator[Site]:
 
 @pytest.fixture(scope="session")
 def embeddings(embedder: Site) -> Any:
-    """The embeddings of `TEXTS`, asked for without any client."""
+    """The embeddings of `TEXTS`, requested without a client library."""
     return np.array([item["embedding"] for item in post(f"{embedder.api}/embeddings", input=TEXTS)["data"]])

@@ -1,7 +1,7 @@
-"""docs/clients.md: which client does what against this server, from the outcomes of the tests of this folder.
+"""docs/clients.md: the features that each client can use with this server, from the outcomes of these tests.
 
 A file of tests is a row, `test_openai.py` the first. A test's name begins with its column: `test_stream` and
-`test_stream_of_an_object` both are the cell "stream". Pure, but for `versions`, which looks into the environment.
+`test_stream_of_an_object` are both in the cell "stream". Pure except `versions`, which reads the environment.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.clients.common import NODE, aiperf
 from tests.support.paths import ROOT
 
 DOCUMENT = ROOT / "docs" / "clients.md"
-BY_HAND = "## vLLM's own tests"  # from here on the document is not made
+BY_HAND = "## vLLM's own tests"  # the rest of the document is written by hand
 
 
 HEADER = """\
@@ -23,30 +23,31 @@ HEADER = """\
 
 <!-- Made by `make clients`, all but the last section. Do not edit: tests/clients/table.py writes it. -->
 
-Published clients, unmodified, against `jaxllm serve`. Each cell is made by the tests of its row's file in
-`tests/clients` whose names begin with its column, `test_openai.py::test_stream…`; an empty one is what the client does
-not do. `make clients` installs the clients into an environment of their own, runs all tests and writes this table.
+For users of a client library: published clients, unmodified, that were tested against `jaxllm serve`, and their
+settings. `make clients` installs the clients into a separate environment, runs all tests and writes this table. A
+cell is the result of the tests in its row's file in `tests/clients` with names that begin with its column,
+`test_openai.py::test_stream…`; a cell is empty if the client lacks the function.
 
-- Tools: a call, its result, and the answer; agents ask the embedded model's adapter `tools` held-out questions.
+- Tools: a call, its result, and the answer; agents send held-out questions to the embedded model's adapter `tools`.
 - Responses, Messages: `/v1/responses` and `/v1/messages`: text, streams and calls of each.
 - The harness's log-likelihoods are in the column log-probabilities; a stream of gRPC is `StreamGenerate`.
 
-What some of them must be told, besides where the server is:
+Settings that some clients need, besides the address of the server:
 
-- The base URL ends with `/v1` for OpenAI's clients and Vercel's `@ai-sdk/anthropic`; for Anthropic's own, and for
+- The base URL ends with `/v1` for OpenAI's clients and Vercel's `@ai-sdk/anthropic`; for Anthropic's clients, and for
   LangChain's and LiteLLM's ways to it, it does not.
 - LangChain's `OpenAIEmbeddings`: `check_embedding_ctx_length=False`, or it sends token ids of OpenAI's vocabulary.
 - LlamaIndex: `OpenAILike` with `is_function_calling_model=True`, or its agents write calls into the prompt.
-- DSPy asks for JSON of a schema where it knows the model by its name; `--served-model-name` may give a second one.
+- DSPy requests JSON of a schema for model names in its list; `--served-model-name` may give a second name.
 - The harness's `local-completions` takes the server's tokenizer with `--enable-tokenizer-info-endpoint`, and otherwise
   looks for one on the model hub.
-- Pydantic AI's model for Messages is not in the table: release 2.31 fails of itself with release 2 of `anthropic`.
+- Pydantic AI's model for Messages is not in the table: release 2.31 fails with release 2 of `anthropic`.
 
 """.splitlines()
 
 
 class Client(NamedTuple):
-    """A row: its name for people, and the packages that it consists of, the first of which it is."""
+    """A row: its display name, and its packages, the main one first."""
 
     name: str
     packages: tuple[str, ...]
@@ -78,7 +79,7 @@ CLIENTS: dict[str, Client] = {
     "test_grpc_js": Client("gRPC, JavaScript", ("npm:@grpc/grpc-js",)),
 }
 MODULES = tuple(CLIENTS)
-# Columns, by how the names of their tests begin.
+# Columns, by the prefix of their tests' names.
 FEATURES: dict[str, str] = {
     "test_chat": "chat",
     "test_stream": "stream",
@@ -89,7 +90,7 @@ FEATURES: dict[str, str] = {
     "test_responses": "Responses",
     "test_messages": "Messages",
 }
-# In files of requirements, but helpers of the tests.
+# Required by the tests, not clients.
 HELPERS = frozenset({"faiss-cpu", "beartype", "pytest", "npm:@grpc/proto-loader", "npm:zod"})
 
 
@@ -104,12 +105,12 @@ def feature_of(test: str) -> str:
 
 
 def packages() -> list[str]:
-    """Return every package that is in `CLIENTS`."""
+    """Return every package in `CLIENTS`."""
     return [package for client in CLIENTS.values() for package in client.packages]
 
 
 def versions() -> dict[str, str]:
-    """Return the version of every package that is installed."""
+    """Return the version of every installed package."""
     return {package: _version(package) for package in packages()}
 
 
@@ -121,9 +122,9 @@ def _version(package: str) -> str:
 
 
 def render(outcomes: Mapping[tuple[str, str], Iterable[bool]], versions: Mapping[str, str], before: str) -> str:
-    """Return the document: `outcomes` has of each file's stem and column which of its tests passed.
+    """Return the document; `outcomes` lists, by file stem and column, whether each test passed.
 
-    The section by hand is copied from `before`, the former document.
+    The section written by hand is copied from `before`, the previous document.
     """
     rows = [("client", *FEATURES.values())]
     for module, client in CLIENTS.items():

@@ -1,4 +1,4 @@
-"""AIPerf: a load of streams whose tokens it counts with the model's tokenizer."""
+"""AIPerf: a load of streams; it counts their tokens with the model's tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`anthropic`, of Python."""
+"""`anthropic`, the Python client."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_messages_with_tools_and_their_results(client: anthropic.Anthropic, tool
 
 
 def test_messages_of_its_agent(client: anthropic.Anthropic, tools_site: Site) -> None:
-    """Its loop asks for a thread that the server is to keep, and goes on without when it is told that there is none."""
+    """Its loop requests a server-side thread, and continues without one when refused."""
     tools = [anthropic.beta_tool(function) for function in map(returning_text, tool_loop.FUNCTIONS.values())]
     asked: Any = {"model": tools_site.model, "max_tokens": 100, "extra_body": GREEDY, "tools": tools}
 
@@ -115,7 +115,7 @@ def test_messages_of_its_agent(client: anthropic.Anthropic, tools_site: Site) ->
 
 
 def returning_text(function: Callable[..., Any]) -> Callable[..., str]:
-    """Make a tool whose results are text, which is all that this client takes."""
+    """Make a tool return text, the only type that this client accepts."""
 
     @functools.wraps(function)
     def run(*values: Any, **named: Any) -> str:
@@ -141,7 +141,7 @@ def test_messages_that_are_wrong(client: anthropic.Anthropic, ask: dict[str, Any
 
 
 def test_messages_of_200_conversations() -> None:
-    """Each whole, as a stream, and as a stream that is left: all that comes is what the client's types allow."""
+    """Each whole, as a stream, and as an abandoned stream: every event conforms to the client's types."""
     of_event = pydantic.TypeAdapter(anthropic.types.RawMessageStreamEvent)
     serving = WritingServing()
     with (
@@ -165,13 +165,13 @@ def test_messages_of_200_conversations() -> None:
             assert deltas["thinking"] == "".join(b.thinking for b in whole.content if b.type == "thinking")
             assert deltas["partial_json"] == "".join(arguments for _, _, arguments in answer.calls)
             inputs = [block.input for block in whole.content if block.type == "tool_use"]
-            if not any("INVALID_JSON" in each for each in inputs):  # the client's own parser refuses some of those
+            if not any("INVALID_JSON" in each for each in inputs):  # the client's parser refuses some of those
                 with client.messages.stream(**asked) as stream:
                     final = stream.get_final_message()
                 assert final.stop_reason == whole.stop_reason and final.stop_sequence == whole.stop_sequence
                 assert final.usage.output_tokens >= whole.usage.output_tokens
                 assert [block.input for block in final.content if block.type == "tool_use"] == inputs
             with client.messages.create(**asked, stream=True) as stream:
-                next(iter(stream))  # and the client goes
+                next(iter(stream))  # then the client disconnects
         eventually(lambda: serving.num_live == 0, seconds=3.0)
         assert len(serving.calls) >= 3 * 200

@@ -1,4 +1,4 @@
-"""`@anthropic-ai/sdk`, of npm."""
+"""`@anthropic-ai/sdk`, the npm client."""
 
 from __future__ import annotations
 

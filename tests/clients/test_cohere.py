@@ -1,4 +1,4 @@
-"""`cohere`: ranks, as both of its APIs ask for them; and as Jina's users ask, who have no package."""
+"""`cohere`: reranking with both of its APIs; and requests as for Jina, which has no package."""
 
 from __future__ import annotations
 

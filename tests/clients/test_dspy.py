@@ -1,6 +1,6 @@
-"""DSPy: signatures, typed outputs, a stream, an agent, and both of its ways to ask.
+"""DSPy: signatures, typed outputs, a stream, an agent, and both of its request types.
 
-Its prompts are too long for the embedded model: answers are of the right form, and their values drawn.
+Its prompts are too long for the embedded model, so answers have the right form and random values.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class Named(dspy.Signature):
 
 def model(site: Site, kind: str = "openai", **settings: Any) -> dspy.LM:
     own = {"temperature": 0, "max_tokens": 100, "num_retries": 0, "cache": False} | settings
-    # One of its engines adds /v1 to Anthropic's base itself, the other does not.
+    # One of its engines adds /v1 to Anthropic's base URL, the other does not.
     base = site.http if kind == "anthropic" and own.get("engine") == "litellm" else site.api
     return dspy.LM(f"{kind}/{site.model}", api_base=base, api_key=KEY, **own)
 
 
 @pytest.fixture
 def known_site(long_site: Site) -> Site:
-    """The server by a name of its model of which DSPy knows that it takes schemas."""
+    """The server with a model name for which DSPy uses schemas."""
     return long_site._replace(model=KNOWN_NAME)
 
 

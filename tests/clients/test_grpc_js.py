@@ -1,4 +1,4 @@
-"""`@grpc/grpc-js`: the stubs that it makes of proto/ in JavaScript."""
+"""`@grpc/grpc-js`: JavaScript stubs of proto/."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def told(site: Site) -> dict[str, object]:
 
 
 def test_chat(told: dict[str, object]) -> None:
-    """`Generate`; what is wrong is INVALID_ARGUMENT."""
+    """`Generate`; invalid requests are INVALID_ARGUMENT."""
     assert told["unary"] and told["error"] == 3
 
 

@@ -1,4 +1,4 @@
-"""Instructor: objects through calls of tools and through schemas, over all three APIs; it does nothing else."""
+"""Instructor, which only makes objects: through tool calls and through schemas, over all three APIs."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def test_structured_output_of_any_form(long_site: Site, streams: bool, closing: 
 
 
 def test_structured_output_of_an_agent(site: Site) -> None:
-    one_call = chat(site, model_kwargs={"parallel_tool_calls": False})  # the model would go on calling
+    one_call = chat(site, model_kwargs={"parallel_tool_calls": False})  # the model would continue calling
     for model, strategy in ((chat(site), ProviderStrategy(Person)), (one_call, ToolStrategy(Person))):
         agent = langchain.agents.create_agent(model, response_format=strategy)
         answer = agent.invoke({"messages": [{"role": "user", "content": ASKED}]})
@@ -108,7 +108,7 @@ def test_logprobs(site: Site) -> None:
 
 
 def embedding_model(embedder: Site) -> Any:
-    # Else it makes ids of OpenAI's own vocabulary.
+    # Otherwise it sends ids of OpenAI's vocabulary.
     own = {"check_embedding_ctx_length": False}
     return langchain_openai.OpenAIEmbeddings(model=EMBEDDER, base_url=embedder.api, api_key=KEY, **own)
 

@@ -1,4 +1,4 @@
-"""LiteLLM to each of the three APIs, as its users name them: `hosted_vllm/`, `openai/` and `anthropic/`."""
+"""LiteLLM with each of the three APIs, by provider: `hosted_vllm/`, `openai/` and `anthropic/`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PROVIDERS = (CHAT, "openai")
 
 
 def ask(provider: str, site: Site, **settings: Any) -> Any:
-    """What it calls a completion, with any of its providers."""
+    """Return a completion from one of its providers."""
     base = site.http if provider == MESSAGES_API else site.api
     own = {"messages": SUM_MESSAGES, "temperature": 0, "max_tokens": 100, "num_retries": 0} | settings
     return litellm.completion(f"{provider}/{site.model}", api_base=base, api_key=KEY, **own)

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: generation and log-likelihoods of tasks that are written here, with the server's tokenizer."""
+"""lm-evaluation-harness: generation and log-likelihoods of tasks defined here, with the server's tokenizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SUMS = [(a, b) for a in (12, 47, 63) for b in (15, 38)]
 
 @pytest.fixture
 def tasks(tmp_path: Path) -> TaskManager:
-    """Sums to be written, capitals to be chosen among three by their log-likelihoods, texts to be found likely."""
+    """Return tasks: sums to generate, capitals to choose by log-likelihood, and texts to score."""
     capitals = [country[1] for country in facts.COUNTRIES[:8]]
     rows: dict[str, list[dict[str, Any]]] = {
         "sums": [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in SUMS],
@@ -77,7 +77,7 @@ def test_logprobs(tasks: TaskManager, site: Site, batch: int) -> None:
 
 
 def test_logprobs_of_whole_texts(tasks: TaskManager, site: Site) -> None:
-    begin = {"custom_prefix_token_id": 0}  # <|endoftext|>; by itself it takes 0 for no token, and begins with another
+    begin = {"custom_prefix_token_id": 0}  # <|endoftext|>; by default it treats 0 as unset, and uses another token
     found = evaluate(tasks, "stories", "local-completions", f"{site.api}/completions", site, **begin)
     asked: Any = {"model": site.model, "echo": True, "max_tokens": 0, "logprobs": 0}
     told = [post(f"{site.api}/completions", **asked, prompt=f"<|endoftext|>{text}") for text in STORIES]

@@ -1,4 +1,4 @@
-"""`ollama`, of Python: chats, texts, calls, objects and embeddings, and what it shows of models."""
+"""`ollama`, the Python client: chats, texts, calls, objects, embeddings, and its list of models."""
 
 from __future__ import annotations
 

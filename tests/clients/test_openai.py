@@ -1,4 +1,4 @@
-"""`openai`, of Python."""
+"""`openai`, the Python client."""
 
 from __future__ import annotations
 

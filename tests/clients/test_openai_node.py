@@ -1,4 +1,4 @@
-"""`openai`, of npm."""
+"""`openai`, the npm client."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Pydantic AI: its models over chat completions and Responses.
 
-Not over Messages: that model of pydantic-ai 2.31 builds what is a union of types in `anthropic` 2, and fails of itself.
+Not over Messages: that model of pydantic-ai 2.31 instantiates a union type of `anthropic` 2, which fails.
 """
 
 from __future__ import annotations

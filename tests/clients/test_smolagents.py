@@ -29,7 +29,7 @@ def test_structured_output(site: Site) -> None:
 
 
 def test_tools_of_an_agent(long_site: Site, closing: dict[str, int]) -> None:
-    """Its prompts are too long for the embedded model, so that calls are of the right form and their values drawn."""
+    """Its prompts are too long for the embedded model, so calls have the right form and random values."""
 
     @smolagents.tool
     def add(a: int, b: int) -> int:
@@ -41,7 +41,7 @@ def test_tools_of_an_agent(long_site: Site, closing: dict[str, int]) -> None:
         """
         return a + b
 
-    bias = dict.fromkeys(closing, 6)  # as much as it takes, or every number had one digit
+    bias = dict.fromkeys(closing, 6)  # high enough, and low enough for numbers of several digits
     own = model(long_site, max_tokens=400, temperature=1.0, logit_bias=bias)
     agent = smolagents.ToolCallingAgent(tools=[add], model=own, max_steps=3, verbosity_level=0)
     agent.run(SUM)
@@ -50,7 +50,7 @@ def test_tools_of_an_agent(long_site: Site, closing: dict[str, int]) -> None:
     assert messages and None not in messages
     for step, message in zip(steps, messages, strict=False):
         if step.token_usage is not None and step.token_usage.output_tokens >= 400:
-            continue  # cut off: a model that draws its tokens may write an argument without an end
+            continue  # truncated: a random model may write an endless argument
         assert message.tool_calls and {call.function.name for call in message.tool_calls} <= {"add", "final_answer"}
         for call in message.tool_calls:
             arguments = call.function.arguments

@@ -1,4 +1,4 @@
-"""The committed table of clients has a row for each, and a cell for each of their tests."""
+"""The committed table of clients has a row per client, and a cell per feature that its tests cover."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ FILES = sorted(path.stem for path in HERE.glob("test_*.py") if path.stem != "tes
 
 
 def cells_of(module: str) -> set[str]:
-    """Return the columns that a file's tests make."""
+    """Return the columns of a file's tests."""
     tree = ast.parse((HERE / f"{module}.py").read_text())
     names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
     return {table.feature_of(name) for name in names if name.startswith("test_")}
 
 
 def row_of(module: str, outcomes: dict[tuple[str, str], list[bool]]) -> str:
-    """Return the row that a file has in a table of these outcomes."""
+    """Return a file's row in a table of these outcomes."""
     lines = table.render(outcomes, dict.fromkeys(table.packages(), "1"), "").splitlines()
     (row,) = (line for line in lines if line.startswith(f"| {table.CLIENTS[module].name} |"))
     return row
@@ -42,7 +42,7 @@ def test_every_client_has_a_file_and_every_file_a_client() -> None:
 def test_the_committed_table_has_its_row(module: str) -> None:
     text = table.DOCUMENT.read_text()
     expected = row_of(module, {(module, cell): [True] for cell in cells_of(module)})
-    # Whether each passes is what `make clients` says, which needs the clients.
+    # Passing is checked by `make clients`, which needs the clients.
     assert expected in text.replace("**fails**", "✓").splitlines(), "run `make clients`"
     assert all(f"{package.removeprefix('npm:')} " in text for package in table.CLIENTS[module].packages)
 

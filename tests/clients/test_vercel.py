@@ -13,7 +13,7 @@ SCRIPT = "vercel.mjs"
 
 
 def check(site: Site, provider: str = "") -> None:
-    """Texts, whole and in pieces, and objects."""
+    """Check texts, whole and streamed, and objects."""
     whole, streamed = (node(SCRIPT, f"{what}{provider}", site.api, site.model, SUM) for what in ("chat", "stream"))
     assert ANSWER in whole and whole == streamed
     made = node(SCRIPT, f"structured{provider}", site.api, site.model, ASKED)

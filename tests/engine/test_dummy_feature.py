@@ -22,7 +22,7 @@ from jaxllm.engine.sequence import Sequence as Output
 from jaxllm.engine.sequence import SequenceGroup
 from jaxllm.metrics import Metrics
 from jaxllm.outputs import RequestOutput
-from jaxllm.runner.results import Result
+from jaxllm.runner.results import StepOutput
 from jaxllm.runner.step_input import StepInput
 from jaxllm.scheduler.state import Events, Plan, State
 from tests.support.paths import STORIES
@@ -99,10 +99,10 @@ class Dictation(Feature):
         self.calls.add("masks")
         return None
 
-    def read(self, plan: Plan, result: Result, yielded: Yielded) -> None:
+    def read(self, plan: Plan, result: StepOutput, yielded: Yielded) -> None:
         self.calls.add("read")
 
-    def take_in(self, plan: Plan, result: Result, events: Events) -> Sequence[SequenceGroup]:
+    def take_in(self, plan: Plan, result: StepOutput, events: Events) -> Sequence[SequenceGroup]:
         self.calls.add("take_in")
         if self.fails:
             raise RuntimeError("a feature that fails")

@@ -256,6 +256,9 @@ def test_a_grammar_is_compiled_beside_the_event_loop_and_what_is_cancelled_meanw
             tasks = [asyncio.create_task(_last(engine, params)) for params in slow]
             await asyncio.sleep(0.03)
             assert num_preparing(engine) == 4
+            with engine.preparing(3):
+                assert num_preparing(engine) == 7
+            assert num_preparing(engine) == 4
             for task in tasks:
                 task.cancel()
                 with suppress(asyncio.CancelledError):

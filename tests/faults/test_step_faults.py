@@ -15,7 +15,7 @@ from jaxllm import LLM, EngineError, SamplingParams
 from jaxllm.engine.sequence import SequenceGroup
 from jaxllm.outputs import RequestOutput
 from jaxllm.runner.model_runner import StepInFlight
-from jaxllm.runner.results import Result
+from jaxllm.runner.results import StepOutput
 from jaxllm.runner.step_input import StepInput
 from jaxllm.scheduler.block_pool import PoolEditor
 from tests.faults.served import ENGINE
@@ -165,9 +165,9 @@ def test_a_row_without_numbers_ends_its_request_and_leaves_nothing_in_the_cache(
     """At the victim's first token, and later."""
     engine = llm.engine
     victim = [*range(400, 450)]
-    real: Callable[[StepInFlight], Result] = StepInFlight.result
+    real: Callable[[StepInFlight], StepOutput] = StepInFlight.result
 
-    def result(flight: StepInFlight) -> Result:
+    def result(flight: StepInFlight) -> StepOutput:
         found = real(flight)
         plan = inspection.planned_by(engine)
         assert plan is not None

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxllm import SamplingParams, UserError
 from jaxllm.errors import UnavailableError
@@ -166,3 +168,19 @@ async def test_who_is_refused_hears_why(greeting: Greeting, why: str) -> None:
     reader.feed_data(greeting.pack())
     await supervisor.connected_from_afar(reader, connection)
     assert connection.is_closed and why.encode() in connection.written
+
+
+@given(st.lists(st.tuples(st.sampled_from(("add", "output", "drop")), st.sampled_from("abc"), st.integers(0, 9))))
+def test_the_tokens_of_a_replica_are_those_of_its_requests(events: list[tuple[str, str, int]]) -> None:
+    def play(router: Router, replicas: list[Replica]) -> None:
+        (replica,) = replicas
+        for event, name, count in events:
+            if event == "add" and name not in replica.live:
+                replica.add(request(name))
+            elif event == "output":
+                replica.note_output(name, count)
+            elif event == "drop":
+                replica.drop(name)
+            assert replica.num_tokens == sum(live.num_tokens for live in replica.live.values())
+
+    routed(1, play)

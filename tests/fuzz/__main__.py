@@ -1,7 +1,7 @@
-"""`make fuzz`: drives every target with atheris, which keeps the inputs that reach new code and changes them further.
+"""`make fuzz`: drives every target with atheris, which keeps and mutates inputs that reach new code.
 
-Each target has a process of its own, for MINUTES. What it found worth keeping stays in `.cache/fuzz`, so that the next
-run begins there. An input that breaks a target is written beside it, with the command that replays it.
+Each target runs in a separate process, for MINUTES. Its corpus is kept in `.cache/fuzz`, where the next run continues.
+An input that breaks a target is written there, with the command that replays it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pathlib import Path
 from tests.support.paths import ROOT
 
 CORPUS = ROOT / ".cache" / "fuzz"
-INPUT_SECONDS = 10  # that one input may take
+INPUT_SECONDS = 10  # bound for one input
 MEMORY_MB = 4096  # of the process: a file that claims gigabytes must not get them
 MOST_BYTES = 65536
 
 
 def main() -> int:
-    """Run all targets, or those that are named; 1 if one broke."""
+    """Run all targets, or the named ones; return 1 if one broke."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("targets", nargs="*", help="all, where none is named")
     parser.add_argument("--minutes", type=float, default=1.0, help="for each target")
@@ -39,7 +39,7 @@ def main() -> int:
 
 
 def run_all(names: list[str], minutes: float) -> int:
-    """Fuzz targets one after the other."""
+    """Fuzz targets in sequence."""
     from tests.fuzz.targets import TARGETS
 
     unknown = set(names) - set(TARGETS)
@@ -59,7 +59,7 @@ def run_all(names: list[str], minutes: float) -> int:
 
 
 def run_one(name: str, seconds: int) -> tuple[int, Path | None]:
-    """Fuzz one target in a process; return how many inputs it had, and the one that broke it."""
+    """Fuzz one target in a process; return the number of inputs, and the input that broke it."""
     command = [sys.executable, "-m", "tests.fuzz", "--one", name, str(seconds)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace")
     counted = re.search(r"stat::number_of_executed_units:\s+(\d+)", done.stderr)
@@ -71,7 +71,7 @@ def run_one(name: str, seconds: int) -> tuple[int, Path | None]:
 
 
 def fuzz(name: str, seconds: int) -> int:
-    """Hand the target to atheris, which ends the process."""
+    """Run a target in atheris, which ends the process."""
     import atheris
 
     with atheris.instrument_imports(include=["jaxllm", "jaxllm_server"], enable_loader_override=False):

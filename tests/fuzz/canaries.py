@@ -1,4 +1,4 @@
-"""Run by test_optimized.py alone, under `python -O`, where the first two must fail and the third must not."""
+"""Run only by test_optimized.py under `python -O`, where the first two must fail and the third must pass."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The three ways into the engine without sockets and without a device: Python, HTTP's bodies, gRPC's messages.
+"""The three interfaces to the engine without sockets and device: Python, HTTP bodies, gRPC messages.
 
-Everything is the product's own from the bytes to the point where a request would be queued: parsing, mapping, `Serving`
-with its bounds, `AsyncLLM`, `LLMEngine.accept`, and the packing of what the device would be told. What would be queued
-is answered at once, so that replies are written as well.
+All code is the product's from the bytes to the queue: parsing, mapping, `Serving` with its limits, `AsyncLLM`,
+`LLMEngine.accept`, and packing for the device. Queued requests are answered at once, so that replies are written too.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ VOCABULARY = 1536
 CONTEXT = 512
 OPTIONS = ServerOptions(tool_call_parser="hermes", reasoning_parser="qwen3", request_timeout=0)
 MOST_DEPTH = 64
-Verdict = str | None  # "accepted"; or what the refusal names, None if that is the request as a whole
+Verdict = str | None  # "accepted", or the parameter that the refusal names; None for the request as a whole
 ACCEPTED = "accepted"
 
 
@@ -61,7 +60,7 @@ def tokenizer() -> Tokenizer:
 
 
 class _Answering:
-    """Stands for the inbox: takes a request apart as the engine's thread would, and answers with one token."""
+    """Replaces the inbox: processes a request as the engine's thread would, and answers with one token."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
@@ -88,7 +87,7 @@ class _Answering:
 
 
 class Doors:
-    """An `AsyncLLM` and a `Serving` in front of a model of which there is only the tokenizer."""
+    """An `AsyncLLM` and a `Serving` for a model that has only a tokenizer."""
 
     def __init__(self) -> None:
         config = EngineConfig(model=str(MODEL_DIR))
@@ -118,7 +117,7 @@ class Doors:
     async def _chunks(self, call: Call) -> list[Chunk]:
         return [chunk async for chunk in self.serving.generate(call)]
 
-    # What comes over the network, as bytes; a UserError passes.
+    # Network input as bytes; UserErrors propagate.
 
     def http(self, route: str, body: bytes) -> None:
         """Answer a body as the route does."""
@@ -144,7 +143,7 @@ class Doors:
         """Answer a message as its method does."""
         try:
             message: Any = kind.FromString(raw)
-        except DecodeError as error:  # as the gate does it
+        except DecodeError as error:  # as in the gate
             raise UserError("The request is not a message of this method.") from error
         try:
             self._answer_message(kind, message, stream)
@@ -163,7 +162,7 @@ class Doors:
             reply = replies.reply_of(message, self.serving.check_model(message.model))
             reply.response(chunks[-1]).SerializeToString()
 
-    # The same fields over each way in.
+    # The same fields through each interface.
 
     def python_verdict(self, fields: Mapping[str, Any]) -> Verdict:
         own = dict(fields)
@@ -206,5 +205,5 @@ def _verdict(ask: Any) -> Verdict:
 
 @functools.cache
 def doors() -> Doors:
-    """Return the one set of doors of a process."""
+    """Return the process's only instance."""
     return Doors()

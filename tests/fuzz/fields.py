@@ -1,4 +1,4 @@
-"""Sampling fields, by the names that all three ways in share, and values for each: right, at an edge, wrong."""
+"""Sampling fields, by the names that all three interfaces share, with valid, boundary and invalid values."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _IDS = [
 ]
 _TEXTS = ["", "a", "a\0b", "\uffff", "e" + "\u0301" * 60, "x" * 64, "x" * 65, "<|im_end|>", 1, True, [], ["a"], {}]
 _BY_TYPE = {"float": _NUMBERS, "int": _NUMBERS, "bool": _FLAGS, "Sequence[int]": _IDS}
-_LEFT_OUT = ("detokenize", "prompt_logprobs")  # which change the compared outputs
+_LEFT_OUT = ("detokenize", "prompt_logprobs")  # these change the compared outputs
 _FIELDS = [own for own in fields(SamplingParams) if own.name not in _LEFT_OUT]
 
 VALUES: dict[str, list[Any]] = {
     **{own.name: _BY_TYPE[kind] for own in _FIELDS if (kind := str(own.type).removesuffix(" | None")) in _BY_TYPE},
     "priority": _NUMBERS,
     "time_limit": [0, -0.0, -1, 1e-6, 0.5, 60, 10**9, 10**9 + 1, 2**64, 1e308, *_WRONG],
-    # Of a list of texts, HTTP alone makes several prompts.
+    # With a list of texts, only HTTP makes several prompts.
     "prompt": [*(one for one in (*_TEXTS, *_IDS) if one not in (["a"], ["1"])), [5] * 511, [5] * 512],
     "stop": [*_TEXTS, ["a", ""], ["a"] * 16, ["a"] * 17, [1], ["x" * 257]],
     "bad_words": [*_TEXTS, [" "], ["a", "b c"], ["é" * 200]],

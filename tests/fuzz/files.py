@@ -1,7 +1,6 @@
-"""What may lie in a model's folder: each target reads one hostile file the way a start of the engine does.
+"""Hostile files in a model's folder: each target reads one as the start of an engine does.
 
-Whatever the file holds, it is read or refused with a `UserError` of one line; nothing of a size that the file only
-claims is allocated.
+Any content is read or refused with a `UserError` of one line; sizes that a file only claims are never allocated.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ TEXT = "Once upon a time, naïve 日本語 🎉 <|im_end|>\n"
 
 @functools.cache
 def folder() -> Path:
-    """Return a folder of our own; where there is one in memory, there."""
+    """Return a new temporary folder, in memory if possible."""
     shared = Path("/dev/shm")
     made = Path(tempfile.mkdtemp(prefix="jaxllm-fuzz-", dir=shared if shared.is_dir() else None))
     import atexit
@@ -47,7 +46,7 @@ def folder() -> Path:
 
 
 def of_file(name: str, read: Callable[[Path], object]) -> Callable[[bytes], object]:
-    """Make the target that writes its bytes into a folder's file and reads the folder."""
+    """Return the target that writes its bytes into a folder's file and reads the folder."""
 
     def check(data: bytes) -> object:
         place = folder() / name.replace("/", "-")
@@ -60,7 +59,7 @@ def of_file(name: str, read: Callable[[Path], object]) -> Callable[[bytes], obje
 
 
 def read_safetensors(place: Path) -> None:
-    """What is read here, the format's own library reads too; and each tensor lies within the file."""
+    """Check that files accepted here are accepted by the format's library, and each tensor is within the file."""
     path = place / "model.safetensors"
     tensors = open_tensors(place)
     size = path.stat().st_size
@@ -81,7 +80,7 @@ def read_index(place: Path) -> None:
 
 
 def read_model(place: Path) -> None:
-    """What `jaxllm serve` works out of a config.json before it looks at weights."""
+    """Read a config.json as `jaxllm serve` does before reading weights."""
     config = weights.read_config(place)
     for length in (None, 4096):
         spec, family = read_spec(config, length)
@@ -90,7 +89,7 @@ def read_model(place: Path) -> None:
 
 
 def read_modules(place: Path) -> None:
-    """What it works out of sentence-transformers' list of modules."""
+    """Read sentence-transformers' list of modules."""
     for path, settings in (("1_Pooling", {"pooling_mode": "mean"}), ("2_Dense", {"out_features": 8})):
         (place / path).mkdir(exist_ok=True)
         (place / path / "config.json").write_text(json.dumps(settings))
@@ -99,7 +98,7 @@ def read_modules(place: Path) -> None:
 
 
 def read_adapter_folder(place: Path) -> None:
-    """An adapter of a small model; the file of the two that is not hostile is right."""
+    """Read an adapter of a small model; of its two files one is hostile and one valid."""
     for name, make in (("adapter_config.json", adapter_configs), ("adapter_model.safetensors", adapter_files)):
         if not (place / name).exists():
             (place / name).write_bytes(make()[0])
@@ -167,7 +166,7 @@ def modules() -> list[bytes]:
 
 
 def adapter_configs() -> list[bytes]:
-    """Configs that all name the modules of `adapter_files`."""
+    """Return configs that all name the modules of `adapter_files`."""
     plain = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "down_proj"], "bias": "none"}
     patterns = {
         "rank_pattern": {"_proj": 3, r"(.*\.\d\..*|up_proj)": 2},

@@ -1,4 +1,4 @@
-"""Changes to bytes, and to the JSON in them, such as a hostile or damaged file has. The same seed, the same changes."""
+"""Seeded mutations of bytes, and of JSON in them, as in a hostile or damaged file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VALUES: list[Any] = [None, True, False, [], {}, [[]], [None], {"": None}, {"a": 
 
 
 def mutate(data: bytes, chance: random.Random) -> bytes:
-    """Change bytes a little: within the JSON or the entries of a recording that they hold, or anywhere."""
+    """Mutate bytes slightly: within their JSON or the entries of their recording, or anywhere."""
     for _ in range(1 + chance.randrange(3)):
         start, end = _json_within(data)
         if chance.random() < 0.25:
@@ -32,7 +32,7 @@ def mutate(data: bytes, chance: random.Random) -> bytes:
         elif end:
             changed = _mutate_json(data[start:end], chance)
             length = data[:start]
-            if start == 8 and chance.random() < 0.9:  # of a safetensors file: its header's length goes along
+            if start == 8 and chance.random() < 0.9:  # of a safetensors file: its header's length is updated
                 length = len(changed).to_bytes(8, "little")
             data = length + changed + data[end:]
         elif MAGIC.encode() in data[:32]:
@@ -43,7 +43,7 @@ def mutate(data: bytes, chance: random.Random) -> bytes:
 
 
 def _json_within(data: bytes) -> tuple[int, int]:
-    """Return where the JSON of a document, or of a safetensors file, begins and ends; (0, 0) where there is none."""
+    """Return the start and end of the JSON of a document or a safetensors file; (0, 0) without JSON."""
     if data[:1] in (b"{", b"["):
         return 0, len(data)
     length = int.from_bytes(data[:8], "little")
@@ -74,7 +74,7 @@ def _mutate_bytes(data: bytes, chance: random.Random) -> bytes:
 
 
 def _mutate_json(data: bytes, chance: random.Random) -> bytes:
-    """Change one place of a document; what cannot be read as JSON is changed as bytes."""
+    """Mutate one place of a document; if it is not JSON, mutate bytes."""
     try:
         document = json.loads(data)
     except (ValueError, RecursionError):
@@ -86,7 +86,7 @@ def _mutate_json(data: bytes, chance: random.Random) -> bytes:
 
 
 def _mutate_recording(data: bytes, chance: random.Random) -> bytes:
-    """Change one place of a run of msgpack values, or their order."""
+    """Mutate one of a sequence of msgpack values, or their order."""
     unpacker = msgpack.Unpacker(strict_map_key=False, unicode_errors="surrogateescape", max_buffer_size=2**24)
     unpacker.feed(data)
     entries: list[Any] = []
@@ -97,12 +97,12 @@ def _mutate_recording(data: bytes, chance: random.Random) -> bytes:
     _mutate_document(entries, chance)
     try:
         return b"".join(msgpack.packb(entry, unicode_errors="surrogateescape") for entry in entries)
-    except (OverflowError, ValueError, TypeError):  # msgpack has no integers of more than 64 bits
+    except (OverflowError, ValueError, TypeError):  # msgpack integers have at most 64 bits
         return _mutate_bytes(data, chance)
 
 
 def _mutate_document(document: Any, chance: random.Random) -> str | None:
-    """Change one place; return the name that is to stand for `_MARK`, if a name is to stand twice."""
+    """Mutate one place; return the name that replaces `_MARK` if a name is to be duplicated."""
     places = list(_places(document))
     if not places:
         return None
@@ -135,7 +135,7 @@ def _mutate_document(document: Any, chance: random.Random) -> str | None:
 
 
 def _places(value: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
-    """Go through every (container, key) of a document."""
+    """Yield every (container, key) of a document."""
     if depth > 200:
         return
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()

@@ -1,7 +1,7 @@
-"""Every way in for hostile bytes: a name, what is done with the bytes, and the bytes to begin with.
+"""Every entry point for hostile bytes: a name, a function of the bytes, and seeds.
 
-A target returns or raises a `UserError`, in bounded time; anything else is a defect. Those that know more, as that two
-ways in must agree, raise an AssertionError.
+A target returns or raises a `UserError`, in bounded time; anything else is a defect. Targets that check more, such as
+agreement of interfaces, raise an AssertionError.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ MESSAGES = (inference_pb2.GenerateRequest, inference_pb2.TokenizeRequest, infere
 
 @dataclass(frozen=True)
 class Target:
-    """One way in."""
+    """One entry point."""
 
     name: str
     run: Callable[[bytes], object]
     seeds: Callable[[], list[bytes]]
 
     def check(self, data: bytes) -> bool:
-        """Say whether the bytes were taken; a refusal is one line that a client and a log can show."""
+        """Return whether the bytes were accepted; a refusal is one line that clients and logs may show."""
         try:
             self.run(data)
         except UserError as error:
@@ -67,22 +67,24 @@ def _grpc(data: bytes) -> None:
 
 
 def _verdicts(data: bytes) -> None:
-    """A JSON object of fields is judged alike over all three ways in; what only one of them could say is left out."""
+    """Check that a JSON object of fields gets the same verdict through all interfaces, without interface-specific
+    fields.
+    """
     document = strict_json.read(data, MOST_DEPTH)
     fields = {"prompt": "a", **{name: value for name, value in document.items() if name in NAMES and value is not None}}
     prompt, bias = fields["prompt"], fields.get("logit_bias")
     if isinstance(prompt, list) and any(isinstance(item, str | list) for item in prompt):
-        return  # several prompts, which HTTP alone has
+        return  # several prompts, which only HTTP supports
     if isinstance(bias, dict):  # JSON's keys are text
         fields["logit_bias"] = {int(key) if re.fullmatch("-?[0-9]{1,9}", key) else key: bias[key] for key in bias}
     check_verdicts(fields)
 
 
 def check_verdicts(fields: dict[str, Any]) -> str | None:
-    """Compare the verdicts on fields; where several are wrong, each way in may name another of them."""
+    """Compare the verdicts on fields; if several are wrong, each interface may name another of them."""
     python, http, grpc = doors().python_verdict(fields), doors().http_verdict(fields), doors().grpc_verdict(fields)
     accepted = [verdict == "accepted" for verdict in (python, http, grpc)]
-    # Bounds that only a server has: of numbers of things, and of room for the tokens asked for.
+    # Limits of servers only: numbers of items, and room for the requested tokens.
     assert accepted[1] == accepted[2] and accepted[0] >= accepted[1], (fields, python, http, grpc)
     if accepted[0] and not accepted[1]:
         assert http in ("n", "stop", "stop_token_ids", "cache_salt", "max_tokens", "prompt"), (fields, http)
@@ -95,7 +97,7 @@ def _conversation(data: bytes) -> None:
 
 
 def _stream(data: bytes) -> None:
-    """Bytes are: a tokenizer, whether special tokens are left out, sizes of steps, the prompt's length, ids."""
+    """Parse bytes as: tokenizer, whether special tokens are skipped, step sizes, prompt length, ids."""
     head, ids = data[:4].ljust(4, b"\0"), data[4:512]
     kind = texts.TOKENIZERS[head[0] % len(texts.TOKENIZERS)]
     count = texts.tokenizer_of(kind).vocab_size + 3
@@ -106,7 +108,7 @@ def _stream(data: bytes) -> None:
 
 
 def _stop(data: bytes) -> None:
-    """Bytes are: flags, how many tokens are the prompt's, min_tokens, a text, then stop strings, a line each."""
+    """Parse bytes as: flags, number of prompt tokens, min_tokens, a text, then stop strings, one per line."""
     head, (ids, _, lines) = data[:3].ljust(3, b"\0"), data[3:].partition(b"\n")
     text = ids.decode(errors="replace")[:200]
     tokenizer = texts.tokenizer_of("embedded")

@@ -1,6 +1,6 @@
-"""Properties that hold for whatever is sent: the same verdict over every way in, and texts as the naive references say.
+"""Properties for any input: the same verdict through every interface, and texts equal to naive references.
 
-Few examples by default, the same ones every time; thousands with the slow tests.
+Few examples by default, always the same; thousands in the slow tests.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ COUNTS = pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.
 
 
 def hold(count: int, check: Callable[..., object], **strategies: st.SearchStrategy[Any]) -> None:
-    """Look at so many examples, the same ones every time."""
+    """Check `count` examples, always the same."""
     health = [HealthCheck.too_slow, HealthCheck.data_too_large]
     chosen = settings(max_examples=count, derandomize=True, database=None, deadline=None, suppress_health_check=health)
     chosen(given(**strategies)(check))()
 
 
-# What is sent.
+# Inputs.
 
 FIELDS = st.lists(st.sampled_from(NAMES), min_size=1, max_size=3, unique=True).flatmap(
     lambda names: st.fixed_dictionaries({name: st.sampled_from(VALUES[name]) for name in names})
@@ -56,7 +56,7 @@ def test_the_verdict_is_the_same_over_every_way_in(count: int) -> None:
         verdicts.add(check_verdicts({**BASE, **fields}))
 
     hold(5 * count, check, fields=FIELDS)
-    assert "accepted" in verdicts and len(verdicts) > 15  # parameters that were refused by their names
+    assert "accepted" in verdicts and len(verdicts) > 15  # parameters refused by name
 
 
 def test_every_value_alone_has_the_same_verdict_over_every_way_in() -> None:
@@ -89,7 +89,7 @@ def test_any_bytes_are_answered_or_refused(count: int, name: str) -> None:
     hold(count, check, data=st.binary(max_size=60))
 
 
-# What comes out.
+# Outputs.
 
 
 @COUNTS
@@ -110,7 +110,7 @@ def test_a_stream_of_any_ids_is_the_full_decode_wherever_the_prompt_ends(count: 
 @COUNTS
 @pytest.mark.parametrize("kind", ["embedded", "byte_fallback", "stories260K"])
 def test_a_sample_ends_where_the_naive_search_says(count: int, kind: str) -> None:
-    """Of any ids, and of texts in which the stop strings are: over tokens, in the prompt's tail, within characters."""
+    """With any ids, and texts with stop strings across tokens, in the prompt's tail and within characters."""
     tokenizer = texts.tokenizer_of(kind)
     words = ["Once", " upon", "\n", "日本", "🎉", "é", "e\u0301", "ab", "a", "User:", "<|im_end|>", "</s>", " "]
     stop = st.lists(st.sampled_from(words), min_size=1, max_size=3).map("".join) | st.text(min_size=1, max_size=3)

@@ -1,4 +1,4 @@
-"""The table of verdicts (test_verdicts.py) over the three ways in, without a server or a device: a second for all."""
+"""The table of verdicts (test_verdicts.py) through the three interfaces, without server or device, in one second."""
 
 from __future__ import annotations
 

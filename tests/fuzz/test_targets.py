@@ -1,4 +1,4 @@
-"""Every target of `targets.py` with thousands of changed inputs: taken or refused, soon, in little memory."""
+"""Every target of `targets.py` with thousands of mutated inputs: accepted or refused quickly, in little memory."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tests.fuzz.targets import TARGETS
 
 MOST_SECONDS = 5.0  # of the thread, for one input
 MOST_MEMORY = 64 * 2**20  # bytes more than before
-NEVER_REFUSE = {"stream", "stop", "parsers"}  # what a model writes is never wrong
-MAY_REFUSE_SEEDS = {"verdicts"}  # whose seeds are right and wrong values
+NEVER_REFUSE = {"stream", "stop", "parsers"}  # model outputs are never invalid
+MAY_REFUSE_SEEDS = {"verdicts"}  # its seeds include invalid values
 
 pytestmark = pytest.mark.filterwarnings("ignore:temperature is less than", "ignore:Possible nested set")
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_seeds_are_taken(name: str) -> None:
-    """Else the changes would be to input that is not read."""
+    """Otherwise mutations would be of input that is not read."""
     target = TARGETS[name]
     assert all([target.check(seed) for seed in target.seeds()]) or name in MAY_REFUSE_SEEDS
 
@@ -33,7 +33,7 @@ def test_seeds_are_taken(name: str) -> None:
 def test_changed_inputs_are_taken_or_refused(name: str, count: int) -> None:
     target, chance = TARGETS[name], random.Random(zlib.crc32(name.encode()) + count)
     seeds = target.seeds()
-    target.check(seeds[0])  # what is made once does not count
+    target.check(seeds[0])  # excludes one-time work
     before = _start_peak()
     refused = 0
     for number in range(count):
@@ -55,7 +55,7 @@ def _status(field: str) -> int:
 
 
 def _start_peak() -> int:
-    """Let Linux begin a new peak of resident memory; return what is resident now."""
+    """Reset Linux's peak of resident memory; return the current resident memory."""
     reset = Path("/proc/self/clear_refs")
     if not reset.exists():
         return 0

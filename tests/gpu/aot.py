@@ -1,8 +1,8 @@
-"""Compiles the engine's steps for an NVIDIA H200 on a machine that has none, and reads what XLA made of them.
+"""Compile the engine's steps for an NVIDIA H200 without a GPU, and read XLA's output.
 
-XLA's GPU compiler needs a description of the device (h200_target.txtpb), the CUDA plugin's wheels and an assembler, and
-no driver. Nothing runs, and nothing is tuned: products are the compiler's own first choice,
-so what is asserted of a program is its structure.
+XLA's GPU compiler needs a description of the device (h200_target.txtpb), the CUDA plugin's wheels and an assembler, but
+no driver. Nothing runs and nothing is tuned: products are the compiler's default choice, so tests assert only the
+structure of a program.
 """
 
 from __future__ import annotations
@@ -43,53 +43,53 @@ from tests.gpu.buffers import Buffers
 TARGET = Path(__file__).with_name("h200_target.txtpb")
 CAPABILITY = 90
 RANK = 16  # of adapters
-# A GPU's tuner decides whether a product is split over what it sums; without one it would be split by a rule of thumb.
+# On a GPU the tuner decides whether to split a product along its sum; without one a heuristic would split it.
 FIXED = {"xla_gpu_experimental_force_split_k": 1}
-# Of an executable, for each kernel that it launches; 7 to 18 are found.
+# Of an executable, per launched kernel; 7 to 18 are observed.
 KERNEL_KIB = 24
 _LAUNCHED = "kCustomKernel kKernel kCustomCall kCublasLtMatmul kGemm kCopy kMemset32BitValue kMemzero".split()
 
 
 class Misaligned(AssertionError):
-    """A program that fails on a GPU: of a Triton call an operand begins where the call does not allow it."""
+    """A program that fails on a GPU: an operand of a Triton call begins at an unaligned address."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """What XLA made of a step."""
+    """A compiled step."""
 
-    thunks: Counter[str]  # by kind, those inside command buffers as well
-    outside: Counter[str]  # of command buffers, and those themselves
+    thunks: Counter[str]  # by kind, also inside command buffers
+    outside: Counter[str]  # outside of command buffers, including these
     text: str  # the optimized HLO
     temporary_bytes: int
     aliased_bytes: int  # outputs that are inputs
     cache_bytes: int  # of one device
     block_shape: tuple[int, ...]  # of a layer's keys on one device, [N, K, P, C]
-    serialized_bytes: int  # of the executable, as a cache of programs has it
-    dumps: tuple[str, str]  # of XLA: the assignment of buffers, and the optimized HLO as it names them
+    serialized_bytes: int  # of the executable, in the compilation cache
+    dumps: tuple[str, str]  # from XLA: the buffer assignment, and the optimized HLO with its names
 
     @functools.cached_property
     def buffers(self) -> Buffers:
-        """Which buffers its commands touch."""
+        """The buffers that the program's commands use."""
         return buffers.read(*self.dumps)
 
     @functools.cached_property
     def payloads(self) -> list[bytes]:
-        """What each call of a Triton kernel carries."""
+        """The payload of each Triton call."""
         return list(buffers.payloads(self.dumps[1]))
 
     @property
     def kernels(self) -> int:
-        """What is launched, in a graph or outside."""
+        """The number of launches, in a graph or outside."""
         return sum(self.thunks[kind] for kind in _LAUNCHED)
 
     @property
     def all_reduces(self) -> int:
-        """Sums over devices."""
+        """The number of sums over devices."""
         return self.thunks["kAllReduce"]
 
     def violations(self, decodes: bool, temporary_bytes: int, kernels: float | None = None) -> list[str]:
-        """Say what of the program is not as it should be; `kernels` are the most that it may launch."""
+        """Return the deviations of the program from its expected structure; `kernels`: most launches allowed."""
         found = []
         if decodes and self.outside != Counter(kCommandBuffer=1):
             found.append(f"a decode step is one CUDA graph and nothing else, this is {dict(self.outside)}")
@@ -110,7 +110,7 @@ class Program:
 
 @functools.cache
 def layout(devices: int = 1) -> Layout:
-    """Describe so many H200."""
+    """Describe a mesh of `devices` H200."""
     described = topologies.get_topology_desc(
         platform="cuda", target_config=TARGET.read_text(), topology=f"1x1x{devices}"
     )
@@ -126,7 +126,7 @@ def kernels_of(
     cache: str | None = None,
     is_deterministic: bool = False,
 ) -> dict[str, Choice]:
-    """Choose kernels as an engine on H200 does; `asked` are names by operation, `cache` the type of its arrays."""
+    """Choose kernels as an engine on H200 does; `asked`: names by operation, `cache`: type of keys and values."""
     heads, kv_heads = heads_per_shard(spec, devices)
     site = Site("gpu", CAPABILITY, dtype, cache or dtype, heads, kv_heads, spec.head_size, shards=devices)
     site = replace(site, kind=scheme.kind if scheme else "float", value_size=spec.latent and spec.latent.rank)
@@ -155,11 +155,11 @@ def compile_step(
     scheme: Scheme | None = None,
     cache: str | None = None,
 ) -> Program:
-    """Compile a decode step of `rows`, or a ragged one of `tokens`, of a model that config.json describes.
+    """Compile a decode step of `rows`, or a ragged one of `tokens`, of a model given by config.json.
 
-    With `drafting` each row verifies as many drafts as there can be, and drafts as many. With a `scheme` the layers'
-    matrices are quantized, and the head is not. `cache` is the type of keys and values, if it is not `dtype`. `stays`:
-    the state has a place for the batch.
+    With `drafting` each row verifies and drafts the maximal number of drafts. With a `scheme` the layers' matrices are
+    quantized, not the head. `cache` is the type of keys and values, default `dtype`. `stays`: the state includes the
+    batch.
     """
     spec, _ = read_spec(dict(config))
     slots = max(64, rows or 0)
@@ -209,7 +209,7 @@ def compile_shape(
     cache: str | None = None,
     is_deterministic: bool = False,
 ) -> Program:
-    """Compile one program; without a variant, the forward half of a step."""
+    """Compile one program; without a variant, the forward part of a step."""
     over = layout(devices)
     params = weights.abstract(spec, over, dtype) if scheme is None else _quantized(spec, over, dtype, scheme)
     params = replace(params, draft=draft_setup.abstract(drafting, over, jnp.dtype(dtype)))

@@ -1,9 +1,8 @@
 """Read XLA's dumps: the buffers of a CUDA graph's commands, and the sizes and operands of Triton calls.
 
-A call through XLA's FFI is recorded into the graph again whenever one of its buffers has another address than in the 16
-sets of addresses that are kept for it: all the PTX is hashed then, 20 to 50 us a call. Weights, donated state and
-constants stay where they are. The sent batch and the returned results have new addresses at each step. A call that
-reads part of an array is inside a fusion.
+XLA keeps 16 sets of buffer addresses for a call through its FFI. With a new set the call is recorded into the graph
+again, which hashes all PTX: 20 to 50 us per call. Addresses of weights, donated state and constants are constant; the
+sent batch and the returned results have new ones at each step. A call that reads part of an array is inside a fusion.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ _COMPUTATION = re.compile(r"^%(\S+) \(.*?\n}", re.MULTILINE | re.DOTALL)
 _CALL = "triton_kernel_call_ffi"
 _NO_COMMANDS = ("parameter", "constant", "bitcast", "get-tuple-element", "tuple")
 _PARAMETER = re.compile(r" parameter\((\d+)\).*?op_name=\"(\w+)")
-_KEPT = ("params_leaves", "behind")  # the same arrays at each step: weights and adapters
+_KEPT = ("params_leaves", "behind")  # constant at each step: weights and adapters
 CHANGING = {"sent", "returned"}
 _BEGINS = re.compile(r"^(?:ENTRY )?%(\S+) \(.*\{$")
 _DEFINED = re.compile(r"^  (?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([a-z][\w-]*)\((.*?)\)(?:, (.*)|$)")
 _ARRAY = re.compile(r"^([a-z]+)(\d*)\w*\[([\d,]*)\](?:\{([\d,]*))?")
-ALIGNED = 16  # bytes: the alignment that a call promises for each operand's address
+ALIGNED = 16  # bytes: the alignment promised for each operand's address
 
 
 @dataclass(frozen=True)
@@ -39,27 +38,27 @@ class _Instruction:
 
 @dataclass(frozen=True)
 class Buffers:
-    """The buffers of a program's commands: weights, state, constants, temporary ones, what is sent and returned."""
+    """The buffers of a program's commands: weights, state, constants, temporaries, sent and returned arrays."""
 
-    allocations: Counter[str]  # that commands touch, by kind
-    commands: Counter[str]  # by the kind of buffers that they touch
-    traced: Counter[str]  # of these, calls of Triton kernels
+    allocations: Counter[str]  # used by commands, by kind
+    commands: Counter[str]  # by the kind of buffers used
+    traced: Counter[str]  # those of Triton kernels
 
     @property
     def changing(self) -> tuple[int, int]:
-        """Count the commands, and the calls of Triton kernels among them, that see other addresses at each step."""
+        """Return the number of commands, and of Triton calls among them, with new addresses at each step."""
         return self.commands["changing"], self.traced["changing"]
 
 
 def read(assignment: str, optimized: str) -> Buffers:
-    """Read what XLA dumps of a program: the assignment of buffers, and its optimized HLO."""
+    """Read XLA's dumps of a program: the buffer assignment and the optimized HLO."""
     entry = optimized[optimized.index("\nENTRY") :]
     places = _places(assignment, {int(number): name for number, name in _PARAMETER.findall(entry)})
     own: dict[str, list[str]] = {}
     for value in places:
         own.setdefault(value.partition("{")[0], []).append(value)
     calling = {found[1] for found in _COMPUTATION.finditer(optimized) if _CALL in found[0]}
-    sources: dict[str, str] = {}  # of what is only looked at as another shape
+    sources: dict[str, str] = {}  # of reshaped views
     allocations, commands, traced = {}, Counter(), Counter()
     for line in entry.splitlines():
         if not (found := _INSTRUCTION.match(line)):
@@ -82,7 +81,7 @@ def read(assignment: str, optimized: str) -> Buffers:
 
 
 def _places(assignment: str, parameters: dict[int, str]) -> dict[str, tuple[int, str]]:
-    """Return the allocation of each value, by its number and kind; `parameters` are the names of arguments."""
+    """Return the allocation of each value, as number and kind; `parameters` are the names of arguments."""
     found: dict[str, tuple[int, str]] = {}
     number, described, kind = 0, "", ""
     for line in assignment.splitlines():
@@ -90,7 +89,7 @@ def _places(assignment: str, parameters: dict[int, str]) -> dict[str, tuple[int,
             number, described, kind = int(begun[1]), begun[2], ""
         elif (value := _VALUE.match(line)) and "thread-local" not in described:
             kind = kind or _kind(described, parameters)
-            if not value[1].endswith("{}"):  # a table of the others
+            if not value[1].endswith("{}"):  # the table of the others
                 found[value[1]] = number, kind
     return found
 
@@ -100,7 +99,7 @@ def _kind(described: str, parameters: dict[int, str]) -> str:
         name = parameters[int(parameter[1])]
         if name in _KEPT:
             return "weights"
-        # The batch is a new array at each step, even if it also returns the results.
+        # The batch is a new array at each step, even if it also holds the results.
         return "state" if "maybe-live-out" in described and name == "state_leaves" else "sent"
     if "maybe-live-out" in described:
         return "returned"
@@ -108,13 +107,13 @@ def _kind(described: str, parameters: dict[int, str]) -> str:
 
 
 def _value(operand: str) -> str:
-    """Name an operand as the assignment does: the second result of a fusion is fusion#1 there and fusion{1} here."""
+    """Return an operand's name in the assignment, where fusion#1, the second result of a fusion, is fusion{1}."""
     name, _, index = operand.partition("#")
     return f"{name}{{{index}}}" if index else name
 
 
 def payloads(optimized: str) -> Iterator[bytes]:
-    """Return what each call of a Triton kernel carries: PTX, mostly, unpacked."""
+    """Yield the unpacked payload of each Triton call, mostly PTX."""
     for found in re.finditer(_CALL + r'".*?opaque = "((?:[^"\\]|\\.)*)"', optimized):
         packed = re.sub(rb"\\([0-9A-F]{2}|.)", _unescaped, found[1].encode("latin-1"))
         yield zlib.decompress(packed)
@@ -126,9 +125,9 @@ def _unescaped(found: re.Match[bytes]) -> bytes:
 
 
 def misaligned(optimized: str) -> list[str]:
-    """List the operands of Triton calls that begin at an unaligned offset of a buffer.
+    """Return the operands of Triton calls that begin at an unaligned offset of a buffer.
 
-    XLA makes one computation of a call and of the slices that it reads, and hands over addresses inside their buffers.
+    XLA fuses a call with the slices that it reads, and passes addresses inside their buffers.
     """
     computations = _computations(optimized)
     callers: dict[str, tuple[str, _Instruction]] = {}
@@ -149,7 +148,7 @@ def misaligned(optimized: str) -> list[str]:
 
 
 def _computations(optimized: str) -> dict[str, dict[str, _Instruction]]:
-    """Return the instructions of each computation, by their names."""
+    """Return the instructions of each computation, by name."""
     found: dict[str, dict[str, _Instruction]] = {}
     own: dict[str, _Instruction] = {}
     for line in optimized.splitlines():
@@ -168,7 +167,7 @@ def _offset(
     name: str,
     operand: str,
 ) -> int | None:
-    """Return the bytes from a buffer's begin to a value that is a slice of it; None where they are no constant."""
+    """Return the byte offset of a value that is a slice of a buffer; None if it is not constant."""
     one = computations[name].get(operand)
     if one is None:  # an element of a tuple: a separate buffer
         return 0

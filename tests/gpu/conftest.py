@@ -1,4 +1,4 @@
-"""Lets XLA's GPU compiler run where there is no GPU and no CUDA: with the assembler that comes with Triton."""
+"""Lets XLA's GPU compiler run without a GPU and without CUDA, with Triton's assembler."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
-# The plugin asks for the versions of CUDA's libraries, and none is there.
+# The plugin checks the versions of CUDA's libraries, which are missing.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-if os.environ.get("GPU_AOT") == "1":  # of `make gpu-aot`: what is missing is an error there, and no reason to skip
+if os.environ.get("GPU_AOT") == "1":  # of `make gpu-aot`: missing packages are errors, not reasons to skip
     for _name in ("triton", "jax_cuda13_plugin"):
         importlib.import_module(_name)
 

@@ -1,6 +1,6 @@
 """Measure the resources of the Triton kernels by compiling them without a GPU: `python -m tests.gpu.resources`.
 
-Registers of a thread, bytes that spill out of them, shared memory of a program, and whether Hopper's wgmma is used.
+Registers per thread, spilled bytes, shared memory per program, and use of Hopper's wgmma.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pallas_kernels import Choice, Kind, triton_bridge
 
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 CAPABILITIES = (80, 90, 100)
-# Query heads, key-value heads, head size, what else attention does: Qwen2.5-0.5B, Llama 3 8B, Gemma 2 9B, gpt-oss.
+# Query heads, key-value heads, head size, further options: Qwen2.5-0.5B, Llama 3 8B, Gemma 2 9B, gpt-oss.
 HEADS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "0.5B": (14, 2, 64, {}),
     "8B": (32, 8, 128, {}),
@@ -42,7 +42,7 @@ LATENTS = (
 )
 # Groups of columns of a matrix of 4,096, by the kind of its numbers: as checkpoints of FP8, GPTQ and MXFP4 have them.
 WEIGHTS = {"int8": 1, "float8": 1, "int4": 32, "float4": 128}
-# Rows and columns of a layer's matrices, and what their products do: of Qwen2.5-0.5B and Llama 3 8B.
+# Rows and columns of a layer's matrices, and the options of their products: of Qwen2.5-0.5B and Llama 3 8B.
 FUSED: dict[str, tuple[int, int, set[str]]] = {
     "0.5B qkv": (1152, 896, {"norm", "bias"}),
     "0.5B out": (896, 896, {"residual"}),
@@ -53,7 +53,7 @@ FUSED: dict[str, tuple[int, int, set[str]]] = {
     "8B up": (28672, 4096, {"norm", "activation"}),
     "8B down": (4096, 14336, {"residual"}),
 }
-# Experts, chosen for a token, width, an expert's width, and whether there are biases and a clamp: of one device.
+# Experts, experts per token, width, an expert's width, and whether biases and a clamp exist: on one device.
 EXPERTS = {
     "Qwen3-30B-A3B": (128, 8, 2048, 768, False),
     "Mixtral-8x7B": (8, 2, 4096, 14336, False),
@@ -66,7 +66,7 @@ Resources = dict[str, int | bool]
 
 
 def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    """Name what is compiled: a function of (implementation, *arrays), and the shapes of the arrays."""
+    """Return the calls to compile by name: a function of (implementation, *arrays), and the arrays' shapes."""
     found = {}
     for (model, (heads, kv_heads, size, options)), (dtype, cached) in itertools.product(HEADS.items(), TYPES):
         if model == "gpt-oss" and cached != "bfloat16":
@@ -119,7 +119,7 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
 
 
 def latent_calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    """Name the calls of latent attention, which has one key for all heads and no values."""
+    """Return the calls of latent attention, which has one key for all heads and no values."""
     found = {}
     for model, heads, rank, rest, dtype, cached in LATENTS:
         size, options, kind = rank + rest, {"value_size": rank}, f"{model}, {cached} cache"
@@ -139,7 +139,7 @@ def latent_calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
 
 
 def measure(call: Any, arrays: tuple[Any, ...], capability: int) -> dict[str, Resources]:
-    """Compile what a call needs; return the resources of each kernel by its name."""
+    """Compile the kernels of a call; return the resources of each by name."""
     compiled: dict[str, Resources] = {}
     compile_kernel = triton_bridge.compile_kernel
 
@@ -157,7 +157,7 @@ def measure(call: Any, arrays: tuple[Any, ...], capability: int) -> dict[str, Re
 
 
 def read(compiled: Any) -> Resources:
-    """Read the resources of a compiled kernel out of its machine code."""
+    """Read the resources of a compiled kernel from its machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -207,7 +207,7 @@ def _linear(kind: Kind, implementation: Choice, *arrays: Any) -> Any:
 
 
 def _fused(own: set[str], implementation: Choice, x: Any, weight: Any) -> Any:
-    """Multiply as a layer does; what is not of the product's size are slices of its arrays."""
+    """Multiply as a layer does, with smaller arrays sliced from the product's."""
     norm = pallas_kernels.Norm(weight[0], 1e-5) if "norm" in own else None
     return pallas_kernels.fused_linear(
         x,

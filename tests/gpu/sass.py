@@ -1,7 +1,7 @@
 """Read the machine code of the Triton kernels without a GPU: `python -m tests.gpu.sass [name]`.
 
-Widths of loads from memory, loads that are under way while a loop multiplies, registers that go through memory, the
-assembler's notes about wgmma, and how many programs a device runs at once.
+Widths of loads from memory, loads in flight while a loop multiplies, registers spilled to memory, the assembler's
+messages about wgmma, and the programs that a device runs at once.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from tests.gpu import resources
 _TOOLS = resources.TOOL.parent
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P[0-9T]+\s+)?([A-Z][\w.]*)\s*([^;]*);", re.MULTILINE)
 _MULTIPLIES = ("HMMA", "IMMA", "QMMA", "HGMMA", "IGMMA", "QGMMA", "UTC")
-# A multiprocessor's registers, threads and programs at most, and by capability its shared memory, of which each program
-# takes 1 KiB more than it asks for. CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+# Limits of a multiprocessor: registers, threads and programs, and by capability its shared memory, of which a program
+# takes 1 KiB more than requested. CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 _REGISTERS, _WARPS, _PROGRAMS, _RESERVED = 65536, 64, 32, 1024
 _SHARED = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}
 
@@ -53,7 +53,7 @@ class Launched(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """One of machine code."""
+    """A machine instruction."""
 
     address: int
     operation: str  # with its modifiers
@@ -61,12 +61,12 @@ class Instruction(NamedTuple):
 
     @property
     def is_load(self) -> bool:
-        """Whether it reads from memory: into registers, or (LDGSTS) into shared memory."""
+        """Whether it loads from memory: into registers, or (LDGSTS) into shared memory."""
         return self.operation.startswith(("LDG.", "LDGSTS"))
 
     @property
     def width(self) -> int:
-        """Bytes that a thread's load or store moves."""
+        """The bytes that a thread's load or store moves."""
         modifiers = self.operation.split(".")
         if "U8" in modifiers or "S8" in modifiers:
             return 1
@@ -84,7 +84,7 @@ class Loop:
 
     @property
     def loaded(self) -> Counter[int]:
-        """Bytes that all threads load in one turn, by the width of a load."""
+        """The bytes that all threads load per iteration, by the width of a load."""
         found: Counter[int] = Counter()
         for one in self.body:
             if one.is_load:
@@ -97,12 +97,12 @@ class Loop:
 
     @property
     def under_way(self) -> int:
-        """Bytes on their way into shared memory while products are made, where they are most.
+        """The most bytes in flight to shared memory during a multiplication.
 
-        Loads end in order: DEPBAR.LE SB0, N waits until N of the groups are left that LDGDEPBAR closes.
+        Loads end in order: DEPBAR.LE SB0, N waits until only N of the groups closed by LDGDEPBAR remain.
         """
         groups, own, most = [0], 0, 0
-        for turn in range(3):  # from the second on all is as it will be
+        for turn in range(3):  # the second iteration reaches the steady state
             for one in self.body:
                 if one.operation.startswith("LDGSTS"):
                     own += one.width * self.threads
@@ -116,7 +116,7 @@ class Loop:
 
 
 def launches(call: Any, arrays: tuple[Any, ...], capability: int) -> list[Launched]:
-    """Compile what a call launches, in order; `call` is one of `resources.calls()`."""
+    """Compile the launches of a call, in order; `call` is one of `resources.calls()`."""
     found, given = [], {}
     compile_kernel, payload = triton_bridge.compile_kernel, triton_bridge.payload_of
 
@@ -153,7 +153,7 @@ def _instructions(cubin: bytes) -> tuple[Instruction, ...]:
 
 
 def loops(code: Sequence[Instruction], threads: int) -> Iterator[Loop]:
-    """Find the loops in which no other one is, in order: what a branch back jumps over."""
+    """Yield the innermost loops in order, as the span of a backward branch."""
     spans = []
     for one in code:
         target = re.search(r"\b0x([0-9a-f]+)\s*$", one.operands) if one.operation.startswith("BRA") else None
@@ -176,9 +176,9 @@ def spills(code: Sequence[Instruction]) -> int:
 
 
 def complaints(ptx: str) -> list[str]:
-    """Return what the assembler says of wgmma: that it is serialized, or waits where nothing in the PTX does.
+    """Return the assembler's messages about wgmma: serialization, or waits that the PTX lacks.
 
-    Triton drops these messages, which have numbers from C7510 on.
+    Triton drops these messages, which are numbered from C7510 on.
     """
     target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
     with tempfile.NamedTemporaryFile(suffix=".ptx", mode="w") as file:
@@ -190,19 +190,19 @@ def complaints(ptx: str) -> list[str]:
 
 
 def at_once(registers: int, shared: int, warps: int, capability: int) -> int:
-    """Count the programs that a multiprocessor runs at once; registers are given to warps by 256."""
+    """Return the programs that a multiprocessor runs at once; registers are allocated to warps by 256."""
     of_a_warp = -(-registers * 32 // 256) * 256
     by_registers = _REGISTERS // of_a_warp // warps
     return min(by_registers, _SHARED[capability] // (shared + _RESERVED), _WARPS // warps, _PROGRAMS)
 
 
 def waves(programs: int, at_once: int, capability: int) -> float:
-    """Return how often a device is filled by so many programs; what is above a whole number runs beside idle ones."""
+    """Return how often `programs` fill a device; the fraction above a whole number runs beside idle places."""
     return programs / (at_once * PROCESSORS[capability])
 
 
 def read(one: Launched) -> dict[str, Any]:
-    """Describe a kernel's machine code: a row of the table, numbers of loads and stores by the bytes of a thread."""
+    """Return a kernel's row of the table: loads and stores by their bytes per thread, and more."""
     code = instructions(one.compiled)
     found = {"loads": widths(code), "stores": widths(code, "STG"), "spills": spills(code)}
     main = [loop for loop in loops(code, 32 * one.tuning.warps) if loop.multiplies]
@@ -213,7 +213,7 @@ def read(one: Launched) -> dict[str, Any]:
 
 
 def everything(capability: int, name: str = "") -> dict[str, dict[str, Any]]:
-    """Read the kernels of all calls with such names."""
+    """Read the kernels of all calls with matching names."""
     chosen = {called: each for called, each in resources.calls().items() if re.search(name, called)}
     found = {}
     for called, (call, arrays) in tqdm(chosen.items(), desc=f"sm_{capability}", disable=not sys.stderr.isatty()):

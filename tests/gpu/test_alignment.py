@@ -1,7 +1,7 @@
-"""Operands of Triton calls begin at addresses that the calls promise, at a GPU's default sizes, and a planted layout
-that breaks this is seen; the ceilings of `make gpu-check` read their arrays once in each turn.
+"""Operands of Triton calls are aligned at a GPU's default sizes, and a misaligned layout is detected.
 
-Every other program that `make gpu-aot` compiles is checked where it is read, `aot.read`.
+Also, the ceilings of `make gpu-check` read their arrays once per turn. Every other program that `make gpu-aot` compiles
+is checked in `aot.read`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from tests.benchmarks.shapes import SHAPES
 from tests.gpu import aot, buffers
 from tests.gpu_check import machine
 
-SLOTS, TOKENS = 256, 8192  # an engine's on a GPU, where nothing is set
+SLOTS, TOKENS = 256, 8192  # of an engine with default options on a GPU
 GEOMETRY = Geometry(num_slots=SLOTS, num_blocks=8192, block_size=16, max_model_len=8448)
 DEFAULT = [*batch.decode_shapes(SLOTS, 2, "gpu"), *batch.ragged_shapes(TOKENS, SLOTS, 16, ROW_WIDTH, "gpu")]
-FEW = (64, 8192)  # tokens of the shapes that are compiled in any case
+FEW = (64, 8192)  # tokens of the shapes that are always compiled
 
 
 def compiled(shape: Shape, variant: Variant | None) -> aot.Program:
@@ -76,7 +76,7 @@ def test_a_ceiling_reads_its_array_once_in_a_turn(name):
 
 
 def test_ceilings_that_fold_are_seen():
-    """As they were: the largest of the array and a number, and a chain of additions, eight turns each."""
+    """The former ceilings: the maximum of the array and a number, and a chain of additions, eight turns each."""
     right = machine.ceilings(is_dry=False)["read"]
 
     def largest(turn, array):

@@ -36,19 +36,19 @@ def found(capability):
 
 def test_no_kernel_spills_registers(found, capability):
     assert not [name for name, kernel in found.items() if kernel["stack"]]
-    most = {80: 163, 90: 227, 100: 227}  # KiB of shared memory that a program can have
+    most = {80: 163, 90: 227, 100: 227}  # KiB of shared memory per program
     assert not [name for name, kernel in found.items() if kernel["shared"] > most[capability] << 10]
 
 
 def test_prompts_are_multiplied_with_wgmma_on_hopper_alone(found, capability):
     prompts = {name: kernel["wgmma"] for name, kernel in found.items() if "attend: paged_prefill" in name}
-    narrow = [has for name, has in prompts.items() if "float32" not in name]  # there is no wgmma of whole float32
+    narrow = [has for name, has in prompts.items() if "float32" not in name]  # wgmma has no full float32
     assert len(narrow) == (10 if capability >= 89 else 7)
     assert all(narrow) if capability == 90 else not any(narrow)
 
 
 def test_tiles_of_latents_are_multiplied_with_wgmma_on_hopper_alone(found, capability):
-    """Where 64 heads of tokens are multiplied with numbers of 16 bits, for prompts and for one token of V3."""
+    """With 64 heads of tokens and 16-bit numbers, for prompts and for one token of V3."""
     tiles = [
         kernel["wgmma"]
         for name, kernel in found.items()
@@ -58,14 +58,14 @@ def test_tiles_of_latents_are_multiplied_with_wgmma_on_hopper_alone(found, capab
 
 
 def test_experts_are_multiplied_with_wgmma_on_hopper(found, capability):
-    """Few assignments too: a weight's rows are the first matrix, so that tiles may be narrow."""
+    """Also with few assignments: a weight's rows are the first matrix, so tiles may be narrow."""
     products = [kernel["wgmma"] for name, kernel in found.items() if "fused_experts" in name and "multiply" in name]
     assert len(products) == 2 * 3 * len(resources.EXPERTS)
     assert all(products) if capability == 90 else not any(products)
 
 
 def loads(width: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Name the kinds of loads of products with experts: of 16 bytes into shared memory, and single numbers."""
+    """Return the kinds of loads in products with experts: of 16 bytes into shared memory, or of single numbers."""
     monkeypatch.setitem(resources.EXPERTS, "these", (32, 4, width, width, True))
     monkeypatch.setattr(resources, "read", lambda compiled: compiled.asm["ptx"])
     kernels = resources.measure(*resources.calls()[f"fused_experts of {tokens} tokens, these"], 90)
@@ -76,13 +76,13 @@ def loads(width: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 @pytest.mark.parametrize("tokens", [16, 2048])
 def test_weights_of_experts_are_read_16_bytes_at_once(tokens, monkeypatch):
-    """What else is read are the numbers of tiles and assignments, and biases. Rows of 2,884 numbers are not aligned."""
+    """Other loads are of tiles, assignments and biases. Rows of 2,884 numbers are not aligned."""
     assert loads(2880, tokens, monkeypatch) == {"copy of 16", "ld.global.b32", "ld.global.b16"}
     assert "copy of 16" not in loads(2884, tokens, monkeypatch)
 
 
 def asynchronous_loads(call, arrays, capability, monkeypatch) -> Counter[int]:
-    """Count the instructions of the one kernel of a call that load into shared memory, by their bytes."""
+    """Count the loads into shared memory in the only kernel of a call, by bytes."""
     found = []
     compile_kernel = triton_bridge.compile_kernel
     with monkeypatch.context() as patched:
@@ -95,7 +95,7 @@ def asynchronous_loads(call, arrays, capability, monkeypatch) -> Counter[int]:
 
 
 def test_weights_of_few_tokens_are_loaded_16_bytes_at_once(capability, monkeypatch):
-    """And tokens; of a gain, which is small, each of the stages may load fewer."""
+    """And tokens; of a gain, which is small, each stage may load fewer."""
     for name, call in resources.calls().items():
         if name.startswith("fused_linear") and "8B" in name:
             sizes = asynchronous_loads(*call, capability, monkeypatch)

@@ -1,6 +1,6 @@
 """FlashInfer's decode kernel in the engine's compiled H200 steps: `make flashinfer`, which needs nvcc.
 
-Asserted is structure, and that XLA's call gives the kernel what it takes. Nothing runs: no result is compared here.
+Asserts the structure, and that XLA's call passes the kernel's arguments. Nothing runs, so no results are compared.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ def test_a_ragged_step_decodes_with_it_too() -> None:
 
 @pytest.mark.parametrize(("rows", "pieces"), [(1, 16), (2, 8), (5, 3), (16, 1), (300, 1)])
 def test_the_workspace_has_room_for_what_the_kernel_puts_there(rows: int, pieces: int) -> None:
-    """By FlashInfer's layout, counted here: counters; largest scores and sums of 16 heads; then 4 heads of 128."""
+    """By FlashInfer's layout, computed here: counters; largest scores and sums of 16 heads; then 4 heads of 128."""
     text = lowered(rows, 256).as_text()
     (size,) = map(int, re.findall(r"tensor<(\d+)xui8>", text.split("custom_call")[1]))
     tiles, statistics, sums = rows * 8, 2 * 16 * 4, 4 * 128 * 2
     counters = -(-tiles * 4 // 128) * 128
-    start = -(-tiles * pieces * statistics // sums) * sums  # of the sums, behind the counters
+    start = -(-tiles * pieces * statistics // sums) * sums  # of the sums, after the counters
     if pieces == 1:
         assert size == 0
     else:
@@ -72,7 +72,7 @@ def test_the_workspace_has_room_for_what_the_kernel_puts_there(rows: int, pieces
 
 @pytest.mark.parametrize("is_wrong", [False, True])
 def test_the_call_gives_the_kernel_what_it_takes(is_wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run where there is no GPU, XLA decodes all that it gives, and lacks a GPU's stream and nothing else."""
+    """Run without a GPU, XLA decodes all arguments, and then fails only for want of a GPU's stream."""
     name, library = flashinfer.load_library(SITE)
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(library.jaxllm_xqa), platform="cpu")
     if is_wrong:  # a setting of another type

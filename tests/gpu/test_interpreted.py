@@ -1,6 +1,6 @@
-"""The Triton kernels in Triton's interpreter, in float32, beside the naive loop: the list of shapes of test_attention.
+"""The Triton kernels in Triton's interpreter, in float32, against the naive loop with the shapes of test_attention.
 
-Needs Triton and TRITON_INTERPRET=1, as `make gpu-aot` sets it: that is read when a kernel is imported.
+Needs Triton and TRITON_INTERPRET=1, as set by `make gpu-aot`, which is read when a kernel is imported.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STORIES = str(paths.STORIES)
 @pytest.mark.parametrize("least_keys", [tuning.LEAST_KEYS, 256])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_decode(case, least_keys, monkeypatch):
-    """With a context that one program does, and with one that is divided among several."""
+    """With a context for one program, and with one divided among several."""
     monkeypatch.setattr(tuning, "LEAST_KEYS", least_keys)
     test_attention.test_decode_matches_the_naive_loop(case, TRITON)
 
@@ -55,7 +55,9 @@ def test_as_many_programs_share_the_keys_as_run_at_once():
 
 @pytest.mark.parametrize("batch_invariant", [True, False])
 def test_a_row_has_the_same_bits_whatever_its_neighbours_are(batch_invariant, monkeypatch):
-    """Where that is asked for. Else another row's length may move the cuts between pieces, and with them last bits."""
+    """Only if batch-invariant: otherwise another row's length may move the cuts between pieces, and with them last
+    bits.
+    """
     monkeypatch.setattr(tuning, "LEAST_KEYS", 16)
     monkeypatch.setitem(tuning.PROCESSORS, 90, 12)  # 24 programs for each head: 16 and 48 keys a piece
     pool = test_attention.Pool(CASES[3], num_blocks=80)
@@ -77,7 +79,7 @@ def test_a_row_has_the_same_bits_whatever_its_neighbours_are(batch_invariant, mo
     ("rows", "case"), [(16, Case(16, 576, 1, 16, value_size=512)), (64, Case(8, 96, 1, 20, value_size=64))], ids=str
 )
 def test_tiles_and_pieces_of_latents(rows, case, monkeypatch):
-    """As 16-bit caches have them: heads of several tokens in a tile, contexts in several pieces."""
+    """As with 16-bit caches: heads of several tokens in a tile, contexts in several pieces."""
     monkeypatch.setattr(tuning, "of_latent", lambda *_: Latent(rows, 32, rows < 64, 2, Tuning(8, 3)))
     monkeypatch.setattr(tuning, "LEAST_LATENTS", 16)
     monkeypatch.setattr(tuning, "LATENTS_OF_A_ROW", 0)
@@ -125,9 +127,9 @@ SCALED = [*CASES[2:9], CASES[12]]
     "case", [pytest.param(case, marks=[pytest.mark.slow] * (at % 3 > 0)) for at, case in enumerate(SCALED)], ids=str
 )
 def test_caches_with_scales(case):
-    """What is stored with scales and attended to is what the reference makes of it, and near the exact one.
+    """A cache with scales gives the reference's results, which are near the exact ones.
 
-    Of 8-bit integers: Triton's interpreter knows no floats of 8 bits, which are compiled in test_compiled.py alone.
+    With 8-bit integers: Triton's interpreter lacks 8-bit floats, which are only compiled, in test_compiled.py.
     """
     pool = test_attention.Pool(case, num_blocks=200 // case.block_tokens + 8)
     sequences = [pool.add(length) for length in (1, 40, 99)]
@@ -147,7 +149,7 @@ def test_caches_with_scales(case):
 
 
 def test_an_engine_with_these_kernels_says_the_same():
-    """Chunks of prompts, decoding, blocks that are used again: the whole step, through what a GPU would run."""
+    """Chunks of prompts, decoding, reused blocks: a whole step with a GPU's kernels."""
     settings = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 64, "precompile": "covering"}
     params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=1)
     prompts = ["Once upon a time there was a little dog", "Tim"]

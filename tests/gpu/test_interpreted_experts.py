@@ -1,6 +1,6 @@
-"""Triton's mixtures of experts, in Triton's interpreter: beside jaxllm's own forms, and the tiles that are multiplied.
+"""Triton's mixture-of-experts kernels in Triton's interpreter, against jaxllm's own, and their tiles.
 
-In float32; the forms in `moe.py` are compared with a loop in float64 in `tests/model/test_moe.py`.
+In float32; the implementations in `moe.py` are compared with a float64 loop in `tests/model/test_moe.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FORMS = {"tiles": partial(moe.by_tiles, skips=False), "all": moe.by_all}
 
 
 def routing(rng: np.random.Generator, kind: str, tokens: int, count: int, per_token: int) -> np.ndarray:
-    """Choose experts for tokens, none twice for one."""
+    """Choose distinct experts for each token."""
     if kind == "all to one":
         return np.tile(rng.permutation(count)[:per_token], (tokens, 1)).astype(np.int32)
     if kind == "in order":
@@ -64,7 +64,7 @@ def mixture(seed: int, **own: Any) -> tuple[Spec, Experts, dict[str, jax.Array]]
 
 @pytest.mark.parametrize("seed", range(10))
 def test_tiles_of_every_routing_are_what_the_loop_gives(seed: int, monkeypatch: pytest.MonkeyPatch):
-    """Sizes that nothing divides, every number of assignments in a tile, with halves and without."""
+    """Sizes without common divisors, every number of assignments in a tile, with halves and without."""
     rng = np.random.default_rng(seed)
     count, tokens = int(rng.choice([1, 4, 5, 9])), int(rng.choice([1, 2, 15, 33, 70]))
     per_token = min(int(rng.choice([1, 2, 3])), count)
@@ -95,7 +95,7 @@ def test_tiles_of_every_routing_are_what_the_loop_gives(seed: int, monkeypatch: 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_experts_are_chosen_as_the_router_does(seed: int):
-    """Equal scores and infinite ones too; a row with NaN gets experts that there are, and NaN for weights."""
+    """Equal and infinite scores too; a row with NaN gets valid experts with NaN weights."""
     rng = np.random.default_rng(seed)
     count, per_token = ((4, 1), (60, 4), (128, 8), (3, 3), (256, 6), (9, 2))[seed]
     scores = np.round(rng.standard_normal((33, count)) * 2, 1).astype(np.float32)
@@ -113,7 +113,7 @@ def test_experts_are_chosen_as_the_router_does(seed: int):
 
 
 def planned(chosen: np.ndarray, count: int, size: int, visited: int = 256) -> tuple[np.ndarray, np.ndarray]:
-    """Make the plan: places in order of experts, and [3, tiles]."""
+    """Return the plan: places in order of experts, and [3, tiles]."""
     flat = jnp.asarray(chosen.reshape(-1))
     tiles = triton_kernels.num_tiles(len(flat), count, size)
     shapes = [jax.ShapeDtypeStruct((len(flat),), jnp.int32), jax.ShapeDtypeStruct((3, tiles), jnp.int32)]
@@ -140,7 +140,7 @@ def test_a_plan_has_every_assignment_once_in_order(kind: str):
 
 
 def multiplied(chosen: np.ndarray, count: int) -> tuple[float, float]:
-    """Return the rows that are multiplied, as a share of the assignments, and how often a weight is read."""
+    """Return the multiplied rows as a share of the assignments, and how often a weight is read."""
     tile = tuning.of_experts(90, chosen.size, count, "bfloat16")
     _, (_, _, counts) = planned(chosen, count, tile.assignments, 4096)
     half = tile.assignments // 2
@@ -151,7 +151,7 @@ def multiplied(chosen: np.ndarray, count: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize("tokens", [256, 420, 1024, 2048])
 def test_few_sums_are_made_for_nothing(tokens: int):
-    """128 experts, 8 for each token, at random: the routing of Qwen3-30B-A3B as nothing is known of it."""
+    """128 experts, 8 for each token, at random: Qwen3-30B-A3B with uniform routing."""
     chosen = routing(np.random.default_rng(tokens), "random", tokens, 128, 8)
     share, reads = multiplied(chosen, 128)
     print(f"{tokens} tokens: {share:.2f} times the useful sums, weights read {reads:.2f} times")
@@ -159,16 +159,16 @@ def test_few_sums_are_made_for_nothing(tokens: int):
 
 
 def test_wide_tiles_would_make_many(monkeypatch: pytest.MonkeyPatch):
-    """What is measured above sees tiles of twice an expert's average."""
+    """The measure above detects tiles of twice an expert's average."""
     monkeypatch.setattr(tuning, "of_experts", lambda *_: tuning.Experts(32, False, 128, 128, Tuning(4, 3)))
     share, reads = multiplied(routing(np.random.default_rng(0), "random", 256, 128, 8), 128)
     assert share > 1.9 and reads < 1.01
 
 
 def test_a_row_has_the_same_bits_whatever_else_is_there():
-    """So a deterministic step, in which one program computes all, may have this kernel.
+    """So a deterministic step, in which one program computes all, may use this kernel.
 
-    There tiles are whole: half of one may be multiplied by another instruction, which shows on a GPU alone.
+    Its tiles are whole: half a tile may be multiplied by another instruction, which shows only on a GPU.
     """
     assert pallas_kernels.resolve("fused_experts", Site("gpu", 90, "bfloat16", is_deterministic=True)).is_deterministic
     assert tuning.of_experts(90, 2048, 128, "bfloat16").has_halves
@@ -223,7 +223,7 @@ def test_what_is_not_its_to_multiply_stays_with_the_other_forms(monkeypatch: pyt
     ["qwen3-moe", pytest.param("gpt-oss", marks=pytest.mark.slow), pytest.param("mixtral", marks=pytest.mark.slow)],
 )
 def test_an_engine_with_this_kernel_says_the_same(case: str, monkeypatch: pytest.MonkeyPatch):
-    """The whole step of a small random model, once with XLA's products."""
+    """The whole step of a small random model, compared with XLA's products."""
     settings = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "max_model_len": 32, "num_kv_blocks": 9}
     settings |= {"precompile": "covering", "dtype": "float32", "skip_tokenizer_init": True}
     params = SamplingParams(temperature=0.0, max_tokens=4, logprobs=1, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""Triton's products with norm, residual and activation in them, in its interpreter, beside sums in float64.
+"""Triton's products fused with norm, residual and activation, in its interpreter, against float64 sums.
 
 In float32: the interpreter's bfloat16 products are wrong.
 """
@@ -28,8 +28,8 @@ pytest.importorskip("triton")
 from pallas_kernels.linear import fused_triton
 
 TOKENS, ROWS, COLUMNS = (1, 2, 7, 8, 9, 16, 17, 33, 63, 64), (1, 16, 40, 64, 70, 130), (16, 24, 100, 256, 320, 777)
-LITTLE = 33 << 10  # bytes under way on each multiprocessor that an H200's memory takes, 4.3 TB/s for 1 us
-# The products of a layer: rows of a matrix, columns, and whether there is a second matrix.
+LITTLE = 33 << 10  # bytes in flight per multiprocessor that saturate an H200's memory: 4.3 TB/s for 1 us
+# The products of a layer: rows, columns, and whether a second matrix exists.
 PRODUCTS = {
     "8B": ((6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (4096, 14336, False)),
     "0.5B": ((1152, 896, False), (896, 896, False), (4864, 896, True), (896, 4864, False)),
@@ -38,7 +38,7 @@ NORMED = (0, 2)
 
 
 def exact(x: Any, weight: Any, bias: Any, gain: Any, residual: Any, activation: str | None, eps: float) -> np.ndarray:
-    """Compute the same in float64, one after another; `gain` is all of it."""
+    """Compute the same in float64, one operation after another; `gain` is the complete factor."""
     x, weight = x.astype(np.float64), weight.astype(np.float64)
     if gain is not None:
         x = x / np.sqrt(np.mean(x**2, axis=1, keepdims=True) + eps) * gain
@@ -88,7 +88,7 @@ def test_a_product_is_what_one_after_another_gives(activation: Any, norm: str | 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_what_is_no_number_stays_none(activation: Any):
-    """So that a step says that its logits are not finite."""
+    """So that a step can report non-finite logits."""
     x = jnp.asarray([[1.0] * 16, [math.nan] * 16], jnp.float32)
     found = pallas_kernels.fused_linear(x, jnp.ones((8, 16)), activation=activation, implementation=Choice("triton"))
     assert np.isfinite(found[0]).all() and np.isnan(found[1]).all()
@@ -104,10 +104,11 @@ def test_a_token_has_the_same_bits_wherever_it_is():
 
 
 def resident(rows: int, matrices: int, own: tuning.Linear) -> tuple[float, int]:
-    """Give the programs that a multiprocessor of an H200 has at once, and the bytes of weights each has under way.
+    """Return the programs that a multiprocessor of an H200 runs at once, and the bytes of weights that each has in
+    flight.
 
-    One buffer is read by the products, and the others are filled. With wgmma, which multiplies 64 rows at least, the
-    buffers are one for each stage, else one fewer: their shared memory shows it.
+    The products read one buffer while the others are filled. With wgmma, which multiplies at least 64 rows, each stage
+    has a buffer, else one fewer: their shared memory shows it.
     """
     buffers = own.tuning.stages - (own.rows * matrices < 64)
     stage = own.rows * matrices * own.columns * 2
@@ -162,9 +163,9 @@ def test_what_it_is_not_for_is_refused():
     "family", ["qwen2", *(pytest.param(one, marks=pytest.mark.slow) for one in ("qwen3", "gemma"))]
 )
 def test_an_engine_with_these_products_says_the_same(family: str, monkeypatch: pytest.MonkeyPatch):
-    """The whole step, once as it is without: also with biases, and with norms of heads between.
+    """The whole step, compared with unfused products; also with biases and with norms of heads.
 
-    The interpreter does not run in two threads, so several devices are in tests/model/test_fused.py.
+    The interpreter does not run in two threads, so several devices are tested in tests/model/test_fused.py.
     """
     settings = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "max_model_len": 32, "num_kv_blocks": 9}
     settings |= {"precompile": "covering", "skip_tokenizer_init": True}

@@ -1,6 +1,6 @@
-"""Triton's products with quantized weights, in Triton's interpreter, beside exact sums of what the numbers stand for.
+"""Triton's products with quantized weights, in Triton's interpreter, against exact sums of the dequantized numbers.
 
-In float32 and float16, the types that the interpreter knows.
+In float32 and float16, the types that the interpreter supports.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TOKENS, ROWS, PIECES = (1, 2, 15, 16, 17, 33, 64, 70), (1, 48, 64, 70), (1, 3, 5
 
 
 def random_weight(rng: Any, kind: Kind, rows: int, columns: int) -> np.ndarray:
-    """Draw a weight in which every number of its kind may stand."""
+    """Draw a weight of any numbers of its kind."""
     if kind in PACKED:
         return packed(rng.integers(0, 16, (rows, columns)), np)
     codes = rng.integers(-128, 128, (rows, columns)).astype(np.int8)
@@ -62,13 +62,13 @@ def test_products_are_exact_sums(kind: Kind, group: int | None, has_zeros: bool)
     arrays = jax.tree.map(jnp.asarray, (x, weight, scales, zeros))
     found = np.asarray(pallas_kernels.linear(*arrays, kind=kind, implementation=TRITON))
     wide = x.astype(np.float64)
-    # Of float8 less a zero, float16 has not all bits.
+    # float16 cannot hold all bits of a float8 minus a zero point.
     share = 2**-10 if kind == "float8" and has_zeros and dtype == np.float16 else 1e-6
     assert (np.abs(found - wide @ exact.T) <= share * (np.abs(wide) @ np.abs(exact).T) + 1e-9).all()
 
 
 def test_numbers_behind_others_bits_are_exact():
-    """What `_integers` does, in the type that the interpreter does not know as well."""
+    """The method of `_integers`, also in a type that the interpreter lacks."""
     for codes, bits, dtype, before in ((16, 0x4300, ml_dtypes.bfloat16, 128), (256, 0x6400, np.float16, 1024)):
         numbers = (np.arange(codes, dtype=np.uint16) | np.uint16(bits)).view(dtype) - dtype(before + codes // 2)
         assert numbers.dtype == dtype
@@ -82,7 +82,7 @@ def test_columns_are_divided_where_rows_do_not_fill_a_device():
 
 
 def test_sums_of_divided_columns_are_added_in_order(monkeypatch: pytest.MonkeyPatch):
-    """Each part of a sum that rounds differently in another order, as a sum of atomics would be."""
+    """Each part of the sum rounds differently in another order, as with atomics."""
     rng = np.random.default_rng(1)
     weight, scales = random_weight(rng, "int8", 64, 1024), np.ones((1, 64), np.float32)
     x = rng.standard_normal((3, 1024)).astype(np.float32)
@@ -101,7 +101,7 @@ def test_sums_of_divided_columns_are_added_in_order(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_is_not_its_to_multiply_stays_with_xla(monkeypatch: pytest.MonkeyPatch):
-    """Inside `linear_by` a product goes where it can be done, as that of a head that is not quantized."""
+    """Inside `linear_by` each product runs where it is supported, for example that of a head that is not quantized."""
     ran = []
     for name in ("xla", "triton_kernels"):
         module = pallas_kernels.choice.module("linear", name.removesuffix("_kernels"))
@@ -123,7 +123,7 @@ def test_what_is_not_its_to_multiply_stays_with_xla(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_engine_with_these_products_says_the_same(monkeypatch: pytest.MonkeyPatch):
-    """The whole step, once with XLA's products."""
+    """The whole step, compared with XLA's products."""
     settings = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "max_model_len": 32, "num_kv_blocks": 9}
     settings |= {"precompile": "covering", "quantization": "fp8"}
     params = SamplingParams(temperature=0.0, max_tokens=3, logprobs=1)

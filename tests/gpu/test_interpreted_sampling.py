@@ -1,4 +1,4 @@
-"""The Triton kernels that choose tokens, in Triton's interpreter, beside the reference that sorts."""
+"""The Triton sampling kernels, in Triton's interpreter, against the reference, which sorts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_row_does_not_depend_on_its_neighbours():
 
 
 def test_large_vocabularies_are_searched_in_several_visits():
-    """Flat enough that top_p leaves thousands, of which none may be lost between visits."""
+    """Flat enough that top_p keeps thousands, none of which may be lost between visits."""
     rows = random_rows(4, 30_000, "spread", 8)
     rows.logits *= 0.2
     rows.temperature = np.ones(4, np.float32)
@@ -76,7 +76,7 @@ def test_large_vocabularies_are_searched_in_several_visits():
     "kind", ["rounded", "close", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("peaked", "tied"))]
 )
 def test_limits_are_found_to_the_last_token(kind: str, size: int, monkeypatch: pytest.MonkeyPatch):
-    """Whatever bins there are: few of them leave long lists, many hold a token or two. All rows are random."""
+    """With any bins: few bins leave long lists, many hold a token or two. All rows are random."""
     rows = random_rows(8, size, kind, size)
     rows.temperature = np.random.default_rng(size).choice([0.3, 1.0, 3.0], 8).astype(np.float32)
     rows.top_k = np.array([0, 0, 0, 40, size // 2, size - 1, 40, 300], np.int32)
@@ -87,7 +87,7 @@ def test_limits_are_found_to_the_last_token(kind: str, size: int, monkeypatch: p
 
 
 def test_programs_run_in_any_order(monkeypatch: pytest.MonkeyPatch):
-    """Sums in bins and the list of the undecided are made by programs that do not wait for each other."""
+    """Sums in bins and the list of undecided tokens are made by programs that do not wait for each other."""
     monkeypatch.setattr(tuning, "BINS", 8)
     rows = random_rows(4, 5000, "rounded", 1)
     rows.temperature = np.ones(4, np.float32)
@@ -116,7 +116,7 @@ def test_a_vocabulary_on_several_devices_is_refused():
 
 
 def test_noise_is_that_of_the_reference():
-    """Keys and positions of all 32 bits: of equal logits the largest noise decides."""
+    """Keys and positions of all 32 bits: among equal logits the largest noise decides."""
     rng = np.random.default_rng(0)
     keys = rng.integers(0, 2**32, (9, 2), dtype=np.uint32)
     keys[0], keys[1] = 2**32 - 1, 0

@@ -1,6 +1,6 @@
-"""What the programs of each Triton kernel read and write: recorded in Triton's interpreter, held to what they need.
+"""Memory accesses of each Triton kernel's programs, recorded in Triton's interpreter, against the necessary ones.
 
-A kernel is one line of CASES. Addresses do not depend on numbers, so float16, which the interpreter knows, stands for
+A kernel is one line of CASES. Addresses do not depend on values, so float16, which the interpreter supports, replaces
 bfloat16.
 """
 
@@ -47,7 +47,7 @@ class Traced:
 
     run: Callable[[], Any]
     needed: int
-    exchanged: frozenset[str] = frozenset()  # arrays that programs pass on to others, under atomic operations
+    exchanged: frozenset[str] = frozenset()  # arrays that programs pass to others by atomic operations
 
     def record(self, seed: int | None = None) -> tuple[list[Launch], list[np.ndarray]]:
         with traces.recorded(seed) as launches:
@@ -66,7 +66,7 @@ def pieces(lengths: Sequence[int], chosen: Decode, window: int | None = None) ->
 
 
 def numbers(*shape: int, dtype: str = "float16") -> jax.Array:
-    """Make numbers of which hardly two are alike; 8-bit integers of all sizes."""
+    """Make numbers, nearly all distinct; 8-bit integers of all sizes."""
     drawn = np.random.default_rng(0).standard_normal(shape)
     return jnp.asarray((drawn * 40 if dtype == "int8" else drawn).astype(dtype))
 
@@ -76,17 +76,17 @@ def ints(*values: Any) -> jax.Array:
 
 
 def paged(lengths: np.ndarray, most: int) -> tuple[np.ndarray, int]:
-    """Give sequences blocks that are not neighbours; return the tables, and how many blocks there are."""
+    """Return block tables of sequences in scattered blocks, and the number of blocks."""
     wanted = [-(-int(length) // BLOCK) for length in lengths]
     free = np.random.default_rng(1).permutation(sum(wanted))
-    tables = np.full((len(lengths), most), sum(wanted))  # behind a sequence: a block that no sequence has
+    tables = np.full((len(lengths), most), sum(wanted))  # after a sequence: an unused block
     for row, blocks in enumerate(wanted):
         tables[row, :blocks], free = free[:blocks], free[blocks:]
     return tables, sum(wanted) + 1
 
 
 def cache(blocks: int, kv_heads: int, size: int, dtype: str) -> tuple[jax.Array, dict[str, Any], int]:
-    """Make keys, which stand for values too, with scales if there are some; return the bytes of a token's, too."""
+    """Make keys, used also as values, with scales if their type has them; return also the bytes of a token's."""
     keys = numbers(blocks, kv_heads, BLOCK, size, dtype=dtype)
     scales = jnp.abs(numbers(blocks, kv_heads, BLOCK, dtype="float32")) if dtype in api.SCALED else None
     num_bytes = 2 * kv_heads * (size * keys.dtype.itemsize + (0 if scales is None else 4))
@@ -117,7 +117,7 @@ def decode(heads: Heads, lengths: list[int], dtype: str = "float16", window: int
 
 
 def prefill(heads: Heads, prompts: list[tuple[int, int]], dtype: str = "float16") -> Traced:
-    """Keys up to the last query of each block of a tile's rows; `prompts` are queries, and keys before them."""
+    """Keys up to the last query of each block of a tile's rows; `prompts` are (queries, keys before them)."""
     num_heads, kv_heads, size = heads
     tables, blocks = paged(np.asarray([sum(one) for one in prompts]), 24)
     keys, own, token = cache(blocks, kv_heads, size, dtype)
@@ -139,9 +139,10 @@ def prefill(heads: Heads, prompts: list[tuple[int, int]], dtype: str = "float16"
 
 
 def write(heads: Heads, tokens: int, dtype: str = "float16", is_interleaved: bool = False) -> Traced:
-    """Each number once, and for each rotated head the angles; pairs of neighbours are read twice, the second time near.
+    """Each number once, and the angles for each rotated head; pairs of neighbours are read twice, the second time
+    cached.
 
-    A program reads where its token goes: two sectors for each head of keys and values.
+    A program reads its token's destination: two sectors for each head of keys and values.
     """
     num_heads, kv_heads, size = heads
     keys, own, token = cache(tokens, kv_heads, size, dtype)
@@ -186,9 +187,9 @@ def fused(tokens: int, rows: int, columns: int, activation: Any = None) -> Trace
 
 
 def sample(rows: int, size: int, visits: int | None = None, spread: float = 1.0, **filters: float) -> Traced:
-    """Logits once, and once more for each visit of all of them; where they are `spread`, few are likely and kept.
+    """Logits once, and once more per visit of all of them; with `spread` few tokens are likely and kept.
 
-    With filters each row has bins of two kinds, which are emptied and read.
+    With filters each row has two kinds of bins, which are cleared and read.
     """
     logits = numbers(rows, size, dtype="float32") * spread
     row = jnp.ones(rows, jnp.float32)
@@ -219,7 +220,7 @@ CASES: dict[str, Callable[[], Traced]] = {
     "sample, random": lambda: sample(2, 20000, 0),
     "sample, top_k and top_p": lambda: sample(2, 20000, 2, spread=16, top_p=0.9, top_k=10.0),
     "sample, top_p, few are likely": lambda: sample(1, 20000, 2, spread=16, top_p=0.9),
-    # Nearly all are kept: their places are written and read, 2 bytes each, and their logits once more, for the noise.
+    # Nearly all are kept: their places are written and read, 2 bytes each, and their logits read again for the noise.
     "sample, top_p, all are likely": lambda: sample(1, 20000, 4, top_p=0.99),
 }
 
@@ -275,15 +276,15 @@ def test_costs_are_counted_with_the_division_of_the_kernel():
 
 @triton.jit
 def wrong(x, out, N: tl.constexpr, BN: tl.constexpr, MISTAKE: tl.constexpr):
-    """Add 1 to N numbers, BN of a program, with a mistake that results need not show; grid (pieces)."""
+    """Add 1 to N numbers, BN per program, with a mistake that results need not show; grid (pieces)."""
     piece = tl.program_id(0)
     at = piece * BN + tl.arange(0, BN)
     if MISTAKE == "strides":
         at = tl.arange(0, BN) * tl.num_programs(0) + piece
     value = tl.load(x + at, mask=at < N + (MISTAKE == "reads outside"), other=0.0) + 1
-    if MISTAKE == "writes one number":  # the same, at least
+    if MISTAKE == "writes one number":  # the same value, at least
         tl.store(out, 1.0)
-    if MISTAKE == "depends on the order":  # on whether the program before has written
+    if MISTAKE == "depends on the order":  # on whether the previous program has written
         value += tl.load(out + at - BN, mask=(piece > 0) & (at < N), other=0.0) >= 1
     tl.store(out + at, value, mask=at < N + (MISTAKE == "writes outside"))
 
@@ -314,7 +315,7 @@ def test_a_planted_mistake_is_seen(mistake, seen):
 
 @triton.jit
 def last_sums(x, parts, counter, out, BN: tl.constexpr):
-    """Sum BN numbers a program; the last one to arrive adds the sums in order; grid (pieces)."""
+    """Sum BN numbers per program; the last program to finish adds the sums in order; grid (pieces)."""
     piece = tl.program_id(0)
     tl.store(parts + piece, tl.sum(tl.load(x + piece * BN + tl.arange(0, BN)), 0))
     if tl.atomic_add(counter, 1) == 3:

@@ -1,6 +1,6 @@
-"""Kernels called by jax-triton are those that our own calls make: the same PTX, and the same program on an H200.
+"""Kernels called through jax-triton equal those of our calls: the same PTX, and the same program on an H200.
 
-Needs jax-triton 0.4 and Triton 3.7; `make gpu-aot` has them beside the versions of the machine.
+Needs jax-triton 0.4 and Triton 3.7, which `make gpu-aot` installs separately.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pallas_kernels import Choice, triton_bridge
 from tests.gpu import aot, resources
 from tests.gpu.test_steps import MODELS
 
-EVERY = 9  # of the calls whose resources are known: at least one of each kernel
+EVERY = 9  # of the calls in `resources`: at least one per kernel
 
 
 def ptx(name: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Lower a call for an H200; return the PTX of each kernel by its name."""
+    """Lower a call for an H200; return the PTX of each kernel by name."""
     found: dict[str, str] = {}
     own, theirs = triton_bridge.compile_kernel, triton_lib.compile_ttir_inplace
 
@@ -48,7 +48,7 @@ def ptx(name: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 @pytest.fixture
 def by_ourselves(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return what makes the calls our own from then on."""
+    """Return a function that switches to our calls."""
     return lambda: monkeypatch.setattr(triton_bridge, "find_jax_triton", lambda: None)
 
 

@@ -12,17 +12,17 @@ pytest.importorskip("triton")
 
 from tests.gpu import resources, sass
 
-# On the worker that compiles them for test_compiled, where that is.
+# On the worker that compiles them for test_compiled, if that runs.
 pytestmark = pytest.mark.xdist_group("sm_90")
 FEW = r"8B, (bfloat16|float8)|linear of 16|256 tokens, int4|^sample of 1 rows of 32000, filtered"
-LEAST_ASKED = 32 << 10  # bytes, of a multiprocessor, by Little's law: 4.8 TB/s over 132 of them, for 0.9 us
+LEAST_ASKED = 32 << 10  # bytes per multiprocessor, by Little's law: 4.8 TB/s over 132 of them, for 0.9 us
 ATTENDS = [name for name in resources.calls() if name.startswith("paged_") and "float32" not in name]
 ATTENDS = [name for name in ATTENDS if name not in resources.latent_calls()]
 IS_FEW = re.compile(FEW).search
 
 
 def narrow(one: sass.Launched, loop: sass.Loop) -> list[str]:
-    """Say what is wrong with a loop's loads: keys and values come 16 bytes a thread (of 8 bits, 8), all else by 4."""
+    """Return the narrow loads of a loop: keys and values need 16 bytes a thread (8-bit ones 8), others 4."""
     size = np.dtype(one.constants["KEYS"]).itemsize
     least = 16 if size > 1 else 8
     wanted = one.constants["BN"] * (one.constants["C"] + one.constants["V"]) * size
@@ -49,7 +49,7 @@ def test_keys_and_values_come_in_wide_loads(name):
     if name.startswith("paged_decode") and "bfloat16 cache" in name:
         taken = resources.read(one.compiled)
         held = sass.at_once(int(taken["registers"]), int(taken["shared"]), one.tuning.warps, 90)
-        # A program of two stages loads, waits and multiplies; the loads of the others are under way then.
+        # A program of two stages loads, waits and multiplies; the other programs' loads are then in flight.
         others = (held - 1) * sum(loops[0].loaded.values())
         assert max(held * loops[0].under_way, others) >= LEAST_ASKED
 
@@ -87,7 +87,7 @@ def test_narrow_loads_are_seen():
 
 
 def test_serialized_wgmma_is_seen():
-    """A branch on a sum between two products of a group."""
+    """With a branch on a sum between two products of a group."""
     (one,) = sass.launches(*resources.calls()["paged_prefill, 8B, bfloat16 cache"], 90)
     ptx = one.compiled.asm["ptx"]
     assert not sass.complaints(ptx)

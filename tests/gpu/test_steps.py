@@ -1,6 +1,6 @@
-"""The engine's compiled H200 programs are the ones we want, and a planted mistake is seen: `make gpu-aot`.
+"""The engine's compiled H200 programs have the expected structure, and planted mistakes are found: `make gpu-aot`.
 
-Asserted is structure: CUDA graphs, copies, memory, launches, sums over devices. Speed is not: nothing runs.
+Checked: CUDA graphs, copies, memory, launches, sums over devices. Nothing runs, so speed is not.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": SHAPES["llama-3.1-8b"],
 }
 SPLIT = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}  # heads that four devices divide
-KERNELS_A_LAYER = 7  # four products, to write the cache, to attend, and to combine
-UNFUSED = 13  # a layer, where norms, residuals and activations are kernels of their own
+KERNELS_A_LAYER = 7  # four products, cache write, attention, and combination
+UNFUSED = 13  # per layer, with separate kernels for norms, residuals and activations
 KERNELS_BESIDE = 16  # the batch, embedding, rotation, tables, the division of keys, final norm, head, sampling
-EXPERT_KERNELS_A_LAYER = 15  # of four layers, with 16 beside, so that one more in each is seen; 14 is the goal
-# Temporary memory, MiB, a quarter above what was found: of 64 decode rows mostly their logits, of prompts activations.
+EXPERT_KERNELS_A_LAYER = 15  # of four layers, with 16 others, so that one more per layer is detected; 14 is the goal
+# Temporary memory, MiB, a quarter above the observed: of 64 decode rows mostly logits, of prompts activations.
 DECODE_MIB = {2: 4, 16: 20, 64: 60}
 RAGGED_MIB = {
     "embedded": {512: 6, 2048: 20},
@@ -115,7 +115,7 @@ def test_a_step_that_verifies_drafts_is_one_graph(rows):
 @pytest.mark.parametrize("size", [{"rows": 16}, {"rows": 16, "devices": 4}, {"tokens": 512}], ids=str)
 @pytest.mark.parametrize("cache", ["float8_e4m3fn", "int8"])
 def test_an_8_bit_cache_is_written_and_read_in_place(cache, size):
-    """Neither it nor its scales are copied, and no block of it becomes floats outside the kernels."""
+    """Neither it nor its scales are copied, and none of its blocks become floats outside the kernels."""
     config = MODELS["llama-3.1-8b"] | {"num_hidden_layers": 4}
     program = aot.compile_step(config, cache=cache, **size)
     print(f"{program.kernels} kernels, {program.temporary_bytes / MIB:.1f} MiB")
@@ -126,9 +126,9 @@ def test_an_8_bit_cache_is_written_and_read_in_place(cache, size):
     assert not re.findall(rf"= (?:bf16|f16|f32)\[{blocks},{heads},{tokens},{width}\].*", program.text)
 
 
-# Of DeepSeek-V2-Lite one dense layer and one with experts: up to 256 tokens all of these are multiplied, in the graph.
+# DeepSeek-V2-Lite with one dense layer and one with experts: up to 256 tokens all experts are multiplied, in the graph.
 LATENT = DEEPSEEK_V2_LITE | {"num_hidden_layers": 2}
-KERNELS_OF_LATENTS = 16  # of a dense layer; one with experts has 9 more
+KERNELS_OF_LATENTS = 16  # per dense layer; one with experts has 9 more
 LATENT_RAGGED_MIB = {512: 85, 2048: 340}
 
 
@@ -150,7 +150,7 @@ def test_latent_attention_is_in_the_graph(rows, devices):
     [(512, None), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((2048, None), (512, "int8")))],
 )
 def test_a_ragged_step_attends_to_latents_without_a_loop(tokens, cache):
-    """With dense layers: experts have a loop for so many tokens."""
+    """With dense layers, because experts have a loop for this number of tokens."""
     program = aot.compile_step(LATENT | {"first_k_dense_replace": 2}, tokens=tokens, cache=cache)
     print(f"{program.outside}, {program.temporary_bytes / MIB:.1f} MiB")
     assert not program.violations(False, LATENT_RAGGED_MIB[tokens] * MIB)
@@ -176,7 +176,7 @@ EXPERTS_MIB = {16: 12, 64: 48, 2048: 192}  # of temporary memory on one device
 
 
 def loops_and_copies(program: aot.Program, devices: int) -> list[str]:
-    """Find loops, and arrays of all experts that are made: copies of a layer's weights, or others of their size."""
+    """Return loops, and arrays of the size of all experts: copies of a layer's weights, or others."""
     inner = 768 // devices
     sizes = "|".join(f"128,{one},{other}" for one, other in ((2 * inner, 2048), (2048, inner), (inner, 2048)))
     made = rf"= \w+\[(?:{sizes})\]\S* (?!parameter|get-tuple-element|bitcast)[\w-]+\(.*"
@@ -186,7 +186,7 @@ def loops_and_copies(program: aot.Program, devices: int) -> list[str]:
 @pytest.mark.parametrize("devices", [1, 4])
 @pytest.mark.parametrize("rows", [16, pytest.param(64, marks=pytest.mark.slow)])
 def test_a_decode_step_with_experts_is_one_graph(rows, devices):
-    """Less than fifteen launches a layer: attention's, with three for norms of queries and keys, and the experts'."""
+    """Fewer than fifteen launches a layer: attention's, with three for norms of queries and keys, and the experts'."""
     program = aot.compile_step(EXPERTS, rows=rows, devices=devices)
     layers, sums = EXPERTS["num_hidden_layers"], program.all_reduces
     print(f"{(program.kernels - KERNELS_BESIDE) / layers:.1f} kernels, {program.temporary_bytes / MIB:.1f} MiB")
@@ -250,7 +250,7 @@ SCHEMES = {
 
 
 def floats_of_weights(program: aot.Program, devices: int) -> list[str]:
-    """Find floats of the shape of a quantized matrix on one device, turned or not: a weight that is made whole."""
+    """Return floats with the shape of a quantized matrix on one device, or of its transpose: a dequantized weight."""
     wide = [(6144 // devices, 4096), (4096, 4096 // devices), (28672 // devices, 4096), (4096, 14336 // devices)]
     shapes = "|".join(f"{one},{other}" for size in wide for one, other in (size, size[::-1]))
     return re.findall(rf"= (?:bf16|f16|f32)\[(?:{shapes})\].*", program.text)
@@ -259,7 +259,7 @@ def floats_of_weights(program: aot.Program, devices: int) -> list[str]:
 @pytest.mark.parametrize("devices", [1, 4])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_step_with_quantized_weights_makes_none_of_them_whole(scheme, devices):
-    """Two layers are enough to see one. The smallest matrix has 32 MiB as bfloat16, and 8 on each of four devices."""
+    """Two layers suffice to detect one. The smallest matrix has 32 MiB as bfloat16, and 8 on each of four devices."""
     config = MODELS["llama-3.1-8b"] | {"num_hidden_layers": 2}
     program = aot.compile_step(config, rows=16, devices=devices, scheme=SCHEMES[scheme])
     print(f"{program.kernels} kernels, {program.temporary_bytes / MIB:.1f} MiB")
@@ -276,9 +276,9 @@ def test_a_weight_that_is_made_whole_is_seen():
 
 
 def test_a_deterministic_step_is_one_graph_in_which_no_sum_is_split(monkeypatch):
-    """Each product sums every row from first to last, in a kernel of XLA's own, so that all rows are alike.
+    """Each product sums every row from first to last, in a kernel of XLA, so that all rows are alike.
 
-    Attention cuts a row by its own length, and not by what others leave.
+    Attention divides a row by the row's length alone.
     """
     monkeypatch.setattr(division, "evenly", None)
     config = MODELS["qwen2.5-0.5b"] | {"num_hidden_layers": 2}
@@ -288,7 +288,7 @@ def test_a_deterministic_step_is_one_graph_in_which_no_sum_is_split(monkeypatch)
     products, split = re.findall(r" dot\(", program.text), re.findall(r"= f32\[\d+,\d+,\d+\]\S* dot\(", program.text)
     assert len(products) == 4 * 2 + 1 and not split
     assert not program.thunks["kGemm"] + program.thunks["kCublasLtMatmul"]
-    # A layer stores and attends, for all tokens in one kernel each; sampling with filters has six.
+    # A layer writes and attends, one kernel each for all tokens; sampling with filters has six.
     assert program.text.count('custom_call_target="triton_kernel_call_ffi"') == 2 * 2 + 6
     calls = re.findall(r'"triton_kernel_call_ffi".*?/attend/jit\((\w+)\)', program.text)
     assert calls == ["paged_decode"] * 2
@@ -302,7 +302,7 @@ def test_a_cache_that_is_not_donated_is_seen():
 
 
 def test_a_branch_in_the_step_is_seen(monkeypatch):
-    """A condition on data, and a loop that ends by data, as the page loop in place of the kernel."""
+    """A condition on data, and a loop that ends by data, such as the page loop instead of the kernel."""
     forward = decoder.forward
 
     def branching(spec, params, tokens, *given):
@@ -337,7 +337,7 @@ def test_a_kernel_on_a_sharded_cache_outside_shard_map_is_seen():
 
 
 def test_what_a_decode_step_of_8b_weighs_and_how_much_of_it_changes_its_address():
-    """Calls of Triton kernels whose buffers have other addresses at each step are recorded into the graph again."""
+    """Triton calls with new buffer addresses at each step are recorded into the graph again."""
     program = aot.compile_step(MODELS["llama-3.1-8b"], rows=64)
     distinct = set(program.payloads)
     print(f"{program.serialized_bytes} bytes, {[len(each) for each in distinct]} of PTX, {program.buffers}")
@@ -364,7 +364,7 @@ CHANGING = {
 
 @pytest.mark.parametrize("form", CHANGING)
 def test_two_commands_of_a_step_see_what_moves(form):
-    """One reads the batch, one writes the results into it; in the old form each layer's attention saw it too."""
+    """One command reads the batch, one writes the results; in the old form each layer's attention read it too."""
     config = MODELS["qwen2.5-0.5b"] | SPLIT | {"num_hidden_layers": 2}
     buffers = aot.compile_step(config, **CHANGING[form]).buffers
     print(buffers)
@@ -389,7 +389,7 @@ def test_a_state_whose_address_changes_is_seen():
 
 
 def test_the_program_of_the_engine_is_the_one_that_is_read():
-    """What is read here has an attention kernel a layer; were the kernels' names not those, nothing would be shown."""
+    """The tests count attention kernels by name; without those names they would pass vacuously."""
     program = aot.compile_step(MODELS["qwen2.5-0.5b"], rows=64)
     assert program.text.count('custom_call_target="triton_kernel_call_ffi"') == 24 * 7 + 2, (
         "in each layer to write, to attend and to combine, and its products; to look at the logits and to choose"

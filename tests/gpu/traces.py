@@ -1,7 +1,7 @@
-"""Which bytes each program of a Triton kernel reads and writes: recorded in Triton's interpreter, and judged.
+"""Record the bytes that each program of a Triton kernel reads and writes in Triton's interpreter, and check them.
 
-What is true of addresses is true on every GPU: how many sectors of memory a call asks for, that nothing is read or
-written outside of its array, and that no two programs, which run in any order, touch what one of them writes.
+Addresses are the same on every GPU. They determine the memory sectors that a call reads, that no access is out of
+bounds, and that no two programs, which run in any order, access a number that one of them writes.
 """
 
 # pyright: reportMissingImports=false
@@ -20,15 +20,15 @@ from triton.runtime import interpreter
 
 from pallas_kernels import triton_bridge
 
-SECTOR = 32  # bytes: what a GPU of NVIDIA's reads from memory at the least
-_ALIGNED = 256  # bytes: every buffer of XLA's
-_GUARD = 1 << 20  # bytes around an array, so that what is beside it is seen to be
+SECTOR = 32  # bytes: the smallest read of an NVIDIA GPU
+_ALIGNED = 256  # bytes: alignment of XLA's buffers
+_GUARD = 1 << 20  # bytes around an array, to detect accesses out of bounds
 _NOBODY, _SEVERAL = -1, -2
 
 
 @dataclass
 class Buffer:
-    """An array of a launch, and which program has read and written each of its numbers."""
+    """An array of a launch, with the program that read and wrote each number."""
 
     name: str
     address: int
@@ -42,7 +42,7 @@ class Buffer:
         self.reader, self.writer = (np.full(self.num_bytes // self.width, _NOBODY, np.int32) for _ in range(2))
 
     def note(self, program: int, addresses: np.ndarray, width: int, is_store: bool) -> bool:
-        """Take down one program's access; return whether it writes what another one has written."""
+        """Record one program's access; return whether it writes a number that another program wrote."""
         own = self.writer if is_store else self.reader
         first = (addresses.astype(np.int64) - self.address) // self.width
         clashes = False
@@ -55,7 +55,7 @@ class Buffer:
 
     @property
     def is_exchanged(self) -> bool:
-        """Whether a program has read what another one wrote in the same launch."""
+        """Whether a program read a number that another one wrote in the same launch."""
         return bool(((self.writer != _NOBODY) & (self.reader != _NOBODY) & (self.writer != self.reader)).any())
 
 
@@ -67,7 +67,7 @@ class Launch:
     buffers: list[Buffer]
     programs: int = 0
     outside: list[str] = field(default_factory=list)
-    clashes: set[str] = field(default_factory=set)  # arrays of which two programs have written one number
+    clashes: set[str] = field(default_factory=set)  # arrays with a number written by two programs
     atomics: Counter[str] = field(default_factory=Counter)  # by array
     own: Counter[tuple[str, int]] = field(default_factory=Counter)  # bytes of sectors by array and program
 
@@ -77,7 +77,7 @@ class Launch:
         return Counter({buffer.name: buffer.moved for buffer in self.buffers if buffer.moved})
 
     def violations(self, exchanged: frozenset[str] = frozenset()) -> list[str]:
-        """Say what is wrong in any order of programs; arrays `exchanged` are passed on under atomic operations."""
+        """Return the errors in any order of programs; arrays `exchanged` are passed on by atomic operations."""
         found = [f"{self.kernel}: {one}" for one in self.outside]
         found += [f"{self.kernel}: two programs write one number of {name}" for name in sorted(self.clashes)]
         for buffer in self.buffers:
@@ -150,7 +150,7 @@ def recorded(seed: int | None = None) -> Iterator[list[Launch]]:
 
 
 def _note(launch: Launch, builder: Any, kind: str, pointers: Any, mask: Any) -> Any:
-    """Take down one operation of one program; return the mask without what is outside of all arrays."""
+    """Record one operation of one program; return the mask without accesses out of bounds."""
     chosen = np.broadcast_to(mask.data, pointers.data.shape).astype(bool)  # the interpreter's `&` makes integers
     addresses = pointers.data[chosen].astype(np.int64)
     if not addresses.size:
@@ -187,7 +187,7 @@ def _note(launch: Launch, builder: Any, kind: str, pointers: Any, mask: Any) -> 
 
 
 class _Guarded(triton_bridge._Tensor):
-    """An array that begins where one of XLA's could, with nothing else of the launch near it."""
+    """An array at an address that XLA could use, with no other array of the launch near it."""
 
     def __init__(self, array: np.ndarray) -> None:
         super().__init__(array)

@@ -1,8 +1,8 @@
-"""Runs the parts in order of worth, and writes the results after each.
+"""Runs the parts in order of importance, and writes the results after each.
 
-`python -m tests.gpu_check [--dry] [--minutes 8] [--only NAME ...] [--out benchmarks/gpu]`. All parts share the time;
-one that is named has it alone, and its results go beside those of the same day. The exit status is 1 where something is
-wrong, 2 without a GPU, 3 where something was not run. A missed target is not a failure.
+`python -m tests.gpu_check [--dry] [--minutes 8] [--only NAME ...] [--out benchmarks/gpu]`. All parts share the time; a
+named part has all of it, and its results are merged with those of the same day. Exit status: 1 for failures, 2 without
+a GPU, 3 for checks that were not run. A missed target is not a failure.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tests.gpu_check.check import empty
 from tests.gpu_check.parts import PARTS
 from tests.support.paths import ROOT
 
-LOGGED = 1 << 20  # bytes of each log that are kept
-END = 5  # seconds in which a part that was told to end is gone
+LOGGED = 1 << 20  # bytes kept of each log
+END = 5  # seconds between terminating and killing a part
 Start = Callable[[str, Path, float, bool], int]
 
 
 def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> int:
-    """Run what is asked for; `start` runs a part, in a process of its own where none is given."""
+    """Run the requested parts; `start` runs one, by default in a separate process."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu_check", description=__doc__)
     parser.add_argument("--dry", action="store_true", help="every part on a CPU, with tiny shapes")
     parser.add_argument("--minutes", type=float, default=8.0, help="for all parts together (default: 8)")
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> 
 
 
 def launch(name: str, folder: Path, seconds: float, is_dry: bool) -> int:
-    """Run a part in a process of its own, which is ended where it takes longer; return its exit status."""
+    """Run a part in a separate process, ended after `seconds`; return its exit status."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.gpu_check.child", name, str(folder), f"{seconds:.0f}"]
     paths = [str(ROOT), str(ROOT / "server"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), **PARTS[name].environment}
@@ -79,14 +79,14 @@ def launch(name: str, folder: Path, seconds: float, is_dry: bool) -> int:
             return 124
         finally:
             try:
-                os.killpg(process.pid, signal.SIGKILL)  # processes that it left
+                os.killpg(process.pid, signal.SIGKILL)  # its remaining processes
             except ProcessLookupError:
                 pass
             process.wait()
 
 
 def _part(start: Start, name: str, folder: Path, seconds: float, is_dry: bool) -> dict[str, Any]:
-    """Run a part and return its notes, whatever became of it."""
+    """Run a part and return its notes, complete or not."""
     print(f"\n== {name}: up to {seconds:.0f} s", flush=True)
     status = start(name, folder, seconds, is_dry)
     path = folder / f"{name}.json"

@@ -1,6 +1,6 @@
-"""Make engines on a CPU list a GPU's programs, with its variants and limits, for the dry run.
+"""Make engines on a CPU use a GPU's program table, variants and limits, for the dry run.
 
-A program that a GPU's table lacks is then missing in the dry run as well.
+Programs that the GPU's table lacks are then missing in the dry run as well.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxllm.setup import model_setup
 
 @contextmanager
 def limits() -> Iterator[None]:
-    """Give engines that start in the context a GPU's programs, variants, sizes of steps and cost of a token."""
+    """Give engines that start in the context a GPU's programs, variants, step sizes and token cost."""
     listed, sizes = Runner._list_programs, model_setup.step_sizes
 
     def list_programs(runner: Runner) -> Programs:

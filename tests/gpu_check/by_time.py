@@ -1,4 +1,4 @@
-"""Kernels by the time that they take, from JAX's profiler, and the bytes of those of which they are known."""
+"""Kernels by duration, from JAX's profiler, with their bytes if known."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Kernel(NamedTuple):
 
     name: str
     launches: float
-    microseconds: float  # together
+    microseconds: float  # total
 
 
 def measure(run: Callable[[], Any], steps: int) -> list[Kernel]:
-    """Return the kernels of `run`, which runs `steps` steps; the longest first."""
+    """Return the kernels of `run`, which runs `steps` steps, longest first."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             run()
@@ -75,6 +75,6 @@ def num_bytes(kind: str) -> int:
 
 
 def bytes_of(kernel: str, products: dict[str, int], known: dict[str, int]) -> int | None:
-    """Return the bytes of one launch of a product of XLA or of a `known` kernel, None for other kernels."""
+    """Return the bytes of one launch of an XLA product or of a `known` kernel; None for other kernels."""
     own = next((size for name, size in known.items() if name in kernel), None)
     return own or products.get(kernel) or products.get(re.sub(r"_+\d+$", "", kernel))

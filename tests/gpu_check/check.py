@@ -1,6 +1,6 @@
-"""What a part writes down while it runs: measurements, failures, what was not run, and whether targets are reached.
+"""The notes of a part: measurements, failures, omissions, and targets.
 
-Everything is on disk as soon as it is known: a part may be ended at any time. Knows no device.
+Written to disk at once, because a part may be ended at any time.
 """
 
 from __future__ import annotations
@@ -25,45 +25,45 @@ class Check:
 
     @property
     def left(self) -> float:
-        """Seconds that this part still has."""
+        """The seconds left to this part."""
         return self._ends - time.monotonic()
 
     def is_over(self, needs: float, what: str) -> bool:
-        """Say whether `needs` seconds are not left any more; what is not begun for that is a line."""
+        """Return whether fewer than `needs` seconds are left; then note `what` as not run."""
         if self.left >= needs:
             return False
         self.not_run(f"{what}: it takes some {needs:.0f} s, and {max(self.left, 0):.0f} of this part are left")
         return True
 
     def measure(self, **figures: Any) -> None:
-        """Note a row of figures; all rows of one part that have the same names make a table."""
+        """Note a row of figures; rows of one part with the same names form a table."""
         self.notes["measured"].append(figures)
         self._say("  ".join(f"{name}={_text(value)}" for name, value in figures.items()))
 
     def fail(self, line: str) -> None:
-        """Note what is wrong."""
+        """Note a failure."""
         self.notes["failures"].append(line)
         self._say(f"FAILED: {line}")
 
     def not_run(self, line: str) -> None:
-        """Note what there was no time for: nothing is known of it."""
+        """Note a check for which no time was left."""
         self.notes["not_run"].append(line)
         self._say(f"not run: {line}")
 
     def skip(self, line: str) -> None:
-        """Note what cannot be done here, and why; once."""
+        """Note, once, a check that is impossible here, and why."""
         if line in self.notes["skipped"]:
             return
         self.notes["skipped"].append(line)
         self._say(f"skipped: {line}")
 
     def answer(self, question: str, line: str) -> None:
-        """Note what was asked, and what was found."""
+        """Note a question and its answer."""
         self.notes["answers"].append({"question": question, "answer": line})
         self._say(f"{question} {line}")
 
     def target(self, what: str, found: float, aim: float, is_least: bool) -> None:
-        """Note whether a figure is at least, or at most, what was aimed at; on a CPU nothing is."""
+        """Note whether a figure reaches its target; a dry run has no targets."""
         if self.is_dry:
             return
         is_reached = found >= aim if is_least else found <= aim
@@ -73,7 +73,7 @@ class Check:
 
     @contextmanager
     def guarded(self, what: str, is_wrong: bool = False) -> Iterator[None]:
-        """Go on behind an exception: a failure where it `is_wrong`, else something skipped."""
+        """Continue after an exception: note a failure if it `is_wrong`, else something skipped."""
         try:
             yield
         except Exception as error:
@@ -81,12 +81,12 @@ class Check:
             (self.fail if is_wrong else self.skip)(f"{what}: {type(error).__name__}: {lines[0]:.300}")
 
     def done(self) -> None:
-        """Note that the part came to its end."""
+        """Note that the part is complete."""
         self.notes["status"] = "done"
         self._save()
 
     def ceilings(self) -> dict[str, float]:
-        """Return bytes and operations a second that the machine reached, and what else its part found."""
+        """Return the machine's measured bytes and operations per second, and other figures of its part."""
         return json.loads((self.folder / "machine.json").read_text())["measured"][0]
 
     def _say(self, line: str) -> None:

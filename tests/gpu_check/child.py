@@ -1,4 +1,4 @@
-"""One part in a process of its own: `python -m tests.gpu_check.child NAME FOLDER SECONDS [--dry]`."""
+"""Runs one part in a separate process: `python -m tests.gpu_check.child NAME FOLDER SECONDS [--dry]`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.gpu_check.parts import ENGINE, PARTS, missing
 
 
 def run(name: str, folder: Path, seconds: float, is_dry: bool) -> int:
-    """Run a part; nothing that happens in it is raised."""
+    """Run a part without raising any exception."""
     check, part = Check(name, folder, seconds, is_dry), PARTS[name]
     absent = missing(part.needs)
     if absent:
@@ -28,7 +28,7 @@ def run(name: str, folder: Path, seconds: float, is_dry: bool) -> int:
 
 
 def _limits(needs: tuple[str, ...], is_dry: bool) -> AbstractContextManager[None]:
-    """Have engines of a dry run list a GPU's programs."""
+    """Make engines of a dry run list a GPU's programs."""
     if not is_dry or needs != ENGINE:
         return nullcontext()
     return importlib.import_module("tests.gpu_check.as_gpu").limits()
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(PARTS[options.name].memory)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    # A new cache for each run: starts with an empty cache are measured.
+    # A new cache for each run, because starts with an empty cache are measured.
     os.environ["JAXLLM_CACHE_DIR"] = str(options.folder / "programs")
     if options.dry:
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -56,4 +56,4 @@ if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # all is on disk; XLA's threads may still run
+    os._exit(status)  # all notes are on disk; XLA's threads may still run

@@ -1,7 +1,7 @@
-"""Every implementation of every operation, in every type, beside the reference in float32 on the same rounded inputs.
+"""Every implementation of every operation, in every type, against the float32 reference on the same rounded inputs.
 
-What was not stored is NaN, so reading another place shows. Vectors of one head are compared by the length of
-their difference: an error in a single row must not drown among thousands that are right.
+Places where nothing was stored are NaN, so reading them shows. Vectors of one head are compared by the length of their
+difference, so that an error in a single row is not averaged away.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tests.gpu_check.check import Check
 from tests.gpu_check.sites import choices, full_precision, is_interpreted, site_of
 
 TILE = 32
-SHARE = 0.9  # of the device's memory: the allocator's pieces do not fit together without a gap
-COPIES = 2.5  # of the experts' weights in float32: these, their rounded copies and a kernel's workspace
-TOLERANCES = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}  # of a vector's length
+SHARE = 0.9  # of the device's memory, to allow for fragmentation
+COPIES = 2.5  # times the experts' weights in float32: these, their rounded copies and a kernel's workspace
+TOLERANCES = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}  # relative to a vector's length
 TYPES = (  # of queries, of the cache
     *(("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "float32"), ("bfloat16", "int8")),
     *(("bfloat16", "float8_e4m3fn"), ("float16", "int8")),
@@ -37,7 +37,7 @@ Distance = Callable[[Choice], float]  # of an implementation from the reference
 
 
 class Shape(NamedTuple):
-    """Heads, and what else attention is told."""
+    """Heads, and further options of attention."""
 
     name: str
     heads: int
@@ -48,11 +48,11 @@ class Shape(NamedTuple):
     softcap: float | None = None
     has_sinks: bool = False
     value_size: int | None = None
-    experts: tuple[int, int, int, int, bool] = (4, 2, 32, 24, True)  # E, n, D, F, and whether there are biases
+    experts: tuple[int, int, int, int, bool] = (4, 2, 32, 24, True)  # E, n, D, F, has_bias
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return what both ways of attention are told."""
+        """Return the options of both attention operations."""
         scale = self.size**-0.5
         return {"scale": scale, "window": self.window, "softcap": self.softcap, "value_size": self.value_size}
 
@@ -76,7 +76,7 @@ MODELS = (
     Shape("DeepSeek-V2-Lite", 16, 1, 576, value_size=512),
     Shape("DeepSeek-V3", 128, 1, 576, value_size=512),
 )
-MIXTURES = (  # of which attention is not compared
+MIXTURES = (  # attention is not compared
     Shape("Qwen3-30B-A3B", 32, 4, 128, experts=(128, 8, 2048, 768, False)),
     Shape("gpt-oss-20b", 64, 8, 64, experts=(32, 4, 2880, 2880, True)),
 )
@@ -90,7 +90,7 @@ def run(check: Check) -> None:
     refused: set[str] = set()
     memory = Memory((jax.devices()[0].memory_stats() or {}).get("bytes_limit"))
     compared = 0
-    # Most of the time goes into compiling, which threads share; the interpreter of Triton takes one.
+    # Compiling takes most of the time, and runs in parallel; Triton's interpreter needs one thread.
     with full_precision(), ThreadPoolExecutor(1 if is_interpreted() else os.cpu_count()) as threads:
         futures = [
             (
@@ -113,7 +113,7 @@ def run(check: Check) -> None:
         for line in sorted(refused):
             check.skip(line)
         check.measure(cases_compared=compared, of=len(futures))
-        for future, _ in futures:  # the pool waits for those that run
+        for future, _ in futures:  # the pool waits for running cases
             future.cancel()
 
 
@@ -126,7 +126,7 @@ class Memory:
 
     @contextmanager
     def taken(self, size: float) -> Iterator[None]:
-        """Wait until `size` bytes are free and hold them; a larger size waits for all of the memory."""
+        """Wait until `size` bytes are free and reserve them; a larger size waits for all of the memory."""
         size = min(size, self._total)
         with self._changed:
             self._changed.wait_for(lambda: self._left >= size)
@@ -153,8 +153,8 @@ def _bounded(memory: Memory, operation: str, shape: Shape, *given: Any) -> tuple
 
 
 def _cases(is_dry: bool) -> Iterator[tuple[str, Shape, str, str]]:
-    """Give operation, shape and types; what is served most comes first, should time run out."""
-    yield "sample", EDGES[2] if is_dry else MODELS[0], "float16", "float16"  # of which it uses none
+    """Yield operation, shape and types, the most common first in case time runs out."""
+    yield "sample", EDGES[2] if is_dry else MODELS[0], "float16", "float16"  # "sample" uses neither type
     for shape in EDGES[:1] if is_dry else MIXTURES:
         yield "fused_topk", shape, "float32", "float32"
         for dtype in ("float32",) if is_dry else ("bfloat16", "float16"):
@@ -172,7 +172,7 @@ def _cases(is_dry: bool) -> Iterator[tuple[str, Shape, str, str]]:
 def _compare(
     operation: str, shape: Shape, dtype: str, cache_dtype: str, is_dry: bool
 ) -> tuple[list[dict[str, Any]], set[str]]:
-    """Run every implementation that can; return a row for each, and why others cannot."""
+    """Run every implementation that can; return a row for each, and the reasons of the others."""
     rows, reasons = [], set()
     distance: Distance | None = None
     site = site_of(
@@ -191,7 +191,7 @@ def _compare(
         try:
             distance = distance or OPERATIONS[operation](shape, dtype, cache_dtype, is_dry)
             rows.append(row | {"worst": distance(chosen)})
-        except Exception as error:  # the others are to be tried all the same
+        except Exception as error:  # the others still run
             rows.append(row | {"error": f"{type(error).__name__}: {error!s:.300}"})
     return rows, reasons
 
@@ -230,7 +230,7 @@ def _prefill(shape: Shape, dtype: str, cache_dtype: str, is_dry: bool) -> Distan
 
 
 def _write(shape: Shape, dtype: str, cache_dtype: str, is_dry: bool) -> Distance:
-    """Compare queries and all that is stored with the reference in the same type: both round alike, but for halves."""
+    """Compare queries and stored values with the reference in the same type: both round alike, except halves."""
     pool = _Pool(shape, (40,), dtype, cache_dtype)
     tokens = 9 if is_dry else 1030
     num_blocks, size = tokens // shape.block_tokens + 3, shape.block_tokens
@@ -241,7 +241,7 @@ def _write(shape: Shape, dtype: str, cache_dtype: str, is_dry: bool) -> Distance
     qkv = pool.normal((tokens, shape.heads + shape.kv_heads * (1 + has_values), shape.size), dtype)
     angles = pool.random.standard_normal((tokens, shape.size // 2)) * 9
     turn = (jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32))
-    turn = turn if has_values else None  # the model turns a part of what becomes a latent's key
+    turn = turn if has_values else None  # the model rotates only a part of a latent's key
     cache = jnp.zeros((num_blocks, shape.kv_heads, size, shape.size), cache_dtype)
     scales = jnp.ones(cache.shape[:3], jnp.float32) if cache_dtype in SCALED else None
 
@@ -268,7 +268,7 @@ def _write(shape: Shape, dtype: str, cache_dtype: str, is_dry: bool) -> Distance
 
 
 def _sample(shape: Shape, _dtype: str, _cache_dtype: str, is_dry: bool) -> Distance:
-    """Choose with all filters, and without any; the share of rows that get another token stands for a distance.
+    """Choose tokens with all filters and without; the distance is the share of rows with another token.
 
     The last bits of an exponential or a logarithm may decide between two tokens, in far fewer rows than are allowed.
     """
@@ -340,7 +340,7 @@ def _fused(shape: Shape, dtype: str, _cache_dtype: str, is_dry: bool) -> Distanc
 
 
 def _topk(shape: Shape, _dtype: str, _cache_dtype: str, _is_dry: bool) -> Distance:
-    """Choose experts by scores that are far enough apart; compare weights, laid out over all experts."""
+    """Choose experts by scores that differ clearly; compare the weights, laid out over all experts."""
     count, per_token, *_ = shape.experts
     random = np.random.default_rng(0)
     scores = jnp.asarray(random.permuted(np.tile(np.arange(count) / 8, (300, 1)), axis=1), jnp.float32)
@@ -357,7 +357,7 @@ def _topk(shape: Shape, _dtype: str, _cache_dtype: str, _is_dry: bool) -> Distan
 
 
 def _experts(shape: Shape, dtype: str, _cache_dtype: str, is_dry: bool) -> Distance:
-    """Multiply few tokens and many, of which half choose the same experts; compare with products in float32."""
+    """Multiply few and many tokens, half of which choose the same experts; compare with float32 products."""
     count, per_token, width, inner, has_bias = shape.experts
     random = np.random.default_rng(0)
 
@@ -395,7 +395,7 @@ OPERATIONS: dict[str, Callable[[Shape, str, str, bool], Distance]] = {
 
 
 class _Pool:
-    """A cache that holds sequences of such lengths in blocks of random order, and NaN elsewhere."""
+    """A cache with sequences of given lengths in blocks of random order, and NaN elsewhere."""
 
     def __init__(self, shape: Shape, lengths: Any, dtype: str, cache_dtype: str) -> None:
         self.random, self.lengths, size = np.random.default_rng(1), lengths, shape.block_tokens
@@ -403,7 +403,7 @@ class _Pool:
         counts = [-(-length // size) for length in lengths]
         order = self.random.permutation(sum(counts) + 5)
         width = max(counts) + 2
-        tables = self.random.integers(0, len(order), (len(lengths), width))  # behind a sequence: any block
+        tables = self.random.integers(0, len(order), (len(lengths), width))  # after a sequence: any block
         is_stored = np.zeros((len(order), size), bool)
         first = 0
         for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
@@ -427,7 +427,7 @@ class _Pool:
 
 
 def _against(attend: Any, q: jax.Array, pool: _Pool, arrays: tuple[jax.Array, ...]) -> Distance:
-    """Compare with the reference, which gets the same numbers in float32."""
+    """Compare with the reference on the same numbers in float32."""
     cache = {name: one for name, one in (pool.cache | {"sinks": pool.sinks}).items() if one is not None}
     exact = {
         name: one.astype(jnp.float32) if one.dtype in (jnp.bfloat16, jnp.float16) else one
@@ -449,7 +449,7 @@ def _whole(cache: jax.Array, scales: jax.Array | None) -> jax.Array:
 
 
 def _distance(found: Any, wanted: Any) -> float:
-    """Return the largest length of a difference of two vectors, as a share of what the vector should be; NaN if any."""
+    """Return the largest length of a difference, relative to the length of the expected vector; NaN if any is."""
     one, other = (np.asarray(array.astype(jnp.float32), np.float64) for array in (found, wanted))
     off = np.linalg.norm(one - other, axis=-1)
     lengths = np.linalg.norm(other, axis=-1)

@@ -23,7 +23,7 @@ SIZES: dict[str, Any] = {
     **{"dtype": "float32", "precompile": "covering", "max_num_seqs": 16, "num_kv_blocks": 512},
     **{"max_num_batched_tokens": 256},
 }
-STEPS = (4, 8, 16, 64)  # rows, and tokens of prompts, that the cases have
+STEPS = (4, 8, 16, 64)  # rows, and tokens of prompts, in the cases
 LARGER = 8.0  # factor on the random weights of tiny models, so that every layer changes the logits
 _TINY = {
     **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 512},
@@ -123,7 +123,7 @@ def _adapters(llm: Any) -> Any:
 
 def _drafted(llm: Any) -> Any:
     found = greedy(llm, logprobs=None)
-    for bias in ({14: 99.0}, {14: 99.0, 304: 99.0}):  # alone, and with text that repeats: then drafts are worth it
+    for bias in ({14: 99.0}, {14: 99.0, 304: 99.0}):  # alone, and with repetitive text, for which drafts pay
         found += greedy(llm, PROMPTS[:1], logprobs=None, logit_bias=bias)
     if not sum(llm.engine.metrics.accepted_tokens):
         raise RuntimeError("no draft was kept")

@@ -1,7 +1,7 @@
-"""Compare every feature of the engine, token by token, with the results of a CPU in expected.json.
+"""Compare every feature of the engine, token by token, with a CPU's results in expected.json.
 
-`python -m tests.gpu_check.features --write` writes that file, on a CPU. Groups run side by side, each a process with a
-bound of device memory.
+`python -m tests.gpu_check.features --write` writes that file, on a CPU. Groups run in parallel processes, each with a
+bound on device memory.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _note(check: Check, result: dict[str, Any], expected: dict[str, Any]) -> Non
 
 
 def group_of(name: str, how: str, folder: Path, ends: float) -> tuple[list[dict[str, Any]], str | None]:
-    """Run a group in a process; return its results, and why some are missing: "" where no time was left."""
+    """Run a group in a process; return its results, and the reason of missing ones: "" if no time was left."""
     left = ends - time.monotonic()
     if left < 1:
         return [], ""

@@ -1,8 +1,8 @@
-"""What becomes of CUDA graphs while a model decodes: how often one is changed, and how often a call is captured again.
+"""Changes of CUDA graphs during decoding: updates, and calls that are captured again.
 
-A graph whose buffers have other addresses than in the step before is changed before it is launched; a call whose
-buffers are not among the sixteen sets that XLA remembers is captured anew, 20 to 50 us each. XLA tells neither but in
-its log, which is what is read here.
+A graph with other buffer addresses than in the previous step is updated before its launch; a call with buffers outside
+the sixteen sets that XLA remembers is captured again, 20 to 50 us each. XLA reports both only in its log, which is read
+here.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ CAPTURED = "Command buffer trace cache create new item"
 
 
 class Graphs(NamedTuple):
-    """What XLA's log says of CUDA graphs."""
+    """Counts of CUDA graph events in XLA's log."""
 
     launched: int
     changed: int
-    captured: int  # calls of kernels, again
-    microseconds: float  # that a change took
+    captured: int  # kernel calls, again
+    microseconds: float  # per update
 
     @classmethod
     def of(cls, log: str) -> Graphs:
-        """Count lines of a log."""
+        """Count the events in a log."""
         changes = [int(taken) for taken in re.findall(CHANGED, log)]
         taken = sum(changes) / max(len(changes), 1)
         return cls(log.count(LAUNCHED), len(changes), log.count(CAPTURED), taken)
@@ -84,7 +84,7 @@ def note(check: Check, rows: int, found: Graphs, characters: int) -> None:
 
 @contextmanager
 def written_to(descriptor: int) -> Iterator[None]:
-    """Have what this process writes to its standard error, in any language, go to a file."""
+    """Redirect this process's standard error, in any language, to a file."""
     kept = os.dup(2)
     os.dup2(descriptor, 2)
     try:

@@ -1,7 +1,7 @@
-"""What each kernel takes, beside the two ceilings of the machine and beside torch's attention on the same shapes.
+"""The time of each kernel, against the machine's two ceilings and torch's attention on the same shapes.
 
-Where a rival of our decode kernel is faster, that goes into the table from which `pallas_kernels.resolve` chooses.
-Torch's keys and values lie in one piece, which is easier than pages; it is timed call by call, between two waits.
+If a rival decode kernel is faster, it is written to the table that `pallas_kernels.resolve` reads. Torch's keys and
+values are contiguous, which is easier than pages; its calls are timed one by one.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ TOKENS = (1, 16, 64, 256, 8192)
 # E, n, D, F of Qwen3-30B-A3B.
 EXPERTS, TINY_EXPERTS = (128, 8, 2048, 768), (4, 2, 32, 24)
 ROUTED = (2, 16, 64, 256, 2048)
-SLOW_TOKENS = 65536  # in the cache, up to which implementations are timed that are never the default
+SLOW_TOKENS = 65536  # most in the cache for timing implementations that are never the default
 SLOW_PROMPT = 1024
-RIVALS = ("flashinfer",)  # of the usual best on a GPU; timed beside it on every shape
-LEAST_GAIN = 1.03  # for which a rival is taken
+RIVALS = ("flashinfer",)  # of the default on a GPU; timed on every shape
+LEAST_GAIN = 1.03  # at which a rival is selected
 DECODE_AIM, DECODE_FROM, PREFILL_AIM = 0.80, 32768, 0.60
 
 
@@ -56,7 +56,7 @@ def run(check: Check) -> None:
     rows, contexts, prompts = ((3,), (40,), ((1, 40),)) if check.is_dry else (ROWS, CONTEXTS, PROMPTS)
     largest = next(iter(heads))
     decoded: dict[str, list[dict[str, float]]] = {model: [] for model in heads}
-    # What targets are about comes first.
+    # Shapes with targets are first.
     for context in reversed(contexts):
         for number in rows:
             for model, own in heads.items():
@@ -134,13 +134,13 @@ def _decode(
 
 
 def gains(shapes: Sequence[Mapping[str, float]], usual: str) -> dict[str, float]:
-    """Return how many times as fast as the usual one each rival is: the geometric mean over shapes that both did."""
+    """Return the speed of each rival relative to the default: the geometric mean over shapes that both ran."""
     ratios = {rival: [one[rival] / one[usual] for one in shapes if {rival, usual} <= set(one)] for rival in RIVALS}
     return {rival: statistics.geometric_mean(own) for rival, own in ratios.items() if own}
 
 
 def note_fastest(check: Check, model: str, heads: Heads, shapes: Sequence[Mapping[str, float]]) -> None:
-    """Note in the table whether a rival decodes faster with such heads; leave it as it is where none was timed."""
+    """Write to the table whether a rival decodes faster with these heads; unchanged if none was timed."""
     facts = choice.deciding("paged_decode", site_of(DTYPE, DTYPE, heads))
     found = gains(shapes, choice.PREFERRED["gpu"]["paged_decode"][0])
     if not found:
@@ -166,7 +166,7 @@ def _all(
     make: Callable[[], Case],
     value_size: int | None = None,
 ) -> dict[str, float]:
-    """Time the implementations that run here, of the slow ones only where `has_slow`; return shares of the ceiling."""
+    """Time the implementations that run here, slow ones only if `has_slow`; return shares of the ceiling."""
     shares = {}
     site = site_of(_dtype(check), cache_dtype, heads, value_size=value_size)
     best = pallas_kernels.resolve(operation, site).name
@@ -188,7 +188,7 @@ def _all(
 
 
 def _floor(case: Case, ceilings: dict[str, float]) -> tuple[float, str]:
-    """Return the least possible seconds, and what sets them."""
+    """Return the least possible seconds, and the resource that bounds them."""
     floors = {
         "bandwidth": case.num_bytes / ceilings["read_bytes_per_second"],
         "matrix rate": case.flops / ceilings["flops_per_second"],
@@ -210,7 +210,7 @@ def _pool(check: Check) -> int:
 
 
 def _write(heads: Heads, tokens: int, dtype: str) -> Case:
-    """Make tokens that are stored, each turn in other blocks."""
+    """Make tokens to store, in other blocks at each turn."""
     num_heads, kv_heads, size = heads
     blocks = 4 * tokens
     cache = (blocks, kv_heads, measuring.BLOCK, size)
@@ -232,7 +232,7 @@ def _write(heads: Heads, tokens: int, dtype: str) -> Case:
 
 
 def _experts(sizes: tuple[int, int, int, int], tokens: int, dtype: str) -> Case:
-    """Make tokens that choose at random, each turn other experts."""
+    """Make tokens with random experts, others at each turn."""
     count, per_token, width, inner = sizes
     random = np.random.default_rng(0)
     chosen = np.argsort(random.random((tokens, count)), axis=1)[:, :per_token].astype(np.int32)
@@ -256,7 +256,7 @@ def _experts(sizes: tuple[int, int, int, int], tokens: int, dtype: str) -> Case:
 def _torch(
     check: Check, ceilings: dict[str, float], what: str, heads: Heads, rows: int, queries: int, context: int
 ) -> None:
-    """Time torch's attention, flex attention (compiled) and flash_attn, each where it is there."""
+    """Time torch's attention, flex attention (compiled) and flash_attn, if installed."""
     if missing(("torch",)):
         check.skip("torch's attention: torch is not installed")
         return
@@ -269,7 +269,7 @@ def _torch(
 
     def made() -> tuple[Any, Any, Any]:
         q = torch.randn(rows, num_heads, queries, size, **kind)
-        # One random piece, repeated: to draw gigabytes takes longer than what is measured.
+        # One random piece, repeated: drawing gigabytes would take longer than the measurement.
         piece = torch.randn(1, kv_heads, context, size, **kind)
         return q, piece.expand(rows, -1, -1, -1).contiguous(), piece.flip(2).expand(rows, -1, -1, -1).contiguous()
 

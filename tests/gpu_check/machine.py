@@ -1,7 +1,7 @@
 """The machine: its packages, and three measured ceilings, to which all other figures are compared.
 
-A ceiling is one program for each turn, so that XLA cannot fold turns into one; that the program reads its array once is
-read in its compiled HLO. A figure above the card's datasheet is a failure: then the measurement is wrong.
+A ceiling is one program per turn, so that XLA cannot fold turns into one; its compiled HLO is checked to read the array
+once. A figure above the card's datasheet is a failure, because the measurement is then wrong.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.gpu_check.parts import PARTS, missing
 READ, COPIED = (4 << 30, 16 << 20), (2 << 30, 8 << 20)  # bytes of the array, on a GPU and dry
 SIDE = (8192, 256)  # of the matrices
 TURNS, ROUNDS = 8, 5
-# Bytes a second and bfloat16 operations a second of a card's datasheet, by a part of its name; the first that fits.
+# Bytes and bfloat16 operations a second of a card's datasheet, by a part of its name; the first match is used.
 DATASHEETS = {
     "H100 PCIe": (2.04e12, 756e12),
     "H100 NVL": (3.94e12, 835e12),
@@ -43,7 +43,7 @@ class Ceiling(NamedTuple):
     run: Callable[..., Any]
     arrays: Callable[[], tuple[jax.Array, ...]]
     work: int  # bytes or operations, of all turns in the program
-    turns: int = 1  # in the program, each of which has to read the first array
+    turns: int = 1  # in the program; each has to read the first array
     donates: bool = False  # its result is the next turn's array
 
 
@@ -56,7 +56,7 @@ def run(check: Check) -> None:
     for name in ("jax", "jaxlib", "triton", "flax", "llguidance"):
         versions[name] = "absent" if missing((name,)) else importlib.metadata.version(name)
     stats = device.memory_stats() or {}
-    # A ceiling that fails is the datasheet's, so that the other parts still run.
+    # A ceiling that fails is replaced by the datasheet's, so that the other parts still run.
     bandwidth, rate = limits_of(device.device_kind) or (float("nan"), float("nan"))
     found = {"read": bandwidth, "copy": bandwidth, "product": rate}
     for name, ceiling in ceilings(check.is_dry).items():
@@ -108,9 +108,9 @@ def program(ceiling: Ceiling, arrays: tuple[Any, ...], turn: Any = 0.0) -> Any:
 
 
 def times_read(text: str) -> int:
-    """Count how often a compiled program reads its second parameter: each time an instruction has it as an operand.
+    """Count how often a compiled program reads its second parameter: each use as an operand.
 
-    A bitcast is followed: it reads nothing.
+    A bitcast is followed, because it reads nothing.
     """
     entry = text[text.index("\nENTRY") :]
     found = re.search(r"%([\w.-]+) = \S+ parameter\(1\)", entry)
@@ -129,7 +129,7 @@ def times_read(text: str) -> int:
 
 
 def limits_of(device: str) -> tuple[float, float] | None:
-    """Return the bytes and operations a second of a card's datasheet; None of an unknown card."""
+    """Return the bytes and operations a second of a card's datasheet; None for an unknown card."""
     return next((own for name, own in DATASHEETS.items() if name in device), None)
 
 
@@ -147,7 +147,7 @@ def above_datasheet(device: str, bytes_per_second: float, flops_per_second: floa
 
 
 def rate_of(check: Check, name: str, ceiling: Ceiling) -> float:
-    """Return the work a second, the median of rounds of turns that are dispatched without waiting."""
+    """Return the work per second: the median over rounds of turns dispatched without waiting."""
     arrays = ceiling.arrays()
     compiled = program(ceiling, arrays, jnp.float32(0)).compile()
     if (reads := times_read(compiled.as_text())) != ceiling.turns:

@@ -16,7 +16,7 @@ from tests.gpu_check.shape8b import Shape
 
 STEPS = ((1, 1024), (64, 1024), (16, 1024), (128, 1024), (256, 1024), (16, 8192))
 DRY_STEPS = ((1, 48), (4, 48), (8, 48), (2, 160))
-PROFILED, DRY_PROFILED = (1, 64, 256), (1, 8)  # rows, of the first context
+PROFILED, DRY_PROFILED = (1, 64, 256), (1, 8)  # rows, with the first context
 PROMPTS, DRY_PROMPTS = (16, 512), (2, 60)  # prompts of a step, tokens of each
 LONG, DRY_LONG = 8192, 200
 REQUESTS, DRY_REQUESTS = (64, 256), (2, 8)
@@ -25,8 +25,8 @@ ALONE, ALONE_NEW = (512, 40), (64, 8)
 COUNT = (20, 2)  # steps of a round
 SHOWN = 14  # kernels
 AIMS = {1: 1.2, 64: 1.18, 256: 1.3}  # times the floor, by rows, at the first context
-REST_SECONDS = 100  # at the most, for all other programs
-NEEDED_AFTER = 35  # seconds that requests need after those
+REST_SECONDS = 100  # at most, for all other programs
+NEEDED_AFTER = 35  # seconds for requests after those
 
 
 def run(check: Check) -> None:
@@ -36,7 +36,7 @@ def run(check: Check) -> None:
 
 
 def _measure(check: Check, llm: LLM, shape: Shape) -> None:
-    """Do everything in the order of its worth, with the programs that it needs."""
+    """Measure everything in order of importance, compiling programs as needed."""
     steps = DRY_STEPS if check.is_dry else STEPS
     shape8b.compile_sizes(check, llm, [rows for rows, _ in steps], [shape.sizes["max_num_batched_tokens"]])
     with check.guarded("a long prompt", is_wrong=True):
@@ -61,7 +61,7 @@ def _measure(check: Check, llm: LLM, shape: Shape) -> None:
 
 
 def generate(llm: LLM, lengths: list[int], new: int) -> tuple[float, list[Any]]:
-    """Answer prompts of random tokens with `new` tokens each; return the seconds, and the outputs."""
+    """Generate `new` tokens for each prompt of random tokens; return the seconds and the outputs."""
     random = np.random.default_rng(len(lengths))
     prompts: list[Any] = [{"prompt_token_ids": random.integers(3, 500, length).tolist()} for length in lengths]
     params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False, logprobs=None)
@@ -76,7 +76,7 @@ def generate(llm: LLM, lengths: list[int], new: int) -> tuple[float, list[Any]]:
 
 
 def _long_prompt(check: Check, llm: LLM) -> None:
-    """Answer a prompt of a whole step's tokens, or more."""
+    """Generate for a prompt of a whole step's tokens, or more."""
     length, new = (DRY_LONG if check.is_dry else LONG), 4
     generate(llm, [length], new)
     seconds, outputs = generate(llm, [length], new)
@@ -84,7 +84,7 @@ def _long_prompt(check: Check, llm: LLM) -> None:
 
 
 def _prompts(check: Check, llm: LLM, shape: Shape) -> None:
-    """Measure the step of many prompts that fills the budget."""
+    """Measure the step of many prompts that fills the token budget."""
     count, length = DRY_PROMPTS if check.is_dry else PROMPTS
     engine, turns = llm.engine, 2 if check.is_dry else 3
     with packed_steps(engine) as steps:
@@ -131,7 +131,7 @@ def _step(check: Check, llm: LLM, shape: Shape, rows: int, context: int) -> None
 
 
 def _kernels(check: Check, llm: LLM, step: Packed, what: str, steps: int, known: dict[str, int]) -> None:
-    """Note the kernels of a step by the time that they take."""
+    """Note the kernels of a step by duration."""
     with check.guarded(f"kernels of {what}"):
         kernels = by_time.measure(lambda: replay(llm.engine, [step] * steps), steps)
         products = by_time.product_bytes(llm.engine.runner.programs[step.key].as_text())
@@ -154,7 +154,7 @@ def _seconds(llm: LLM, step: Packed, count: int) -> float:
 
 
 def _alone(check: Check, llm: LLM) -> None:
-    """Measure one request: its first token, and the time of each token after it."""
+    """Measure one request: time to first token, and time per further token."""
     length, new = ALONE[check.is_dry], ALONE_NEW[check.is_dry]
     generate(llm, [length], new + 1)  # makes graphs
     first, whole = generate(llm, [length], 1)[0], generate(llm, [length], new + 1)[0]
@@ -163,7 +163,7 @@ def _alone(check: Check, llm: LLM) -> None:
 
 
 def _requests(check: Check, llm: LLM, shape: Shape, count: int) -> None:
-    """Measure parallel requests of several lengths, and compare with the floor that follows from the ceilings."""
+    """Measure parallel requests of several lengths, and compare with the floor given by the ceilings."""
     longest, new = LONGEST[check.is_dry], NEW[check.is_dry]
     lengths = np.random.default_rng(0).integers(longest // 4, longest + 1, count).tolist()
     taken = []

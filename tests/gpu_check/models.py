@@ -19,7 +19,7 @@ _TINY_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 1
 
 
 def tiny(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config of the same family that a CPU runs in no time."""
+    """Return a config of the same family that is fast on a CPU."""
     return config | _TINY | _TINY_HEADS
 
 
@@ -36,7 +36,7 @@ def write_config(config: dict[str, Any], folder: Path, dtype: str) -> Path:
 
 
 def weights_of(config: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
-    """Name every tensor of a checkpoint, that of the last layer too where it is its own."""
+    """Return every tensor of a checkpoint, including an untied head."""
     found = shapes.weights_of(config)
     if not config["tie_word_embeddings"]:
         found.append(("lm_head.weight", (config["vocab_size"], config["hidden_size"])))
@@ -44,7 +44,7 @@ def weights_of(config: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def read_bytes(config: dict[str, Any], itemsize: int) -> int:
-    """Return the bytes of weights that a step reads: all, but of embeddings that are no last layer a few rows."""
+    """Return the bytes of weights that a step reads: all, except unread rows of untied embeddings."""
     is_tied = config["tie_word_embeddings"]
     named = (dims for name, dims in weights_of(config) if is_tied or "embed" not in name)
     return itemsize * sum(int(np.prod(dims)) for dims in named)

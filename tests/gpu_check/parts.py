@@ -1,6 +1,6 @@
-"""The parts of the check, the worthiest first: how much of the time and of the device's memory each may take.
+"""The parts of the check, the most important first, with their shares of the time and of the device's memory.
 
-Imports nothing but the standard library, so that a missing package is a line and not a crash.
+Imports only the standard library, so that a missing package is reported and not a crash.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ ENGINE = (
 
 
 class Part(NamedTuple):
-    """A module of this package that runs in a process with the device to itself."""
+    """A module of this package that runs in a process with exclusive use of the device."""
 
     seconds: int  # of eight minutes; unused time is shared by the later parts
     needs: tuple[str, ...]
-    memory: float  # the largest share of the device's memory that its process takes, or each of its processes
-    is_correctness: bool = False  # whether nothing of it may be missing or fail
+    memory: float  # the largest share of the device's memory per process
+    is_correctness: bool = False  # no check may be missing or fail
     is_optional: bool = False  # runs only if it is named
     environment: Mapping[str, str] = {}  # variables added to its process
 
@@ -51,5 +51,5 @@ def missing(names: tuple[str, ...]) -> list[str]:
 def _is_installed(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # the package that it is in
+    except ModuleNotFoundError:  # the containing package is missing
         return False

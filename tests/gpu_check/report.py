@@ -1,4 +1,4 @@
-"""What all parts found, as one JSON file and one Markdown file of the same name. Knows their notes and nothing else."""
+"""The results of all parts, as one JSON file and one Markdown file of the same name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Parts = dict[str, dict[str, Any]]
 
 
 def write(parts: Parts, folder: Path, is_dry: bool) -> Path:
-    """Write both files, with the other parts that they have of this device and day; return the Markdown's path."""
+    """Write both files, merged with other parts of this device and day; return the Markdown's path."""
     folder.mkdir(parents=True, exist_ok=True)
     machine = parts["machine"]["measured"][0]
     date = time.strftime("%Y-%m-%d")
@@ -28,14 +28,14 @@ def write(parts: Parts, folder: Path, is_dry: bool) -> Path:
 
 
 def verdict(part: dict[str, Any]) -> str:
-    """Say of a part in one word what is known: failed, incomplete or passed."""
+    """Return a part's verdict: failed, incomplete or passed."""
     if part["failures"]:
         return "failed"
     return "incomplete" if part["not_run"] or part["status"] != "done" else "passed"
 
 
 def summary(parts: Parts) -> str:
-    """Say in a few lines what failed, what was not run and which targets are reached."""
+    """Summarize failures, omissions and targets in a few lines."""
     lines = []
     for name, part in parts.items():
         lines.append(
@@ -50,7 +50,7 @@ def summary(parts: Parts) -> str:
 
 
 def markdown(parts: Parts, device: str, date: str) -> str:
-    """Write everything as tables."""
+    """Write all results as tables."""
     lines = [f"# {device}, {date}", "", "Made by `make gpu-check`.", ""]
     targets = [(name, one) for name, part in parts.items() for one in part["targets"]]
     if targets:

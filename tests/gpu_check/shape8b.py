@@ -1,4 +1,4 @@
-"""The engine of the 8B shape that the parts `model`, `graphs` and `starts` measure, all with the same programs.
+"""The engine of the 8B shape, shared by the parts `model`, `graphs` and `starts`, with the same programs.
 
 On a CPU it is a tiny shape of the same family, with a GPU's table of programs.
 """
@@ -48,7 +48,7 @@ class Shape(NamedTuple):
 
     @property
     def flags(self) -> list[str]:
-        """The same, for the command line."""
+        """The engine's arguments as command-line flags."""
         return [text for name, value in self.options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
 
     def floor(self, rows: int, context: float, bytes_per_second: float) -> float:
@@ -57,14 +57,14 @@ class Shape(NamedTuple):
 
 
 def write(check: Check) -> Shape:
-    """Write the model's folder, without weights; its cache is as large as the device's memory allows."""
+    """Write the model's folder, without weights; its cache is as large as device memory allows."""
     config = models.CONFIGS["Llama-3.1-8B"]
     config = models.tiny(config) if check.is_dry else config
     dtype, itemsize = ("float32", 4) if check.is_dry else ("bfloat16", 2)
     weights, per_token = models.read_bytes(config, itemsize), models.kv_bytes(config, itemsize)
     sizes = dict(DRY_SIZES if check.is_dry else SIZES)
     if memory := check.ceilings()["memory_gb"] * 1e9:
-        room = 0.88 * memory - 1.1 * weights - 7e9  # of embeddings, temporary arrays, and two sets of programs
+        room = 0.88 * memory - 1.1 * weights - 7e9  # embeddings, temporary arrays, and two sets of programs
         sizes["num_kv_blocks"] = int(min(sizes["num_kv_blocks"], room // (BLOCK * per_token)))
     folder = models.write_config(config, check.folder / "shape8b", dtype)
     return Shape(folder, dtype, sizes, weights, weights // itemsize, per_token, config["num_hidden_layers"])
@@ -83,7 +83,7 @@ def start(check: Check, shape: Shape) -> LLM:
 
 
 def compile_sizes(check: Check, llm: LLM, rows: Iterable[int], tokens: Sequence[int]) -> None:
-    """Compile the steps that are measured, in the variant that the engine's table has."""
+    """Compile the measured steps, in the variant that the engine's table has."""
     began = time.perf_counter()
     programs = llm.engine.runner.programs
     wanted = sorted({decode_size(llm.engine, own) for own in rows})
@@ -118,11 +118,11 @@ def decode_size(engine: LLMEngine, rows: int) -> int:
 
 
 def fill(engine: LLMEngine) -> None:
-    """Put noise into the cache: zeros would be read as fast, but multiplied faster."""
+    """Fill the cache with noise: zeros would be read as fast, but multiplied faster."""
     state = inspection.state_of(engine.runner)
     inspection.set_state(engine.runner, None)
     shapes = [[None if one is None else (one.shape, one.dtype) for one in layer] for layer in state.kv]
-    state = state.replace(kv=None)  # gone before the new ones are made: both would not fit
+    state = state.replace(kv=None)  # freed first: both would not fit
     made = tuple(tuple(None if one is None else measuring.noise(*one, seed=2) for one in layer) for layer in shapes)
     inspection.set_state(engine.runner, state.replace(kv=made))
 

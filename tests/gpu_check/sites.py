@@ -1,4 +1,4 @@
-"""Which implementations run on this machine, and why the others do not; and how exactly it multiplies."""
+"""The implementations that run on this machine, the reasons of the others, and the precision of products."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax
 import pallas_kernels
 from pallas_kernels import Choice, Site
 
-INTERPRETED = ("float32", "float16", "int8")  # what Triton's interpreter computes with
+INTERPRETED = ("float32", "float16", "int8")  # types that Triton's interpreter supports
 
 
 def site_of(dtype: str, cache_dtype: str, heads: tuple[int, int, int], **further: Any) -> Site:
@@ -32,7 +32,7 @@ def site_of(dtype: str, cache_dtype: str, heads: tuple[int, int, int], **further
 
 
 def choices(operation: str, site: Site) -> Iterator[tuple[str, Choice | str]]:
-    """Give every implementation's name with its choice, or with the reason for which it does not run here."""
+    """Yield every implementation's name with its choice, or with the reason that it does not run here."""
     for name in pallas_kernels.implementations(operation):
         if name == "triton" and is_interpreted():
             able = {site.dtype, site.cache_dtype} <= set(INTERPRETED)
@@ -40,14 +40,14 @@ def choices(operation: str, site: Site) -> Iterator[tuple[str, Choice | str]]:
             continue
         try:
             reason = pallas_kernels.refusal(operation, name, site)
-        except ImportError as error:  # what is not written yet, or needs a package
+        except ImportError as error:  # not written yet, or a missing package
             reason = f"it cannot be imported: {error}"
         yield name, Choice(name, site.capability) if reason is None else reason
 
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Multiply float32 in full, in all threads: XLA rounds it to TensorFloat-32 on a GPU, as no reference may."""
+    """Multiply float32 in full precision, in all threads: on a GPU XLA would round to TensorFloat-32."""
     before = jax.config.jax_default_matmul_precision
     jax.config.update("jax_default_matmul_precision", "highest")
     try:
@@ -57,5 +57,5 @@ def full_precision() -> Iterator[None]:
 
 
 def is_interpreted() -> bool:
-    """Say whether Triton's kernels run on the host here."""
+    """Return whether Triton's kernels run on the host."""
     return os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None

@@ -1,5 +1,7 @@
-"""Seconds until a command answers: the 8B shape with the compiled programs of earlier parts in the cache, and the
-embedded model with an empty cache and a full one.
+"""Measure the time until a command answers.
+
+For the 8B shape with compiled programs of earlier parts in the cache, and for the embedded model with an empty cache
+and a full one.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from tests.gpu_check import shape8b
 from tests.gpu_check.check import Check
 from tests.support.paths import ROOT
 
-LEAST = {"8B": 45, "embedded": 30}  # seconds without which a start is not begun
+LEAST = {"8B": 45, "embedded": 30}  # seconds needed to begin a start
 COVERING, ALL = (["--precompile", when] for when in ("covering", "all"))
 
 
@@ -24,7 +26,7 @@ def run(check: Check) -> None:
     shape = shape8b.write(check)
     kept, empty = check.folder / "programs", check.folder / "empty"
     whole = ["--model", str(shape.folder), *shape.flags]
-    # On a CPU the dry run has kept a GPU's table of programs, and the command's own table is another.
+    # A dry run has compiled a GPU's table of programs, which differs from the command's table on a CPU.
     start_of(check, "8B, all programs, kept", whole + (COVERING if check.is_dry else ALL), kept, LEAST["8B"])
     start_of(check, "embedded model, nothing kept", [], empty, LEAST["embedded"])
     start_of(check, "embedded model, kept", [], empty, LEAST["embedded"])
@@ -47,7 +49,7 @@ def start_of(check: Check, what: str, options: list[str], cache: Path, needs: fl
 
 
 def first_text(command: list[str], environment: dict[str, str], limit: float, log: Path) -> tuple[float, int | None]:
-    """Return the seconds until a command writes text, and its exit status: None where it took longer than `limit`."""
+    """Return the seconds until a command writes text, and its exit status: None after `limit` seconds."""
     began = time.perf_counter()
     with log.open("w") as errors:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors)

@@ -94,7 +94,7 @@ def test_a_wrong_kernel_is_seen(tmp_path, monkeypatch):
 
 
 def folding(turn, array):
-    """Eight turns that XLA makes one of."""
+    """Eight turns that XLA folds into one."""
     for number in range(8):
         array = array + (turn + number)
     return array
@@ -314,7 +314,7 @@ def test_without_a_gpu_there_is_no_check(tmp_path, capsys):
 
 
 def test_what_the_log_says_of_graphs_is_counted():
-    """In the words of XLA's command_buffer_thunk.cc and traced command buffers."""
+    """In the format of XLA's command_buffer_thunk.cc and traced command buffers."""
     log = """I1126 12:00:00.000001 7 command_buffer_thunk.cc:296] Executing warm up iteration of command buffer thunk
     I1126 12:00:00.1 7 command_buffer_thunk.cc:320] Updated command buffer in 1500 \u03bcs; num_commands=293
     I1126 12:00:00.2 7 command_buffer_thunk.cc:331] Execute command buffer on device #0; num_executions=1
@@ -374,7 +374,7 @@ def test_the_tuner_lists_candidates_and_refuses_without_a_gpu(capsys):
 
 @pytest.mark.ci
 def test_the_fastest_candidate_is_written(tmp_path, monkeypatch):
-    """What fails to compile is passed over; the table is as before but for the row."""
+    """Candidates that fail to compile are skipped; only one row of the table changes."""
     row = dict(next(one for one in tuning.table() if one["capability"] == 90))
     seen = []
 
@@ -407,7 +407,7 @@ def test_the_fastest_candidate_is_written(tmp_path, monkeypatch):
                                   measuring.prefill((4, 2, 16), 2, 40, "float32"),
                                   measuring.prefill((4, 1, 24), 2, 40, "float32", None, 16)])  # fmt: skip
 def test_what_is_timed_is_done_in_every_turn(case):
-    """The loop's program keeps the operation inside its loop, whatever XLA can see through."""
+    """The loop's program keeps the operation inside its loop, whatever XLA can optimize."""
     assert 0 < measuring.seconds(case.step("xla"), case.arrays, 4, 2) < 1
 
 
@@ -417,7 +417,7 @@ def test_the_bytes_of_a_case_are_what_it_must_read_and_write():
     assert case.num_bytes == 2 * 3 * 48 * 2 * 16 * 4 + 2 * 3 * 4 * 16 * 4
     assert case.flops == 4 * 3 * 48 * 4 * 16
     assert measuring.prefill((4, 2, 16), 1, 3, "float32").flops == 4 * (1 + 2 + 3) * 4 * 16
-    # One head of 24 numbers, of which 16 are values as well.
+    # One head of 24 numbers, 16 of which are values as well.
     case = measuring.decode((4, 1, 24), 3, 48, "float32", None, 1, 16)
     assert case.num_bytes == 3 * 48 * 24 * 4 + 3 * 4 * (24 + 16) * 4
     assert case.flops == 2 * 3 * 48 * 4 * (24 + 16)

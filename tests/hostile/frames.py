@@ -1,4 +1,4 @@
-"""gRPC as single HTTP/2 frames, so that a test can send what no gRPC library would."""
+"""gRPC as single HTTP/2 frames, for tests of frames that gRPC libraries never send."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SERVICE = "/jaxllm.v1.InferenceService"
 
 
 def framed(message: bytes) -> bytes:
-    """Return a message as gRPC sends it."""
+    """Return a message in gRPC's framing."""
     return struct.pack(">BI", 0, len(message)) + message
 
 
@@ -33,7 +33,7 @@ class Frames:
         self.http = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding=None))
         self.http.initiate_connection()
         self.http.update_settings({getattr(h2.settings.SettingCodes, key): value for key, value in settings.items()})
-        # Of the connection as a whole the window is wide: what stops is one stream.
+        # The connection's window is wide, so that only a stream's window stops sending.
         self.http.increment_flow_control_window(2**31 - 1 - 65535)
         self.events: list[Any] = []
         self.is_open = True
@@ -46,7 +46,7 @@ class Frames:
         self.socket.close()
 
     def flush(self, extra: bytes = b"") -> None:
-        """Send what is to be sent, and bytes of one's own."""
+        """Send pending data, and extra bytes."""
         try:
             self.socket.sendall(self.http.data_to_send() + extra)
         except OSError:
@@ -67,18 +67,18 @@ class Frames:
         return stream
 
     def pour(self, stream: int, num_bytes: int) -> int:
-        """Send so many zeros, or as many as the windows allow; return how many."""
+        """Send at most `num_bytes` zeros, within the windows; return the number sent."""
         num_bytes = sent = max(0, min(num_bytes, self.http.local_flow_control_window(stream)))
         while num_bytes:
             piece = bytes(min(num_bytes, self.http.max_outbound_frame_size))
             self.http.send_data(stream, piece)
             num_bytes -= len(piece)
-        self.socket.settimeout(10.0)  # of `read`: half a frame would spoil the connection
+        self.socket.settimeout(10.0)  # for `read`: half a frame would corrupt the connection
         self.flush()
         return sent
 
     def read(self, until: Callable[[list[Any]], object], seconds: float = 5.0) -> bool:
-        """Take in events until something holds of all that came, or the connection or the time is over."""
+        """Read events until a condition holds for all of them, or the connection or the time ends."""
         end = time.monotonic() + seconds
         while not until(self.events):
             self.socket.settimeout(max(0.001, end - time.monotonic()))
@@ -93,13 +93,13 @@ class Frames:
                 return bool(until(self.events))
             try:
                 self.events += self.http.receive_data(data)
-            except h2.exceptions.ProtocolError:  # for what the test itself has done to the state
+            except h2.exceptions.ProtocolError:  # caused by the test's changes to the state
                 pass
             self.flush()
         return True
 
     def status(self, stream: int, seconds: float = 5.0) -> tuple[int | None, str]:
-        """Return the gRPC status and the details of a call that ends; None for one without."""
+        """Return the gRPC status and details of a call that ends; the status may be None."""
 
         def ended(events: list[Any]) -> list[Any]:
             kinds = (h2.events.StreamEnded, h2.events.StreamReset)

@@ -1,7 +1,7 @@
-"""`python -m tests.hostile.held_loop serve …`: jaxllm with a path `/held`, which measures how its event loop is held.
+"""`python -m tests.hostile.held_loop serve …`: jaxllm with a path `/held` that measures blocking of its event loop.
 
-`/held` answers with the longest processor time of one thread between two turns of the loop since the last request for
-it: of the loop's thread, or of another that held the interpreter. Other processes do not change that time.
+`/held` returns the longest processor time of one thread between two turns of the loop since the last request for it: of
+the loop's thread, or of another that held the interpreter. Other processes do not affect it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TURN = 0.0005  # seconds between two turns of the timer
 
 
 class Timer:
-    """Finds the longest processor time of a thread between two turns."""
+    """Measures the longest processor time of a thread between two turns."""
 
     def __init__(self) -> None:
         self.longest = 0.0
@@ -36,7 +36,7 @@ class Timer:
             if thread.ident is not None:
                 try:
                     now[thread.ident] = time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
-                except OSError:  # it has ended
+                except OSError:  # the thread has ended
                     continue
         for ident, seconds in now.items():
             self.longest = max(self.longest, seconds - self._last.get(ident, seconds))

@@ -1,4 +1,4 @@
-"""What Linux tells of a process: its memory, its open files, its processor time and its sockets."""
+"""Memory, open files, processor time and sockets of a process, from Linux's /proc."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LISTEN = "0A"  # states of Linux's TCP sockets
 
 
 class Socket(NamedTuple):
-    """One TCP socket of a process; addresses as the kernel writes them, in hexadecimal."""
+    """One TCP socket of a process; addresses in the kernel's hexadecimal format."""
 
     local: str
     port: int
@@ -22,14 +22,14 @@ class Socket(NamedTuple):
 
 
 def resident_bytes(pid: int) -> int:
-    """Return the anonymous memory of a process, with what was swapped out."""
+    """Return the anonymous memory of a process, including swap."""
     status = Path(f"/proc/{pid}/status").read_text()
     return 1024 * sum(int(kib) for kib in re.findall(r"^(?:RssAnon|VmSwap):\s+(\d+) kB", status, re.MULTILINE))
 
 
 @contextmanager
 def growth(pid: int) -> Iterator[Callable[[], int]]:
-    """Look at a process's memory while the block runs; give what tells the most bytes that came on top."""
+    """Sample a process's memory while the block runs; yield a function that returns the largest growth in bytes."""
     before, most, end = resident_bytes(pid), 0, threading.Event()
 
     def look() -> None:
@@ -47,12 +47,12 @@ def growth(pid: int) -> Iterator[Callable[[], int]]:
 
 
 def num_descriptors(pid: int) -> int:
-    """Count the open files of a process."""
+    """Return the number of open files of a process."""
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
 def bytes_read(pid: int) -> int:
-    """Return how many bytes a process has read in all its life, from files and sockets."""
+    """Return the bytes that a process has read since its start, from files and sockets."""
     return int(re.findall(r"^rchar: (\d+)", Path(f"/proc/{pid}/io").read_text(), re.MULTILINE)[0])
 
 
@@ -63,12 +63,12 @@ def processor_seconds(pid: int) -> float:
 
 
 def tcp_sockets(pid: int) -> list[Socket]:
-    """Return the TCP sockets that a process holds."""
+    """Return the TCP sockets of a process."""
     inodes = set()
     for name in os.listdir(f"/proc/{pid}/fd"):
         try:
             target = os.readlink(f"/proc/{pid}/fd/{name}")
-        except FileNotFoundError:  # closed meanwhile
+        except FileNotFoundError:  # closed in between
             continue
         if match := re.fullmatch(r"socket:\[(\d+)\]", target):
             inodes.add(match[1])

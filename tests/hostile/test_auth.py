@@ -1,6 +1,6 @@
-"""Who has no key gets nowhere: every route and method with every kind of wrong key, and paths in disguise.
+"""Without a valid key every route and method is refused, with every kind of wrong key and disguised paths.
 
-The routes are these.
+Also checks that the list of routes is complete.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.support.serving_process import ServingProcess
 
 KEY, ADMIN = "sk-1234567890abcdef", "boss-1234567890abcdef"
 
-# Every HTTP route: its method, and what it answers to: no key, a wrong one, a user's, an admin's.
+# Every HTTP route: its method, and its statuses with no key, a wrong one, a user's, an admin's.
 ROUTES = {
     ("POST", "/v1/completions"): (401, 401, 400, 400),
     **{("POST", f"/v1/chat/completions{path}"): (401, 401, 400, 400) for path in ("", "/batch")},
@@ -60,7 +60,7 @@ ROUTES = {
     ("GET", "/"): (200, 200, 200, 200),
     ("GET", "/docs"): (200, 200, 200, 200),
 }
-# Every gRPC service but health, which is open: whether its calls are an administrator's.
+# Every gRPC service except health, which is open: whether it requires an admin key.
 SERVICES = {
     "jaxllm.v1.InferenceService": False,
     "jaxllm.v1.ControlService": True,
@@ -143,7 +143,7 @@ def test_no_path_in_disguise_is_open(port: int, path: str) -> None:
         assert status(port, "GET", path, host=host) == refused, host
     for wrong in ("Bearer wrong", "Bearer sk-", f"Bearer {KEY}x", "Basic c2s="):
         assert status(port, "GET", path, authorization(wrong)) == refused, wrong
-    # With a key it is nothing special, either.
+    # With a key it is not special, either.
     keyed = status(port, "GET", path, authorization(f"Bearer {KEY}"))
     assert keyed in (200, 400, 404, 405) or (keyed == 403 and path in ("/load", "/metrics"))
 
@@ -216,7 +216,7 @@ def methods() -> list[tuple[str, bool]]:
 @pytest.mark.ci
 def test_what_each_call_says_to_each_key(keyed: ServingProcess) -> None:
     def code(method: str, *metadata: tuple[str, str | bytes]) -> str:
-        # As a stream both ways, which any kind of call looks like on the wire.
+        # A bidirectional stream, which has the wire format of any kind of call.
         call = channel.stream_stream(method)(iter([b""]), metadata=metadata, timeout=10)
         try:
             list(call)

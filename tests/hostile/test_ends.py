@@ -1,6 +1,6 @@
-"""How calls end before they are through: deadlines and clients that go, while queued, in prefill and in decode.
+"""Calls that end early: by deadlines and disconnects, while queued, in prefill and in decode.
 
-The engine has let go of such a request one step and a tenth of a second later. Rows 30 and 33 of the acceptance table;
+The engine must release such a request within one step and a tenth of a second. Rows 30 and 33 of the acceptance table;
 the engine in this process is slowed down, so that each phase lasts.
 """
 
@@ -37,8 +37,8 @@ from tests.support.sizes import FEW_SLOTS
 
 PHASES = ("queue", "prefill", "decode")
 STEPS = {"queue": 0.03, "prefill": 0.15, "decode": 0.03}  # seconds of a step
-DEADLINES = {"queue": 0.25, "prefill": 0.25, "decode": 1.0}  # seconds: in each phase's middle
-ALLOWED = 0.1  # beside one step; what a busy machine takes comes on top
+DEADLINES = {"queue": 0.25, "prefill": 0.25, "decode": 1.0}  # seconds: in the middle of each phase
+ALLOWED = 0.1  # seconds, besides one step; a busy machine gets more
 BUSY = 4.0
 
 
@@ -51,7 +51,7 @@ class Site(ServerThread):
         self.options = self.server.serving.options
 
     def held(self) -> tuple[int, int, int]:
-        """Return the requests that run, those that wait, and the blocks in use."""
+        """Return the running requests, the waiting ones, and the blocks in use."""
         load = self.server.engine.get_load()
         return load.running, load.waiting, load.kv_blocks_used
 
@@ -76,7 +76,7 @@ _first_ids = itertools.count(5)
 
 
 def prompt_of(phase: str) -> list[int]:
-    """Return a prompt, of three steps for the prefill; each time another, of which nothing is cached."""
+    """Return an uncached prompt, of three steps for the prefill."""
     first = next(_first_ids)
     return list(range(first, first + 300)) if phase == "prefill" else [5, 6, 7]
 
@@ -94,7 +94,7 @@ def request_of(phase: str) -> inference_pb2.GenerateRequest:
 
 
 class Wait:
-    """Is where a client waits until the request is in its phase and notes when it acts."""
+    """Waits, in a client, until the request is in its phase, and records the time."""
 
     def __init__(self, site: Site, phase: str) -> None:
         self._site, self._phase = site, phase
@@ -111,7 +111,7 @@ class Wait:
         self.moment = time.monotonic() + DEADLINES[self._phase]
 
 
-# Ways to end; each is given where the server is, the phase, and what to call when it is time.
+# Ways to end, each a function of the server's address, the phase, and a function to call at the right time.
 
 
 def http_closes(site: Site, phase: str, now: Wait, stream: bool, kind: str) -> None:
@@ -188,7 +188,7 @@ def server_deadline_http(site: Site, phase: str, now: Wait, stream: bool) -> Non
         answer = b""
         while piece := connection.recv(65536):
             answer += piece
-    if stream and phase == "decode":  # the status has gone out before
+    if stream and phase == "decode":  # the status was sent before
         assert answer.startswith(b"HTTP/1.1 200") and b'"code":"deadline_exceeded"' in answer
         assert answer.count(b"data: [DONE]") == 1 and b'"finish_reason":"' not in answer
     else:
@@ -213,7 +213,7 @@ WAYS: dict[str, Any] = {
     "server deadline, http stream": (server_deadline_http, True),
     "server deadline, http whole": (server_deadline_http, False),
 }
-LATE: dict[str, list[float]] = {}  # seconds after the end, beyond one step, until the engine had let go
+LATE: dict[str, list[float]] = {}  # seconds after the end, beyond one step, until the engine released the request
 
 
 def cases() -> list[Any]:
@@ -270,7 +270,7 @@ def test_the_engine_lets_go_one_step_later(site: Site, way: str, phase: str, mon
 
 
 def test_most_were_much_faster(site: Site) -> None:
-    """What the busy machine is allowed above is no excuse for the typical case."""
+    """The allowance above for a busy machine must not hide a slow typical case."""
     for phase, found in LATE.items():
         print(f"{phase}: median {1e3 * statistics.median(found):.0f} ms, most {1e3 * max(found):.0f} ms beyond a step")
-        assert statistics.median(found) < ALLOWED + 0.2  # tests run beside it
+        assert statistics.median(found) < ALLOWED + 0.2  # tests run in parallel

@@ -1,6 +1,6 @@
-"""One client's worst requests: another client's chat waits for them half a second at most, and they hold little memory.
+"""One client's worst requests delay another client's chat by half a second at most, and hold little memory.
 
-The two have keys of their own. What each attack takes is printed.
+The two clients have separate keys. The cost of each attack is printed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tests.support.sizes import SLOTS, flags
 
 pytestmark = pytest.mark.ci
 
-BODY_BYTES = 8 << 20  # the most that a server takes unless it is told otherwise
-MOST_SECONDS = 0.5  # that another client may wait, beyond what it waits alone
+BODY_BYTES = 8 << 20  # the server's default limit
+MOST_SECONDS = 0.5  # delay of another client beyond its delay without attack
 GREEDY, HONEST = "greedy", "honest"
 CHAT = {"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 1}
 
@@ -36,7 +36,7 @@ def server() -> Iterator[ServingProcess]:
 
 
 def ask(server: ServingProcess, key: str, path: str, body: bytes) -> int:
-    """Ask without a library, so that those who send much leave this process's time to the one that is measured."""
+    """Send a request without a library, to leave this process's time to the measured client."""
     head = post(b"", f"Content-Length: {len(body)}", f"Authorization: Bearer {key}", path=path)
     with socket.create_connection(address_of(server), 120) as connection:
         answer = b""
@@ -51,13 +51,13 @@ def ask(server: ServingProcess, key: str, path: str, body: bytes) -> int:
 
 
 def filled(before: bytes, unit: bytes, after: bytes) -> bytes:
-    """Repeat a unit until a body is as large as one may be."""
+    """Repeat a unit until the body has the largest allowed size."""
     return before + unit * ((BODY_BYTES - len(before) - len(after)) // len(unit)) + after
 
 
 @contextmanager
 def measured(server: ServingProcess, name: str) -> Iterator[dict[str, float]]:
-    """Chat and look at the memory while the block runs; give the longest wait, in seconds, and the bytes on top."""
+    """Chat and sample the memory while the block runs; yield the longest delay in seconds, and the growth in bytes."""
     body, pid = json.dumps(CHAT).encode(), server.process.pid
     before, end, waits = resident_bytes(pid), threading.Event(), []
 
@@ -107,9 +107,9 @@ BODIES = {
 
 
 def test_bodies_that_never_end_hold_little(server: ServingProcess) -> None:
-    """A hundred of 8 MiB, each a byte short of its end: what is over a client's share is told so at once.
+    """A hundred bodies of 8 MiB, each missing its last byte: those beyond a client's share are refused at once.
 
-    The first of the tests, while the server holds nothing that others could have left to be used again.
+    The first of the tests, while the server holds no memory that other tests left for reuse.
     """
     body = filled(b'{"prompt":"', b"a", b'"}')
     head = post(b"", f"Content-Length: {len(body)}", f"Authorization: Bearer {GREEDY}", closes=False)
@@ -133,14 +133,14 @@ def test_bodies_that_never_end_hold_little(server: ServingProcess) -> None:
     print(f"{len(answers)} of 100 were refused")
     assert found["held"] < 160 << 20, found
     assert all(answer.startswith(b"HTTP/1.1 429") and b"retry-after: 1" in answer for answer in answers if answer)
-    assert ask(server, GREEDY, "/v1/completions", filled(b'{"prompt":"', b"a", b'"}')) == 400  # all was given back
+    assert ask(server, GREEDY, "/v1/completions", filled(b'{"prompt":"', b"a", b'"}')) == 400  # all was released
 
 
 @pytest.mark.parametrize("name", BODIES)
 def test_another_clients_chat_hardly_waits(server: ServingProcess, name: str) -> None:
     path, parts = BODIES[name]
     body = filled(*parts)
-    for _ in range(4):  # what disturbs does so every time; a neighbour on the machine does not
+    for _ in range(4):  # a real delay shows every time; other load on the machine does not
         with measured(server, name) as found:
             threads = [threading.Thread(target=ask, args=(server, GREEDY, path, body)) for _ in range(8)]
             for thread in threads:

@@ -1,4 +1,4 @@
-"""Floods of gRPC's port, each kind from one connection and from eight: the waits of other clients, the memory held."""
+"""Floods of gRPC's port, each kind from one connection and from eight: delays of other clients, and memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.paths import ROOT
 from tests.support.serving_process import ServingProcess
 
 SECONDS = 0.6
-MOST_SECONDS = 0.5  # that others wait
+MOST_SECONDS = 0.5  # delay of other clients
 MOST_MIB = 64
 QUICK = ("CONTINUATION", "calls and small CONTINUATION", "resets", "large heads")
 
@@ -62,7 +62,7 @@ def test_floods_keep_nobody_waiting(fake: ServingProcess, kind: str, connections
 
 
 def is_bearable(fake: ServingProcess, kind: str, connections: int) -> bool:
-    """Flood the port; return whether others were answered in time and the server held little."""
+    """Flood the port; return whether others were answered in time and the server's memory grew little."""
     waits: dict[str, list[float]] = {name: [] for name in asked_by(fake)}
     end = threading.Event()
 

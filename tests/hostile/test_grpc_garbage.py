@@ -1,7 +1,7 @@
-"""gRPC messages that are none, and HTTP/2 frames that no library sends.
+"""Invalid gRPC messages, and HTTP/2 frames that no library sends.
 
-Each call gets a status of the map and words of our own; an attacker's connection costs less than a core, and others'
-calls are answered meanwhile.
+Each call gets a documented status and message; an attacker's connection costs less than a core, and other clients'
+calls are still answered.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ REQUESTS: dict[str, type[Message]] = {
         for version in ("v1", "v1alpha")
     },
 }
-STREAMED = ("ServerReflectionInfo", "StreamEmbed")  # take a stream of requests
-LONGEST_PATH = 6  # messages within messages; those of Struct go on for ever
+STREAMED = ("ServerReflectionInfo", "StreamEmbed")  # methods that take a stream of requests
+LONGEST_PATH = 6  # nested messages; Struct is recursive
 BROKEN_TEXTS = (b"\xff", b"\xc0\xaf", b"\xed\xa0\x80", b"a\xe2\x82")
 
 
@@ -59,14 +59,14 @@ def channel(fake: ServingProcess) -> Iterator[grpc.Channel]:
 
 
 def field(number: int, payload: bytes) -> bytes:
-    """Return a field of bytes as it stands on the wire."""
+    """Return a field of bytes in wire format."""
     return varint(number << 3 | 2) + varint(len(payload)) + payload
 
 
 def text_fields(
     descriptor: Descriptor, path: tuple[FieldDescriptor, ...] = ()
 ) -> Iterator[tuple[FieldDescriptor, ...]]:
-    """Walk the text fields of a message and of the messages in it; a path each."""
+    """Yield the text fields of a message and its nested messages, as paths."""
     for own in descriptor.fields:
         if own.type == FieldDescriptor.TYPE_STRING:
             yield *path, own
@@ -75,7 +75,7 @@ def text_fields(
 
 
 def refusal(channel: grpc.Channel, method: str, raw: bytes, metadata: Any = ()) -> tuple[str, str]:
-    """Send bytes as the request of a call that has to fail; return its code and its words, which are our own."""
+    """Send bytes as the request of a call that must fail; return its code and its message, which must be ours."""
     if method.endswith(STREAMED):
         call = channel.stream_stream(method)(iter([raw]), timeout=20, metadata=metadata)
     elif "Stream" in method:
@@ -139,7 +139,7 @@ def test_fields_that_nobody_knows_are_refused_where_they_could_mean_something(ch
 
 
 def test_messages_within_messages(channel: grpc.Channel) -> None:
-    """In a Struct there is no bottom; parsers have one."""
+    """Struct nests without bound; parsers have a limit."""
     for depth in (40, 60, 99, 1000, 10_000):
         value = b""
         for _ in range(depth):
@@ -154,7 +154,7 @@ def test_messages_within_messages(channel: grpc.Channel) -> None:
 
 
 def test_messages_that_are_large(fake: ServingProcess, channel: grpc.Channel) -> None:
-    """Five MiB are read, for they are under the bound, and refused for what they are; nine are not read."""
+    """Five MiB are below the limit, so they are read and refused by content; nine are not read."""
     before = resident_bytes(fake.process.pid)
     for raw in (b"\xff" * (5 << 20), field(1, b"m" * (5 << 20)), b"\xfa\x3e\x01a" * (5 << 18)):
         began = time.monotonic()
@@ -163,7 +163,7 @@ def test_messages_that_are_large(fake: ServingProcess, channel: grpc.Channel) ->
     for method in (f"{INFERENCE}/Generate", f"{INFERENCE}/StreamGenerate", f"{CONTROL}/Abort"):
         code, words = refusal(channel, method, field(2, b"a" * (9 << 20)))
         assert code == "RESOURCE_EXHAUSTED" and "Received message larger than max" in words
-    # 3.5 million messages in a message.
+    # 3.5 million nested messages.
     told = refusal(channel, f"{INFERENCE}/Generate", field(4, b"\x0a\x00" * 3_500_000))
     assert told[0] == "INVALID_ARGUMENT"
     assert resident_bytes(fake.process.pid) - before < 900 << 20
@@ -191,7 +191,7 @@ def test_metadata_of_all_kinds(fake: ServingProcess, channel: grpc.Channel) -> N
             codes = ("INVALID_ARGUMENT", "INTERNAL", "RESOURCE_EXHAUSTED", "UNAUTHENTICATED")
             assert told.code().name in codes, (metadata, told)
             assert SECRETS.search(told.details() or "") is None
-            # What is INTERNAL never left this machine.
+            # INTERNAL must be an error of the client library.
             assert told.code().name != "INTERNAL" or told.details() in ("Invalid metadata", "Illegal header value")
     with Frames(fake.grpc) as frames:
         for name, value in (
@@ -215,7 +215,7 @@ def test_metadata_of_all_kinds(fake: ServingProcess, channel: grpc.Channel) -> N
 
 @contextmanager
 def unhurt(server: ServingProcess, calls: int = 30, most_mib: int = 100) -> Iterator[list[float]]:
-    """Fail if calls of another client fail or take long while the block runs, or if it costs a core; give the times."""
+    """Fail if another client's calls fail or are slow while the block runs, or if it costs a core; yield the times."""
     pid, end, times = server.process.pid, threading.Event(), []
 
     def ask() -> None:
@@ -246,7 +246,7 @@ def unhurt(server: ServingProcess, calls: int = 30, most_mib: int = 100) -> Iter
 NUM_WATCHES = 20_000
 
 
-NUM_PARCELS, PARCEL = 100, 8 << 20  # messages that are announced, and their bytes: as large as any may be
+NUM_PARCELS, PARCEL = 100, 8 << 20  # announced messages, and their bytes, the largest allowed
 
 
 @pytest.mark.ci
@@ -256,13 +256,13 @@ NUM_PARCELS, PARCEL = 100, 8 << 20  # messages that are announced, and their byt
         ("/grpc.health.v1.Health/Check", 300, {4}),  # 32 are received at once
         pytest.param("/grpc.health.v1.Health/Watch", 300, {4}, marks=pytest.mark.slow),
         pytest.param(f"{INFERENCE}/StreamEmbed", 850, {4}, marks=pytest.mark.slow),
-        (f"{INFERENCE}/Generate", 850, {4}),  # which needs a key, where there are keys
+        (f"{INFERENCE}/Generate", 850, {4}),  # needs a key, if keys are configured
     ],
 )
 def test_messages_that_never_come_whole(
     fake: ServingProcess, method: str, most_mib: int, codes: set[int | None]
 ) -> None:
-    """On four connections, all but for the last byte: they are refused, or let go in time with what they held."""
+    """On four connections, without the last byte: refused, or released in time with their memory."""
     pid, before, most = fake.process.pid, resident_bytes(fake.process.pid), 0
     with unhurt(fake) as times, ExitStack() as connections:
         attackers = [connections.enter_context(Frames(fake.grpc)) for _ in range(4)]
@@ -271,7 +271,7 @@ def test_messages_that_never_come_whole(
             for number in range(NUM_PARCELS)
         }
         time.sleep(0.2)
-        with grpc.insecure_channel(fake.grpc) as channel:  # all places are taken: the oldest makes room
+        with grpc.insecure_channel(fake.grpc) as channel:  # all places are taken: the oldest is evicted
             health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=2)
         end = time.monotonic() + STALL_SECONDS + 8
         while left and time.monotonic() < end:
@@ -296,7 +296,7 @@ def test_messages_that_never_come_whole(
 
 @pytest.mark.ci
 def test_thousands_of_watches(fake: ServingProcess) -> None:
-    """They need no key, and stay: a connection has its share of them, and no more."""
+    """They need no key and stay open: a connection has a limited number of them."""
     import hpack
 
     before, most = resident_bytes(fake.process.pid), 0
@@ -311,7 +311,7 @@ def test_thousands_of_watches(fake: ServingProcess) -> None:
             calls += len(block).to_bytes(3, "big") + b"\1\4" + stream + block + b"\0\0\5\0\1" + stream + framed(b"")
         frames.socket.settimeout(1.0)
         frames.socket.sendall(calls)
-        with suppress(TimeoutError):  # once it is silent
+        with suppress(TimeoutError):  # until it is silent
             while frames.socket.recv(1 << 20):
                 most = max(most, resident_bytes(fake.process.pid) - before)
         held = resident_bytes(fake.process.pid) - before
@@ -322,7 +322,7 @@ def test_thousands_of_watches(fake: ServingProcess) -> None:
 
 
 def test_heads_that_grow_when_unpacked(fake: ServingProcess) -> None:
-    """Four kilobytes go into the table of HPACK once; each byte after that stands for all of them."""
+    """Four kilobytes are put into HPACK's table once; each further byte refers to all of them."""
     import hpack
 
     with unhurt(fake), Frames(fake.grpc) as frames:

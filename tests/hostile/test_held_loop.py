@@ -1,6 +1,6 @@
-"""No route holds the event loop for 50 ms, with any large body, stored response or answer.
+"""No route blocks the event loop for 50 ms, with any large body, stored response or answer.
 
-Routes and fields are read from the server's OpenAPI description. `held_loop.py` measures.
+Routes and fields are those of the server's OpenAPI description. `held_loop.py` measures.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.support.serving_process import QUICK, ServingProcess
 
 Body = dict[str, Any]
 LARGEST = 7_900_000  # bytes of one field
-TRIES = 4  # the least of them counts
+TRIES = 4  # the least of them is used
 SAID = {"role": "user", "content": "a"}
 LEAST: dict[str, Any] = {  # small values of required fields
     **{"prompt": "a", "messages": [SAID], "input": "a", "tokens": [7], "query": "a", "documents": ["a"]},
@@ -38,7 +38,7 @@ def http() -> Iterator[httpx.Client]:
 
 
 def held(http: httpx.Client, method: str, path: str, body: bytes | None = None) -> tuple[httpx.Response, float]:
-    """Send a request; return the answer, and how long it held the loop: the least of some tries."""
+    """Send a request; return the answer, and the least time, over some tries, that it blocked the loop."""
     least = float("inf")
     for _ in range(TRIES):
         http.get("/held")
@@ -77,7 +77,7 @@ def tool(**own: Any) -> Body:
 
 
 def inner_bodies() -> Iterator[Body]:
-    """Yield bodies with large values inside of fields."""
+    """Yield bodies with large values nested in fields."""
     numbers = {"a": [1] * 1_000_000}
     call = {"type": "function", "id": "a", "function": {"name": "f", "arguments": json.dumps(numbers)}}
     parts = [{"type": "text", "text": "a"}] * 40_000
@@ -159,7 +159,7 @@ def test_no_field_of_any_route_holds_the_loop(http: httpx.Client) -> None:
 
 @pytest.mark.ci
 def test_nothing_that_is_stored_holds_the_loop(http: httpx.Client) -> None:
-    """A chain of seven stored responses of 55 MB; all have failed, because their input is longer than the context."""
+    """A chain of seven stored responses of 55 MB, all failed, because their input exceeds the context."""
     previous, over = None, {}
 
     def check(name: str, method: str, path: str, body: Body | None = None) -> httpx.Response:

@@ -1,4 +1,4 @@
-"""Bodies that are no JSON, in hundreds of forms: each is 400 at once, and nothing is kept of them."""
+"""Bodies that are not JSON, in hundreds of forms: each is answered 400 at once, and none is kept."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ JSON = {"content-type": "application/json"}
 
 
 def cases() -> list[bytes]:
-    """Make the bodies: drawn from a seed, so that they are the same in every run."""
+    """Return the bodies, drawn from a seed."""
     rng = random.Random(7)
     found = [GOOD[:cut] for cut in rng.sample(range(len(GOOD)), 60)]  # truncated
     found += [
         GOOD + tail for tail in (b"x", b"{}", b",", b"]", b"}", b"\0", b"null", b"\xff", b"//", b"/**/", b"#", b'"')
     ]
-    for name in ("model", "prompt", "max_tokens", "temperature", "user", "x" * 1000):  # keys that come twice
+    for name in ("model", "prompt", "max_tokens", "temperature", "user", "x" * 1000):  # duplicate keys
         found += [
             GOOD[:-1] + b"," + json.dumps(name).encode() + b":1," + json.dumps(name).encode() + b":2}",
             b'{"prompt":"a","metadata":{"%s":1,"%s":1}}' % (name.encode(), name.encode()),
             b'{"prompt":"a","metadata":[{"a":{"%s":1,"%s":{}}}]}' % (name.encode(), name.encode()),
         ]
-    found.append(b'{"prompt":"a","metadata":{"a":1,"\\u0061":1}}')  # the same key in other letters
+    found.append(b'{"prompt":"a","metadata":{"a":1,"\\u0061":1}}')  # the same key, escaped
     for depth in (65, 100, 1000, 10_000, 100_000):
         for opening, closing in ((b"[", b"]"), (b'{"a":', b"}"), (b'[{"a":', b"}]"), (b"[[],", b"]")):
             found += [
@@ -72,7 +72,7 @@ def cases() -> list[bytes]:
     ]
     found += [b"prompt=a", b"<prompt>a</prompt>", b"prompt: a", b"\x81\xa6prompt\xa1a", b"{" * 50_000, b'"' * 50_001]
     found += [b'{"prompt":"' + b"\\" * 100_001, b'{"a":' * 20_000, b"[1," * 100_000, b"-" * 100_000]
-    while len(found) < 310:  # one byte is another
+    while len(found) < 310:  # one byte changed
         at = rng.randrange(len(GOOD))
         changed = GOOD[:at] + bytes([rng.choice(b'"\\{}[],:\xff\0')]) + GOOD[at + 1 :]
         if not is_json(changed):
@@ -89,7 +89,7 @@ def is_json(raw: bytes) -> bool:
 
 
 def refusals(fake: ServingProcess, bodies: list[bytes], path: str) -> list[float]:
-    """Send each body; return how long its refusal took."""
+    """Send each body; return the seconds of each refusal."""
     times = []
     with httpx.Client(base_url=fake.http, timeout=20) as http:
         for body in bodies:
@@ -105,7 +105,7 @@ def refusals(fake: ServingProcess, bodies: list[bytes], path: str) -> list[float
 def test_three_hundred_bodies_that_are_no_json(fake: ServingProcess) -> None:
     bodies = cases()
     assert len(bodies) >= 300
-    refusals(fake, bodies, "/v1/completions")  # a first time: what a process needs once is no growth
+    refusals(fake, bodies, "/v1/completions")  # excludes one-time growth of a process
     before = resident_bytes(fake.process.pid)
     times = refusals(fake, bodies, "/v1/chat/completions") + refusals(fake, bodies, "/tokenize")
     times.sort()
@@ -140,7 +140,7 @@ def test_three_hundred_bodies_that_are_no_json(fake: ServingProcess) -> None:
         (lambda: {"prompt": "a", "logprobs": 10**9}, "logprobs"),
         (lambda: {"prompt": "a", "request_id": "a" * 90_000}, "request_id"),
         (lambda: {"prompt": "a", "cache_salt": "a" * 90_000}, "cache_salt"),
-        (lambda: {"prompt": "a", **{f"field{i}": i for i in range(5_000)}}, "field16"),  # so many are ignored
+        (lambda: {"prompt": "a", **{f"field{i}": i for i in range(5_000)}}, "field16"),  # this many are ignored
     ],
 )
 def test_a_small_body_that_asks_for_much_is_refused_before_anything_is_made(

@@ -1,6 +1,6 @@
-"""What errors tell clients, and what clients can write into the log: nothing of the server's inside, one line each.
+"""Errors and logs disclose no internals of the server, and have one line each.
 
-Errors of a server that breaks are in test_error_map_phases.
+Errors of a broken server are in test_error_map_phases.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.support.fake_serving import raw_exchange
 from tests.support.grpc_site import details_of
 from tests.support.serving_process import ServingProcess
 
-# Names that a Python programmer would know: of exceptions, ours and Python's, and of classes of the server.
+# Names of exceptions, ours and Python's, and of classes of the server.
 CLASSES = re.compile(
     r"\b("
     + "|".join(
@@ -48,7 +48,7 @@ def tells_nothing(text: str) -> None:
 
 
 def http_errors() -> list[tuple[str, str, Any]]:
-    """Return method, path and body of requests that go wrong, each in its own way."""
+    """Return method, path and body of requests that fail, each differently."""
     wrong: list[dict[str, Any]] = [
         *({"prompt": value} for value in (None, 5, {}, [], "", [[]], [None], [5, "a"], [10**9], [-1], "a" * 100_000)),
         *({"prompt": "a", "temperature": value} for value in (-1, "hot", [], {}, True, 10**400, 1e308 * 10)),
@@ -58,7 +58,7 @@ def http_errors() -> list[tuple[str, str, Any]]:
         *({"prompt": "a", "logit_bias": value} for value in ({"x": 1}, {"99999999": 1}, [1], {"5": "x"}, {"5": None})),
         *({"prompt": "a", "model": value} for value in (5, "other", "../../etc/passwd", "/opt/x", "a" * 10_000)),
         *(
-            {"prompt": "a", name: 1, "temperature": -1}  # the last since most unknown fields are ignored
+            {"prompt": "a", name: 1, "temperature": -1}  # invalid, since most unknown fields are ignored
             for name in ("nothing", "__class__", "self", "guided_json", "prompt_embeds", "lora")
         ),
         *({"prompt": "a", "request_id": value} for value in ("", 5, "a b", "x" * 1000, *EVIL)),
@@ -135,7 +135,7 @@ def test_no_http_error_tells_what_is_inside(server: ServingProcess) -> None:
 
 
 def grpc_errors() -> list[tuple[str, Any]]:
-    """Return method and request of calls that go wrong."""
+    """Return method and request of calls that fail."""
     ask, chat = inference_pb2.GenerateRequest, {"messages": [{"role": "user", "content": "a"}]}
     plain = [evil for evil in EVIL if "\0" not in evil]
     requests: list[Any] = [

@@ -1,7 +1,6 @@
-"""Prompts of every odd length and text, as a table of what each is answered with; and one that fits no context.
+"""Prompts of every unusual length and text, with their expected answers; and one that exceeds the context.
 
-The context has 512 tokens; what fits it and not the pool is in
-test_error_map_phases.
+The context has 512 tokens; prompts that fit it but exceed the pool are in test_error_map_phases.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ USER = {"role": "user", "content": "hi"}
 IDS = [5, 6, 7, 8] * 200
 
 
-# What a conversation has too much of, though no template may show it, and the code of the error.
+# Conversations with too much of something that no template may show, and the error's code.
 LARGE: dict[str, tuple[dict[str, Any], str]] = {
     "lists in an ignored key": ({"messages": [{**USER, "x": [[]] * 140_000}]}, "invalid_parameter"),
     "parts of a content": ({"messages": [{"role": "user", "content": ["a"] * 140_000}]}, "invalid_parameter"),
@@ -63,7 +62,7 @@ def test_what_a_conversation_brings_along_of_moderate_size_is_taken(server: Serv
 
 
 def test_a_prompt_that_fits_no_context_disturbs_nobody(server: ServingProcess) -> None:
-    """It is refused at once, whatever else is being served."""
+    """It is refused at once, without delaying other requests."""
 
     def p99s() -> tuple[float, float]:
         alone, beside = Waits([], []), Waits([], [])
@@ -81,7 +80,7 @@ def test_a_prompt_that_fits_no_context_disturbs_nobody(server: ServingProcess) -
 
     times: list[float] = []
     with httpx.Client(base_url=server.http, timeout=20) as http:
-        # What disturbs does so every time; a neighbour on the machine does not.
+        # A real delay shows every time; other load on the machine does not.
         for _ in range(5):
             alone, beside = p99s()
             print(f"p99 between {1e3 * alone:.1f} ms, beside it {1e3 * beside:.1f} ms")

@@ -1,6 +1,6 @@
-"""Scanners of strangers' text take time in proportion to it, however it is cut.
+"""Scanners of untrusted text take linear time, for text cut anywhere.
 
-Tool calls and reasoning have the same check beside their other tests, stop strings in fuzz/test_properties.py.
+Tool calls and reasoning have the same check in their tests, stop strings in fuzz/test_properties.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def read_json(text: str, piece: int) -> None:
         strict_json.read(text.encode(), 64)
 
 
-CASES: dict[str, tuple[Any, str, str]] = {  # who reads, how the text begins, what is repeated
+CASES: dict[str, tuple[Any, str, str]] = {  # scanner, beginning of the text, repeated part
     "events in one line": (read_events, "data: ", "a"),
     "events without a text": (read_events, "", "\n"),
     "events of one letter": (read_events, "", "data: a\n\n"),

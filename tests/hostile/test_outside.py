@@ -24,7 +24,7 @@ from tests.hostile.wire import address_of
 from tests.support.serving_process import ROOT, ServingProcess
 from tests.support.sizes import SLOTS, flags
 
-LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}  # 127.0.0.1 as the kernel writes it, also of IPv6 sockets
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}  # 127.0.0.1 in the kernel's format, also of IPv6 sockets
 
 
 def test_it_listens_where_it_was_told_and_nowhere_else(server: ServingProcess, fake: ServingProcess) -> None:
@@ -42,7 +42,7 @@ def test_loopback_is_the_default() -> None:
 
 @contextmanager
 def canary() -> Iterator[tuple[str, list[Any]]]:
-    """Listen; give a URL that leads here, and the connections that came."""
+    """Listen; yield a URL of this listener, and its connections."""
     came: list[Any] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(0.1)
@@ -63,7 +63,7 @@ def canary() -> Iterator[tuple[str, list[Any]]]:
 
 
 def with_url(value: Any, url: str) -> Iterator[Any]:
-    """Give copies of a JSON value, in each of which another string is a URL."""
+    """Yield copies of a JSON value, each with one string replaced by a URL."""
     if isinstance(value, str):
         yield url
     elif isinstance(value, dict):
@@ -105,7 +105,7 @@ def test_no_url_of_a_request_is_ever_called(server: ServingProcess) -> None:
     start, num_asked = len(server.log), 0
     with canary() as (http_url, came), httpx.Client(base_url=server.http, timeout=20) as http:
         for url in (http_url, http_url.replace("http", "https", 1), "file:///etc/passwd", "s3://bucket/x", "hf://a/b"):
-            # Each string by itself in a body that is otherwise right, and all of a body that is wrong in any case.
+            # Each string alone in an otherwise valid body, and all strings of an invalid one.
             for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)):
                 for name, value in body.items():
                     base = {"prompt": "a"} if path == "/v1/completions" else {"messages": CHAT["messages"][:1]}
@@ -140,7 +140,7 @@ def test_no_url_of_a_request_is_ever_called(server: ServingProcess) -> None:
 
 
 def test_it_has_called_nobody_since_its_start(server: ServingProcess) -> None:
-    """An audit hook in the process tells of every connection and every name that Python looks up."""
+    """An audit hook in the process logs every connection and every name lookup in Python."""
     own = re.compile(r"outbound \S+ .*('127\.0\.0\.1'|'localhost')")
     calls = [line for line in server.log if line.startswith("outbound") and not own.match(line)]
     assert calls == []

@@ -1,6 +1,6 @@
-"""Bytes that are no honest HTTP: lengths that lie, two lengths, encodings in disguise, heads without end.
+"""Malformed HTTP: wrong lengths, two lengths, disguised encodings, endless heads.
 
-None is answered but by an error, nothing behind it is taken for a request of its own (smuggling), and the server holds
+Each is answered only with an error, bytes after it are not parsed as another request (smuggling), and the server keeps
 no more of it than its limits.
 """
 
@@ -23,7 +23,7 @@ from tests.support.fake_serving import raw_exchange
 from tests.support.serving_process import ServingProcess
 
 BODY = b'{"prompt":"a"}'
-INNER = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"  # what a smuggler hides
+INNER = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"  # the smuggled request
 H2C = ("Upgrade: h2c", "Connection: Upgrade, HTTP2-Settings", "HTTP2-Settings: AAMAAABk")
 ZERO = b"0\r\n\r\n"
 CHUNK = b"e\r\n" + BODY + b"\r\n" + ZERO
@@ -38,7 +38,7 @@ def measured(body: bytes, length: str, *headers: str) -> bytes:
     return post(body, f"Content-Length: {length}", *headers, closes=False)
 
 
-# Name -> what is sent. Each is answered once, with an error.
+# Name -> bytes. Each is answered once, with an error.
 NO_HTTP: dict[str, bytes] = {
     "negative length": measured(BODY, "-14"),
     "signed length": measured(BODY, "+14"),
@@ -108,14 +108,14 @@ NO_HTTP: dict[str, bytes] = {
 def test_what_is_no_http_is_answered_once_and_with_an_error(fake: ServingProcess, name: str) -> None:
     answer = raw_exchange(address_of(fake)[1], NO_HTTP[name] + INNER, timeout=STALL_SECONDS + 3)
     if not answer and len(NO_HTTP[name]) > 8192:
-        return  # a reset may overtake the answer to what was not read whole
+        return  # a reset may overtake the answer to a partly read request
     assert statuses_of(answer) == [400], answer[:300]
     assert SECRETS.search(answer.decode("latin-1")) is None
     error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
     assert error["message"] and error["type"] == "invalid_request_error"
 
 
-# What is odd but right: answered as often as it asks, and no more often.
+# Unusual but valid: one answer per request.
 @pytest.mark.parametrize(
     ("sent", "statuses"),
     [
@@ -128,15 +128,15 @@ def test_what_is_no_http_is_answered_once_and_with_an_error(fake: ServingProcess
         (chunked(b"1\r\n{\r\nD\r\n" + BODY[1:] + b"\r\n" + ZERO), [200]),
         (post(CHUNK, "transfer-encoding: CHUNKED", closes=False), [200]),
         (measured(b"", "0") + INNER, [400, 200]),
-        (post(b"", closes=False) + INNER, [400, 200]),  # without a length there is no body
-        (measured(BODY + INNER, str(len(BODY + INNER))), [400]),  # the inner one is body
+        (post(b"", closes=False) + INNER, [400, 200]),  # without a length the body is empty
+        (measured(BODY + INNER, str(len(BODY + INNER))), [400]),  # the inner request is part of the body
         (measured(b"G", "1", "Content-Encoding: gzip"), [415]),
         (GET + b"Content-Length: 44\r\n\r\n" + INNER.ljust(44), [200]),
         (GET.replace(b"GET", b"HEAD") + b"\r\n" + INNER, [200, 200]),
         (GET + b"X-HTTP-Method-Override: DELETE\r\n\r\n", [200]),
         (post(CHUNK, "Transfer-Encoding: gzip, chunked", closes=False) + INNER, [400]),
         (post(CHUNK, "Transfer-Encoding: gzip", "Transfer-Encoding: chunked", closes=False) + INNER, [400]),
-        (measured(BODY, "14", *H2C) + INNER, [200, 200]),  # no other protocol begins: Java's client sends this
+        (measured(BODY, "14", *H2C) + INNER, [200, 200]),  # the protocol is not upgraded: Java's client sends this
         (measured(INNER.ljust(44), "44", *H2C) + INNER, [400, 200]),
         (chunked(CHUNK, *H2C) + chunked(CHUNK, *H2C) + INNER, [200, 200, 200]),
         (GET + b"Upgrade: h2c\r\nConnection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAMAAABk\r\n\r\n", [200]),
@@ -170,7 +170,7 @@ def test_a_length_that_is_not_kept(fake: ServingProcess) -> None:
     assert [statuses_of(answer) for answer in answers] == [[408]] * 3
     assert all(b'"type":"timeout"' in answer.replace(b" ", b"") for answer in answers)
     assert time.monotonic() - began < STALL_SECONDS + 5
-    # Half-closed: nothing more can come, and nothing is waited for.
+    # Half-closed: no more bytes can arrive, so the server does not wait.
     with socket.create_connection(address_of(fake), timeout=STALL_SECONDS + 8) as connection:
         connection.sendall(measured(BODY, "20"))
         connection.shutdown(socket.SHUT_WR)
@@ -189,7 +189,7 @@ def answer_of(connection: socket.socket) -> bytes:
 
 @pytest.mark.ci
 def test_the_rest_of_a_body_that_nobody_wants_has_its_time_too(fake: ServingProcess) -> None:
-    """Each of its bytes once put off, for ever, the end of an idle connection."""
+    """Each of its bytes once postponed the end of an idle connection indefinitely."""
     head = GET + b"Content-Length: 1000\r\n\r\n"
     began = time.monotonic()
     with socket.create_connection(address_of(fake), timeout=10) as silent, suppress(ConnectionError):
@@ -215,11 +215,11 @@ def test_tls_where_none_is_spoken(fake: ServingProcess) -> None:
         context.wrap_socket(connection, server_hostname="localhost")
 
 
-# Sizes. What the kernels' buffers take is beside what the server reads, so that the server's memory is what counts.
+# Sizes. Kernel buffers add to the bytes sent, so the server's memory is measured.
 
 
 def flood(server: ServingProcess, head: bytes, piece: bytes, total: int, seconds: float = 20.0) -> tuple[int, bytes]:
-    """Send until the server ends it; return how many bytes left here, and what it said."""
+    """Send until the server closes the connection; return the bytes sent, and its answer."""
     sent, answer = 0, b""
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65536)
@@ -244,13 +244,13 @@ GIGABYTE = 1 << 30
 )
 @pytest.mark.parametrize("size", [65536, 16, 1])
 def test_a_gigabyte_in_chunks_is_cut_off_at_the_limit(fake: ServingProcess, path: str, size: int) -> None:
-    """Whether or not the body is wanted."""
+    """For routes with a body and without."""
     pid = fake.process.pid
     before, busy, read = resident_bytes(pid), processor_seconds(pid), bytes_read(pid)
     piece = (b"%x\r\n" % size + b" " * size + b"\r\n") * (65536 // size)
     sent, answer = flood(fake, post(b"", "Transfer-Encoding: chunked", path=path, closes=False), piece, GIGABYTE)
     assert sent < 40 * MAX_BODY_BYTES, "what the kernels' buffers took is among it"
-    body = min(MAX_BODY_BYTES * len(piece) // 65536, 2 * MAX_BODY_BYTES)  # with its framing, of which there is a bound
+    body = min(MAX_BODY_BYTES * len(piece) // 65536, 2 * MAX_BODY_BYTES)  # with its framing, which is bounded
     assert bytes_read(pid) - read < body + 65536
     assert statuses_of(answer) in ([], [413], [405], [404])  # a reset may overtake the answer
     assert resident_bytes(pid) - before < 3 * MAX_BODY_BYTES + (10 << 20)
@@ -261,7 +261,7 @@ def test_a_gigabyte_that_is_announced_is_not_read(fake: ServingProcess) -> None:
     for length in (MAX_BODY_BYTES + 1, GIGABYTE, 2**63 - 1):
         sent, answer = flood(fake, measured(b"", str(length)), b" " * 65536, GIGABYTE)
         assert sent < 10 * MAX_BODY_BYTES and statuses_of(answer) in ([], [413])
-    # What waits for leave to send is told first.
+    # Requests with Expect: 100-continue are refused before the body.
     answer = raw_exchange(address_of(fake)[1], measured(b"", str(GIGABYTE), "Expect: 100-continue"))
     assert statuses_of(answer) == [413]
 

@@ -1,6 +1,6 @@
-"""A hundred calls that bear one id, at once: what a client calls its request is not what the server calls it.
+"""A hundred concurrent calls with the same id: request ids are the client's names, not the server's.
 
-With what the documentation of both protocols says about ids.
+Also checks the documentation of ids in both protocols.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ASKED: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": LENGTH, "ig
 
 
 async def test_a_hundred_equal_ids_over_grpc_of_which_one_is_aborted(server: ServingProcess) -> None:
-    """An id in the metadata is a hint: one call has it, the others have one made of it, and Abort ends that one."""
+    """An id in the metadata is a hint: one call gets it, the others derived ones, and Abort ends that one."""
 
     start = len(server.log)
 
@@ -35,7 +35,7 @@ async def test_a_hundred_equal_ids_over_grpc_of_which_one_is_aborted(server: Ser
         began = asyncio.Semaphore(0)
 
         async def one(seed: int) -> tuple[str, list[int], int]:
-            length = LENGTH if seed else 10 * LENGTH  # the first one has the id, and lasts
+            length = LENGTH if seed else 10 * LENGTH  # the first one gets the id, and lasts longer
             request = inference_pb2.GenerateRequest(
                 text=ASKED["prompt"], sampling={"seed": seed}, stop={"max_tokens": length, "ignore_eos": True}
             )
@@ -53,7 +53,7 @@ async def test_a_hundred_equal_ids_over_grpc_of_which_one_is_aborted(server: Ser
         await began.acquire()
         calls += [asyncio.ensure_future(one(seed)) for seed in range(1, NUM_CALLS)]
         while sum(f"request {ID}-" in line for line in server.log[start:]) < NUM_CALLS - 1:
-            await asyncio.sleep(0.001)  # one that comes later would get the id: it is free again
+            await asyncio.sleep(0.001)  # a later one would get the id, which is free again
         await rpc.control.Abort(control_pb2.AbortRequest(request_ids=[ID]))
         answers = await asyncio.gather(*calls)
     assert len({own for own, _, _ in answers}) == NUM_CALLS
@@ -64,7 +64,7 @@ async def test_a_hundred_equal_ids_over_grpc_of_which_one_is_aborted(server: Ser
 
 
 async def test_an_id_in_the_request_itself_is_one_requests_at_a_time(server: ServingProcess) -> None:
-    """It is what Abort takes, so that a second one is refused at once; the first is not touched."""
+    """Abort uses it, so a second request with the same id is refused at once; the first is unaffected."""
 
     async with (
         httpx.AsyncClient(base_url=server.http, timeout=60) as http,

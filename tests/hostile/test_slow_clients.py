@@ -1,6 +1,6 @@
-"""Clients that send a byte now and then, and clients that stop reading: they are let go, and others notice nothing.
+"""Clients that send a byte now and then, or stop reading, are disconnected, and do not delay other clients.
 
-Against the front ends alone, so that what is measured is theirs.
+Against the front ends alone, to measure only them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NUM_ATTACKERS = 500
 
 @contextmanager
 def unhurt(server: ServingProcess) -> Iterator[None]:
-    """Fail if an honest client waits half as long again while the block runs."""
+    """Fail if an honest client's delay grows by half while the block runs."""
     alone = Waits([], [])
     ask_streams(server, HONEST, 20, alone)
     with honest_client(server, HONEST) as waits:
@@ -33,12 +33,12 @@ def unhurt(server: ServingProcess) -> Iterator[None]:
     print(f"first chunk {1e3 * alone.median_first():.2f} ms, beside it {1e3 * waits.median_first():.2f} ms")
     print(f"p99 between {1e3 * alone.p99_between():.2f} ms, beside it {1e3 * waits.p99_between():.2f} ms")
     assert len(waits.first) >= 5
-    # What comes on top is what a busy machine takes at any moment.
+    # Plus an allowance for a busy machine.
     assert waits.median_first() < 1.5 * alone.median_first() + 0.1
     assert waits.p99_between() < 1.5 * alone.p99_between() + 0.25
 
 
-# What each has sent before it sends a byte now and then, and that byte.
+# The bytes that each sends first, and the byte that it then repeats slowly.
 LORISES = {
     "header": (b"GET /version HTTP/1.1\r\nHost: localhost\r\nX: ", b"a"),
     "empty line": (b"\n", b"\n"),
@@ -77,10 +77,10 @@ def test_hundreds_of_slow_lorises_are_told_so_and_let_go(fake: ServingProcess) -
                 try:
                     key.fileobj.send(key.data)  # type: ignore[union-attr]
                 except OSError:
-                    pass  # noticed above
+                    pass  # detected above
             assert time.monotonic() - max(began.values()) < STALL_SECONDS + 10
         grown = resident_bytes(fake.process.pid) - before
     told = [statuses_of(answer) for answer in answers.values()]
-    # A byte that was under way when the server closed makes the kernel throw the answer away.
+    # A byte in flight when the server closes makes the kernel discard the answer.
     assert set(map(tuple, told)) <= {(408,), ()} and told.count([408]) > NUM_ATTACKERS // 2
     assert grown < 20 << 20

@@ -1,4 +1,4 @@
-"""Bytes as attackers write them, and an honest client beside them whose waiting is measured."""
+"""Raw requests of attackers, and an honest client whose delays are measured."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from tests.support.serving_process import ServingProcess
 
 
 def address_of(server: ServingProcess) -> tuple[str, int]:
-    """Return where HTTP is."""
+    """Return the HTTP address."""
     parts = urlsplit(server.http)
     assert parts.hostname is not None and parts.port is not None
     return parts.hostname, parts.port
 
 
 def post(body: bytes, *headers: str, path: str = "/v1/completions", closes: bool = True) -> bytes:
-    """Return a POST whose headers have no length but what is given."""
+    """Return a POST request with only the given headers, without a computed length."""
     lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers]
     lines += ["Connection: close"] * closes
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
 def statuses_of(answer: bytes) -> list[int]:
-    """Return the statuses of all answers in what a connection gave."""
+    """Return the statuses of all answers in a connection's bytes."""
     return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) [A-Z]", answer)]
 
 
 class Waits(NamedTuple):
-    """What an honest client waited for, in seconds."""
+    """An honest client's delays, in seconds."""
 
-    first: list[float]  # for the first chunk of each answer
-    between: list[float]  # for each further chunk
+    first: list[float]  # until the first chunk of each answer
+    between: list[float]  # until each further chunk
 
     def median_first(self) -> float:
         return statistics.median(self.first)
@@ -49,7 +49,7 @@ class Waits(NamedTuple):
 
 
 def ask_streams(server: ServingProcess, prompt: str, until: threading.Event | int, waits: Waits) -> None:
-    """Read streams one after the other, so many or until an event is set; note the waits."""
+    """Read streams in sequence, a number of them or until an event is set; record the delays."""
     connection = http.client.HTTPConnection(*address_of(server), timeout=30)
     body = json.dumps({"prompt": prompt, "stream": True})
     number = 0
@@ -70,7 +70,7 @@ def ask_streams(server: ServingProcess, prompt: str, until: threading.Event | in
 
 @contextmanager
 def honest_client(server: ServingProcess, prompt: str) -> Iterator[Waits]:
-    """Keep asking in a thread; what it waited is whole when the block ends."""
+    """Run an honest client in a thread; its delays are complete when the block ends."""
     waits, end = Waits([], []), threading.Event()
     thread = threading.Thread(target=ask_streams, args=(server, prompt, end, waits))
     thread.start()

@@ -1,6 +1,6 @@
-"""Paged attention and the cache write against a naive loop in float64, over one list of shapes for all implementations.
+"""Paged attention and the cache write against a naive float64 loop, for all implementations and shapes.
 
-Every cache starts as NaN and only the sequences' own places are filled, so whatever reads another place shows it.
+Every cache starts as NaN and only the sequences' places are filled, so reads of other places show.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
-    value_size: int | None = None  # of values that are the beginning of their keys; None where they are their own
+    value_size: int | None = None  # if values are the beginning of their keys; None: separate values
 
     @property
     def options(self) -> dict:
@@ -85,7 +85,7 @@ class Pool:
         return blocks
 
     def tables(self, sequences: list[list[int]], width: int) -> np.ndarray:
-        """Lay blocks out as [rows, width]; what lies behind a sequence is some other, poisoned or foreign block."""
+        """Return block tables, [rows, width]; entries after a sequence are other blocks, poisoned or foreign."""
         tables = self.rng.integers(0, len(self.k), (len(sequences), width))
         for row, blocks in zip(tables, sequences, strict=True):
             row[: len(blocks)] = blocks
@@ -126,7 +126,7 @@ class Pool:
         return out
 
     def decode(self, q: np.ndarray, sequences: list[list[int]], lengths: list[int], sinks: Any) -> np.ndarray:
-        """Attend with the last token of each sequence; zeros where there is none."""
+        """Attend with the last token of each sequence; zeros for empty ones."""
         none = np.zeros((q.shape[1], self.case.value_size or self.case.head_size))
         rows = zip(q, sequences, lengths, strict=True)
         return np.array([self.attend(row, blocks, n - 1, sinks) if n else none for row, blocks, n in rows])
@@ -154,7 +154,7 @@ def test_decode_matches_the_naive_loop(case, implementation):
 @pytest.mark.ci
 @pytest.mark.parametrize("case", EACH)
 def test_many_rows_take_turns_in_lanes(case):
-    """Lanes that end at different times, of rows without tokens, of one and of several chunks of keys."""
+    """Cover lanes that end at different times: rows without tokens, of one and of several chunks of keys."""
     pool = Pool(case, num_blocks=37 * (200 // case.block_tokens + 1))
     lengths = [0, 1, 200, 64, 65, *pool.rng.integers(0, 140, 32).tolist()]
     sequences = [pool.add(length) for length in lengths]
@@ -164,7 +164,7 @@ def test_many_rows_take_turns_in_lanes(case):
     out = np.asarray(decode(q, *pool.caches, tables, np.asarray(lengths, np.int32), sinks=sinks))
     np.testing.assert_allclose(out, pool.decode(q, sequences, lengths, sinks), rtol=0, atol=3e-6)
 
-    # A row's bits do not depend on how long its neighbours are, which decides who shares a lane with whom.
+    # A row's bits do not depend on its neighbours' lengths, which decide the lanes.
     short = np.where(np.arange(len(lengths)) < 5, lengths, np.minimum(lengths, 3)).astype(np.int32)
     again = np.asarray(decode(q, *pool.caches, tables, short, sinks=sinks))
     np.testing.assert_array_equal(again[:5], out[:5])
@@ -178,7 +178,7 @@ def test_the_lanes_end_at_about_the_same_time():
 
 @pytest.mark.parametrize("rows", [17, 24, 32, 48, 61])
 def test_every_row_is_dealt_once(rows):
-    """Compiled, as in a step: XLA once wrote rows over those that it still had to read."""
+    """Run compiled, as in a step: XLA once overwrote rows before reading them."""
     turns = np.random.default_rng(0).integers(0, 40, rows).astype(np.int32)
     order, ends = map(np.asarray, jax.jit(deal)(turns))
     assert sorted(order.ravel().tolist()) == [*range(rows), *[rows] * (-rows % 16)]
@@ -188,7 +188,7 @@ def test_every_row_is_dealt_once(rows):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", EACH)
 def test_ragged_prefill_matches_the_naive_loop(case, implementation):
-    tile, gap = 8, 3  # tokens between the sequences that belong to none
+    tile, gap = 8, 3  # tokens between the sequences
     chunks = [(0, 1), (0, 21), (150, 13), (case.block_tokens, 8), (5, 2 * case.block_tokens % 30 + 1)]  # cached, new
     pool = Pool(case, num_blocks=700 // case.block_tokens + 14, seed=1)
     sequences = [pool.add(cached + new) for cached, new in chunks]
@@ -196,7 +196,7 @@ def test_ragged_prefill_matches_the_naive_loop(case, implementation):
     sinks = pool.sinks()
 
     expected = np.zeros((*q.shape[:2], case.value_size or case.head_size))
-    tiles, owners, start = [(2, 0, 7)], [sequences[0]], gap  # an empty tile goes first
+    tiles, owners, start = [(2, 0, 7)], [sequences[0]], gap  # begins with an empty tile
     for blocks, (cached, new) in zip(sequences, chunks, strict=True):
         for token in range(new):
             expected[start + token] = pool.attend(q[start + token], blocks, cached + token, sinks)
@@ -236,7 +236,7 @@ _BFLOAT16 = pytest.param(
 
 @pytest.mark.parametrize("dtype", [jnp.float32, _BFLOAT16])
 def test_decode_touches_only_the_blocks_of_its_sequence(dtype):
-    """A conversion or copy of the whole pool would be temporary memory of its size."""
+    """Check that temporary memory is small: converting or copying the pool would need its size."""
     shape = (4096, 2, 16, 64)
     pool = jax.ShapeDtypeStruct(shape, dtype)
     arguments = (jax.ShapeDtypeStruct((1, 8, 64), dtype), pool, pool)
@@ -292,7 +292,7 @@ def test_write_kv_stores_each_token_in_its_place_and_drops_padding():
         pallas_kernels.write_kv(*arrays, turn=(jnp.zeros((6, 5)), jnp.zeros((6, 5))))
 
 
-WRITES = [  # tokens, query heads, key-value heads, head size, pairs, neighbours, whether there are values
+WRITES = [  # tokens, query heads, key-value heads, head size, pairs, is_interleaved, has_values
     (1, 4, 2, 16, 8, False, True),
     (5, 7, 1, 64, 16, True, True),
     (3, 2, 2, 24, 12, False, True),
@@ -305,9 +305,9 @@ WRITES = [  # tokens, query heads, key-value heads, head size, pairs, neighbours
 def check_write_beside_the_reference(
     write: tuple[int, int, int, int, int, bool, bool], dtype: str, implementation: str | pallas_kernels.Choice
 ) -> None:
-    """Let `write_kv` store one of `WRITES` in caches of `dtype`; expect what plain JAX makes of it.
+    """Compare `write_kv` for one of `WRITES` in caches of `dtype` with plain JAX.
 
-    Queries are float32, or of a 16-bit cache's type. The last of several tokens names a block that is not there.
+    Queries are float32, or of a 16-bit cache's type. The last of several tokens names a block out of bounds.
     """
     tokens, heads, kv_heads, size, pairs, is_interleaved, has_values = write
     rng = np.random.default_rng(0)
@@ -335,7 +335,7 @@ def check_write_beside_the_reference(
         if one is None or other is None:
             continue
         assert one.dtype == other.dtype, name
-        # What is rounded may be rounded the other way: an integer by 1, a small float by its last bit.
+        # Rounding may differ: an integer by 1, a small float by its last bit.
         is_wide = one.dtype == jnp.float32
         atol = 1.0 if one.dtype == jnp.int8 else 1e-6
         rtol = 0.0 if is_wide or one.dtype == jnp.int8 else float(jnp.finfo(one.dtype).eps)
@@ -356,7 +356,7 @@ def test_write_kv_is_in_place_when_the_caches_are_donated(dtype):
 
 @pytest.mark.parametrize("float8", ["float8_e4m3fn", pytest.param("float8_e5m2", marks=pytest.mark.slow)])
 def test_bytes_are_the_floats_that_they_hold(float8):
-    """A cache of bytes gives what one of 8-bit floats gives, bit for bit, in every operation."""
+    """A cache of bytes gives the results of a cache of 8-bit floats, bit for bit, in every operation."""
     rng, shape = np.random.default_rng(0), (6, 2, 4, 16)
     qkv = jnp.asarray(rng.standard_normal((9, 8, 16)), jnp.float32)
     blocks, offsets = jnp.arange(9, dtype=jnp.int32) // 4, jnp.arange(9, dtype=jnp.int32) % 4
@@ -370,7 +370,7 @@ def test_bytes_are_the_floats_that_they_hold(float8):
         options = {"scale": 0.25, "float8": named, **own}
         results = [np.asarray(one).view(np.uint8) for one in written]
         for implementation in ("xla", "xla_lanes"):
-            lengths = jnp.full(17 if implementation == "xla_lanes" else 1, 9)  # more than there are lanes
+            lengths = jnp.full(17 if implementation == "xla_lanes" else 1, 9)  # more rows than lanes
             rows, own_tables = jnp.resize(q, (len(lengths), *q.shape[1:])), jnp.resize(tables, (len(lengths), 3))
             decode = partial(pallas_kernels.paged_decode, implementation=implementation, **options)
             results.append(np.asarray(decode(rows, *caches, own_tables, lengths)))

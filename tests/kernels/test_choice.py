@@ -1,4 +1,4 @@
-"""Which kernels an engine takes: the best that can do it, or the one that is named, or an error that says why."""
+"""Choice of kernels: the best supported one, the named one, or an error with the reason."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_what_cannot_be_done_is_an_error_and_nothing_takes_its_place(kernels: st
 
 def test_a_gpu_takes_triton_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     class Own:
-        """Stands for the modules of kernels, which need Triton."""
+        """Replaces the kernel modules, which need Triton."""
 
         @staticmethod
         def refusal(operation: str, site: Site) -> str | None:
@@ -115,7 +115,7 @@ def test_what_was_measured_to_be_faster_comes_first(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_choice_of_a_program_is_that_of_its_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured rows decide; above the last size XLA's run, even if another is asked for."""
+    """Measured rows decide; above the largest size XLA is used, even if another kernel is requested."""
     rows = [
         {**choice.deciding("fused_linear", replace(HOPPER, tokens=tokens)), "fastest": "xla", "measured": {}}
         for tokens in (1, 16, 32)

@@ -1,4 +1,4 @@
-"""Decode rows' keys divided among programs: each key once, in even pieces, and where asked by own length alone."""
+"""Decode rows' keys divided among programs: each key once, in even pieces, or by the row's length alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VISITED, LEAST = 32, 256
 
 
 def check(pieces: Pieces, lengths: np.ndarray, window: int | None) -> Pieces:
-    """Return the pieces in NumPy, if they are each row's keys, once and in order, in whole visits."""
+    """Return the pieces in NumPy; assert that they cover each row's keys once, in order, in whole visits."""
     found = Pieces(*map(np.asarray, pieces))
     assert all(one.dtype == np.int32 for one in found)
     numbers = np.flatnonzero(found.row >= 0)
@@ -45,7 +45,7 @@ def test_each_key_is_in_one_piece(seed, window):
 
 
 def test_one_long_row_among_short_ones_keeps_no_program_longer_than_others():
-    """66 programs of each of 8 heads run at once on an H200; the long row alone was 32,768 keys for one of them."""
+    """66 programs per 8 heads run at once on an H200; undivided, the long row was 32,768 keys for one of them."""
     lengths = np.asarray([512] * 40 + [32768] + [512] * 23, np.int32)
     found = check(evenly(jnp.asarray(lengths), 32768, None, VISITED, 66, LEAST), lengths, None)
     assert (found.end - found.begin).max() <= 1056 and found.count[40] == 32

@@ -1,4 +1,4 @@
-"""The C++ products beside XLA's, for generated shapes and kinds; and how the library is built, kept and refused."""
+"""The C++ products against XLA's, for generated shapes and kinds; building, caching and refusing the library."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ def test_products_are_those_of_xla(data: st.DataObject) -> None:
     if rounds:
         np.testing.assert_array_equal(by, other)
     else:
-        # The sums of both are float32; what they add is the same to the last bit.
+        # Both sum in float32, of terms that are equal to the last bit.
         largest = np.abs(np.asarray(x, np.float32)).sum(axis=1).max() * np.abs(other).max()
         np.testing.assert_allclose(by, other, rtol=0, atol=1e-6 * max(largest, 1.0))
     alone = jax.jit(partial(pallas_kernels.linear, kind=kind, rounds_rows=rounds, implementation="native"))
-    if tokens <= most:  # a row's bits are its own, whatever is beside it
+    if tokens <= most:  # a row's bits do not depend on other rows
         np.testing.assert_array_equal(np.asarray(alone(x[-1:], weight, scales, zeros)), by[-1:])
 
 
@@ -105,11 +105,11 @@ def test_environments_share_a_library(monkeypatch: pytest.MonkeyPatch, tmp_path:
 @pytest.mark.slow
 def test_a_library_that_is_damaged_is_built_again(tmp_path: Path) -> None:
     flags = [*(flag for flag in build.FLAGS if flag != "-O3"), "-O1"]
-    with concurrent.futures.ThreadPoolExecutor() as pool:  # two at once leave one library, and nothing beside it
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # two concurrent builds leave one library and no other file
         list(pool.map(lambda _: build.loaded(tmp_path, flags), range(2)))
     (library,) = tmp_path.iterdir()
     whole = library.read_bytes()
-    library.unlink()  # else the file that is loaded here would be written over
+    library.unlink()  # else the loaded file would be overwritten
     library.write_bytes(whole[: len(whole) // 2])
     assert build.loaded(tmp_path, flags).jaxllm_check() == 0
     assert build.is_whole(library) and [*tmp_path.iterdir()] == [library]
@@ -118,7 +118,7 @@ def test_a_library_that_is_damaged_is_built_again(tmp_path: Path) -> None:
 @needs_compiler
 @pytest.mark.ci
 def test_the_kernels_of_older_processors_say_the_same(tmp_path: Path) -> None:
-    """The whole of the module's tests, with kernels for AVX2 alone, in a process of their own."""
+    """Run this module's tests in a process with kernels for AVX2 alone."""
     code = (
         "import sys, pytest; from pallas_kernels.native import build;"
         "build.loaded.__defaults__ = (tuple(f.replace('native', 'haswell') for f in build.FLAGS),);"
@@ -150,7 +150,7 @@ def test_why_there_are_no_kernels(change: dict, reason: str, monkeypatch: pytest
 
 @needs_compiler
 def test_an_engine_of_two_devices_says_the_same() -> None:
-    """Devices of one process share XLA's threads, all of which may be inside of a kernel."""
+    """Devices of one process share XLA's threads, which may all be inside a kernel."""
     said = []
     for kernels, size in (((), 2), (("linear=xla", "paged_decode=xla", "paged_prefill=xla"), 1)):
         with LLM(str(STORIES), kernels=kernels, tensor_parallel_size=size, max_num_seqs=4, num_kv_blocks=32) as llm:

@@ -1,4 +1,4 @@
-"""A process that is killed leaves a folder, which the next one deletes; folders of others stay."""
+"""A killed process leaves a folder, which the next one deletes; folders of others stay."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The kernels in Pallas, interpreted on a CPU: the cases of test_attention, and what a GPU's compiler would be given.
+"""The Pallas kernels, interpreted on a CPU with the cases of test_attention, and lowered for a GPU.
 
-That they run on a GPU is not tested; that they can be lowered for one is, which needs none.
+Running on a GPU is not tested here; lowering needs no GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def test_decode_in_bfloat16_is_accumulated_in_float32():
 @pytest.mark.parametrize("dtype", ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", EACH[4:])
 def test_decode_of_caches_with_scales(case, dtype):
-    """Beside the reference; the scale of a place where nothing was stored is NaN."""
+    """Compare with the reference; the scale of a place where nothing was stored is NaN."""
     pool, lengths = Pool(case, num_blocks=200 // case.block_tokens + 8), [1, 40, 99]
     sequences = [pool.add(length) for length in lengths]
     tables, q, sinks = pool.tables(sequences, max(map(len, sequences)) + 1), pool.queries(3), pool.sinks()
@@ -58,7 +58,7 @@ def test_decode_of_caches_with_scales(case, dtype):
 
 
 def test_decode_reads_no_block_behind_a_sequence():
-    """What stands there in the table may be the number of no block."""
+    """Table entries after a sequence may be out of bounds."""
     pool = Pool(Case(16, 16, 2, 4), num_blocks=8)
     sequences = [pool.add(length) for length in (0, 16, 40)]
     lengths = np.asarray([0, 16, 40], np.int32)
@@ -126,7 +126,7 @@ def test_where_it_runs():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
 @pytest.mark.filterwarnings("ignore:.*Triton:DeprecationWarning")
 def test_it_can_be_lowered_for_a_gpu_that_is_not_there(dtype):
-    """JAX wants to be told which GPU is meant."""
+    """JAX needs an abstract device to lower for a GPU."""
     device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
     mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
     shape = jax.ShapeDtypeStruct

@@ -1,4 +1,4 @@
-"""`pallas_kernels.sample`: its reference, which sorts, chooses what the engine's sampler chooses, which searches."""
+"""`pallas_kernels.sample`: its reference, which sorts, against the engine's sampler, which searches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ jitted = jax.jit(pallas_kernels.sample, static_argnames="implementation")
 
 @dataclass
 class Rows:
-    """A batch, and the filters that its rows may be given."""
+    """A batch with all filters that its rows may have."""
 
     logits: np.ndarray
     temperature: np.ndarray | None
@@ -48,7 +48,7 @@ class Rows:
 
 
 def random_rows(count: int, size: int, kind: str, seed: int) -> Rows:
-    """Make a batch whose rows have every filter, or one that is off; a third of them are greedy."""
+    """Make a batch with every filter or a disabled one in each row; a third of the rows are greedy."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, 3, (count, size)).astype(np.float32)
     if kind == "tied":
@@ -118,7 +118,7 @@ def test_the_reference_chooses_what_the_engine_does(size: int, kind: str):
 @pytest.mark.ci
 @pytest.mark.parametrize("variant", Variant)
 def test_a_kernel_takes_the_place_of_the_engines_own_choice(variant: Variant, monkeypatch: pytest.MonkeyPatch):
-    """The reference stands in for one that runs on GPUs alone: it is given what it needs and nothing else changes."""
+    """The reference replaces a kernel that runs on GPUs only; its arguments and all else stay the same."""
     real, seen = pallas_kernels.sample, []
 
     def stand_in(*arrays: Any, implementation: Choice) -> Any:

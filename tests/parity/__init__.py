@@ -1,1 +1,1 @@
-"""Parity with transformers: how the golden files are made, and the driver that runs our decoder over them."""
+"""Parity with transformers: golden files, and the driver that runs our decoder over them."""

@@ -1,4 +1,4 @@
-"""Keeps the live comparison, which needs torch, out of the default run: `pytest -m parity tests/parity` collects it."""
+"""Excludes the live comparison, which needs torch, from the default run: use `pytest -m parity tests/parity`."""
 
 from __future__ import annotations
 

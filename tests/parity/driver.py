@@ -1,7 +1,7 @@
-"""Our decoder with a paged cache, one sequence at a time: what an engine does, without the engine.
+"""Our decoder with a paged cache, one sequence at a time, without an engine.
 
-The cache starts as NaN and the blocks are handed out in a shuffled order, so that a place that was never written, or a
-block that is not the sequence's own, cannot go unnoticed.
+The cache starts as NaN and blocks are allocated in random order, so that reading an unwritten place or another
+sequence's block is detected.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Driver:
         cache, whole = layout.spec(*axes), layout.spec()
         self._step = jax.jit(
             layout.shard_map(self._on_shard, (places, cache, whole, whole), (layout.spec(None, "vocab"), cache)),
-            compiler_options={"xla_backend_optimization_level": 0},  # compiled in two thirds of the time, run once
+            compiler_options={"xla_backend_optimization_level": 0},  # compiles in two thirds of the time, and runs once
         )
         self._length = 0
 
     def run(self, tokens: list[int]) -> np.ndarray:
-        """Append tokens to the sequence; their logits [T, V]."""
+        """Append tokens to the sequence; return their logits [T, V]."""
         positions = np.arange(self._length, self._length + len(tokens), dtype=np.int32)
         self._length += len(tokens)
         logits, self._caches = self._step(self._params, self._caches, np.asarray(tokens, np.int32), positions)
@@ -94,7 +94,7 @@ class Driver:
 def generate(
     folder: Path, prompt: list[int], steps: int, shards: int = 1, implementation: str | None = None
 ) -> tuple[np.ndarray, list[int]]:
-    """Load a folder in float32 and decode greedily: logits of every position but the last token's, and the tokens."""
+    """Load a folder in float32 and decode greedily; return the logits of all positions but the last, and the tokens."""
     layout = sharding.make_layout(jax.devices("cpu"), shards)
     spec, family = read_spec(weights.read_config(folder))
     params = weights.load(folder, spec, family, layout, "float32")
@@ -102,7 +102,7 @@ def generate(
 
 
 def decode_greedily(driver: Driver, prompt: list[int], steps: int) -> tuple[np.ndarray, list[int]]:
-    """Run a prompt and `steps` further tokens: logits [prompt + steps - 1, V] and the tokens."""
+    """Run a prompt and `steps` further tokens; return the logits [prompt + steps - 1, V] and the tokens."""
     logits = [driver.run(prompt)]
     tokens = [int(logits[-1][-1].argmax())]
     while len(tokens) < steps:

@@ -1,9 +1,8 @@
-"""Makes tests/golden/: for each case a random two-layer model of `transformers`, and what that model computes.
+"""Makes tests/golden/: for each case a random two-layer model of `transformers`, and its outputs.
 
-A case is a folder with a config.json; windows in it are shorter than the prompt.
-Needs torch (`pip install -e ".[parity]"`), then `python -m tests.parity.make_golden [case ...]`. Weights come from
-numpy's generator, so that a case can be made again anywhere; the scale is such that logits are spread out and the
-largest never ties.
+A case is a folder with a config.json; its windows are shorter than the prompt. Needs torch (`pip install -e
+".[parity]"`), then `python -m tests.parity.make_golden [case ...]`. Weights are drawn by numpy, so that a case is
+reproducible on any machine, at a scale that spreads the logits and avoids ties.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from tests.support.paths import GOLDEN
 PROMPT_TOKENS = 40
 STEPS = 32
 SEED = 2
-STORY_PROMPT = [1, 403, 407]  # "<s> Once upon" in its own vocabulary
+STORY_PROMPT = [1, 403, 407]  # "<s> Once upon" in the model's vocabulary
 STORY_STEPS = 64
 
 CASES = sorted(folder.name for folder in GOLDEN.iterdir() if folder.name != "stories260K")
-_WRITTEN = ("architectures", "dtype", "transformers_version")  # by transformers, when it saves a model
+_WRITTEN = ("architectures", "dtype", "transformers_version")  # added by transformers on saving
 
 
 def make_model(case: str, seed: int) -> Any:
@@ -41,9 +40,9 @@ def make_model(case: str, seed: int) -> Any:
         for name, parameter in model.named_parameters():
             value = rng.standard_normal(tuple(parameter.shape), np.float32) * 0.25
             if parameter is model.get_output_embeddings().weight and model.config.tie_word_embeddings:
-                value *= 0.4  # or each token would predict itself
+                value *= 0.4  # else each token would predict itself
             is_norm = name.endswith("weight") and (parameter.ndim == 1 or "_norm" in name)
-            if is_norm and not config.model_type.startswith("gemma"):  # whose norms store the distance from one
+            if is_norm and not config.model_type.startswith("gemma"):  # Gemma's norms store the difference from one
                 value += 1.0
             parameter.copy_(torch.from_numpy(value))
         for name, buffer in model.named_buffers():
@@ -53,10 +52,10 @@ def make_model(case: str, seed: int) -> Any:
 
 
 def save(model: Any, folder: Path) -> None:
-    """Write a model as it would be published."""
+    """Write a model in its published form."""
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink()
-    if model.config.model_type == "internlm3":  # published with code of its own, and with that code's names
+    if model.config.model_type == "internlm3":  # published with custom code and that code's names
         path = folder / "config.json"
         config = json.loads(path.read_text()) | {"architectures": ["InternLM3ForCausalLM"]}
         config["qkv_bias"], config["bias"] = config.pop("attention_bias"), config.pop("mlp_bias")
@@ -66,7 +65,7 @@ def save(model: Any, folder: Path) -> None:
 
 
 def record(model: Any, prompt: list[int], steps: int) -> dict[str, np.ndarray]:
-    """Decode greedily, each time over the whole sequence: no cache that could hide a mistake of its own."""
+    """Decode greedily without a cache, each step over the whole sequence."""
     import torch
 
     tokens = list(prompt)
@@ -89,7 +88,7 @@ def make_prompt(case: str, vocab_size: int, seed: int) -> list[int]:
 
 
 def load(folder: Path) -> Any:
-    """Load a stored model as transformers does."""
+    """Load a stored model with transformers."""
     import torch
     import transformers
 
@@ -98,7 +97,7 @@ def load(folder: Path) -> Any:
 
 
 def main(cases: list[str]) -> None:
-    """Write the golden files of the cases, or of all."""
+    """Write the golden files of the given cases, or of all."""
     if not cases:
         folder = GOLDEN / "stories260K"
         np.savez(folder / "golden.npz", **record(load(folder), STORY_PROMPT, STORY_STEPS))

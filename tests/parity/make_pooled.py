@@ -1,4 +1,4 @@
-"""Random small models of `transformers` that embed or classify, and what they compute; some are kept as golden files.
+"""Random small models of `transformers` that embed or classify, and their outputs; some are golden files.
 
 Needs torch (`pip install -e ".[parity]"`): `python -m tests.parity.make_pooled [case ...]` writes tests/golden_pooled.
 """
@@ -38,7 +38,7 @@ _GEMMA3 = DECODER | {
 _PADDED = DECODER | {"pad_token_id": 0}
 
 
-# The architecture and transformers' arguments of its configuration.
+# The architecture, and arguments of its transformers configuration.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertModel", _ENCODER),
     "bert-labels": ("BertForSequenceClassification", _ENCODER | {"num_labels": 3}),
@@ -90,7 +90,7 @@ def make_model(case: str, seed: int) -> Any:
     import transformers
 
     name, sizes = CASES[case]
-    if name == "Qwen2ForRewardModel":  # which has code of its own on the hub
+    if name == "Qwen2ForRewardModel":  # custom code on the hub
         model = transformers.Qwen2ForSequenceClassification(transformers.Qwen2Config(**sizes, pad_token_id=0))
         width = sizes["hidden_size"]
         model.score = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, 1))
@@ -103,14 +103,14 @@ def make_model(case: str, seed: int) -> Any:
         for parameter_name, parameter in model.named_parameters():
             value = rng.standard_normal(tuple(parameter.shape), np.float32) * 0.15
             is_norm = parameter_name.endswith("weight") and parameter.ndim == 1
-            if is_norm and not case.startswith("gemma"):  # whose norms store the distance from one
+            if is_norm and not case.startswith("gemma"):  # Gemma's norms store the difference from one
                 value += 1.0
             parameter.copy_(torch.from_numpy(value))
     return model.eval()
 
 
 def make_inputs(case: str, seed: int) -> list[dict[str, list[int]]]:
-    """Draw prompts, with types of tokens where the model has several; none holds a token of padding."""
+    """Draw prompts without padding tokens, with token types if the model has several."""
     rng = np.random.default_rng([zlib.crc32(case.encode()), seed, 1])
     inputs = [{"input_ids": rng.integers(3, 128, length).tolist()} for length in LENGTHS]
     if CASES[case][0].startswith(("Bert", "NomicBert")):
@@ -119,7 +119,7 @@ def make_inputs(case: str, seed: int) -> list[dict[str, list[int]]]:
 
 
 def record(model: Any, inputs: list[dict[str, list[int]]]) -> dict[str, np.ndarray]:
-    """Compute the hidden states of each prompt, and a classifier's numbers."""
+    """Return the hidden states of each prompt, and a classifier's outputs."""
     import torch
 
     recorded = {}
@@ -133,7 +133,7 @@ def record(model: Any, inputs: list[dict[str, list[int]]]) -> dict[str, np.ndarr
 
 
 def save(model: Any, folder: Path) -> None:
-    """Write a model as it would be published."""
+    """Write a model in its published form."""
     architectures = model.config.architectures
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
@@ -143,7 +143,7 @@ def save(model: Any, folder: Path) -> None:
 
 
 TEXTS = ("w1", "", "w2 w3 unknown w4", " ".join(f"w{number % 120}" for number in range(100)), "w9 w8 w7 w6 w5")
-# Modules behind the model, and the base case: pooling, then widths and activations of products, then whether to norm.
+# Modules after the model, and the base case: pooling, then widths and activations of products, then normalization.
 MODULES: dict[str, tuple[str, str, tuple[tuple[int, str, bool], ...], bool]] = {
     "minilm": ("bert", "mean", (), True),
     "mpnet": ("mpnet", "mean", ((24, "Tanh", True),), False),
@@ -160,7 +160,7 @@ CROSS_ENCODERS = """
 
 
 def save_tokenizer(folder: Path, has_types: bool = False) -> None:
-    """Write a tokenizer of words beside a model; with `has_types` one that tells apart the texts of a pair."""
+    """Write a tokenizer of words into a model's folder; with `has_types` it distinguishes the texts of a pair."""
     import tokenizers
     import transformers
 
@@ -178,7 +178,7 @@ def save_tokenizer(folder: Path, has_types: bool = False) -> None:
 
 
 def save_modules(name: str, folder: Path, seed: int, is_older: bool) -> Any:
-    """Write a model of sentence-transformers, its pooling in the older or the newer spelling; return it."""
+    """Write a model of sentence-transformers, with the older or the newer names of its pooling; return it."""
     import torch
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.base.modules import Dense, Normalize, Transformer
@@ -210,7 +210,7 @@ def save_modules(name: str, folder: Path, seed: int, is_older: bool) -> Any:
 
 
 def main(cases: list[str]) -> None:
-    """Write the golden files of the cases, or of those that are kept."""
+    """Write the golden files of the given cases, or of the stored ones."""
     for case in cases or STORED:
         folder = GOLDEN_POOLED / case
         model, inputs = make_model(case, SEED), make_inputs(case, SEED)

@@ -1,4 +1,4 @@
-"""Our decoder over one whole prompt at a time, with the plainest attention: what an engine that pools must compute."""
+"""Our decoder over one whole prompt at a time with the simplest attention, as reference for pooling."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ class PooledDriver:
         )
 
     def run(self, tokens: list[int], token_types: list[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Return the hidden states [T, D] and the result [W] of a prompt: not cut, activated or normalised."""
+        """Return the hidden states [T, D] and the result [W] of a prompt, without truncation, activation or
+        normalization.
+        """
         types = np.zeros(len(tokens), np.int32) if token_types is None else np.asarray(token_types, np.int32)
         hidden, result = self._run(self._params, np.asarray(tokens, np.int32), types)
         return np.asarray(hidden), np.asarray(result)[0]

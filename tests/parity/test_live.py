@@ -1,7 +1,7 @@
-"""The comparison of tests/model/test_parity.py made afresh: new random models, computed by transformers here and now.
+"""The comparison of tests/model/test_parity.py with new random models, computed by transformers at test time.
 
-Needs torch (`pip install -e ".[parity]"`); `make parity` runs it. It also makes the committed golden files again, so
-that they cannot drift from what transformers computes.
+Needs torch (`pip install -e ".[parity]"`); `make parity` runs it. It also regenerates the committed golden files, so
+that they cannot drift from transformers.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from tests.parity.driver import generate
 
 pytestmark = pytest.mark.parity
 
-FRESH_SEED = 11  # not the golden files' one
+FRESH_SEED = 11  # differs from the golden files'
 TOLERANCE = 1e-4
-# Of torch by itself on two kinds of processor: the files are a Xeon's, a Zen 5 is 1.6e-5 off where logits reach 14.
+# Of torch on two kinds of processor: the files are from a Xeon; a Zen 5 differs by 1.6e-5 where logits reach 14.
 OF_PROCESSORS = 5e-5
 
 
 def _decided(case, seed):
-    """Make a model without ties, in which rounding would choose: from `seed`, or from the next that will do."""
+    """Make a model without ties, which rounding would decide, from `seed` or a later one."""
     for own in range(seed, seed + 100, 10):
         model = make_golden.make_model(case, own)
         prompt = make_golden.make_prompt(case, model.config.vocab_size, own)
@@ -33,7 +33,7 @@ def _decided(case, seed):
     raise AssertionError(f"every one of ten models of {case} has tokens that tie")
 
 
-# Every family is compared with what transformers made of it once, by `make test`.
+# `make test` compares every family with stored outputs of transformers.
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=[pytest.mark.slow] * (number % 2 > 0)) for number, case in enumerate(make_golden.CASES)],
@@ -74,7 +74,7 @@ def test_golden_files_are_what_transformers_computes(case):
 
 
 def test_log_probabilities_agree():
-    """Of outputs and of prompts, the likeliest and all of the vocabulary, through the whole engine."""
+    """Of outputs and of prompts, of the likeliest tokens and of the whole vocabulary, through the engine."""
     folder = make_golden.GOLDEN / "stories260K"
     record = make_golden.record(make_golden.load(folder), make_golden.STORY_PROMPT, 96)
     tokens = [*record["prompt"].tolist(), *record["tokens"].tolist()]

@@ -1,4 +1,4 @@
-"""Adapters that PEFT writes add to each weight what PEFT itself merges into it. Needs torch and peft: `make parity`."""
+"""Adapters written by PEFT change each weight as PEFT's merge does. Needs torch and peft: `make parity`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RANKS = (1, 8, 64)
 
 
 def _settings(case: str) -> list[dict[str, Any]]:
-    """List what PEFT's LoraConfig is given, every kind of choice at least once."""
+    """Return arguments of PEFT's LoraConfig, with every option at least once."""
     modules = MODULES[case]
     first, last = modules[0], modules[-1]
     ends = "|".join(module.replace(".", r"\.") for module in modules)
@@ -48,7 +48,7 @@ def _settings(case: str) -> list[dict[str, Any]]:
         {
             "target_modules": list(modules),
             "exclude_modules": [first],
-            "rank_pattern": {rf".*\.0\..*{last}": 5, last: 3},  # the first counts; PEFT writes them sorted
+            "rank_pattern": {rf".*\.0\..*{last}": 5, last: 3},  # the first match is used; PEFT writes them sorted
             "alpha_pattern": {r"1\.[a-z_]+\." + modules[1].split(".")[-1]: 40, last: 2},
         },
         {
@@ -58,7 +58,7 @@ def _settings(case: str) -> list[dict[str, Any]]:
             "rank_pattern": {last: 2},
         },
     ]
-    if case != "mixtral":  # whose experts would have some, too
+    if case != "mixtral":  # its experts would get some, too
         chosen.append({"target_modules": "all-linear"})
     return chosen
 
@@ -80,7 +80,7 @@ def test_what_is_read_is_what_peft_merges(base, tmp_path):
     for number, settings in enumerate(_settings(case)):
         torch.manual_seed(number)
         rank, own = RANKS[number % len(RANKS)], tmp_path / str(number)
-        # Random B too, and deltas as large as the weights.
+        # Random B too, with deltas as large as the weights.
         given = {"r": rank, "lora_alpha": 8, "init_lora_weights": False, "fan_in_fan_out": case == "gpt2"} | settings
         model = peft.get_peft_model(make_golden.load(folder), peft.LoraConfig(task_type="CAUSAL_LM", **given))
         model.save_pretrained(own)

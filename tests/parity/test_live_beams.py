@@ -1,4 +1,4 @@
-"""Beam search as transformers does it: fifty prompts of five families, widths, length penalties, early stopping."""
+"""Beam search equals transformers': fifty prompts of five families, widths, length penalties, early stopping."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.parity import make_golden
 pytestmark = pytest.mark.parity
 
 FAMILIES = ("llama", "gemma2", "gpt2", "qwen3-moe", "deepseek-v3")
-LENGTHS, PROMPTS_EACH = (3, 8, 17, 24, 31), 10  # tokens of a prompt; around a block's end, too
+LENGTHS, PROMPTS_EACH = (3, 8, 17, 24, 31), 10  # tokens of a prompt; also around a block's end
 MOST_TOKENS = 20
 TIE, TOLERANCE = 1e-5, 1e-4
 SEED = 3
 
 
-@pytest.mark.slow  # transformers takes one to several minutes for each
+@pytest.mark.slow  # transformers takes one to several minutes each
 @pytest.mark.parametrize("case", FAMILIES)
 @pytest.mark.parametrize(
     ("lengths", "count"),
@@ -28,7 +28,7 @@ SEED = 3
     ids=["few", "all"],
 )
 def test_beams_are_those_of_transformers(case, lengths, count, tmp_path):
-    """Sequences equal, but where the scores of two lie within 1e-5; scores within 1e-4."""
+    """Sequences are equal, unless two scores differ by less than 1e-5; scores agree within 1e-4."""
     model = make_golden.make_model(case, SEED)
     rng = np.random.default_rng(SEED)
     prompts = [rng.integers(1, model.config.vocab_size, (count, length)).tolist() for length in lengths]
@@ -61,7 +61,7 @@ def test_beams_are_those_of_transformers(case, lengths, count, tmp_path):
 
 
 def _often_generated(model, prompts):
-    """Return a token that greedy outputs often hold."""
+    """Return a token that is frequent in greedy outputs."""
     import torch
 
     made = model.generate(
@@ -94,6 +94,6 @@ def _beams(model, prompts, width, penalty, stopping, stop):
 
 
 def _until(sequence, num_prompt, stop):
-    """Leave out the padding behind the token that ended a sequence."""
+    """Remove the padding after a sequence's stop token."""
     output = sequence[num_prompt:]
     return sequence[:num_prompt] + (output[: output.index(stop) + 1] if stop in output else output)

@@ -1,4 +1,4 @@
-"""Models that embed and classify against transformers, computed here and now; needs torch, as test_live.py does."""
+"""Models that embed and classify against transformers, computed at test time; needs torch, as test_live.py does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens come from exactly the distribution that the parameters name, against numpy statements of every rule."""
+"""Samples have exactly the distribution of the parameters, against numpy versions of every rule."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_variants_without_logprobs_make_none():
 
 
 def naive_kept(scaled: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
-    """One row, float64, the three rules one after another as their definitions read."""
+    """Return the kept tokens of one row in float64, by the definitions of the three rules in order."""
     probability = np.exp(scaled.astype(np.float64) - scaled.max())
     probability /= probability.sum()
     left = {token for token in range(len(scaled)) if probability[token] >= min_p * probability.max()}
@@ -262,7 +262,7 @@ def test_penalties_count_prompt_and_output(garbage: int):
     positions = np.array([3, 4, 9, 12] * len(PENALTIES), np.int32)
     params = [each for each in PENALTIES for _ in range(4)]
     for row, length in enumerate(positions):
-        history[row, :length] = generator.integers(0, 6, length)  # few tokens, so that some come again
+        history[row, :length] = generator.integers(0, 6, length)  # few tokens, so that some repeat
     result = np.asarray(
         jax.jit(partial(penalized, vocabulary=WHOLE))(logits, rows_of(params, prompt_length=3), positions, history)
     )
@@ -432,7 +432,7 @@ def test_logprobs_are_those_of_the_raw_logits(variant: Variant):
     arguments = {"temperature": 1.8, "top_k": 9, "min_tokens": 7, "repetition_penalty": 1.4, "presence_penalty": 1.0}
     params = [SamplingParams(**arguments, seed=row) for row in range(50)]
     logits = random_logits(50, 23)
-    logits[:10] = np.round(logits[:10])  # equals share a rank
+    logits[:10] = np.round(logits[:10])  # equal logits share a rank
     history = np.random.default_rng(5).integers(0, V, (50, 8)).astype(np.int32)
     sampled = draw(logits, rows_of(params, 3, (1, 2)), variant, history=history)
     assert sampled.rank is not None and sampled.top_ids is not None
@@ -459,7 +459,7 @@ def test_no_likeliest_tokens_can_be_asked_for():
 def test_a_kernel_that_sees_banned_tokens_does_not_decide_whether_a_row_is_finite(
     variant: Variant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels look at the logits that they are given, in which a mask has put infinities."""
+    """Kernels see the logits after masking, with infinities."""
 
     def kernel(logits, *_, implementation):
         return jnp.argmax(logits, axis=-1).astype(jnp.int32), jnp.all(jnp.isfinite(logits), axis=-1)

@@ -1,4 +1,4 @@
-"""Sampling over shards gives the bits that one shard gives, with few and small collectives; its sums are exact."""
+"""Sampling over shards gives the bits of one shard, with few and small collectives; its sums are exact."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ BAD_WORDS = [[3], [1, 2], [4, 4, 50], [2, 90]]  # of those requests that have an
 
 
 def favour(logits: jax.Array, arguments: jax.Array, positions: jax.Array) -> jax.Array:
-    """A logits processor that looks at the whole vocabulary: raises what is less likely than the mean."""
+    """A logits processor over the whole vocabulary: raises logits below the mean."""
     is_low = logits < jnp.mean(logits, axis=-1, keepdims=True)
     return jnp.where(is_low, logits + arguments[:, :1] * positions[:, None], logits)
 
 
 def random_params(variant: Variant, vocab_size: int, rng: np.random.Generator) -> list[SamplingParams]:
-    """Draw a request for each row: every parameter that the variant serves, alone and together, and greedy ones."""
+    """Draw a request for each row: every parameter of the variant, alone and combined, and greedy ones."""
     params = []
     for _ in range(ROWS):
         arguments: dict = {"seed": int(rng.integers(2**62)), "temperature": float(rng.choice([0.0, 0.5, 1.0, 1.7]))}
@@ -123,7 +123,7 @@ def sampler(variant: Variant, vocab_size: int, shards: int | None, has_processor
     )
     run = jax.jit(run) if shards is None else sharded(run, shards, 5)
     logits, *rest = batch_of(variant, vocab_size, 0)
-    # Compiled in half of the time, run a few times.
+    # Compiles in half of the time, and runs only a few times.
     return run.lower(padded(logits, shards or 1, 0.0), *rest).compile({"xla_backend_optimization_level": 0})
 
 
@@ -132,7 +132,7 @@ def over(shards: int) -> Layout:
 
 
 def sharded(function: Callable, shards: int, arguments: int) -> jax.stages.Wrapped:
-    """Map a function whose first of `arguments` is split over the vocabulary, and whose results are the same."""
+    """Map a function whose first argument is split over the vocabulary and whose result is replicated."""
     layout = over(shards)
     specs = (layout.spec(None, "vocab"), *(layout.spec(),) * (arguments - 1))
     return jax.jit(layout.shard_map(function, specs, layout.spec()))
@@ -147,7 +147,7 @@ def assert_same_bits(one: object, other: object) -> None:
 @pytest.mark.ci
 @pytest.mark.parametrize("variant", Variant)
 def test_shards_do_not_change_a_bit(variant: Variant):
-    """97 tokens leave padding on the last shard, which holds what would win if it were looked at."""
+    """97 tokens leave padding on the last shard, with values that would win if they were read."""
     for seed in range(5):
         logits, *rest = batch_of(variant, 97, seed)
         alone = sampler(variant, 97, None)(logits, *rest)
@@ -159,7 +159,7 @@ def test_shards_do_not_change_a_bit(variant: Variant):
 @pytest.mark.ci
 @pytest.mark.parametrize("padding", [np.nan, np.inf, 0.0])
 def test_more_shards_than_some_have_tokens(padding: float):
-    """Five tokens on four shards: two, two, one and none; more likeliest tokens are wanted than a shard has."""
+    """Five tokens on four shards: two, two, one and zero; more top tokens are requested than a shard has."""
     logits, *rest = batch_of(Variant.GREEDY, 5, 3)
     split = sampler(Variant.FILTERED, 5, 4)(padded(logits, 4, padding), *rest)
     assert_same_bits(split, sampler(Variant.FILTERED, 5, None)(logits, *rest))
@@ -181,7 +181,7 @@ def test_what_is_not_finite_on_one_shard_is_known_on_all(variant: Variant):
 
 @pytest.mark.parametrize("width", [1, 5, 127, 128, 129, 1000, 4096])
 def test_the_largest_score_is_the_first_among_equals(width: int):
-    """In both of its stages equals give the lower id, and a row that is -inf everywhere an id that exists."""
+    """In both stages ties give the lower id, and a row of -inf gives a valid id."""
     random = np.random.default_rng(width)
     scores = random.integers(0, 40, (64, width)).astype(np.float32)  # ties in most rows
     scores[::3] = random.standard_normal((len(scores[::3]), width))
@@ -198,7 +198,7 @@ def test_ids_are_local_where_they_are_and_dropped_elsewhere():
 
     run = layout.shard_map(columns, layout.spec("vocab"), layout.spec("vocab"))
     found = np.asarray(jax.jit(run)(np.zeros(4)))
-    expected = np.full((4, 11), 2)  # two columns each; the fourth shard holds padding alone
+    expected = np.full((4, 11), 2)  # two columns each; the fourth shard holds only padding
     expected[0, :2], expected[1, 2:4], expected[2, 4:6] = (0, 1), (0, 1), (0, 1)
     np.testing.assert_array_equal(found, expected)
 
@@ -236,7 +236,7 @@ _SHAPE = re.compile(r"= (.*?) (all-reduce|all-gather|all-to-all|collective-permu
 
 
 def collectives(compiled: jax.stages.Compiled) -> list[tuple[str, int]]:
-    """List the collectives of a program with the numbers that each brings to a shard."""
+    """List the collectives of a program with the numbers that each sends to a shard."""
     found = []
     for shapes, kind in _SHAPE.findall(compiled.as_text() or ""):
         sizes = [dims.split(",") if dims else [] for dims in re.findall(r"\[([\d,]*)\]", shapes)]
@@ -257,8 +257,8 @@ def collectives(compiled: jax.stages.Compiled) -> list[tuple[str, int]]:
 def test_collectives_are_few_and_do_not_grow_with_the_vocabulary(variant: Variant, expected: dict[str, int]):
     found = collectives(sampler(variant, 97, 4, has_processor=False))
     assert Counter(kind for kind, _ in found) == expected
-    # A row's 7 likeliest tokens of 4 shards, their ids and the largest; the 97 logits of a row never travel. The widest
-    # variant adds up the logits of the ids that requests name, of which all shards but one have zeros.
+    # A row's 7 likeliest tokens of 4 shards, their ids and the largest; the 97 logits of a row are never sent. The
+    # widest variant adds the logits of ids that requests name, which are zero on all shards but one.
     assert max(size for _, size in found if size <= ROWS * 97) <= ROWS * 4 * (1 + 2 * 7) < ROWS * 97
     assert max(size for _, size in found) <= ROWS * (4 + MAX_REPORTED_TOKENS)
 
@@ -273,7 +273,7 @@ def test_one_device_has_no_collectives(variant: Variant):
 
 
 def executed(text: str, operation: str) -> int:
-    """Count how often a lowered program does something, whose functions JAX writes once and calls."""
+    """Count how often a lowered program runs an operation, including calls of functions that JAX writes once."""
     functions = {re.findall(r"@(\w+)", part)[0]: part for part in text.split("func.func ")[1:]}
 
     def within(name: str) -> int:

@@ -1,8 +1,8 @@
-"""Compares totals that production keeps by adding and subtracting with a new sum after each call that may change them.
+"""Check running totals of the product against fresh sums after every call that may change them.
 
-`watch` wraps the methods of the classes in `ACCOUNTS` as they are imported, for the whole run. A difference is raised
-there, and kept in `differences`, where `conftest.py` looks after every test: some callers log exceptions. With no
-object left the new sum is zero, so an account that does not return to zero is found as well.
+`watch` wraps the methods of the classes in `ACCOUNTS` for the whole run. A difference raises an exception and is added
+to `differences`, which `conftest.py` checks after every test, because some callers only log exceptions. The sum over no
+objects is zero, so a total that does not return to zero is found as well.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-Account = tuple[str, Any, Any]  # its name, its value, and the sum that it must equal
+Account = tuple[str, Any, Any]  # name, value, expected sum
 differences: list[str] = []
 _watched: set[str] = set()
 _calls = threading.local()
@@ -118,7 +118,7 @@ ACCOUNTS: dict[str, Callable[[Any], Iterator[Account]]] = {
 
 
 def watch() -> None:
-    """Wrap the methods of the classes that are imported by now."""
+    """Wrap the methods of all classes imported so far."""
     for name in ACCOUNTS.keys() - _watched:
         module, _, kind = name.rpartition(".")
         if module in sys.modules and hasattr(sys.modules[module], kind):
@@ -137,7 +137,7 @@ def _watching(function: Callable[..., Any], accounts: Callable[[Any], Iterator[A
     @functools.wraps(function)
     def call(self: Any, *args: Any, **options: Any) -> Any:
         inside: set[int] = _calls.__dict__.setdefault("inside", set())
-        if id(self) in inside:  # a method that calls another has not finished its work yet
+        if id(self) in inside:  # a nested call: the outer method has not finished
             return function(self, *args, **options)
         inside.add(id(self))
         is_put = accounts is _of_inbox and function.__name__ in ("add", "settle")
@@ -159,6 +159,6 @@ def _watching(function: Callable[..., Any], accounts: Callable[[Any], Iterator[A
 
 
 def _note_put(inbox: Any, name: str, given: Any) -> None:
-    """Keep the requests in an inbox until they are settled."""
+    """Record the requests in an inbox until they are settled."""
     own = _unsettled.setdefault(inbox, [])
     own[:] = [*own, given] if name == "add" else [each for each in own if all(each is not one for one in given)]

@@ -1,4 +1,4 @@
-"""Adapters of small checkpoints: written at random, merged into their base, or none at all."""
+"""Random LoRA adapters for small checkpoints, and checkpoints with an adapter merged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 
 def modules(base: Path) -> dict[str, tuple[int, int]]:
-    """List the linear modules of a checkpoint's layers by full name, each with its outputs and inputs."""
+    """Return the linear modules of a checkpoint's layers: full name to (outputs, inputs)."""
     found = {}
     for name, tensor in load_file(base / "model.safetensors").items():
         if tensor.ndim == 2 and re.search(r"\.\d+\.", name) and name.endswith(".weight"):
@@ -34,9 +34,8 @@ def write_adapter(
 ) -> Path:
     """Write a random adapter of a checkpoint, or of `modules`, in PEFT's format.
 
-    `targets` are last parts of modules' names, None: all.
-
-    `strength` is how large a change of an output is, beside a random input of the size 1.
+    `targets` are the last parts of module names; None: all. `strength` is the size of the change of an output, for a
+    random input of size 1.
     """
     random = np.random.default_rng(seed)
     there = modules(base) if isinstance(base, Path) else base
@@ -57,7 +56,7 @@ def write_adapter(
 
 
 def merge(folder: Path, base: Path, adapter: Path) -> Path:
-    """Write the checkpoint that a plain adapter makes of its base, as PEFT's `merge_and_unload` does."""
+    """Write the checkpoint with a plain adapter merged, as PEFT's `merge_and_unload` does."""
     config = json.loads((adapter / "adapter_config.json").read_text())
     tensors, own = load_file(base / "model.safetensors"), load_file(_weights(adapter))
     for name in modules(base):

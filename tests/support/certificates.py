@@ -1,4 +1,4 @@
-"""Keys and certificates made by openssl: of a server, of its client, and of a stranger."""
+"""Keys and certificates made by openssl, for a server, its client and an untrusted client."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import grpc
 
 
 def make_certificates(folder: Path) -> None:
-    """Make two authorities, `ca` and `other`, and pairs of NAME.key and NAME.pem that they signed."""
+    """Make two authorities, `ca` and `other`, and the pairs NAME.key and NAME.pem that they sign."""
 
     def openssl(*arguments: str) -> None:
         subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
@@ -25,6 +25,6 @@ def make_certificates(folder: Path) -> None:
 
 
 def credentials(folder: Path, name: str | None) -> grpc.ChannelCredentials:
-    """Trust the server's authority, and be NAME; None: no name."""
+    """Return credentials that trust the server's authority, with NAME's certificate unless it is None."""
     pair = () if name is None else ((folder / f"{name}.key").read_bytes(), (folder / f"{name}.pem").read_bytes())
     return grpc.ssl_channel_credentials((folder / "ca.pem").read_bytes(), *pair)

@@ -1,4 +1,4 @@
-"""Random checkpoints in the format of Hugging Face, written with the safetensors package and with numpy alone."""
+"""Random checkpoints in the format of Hugging Face, written with the safetensors package and numpy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONFIG: dict[str, Any] = {
 def random_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
     """Draw every tensor of a checkpoint, under its published name and in its published shape.
 
-    Models that do not generate are bare. For families that store every part as [out, in], and experts apart.
+    Encoder models have no head. Only for families that store each matrix as [out, in], and each expert separately.
     """
     spec, family = read_spec(config)
     pooler = None if config["architectures"][0].endswith(GENERATING) else Pooler("cls")
@@ -66,6 +66,6 @@ def write_checkpoint(
 
 
 def load(folder: Path, shards: int = 1, dtype: str = "float32", **options: Any) -> Any:
-    """Read a checkpoint onto so many devices."""
+    """Read a checkpoint onto `shards` devices."""
     spec, family = read_spec(weights.read_config(folder))
     return weights.load(folder, spec, family, sharding.make_layout(jax.devices(), shards), dtype, **options)

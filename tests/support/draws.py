@@ -1,4 +1,4 @@
-"""Rows of requests to sample for, draws for them, and the penalties as a numpy statement."""
+"""Sampling inputs, samples drawn from them, and penalties in numpy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rows_of(
 
 
 def padded(rows: np.ndarray | jax.Array, count: int) -> np.ndarray:
-    """Repeat the last row: few shapes, few compilations, and rows that must not matter."""
+    """Pad by repeating the last row, so that few shapes are compiled."""
     rows = np.asarray(rows)
     return np.concatenate([rows, np.repeat(rows[-1:], count - len(rows), axis=0)])
 
@@ -43,12 +43,12 @@ def draw(
     batch: int | None = None,
     extras: np.ndarray | None = None,
 ) -> Sampled:
-    """Sample in a batch of 1,024 rows, or of MANY, or of `batch`, and return the rows asked for."""
+    """Sample in a batch of 1,024 rows, of MANY, or of `batch`; return the rows without padding."""
     count = len(logits)
     batch = batch or (1024 if count <= 1024 else MANY)
     positions = np.full(count, 6, np.int32) if positions is None else positions
     history = np.zeros((count, HISTORY), np.int32) if history is None else history
-    # Of a row's extras only what the row counts is its own.
+    # Values outside of the row's own extras must not matter.
     extras = np.full((count, EXTRAS.width), 1, np.int32) if extras is None else extras
     logits, rows, positions, history, extras = jax.tree.map(
         lambda each: padded(each, batch), (logits, rows, positions, history, extras)

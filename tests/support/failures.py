@@ -1,4 +1,4 @@
-"""What a failed call says on each protocol, read by real clients, with a check that it says nothing else."""
+"""Errors of failed calls over HTTP and gRPC, read by real clients, with a check that they leak nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.sizes import FEW_SLOTS, flags
 
 SMALL = flags(FEW_SLOTS)
 LONG = {"max_tokens": 480, "ignore_eos": True}
-# What may stand in no answer: traces, addresses, paths, names of exceptions.
+# Must not appear in any answer: traces, addresses, paths, names of exceptions.
 SECRETS = re.compile(
     r"Traceback|\.py\b|0x[0-9a-fA-F]{4}|/home|/work|/tmp|/root|/usr|127\.0\.0\.1|<class|[a-z](Error|Exception)\b"
 )
@@ -45,7 +45,7 @@ class Grpc:
 
 
 def grpc_failure(error: Any) -> tuple[str, str, type]:
-    """Return status, reason and our exception; check that there is no word too many and when to try again."""
+    """Return status, reason and exception type; check that nothing leaks, and the retry delay."""
     details = details_of(error)
     info = details.get("ErrorInfo")
     assert SECRETS.search(error.details() or "") is None, error.details()
@@ -59,7 +59,7 @@ def grpc_failure(error: Any) -> tuple[str, str, type]:
 
 
 def over_grpc(call: Callable[[], Any]) -> tuple[str, str, type]:
-    """Make a call that has to fail, unary or a stream."""
+    """Make a call that must fail, unary or streaming."""
     with pytest.raises(grpc.RpcError) as caught:
         answer = call()
         if hasattr(answer, "__iter__"):
@@ -68,7 +68,7 @@ def over_grpc(call: Callable[[], Any]) -> tuple[str, str, type]:
 
 
 def over_http(response: httpx.Response) -> tuple[int, str, str]:
-    """Return status, code and type of an error; check its form and when to try again."""
+    """Return status, code and type of an error; check its form and the retry delay."""
     assert SECRETS.search(response.text) is None, response.text
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"} and error["message"]

@@ -1,9 +1,9 @@
-"""A device without arithmetic: it knows, for every place of the KV pool, which tokens wrote it.
+"""A device without arithmetic that records the tokens written to every place of the KV pool.
 
-The next token of a sequence is a hash of all of its tokens, so a request's output depends on that request alone. A read
-of a place that holds anything but the sequence's own prefix is an error: stale blocks, early prefix hits, double
-ownership and wrong tables all show at once. It drafts behind a row as often as a plan says; of the drafts that it
-verifies so many are right as `num_right` draws, the others leave something wrong in the pool.
+The next token of a sequence is a hash of its tokens, so an output depends on its request alone. Reading a place that
+holds anything but the sequence's prefix is an error, which reveals stale blocks, early prefix hits, double ownership
+and wrong tables. The device drafts as plans require; `num_right` draws how many drafts of a row are right, and wrong
+ones leave wrong tokens in the pool.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ VOCABULARY = 50
 
 
 def next_token(tokens: tuple[int, ...], request_id: int) -> int:
-    """The oracle: what follows `tokens` in this request, whatever else happens."""
+    """Return the token that follows `tokens` in a request."""
     return zlib.crc32(repr((tokens, request_id)).encode()) % VOCABULARY
 
 
 class FakeDevice:
-    """Runs plans. Keeps, like the real one, a block table and the tokens of each slot."""
+    """Runs plans, with a block table and the tokens of each slot as on a real device."""
 
     def __init__(self, limits: Limits, num_right: Callable[[int], int] = lambda count: count) -> None:
         self.limits = limits
         self.num_right = num_right
         self.has_drafts: set[int] = set()  # slots
-        self.full: dict[int, array[int]] = {}  # by request id: all tokens that the host knows, kept by the test
+        self.full: dict[int, array[int]] = {}  # by request id: all tokens on the host, updated by the test
         self.tables: dict[tuple[int, int], int] = {}
-        self.tokens: dict[int, list[int]] = {}  # by slot: what the device holds; -1 where it was told nothing
-        self.truth: dict[int, list[int]] = {}  # by slot: the sequence as it is, a token ahead of the host perhaps
+        self.tokens: dict[int, list[int]] = {}  # by slot: tokens on the device; -1: never sent
+        self.truth: dict[int, list[int]] = {}  # by slot: the true sequence, possibly one token longer than on the host
         self.written: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def run(
@@ -44,10 +44,11 @@ class FakeDevice:
         owners: dict[int, int],
         history: Sequence[tuple[int, int, int]] = (),
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Execute a plan; `chunks` are the tokens of the rows behind the decode rows, `owners` maps slot to id.
+        """Execute a plan; `chunks` are the tokens of the rows after the decode rows, `owners` maps slots to request
+        ids.
 
-        `history` is (slot, position, token) of slots whose newest token was chosen by the host.
-        Returns tokens, int32[R]; if it verified drafts they are int32[R, W], with the counts of rows, int32[R].
+        `history` is (slot, position, token) for newest tokens chosen by the host. Returns tokens, int32[R], and None;
+        if the plan verifies drafts, int32[R, W] and the counts of rows, int32[R].
         """
         limits = self.limits
         for slot, position, token in history:
@@ -62,7 +63,7 @@ class FakeDevice:
         assert plan.num_tokens <= limits.max_step_tokens, "token budget"
         assert len(plan.slots) - plan.num_decodes <= limits.max_step_chunks, "chunk budget"
         assert len(set(plan.slots.tolist())) == len(plan.slots) <= limits.num_slots, "a slot has one row"
-        for admission in plan.admitted:  # what it finds in the prefix cache, the device never saw in this slot
+        for admission in plan.admitted:  # the device never saw cached tokens in this slot
             self.tokens[admission.slot] = [-1] * admission.num_cached
             self.truth[admission.slot] = self.full[admission.request.sequence_id][: admission.num_known].tolist()
         for slot, index, block in plan.table.tolist():
@@ -81,7 +82,7 @@ class FakeDevice:
             if number >= plan.num_decodes:
                 before = self.tokens[slot][:start]
                 self.tokens[slot] = [*before, *[-1] * (start - len(before)), *chunks[number - plan.num_decodes]]
-                if len(self.truth[slot]) < start + length:  # a child of another slot's sequence, in its first row
+                if len(self.truth[slot]) < start + length:  # a fork of another slot's sequence, in its first row
                     self.truth[slot] = self.full[owners[slot]].tolist()
             if number < plan.num_decodes and length > 1:
                 counts[number] += self.num_right(length - 1)

@@ -1,4 +1,4 @@
-"""A stand-in for `LLM` that the command line runs on."""
+"""A fake `LLM` for tests of the command line."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from jaxllm.sampling_params import SamplingParams
 
 
 class FakeEngine:
-    """Answers any prompt with its own last words, a word a step; "^C" among them is the user's ^C."""
+    """Echoes the end of each prompt, one word per step; "^C" in it raises KeyboardInterrupt."""
 
     def __init__(self, max_model_len: int) -> None:
         self.model = SimpleNamespace(max_model_len=max_model_len)
         self.aborted: list[str] = []
         self.seen: list[tuple[Any, SamplingParams]] = []
-        self.adapters: list[LoRARequest | None] = []  # of requests, and of conversations that were written out
+        self.adapters: list[LoRARequest | None] = []  # of requests and rendered conversations
         self._words: list[str] = []
         self._text = ""
 
@@ -63,7 +63,7 @@ def output_of(request_id: str, prompt: Any, text: str, is_finished: bool, reason
 
 
 class FakeLLM:
-    """What of `LLM` the command line uses."""
+    """The part of `LLM` that the command line uses."""
 
     made: FakeLLM
     default = SamplingParams(temperature=0.7)
@@ -118,7 +118,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 def caller(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Give what calls main() with the stand-in, and returns the exit code, standard output and standard error."""
+    """Return a function that calls main() with the fake, and returns exit code, stdout and stderr."""
     module = ModuleType("jaxllm.llm")
     module.LLM = FakeLLM  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "jaxllm.llm", module)
@@ -138,5 +138,5 @@ def caller(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 
 
 def seen_params() -> list[SamplingParams]:
-    """Return the parameters that the stand-in that was made last has been given."""
+    """Return the parameters passed to the newest fake."""
     return [params for _, params in FakeLLM.made.engine.seen]

@@ -1,4 +1,4 @@
-"""A server of the OpenAI API with the habits of others, one for each model name. Runs in a thread of the test."""
+"""A server of the OpenAI API in a thread, with the habits of other servers by model name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORD = " cat"
 
 
 class FakeOpenAI:
-    """Answers " cat" as often as it is asked to, but for what the model's name says. Keeps the bodies it was sent."""
+    """Answers " cat" `max_tokens` times, with deviations by model name; records request bodies."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class FakeOpenAI:
             self._tokenizer = tokenizer
             routes += [Route("/tokenize", self._tokenize, methods=["POST"])]
             routes += [Route("/detokenize", self._detokenize, methods=["POST"])]
-        self._key = key  # of what is not a request
+        self._key = key  # of endpoints other than requests
         self.metrics = 'vllm:num_requests_running{engine="0"} 3.0\nvllm:generation_tokens_total{engine="0"} 70.0\n'
         config = uvicorn.Config(Starlette(routes=routes), port=0, log_config=None, log_level="critical", lifespan="off")
         self.server = uvicorn.Server(config)
@@ -68,7 +68,7 @@ class FakeOpenAI:
         return self._locked(request, PlainTextResponse(self.metrics))
 
     def _locked(self, request: Request, response: Response) -> Response:
-        """Give the response to calls with the key, if there is one."""
+        """Return the response if the request has the key or no key is set."""
         is_open = self._key is None or request.headers.get("authorization") == f"Bearer {self._key}"
         return response if is_open else JSONResponse({"error": {"message": "no key"}}, status_code=401)
 
@@ -108,10 +108,10 @@ class FakeOpenAI:
         return StreamingResponse(self._events(body, "messages" in body), media_type="text/event-stream")
 
     async def _events(self, body: dict[str, Any], is_chat: bool) -> AsyncIterator[str]:
-        """Write what a server of that name would."""
+        """Stream the events of the server with that model name."""
         habit, end = body["model"], "\n\n"
         count = body["max_tokens"]
-        if habit == "llama-cpp":  # sse-starlette's line ends and pings; no usage; ends where the model wants to
+        if habit == "llama-cpp":  # sse-starlette's line ends and pings; no usage; ends after 3 tokens
             end, count = "\r\n\r\n", min(count, 3)
             yield ": ping\r\n\r\n"
 

@@ -1,6 +1,6 @@
-"""A `Serving` that replays a script, and a real HTTP server around it: what is tested is the front end alone.
+"""A `Serving` that replays a script, behind a real HTTP server, to test the front end alone.
 
-The model "fake" answers with the words of `script`, a token each; its token ids are positions in the script.
+The model "fake" answers with the words of `script`, one per token; token ids are positions in the script.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ LABELS = ("dull", "witty")
 
 
 def pooled(index: int, call: PoolCall, width: int) -> np.ndarray:
-    """Stand for a model: numbers that depend on an input, and on what it is compared with."""
+    """Return numbers that depend on an input and its pair, as a model would."""
     seed = crc32(repr((call.inputs[index], call.pairs and call.pairs[index])).encode())
     return np.random.default_rng(seed).normal(size=1 if call.task == "score" else width).astype(np.float32)
 
 
 class FakeAdapters:
-    """The methods of an engine for adapters: folders with a name that begins with "bad" cannot be read."""
+    """The adapter methods of an engine; folders named "bad…" cannot be read."""
 
     def __init__(self) -> None:
         self.known_requests: dict[int, LoRARequest] = {}
@@ -92,6 +92,7 @@ class FakeServing:
         )
         self.ledger = Ledger(self.options)
         self.adapters = ServedAdapters(self.engine, self.options, self.names)  # type: ignore[arg-type]
+        self.pooling = SimpleNamespace(pool=self.pool)
         self.failure: BaseException | None = None
         self.fails_at = 0
         self.delay = 0.0  # seconds before each output
@@ -101,8 +102,8 @@ class FakeServing:
         self.num_live = 0
         self.num_closed_early = 0
         self.num_off_loop = 0
-        self.num_tokens = 3  # of whatever is tokenized
-        self.askers: list[str] = []  # who asked for room
+        self.num_tokens = 3  # of every tokenized text
+        self.askers: list[str] = []  # callers that requested room
         self.is_full = False
         self.width = 2  # numbers of a result
         self.tasks: tuple[str, ...] = ("generate",)
@@ -222,7 +223,7 @@ class FakeServing:
 
 @contextmanager
 def http_server(serving, options: ServerOptions | None = None, observer=None) -> Iterator[int]:
-    """Run the front end in a thread as `jaxllm serve` does; give its port."""
+    """Run the front end in a thread as `jaxllm serve` does; yield its port."""
     options = options or ServerOptions()
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -244,7 +245,7 @@ def http_server(serving, options: ServerOptions | None = None, observer=None) ->
 
 
 def raw_exchange(port: int, request: bytes, timeout: float = 5.0) -> bytes:
-    """Send bytes and read until the server closes the connection or is silent for `timeout` seconds."""
+    """Send bytes; read until the server closes the connection or sends nothing for `timeout` seconds."""
     with socket.create_connection(("127.0.0.1", port), timeout=timeout) as connection:
         answer = b""
         try:

@@ -1,8 +1,8 @@
-"""`make features`: the product files that know a row feature, by git and imports.
+"""`make features`: the product files that depend on a row feature, by git and imports.
 
-The files of a feature are its module or folder in jaxllm/engine/features, and files of other rooms with its stem in
-their names. Another file knows the feature if it imports one of them; imports for types and inside of functions count.
-`--against COMMIT` counts the files of a commit.
+A feature's files are its module or folder in jaxllm/engine/features, and files of other rooms with its stem in their
+names. Another file depends on the feature if it imports one of them, also for types or inside of functions. `--against
+COMMIT` counts the files of a commit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from tests.support.paths import ROOT
 
-# In names of files, by the feature's name in `engine.features.table.FEATURES`.
+# In file names, by the feature's name in `engine.features.table.FEATURES`.
 STEMS = {
     "adapters": "adapter|lora",
     "beams": "beam|gang",
@@ -63,7 +63,7 @@ def imports_of(texts: Mapping[str, str]) -> dict[str, set[str]]:
 
 
 def knowing(commit: str | None = None) -> dict[str, tuple[list[str], list[str]]]:
-    """Return the files of each feature, and the files outside that know it."""
+    """Return the files of each feature, and the files that depend on it."""
     imports = imports_of(sources(commit))
     found = {}
     for feature, stem in STEMS.items():

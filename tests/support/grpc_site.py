@@ -1,4 +1,4 @@
-"""A gRPC server in front of a `Serving` that does what a test says, and what tests need to talk to it. No engine."""
+"""A gRPC server without an engine, in front of a scripted `Serving`, and helpers for its tests."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from jaxllm_server.shared.options import ServerOptions
 from tests.support.fake_serving import FakeAdapters
 
 Result = TypeVar("Result")
-SOON = 3.0  # seconds, for what happens in milliseconds
+SOON = 3.0  # seconds, a bound for events that take milliseconds
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class ScriptedServing:
-    """Answers with the chunks of `script`, pooled calls with `pool_script`; counts how many iterators are open."""
+    """Answers with the chunks of `script`, pooled calls with `pool_script`; counts open iterators."""
 
     def __init__(self, options: ServerOptions, script: Callable[[Call], AsyncIterator[Chunk]] | None = None) -> None:
         self.options = options
@@ -54,10 +54,11 @@ class ScriptedServing:
         self.calls: list[Call] = []
         self.pool_calls: list[PoolCall] = []
         self.num_open = 0
-        self.askers: list[str] = []  # who asked for room
+        self.askers: list[str] = []  # callers that requested room
         self.started = asyncio.Event()
         self.engine: Any = FakeEngine(has_adapters=options.lora_root is not None)
         self.adapters = ServedAdapters(self.engine, options, self.names)
+        self.pooling = SimpleNamespace(pool=self.pool, stream=self.pool_stream)
 
     async def off_loop(self, client: str, function: Callable[..., Any], *arguments: Any, language: Any = None) -> Any:
         return await asyncio.to_thread(function, *arguments)
@@ -94,7 +95,7 @@ class ScriptedServing:
             self.num_open -= 1
 
     async def pool_stream(self, *asked: Any) -> AsyncGenerator[pool_stream.Answer[pb.EmbedRequest]]:
-        return pool_stream.answers(cast(Any, self), *asked)
+        return pool_stream.answers(cast(Any, self), self.pool, *asked)
 
     async def tokenize(self, call: Call) -> list[int]:
         self.calls.append(call)
@@ -111,7 +112,7 @@ class ScriptedServing:
 
 
 class FakeEngine(FakeAdapters):
-    """What the services ask of an `AsyncLLM`."""
+    """The part of an `AsyncLLM` that the services use."""
 
     def __init__(self, has_adapters: bool) -> None:
         self.state = "serving"
@@ -171,7 +172,7 @@ class FakeEngine(FakeAdapters):
 
 
 class FakeObserver:
-    """Keeps what the server reports."""
+    """Records the server's reports."""
 
     def __init__(self) -> None:
         self.handled: list[tuple[str, str, str]] = []
@@ -182,7 +183,7 @@ class FakeObserver:
 
 
 class FakeTracer:
-    """Keeps the spans that were started, and how they ended."""
+    """Records spans and their ends."""
 
     def __init__(self) -> None:
         self.spans: list[Any] = []
@@ -214,7 +215,7 @@ async def answer(call: Call, text: str = "one two") -> AsyncIterator[Chunk]:
 
 
 async def pooled(call: PoolCall) -> AsyncIterator[PoolResult]:
-    """Give each input's length and number, last first."""
+    """Yield each input's length and number, last first."""
     for index in reversed(range(len(call.inputs))):
         values = [len(call.inputs[index]), index] if call.pairs is None else [len(call.pairs[index])]
         yield PoolResult(index, np.array(values, np.float32), 3)
@@ -233,7 +234,7 @@ async def silent(after: int = 0) -> AsyncIterator[Chunk]:
 
 
 class Site:
-    """A server that runs, and what it was built of."""
+    """A running server with its parts."""
 
     def __init__(self, serving: ScriptedServing, target: str) -> None:
         self.server: GrpcServer
@@ -248,7 +249,7 @@ class Site:
             yield channel
 
     async def handled(self, count: int) -> None:
-        """Wait until so many calls have been accounted for."""
+        """Wait until `count` calls are recorded."""
         async with asyncio.timeout(SOON):
             while len(self.observer.handled) < count:
                 await asyncio.sleep(0.001)
@@ -277,7 +278,7 @@ async def _bounded(coroutine: Awaitable[Result], seconds: float) -> Result:
 
 @contextlib.contextmanager
 def one_loop(seconds: float = 30.0) -> Iterator[Callable[[Awaitable[Any]], Any]]:
-    """Give what runs a coroutine on one loop: gRPC's poller belongs to a loop, so a module has one."""
+    """Yield a function that runs coroutines on one loop per module, because gRPC's poller belongs to a loop."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         yield lambda coroutine: runner.run(_bounded(coroutine, seconds))
 
@@ -305,7 +306,7 @@ def reason_of(error: grpc.aio.AioRpcError) -> str:
 
 
 def details_of(error: grpc.aio.AioRpcError) -> dict[str, Any]:
-    """Read the google.rpc details of an error, by their names."""
+    """Return the google.rpc details of an error, by name."""
     raw = dict(error.trailing_metadata() or ()).get("grpc-status-details-bin")
     if raw is None:
         return {}

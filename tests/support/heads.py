@@ -1,4 +1,4 @@
-"""What an attention without a cache needs of the heads that a decoder hands over."""
+"""Queries, keys and values from a decoder's `Heads`, for an attention without a cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pallas_kernels import rotate
 
 
 def apart(heads: Heads, num_heads: int) -> tuple[Array, Array, Array]:
-    """Rotate; return the queries of so many heads, the keys and the values."""
+    """Return the rotated queries of `num_heads` heads, the keys, and the values."""
     kv_heads = (heads.qkv.shape[1] - num_heads) // 2
     q, k, v = jnp.split(heads.qkv, (num_heads, num_heads + kv_heads), axis=1)
     if heads.turn is not None:

@@ -1,4 +1,4 @@
-"""Host names with the addresses that a test wants."""
+"""Host names that resolve to chosen addresses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ with_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="no IPv6 on this machine")
 
 
 def resolve(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
-    """Let every host name have these addresses."""
+    """Make every host name resolve to these addresses."""
 
     def getaddrinfo(host: Any, port: int, **_: Any) -> list[Any]:
         kinds = {True: (socket.AF_INET6, (0, 0)), False: (socket.AF_INET, ())}

@@ -25,7 +25,7 @@ from jaxllm.structured_output.slow_masks import SlowMasks
 
 
 def params_of(runner: Runner) -> tuple[Any, ...]:
-    """Return the weights, as the programs take them."""
+    """Return the weights as the programs take them."""
     return runner._params
 
 
@@ -40,7 +40,7 @@ def set_params(runner: Runner, params: Any) -> None:
 
 
 def arrays_of(runner: Runner) -> tuple[Any, ...]:
-    """Return the device's state, as the programs take it."""
+    """Return the device's state as the programs take it."""
     return runner._state
 
 
@@ -141,7 +141,7 @@ def num_processes(adapters: Adapters) -> int:
 
 
 def forgive(engine: LLMEngine) -> None:
-    """Forget that steps have failed."""
+    """Reset the count of failed steps."""
     engine._failed_steps.reset()
 
 
@@ -151,13 +151,13 @@ def set_recorder(engine: LLMEngine, recorder: Any) -> None:
 
 
 def serve_without_a_device(llm: AsyncLLM, engine: LLMEngine, inbox: Any) -> None:
-    """Let an engine take requests without a start; `inbox` answers them."""
+    """Let an engine accept requests without a start; `inbox` answers them."""
     llm._engine, llm._queue, llm._inbox = engine, inbox, inbox
     llm._life.on("ready")
 
 
 def set_loop(llm: AsyncLLM, loop: Any) -> None:
-    """Set the loop in which outputs are delivered."""
+    """Set the loop that outputs are delivered to."""
     llm._loop = loop
 
 

@@ -6,5 +6,5 @@ from jaxllm.model.sharding import RULES, Layout
 
 
 def layout_of(shards: int) -> Layout:
-    """Return a layout with a number of shards, for code that needs only their number."""
+    """Return a layout with a number of shards and no devices."""
     return Layout(AbstractMesh((shards,), ("tp",)), RULES)

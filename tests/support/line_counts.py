@@ -1,6 +1,6 @@
 """Counts lines of code, without blanks, comments and docstrings: `python -m tests.support.line_counts` (`make lines`).
 
-Product code is what the wheel ships, without the stubs that are generated from proto/.
+Product code is the content of the wheel, without the stubs generated from proto/.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether something takes time in proportion to its size, on a machine that does other work too."""
+"""Whether a function takes time in proportion to its input, on a shared machine."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-LEAST_SECONDS = 0.01  # that count: less is the clock's
-TRIES = 4  # what is not linear fails every time, a neighbour on the machine does not disturb every time
+LEAST_SECONDS = 0.01  # shorter times are clock noise
+TRIES = 4  # neighbours on the machine disturb some tries, not all
 
 
 def is_linear(prepare: Callable[[int], Callable[[], object]], size: int) -> bool:
-    """Say whether twice as much takes twice as long. What `prepare` does to make the work for a size is not counted."""
+    """Return whether twice the size takes less than 2.5 times as long. The time of `prepare` is excluded."""
     return any(_seconds(prepare(2 * size)) < 2.5 * max(_seconds(prepare(size)), LEAST_SECONDS) for _ in range(TRIES))
 
 
@@ -29,9 +29,9 @@ def pushes_in_linear_time(make: Callable[[], Any], start: str, repeated: str, pi
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """Return the processor time of this thread alone: others compile programs, of engines that tests before have made.
+    """Return the processor time of this thread, without the garbage collector.
 
-    Nor is the collector's counted, which goes over all that the process holds.
+    Other threads may compile programs of engines from earlier tests.
     """
     gc.disable()
     try:

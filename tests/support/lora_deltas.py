@@ -1,4 +1,4 @@
-"""What an adapter adds to the weights of a model: by the adapter that was read, and by a checkpoint merged with it."""
+"""The change that an adapter makes to a model's weights, compared with a merged checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.layouts import layout_of
 
 
 def assert_merged(read: LoraFiles, base: Path, merged: Path, shards: int) -> None:
-    """Every weight of `merged`, laid out over the shards, is that of `base` and what the adapter adds to it."""
+    """Assert that every weight of `merged`, over the shards, is that of `base` plus the adapter's change."""
     spec, _ = read_spec(read_config(base))
     before, after = load(base, shards), load(merged, shards)
     for layer, (declared, pairs) in enumerate(zip(declare(spec, layout_of(shards)).layers, read.weights, strict=True)):
@@ -28,7 +28,7 @@ def assert_merged(read: LoraFiles, base: Path, merged: Path, shards: int) -> Non
 
 
 def _product(a: np.ndarray, b: tuple[np.ndarray, ...], weight: Weight, shards: int) -> np.ndarray:
-    """Multiply each part's B with its A: in the weight the parts lie one behind the other in every shard."""
+    """Multiply each part's B with its A; the parts are consecutive in every shard of the weight."""
     pieces = layout_of(shards).shards(weight.axes[0])
     of_parts = a.astype(np.float64).reshape(len(b), -1, a.shape[1])
     products = [np.split(own.astype(np.float64) @ of_parts[number], pieces) for number, own in enumerate(b)]

@@ -1,4 +1,4 @@
-"""What text must become on its way out, worked out on the whole of it at once: what streams must agree with."""
+"""Reference results on whole texts, for stop strings, reasoning and tool calls in streams."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Call = tuple[str, str, str]  # id, name, arguments
 
 
 def distinct(forms: Mapping[str, Any]) -> list[str]:
-    """Return the names of forms but those that are other names of one."""
+    """Return the names of forms without aliases."""
     return [name for name, form in forms.items() if form.signs]
 
 
 def stop_at(text: str, stops: Iterable[str]) -> tuple[str, str | None]:
-    """Return the text before the stop string that is complete first, the longest of those; and that stop string."""
+    """Return the text before the first complete stop string, the longest of several; and that stop string."""
     for end in range(len(text) + 1):
         matched = [stop for stop in stops if text[:end].endswith(stop)]
         if matched:
@@ -41,9 +41,10 @@ def split_reasoning(text: str, is_inside: bool, form: TaggedReasoning) -> tuple[
 
 
 def parsed_calls(style: str, pieces: Sequence[str], tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[Call]]:
-    """Return all content and all calls that a parser makes of pieces: those of the whole text are the reference.
+    """Return all content and all calls that a parser makes of pieces.
 
-    Checks that ids and names come once, first, and in order.
+    The result for the whole text in one piece is the reference. Checks that ids and names appear once, first, and in
+    order.
     """
     numbers = itertools.count()
     parser = TOOL_PARSERS[style].parser(lambda name: f"id-{next(numbers)}", tools)

@@ -1,4 +1,4 @@
-"""Runs the notebooks from a clean state; as a program it writes their outputs into the files, for those who read."""
+"""Runs the notebooks from a clean state; as a program it also writes their outputs into the files."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 def execute(path: Path, prelude: str = "") -> tuple[nbformat.NotebookNode, float]:
-    """Run a notebook without its outputs in a fresh kernel; return it with new ones, and the seconds of CPU it took.
+    """Run a notebook without its outputs in a fresh kernel; return it with new ones, and its CPU seconds.
 
-    The kernel sees the clone's packages and no device but the CPU; nothing else of this process's JAX settings. The
-    code of `prelude` runs first, as a cell of its own.
+    The kernel sees the clone's packages and only the CPU device, without this process's JAX settings. The code of
+    `prelude` runs first, in a separate cell.
     """
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
@@ -47,7 +47,7 @@ def _children_seconds() -> float:
 
 @contextmanager
 def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """Change the environment that a kernel inherits; XLA_FLAGS are the notebook's own."""
+    """Change the environment that a kernel inherits; the notebook sets XLA_FLAGS."""
     before = dict(os.environ)
     os.environ.update(settings)
     os.environ.pop("XLA_FLAGS", None)

@@ -1,4 +1,4 @@
-"""Small models that embed, classify or score: BERT's shape and tokenizer, weights that `load_format="dummy"` draws."""
+"""Small models that embed, classify or score: BERT's shape and tokenizer, weights by `load_format="dummy"`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Quantized checkpoints of random models: each format as its own library packs it, and the same model dequantized.
+"""Quantized checkpoints of random models, as each format's library packs them, and the same models dequantized.
 
-Written from the formats' published packers with loops over nibbles, and shares nothing with the product: compressed-
-tensors' `pack_to_int32`, AutoGPTQ's `QuantLinear.pack`, AutoAWQ's `WQLinear_GEMM.from_linear`, DeepSeek-V3's
-`weight_dequant`, transformers' `convert_moe_packed_tensors`.
+Written from the formats' published packers with loops over nibbles, without product code: compressed- tensors'
+`pack_to_int32`, AutoGPTQ's `QuantLinear.pack`, AutoAWQ's `WQLinear_GEMM.from_linear`, DeepSeek-V3's `weight_dequant`,
+transformers' `convert_moe_packed_tensors`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _words(numbers: np.ndarray, bits: int, order: Any = None) -> np.ndarray:
 
 
 def _grid(rng: Any, shape: tuple[int, ...], group: int | None, bits: int, has_zeros: bool) -> tuple[Any, ...]:
-    """Draw unsigned numbers [O, D], scales [O, G] in float16, zeros [O, G], and what they mean [O, D]."""
+    """Draw unsigned numbers [O, D], scales [O, G] in float16, zeros [O, G], and the values that they encode [O, D]."""
     rows, columns = shape
     size = group or columns
     numbers = rng.integers(0, 2**bits, shape)
@@ -110,7 +110,7 @@ def _awq(name: str, shape: tuple[int, ...], rng: Any) -> tuple[Tensors, np.ndarr
     }, exact
 
 
-# By name: what writes a matrix, and the quantization_config that says so.
+# By name: the function that packs a matrix, and its quantization_config.
 FORMATS: dict[str, tuple[Any, dict[str, Any]]] = {
     "w4a16": _compressed("pack-quantized", 4, 16, True, "group"),
     "w4a16-asymmetric": _compressed("pack-quantized", 4, 16, False, "group"),
@@ -130,14 +130,14 @@ FORMATS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def quantized_model(name: str, config: dict[str, Any], seed: int = 0) -> tuple[dict[str, Any], Tensors, Tensors]:
-    """Draw a model in a format: its config.json, its tensors, and those of the same model in float32."""
+    """Draw a model in a format: its config.json, its tensors, and the same tensors in float32."""
     write, quantization = FORMATS[name]
     rng = np.random.default_rng(seed)
     stored: Tensors = {}
     plain: Tensors = {}
     for tensor, values in random_tensors(config, seed).items():
         is_product = values.ndim == 2 and "_proj" in tensor
-        if tensor.endswith("kv_b_proj.weight"):  # keys and values of all heads, of which random_tensors draws one
+        if tensor.endswith("kv_b_proj.weight"):  # keys and values of all heads; random_tensors draws one head
             each = config["qk_nope_head_dim"] + config["v_head_dim"]
             values = np.zeros((config["num_attention_heads"] * each, config["kv_lora_rank"]), np.float32)
         if is_product:
@@ -149,7 +149,7 @@ def quantized_model(name: str, config: dict[str, Any], seed: int = 0) -> tuple[d
 
 
 def mxfp4_model(config: dict[str, Any], tensors: Tensors, seed: int = 0) -> tuple[dict[str, Any], Tensors, Tensors]:
-    """Give GPT-OSS's experts new values in MXFP4, beside the same in float32."""
+    """Give GPT-OSS's experts new values in MXFP4; return them in MXFP4 and in float32."""
     rng, stored, plain = np.random.default_rng(seed), {}, {}
     for name, values in tensors.items():
         if not name.endswith(("gate_up_proj", "down_proj")) or values.ndim != 3:
@@ -168,7 +168,7 @@ def mxfp4_model(config: dict[str, Any], tensors: Tensors, seed: int = 0) -> tupl
 
 
 def write(folder: Path, config: dict[str, Any], tensors: Tensors) -> Path:
-    """Write a checkpoint whose tensors may be of 8 bits."""
+    """Write a checkpoint, possibly with 8-bit tensors."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file({name: np.ascontiguousarray(value) for name, value in tensors.items()}, folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""`jaxllm serve` as a process of its own, as users run it."""
+"""`jaxllm serve` in a process, as users run it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ QUICK = flags(MANY_SLOTS)
 
 
 class ServingProcess:
-    """A server on ports of its own choice; `http` and `grpc` are where it listens."""
+    """A server on free ports; `http` and `grpc` are its addresses."""
 
     module = "jaxllm"
     command: tuple[str, ...] = ("serve", "--port", "0", "--grpc-port", "0", "--log-stats-interval", "0")
@@ -40,7 +40,7 @@ class ServingProcess:
             if ready:
                 self.wait_for(r"(ready) after", 120.0)
         except BaseException:
-            self.stop()  # there is no `with` block yet that would
+            self.stop()  # no `with` block is entered yet
             raise
 
     def _read(self) -> None:
@@ -71,7 +71,7 @@ class ServingProcess:
         return code
 
     def stop(self) -> None:
-        """End it, whatever it is doing."""
+        """Kill the process."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait(10.0)

@@ -1,7 +1,7 @@
-"""The sizes of engines that tests start, few of them, so that they share programs.
+"""The few engine sizes of tests, which share compiled programs.
 
-To compile the two programs that an engine must have takes 11 s of a slow core, to find them in the cache one. They
-depend on the model and on these sizes: take others only where they are what the test is about (DECISIONS.md, 69).
+Compiling the two programs of an engine takes 11 s of a slow core, loading them from the cache 1 s. They depend on the
+model and on these sizes: use other sizes only in tests about sizes (DECISIONS.md, 69).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SHORT_BLOCKS = SLOTS | {"block_size": 4, "max_num_batched_tokens": 32}
 
 
 def flags(sizes: dict[str, Any]) -> tuple[str, ...]:
-    """Say sizes as a command line does.
+    """Return sizes as command-line flags.
 
     >>> flags({"precompile": "covering", "max_num_seqs": 2})
     ('--precompile', 'covering', '--max-num-seqs', '2')

@@ -1,4 +1,4 @@
-"""Tokenizers of every kind that a model comes with: how their tokens become text is what tells them apart."""
+"""Tokenizers of every kind, which differ in how their tokens become text."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Two tools, held-out questions for them, and what the embedded model's adapter "tools" must do with each.
+"""Two tools, held-out questions, and the expected calls and answers of the embedded model's adapter "tools".
 
-A server for it: `jaxllm serve --enable-lora --lora-modules tools=tools --tool-call-parser hermes`, model "tools".
+Start a server for it with `jaxllm serve --enable-lora --lora-modules tools=tools --tool-call-parser hermes`, model
+"tools".
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from training.tool_calls import WRITTEN_CONDITIONS, ToolTurn, draw_held_out, mak
 
 MODEL = "tools"
 SERVER_FLAGS = ("--enable-lora", "--lora-modules", f"{MODEL}=tools", "--tool-call-parser", "hermes")
-LEAST_RIGHT = 0.95  # of the questions, what is promised
+LEAST_RIGHT = 0.95  # promised share of right answers
 
 
 def add(a: int, b: int) -> int:
@@ -34,11 +35,10 @@ TOOLS: list[dict[str, Any]] = [tool.schema(FUNCTIONS[tool.name].__doc__ or "") f
 
 
 def held_out(count: int, seed: int = 0) -> list[ToolTurn]:
-    """Draw questions that the training cannot have held, for the two tools by turns, with what must come of them.
+    """Draw questions that are not in the training set, alternating between the two tools, with the expected results.
 
-    No two are alike. A turn's `name` and `arguments` are those of the one right call, `result` is what `FUNCTIONS`
-    returns for it as text, `answer` the sentence that the model is to end with. There are 200 at most: the questions
-    about cities that are held out come to an end.
+    No two are equal. A turn's `name` and `arguments` are the one right call, `result` is the text that `FUNCTIONS`
+    returns for it, `answer` the expected final sentence. At most 200: held-out cities are limited.
     """
     if count > 200:
         raise ValueError(f"there are no {count} questions for each seed")
@@ -53,5 +53,5 @@ def held_out(count: int, seed: int = 0) -> list[ToolTurn]:
 
 
 def is_right(turn: ToolTurn, calls: list[tuple[str, dict[str, Any]]], answer: str) -> bool:
-    """Tell whether just the right call was made, with the right arguments, and the right answer given."""
+    """Return whether exactly the right call was made, with the right arguments, and the right answer given."""
     return calls == [(turn.name, turn.arguments)] and answer.strip() == turn.answer

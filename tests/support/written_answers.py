@@ -1,6 +1,6 @@
-"""Answers that a model might have written, whole or cut into chunks anywhere: for the writers of all APIs.
+"""Random answers of a model, whole or cut into chunks anywhere, for the response writers of all APIs.
 
-Drawn from a seed. Reasoning comes first; texts and tool calls take turns; arguments may be cut off, or be no JSON.
+Reasoning precedes alternating texts and tool calls; arguments may be truncated or invalid JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Call = tuple[int, str, str]  # the call's number, its name, its arguments
 
 @dataclass(frozen=True)
 class Written:
-    """An answer, and what ended it."""
+    """An answer and its finish reason."""
 
     reasoning: str
     turns: list[str | Call]
@@ -38,7 +38,7 @@ class Written:
         return [turn for turn in self.turns if not isinstance(turn, str)]
 
     def chunks(self, random: Random | None) -> list[Chunk]:
-        """Return it as a stream's chunks, or as the only one."""
+        """Return the answer as a stream's chunks, or as one chunk if `random` is None."""
         atoms: list[tuple[str, Any]] = [("reasoning", character) for character in self.reasoning]
         for turn in self.turns:
             if isinstance(turn, str):
@@ -86,7 +86,7 @@ def written(seed: int) -> Written:
 
 
 class WritingServing(FakeServing):
-    """Answers the request whose `cache_salt` is a number with the answer of that seed."""
+    """Answers a request with the answer of the seed in its `cache_salt`."""
 
     async def generate(self, call: Any, params: Any = None) -> Any:
         self.calls.append(call)

@@ -1,7 +1,7 @@
-"""Generated conversations, and how transformers renders them in each shape that a template may want.
+"""Generated conversations, and transformers' rendering of them in each shape that a template may take.
 
-An oracle for `template_shapes.py` that shares no code with it: whole conversations instead of small ones, and the
-renderer of transformers instead of jaxllm's.
+An oracle for `template_shapes.py` that shares no code with it: whole conversations instead of small ones, and
+transformers' renderer instead of jaxllm's.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ TOOLS: list[Message] = [
 class Form:
     """A shape of all messages."""
 
-    joined: frozenset[str]  # roles for which parts are joined
-    listed: bool  # texts are lists of a part
+    joined: frozenset[str]  # roles with joined parts
+    listed: bool  # texts are lists of one part
     arguments: Literal["object", "text"]
     blank: Literal["missing", "null", "empty"]  # null content of messages with calls
     short_ids: bool
@@ -62,7 +62,7 @@ def all_forms() -> list[Form]:
 
 
 def conversation(rng: Random, with_tools: bool, thoughts: bool) -> tuple[list[Message], set[str]]:
-    """Return a conversation as a client sends it, and the words that a rendering is expected to have.
+    """Return a conversation as a client sends it, and the words that its rendering must contain.
 
     Texts, names and arguments are unique words; contents are texts, lists of parts, empty or null.
     """
@@ -163,7 +163,7 @@ def as_transformers(source: str, messages: list[Message], tools: list[Message] |
 
 
 def fitting_form(source: str, seeds: range, *, with_tools: bool) -> Form:
-    """Return the first form in which most words of some conversations show, and none of Python's own spelling."""
+    """Return the form that renders most words of some conversations, without Python's spelling of values."""
     forms = all_forms()
     scores = dict.fromkeys(forms, 0)
     for seed in seeds:

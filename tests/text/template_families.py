@@ -1,7 +1,7 @@
-"""Small chat templates, each in the shape of a published family's: the same inputs, the same failures.
+"""Small chat templates in the shape of published families: the same inputs, the same failures.
 
-The texts of the families' own templates are their makers'; `test_template_shapes.py` reads those from a folder.
-Line breaks in `templates/*.jinja` are inside of tags, where they are not part of the text.
+The families' templates belong to their makers; `test_template_shapes.py` reads those from a folder. Line breaks in
+`templates/*.jinja` are inside tags, where they are not part of the text.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Family:
-    """A template and the form in which it takes conversations; fields are those of `conversations.Form`."""
+    """A template and the form of conversations that it takes; fields are those of `conversations.Form`."""
 
     source: str
-    joined: str = "user system assistant tool caller"  # roles that take no parts
+    joined: str = "user system assistant tool caller"  # roles that do not accept parts
     more: dict[str, Any] = field(default_factory=dict[str, Any])
     with_tools: bool = True
-    thought: str = ""  # the name of it that is read
+    thought: str = ""  # the name of the field that the template reads
 
 
 def _family(name: str, **own: Any) -> Family:

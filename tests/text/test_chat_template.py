@@ -1,4 +1,4 @@
-"""Chat templates against transformers' own rendering, and what a template or a conversation may not do."""
+"""Chat templates against transformers' rendering, and refused templates and conversations."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_refusals_are_one_line(template: object, arguments: dict[str, Any], mess
 
 
 def test_a_large_conversation_is_not_cut() -> None:
-    """Of 4 MB in 2,000 messages, each copied several times on the way; and the system prompts collected in one."""
+    """A conversation of 4 MB in 2,000 messages, each copied several times; and the system prompts collected in one."""
     template = compile_template(
         "{% set all = namespace(system='') %}{% for message in messages %}{% if message.role == 'system' %}"
         "{% set all.system = all.system + '\n' + message.content %}{% endif %}{% endfor %}{{ all.system }}"

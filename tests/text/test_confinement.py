@@ -1,4 +1,4 @@
-"""Tokenizers and templates of adapters work in another process as in this one, and are ended at their limits."""
+"""Tokenizers and templates of adapters give the same results in another process, and are ended at their limits."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_what_exceeds_a_limit_ends_alone(attack: str, tmp_path: Path, monkeypatc
     expected = good.encode_chat(HI)
     source, template = write(tmp_path / "bad", build("byte_fallback")), TEMPLATE
     if attack in ("normalizer", "decoder"):
-        # Not by the library, which applies a normalizer to added tokens at once.
+        # Written by hand, because the library applies a normalizer to added tokens at once.
         file = tmp_path / "bad" / "tokenizer.json"
         stages = [{"type": "Replace", "pattern": {"Regex": "."}, "content": "a" * 1000}] * 4
         file.write_text(
@@ -129,7 +129,7 @@ def test_templates_alone_leave_the_text_to_the_models_own_tokenizer(tmp_path: Pa
     plain = own.with_chat_templates({"default": TEMPLATE})
     assert other.encode_chat(HI) == plain.encode_chat(HI) and other.encode("a fox") == own.encode("a fox")
     assert other.template_shape(None, None) == plain.template_shape(None, None)
-    own.backend = None  # another template, the operator's, does not leave this process
+    own.backend = None  # the operator's template stays in this process
     with pytest.raises(AttributeError):
         ConfinedTemplates(own, {}, confined, b"key", Source(source.folder)).encode_chat(HI, chat_template=TEMPLATE)
 

@@ -1,4 +1,4 @@
-"""Prompts that ask for the text in a hole, as each family's own code writes them."""
+"""Fill-in-the-middle prompts, as each family's code writes them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_hole_is_between_its_familys_tokens(family: str, kind: str) -> None:
 
 
 def test_no_space_is_put_before_the_text_behind_a_hole() -> None:
-    """As Meta's `encode_infilling`: the tokenizer puts one before a text, which the text before the hole has."""
+    """As Meta's `encode_infilling`: the tokenizer adds a space only before the text that precedes the hole."""
     backend = build("byte_fallback")
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer = tokenizer_with(backend, *FAMILIES["CodeLlama"][0])

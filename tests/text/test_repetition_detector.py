@@ -1,4 +1,4 @@
-"""Repetition is found where the definition says: the output's end is one pattern, `min_count` times in a row."""
+"""Repetition as defined: the output ends with one pattern, `min_count` times in a row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxllm.text.repetition_detector import RepetitionDetector
 
 
 def repeats(tokens: list[int], params: RepetitionDetectionParams) -> bool:
-    """Say by the definition whether `tokens` end in a repetition."""
+    """Return by the definition whether `tokens` end in a repetition."""
     for size in range(max(1, params.min_pattern_size), params.max_pattern_size + 1):
         pattern = tokens[-size:]
         if len(pattern) == size and tokens[-size * params.min_count :] == pattern * params.min_count:
@@ -29,7 +29,7 @@ def test_it_is_found_at_the_token_where_the_definition_holds_first(seed: int) ->
         min_count=int(random.integers(2, 5)),
     )
     detector, tokens = RepetitionDetector(params), []
-    for token in random.integers(0, 2, 300).tolist():  # of two tokens: repetitions come and go
+    for token in random.integers(0, 2, 300).tolist():  # of two tokens, so that repetitions begin and end
         tokens.append(token)
         assert detector.push(token) == repeats(tokens, params), (params, tokens)
 

@@ -23,7 +23,7 @@ JOINED = SamplingParams(skip_special_tokens=False, spaces_between_special_tokens
 
 
 def made(kind: str) -> tuple[Backend, Tokenizer]:
-    """Make a tokenizer with two special tokens and one that is added and not special."""
+    """Make a tokenizer with two special tokens and one added token that is not special."""
     backend = build(kind)
     backend.add_special_tokens(["<|end|>", "<|call|>"])
     backend.add_tokens(["<tool>"])
@@ -45,7 +45,7 @@ def streamed(tokenizer: Tokenizer, prompt: Sequence[int], output: Sequence[int],
 
 
 def expected(backend: Backend, prompt: Sequence[int], output: Sequence[int]) -> str:
-    """Decode a token at a time; an added token that follows one in the output is written as it is spelled."""
+    """Decode token by token; an added token that follows another in the output is written as spelled."""
     added, text = backend.get_added_tokens_decoder(), ""
     for end in range(len(output)):
         before, after = ([*prompt, *output[:stop]] for stop in (end, end + 1))
@@ -59,7 +59,7 @@ numbers = st.lists(st.one_of(st.integers(0, 5), st.integers(0, 400)), max_size=8
 
 
 def added_first(backend: Backend, numbers: Sequence[int], with_bytes: bool) -> list[int]:
-    """Return tokens by numbers, of which the least are added tokens."""
+    """Return tokens by number; the lowest numbers are added tokens."""
     added = sorted(backend.get_added_tokens_decoder())
     usual = [own for token, own in backend.get_vocab().items() if with_bytes or not re.fullmatch("<0x..>", token)]
     ids = [*added, *sorted({*usual} - {*added})]
@@ -71,7 +71,7 @@ def added_first(backend: Backend, numbers: Sequence[int], with_bytes: bool) -> l
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "byte_level"])
 def test_spaces_are_left_out_between_added_tokens_only(kind: str, prompt: list[int], output: list[int]) -> None:
     backend, tokenizer = MADE[kind]
-    # Byte tokens are left out: the text of one depends on the next.
+    # Without byte tokens, because their text depends on the next token.
     before, after = added_first(backend, prompt, False), added_first(backend, output, False)
     assert streamed(tokenizer, before, after, JOINED) == expected(backend, before, after)
 

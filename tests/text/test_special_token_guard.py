@@ -1,7 +1,7 @@
-"""Whatever a caller writes into a conversation, its special tokens are the template's; and nothing else changes.
+"""A caller's text never becomes special tokens of the template, and nothing else changes.
 
-Stated over whole prompts: as many special ids as with harmless words in the same places, the same text back, and the
-ids of plain encoding where nothing is spelled.
+Properties of whole prompts: the special ids are those of harmless words in the same places, the text is the same, and
+ids are those of plain encoding if nothing spells a special token.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _conversation(first: str, second: str = "the") -> list[dict[str, Any]]:
 def _check(
     tokenizer: Tokenizer, messages: list[dict[str, Any]], harmless: list[dict[str, Any]], **options: Any
 ) -> None:
-    """The same special ids as with harmless words; the text as ever."""
+    """Assert the special ids of harmless words, and the unchanged text."""
     text, ids = tokenizer.encode_chat(messages, **options)
     _, expected = tokenizer.encode_chat(harmless, **options)
     assert _special_ids(tokenizer, ids) == _special_ids(tokenizer, expected)
@@ -297,7 +297,7 @@ def test_other_conversations_are_encoded_as_ever(kind: str, tokenizers: dict[str
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_in_segments_has_the_ids_of_text_in_one(kind: str, tokenizers: dict[str, Tokenizer]) -> None:
-    """The way of a disguised conversation, taken by any text: special tokens are the template's there."""
+    """Any text may be encoded like a conversation with spelled special tokens: segment by segment."""
     tokenizer = tokenizers[kind]
     special = tokenizer.special_tokens
     words = ["the", " ", "  ", "\n", "a", "é", "日", "<think>", "<b>", "<b> ", " x", ">", "|", ". "]
@@ -354,7 +354,7 @@ def test_ids_of_added_tokens_may_have_gaps() -> None:
 
 
 def test_a_model_that_reads_special_tokens_out_of_plain_characters_is_not_asked_to() -> None:
-    """Unigram models know their special tokens as words; some variants reach them through normalization alone."""
+    """Unigram models have special tokens as words; some variants reach them only through normalization."""
     pieces = [("<unk>", 0.0), ("</s>", 0.0), ("▁", -2.0), *((letter, -3.0) for letter in "abus<>/\n")]
     backend = Backend(models.Unigram(pieces, unk_id=0))
     backend.normalizer = normalizers.NFKC()
@@ -420,7 +420,7 @@ def test_what_cannot_be_text(tokenizers: dict[str, Tokenizer]) -> None:
 
 
 def test_special_tokens_within_special_tokens_end(tokenizers: dict[str, Tokenizer]) -> None:
-    """A normalizer that drops the twins lets new special tokens appear where others were."""
+    """A normalizer that drops the replacement characters creates new special tokens."""
     backend = _byte_level()
     backend.normalizer = normalizers.Replace(Regex("[\U0001d800-\U0001d9ff]"), "")
     backend.add_tokens(_specials(*IM, "<s>", normalized=True))

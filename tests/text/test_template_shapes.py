@@ -1,4 +1,4 @@
-"""Messages are converted to a chat template's shape: the text is byte for byte that of transformers."""
+"""Messages are converted to a chat template's shape; the text equals transformers' byte for byte."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_family_over_200_conversations(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(_PUBLISHED not in os.environ, reason=f"{_PUBLISHED} names no folder of published templates")
 def test_published_templates_over_200_conversations() -> None:
-    """In the form in which, of all, most of some other conversations shows."""
+    """Each in the form that renders most of some other conversations."""
     differing: dict[str, int] = {}
     for path in sorted(Path(os.environ[_PUBLISHED]).glob("*.jinja")):
         source = path.read_text()
@@ -94,7 +94,7 @@ def _call(arguments: Any, **more: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("name", "messages", "expected"),
     [
-        ("deepseek_v3", _call('{"a": 1}'), '<call>look\n{"a": 1}'),  # the call once disappeared
+        ("deepseek_v3", _call('{"a": 1}'), '<call>look\n{"a": 1}'),  # once, the call disappeared
         ("deepseek_v3", _call('{"a": 1}', content=""), '<call>look\n{"a": 1}'),
         ("deepseek_v3.1", _call('{"a":1}'), '<call>look\n{"a":1}<end>'),  # as the client wrote it
         ("deepseek_v3.1", _call({"a": "é"}), '<call>look\n{"a": "é"}<end>'),
@@ -104,7 +104,7 @@ def _call(arguments: Any, **more: Any) -> list[Any]:
         ("ministral_reasoning", _call("{}", reasoning="Hm."), "[THINK]Hm.[/THINK]"),
         ("step3.5", [{"role": "user", "content": [{"type": "text", "text": word} for word in "ab"]}], "<user>ab<"),
         ("mistral", _call("{}"), '"id": "6b86b273f"'),
-        ("qwen3", _call('{"a": "cut o'), 'look{"a": "cut o'),  # it takes texts too
+        ("qwen3", _call('{"a": "cut o'), 'look{"a": "cut o'),  # accepts texts too
     ],
 )
 def test_what_was_reported(name: str, messages: list[Any], expected: str) -> None:

@@ -1,6 +1,6 @@
-"""The tokenizer against transformers, and streamed text against decoding everything.
+"""The tokenizer against transformers, and streamed text against decoding all tokens.
 
-"Decoding everything" is how the text of an output is defined (see `Detokenizer`); the tests never look at a state.
+Decoding all tokens defines the text of an output (see `Detokenizer`); the tests never inspect a state.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def tokenizers(folders: dict[str, Path]) -> dict[str, Tokenizer]:
 
 
 def _stream(tokenizer: Tokenizer, prompt: list[int], output: list[int], skip: bool = True) -> list[str]:
-    """The texts of every step, and last the one of `finish`. Steps of several tokens: fuzz/test_properties.py."""
+    """Return the text of each step, then that of `finish`. For steps of several tokens see fuzz/test_properties.py."""
     state = begin(tokenizer, prompt, SamplingParams(skip_special_tokens=skip))
     deltas = []
     for token in output:
@@ -102,7 +102,7 @@ def _same_as_transformers(folder: Path, ours: Tokenizer) -> None:
 
 @pytest.mark.parametrize("name", ["LlamaTokenizer", "Qwen2Tokenizer", "GPT2Tokenizer", "GemmaTokenizer"])
 def test_same_as_the_class_of_a_family(name: str, tmp_path: Path) -> None:
-    """transformers 5 builds these classes from code, not from tokenizer.json; what they save must read the same."""
+    """transformers 5 builds these classes from code, not from tokenizer.json; their saved files must read the same."""
     import transformers
 
     if name in ("LlamaTokenizer", "GemmaTokenizer"):
@@ -116,7 +116,7 @@ def test_same_as_the_class_of_a_family(name: str, tmp_path: Path) -> None:
 
 
 def _encoder_tokenizer(name: str, folder: Path) -> Path:
-    """Save a tokenizer of a class that encoders have; "vocab.txt" is BERT's before there was a tokenizer.json."""
+    """Save a tokenizer of an encoder's class; "vocab.txt" is BERT's file before tokenizer.json."""
     import transformers
 
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "na", "##ive", "fox", "##es", ",", ".", "a", "##a"]
@@ -198,7 +198,7 @@ def test_special_tokens_named_in_the_config_are_added(legacy: bool, tmp_path: Pa
     from transformers import AutoTokenizer
 
     assert ours.encode(text) == AutoTokenizer.from_pretrained(str(tmp_path)).encode(text)
-    assert (ours.eos_token_id is not None) == legacy  # only the older kind of folder reads special_tokens_map.json
+    assert (ours.eos_token_id is not None) == legacy  # only legacy folders read special_tokens_map.json
 
 
 def test_folder_without_tokenizer_json_is_converted(tmp_path: Path) -> None:
@@ -333,7 +333,7 @@ def test_a_prompt_that_is_cut_first_keeps_the_same_tokens(
 
 @pytest.mark.ci
 def test_others_run_while_a_long_text_is_read_or_written() -> None:
-    """With the GIL held they wait for all of it, or half of it where a text is gone through twice."""
+    """With the GIL held, other threads would wait for the whole call, or half of it for two passes."""
     tokenizer = load_tokenizer(STORIES)
     content = "Once <s>upon a time" + " there was a dog." * 12000
     ids = tokenizer.encode(content)
@@ -349,7 +349,7 @@ def test_others_run_while_a_long_text_is_read_or_written() -> None:
 
 
 def _longest_wait(work: Callable[[], object]) -> float:
-    """The longest that another thread has waited for its turn while something ran, as a part of what that took."""
+    """Return the longest wait of another thread while `work` runs, as a part of the time that it took."""
     ticks = [time.monotonic()]
     is_over = threading.Event()
 
@@ -416,9 +416,9 @@ def test_what_is_streamed_behind_a_prompt_is_the_full_decode(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_comes_as_early_as_it_is_certain(kind: str, tokenizers: dict[str, Tokenizer]) -> None:
-    """What was given out after any token is exactly what all continuations have in common.
+    """The text returned after each token is the common prefix of all continuations.
 
-    Those are: none, any one token, and any that could complete a character of up to four bytes.
+    Continuations: nothing, any one token, and any that could complete a character of up to four bytes.
     """
     tokenizer = tokenizers[kind]
     ids = st.lists(st.integers(0, tokenizer.vocab_size - 1), min_size=1, max_size=6)
@@ -433,7 +433,7 @@ def test_text_comes_as_early_as_it_is_certain(kind: str, tokenizers: dict[str, T
     def certain(output: list[int]) -> None:
         deltas = _stream(tokenizer, [], output)
         texts = [tokenizer.decode([*output, *ending]) for ending in endings]
-        first, last = min(texts), max(texts)  # what these two share, all between them share
+        first, last = min(texts), max(texts)  # all texts in between share their common prefix
         shared = next((index for index, pair in enumerate(zip(first, last)) if pair[0] != pair[1]), len(first))  # noqa: B905
         assert "".join(deltas[:-1]) == first[:shared]
 
@@ -441,7 +441,7 @@ def test_text_comes_as_early_as_it_is_certain(kind: str, tokenizers: dict[str, T
 
 
 def _byte_ids(tokenizer: Tokenizer, kind: str) -> dict[int, int]:
-    """The id of each byte's own token."""
+    """Return the token id of each byte."""
     if kind != "byte_level":
         return {byte: 3 + byte for byte in range(256)}
     vocabulary = json.loads(tokenizer.backend.to_str())["model"]["vocab"]
@@ -465,7 +465,7 @@ def test_every_string_of_three_critical_bytes(kind: str, tokenizers: dict[str, T
 
 
 def _ids_of_all_bytes(tokenizer: Tokenizer) -> dict[int, int]:
-    """Also of bytes that no valid text has."""
+    """Like `_byte_ids`, with the bytes that no valid text has."""
     found = _byte_ids(tokenizer, "byte_level")
     vocabulary = json.loads(tokenizer.backend.to_str())["model"]["vocab"]
     for byte in {0xC0, 0xC1, *range(0xF5, 0x100)}:
@@ -475,7 +475,9 @@ def _ids_of_all_bytes(tokenizer: Tokenizer) -> dict[int, int]:
 
 @pytest.mark.parametrize("kind", ["byte_level", "stripping"])
 def test_prompt_cut_at_every_byte(kind: str, tokenizers: dict[str, Tokenizer]) -> None:
-    """A character begun by the prompt comes with the output that completes it, and nothing else of the prompt does."""
+    """A character begun by the prompt is returned with the output that completes it, and no other text of the prompt
+    is.
+    """
     tokenizer = tokenizers[kind]
     of_byte = _byte_ids(tokenizer, kind)
     text = "né日本🎉x"

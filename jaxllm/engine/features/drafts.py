@@ -1,20 +1,20 @@
-"""Speculative decoding: the drafts that steps verify; see scheduler/drafting.py and runner/drafting.py."""
+"""Speculative decoding in the engine; see scheduler/drafting.py and runner/drafting.py."""
 
 from __future__ import annotations
 
 from jaxllm.engine.features.feature import Feature, Yielded
-from jaxllm.runner.results import Result
+from jaxllm.runner.results import StepOutput
 from jaxllm.runner.step_input import StepInput
 from jaxllm.scheduler.state import Plan
 
 
 class Drafts(Feature):
-    """Sends the tokens that drafts are made of, and counts the drafts that were kept. Has no state."""
+    """Sends tokens that drafting reads, and counts accepted drafts. Stateless."""
 
     name = "drafts"
 
     def inputs(self, step: StepInput) -> None:
-        """Send the token that follows each chunk which does not reach its sequence's end, if drafts read it."""
+        """Send the token after each chunk that ends before its sequence does, if the draft model reads it."""
         if not self.core.runner.reads_ahead:
             return
         plan, batch, first = step.plan, self.core.batch, step.plan.num_decodes
@@ -22,8 +22,8 @@ class Drafts(Feature):
         rows = zip(plan.slots[first:].tolist(), ends, plan.samples[first:].tolist(), strict=True)
         step.tokens += [(slot, end, batch.owner(slot).tokens[end]) for slot, end, samples in rows if not samples]
 
-    def read(self, plan: Plan, result: Result, yielded: Yielded) -> None:
-        """Yield the drafts that were kept, and the token after them."""
-        if result.counts is not None and result.drafted is not None:
+    def read(self, plan: Plan, result: StepOutput, yielded: Yielded) -> None:
+        """Yield the accepted drafts and the token after them."""
+        if result.counts is not None:
             yielded.counts = result.counts
-            self.core.metrics.note_drafts(result.drafted.tolist(), result.counts.tolist())
+            self.core.metrics.note_drafts(result.side["drafted"].tolist(), result.counts.tolist())

@@ -1,7 +1,6 @@
-"""`Feature`: the protocol through which an engine calls all that a request may ask for besides plain sampling.
+"""`Feature`: hooks that the engine calls for sampling options beyond the plain ones.
 
-A feature is a module or folder next to this one; it keeps its state by request, sequence or slot. The engine loops
-over the features that its configuration has (table.py) and names none of them.
+State is kept by request, sequence or slot. table.py selects the features of a configuration.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from jaxllm.engine.sequence import SequenceGroup
 from jaxllm.metrics import Metrics
 from jaxllm.outputs import RequestOutput
 from jaxllm.runner.model_runner import Runner
-from jaxllm.runner.results import Result
+from jaxllm.runner.results import StepOutput
 from jaxllm.runner.step_input import StepInput
 from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm.scheduler.state import Events, Plan, State
@@ -30,7 +29,7 @@ from jaxllm.scheduler.state import Events, Plan, State
 
 @dataclass(frozen=True, kw_only=True)
 class Core:
-    """The parts of an engine that features work with."""
+    """The parts of an engine that features use."""
 
     config: EngineConfig
     language: Language  # of requests without an adapter
@@ -43,81 +42,81 @@ class Core:
 
 
 class Masks(NamedTuple):
-    """The tokens that the rows of a held step may sample. Letters: R rows of the plan, W words of 32 tokens."""
+    """The tokens that rows of a held step may sample. Letters: R rows of the plan, W words of 32 tokens."""
 
     words: np.ndarray  # int32[R, W]: a bit for each token
-    is_masked: np.ndarray  # bool[R]: the rows that `words` hold for
-    stuck: list[tuple[Output, str]]  # sequences that cannot go on, and why; their words are zeros
+    is_masked: np.ndarray  # bool[R]: rows with a mask
+    stuck: list[tuple[Output, str]]  # cannot continue, with a reason; zeros in `words`
 
 
 @dataclass(slots=True)
 class Yielded:
-    """The tokens that a step yields, as `RecordedScheduler.commit` takes them."""
+    """The tokens of a step, for `RecordedScheduler.commit`."""
 
     tokens: np.ndarray  # int32[R], or int32[R, W] with `counts`
-    counts: np.ndarray | None = None  # int32[R]: tokens of each row; None: one
+    counts: np.ndarray | None = None  # int32[R]; None: one each
 
 
 class Feature:
-    """One feature of an engine. Each method does nothing here; the engine calls those that a subclass defines.
+    """One feature of an engine, which calls the hooks that a subclass overrides.
 
-    `thread_of`, `claim` and `accept` may be called by any thread, all others by the engine's.
+    `thread_of`, `claim` and `accept` are thread-safe; the engine's thread calls the others.
     """
 
-    name: ClassVar[str]  # of its state in `Accepted.states` and `SequenceGroup.states`
-    options: ClassVar[tuple[str, ...]] = ()  # names of further arguments of a request
-    takes: ClassVar[tuple[type, ...]] = ()  # types of parameters other than SamplingParams that a request may give
+    name: ClassVar[str]  # key in `Accepted.states` and `SequenceGroup.states`
+    options: ClassVar[tuple[str, ...]] = ()  # further request arguments
+    takes: ClassVar[tuple[type, ...]] = ()  # parameter types besides SamplingParams
 
     def __init__(self, core: Core) -> None:
         self.core = core
 
     def thread_of(self, options: Mapping[str, Any]) -> bytes | None:
-        """Return the `language` of `EngineClient.off_loop` for checking a request with these options."""
+        """Return the `language` of `EngineClient.off_loop` for validating these options."""
 
     def claim(self, accepted: Accepted) -> None:
-        """Set the language, the parameters or the token ids of a request; called before its prompt is read."""
+        """Set the language, parameters or token ids of a request before its prompt is tokenized."""
 
     def accept(self, accepted: Accepted) -> None:
-        """Check a request whose prompt was read, and prepare it, as compiling a grammar. May raise UserError."""
+        """Validate and prepare a tokenized request, for example compile a grammar. May raise UserError."""
 
     def begin(self, accepted: Accepted, group: SequenceGroup) -> None:
-        """Make the state of a request; called when its sequences have been made."""
+        """Create the state of a request after its sequences."""
 
     def schedule(self, own: Output, fields: dict[str, Any]) -> None:
-        """Change the fields of the `scheduler.state.Request` that a sequence is about to get."""
+        """Change the fields of a sequence's `scheduler.state.Request` before it is created."""
 
     def place(self, slot: int, own: Output) -> None:
-        """Note that a sequence got a slot; the one that had it has ended, or waits again."""
+        """Handle a sequence's assignment to a slot."""
 
     def inputs(self, step: StepInput) -> None:
-        """Add the inputs of this feature to a step."""
+        """Add this feature's inputs to a step."""
 
     def masks(self, plan: Plan) -> Masks | None:
-        """Return the masks of a held step, all steps before which have been committed."""
+        """Return the masks of a held step; all earlier steps are committed."""
 
-    def read(self, plan: Plan, result: Result, yielded: Yielded) -> None:
-        """Read a step's result before it is committed; change the tokens that it yields."""
+    def read(self, plan: Plan, result: StepOutput, yielded: Yielded) -> None:
+        """Read a step's result before the commit; may change its tokens."""
 
-    def take_in(self, plan: Plan, result: Result, events: Events) -> Sequence[SequenceGroup]:
-        """Take in a step that has just been committed; return the requests that have ended."""
+    def take_in(self, plan: Plan, result: StepOutput, events: Events) -> Sequence[SequenceGroup]:
+        """Process a committed step; return the requests that ended."""
         return ()
 
     def show(self, group: SequenceGroup, output: RequestOutput) -> None:
-        """Add to an output that is about to be returned."""
+        """Add to an output before it is returned."""
 
     def forget(self, group: SequenceGroup) -> None:
-        """Free the state of a request that has ended."""
+        """Free the state of a finished request."""
 
     def load(self, state: State) -> Mapping[str, Any]:
         """Return fields of `metrics.Load`."""
         return {}
 
     def close(self) -> None:
-        """Stop background work; closing twice does nothing."""
+        """Stop background work. Idempotent."""
 
 
 class Features:
-    """The features of one engine: for each method of `Feature`, those that define it."""
+    """The features of one engine, by overridden hook."""
 
     def __init__(self, features: Sequence[Feature]) -> None:
         def hooks(name: str) -> tuple[Any, ...]:
@@ -135,7 +134,7 @@ class Features:
         self.place: tuple[Callable[[int, Output], None], ...] = hooks("place")
         self.inputs: tuple[Callable[[StepInput], None], ...] = hooks("inputs")
         self.masks: tuple[Callable[[Plan], Masks | None], ...] = hooks("masks")
-        self.read: tuple[Callable[[Plan, Result, Yielded], None], ...] = hooks("read")
+        self.read: tuple[Callable[[Plan, StepOutput, Yielded], None], ...] = hooks("read")
         self.taking_in = [each for each in features if type(each).take_in is not Feature.take_in]
         self.show: tuple[Callable[[SequenceGroup, RequestOutput], None], ...] = hooks("show")
         self.forget: tuple[Callable[[SequenceGroup], None], ...] = hooks("forget")

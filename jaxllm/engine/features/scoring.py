@@ -1,7 +1,4 @@
-"""Log-probabilities of the tokens of prompts, and of more tokens than a step reports.
-
-A separate program scores them after the step that computes their hidden states; see runner/scoring.py.
-"""
+"""Log-probabilities of prompt tokens, and of more tokens than a step reports; see runner/scoring.py."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from jaxllm.engine.features.feature import Core, Feature
 from jaxllm.engine.input_batch import blaming
 from jaxllm.engine.sequence import Sequence, SequenceGroup, entry_of, logprob_of
 from jaxllm.outputs import Logprob, RequestOutput
-from jaxllm.runner.results import MOST_LOGPROBS, Result, Score, Scored
+from jaxllm.runner.results import MOST_LOGPROBS, Score, Scored, StepOutput
 from jaxllm.runner.step_input import StepInput
 from jaxllm.sampling.sampler import Variant
 from jaxllm.sampling_params import RequestOutputKind
@@ -24,18 +21,18 @@ from jaxllm.scheduler.state import Events, Plan
 
 @dataclass(slots=True)
 class PromptScores:
-    """The log-probabilities of a prompt, which the first sequence of its request computes."""
+    """The log-probabilities of a prompt, computed by the request's first sequence."""
 
-    count: int  # likeliest tokens to report of each position; -1: all
+    count: int  # likeliest tokens to report per position; -1: all
     by_position: dict[int, dict[int, Logprob]] = field(default_factory=dict)
     were_shown: bool = False
 
     def are_missing(self, group: SequenceGroup) -> bool:
-        """Return whether some are still to be computed; nothing predicts the first token."""
+        """Return whether positions after the first are missing."""
         return len(self.by_position) < len(group.prompt_token_ids) - 1
 
     def add(self, group: SequenceGroup, score: Score) -> None:
-        """Take in the log-probabilities of one of the prompt's tokens."""
+        """Add the log-probabilities of one prompt token."""
         if np.isfinite(score.logprob):
             chosen = logprob_of(group.tokenizer, score.of.token, score.logprob, score.rank)
             self.by_position[score.of.position] = entry_of(
@@ -44,55 +41,55 @@ class PromptScores:
 
 
 class Scoring(Feature):
-    """Lists the positions that a step scores, and takes in their scores. The state of a request is `PromptScores`."""
+    """Lists the positions to score in a step, and collects scores. A request's state is `PromptScores`."""
 
     name = "scoring"
 
     def __init__(self, core: Core) -> None:
         super().__init__(core)
-        self._num_logprobs = core.runner.num_logprobs  # that every step returns
+        self._num_logprobs = core.runner.num_logprobs  # per step
         num_slots = core.runner.limits.num_slots
-        self._is_scored = np.zeros(num_slots, np.bool_)  # by slot: whether `_scored` may list positions of it
+        self._is_scored = np.zeros(num_slots, np.bool_)  # by slot
         self._scores_prompt = np.zeros(num_slots, np.bool_)  # by slot
 
     def begin(self, accepted: Accepted, group: SequenceGroup) -> None:
-        """Make room for the scores of a prompt."""
+        """Create the state for prompt log-probabilities."""
         count = accepted.params.prompt_logprobs
         if count is not None:
             group.states[self.name] = PromptScores(count)
 
     def schedule(self, own: Sequence, fields: dict[str, Any]) -> None:
-        """Let the first sequence compute a prompt that is scored whole; a row scored whole has no drafts."""
+        """Disable cached prefixes of scored prompts, and drafts of rows with more than a step reports."""
         if self.name in own.group.states and not own.index:
             fields["reads_cache"] = False
-        if not 0 <= (own.params.logprobs or 0) <= MOST_LOGPROBS:  # of one place of a row
+        if not 0 <= (own.params.logprobs or 0) <= MOST_LOGPROBS:
             fields["may_draft"] = False
 
     def place(self, slot: int, own: Sequence) -> None:
-        """Note the log-probabilities that the sequence of a slot asks for."""
+        """Record whether the sequence of a slot is scored."""
         self._scores_prompt[slot] = self.name in own.group.states and not own.index
         self._is_scored[slot] = self._scores_prompt[slot] or self._is_whole(own.params.logprobs)
 
     def inputs(self, step: StepInput) -> None:
-        """List the positions of a step that are scored, which needs the widest variant."""
+        """List the positions that a step scores, which requires the widest variant."""
         scored = self._scored(step.plan)
         if scored:
             step.side["scored"], step.variant = scored, Variant.FULL
 
-    def take_in(self, plan: Plan, result: Result, events: Events) -> list[SequenceGroup]:
-        """Take in scores; end a request if the logits of its prompt were not finite."""
+    def take_in(self, plan: Plan, result: StepOutput, events: Events) -> list[SequenceGroup]:
+        """Collect scores; end a request if its prompt's logits were not finite."""
         ended: list[SequenceGroup] = []
         outputs = self.core.outputs
-        for score in result.scores:
+        for score in result.side.get("scored", ()):
             own = outputs.sequences.get(score.of.sequence_id)
             if own is None:
                 continue
             if score.of.position >= len(own.group.prompt_token_ids):
-                result.whole[own.sequence_id] = score
+                result.side.setdefault("whole", {})[own.sequence_id] = score
                 continue
             try:
                 self._scores(own.group).add(own.group, score)
-            except Exception:  # in this request's text: the others of the step are unaffected
+            except Exception:  # other requests are unaffected
                 outputs.fail(own.group)
                 ended.append(own.group)
         slots = plan.slots[events.rows]
@@ -104,7 +101,7 @@ class Scoring(Feature):
         return ended
 
     def show(self, group: SequenceGroup, output: RequestOutput) -> None:
-        """Add the log-probabilities of the prompt when all are computed; a stream of deltas has them once."""
+        """Add complete prompt log-probabilities to an output; to deltas once."""
         scores: PromptScores | None = group.states.get(self.name)
         if scores is None or scores.are_missing(group):
             return
@@ -117,7 +114,7 @@ class Scoring(Feature):
         return group.states[self.name]
 
     def _scored(self, plan: Plan) -> list[Scored]:
-        """List the positions to score: prompt tokens, and rows that want more than a step returns."""
+        """Return the positions to score: prompt tokens, and rows with more than a step reports."""
         scored: list[Scored] = []
         if not self._is_scored[plan.slots].any():
             return scored
@@ -133,7 +130,7 @@ class Scoring(Feature):
         return scored
 
     def _scored_of(self, own: Sequence, start: int, length: int, samples: bool, offset: int) -> list[Scored]:
-        """List the positions to score of one row; its tokens begin at `offset` of the step."""
+        """Return the positions to score of one row, which begins at `offset` in the step."""
         group, end = own.group, start + length
         scored: list[Scored] = []
         scores: PromptScores | None = group.states.get(self.name)
@@ -154,5 +151,5 @@ class Scoring(Feature):
         return scored
 
     def _is_whole(self, count: int | None) -> bool:
-        """Return whether a step reports fewer log-probabilities than `count`."""
+        """Return whether `count` exceeds the log-probabilities that a step reports."""
         return count is not None and not 0 <= count <= self._num_logprobs

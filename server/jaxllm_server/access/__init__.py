@@ -1,1 +1,1 @@
-"""Who is connected, and how much each client may use."""
+"""Listening sockets, API keys, and limits per client."""

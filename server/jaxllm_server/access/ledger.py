@@ -1,7 +1,7 @@
-"""Counts the memory that the server holds for requests, from a request's first byte to the end of its answer.
+"""Accounts for the memory held for requests, from the first byte received to the end of the answer.
 
-A request has an entry, which charges bytes to accounts and releases them when it closes. The accounts of bodies and
-parsed requests are bounded, in all and for each client. Belongs to one event loop.
+A request's entry charges bytes to accounts until it closes. The accounts of bodies and parsed requests are limited, in
+total and per client. Used on one event loop.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from jaxllm.errors import OverloadedError
 from jaxllm_server.access.client_quota import Bound
 from jaxllm_server.shared.options import ServerOptions
 
-BODIES = "bodies"  # bytes of bodies that are being received or parsed
-REQUESTS = "requests"  # parsed bodies
+BODIES = "bodies"  # bodies being received or parsed
+REQUESTS = "requests"
 PROMPTS = "prompts"  # texts and token ids
-OUTPUTS = "outputs"  # log-probabilities of whole answers
-ANSWERS = "answers"  # whole answers, as bytes
-RESPONSES = "responses"  # stored ones
-_FREE_BYTES = 64 << 10  # of each account of a request, which no bound counts: small requests are never refused
+OUTPUTS = "outputs"  # log-probabilities of complete answers
+ANSWERS = "answers"  # serialized complete answers
+RESPONSES = "responses"
+_FREE_BYTES = 64 << 10  # per request and account, exempt from limits: small requests are never refused
 _REFUSALS = {
     BODIES: "The server is receiving too many large bodies.",
     REQUESTS: "The server is answering too many large requests.",
 }
-_LEAST_BYTES = 24 << 10  # of any request: tasks, call, state in the engine (measured)
-_NUMBER_BYTES = 32  # of an integer above 256, or a float
-_MANY_NUMBERS = 1024  # in a list: from here on a sample is measured
+_LEAST_BYTES = 24 << 10  # per request: tasks, call, engine state (measured)
+_NUMBER_BYTES = 32  # an integer above 256, or a float
+_MANY_NUMBERS = 1024  # list length from which sizes are sampled
 _LOOKED_AT = 256
 
 
@@ -42,23 +42,23 @@ class Ledger:
         self._watched: dict[str, Callable[[], int]] = {}
 
     def entry(self, client: str) -> Entry:
-        """Begin a request's entry."""
+        """Open a request's entry."""
         entry = Entry(self, client)
         entry.charge(REQUESTS, _LEAST_BYTES)
         return entry
 
     def watch(self, account: str, read: Callable[[], int]) -> None:
-        """Add an account that another part of the server bounds; `read` returns its bytes."""
+        """Add an account kept elsewhere; `read` returns its bytes."""
         self._watched[account] = read
 
     def accounts(self) -> dict[str, int]:
-        """Return the bytes of each account."""
+        """Return the bytes in each account."""
         own = {name: self.held[name] for name in (BODIES, REQUESTS, PROMPTS, OUTPUTS, ANSWERS)}
         return own | {name: read() for name, read in self._watched.items()}
 
 
 class Entry:
-    """The bytes that one request holds; a context manager."""
+    """The bytes held by a request; a context manager."""
 
     def __init__(self, ledger: Ledger, client: str) -> None:
         self._ledger = ledger
@@ -72,10 +72,10 @@ class Entry:
         self.close()
 
     def charge(self, account: str, num_bytes: int) -> None:
-        """Count bytes.
+        """Charge bytes to an account.
 
         Raises:
-            OverloadedError: if the account's bound has no room for them; they are not counted then.
+            OverloadedError: if they exceed its limit; nothing is charged then.
         """
         bound = self._ledger.bounds.get(account)
         if bound is not None:
@@ -96,19 +96,19 @@ class Entry:
             bound.add(self._client, -max(0, num_bytes - _FREE_BYTES))
 
     def close(self) -> None:
-        """Release the bytes of all accounts."""
+        """Release all bytes."""
         for account in tuple(self._held):
             self.release(account)
 
     def give(self) -> Entry:
-        """Move all bytes to a new entry, which outlives this one."""
+        """Move all bytes to a new entry, which may outlive this one."""
         given = Entry(self._ledger, self._client)
         given._held, self._held = self._held, Counter()
         return given
 
 
 def size_of(document: Any) -> int:
-    """Return the size in bytes of a parsed JSON value; the parser shares equal names of objects.
+    """Return the size in bytes of a parsed JSON value; equal object keys share memory.
 
     >>> size_of([1.5] * 2000) - size_of([1] * 2000)
     64000
@@ -137,7 +137,7 @@ def size_of(document: Any) -> int:
 
 
 def _size_of_text(text: str) -> int:
-    return (sys.getsizeof(text) + 15) // 16 * 16  # the allocator's step
+    return (sys.getsizeof(text) + 15) // 16 * 16
 
 
 def _size_of_number(value: object) -> int:

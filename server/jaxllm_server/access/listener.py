@@ -1,4 +1,4 @@
-"""Takes the connections of a listening socket; outlives a want of file descriptors."""
+"""Accepts connections of a listening socket, and survives running out of file descriptors."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import ssl
 from collections.abc import Callable
 
 _log = logging.getLogger("jaxllm.server.listener")
-RETRY_SECONDS = 1.0  # until a listener tries again; asyncio's own servers and gRPC wait as long
-_MOST_AT_ONCE = 64  # connections that are accepted before the loop's other work
+RETRY_SECONDS = 1.0  # before accepting again; asyncio's servers and gRPC wait this long
+_MOST_AT_ONCE = 64
 
 
 class Listener:
-    """Takes a socket's connections. Without a free descriptor it waits, and they wait in the backlog.
+    """Accepts connections; without free descriptors it pauses, and connections wait in the backlog.
 
-    uvloop would ask again at once, for ever: libuv holds a descriptor in reserve to turn such connections away, and
-    does not get it back when another thread, gRPC's for one, was faster (a whole core in every second try, measured).
+    uvloop would retry without pause: libuv keeps a spare descriptor to reject such connections, and cannot recover it
+    if another thread, such as gRPC's, takes it first (100 % of a core in every second trial, measured).
     """
 
     def __init__(
@@ -25,20 +25,20 @@ class Listener:
         listening: socket.socket,
         make_protocol: Callable[[], asyncio.BaseProtocol],
         tls: ssl.SSLContext | None,
-        handshake_seconds: float | None = None,  # until TLS is agreed upon; None: a minute
+        handshake_seconds: float | None = None,  # for TLS; None: one minute
     ) -> None:
         self._socket = listening
         self._make_protocol = make_protocol
         self._handshake = {} if tls is None else {"ssl": tls, "ssl_handshake_timeout": handshake_seconds}
         self._loop = asyncio.get_running_loop()
-        self.opening: set[asyncio.Task[None]] = set()  # with TLS a connection is first agreed upon
+        self.opening: set[asyncio.Task[None]] = set()
         self._retrying: asyncio.TimerHandle | None = None
-        self._is_short = False  # since the last connection
+        self._is_short = False
         listening.setblocking(False)
         self._resume()
 
     def close(self) -> None:
-        """Take no more connections; the socket is its owner's to close."""
+        """Stop accepting; the owner closes the socket."""
         if self._retrying is not None:
             self._retrying.cancel()
         self._loop.remove_reader(self._socket)
@@ -46,7 +46,7 @@ class Listener:
             task.cancel()
 
     async def wait_closed(self) -> None:
-        """Wait until no connection is being opened."""
+        """Wait until no handshake is in progress."""
         await asyncio.gather(*self.opening, return_exceptions=True)
 
     def _resume(self) -> None:
@@ -58,7 +58,7 @@ class Listener:
             try:
                 connection, _ = self._socket.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return  # none is left, or its client has gone: if another waits, this is called again
+                return  # backlog empty, or the client disconnected
             except OSError as error:
                 self._pause(error)
                 return
@@ -77,7 +77,7 @@ class Listener:
     async def _open(self, connection: socket.socket) -> None:
         try:
             await self._loop.connect_accepted_socket(self._make_protocol, connection, **self._handshake)
-        except OSError:  # the client has gone, or speaks no TLS
+        except OSError:  # the client disconnected, or does not use TLS
             connection.close()
         except Exception:
             connection.close()

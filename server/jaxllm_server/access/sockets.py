@@ -1,4 +1,4 @@
-"""The listening sockets of both front ends."""
+"""Creates the listening sockets of both front ends."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 
 from jaxllm.errors import UserError
 
-BACKLOG = 2048  # connections that may wait to be taken
-_NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # as ::1 of localhost where IPv6 is turned off
+BACKLOG = 2048  # connections waiting to be accepted
+_NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # such as ::1 for localhost with IPv6 disabled
 
 
 def check_uds(path: str, flag: str) -> None:
-    """Make sure that no process listens on a path, and remove the socket that a killed process has left there.
+    """Remove the socket file that a killed process left, unless a server listens on it.
 
-    What else is wrong with it (a file of another kind, no folder, no right) is left to the caller.
+    Other problems with the path are left to the caller.
 
     Raises:
-        UserError: naming `flag`, where a server answers: to bind would mean to take its place.
+        UserError: for `flag`, if a server is listening.
     """
     if not Path(path).is_socket():
         return
     with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)  # a server whose backlog is full is one, too: that is a BlockingIOError
+        probe.setblocking(False)  # a listening server with a full backlog raises BlockingIOError
         try:
             probe.connect(path)
         except ConnectionRefusedError:
@@ -39,12 +39,12 @@ def check_uds(path: str, flag: str) -> None:
 
 
 def listen(host: str, port: int | None, uds: str | None, names: tuple[str, str, str]) -> list[socket.socket]:
-    """Open a Unix socket, or a socket of TCP on each address of the host, all with one port.
+    """Open a Unix socket, or TCP sockets on all addresses of the host, with the same port.
 
-    `names` are those of the front end and of the flags of both kinds.
+    `names` are the front end's name and its two flags.
 
     Raises:
-        UserError: why they cannot be opened.
+        UserError: if they cannot be opened.
     """
     name, port_flag, uds_flag = names
     try:
@@ -60,7 +60,7 @@ def listen(host: str, port: int | None, uds: str | None, names: tuple[str, str, 
 
 
 def _on_each_address(host: str, port: int) -> list[socket.socket]:
-    """Listen on all addresses of a host that this machine has; with port 0 the system chooses one for the first."""
+    """Listen on all available addresses of a host; port 0 lets the system choose a common one."""
     infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     found = dict.fromkeys((family, address) for family, _, _, _, address in infos)
     missing: list[OSError] = []
@@ -91,7 +91,7 @@ def _listening(family: int, address: Any, only_ipv6: bool = False) -> socket.soc
             own.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         own.bind(address)
         if family == socket.AF_UNIX:
-            Path(address).chmod(0o700)  # before a client can connect
+            Path(address).chmod(0o700)
         own.listen(BACKLOG)
     except OSError:
         own.close()

@@ -1,4 +1,1 @@
-"""Anthropic's API: bodies become calls, chunks become messages and events. Pure, as `openai/` is.
-
-Knows no HTTP, no engine and no template.
-"""
+"""Anthropic's API: converts requests to calls, chunks to messages and events. Pure."""

@@ -1,6 +1,6 @@
-"""`/v1/messages` and `/v1/messages/count_tokens`: a body becomes a call, its chunks become events, these a message.
+"""`/v1/messages` and `/v1/messages/count_tokens`: converts requests to calls, chunks to events or messages. Pure.
 
-Pure functions of their arguments. Names and meanings are those of https://docs.anthropic.com/en/api/messages.
+Follows https://docs.anthropic.com/en/api/messages.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from jaxllm_server.shared.options import ServerOptions
 
 _PROMPT = frozenset({"model", "messages", "system", "tools", "tool_choice", "thinking", "output_config"})
 _SAMPLING = names_in(SamplingParams, ANTHROPIC).keys()  # seed and min_p are vLLM's
-_BEYOND = frozenset({"chat_template_kwargs", "priority", "cache_salt", "time_limit"})  # vLLM's, and jaxllm's own
-# What concerns Anthropic's own service: accounts, places, a cache that has to be asked for, changes of the history that
-# a server makes. Coding agents send some of them with every request.
+_BEYOND = frozenset({"chat_template_kwargs", "priority", "cache_salt", "time_limit"})
+# Fields of Anthropic's own service, such as accounts, regions and explicit caching; some agents always send them.
 _WITHOUT_EFFECT = frozenset(
     (
         *("metadata", "service_tier", "inference_geo", "speed", "billing_policy", "user_profile_id", "workspace_id"),
@@ -41,16 +40,16 @@ _FIELDS = (
     | _UNBUILT.keys()
     | {"max_tokens", "stop_sequences", "stream", "output_format"}
 )
-# The template's variable is `enable_thinking` in Qwen's and most others, `thinking` in DeepSeek's and Granite's.
+# The template variable is `enable_thinking` for Qwen and most others, `thinking` for DeepSeek and Granite.
 _THINKING: Mapping[str, bool | None] = {"enabled": True, "disabled": False, "adaptive": None, "between_tools": None}
 _STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "context": "model_context_window_exceeded"}
-# Nothing here verifies it. It is not empty, since clients send no thinking back that has none.
+# Not verified, but clients drop thinking that has an empty signature.
 _SIGNATURE = "jaxllm"
 _DELTAS = {"text_delta": "text", "thinking_delta": "thinking", "signature_delta": "signature"}
 
 
 class MessagesReply:
-    """What a body of `/v1/messages` asks for, and how it is answered; raises `UserError` for a wrong shape."""
+    """Reads a request of `/v1/messages` and builds its answer; raises `UserError` for a wrong shape."""
 
     fields, unbuilt = _FIELDS, _UNBUILT
     id_prefix = "msg_"
@@ -72,11 +71,11 @@ class MessagesReply:
         most = fields.get("max_tokens")
         if most is None:
             raise UserError("max_tokens is missing: say how long the answer may be.", "max_tokens")
-        # Of no tokens at all: the prompt is to be computed, so that it is in the cache.
+        # max_tokens 0: only fill the prefix cache.
         self._is_warming = integer(fields, "max_tokens", 0) == 0
         sampling = _sampling_of(fields) | ({} if self._is_warming else {"max_tokens": most})
         if is_forced(call["tool_choice"]):
-            sampling.pop("structured_outputs", None)  # it is the form of the content, and a forced call leaves none
+            sampling.pop("structured_outputs", None)  # it constrains content, and a forced call has no content
         self._takes_one_call = call["takes_one_call"]
         self.calls: Sequence[Call] = [
             Call(
@@ -84,21 +83,21 @@ class MessagesReply:
                 sampling=sampling,
                 request_id=request_id,
                 scores_prompt=self._is_warming,
-                may_fill_context=True,  # agents ask for 32,000 tokens of any model
+                may_fill_context=True,  # agents request 32,000 tokens of any model
             )
         ]
         self._head: Mapping[str, Any] = {}
         self._usage: Usage | None = None
         self._last: Part | None = None
-        self._index = -1  # of the last block
-        self._open: str | int | None = None  # the block that is open: its type, or the number of its call
+        self._index = -1
+        self._open: str | int | None = None  # the open block: its type, or its call's index
 
     def begin(self, head: Mapping[str, Any]) -> None:
-        """Take in `id` and `model`."""
+        """Set `id` and `model`."""
         self._head = head
 
     def response(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        """Return the whole message: what the events of a stream would have said."""
+        """Return the complete message, assembled from the events of a stream."""
         (chunk,) = chunks
         message: dict[str, Any] = {}
         pieces: list[list[str]] = []
@@ -123,7 +122,7 @@ class MessagesReply:
         return message
 
     def events(self, number: int, chunk: Chunk) -> list[dict[str, Any]]:
-        """Return a chunk's events; the first chunk's begin with those that open the message."""
+        """Return a chunk's events, first those that open the message."""
         events: list[dict[str, Any]] = []
         if self._usage is None:
             message = {
@@ -152,14 +151,11 @@ class MessagesReply:
         return [*self._close(), {"type": "message_delta", "delta": delta, "usage": usage}, {"type": "message_stop"}]
 
     def failure(self, error: Exception) -> list[dict[str, Any]]:
-        """Return the event that ends a message which has failed."""
+        """Return the event that ends a failed message."""
         return [error_body_of(error, self.request_id)]
 
     def _pieces(self, part: Part) -> Iterator[dict[str, Any]]:
-        """Give the events of what is new, in the order in which the model wrote it.
-
-        A part says how much of each there is, not what came first: the rest of a call that is open goes before text.
-        """
+        """Yield a part's events in the likely order of generation: the rest of an open call precedes text."""
         if part.reasoning:
             yield from self._piece("thinking", {"type": "thinking_delta", "thinking": part.reasoning})
         calls = [call for call in part.tool_calls if call.index == 0] if self._takes_one_call else part.tool_calls
@@ -196,7 +192,6 @@ class MessagesReply:
         return {"type": "content_block_delta", "index": self._index, "delta": delta}
 
     def _close(self) -> list[dict[str, Any]]:
-        """Return the events that end the open block, if there is one."""
         if self._open is None:
             return []
         events: list[dict[str, Any]] = [{"type": "content_block_stop", "index": self._index}]
@@ -206,7 +201,7 @@ class MessagesReply:
         return events
 
     def _usage_of(self, usage: Usage) -> dict[str, Any]:
-        """Return the tokens so far; `input_tokens` are those that were not in the cache, where that is told."""
+        """Return token counts; `input_tokens` excludes cached ones if those are reported."""
         fields: dict[str, Any] = {"input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens}
         if self._is_warming:
             fields["output_tokens"] = 0
@@ -219,15 +214,11 @@ class MessagesReply:
 
 
 def count_call_of(body: Body, policy: str = "refuse", ignored: list[str] | None = None) -> Call:
-    """Return the call whose prompt's tokens are to be counted; what is about the answer changes nothing.
-
-    `policy` and `ignored` are those of `given`.
-    """
+    """Return the call to count the tokens of. `policy` and `ignored` are arguments of `given`."""
     return Call(**_call_of(given(body, _FIELDS, _UNBUILT, policy, ignored)))
 
 
 def _call_of(fields: Body) -> dict[str, Any]:
-    """Return the fields of `Call` that are not about sampling."""
     messages, tools = messages_of(fields), tools_of(fields)
     choice, takes_one_call = tool_choice_of(fields, tools is not None)
     template_kwargs, include_reasoning = _thinking_of(fields)
@@ -246,9 +237,9 @@ def _call_of(fields: Body) -> dict[str, Any]:
 
 
 def _thinking_of(fields: Body) -> tuple[dict[str, Any], bool]:
-    """Return what the template is told about thinking, and whether the answer shows it.
+    """Return the template's variables for thinking, and whether to return the thinking.
 
-    A budget of thinking is read and not kept: `max_tokens` bounds both together.
+    A thinking budget is ignored: `max_tokens` limits both together.
     """
     own: dict[str, Any] = {}
     thinking = mapping(fields, "thinking") or {}
@@ -264,7 +255,6 @@ def _thinking_of(fields: Body) -> tuple[dict[str, Any], bool]:
 
 
 def _sampling_of(fields: Body) -> dict[str, Any]:
-    """Return what a body says about sampling; `SamplingParams` checks it."""
     sampling = {name: fields[name] for name in _SAMPLING if name in fields}
     stops = fields.get("stop_sequences")
     if stops is not None:
@@ -272,7 +262,7 @@ def _sampling_of(fields: Body) -> dict[str, Any]:
             raise UserError("stop_sequences must be a list of strings.", "stop_sequences")
         sampling["stop"] = stops
     form = (mapping(fields, "output_config") or {}).get("format")
-    form = fields.get("output_format") if form is None else form  # the name it had in Anthropic's beta
+    form = fields.get("output_format") if form is None else form  # the name in Anthropic's beta
     if form is not None:
         if not isinstance(form, dict) or form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
             message = 'output_config.format must be {"type": "json_schema", "schema": {…}}.'
@@ -282,7 +272,7 @@ def _sampling_of(fields: Body) -> dict[str, Any]:
 
 
 def _stop_of(part: Part | None) -> tuple[str, str | None]:
-    """Return why a message ended, and the stop sequence that ended it. Whatever cut it short counts as its bound."""
+    """Return the stop reason and stop sequence; any other cause counts as max_tokens."""
     reason = None if part is None else part.finish_reason
     if part is not None and reason == "stop" and isinstance(part.stop_reason, str):
         return "stop_sequence", part.stop_reason
@@ -290,10 +280,9 @@ def _stop_of(part: Part | None) -> tuple[str, str | None]:
 
 
 def _input_of(arguments: str, max_depth: int) -> dict[str, Any]:
-    """Return a call's arguments; of those that are no JSON object, cut off perhaps, the text.
+    """Parse a call's arguments; invalid JSON becomes {"INVALID_JSON": text}, which clients return to the model:
 
-    As https://docs.anthropic.com/en/docs/agents-and-tools/tool-use/fine-grained-tool-streaming says that such a text is
-    handed back to the model.
+    https://docs.anthropic.com/en/docs/agents-and-tools/tool-use/fine-grained-tool-streaming
     """
     if not arguments.strip():
         return {}

@@ -1,4 +1,4 @@
-"""`/v1/models` for clients of Anthropic's API. Pure."""
+"""`/v1/models` in Anthropic's form. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def model_info(card: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the API says about a served name, of which `card` is what OpenAI's says."""
+    """Convert OpenAI's description of a served model."""
     return {
         "type": "model",
         "id": card["id"],
@@ -21,7 +21,7 @@ def model_info(card: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_list(cards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return all served names, on one page."""
+    """Return all served models on one page."""
     return {
         "data": [model_info(card) for card in cards],
         "has_more": False,

@@ -1,1 +1,1 @@
-"""A generating call on any protocol: its prompts, constraints and forms of output."""
+"""Generating calls of any protocol: prompts, constraints, and parsing of outputs."""

@@ -1,29 +1,26 @@
-"""How many log-probabilities an answer may hold, which is known before any is computed.
-
-An answer stands whole in memory, as numbers, as plain data and as bytes: 10,000,000 log-probabilities took 1 GB.
-"""
+"""Limits the number of log-probabilities in an answer, before any is computed: 10,000,000 took 1 GB."""
 
 from __future__ import annotations
 
 from jaxllm.errors import UserError
 
 MOST_VALUES = 2**20  # 30 to 75 MB of JSON
-_LIKELIEST = 21  # a token and the 20 likeliest, which one whole context may have whatever its length
+_LIKELIEST = 21  # a token and its 20 alternatives; always allowed for one full context
 
 
 class AnswerSize:
-    """The log-probabilities of all calls of one request. `copies` is how often each prompt's are written."""
+    """Counts a request's log-probabilities; a prompt's are written `copies` times."""
 
     def __init__(self, copies: int = 1) -> None:
         self.copies = copies
         self._num_values = 0
 
     def left(self, prompt: int, max_model_len: int) -> int:
-        """Return how many the outputs of a call may have, after its prompt's and those of earlier calls."""
+        """Return the number left for a call's outputs."""
         return _most(max_model_len) - self._num_values - self.copies * prompt
 
     def add(self, prompt: int, output: int, max_model_len: int) -> None:
-        """Count a call's, of its prompt and of its outputs together; UserError for too many."""
+        """Add a call's log-probabilities; raises UserError if they exceed the limit."""
         self._num_values += self.copies * prompt + output
         most = _most(max_model_len)
         if self._num_values > most:

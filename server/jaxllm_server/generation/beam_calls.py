@@ -1,4 +1,4 @@
-"""Calls that ask for a beam search: what they may say beside it, and the engine's parameters for them."""
+"""Validates calls that request a beam search, and converts their parameters."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from jaxllm.errors import UnsupportedError, UserError
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm_server.generation.calls import Call, is_forced
 
-_SHARED = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")  # names of both kinds of parameters
+_SHARED = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 _KNOWN = frozenset(("n", "temperature", "max_tokens", *_SHARED))
 
 
 def check(call: Call, given: Mapping[str, Any]) -> None:
-    """Refuse what a beam search cannot do; neutral values ask for nothing."""
+    """Raise an error for options that a beam search lacks, unless neutral."""
     if call.stream:
         raise UserError("A beam search knows its outputs at its end only: leave stream off.", "stream")
     if is_forced(call.tool_choice):
@@ -28,13 +28,13 @@ def check(call: Call, given: Mapping[str, Any]) -> None:
 
 
 def sampling_of(given: Mapping[str, Any]) -> SamplingParams:
-    """Return what readers of a search's outputs know of it."""
+    """Return the sampling parameters for readers of the search's outputs."""
     shared = {name: given[name] for name in ("max_tokens", *_SHARED) if name in given}
     return SamplingParams(temperature=0.0, output_kind=RequestOutputKind.FINAL_ONLY, **shared)
 
 
 def beams_of(call: Call, params: SamplingParams, longest: int) -> BeamSearchParams | None:
-    """Return the parameters of the search that a call asks for, if it does; `longest` is the model's context."""
+    """Return the search's parameters, None for other calls; `longest` is the model's context length."""
     if call.beams is None:
         return None
     shared = {name: getattr(params, name) for name in _SHARED}
@@ -50,7 +50,7 @@ def beams_of(call: Call, params: SamplingParams, longest: int) -> BeamSearchPara
 
 @contextmanager
 def blaming_n() -> Iterator[None]:
-    """Have errors name the width of a search as calls do."""
+    """Rename beam_width to n in errors."""
     try:
         yield
     except UserError as error:

@@ -1,7 +1,7 @@
-"""Grammars of tool calls in a model's own form, as an alternative to a constrained answer.
+"""Grammars of tool calls in the model's format, as an alternative to a constrained answer. Pure.
 
-They are in Lark's notation as llguidance reads it; `<[7]>` is the token 7. The parser of the form can read every output
-of its grammar. Arguments follow the schema of a `strict` tool; those of other tools are any object. Pure.
+In llguidance's Lark notation, `<[7]>` is token 7. The format's parser reads every output of its grammar. Arguments of a
+`strict` tool follow its schema; other tools take any object.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxllm_server.parsers.tagged_calls import (
 )
 from jaxllm_server.parsers.tool_parsers import ToolParser
 
-SpecialId: TypeAlias = Callable[[str], int | None]  # the id of a special token
+SpecialId: TypeAlias = Callable[[str], int | None]
 _SPACE = "SPACE: /[ \\t\\r\\n]{1,4}/\n"
 _PYTHON = r"""
 literal: STRING | NUMBER | "True" | "False" | "None" | "[" items? "]" | "{" members? "}"
@@ -38,7 +38,7 @@ NUMBER: /-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,15})?/
 
 
 class Calls:
-    """Writes parts of a grammar for the tools of one request."""
+    """Builds grammar parts for the tools of a request."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]], is_single: bool, special_id: SpecialId) -> None:
         functions = [tool["function"] for tool in tools]
@@ -47,16 +47,16 @@ class Calls:
         self._special_id = special_id
 
     def text(self, text: str) -> str:
-        """Write a literal, or the id of a special token."""
+        """Return a literal or a special token."""
         token = self._special_id(text)
         return json.dumps(text, ensure_ascii=False) if token is None else f"<[{token}]>"
 
     def row(self, call: str, separator: str = "SPACE?") -> str:
-        """Write a rule for one call or more."""
+        """Return a rule for one call or, if allowed, several."""
         return call if self._is_single else f"{call} ({separator} {call})*"
 
     def any_tool(self, rule: Callable[[str], str]) -> str:
-        """Write a rule for each tool, and the rule `tool` for any of them."""
+        """Return a rule per tool, and the rule `tool` for any of them."""
         rules = [f"tool{number}: {rule(name)}\n" for number, name in enumerate(self.tools)]
         return "".join([f"tool: {' | '.join(f'tool{number}' for number in range(len(rules)))}\n", *rules])
 
@@ -66,11 +66,11 @@ class Calls:
         return parameters_of(tool.get("parameters")) if tool.get("strict") is True else {"type": "object"}
 
     def arguments(self, name: str) -> str:
-        """Write the arguments of a tool."""
+        """Return the grammar of a tool's arguments."""
         return f"%json {json.dumps(self.schema(name))}"
 
     def object(self, name: str, key: str = "arguments") -> str:
-        """Write a call that is a JSON object."""
+        """Return the grammar of a call as a JSON object."""
         schema = {
             "type": "object",
             "properties": {"name": {"const": name}, key: {"$ref": "#/$defs/arguments"}},
@@ -81,7 +81,7 @@ class Calls:
         return f"%json {json.dumps(schema)}"
 
     def keys(self, name: str) -> Sequence[str]:
-        """Return the names of the parameters in a tool's schema."""
+        """Return the parameter names of a tool's schema."""
         properties = (self.tools[name].get("parameters") or {}).get("properties")
         return tuple(properties) if isinstance(properties, Mapping) else ()
 
@@ -193,15 +193,15 @@ _GRAMMARS: Mapping[type[ToolParser], Callable[[Calls], str]] = MappingProxyType(
 
 
 def grammar_of(parser: type[ToolParser], calls: Calls) -> str | None:
-    """Return the grammar of an output with calls only; None for a form whose calls have headers (`headers_of`)."""
+    """Return the grammar of an output with only calls; None if `headers_of` applies."""
     write = _GRAMMARS.get(parser)
     return None if write is None else write(calls) + _SPACE
 
 
 def headers_of(parser: type[ToolParser], calls: Calls, kept_ends: Sequence[str] = ()) -> tuple[tuple[str, str], ...]:
-    """Return texts that begin a call inside of an unconstrained part, each with the grammar of the rest.
+    """Return texts that begin a call within unconstrained output, each with the grammar after it.
 
-    `kept_ends` are markers of calls that also end the reasoning.
+    `kept_ends` are markers of calls that also end reasoning.
     """
     if issubclass(parser, HarmonyParser):
         return tuple(

@@ -1,7 +1,4 @@
-"""What both protocols share: a `Call` is what a client asks for, `Chunk`s are what it gets.
-
-Plain data, so that the mapping of messages stays pure. Knows no engine and no protocol.
-"""
+"""Protocol-independent requests and results: `Call` and `Chunk`. Plain data."""
 
 from __future__ import annotations
 
@@ -14,65 +11,65 @@ from jaxllm_server.access.ledger import Entry
 from jaxllm_server.generation.answer_size import AnswerSize
 from jaxllm_server.parsers.tool_parsers import ToolCallDelta
 
-LARGE_REQUEST = 1 << 16  # bytes; a larger request may take 5 ms to read, and is read in a thread
+LARGE_REQUEST = 1 << 16  # bytes; parsing a larger request may take 5 ms and runs in a thread
 Finish = Literal["stop", "length", "repetition", "context", "time_limit", "abort", "tool_calls"]
 
 
 @dataclass(frozen=True)
 class NamedTool:
-    """The tool that an answer has to call, once."""
+    """The tool that an answer must call, once."""
 
     name: str
 
 
-# None: auto where there are tools. "required": one of the tools at least once.
+# None: auto if the call has tools. "required": at least one call of any tool.
 ToolChoice: TypeAlias = Literal["none", "auto", "required"] | NamedTool | None
 
 
 def is_forced(choice: ToolChoice) -> bool:
-    """Whether the whole answer is tool calls."""
+    """Return whether the answer must consist of tool calls."""
     return choice == "required" or isinstance(choice, NamedTool)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What a client asks for, as its protocol said it; unchecked."""
+    """A client's request, not validated."""
 
-    client: str = ""  # its name by `client_quota.client_of`
-    num_bytes: int = 0  # of its request
-    entry: Entry | None = field(default=None, compare=False, repr=False)  # its request's, in the ledger
-    model: str = ""  # "" is the served one
-    prompt: str | Sequence[int] | None = None  # this or messages
-    suffix: str | None = None  # text behind the prompt, where the answer belongs between the two
+    client: str = ""
+    num_bytes: int = 0
+    entry: Entry | None = field(default=None, compare=False, repr=False)
+    model: str = ""
+    prompt: str | Sequence[int] | None = None  # exclusive with messages
+    suffix: str | None = None  # text after the completion, for fill-in-the-middle
     messages: Sequence[Mapping[str, Any]] | None = None
-    written_ids: Sequence[int] | None = None  # the messages as their client has written and tokenized them
+    written_ids: Sequence[int] | None = None  # the rendered and tokenized messages, from the client
     tools: Sequence[Mapping[str, Any]] | None = None
     tool_choice: ToolChoice = None
-    takes_one_call: bool = False  # of tools; what else the model would call is not forced on it
+    takes_one_call: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    truncation_side: str = "left"  # where `truncate_prompt_tokens` cuts; "right" keeps the first ones
-    add_special_tokens: bool | None = None  # None: as the model expects it around a text, nothing around a chat
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # fields of SamplingParams that the client gave
-    beams: Mapping[str, Any] | None = None  # of a beam search: fields of BeamSearchParams that the client gave
-    default_max_tokens: int | None = None  # of the protocol, where neither client nor model say one
-    may_fill_context: bool = False  # max_tokens may be more than the context has room for: the answer ends there
+    truncation_side: str = "left"  # side that `truncate_prompt_tokens` removes
+    add_special_tokens: bool | None = None  # None: for text as the model expects, for chats none
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # the client's fields of SamplingParams
+    beams: Mapping[str, Any] | None = None  # the client's fields of BeamSearchParams
+    default_max_tokens: int | None = None  # the protocol's, if neither client nor model set one
+    may_fill_context: bool = False  # shorten max_tokens to the space left in the context
     stream: bool = False
-    request_id: str | None = None  # unique among living requests, of each client if keys distinguish them
-    client_id: str | None = None  # X-Request-Id, which may come twice; it goes into logs and recordings
+    request_id: str | None = None  # unique among running requests, per client if keys distinguish them
+    client_id: str | None = None  # X-Request-Id, for logs and recordings; not unique
     priority: int = 0
     cache_salt: str | None = None
     adapter: str = ""
-    time_limit: float | None = None  # seconds after which the answer ends with what there is
+    time_limit: float | None = None  # seconds, then the partial answer is returned
     include_reasoning: bool = True
-    answer_size: AnswerSize = field(default_factory=AnswerSize, compare=False)  # one for all calls of a request
-    scores_prompt: bool = False  # no output is wanted; the one token that an engine samples at least is not shown
+    answer_size: AnswerSize = field(default_factory=AnswerSize, compare=False)
+    scores_prompt: bool = False  # hide the one token that the engine must generate
 
 
 @dataclass(slots=True)
 class Part:
-    """What is new of one of a request's outputs."""
+    """The new part of one output."""
 
     index: int
     text: str
@@ -83,23 +80,23 @@ class Part:
     finish_reason: Finish | None
     stop_reason: int | str | None
     seed: int | None
-    num_reasoning: int = 0  # of the tokens
+    num_reasoning: int = 0
 
 
 @dataclass(slots=True)
 class PromptInfo:
-    """What became of the prompt."""
+    """The processed prompt."""
 
     token_ids: Sequence[int]
     num_cached: int
-    logprobs: list[dict[int, Logprob] | None] | None = None  # where they were asked for, None for the first token
-    first_text: str = ""  # of that token, with the log-probabilities
-    first_bytes: bytes | None = None  # as of `Logprob.raw_bytes`
+    logprobs: list[dict[int, Logprob] | None] | None = None  # if requested; None for the first token
+    first_text: str = ""  # the first token's, with log-probabilities
+    first_bytes: bytes | None = None
 
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens of a request so far, all outputs together."""
+    """Token counts of a request so far, over all outputs."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -109,7 +106,7 @@ class Usage:
 
 @dataclass(slots=True)
 class Timing:
-    """Seconds of a request's life."""
+    """Durations of a request's phases in seconds."""
 
     queue: float
     prefill: float
@@ -119,11 +116,11 @@ class Timing:
 
 @dataclass(slots=True)
 class Chunk:
-    """What is new of a request."""
+    """The new results of a request."""
 
     request_id: str
     outputs: list[Part]
-    prompt: PromptInfo | None  # in the first one only
+    prompt: PromptInfo | None
     usage: Usage
-    timing: Timing | None  # in the last one only
+    timing: Timing | None
     is_last: bool

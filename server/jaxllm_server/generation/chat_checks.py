@@ -1,7 +1,4 @@
-"""What a conversation may bring along on either protocol: how much of it, how many tools, and which template variables.
-
-Pure. Knows no message of a protocol and no template.
-"""
+"""Limits on conversations: messages, tools and template variables. Pure."""
 
 from __future__ import annotations
 
@@ -14,14 +11,14 @@ from jaxllm.text.message_forms import ReadArguments, shaped_arguments
 from jaxllm.text.template_shapes import Shape
 from jaxllm_server.shared import strict_json
 
-MOST_MESSAGES = 16_384  # as many as one request of gRPC holds: 55 µs of a thread each, the shortest ones (measured)
-_MOST_VALUES = 131_072  # in messages and tools, keys counted: a thread takes 3 to 6 µs for each (measured)
-_MOST_BRACKETS = 1 << 19  # in all tool calls' arguments together, counted before they are parsed, those in texts too
+MOST_MESSAGES = 16_384  # the limit of a gRPC request; takes 55 µs of a thread per short message (measured)
+_MOST_VALUES = 131_072  # in messages and tools, including keys; 3 to 6 µs of a thread each (measured)
+_MOST_BRACKETS = 1 << 19  # in all tool calls' arguments, including those in strings, counted before parsing
 _MAX_TEMPLATE_KWARGS = 32
 _MAX_TEMPLATE_KWARG_CHARS = 1024
 _MAX_NAME_CHARS = 64
-# Variables of a template that the request's own fields decide, and arguments of transformers' and vLLM's functions,
-# with which a client once changed how the rendered text was tokenized (vLLM CVE-2025-62426).
+# Variables set by other fields, and arguments of transformers' and vLLM's functions, through which a client could
+# change the tokenization (vLLM CVE-2025-62426).
 _RESERVED_KWARGS = frozenset(
     (
         *("messages", "conversation", "tools", "documents", "chat_template", "template"),
@@ -33,10 +30,10 @@ _RESERVED_KWARGS = frozenset(
 
 
 def check_messages(messages: Sequence[Any], max_model_len: int, max_tokens: int) -> None:
-    """Refuse more messages than `max_tokens`, since each takes a token at least, or than can be rendered quickly.
+    """Check that each message can have a token, and that rendering them is fast.
 
     Raises:
-        UserError: naming `messages`, or a ContextLengthError.
+        UserError: for `messages`, or a ContextLengthError.
     """
     if len(messages) > max_tokens:
         raise too_long(max_model_len, len(messages), None, is_bound=True)
@@ -45,10 +42,10 @@ def check_messages(messages: Sequence[Any], max_model_len: int, max_tokens: int)
 
 
 def texts_of(conversation: list[Any]) -> list[str]:
-    """List the texts in JSON-like values, keys of objects too, in no order; none of too many values is looked at.
+    """Return all strings in JSON-like values, including keys, in any order.
 
     Raises:
-        UserError: naming `messages`, for more values than a thread should be kept with that others wait for.
+        UserError: for `messages`, if they hold too many values.
     """
     texts: list[str] = []
     left = _MOST_VALUES
@@ -72,10 +69,10 @@ def texts_of(conversation: list[Any]) -> list[str]:
 
 
 def check_tools(tools: Sequence[Any] | None, max_tools: int) -> None:
-    """Refuse more than `max_tools` tools, and what is no function with a name and perhaps a schema.
+    """Check the number of tools, and that each is a function with a name and an optional schema.
 
     Raises:
-        UserError: naming `tools`.
+        UserError: for `tools`.
     """
     tools = tools or ()
     if len(tools) > max_tools:
@@ -89,10 +86,10 @@ def check_tools(tools: Sequence[Any] | None, max_tools: int) -> None:
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """Let only few, plain values reach a template, under names that are not used otherwise.
+    """Check that template variables are few, short and scalar, with names that are not reserved.
 
     Raises:
-        UserError: naming `chat_template_kwargs`.
+        UserError: for `chat_template_kwargs`.
     """
     if len(kwargs) > _MAX_TEMPLATE_KWARGS:
         message = f"chat_template_kwargs may hold at most {_MAX_TEMPLATE_KWARGS} names, got {len(kwargs)}."
@@ -107,12 +104,10 @@ def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
 
 
 def with_read_arguments(messages: Sequence[Any], shape: Shape, max_json_depth: int) -> list[Any]:
-    """Return messages with the arguments of calls in the chat template's form: objects, or JSON text.
-
-    JSON is read as strictly as in a body.
+    """Convert the arguments of tool calls to the chat template's form: objects or JSON text.
 
     Raises:
-        UserError: naming `messages`, and in its text which arguments.
+        UserError: for `messages`, naming the invalid arguments.
     """
     left = _MOST_BRACKETS
     read = partial(_read, max_json_depth=max_json_depth)

@@ -1,7 +1,7 @@
-"""What an answer must look like that has to call a tool: a JSON schema of the call, or of the list of calls.
+"""Builds the JSON schema of an answer that must call tools. Pure.
 
-Pure. Forms are vLLM's (tool_parsers/utils.py, get_json_schema_from_tools), but for two: a tool without parameters takes
-`{}` alone, and each tool's references are its own, so that two tools may give one name to different definitions.
+As in vLLM (tool_parsers/utils.py, get_json_schema_from_tools), except that a tool without parameters takes only `{}`,
+and references are local to each tool, so that equal names may differ.
 """
 
 from __future__ import annotations
@@ -15,24 +15,23 @@ from jaxllm.structured_outputs_params import check_size
 from jaxllm_server.generation.calls import Call, NamedTool, is_forced
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
-_COMBINED = ("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const")  # any of them says what kind a value is
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # names to schemas
-_VALUES = ("enum", "const", "default", "examples")  # no schemas, whatever they look like
+_COMBINED = ("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const")  # determine the kind of value
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # map names to schemas
+_VALUES = ("enum", "const", "default", "examples")  # contain values, not schemas
 
 
 def with_forced_calls(call: Call, sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call's sampling with the constraint that its `tool_choice` is; its tools were checked.
+    """Return a call's sampling parameters with the constraint of its `tool_choice`.
 
     Raises:
-        UserError: naming `tool_choice`, for a tool that there is not, or beside another constraint; naming `tools`,
-            where they are too large.
+        UserError: for `tool_choice`, if its tool is missing or another constraint is set; for `tools`, if too large.
     """
     if sampling.get("structured_outputs") is not None:
         message = "structured_outputs and a tool_choice that forces a call exclude each other: give one of them."
         raise UserError(message, "tool_choice")
     tools = {tool["function"]["name"]: tool["function"].get("parameters") for tool in reversed(call.tools or ())}
     with blaming_tools(call):
-        check_size([*tools.values()])  # before each is copied
+        check_size([*tools.values()])
     if isinstance(call.tool_choice, NamedTool):
         if call.tool_choice.name not in tools:
             shown = call.tool_choice.name[:64]
@@ -47,7 +46,7 @@ def with_forced_calls(call: Call, sampling: Mapping[str, Any]) -> dict[str, Any]
 
 @contextmanager
 def blaming_tools(call: Call) -> Iterator[None]:
-    """Have errors name the tools, where a constraint was made of them."""
+    """Make errors of a constraint that was built from tools name `tools`."""
     try:
         yield
     except UserError as error:
@@ -57,7 +56,7 @@ def blaming_tools(call: Call) -> Iterator[None]:
 
 
 def parameters_of(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return the schema of a tool's arguments; they are an object."""
+    """Return the schema of a tool's arguments, always an object."""
     if not parameters:
         return _NO_ARGUMENTS
     return parameters if any(name in parameters for name in _COMBINED) else {"type": "object", **parameters}
@@ -83,7 +82,7 @@ def list_of_calls(tools: Sequence[tuple[str, Mapping[str, Any] | None]], is_sing
 
 
 def moved(schema: Any, to: str) -> Any:
-    """Return a schema whose references into itself hold where it lies at `to` of another; nested 64 levels at most."""
+    """Return a schema, nested at most 64 levels, with its internal references prefixed by the path `to`."""
     if isinstance(schema, list):
         return [moved(each, to) for each in schema]
     if not isinstance(schema, Mapping):

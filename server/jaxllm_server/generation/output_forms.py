@@ -1,7 +1,4 @@
-"""How the served model writes tool calls and reasoning: what the server was told, or what its chat template says.
-
-Makes the reader of each request's outputs. Knows no protocol.
-"""
+"""The served model's formats of tool calls and reasoning, configured or detected from the chat template."""
 
 from __future__ import annotations
 
@@ -32,10 +29,9 @@ _log = logging.getLogger("jaxllm.server")
 
 
 class OutputForms:
-    """The forms of one served model. Can be made while the engine is still loading.
+    """The formats of a served model. May be created before the engine has loaded.
 
-    `template` is the operator's chat template, None for the model's own; `template_kwargs` are what it is given, unless
-    a request says otherwise.
+    `template` is the operator's chat template, None for the model's; `template_kwargs` are its default variables.
     """
 
     def __init__(
@@ -50,25 +46,25 @@ class OutputForms:
 
     @cached_property
     def tool_form(self) -> ToolForm | None:
-        """How the model writes tool calls; None where none are read. Known once the model is loaded.
+        """The tool-call format, None if disabled; requires a loaded model.
 
         Raises:
-            UserError: naming `tool_call_parser`, if it is to be chosen by a template that none is written for.
+            UserError: for `tool_call_parser`, if "auto" matches no format.
         """
         name = self._form_name("tool_call_parser", TOOL_PARSERS)
         return None if name is None else TOOL_PARSERS[name]
 
     @cached_property
     def reasoning_form(self) -> ReasoningForm | None:
-        """How the model writes its reasoning; as `tool_form`."""
+        """The reasoning format; as `tool_form`."""
         name = self._form_name("reasoning_parser", REASONING_PARSERS)
         return None if name is None else REASONING_PARSERS[name]
 
     def choose(self) -> None:
-        """Choose the parsers that `auto` asks for, now that the model is loaded.
+        """Detect the formats configured as `auto`; requires a loaded model.
 
         Raises:
-            UserError: naming the parameter whose choice there is none for.
+            UserError: for the parameter, if the template matches no format.
         """
         _ = self.tool_form, self.reasoning_form
 
@@ -86,7 +82,7 @@ class OutputForms:
         return chosen
 
     def check(self, call: Call, params: SamplingParams) -> None:
-        """Refuse tools if there is no parser for the model's calls; those that are forced have a form of ours."""
+        """Raise an error for tools without a parser, unless calls are forced."""
         has_tools = _has_tools(call)
         if has_tools and self._options.tool_call_parser is None and not is_forced(call.tool_choice):
             raise FeatureDisabledError(
@@ -96,7 +92,7 @@ class OutputForms:
             raise UserError("Tool calls are read from the text: leave detokenize on.", "detokenize")
 
     def reader(self, call: Call, params: SamplingParams, prompt: str, tokenizer: Tokenizer) -> OutputReader:
-        """Return what reads the outputs of a call whose prompt has this text, or ends with it."""
+        """Return the reader of a call's outputs; `prompt` is the end of the prompt's text."""
         return OutputReader(
             call,
             params,
@@ -110,7 +106,7 @@ class OutputForms:
     def constraint(
         self, call: Call, asked: StructuredOutputsParams, prompt: str, may_reason: bool, tokenizer: Tokenizer
     ) -> StructuredOutputsParams:
-        """Extend a constraint of the answer to the whole output, which may contain reasoning, or calls instead."""
+        """Extend a constraint on the answer to the whole output, with reasoning, or calls instead."""
         reasoning = None if self.reasoning_form is None or not may_reason else self.reasoning_form.form
         if reasoning is not None:
             after, openings = reasoning.begin_after(is_forced(call.tool_choice)), reasoning.openings(prompt)
@@ -129,10 +125,7 @@ class OutputForms:
         return replace(asked, or_grammar=grammar_of(form.parser, calls), or_grammar_after=headers)
 
     def _tool_parsers(self, call: Call) -> Callable[[], tuple[CallReader, ToolParser | None]] | None:
-        """Return a factory of two readers of tool calls, for an output's content and for its reasoning.
-
-        None if the request has no tools.
-        """
+        """Return a factory of call parsers for content and reasoning; None without tools."""
         form = self.tool_form
         style = "" if form is None else form.ids
         num_before = sum(len(_calls_of(message)) for message in call.messages or ()) if style == "kimi_k2" else 0
@@ -158,18 +151,15 @@ def _has_tools(call: Call) -> bool:
 
 
 def _is_switched_off(template_kwargs: Mapping[str, Any]) -> bool:
-    """Whether a conversation asks for no reasoning, by the variables that templates have for it."""
     is_named = any(template_kwargs.get(name) is False for name in ("enable_thinking", "thinking"))
     return is_named or template_kwargs.get("reasoning_effort") == "none"
 
 
 def _id_maker(style: str, num_before: int) -> MakeId:
-    """Return what makes the ids of one output's calls, which the conversation is expected to bring back.
+    """Return a generator of ids for an output's calls, which clients send back.
 
-    `num_before` is the number of calls in the conversation so far.
-
-    Mistral's templates refuse ids that are not nine letters and digits; Kimi's write an id where the model reads the
-    name of the tool, with the number of the call in the conversation.
+    Mistral's templates require nine letters and digits. Kimi's render the id where the model reads the tool's name,
+    with the call's index in the conversation.
     """
     if style == "kimi_k2":
         numbers = count(num_before)

@@ -1,7 +1,4 @@
-"""Splits what an engine puts out for a request into reasoning, content and tool calls: chunks that say what is new.
-
-Knows the forms in which a model writes. Knows no request's shape and no protocol.
-"""
+"""Splits a request's outputs into reasoning, content and tool calls, incrementally."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ CallReader: TypeAlias = ToolParser | NamedCall
 
 
 class OutputReader:
-    """Turns one request's outputs into chunks."""
+    """Converts a request's outputs to chunks."""
 
     def __init__(
         self,
@@ -38,7 +35,7 @@ class OutputReader:
         self._call = call
         self._params = params
         self._tokenizer = tokenizer
-        self._tool_parsers = tool_parsers  # of an output's content, and of its reasoning
+        self._tool_parsers = tool_parsers
         self._reasoning = None if reasoning is None else reasoning.form
         self._prompt = prompt
         self.may_reason = self._reasoning is not None and self._reasoning.may_reason(prompt, is_switched_off)
@@ -49,7 +46,7 @@ class OutputReader:
         self.shows_markers = any(tokenizer.is_special(marker) for marker in self._make_splitter().markers)
 
     def read(self, output: RequestOutput) -> Chunk:
-        """Return what is new in an output."""
+        """Return the chunk of new results in an output."""
         usage = self._usage
         usage.prompt_tokens = len(output.prompt_token_ids)
         usage.cached_prompt_tokens = output.num_cached_tokens or 0
@@ -112,7 +109,7 @@ class OutputReader:
 
 
 class Splitter:
-    """Splits one output's text into content, reasoning and tool calls."""
+    """Splits an output's text into content, reasoning and tool calls."""
 
     def __init__(
         self,
@@ -123,15 +120,15 @@ class Splitter:
     ) -> None:
         self._reasoning = reasoning
         self._tools = tools
-        # A model may call before it has ended its reasoning.
+        # A model may call a tool before ending its reasoning.
         self._early_tools = early_tools if reasoning is not None and reasoning.may_hold_calls else None
-        self._tokens = tokens  # of the reasoning
+        self._tokens = tokens
         self.num_calls = 0
-        self._num_early = 0  # of them in the reasoning
+        self._num_early = 0
         self.markers = (*(reasoning.markers if reasoning else ()), *(tools.markers if tools else ()))
 
     def push(self, text: str, finish_reason: str | None) -> tuple[str, str, list[ToolCallDelta]]:
-        """Take in more text; return the content, the reasoning and the calls that are certain now."""
+        """Feed text; return the content, reasoning and call deltas that are final."""
         content, reasoning = text, ""
         is_last, is_cut_off = finish_reason is not None, finish_reason not in (None, "stop")
         if self._reasoning is not None:
@@ -152,14 +149,13 @@ class Splitter:
         return content, reasoning, calls
 
     def count_reasoning(self, ids: Sequence[int]) -> int:
-        """Count those of new tokens that are reasoning, after their text was pushed."""
+        """Return the number of reasoning tokens in `ids`, after their text was pushed."""
         if self._tokens is None or self._reasoning is None:
             return 0
         return self._tokens.count(ids, self._reasoning.is_reasoning)
 
 
 def _read(parser: CallReader, text: str, is_over: bool, is_cut_off: bool) -> tuple[str, list[ToolCallDelta]]:
-    """Return the text outside of calls and the pieces of calls; flush the parser at the end of the text."""
     rest, calls = parser.push(text)
     if is_over:
         last, last_calls = parser.finish(is_cut_off)

@@ -1,7 +1,4 @@
-"""What a call's prompt becomes: a text is tokenized, a conversation written out by the chat template, ids are checked.
-
-What cannot fit into the context is refused before it is tokenized. Knows no protocol.
-"""
+"""Converts prompts to token ids: tokenizes text, renders conversations, validates ids."""
 
 from __future__ import annotations
 
@@ -33,14 +30,13 @@ _NO_TEMPLATE = (
     "This model has no chat template: send a text instead of messages (/v1/completions, over gRPC `text`), or start "
     "the server with --chat-template."
 )
-LEFT_OUT = 4  # times the context that a conversation may be, because templates may leave parts of it out
+LEFT_OUT = 4  # maximum size of a conversation, in contexts: templates may omit parts
 
 
 class Prompts:
-    """Makes the prompts of one served model. `off_loop` runs what a client's prompt takes beside the event loop.
+    """Builds the prompts of a served model. `off_loop` runs a client's slow work outside the event loop.
 
-    `template` is the operator's chat template, None for the model's own; `template_kwargs` are what it is given, unless
-    a request says otherwise.
+    `template` is the operator's chat template, None for the model's; `template_kwargs` are its default variables.
     """
 
     def __init__(
@@ -60,10 +56,10 @@ class Prompts:
     async def prompt_of(
         self, call: Call, params: SamplingParams | None = None, model: ModelInfo | None = None
     ) -> dict[str, Any]:
-        """Return a call's prompt for the engine: its token ids, and its text where there is one.
+        """Return a call's token ids, and its text if available, for the engine.
 
-        What cannot fit into the context is refused before it is tokenized, or cut where `params` say so. `model` is
-        the model as the call's adapter has it.
+        A prompt too long for the context is refused before tokenization, or truncated if `params` allow it. `model` is
+        that of the call's adapter.
         """
         model = self._engine.model if model is None else model
         tokenizer = model.tokenizer
@@ -84,13 +80,13 @@ class Prompts:
             if call.tools is not None:
                 check_tools(call.tools, self._options.max_tools)
             check_template_kwargs(call.template_kwargs)
-            # Templates may leave words out, old reasoning for one: what is far too long is no conversation.
+            # Templates may omit text, so only far longer conversations are refused.
             most = LEFT_OUT * longest + 4096
             check_messages(call.messages, longest, most)
             given, language = (self._encode_chat, call, most, tokenizer), tokenizer.confined
             text, ids = await self._off_loop(call.client, *given, language=language)
             if call.truncation_side == "right" and kept is not None and len(ids) > kept:
-                return {"prompt_token_ids": ids[:kept]}  # the text is another one now
+                return {"prompt_token_ids": ids[:kept]}  # the text would not match the truncated ids
             return {"prompt": text, "prompt_token_ids": ids}
         if not isinstance(call.prompt, str) and call.suffix is None:
             return {"prompt_token_ids": cut_ids(call.prompt or (), kept, call.truncation_side)}
@@ -98,7 +94,6 @@ class Prompts:
         return {"prompt": text, "prompt_token_ids": ids}
 
     async def _encode_text(self, call: Call, params: SamplingParams, tokenizer: Tokenizer) -> tuple[str, Sequence[int]]:
-        """Return what of a prompt's text is needed, and its token ids."""
         add, longest = call.add_special_tokens is not False, self._engine.model.max_model_len
         kept, before = num_kept(params, longest), call.prompt if isinstance(call.prompt, str) else ""
         if call.suffix is not None:
@@ -116,10 +111,10 @@ class Prompts:
         return text, await self._off_loop(call.client, encode, language=tokenizer.confined)
 
     def _encode_chat(self, call: Call, most: int, tokenizer: Tokenizer) -> tuple[str, list[int]]:
-        """Write out a conversation of `most` tokens, and return its token ids as well; slow.
+        """Return a conversation's rendered text and token ids, up to `most` tokens; slow.
 
-        A template may show any of its texts, and what none shows is copied and searched for special tokens all the
-        same: an ignored key of 1,300,000 empty lists took 16 s.
+        All texts count, since copying and searching them for special tokens takes time even if the template omits them:
+        an ignored key of 1,300,000 empty lists took 16 s.
         """
         tools = call.tools if call.tool_choice != "none" else None
         shape = tokenizer.template_shape(self._template, tools)

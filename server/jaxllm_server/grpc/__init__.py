@@ -1,4 +1,1 @@
-"""The gRPC server: services, what guards them, the mapping of messages.
-
-Knows protobuf and gRPC. Knows no engine: it calls `shared.serving`.
-"""
+"""The gRPC server: services, access checks, and conversion of messages."""

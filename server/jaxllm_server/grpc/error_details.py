@@ -1,7 +1,4 @@
-"""A gRPC client's view of an exception: status, google.rpc details with the path of the field, when to try again.
-
-Pure. Knows the error map of `errors.py` and the messages of a request; knows no gRPC library.
-"""
+"""Converts exceptions to gRPC statuses with google.rpc details: reason, field path and retry delay. Pure."""
 
 from __future__ import annotations
 
@@ -20,12 +17,11 @@ from jaxllm_server.grpc.replies import duration_of
 from jaxllm_server.shared.error_table import message_of, row_of
 
 ERROR_DOMAIN = "jaxllm"
-# With the details, which repeat it, and percent-encoding, a message of this many bytes stays under 2 KiB of trailers.
-# 9 KB reached the client; 30 KB were replaced by another error, and the message before them was lost (measured).
+# Keeps trailers under 2 KiB. 9 KB reached the client; 30 KB lost the status and the preceding message (measured).
 MAX_ERROR_BYTES = 320
 MAX_PATH_CHARS = 128
 _POOL_REQUESTS = (inference_pb2.EmbedRequest, inference_pb2.ClassifyRequest, inference_pb2.ScoreRequest)
-# The name of a parameter, as errors of the engine and of the shared checks have it -> path in GenerateRequest.
+# Parameter in errors -> path in GenerateRequest.
 _PATHS: Mapping[str, str] = {
     **GENERATE_FIELDS,
     **STREAM_FIELDS,
@@ -40,18 +36,17 @@ _PROMPT_ONEOFS = ("prompt", "input")
 
 @dataclass(frozen=True)
 class Failure:
-    """What ends a call that failed."""
+    """The status of a failed call."""
 
-    code: str  # name of a grpc.StatusCode
-    status: status_pb2.Status  # for the trailer grpc-status-details-bin; its message is the call's
-    pushback_ms: int | None  # for the trailer grpc-retry-pushback-ms
+    code: str
+    status: status_pb2.Status  # trailer grpc-status-details-bin; its message is the call's
+    pushback_ms: int | None  # trailer grpc-retry-pushback-ms
 
 
 def failure_of(error: BaseException, request: Message | None = None, request_id: str = "") -> Failure:
-    """Return how an error is reported: code, google.rpc.ErrorInfo and the details that its row of the error map has.
+    """Return an error's status: code, google.rpc.ErrorInfo, and further details.
 
-    `request` is what was asked, if it got so far: it decides the path of the prompt. Nothing of an error that is not
-    ours is reported.
+    `request`, if parsed, determines the path of the prompt. Messages of unexpected errors are hidden.
     """
     row = row_of(error)
     parameter = error.parameter if isinstance(error, UserError) else None
@@ -83,7 +78,7 @@ def _status_of(code: str, message: str, details: Iterable[Message]) -> status_pb
 
 
 def path_of(parameter: str, request: Message | None) -> str:
-    """Return the path of a parameter in a request; names that are paths already come back as they are."""
+    """Return a parameter's path in a request; a path is returned unchanged."""
     if isinstance(request, _POOL_REQUESTS):
         is_score = isinstance(request, inference_pb2.ScoreRequest)
         inputs = "text_1" if is_score else request.WhichOneof("input") or "input"

@@ -1,8 +1,7 @@
-"""The process in front of gRPC's core: takes connections, ends TLS, checks frames and passes them on.
+"""A proxy process in front of gRPC's core: accepts connections, terminates TLS, checks frames and forwards them.
 
-gRPC's core parses on any thread that calls it, also on Python's while that holds the interpreter's lock: header blocks
-of 4 MB in small pieces stopped the whole server for 2.5 s (measured). This process passes on only short header blocks,
-and only a bounded number of calls a second. It does not read messages or keys.
+gRPC's core parses on any calling thread, including Python threads that hold the GIL: header blocks of 4 MB in small
+pieces stopped the server for 2.5 s (measured). The proxy forwards only short header blocks and a limited rate of calls.
 
     python -m jaxllm_server.grpc.filter SETTINGS-AS-JSON
 """
@@ -26,26 +25,26 @@ from typing import Any
 from jaxllm_server.access.listener import Listener
 from jaxllm_server.grpc.frames import FrameCheck, FrameError
 
-READ_BYTES = 32 * 1024  # at once from a connection
-CORE = "core"  # name of gRPC's socket in the folder
-# In prices. All connections share a rate of 6,144 calls a second and a burst of 2,048; beyond it a connection waits
-# until earlier ones are paid. No connection waits for 16 calls, or 64 a second: floods do not delay clients with few.
+READ_BYTES = 32 * 1024
+CORE = "core"
+# In price units. All connections share 6,144 calls per second with a burst of 2,048; beyond that, they are delayed. 16
+# calls, or 64 per second, of each connection are never delayed, so floods do not affect other clients.
 RATE = 3 << 20
 BURST = 1 << 20
 OWN_RATE = 32 << 10
 OWN_BURST = 8 << 10
-MAX_DEBT = 4 << 20  # bounds the wait, since many connections may each be within `OWN_RATE`
-_FLUSH_SECONDS = 2.0  # for a client to read the last bytes
-_CONNECT_SECONDS, _RETRY_SECONDS = 2.0, 0.05  # for the core to take a connection, and between two attempts
+MAX_DEBT = 4 << 20  # limits the delay; many connections may each stay within `OWN_RATE`
+_FLUSH_SECONDS = 2.0
+_CONNECT_SECONDS, _RETRY_SECONDS = 2.0, 0.05  # for connecting to the core, and between attempts
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The argument of the process."""
+    """The process's argument."""
 
-    listening: Sequence[int]  # descriptors of the sockets for clients
-    control: int  # descriptor: a byte closes the listener, the end of the file ends the process
-    folder: str  # of the socket of gRPC's core; the process removes it at its end
+    listening: Sequence[int]
+    control: int  # descriptor: a byte stops accepting, EOF ends the process
+    folder: str  # of the core's socket; removed at exit
     max_block_bytes: int
     stall_seconds: float | None
     certfile: str | None = None
@@ -54,11 +53,11 @@ class Settings:
     client_auth: bool = False
 
     def to_json(self) -> str:
-        """Return it as the process's argument."""
+        """Return the settings as the process's argument."""
         return json.dumps(asdict(self))
 
     def tls(self) -> ssl.SSLContext | None:
-        """Make the context of TLS; OSError where a file cannot be used."""
+        """Return the TLS context; raises OSError if a file is unusable."""
         if self.certfile is None:
             return None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -72,18 +71,18 @@ class Settings:
 
 
 class Filter:
-    """All connections."""
+    """The connections and their shared rate."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.buffer = memoryview(bytearray(READ_BYTES))  # of all connections: it is read at once into, and out of
+        self.buffer = memoryview(bytearray(READ_BYTES))  # shared by connections: emptied after each read
         self.clients: set[Client] = set()
-        self._debt = 0.0  # prices that are not worked off, …
+        self._debt = 0.0  # unpaid price …
         self._counted = 0.0  # … at this time
         self._num_unnamed = 0
 
     async def run(self) -> None:
-        """Take connections until the server ends."""
+        """Accept connections until the server ends."""
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         tls, seconds = self.settings.tls(), self.settings.stall_seconds
         listening = [socket.socket(fileno=each) for each in self.settings.listening]
@@ -105,13 +104,13 @@ class Filter:
         shutil.rmtree(self.settings.folder, ignore_errors=True)
 
     def pay(self, price: int, now: float) -> float:
-        """Count a price; return the seconds that the connection has to wait for."""
+        """Charge a price; return the delay in seconds, if positive."""
         self._debt = min(MAX_DEBT, max(0.0, self._debt - RATE * (now - self._counted)) + price)
         self._counted = now
         return (self._debt - BURST) / RATE
 
     def connect(self, peer: Any) -> socket.socket:
-        """Connect to gRPC's core, under a name from which it learns the client's address."""
+        """Connect to gRPC's core; the socket's name has the client's address."""
         if isinstance(peer, tuple):
             name = f"ipv6:[{peer[0]}]:{peer[1]}" if ":" in peer[0] else f"ipv4:{peer[0]}:{peer[1]}"
         else:
@@ -132,24 +131,24 @@ class Filter:
 
 
 class Client(asyncio.BufferedProtocol):
-    """The client's end of a connection."""
+    """The client's side of a connection."""
 
     transport: Any
-    core: Any = None  # the transport of the other end
+    core: Any = None
 
     def __init__(self, own: Filter) -> None:
         self._filter = own
         self._loop = asyncio.get_running_loop()
         self._frames = FrameCheck(own.settings.max_block_bytes)
         self._credit = float(OWN_BURST)
-        self._counted = self._loop.time()  # when the credit was
+        self._counted = self._loop.time()
         self._pauses = 0
         self._timers: list[asyncio.TimerHandle] = []
         self._connecting: asyncio.Task[None] | None = None
-        self._early = b""  # bytes from before the other end was connected
+        self._early = b""
 
     def connection_made(self, transport: Any) -> None:
-        """Connect the other end."""
+        """Connect to the core."""
         self.transport = transport
         tls = transport.get_extra_info("ssl_object")
         if tls is not None and tls.selected_alpn_protocol() != "h2":
@@ -166,12 +165,12 @@ class Client(asyncio.BufferedProtocol):
             try:
                 connection = self._filter.connect(peer)
                 self.core, _ = await self._loop.create_unix_connection(lambda: Core(self), sock=connection)
-            except BlockingIOError:  # the backlog of the core is full
+            except BlockingIOError:  # the core's backlog is full
                 if self.transport.is_closing() or self._loop.time() > late:
                     self.transport.abort()
                     return
                 await asyncio.sleep(_RETRY_SECONDS)
-            except OSError:  # the server is ending
+            except OSError:  # the server is stopping
                 self.transport.abort()
                 return
         if self.transport.is_closing():
@@ -182,7 +181,7 @@ class Client(asyncio.BufferedProtocol):
             self.resume()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Close the other end."""
+        """Close the core's side."""
         self._filter.clients.discard(self)
         for timer in self._timers:
             timer.cancel()
@@ -190,11 +189,11 @@ class Client(asyncio.BufferedProtocol):
             self.core.close()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return the place for the next bytes."""
+        """Return the shared read buffer."""
         return self._filter.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Pass on the bytes, and pause for their price."""
+        """Forward received bytes, then pause according to their price."""
         data = bytes(self._filter.buffer[:nbytes])
         try:
             price = self._frames.price(data)
@@ -203,7 +202,7 @@ class Client(asyncio.BufferedProtocol):
             return
         if self.core is not None:
             self.core.write(data)
-        else:  # pausing has no effect before the first bytes
+        else:  # pausing is impossible before the first bytes
             if not self._early:
                 self.pause()
             self._early += data
@@ -218,29 +217,29 @@ class Client(asyncio.BufferedProtocol):
                 self._loop.call_later(seconds, self.resume)
 
     def pause(self) -> None:
-        """Read no more, for one reason more."""
+        """Pause reading; calls nest."""
         self._pauses += 1
         if self._pauses == 1 and not self.transport.is_closing():
             self.transport.pause_reading()
 
     def resume(self) -> None:
-        """Take one reason back; without any, read on."""
+        """Undo one `pause`, and read again after the last."""
         self._pauses -= 1
         if not self._pauses and not self.transport.is_closing():
             self.transport.resume_reading()
 
     def pause_writing(self) -> None:
-        """The client reads too slowly."""
+        """Pause the core: the client reads too slowly."""
         if self.core is not None and not self.core.is_closing():
             self.core.pause_reading()
 
     def resume_writing(self) -> None:
-        """The client has read."""
+        """Resume the core."""
         if self.core is not None and not self.core.is_closing():
             self.core.resume_reading()
 
     def end(self) -> None:
-        """Close, once the client has read all."""
+        """Close after flushing."""
         self.transport.close()
         self._timers.append(self._loop.call_later(_FLUSH_SECONDS, self.transport.abort))
 
@@ -250,26 +249,26 @@ class Client(asyncio.BufferedProtocol):
 
 
 class Core(asyncio.Protocol):
-    """The end of a connection at gRPC's core."""
+    """The core's side of a connection."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
 
     def data_received(self, data: bytes) -> None:
-        """Pass on the server's bytes."""
+        """Forward bytes to the client."""
         if not self._client.transport.is_closing():
             self._client.transport.write(data)
 
     def pause_writing(self) -> None:
-        """The core reads too slowly."""
+        """Pause the client: the core reads too slowly."""
         self._client.pause()
 
     def resume_writing(self) -> None:
-        """The core has read."""
+        """Resume the client."""
         self._client.resume()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Close the other end."""
+        """Close the client's side."""
         self._client.end()
 
 
@@ -277,7 +276,7 @@ def main() -> None:
     """Run until the server ends."""
     import uvloop
 
-    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal sends them to all processes; the server ends this one
+    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal signals all processes; the server ends this one
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings = Settings(**json.loads(sys.argv[1]))

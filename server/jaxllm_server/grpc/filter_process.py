@@ -1,4 +1,4 @@
-"""Starts the process of `filter.py`, starts it again if it dies, and ends it."""
+"""Starts, restarts and stops the process of `filter.py`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger("jaxllm.server.grpc")
 RESTART_SECONDS = 1.0
 _END_SECONDS = 4.0
-_LONGEST_DIR = 30  # the path of a Unix socket has 103 bytes on some systems, and one holds an IPv6 address
-_MORE_BLOCK_BYTES = 64 << 10  # beyond max_header_bytes: up to here gRPC's core answers with a status
+_LONGEST_DIR = 30  # a Unix socket's path is limited to 103 bytes on some systems, and may contain an IPv6 address
+_MORE_BLOCK_BYTES = 64 << 10  # above max_header_bytes: up to this size gRPC's core responds with a status
 
 
 class FilterProcess:
-    """The process in front of a server's core, which has to listen at `address` before `start`."""
+    """The proxy process of a server's core, which must listen at `address` before `start`."""
 
     def __init__(self, listening: Sequence[socket.socket], options: ServerOptions) -> None:
         self._listening = listening
@@ -58,7 +58,7 @@ class FilterProcess:
             raise UserError(message, "ssl_certfile") from error
 
     def start(self) -> None:
-        """Start it; earlier connections wait in the backlog."""
+        """Start the process; pending connections wait in the backlog."""
         self._restarting = None
         self._control, control = socket.socketpair()
         with control:
@@ -73,9 +73,9 @@ class FilterProcess:
         asyncio.get_running_loop().add_reader(self._control, self._on_death)
 
     def close_listener(self) -> None:
-        """Take no more connections."""
+        """Stop accepting connections."""
         if not self._listening:
-            return  # for the second time
+            return
         for each in self._listening:
             each.close()
         self._listening = ()
@@ -89,7 +89,7 @@ class FilterProcess:
                 pass
 
     async def end(self) -> None:
-        """End it once clients have read all, or a few seconds later."""
+        """Stop the process after clients have read all, or seconds later."""
         process, self.process = self.process, None
         if process is not None and self._control is not None:
             self._control.close()
@@ -107,7 +107,6 @@ class FilterProcess:
         self._restarting = loop.call_later(RESTART_SECONDS, self._restart)
 
     def _restart(self) -> None:
-        """Start the process, or try again later if the system refuses one."""
         try:
             self.start()
         except OSError as error:

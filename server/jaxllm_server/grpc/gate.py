@@ -1,7 +1,4 @@
-"""What stands before every gRPC call: keys, the bounds of calls and messages, traces, exceptions made into statuses.
-
-Knows nothing of what the services do.
-"""
+"""Interceptor of every gRPC call: keys, limits, traces, conversion of exceptions."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from jaxllm_server.access.client_quota import Places, peer_of
 from jaxllm_server.grpc import wire
 from jaxllm_server.grpc.error_details import Failure, failure_of
 from jaxllm_server.grpc.health import CONTROL, HEALTH
-from jaxllm_server.grpc.service import REQUEST_ID, first
+from jaxllm_server.grpc.servicer import REQUEST_ID, first
 
 if TYPE_CHECKING:
     from jaxllm_server.access.auth import Keys
@@ -36,18 +33,18 @@ _log = logging.getLogger("jaxllm.server.grpc")
 CHANNELZ = "grpc.channelz.v1.Channelz"
 _ADMIN_PREFIXES = (f"/{CONTROL}/", f"/{CHANNELZ}/")
 _HEALTH_PREFIX = f"/{HEALTH}/"
-_FAREWELL_SECONDS = 5.0  # for a status to leave; a client that reads nothing would hold its call for ever
-# After a cancellation `read` gives EOF: so long gRPC has to cancel our task, before EOF counts as the client's mistake.
+_FAREWELL_SECONDS = 5.0  # for sending a status to a client that does not read
+# After a cancellation, `read` returns EOF; gRPC has this long to cancel the task before EOF is the client's error.
 _CANCEL_SECONDS = 0.05
 _EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue] - Cython's
-# Health needs no key, and a message of it may be announced as large as any. An honest one comes whole in the packet of
-# its head. So no more than these are received at once that began longer ago than that: the oldest makes room for a new
-# one. With the default bound of a message they hold 256 MiB.
+# Health checks need no key, and may announce messages of any size. Valid ones arrive with the call's first packet, so
+# only this many slow ones are received; a new one replaces the oldest. With the default message limit they hold 256
+# MiB.
 _MAX_HEALTH_MESSAGES = 32
 _HEALTH_SECONDS = 1.0
 _HEALTH_LEAST_SECONDS = 0.05
 _SPAN = {"rpc.system": "grpc"}
-_LARGE_MESSAGE = 1 << 13  # bytes: 5 ms of its check
+_LARGE_MESSAGE = 1 << 13  # bytes: 5 ms to check
 _KINDS = {
     (False, False): "unary_unary",
     (False, True): "unary_stream",
@@ -55,12 +52,12 @@ _KINDS = {
     (True, True): "stream_stream",
 }
 
-# Answers a call, and appends its request to the list as soon as it is there.
+# Answers a call, and appends its request to the list once received.
 Respond = Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext, list[Message]], Awaitable[Any]]
 
 
 class Gate(grpc.aio.ServerInterceptor):
-    """Stands before every call of every kind: lets in, counts, traces, and turns exceptions into statuses."""
+    """Authenticates, counts and traces every call, and converts exceptions to statuses."""
 
     def __init__(
         self, keys: Keys, tracer: Tracer, observer: PrometheusObserver, max_rpcs: int, stall_timeout: float
@@ -69,9 +66,9 @@ class Gate(grpc.aio.ServerInterceptor):
         self._tracer = tracer
         self._observer = observer
         self._stall_timeout = stall_timeout
-        # An eighth of the places is for others than one connection.
+        # One connection may use seven eighths of the calls.
         self._calls = Places("calls", max_rpcs, max_rpcs - max_rpcs // 8)
-        self._health: dict[asyncio.Timeout, float] = {}  # of messages being received: when each began, in order
+        self._health: dict[asyncio.Timeout, float] = {}  # start times of messages being received, oldest first
         self._guarded: dict[str, grpc.RpcMethodHandler] = {}
         self._returns_memory: asyncio.TimerHandle | None = None
         self._parsers = ThreadPoolExecutor(1, "jaxllm-parse")
@@ -81,26 +78,26 @@ class Gate(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Check the key, before the request is even received, and wrap the method that answers."""
+        """Check the key before receiving the request, and wrap the handler."""
         method: str = handler_call_details.method
         if not method.startswith(_HEALTH_PREFIX):
             try:
                 header = _authorization(handler_call_details.invocation_metadata)
                 self._keys.check(header, admin=method.startswith(_ADMIN_PREFIXES))
-            except Exception as error:  # what gRPC sees of it, a client sees, with the name of its class
+            except Exception as error:  # gRPC would expose exceptions to the client
                 return self._refusal(method, error)
         guarded = self._guarded.get(method)
         if guarded is None:
             handler = await continuation(handler_call_details)
             if handler is None:
-                return None  # gRPC answers UNIMPLEMENTED
+                return None
             guarded = self._guarded[method] = self._guard(method, handler)
         return guarded
 
     def _guard(self, method: str, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-        """Wrap a method. To gRPC it takes a stream, so that its message is received when it has a place, not before.
+        """Wrap a handler, as a streaming one, so that the message is received only after the call is admitted.
 
-        Requests are parsed inside, because a parser's error would reach the client as it is.
+        Requests are parsed inside, since gRPC would expose a parser's error.
         """
         behaviour = getattr(handler, _KINDS[handler.request_streaming, handler.response_streaming])
         parse = handler.request_deserializer
@@ -123,8 +120,8 @@ class Gate(grpc.aio.ServerInterceptor):
             try:
                 return await self._answer(method, context, respond, raws)
             except (grpc.aio.AbortError, grpc.aio.InternalError):
-                raise  # a status was sent, or the client has gone
-            except Exception as failure:  # of the gate itself: gRPC would send the client its class and its text
+                raise
+            except Exception as failure:  # a bug of the gate; gRPC would expose it to the client
                 _log.error("%s failed before its answer", method, exc_info=failure)
                 await _fail(context, failure_of(failure))
 
@@ -151,9 +148,10 @@ class Gate(grpc.aio.ServerInterceptor):
             self._health.pop(limit, None)
 
     async def _one_message(self, context: grpc.aio.ServicerContext, limit: asyncio.Timeout) -> bytes:
-        """Receive the message of a call that has one, and its end: what came behind it would be held while it runs.
+        """Receive a call's single message and its end, so that no further bytes accumulate.
 
-        gRPC holds what has come of a message until it is whole. DeadlineError where that takes longer than the limit.
+        Raises:
+            DeadlineError: if it is incomplete at the time limit.
         """
         try:
             async with limit:
@@ -166,7 +164,7 @@ class Gate(grpc.aio.ServerInterceptor):
             raise self._did_not_come() from None
 
     def _did_not_come(self) -> DeadlineError:
-        """Say that a message is late. What has come of it goes with its call, and to the system a second later."""
+        """Return the error for a late message; its memory is released in one second."""
         if self._returns_memory is None:
             self._returns_memory = asyncio.get_running_loop().call_later(1.0, self._return_memory)
         return DeadlineError("The message did not come in time.")
@@ -178,7 +176,7 @@ class Gate(grpc.aio.ServerInterceptor):
     async def _parsed(
         self, raws: AsyncIterator[bytes], parse: Callable[[bytes], Message], asked: list[Message]
     ) -> AsyncIterator[Message]:
-        """Give the messages of a stream; `asked` is the last of them. One that does not come is as one in pieces."""
+        """Yield a stream's messages within the time limit; `asked` holds the latest."""
         while True:
             try:
                 async with asyncio.timeout(self._stall_timeout or None):
@@ -191,7 +189,6 @@ class Gate(grpc.aio.ServerInterceptor):
             yield asked[0]
 
     async def _parse(self, raw: bytes, parse: Callable[[bytes], Message]) -> Message:
-        """Parse a message that holds no more than may be parsed; a large one off the event loop."""
         if len(raw) <= _LARGE_MESSAGE:
             return _parsed_message(raw, parse)
         return await asyncio.get_running_loop().run_in_executor(self._parsers, _parsed_message, raw, parse)
@@ -199,7 +196,7 @@ class Gate(grpc.aio.ServerInterceptor):
     async def _answer(
         self, method: str, context: grpc.aio.ServicerContext, respond: Respond, raws: AsyncIterator[bytes]
     ) -> Any:
-        """Answer one call and account for it; every exception becomes a status, and the log has the unforeseen ones."""
+        """Answer and account for a call; exceptions become statuses."""
         is_counted = not method.startswith(_HEALTH_PREFIX)
         began = time.monotonic()
         span = self._tracer.start(first(context.invocation_metadata(), "traceparent"), method[1:], _SPAN)
@@ -211,18 +208,18 @@ class Gate(grpc.aio.ServerInterceptor):
             if is_counted:
                 place.enter_context(self._calls.place(peer_of(context.peer())))
             return await respond(raws, context, asked)
-        except (grpc.aio.AbortError, grpc.aio.InternalError) as ended:  # a status was sent, or the client has gone
+        except (grpc.aio.AbortError, grpc.aio.InternalError) as ended:
             error, code = ended, "CANCELLED"
             raise
         except (Exception, asyncio.CancelledError) as failure:
             error, code = failure, "CANCELLED"
             task = asyncio.current_task()
             if isinstance(failure, asyncio.CancelledError) and task is not None and task.cancelling():
-                raise  # by gRPC: the call is over. A stray one would leave the client without a status
+                raise  # cancelled by gRPC; any other cancellation must still send a status
             failure_sent = failure_of(failure, asked[0] if asked else None, _request_id(context))
             code = failure_sent.code
             if code == "INTERNAL":
-                # What the engine says itself is all there is to know; an unexpected failure has a traceback.
+                # The engine's errors are complete without a traceback; unexpected errors need one.
                 unforeseen = None if isinstance(failure, EngineError) else failure
                 name = _request_id(context) or "without an id"
                 _log.error("%s failed, request %s: %s", method, name, failure, exc_info=unforeseen)
@@ -233,12 +230,11 @@ class Gate(grpc.aio.ServerInterceptor):
                 span.end(error)
                 if is_counted:
                     self._observer.request_handled("grpc", method, code, time.monotonic() - began)
-            except Exception:  # statistics must not fail a request
+            except Exception:  # metrics must not fail a request
                 _log.exception("the observer failed")
-            error = None  # its traceback has this frame: together they would keep what came until garbage is collected
+            error = None  # breaks a cycle with its traceback that would keep the message in memory
 
     def _refusal(self, method: str, error: Exception) -> grpc.RpcMethodHandler:
-        """Return a method that fails at once. It takes a stream of requests, so that gRPC does not wait for one."""
 
         async def refuse(raws: Any, context: grpc.aio.ServicerContext, asked: list[Message]) -> None:
             raise error
@@ -260,14 +256,13 @@ async def _fail(context: grpc.aio.ServicerContext, failure: Failure) -> None:
         async with asyncio.timeout(_FAREWELL_SECONDS):
             await context.abort(grpc.StatusCode[failure.code], failure.status.message, tuple(trailers))
     except grpc.aio.AbortError as aborted:
-        # gRPC keeps it with the call, and its traceback has the call: together they would keep what came of a message
-        # until Python collects its garbage.
+        # Break the cycle of the call, the exception and its traceback, which would keep the message in memory.
         task = asyncio.current_task()
         assert task is not None
         task.add_done_callback(partial(_forget_frames, aborted))
         raise
     except TimeoutError:
-        raise asyncio.CancelledError from None  # the status waits behind what the client does not read
+        raise asyncio.CancelledError from None  # the client does not read, so the status cannot be sent
 
 
 def _forget_frames(error: BaseException, task: Any) -> None:
@@ -275,18 +270,16 @@ def _forget_frames(error: BaseException, task: Any) -> None:
 
 
 def _authorization(metadata: Any) -> str | None:
-    """Return the Authorization of a call's metadata; what is no text is no key."""
     values = [value for name, value in metadata or () if name == "authorization"]
     return only_header([value if isinstance(value, str) else "" for value in values])
 
 
 def _request_id(context: grpc.aio.ServicerContext) -> str:
-    """Return the id that the service has given to the call so far; "" if none."""
     return first(context.trailing_metadata(), REQUEST_ID) or ""
 
 
 def _parsed_message(raw: bytes, parse: Any) -> Message:
-    wire.check(raw, parse.__self__.DESCRIPTOR)  # it is the class's own
+    wire.check(raw, parse.__self__.DESCRIPTOR)  # bound method of the message class
     try:
         return parse(raw)
     except DecodeError as error:

@@ -1,4 +1,4 @@
-"""grpc.health.v1, and the names of the services whose health it reports. Knows no engine."""
+"""The grpc.health.v1 service, and the names of the reported services."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from jaxllm_server.access.client_quota import Places, peer_of
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 CONTROL = control_pb2.DESCRIPTOR.services_by_name["ControlService"].full_name
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-# A Watch needs no key and stays, at 17 KB of memory (measured). A load balancer has one or a few.
+# A Watch needs no key and holds 17 KB of memory (measured). A load balancer has one or a few.
 MAX_WATCHES = 1024
-MAX_WATCHES_EACH = 64  # of one connection
+MAX_WATCHES_EACH = 64  # per connection
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -25,10 +25,10 @@ Status = health_pb2.HealthCheckResponse.ServingStatus
 
 
 class Health(health_pb2_grpc.HealthServicer):
-    """grpc.health.v1: answers from the last state that it was given, never from the engine.
+    """Reports health from the last state set, without querying the engine.
 
-    "" and the inference service serve while the engine does. The control service serves until the engine is dead: a
-    paused or loading server must stay reachable for its operators.
+    "" and the inference service follow the engine. The control service is healthy until the engine is dead, so that
+    operators reach a paused or loading server.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Health(health_pb2_grpc.HealthServicer):
         self.set_state("loading")
 
     def set_state(self, state: str) -> None:
-        """Follow a state of `AsyncLLM.state`; nothing follows `close`."""
+        """Report a state of `AsyncLLM.state`; ignored after `close`."""
         if self._is_closed:
             return
         inference = _SERVING if state == "serving" else _NOT_SERVING
@@ -47,28 +47,28 @@ class Health(health_pb2_grpc.HealthServicer):
         self._tell({"": inference, INFERENCE: inference, CONTROL: control})
 
     def close(self) -> None:
-        """Serve nothing from now on, and end all watches once they have said so."""
+        """Report all services as not serving, and end all watches after that."""
         self._is_closed = True
         self._tell(dict.fromkeys(self._statuses, _NOT_SERVING))
 
     async def Check(
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> health_pb2.HealthCheckResponse:
-        """Answer for one service."""
+        """Return the status of a service."""
         status = self._statuses.get(request.service)
         if status is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, "There is no service of this name.")
         return health_pb2.HealthCheckResponse(status=status)
 
     async def List(self, request: Message, context: grpc.aio.ServicerContext) -> Message:
-        """Answer for all services. Registered by grpcio-health-checking where that knows the call: 1.81 does not."""
+        """Return all statuses. Only versions of grpcio-health-checking above 1.81 register this call."""
         response = health_pb2.HealthListResponse()  # pyright: ignore[reportAttributeAccessIssue]
         for name, status in self._statuses.items():
             response.statuses[name].status = status
         return response
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:
-        """Answer for one service now and whenever that changes."""
+        """Send the status of a service, now and on changes."""
         sent: Status | None = None
         with self._watches.place(peer_of(context.peer())):
             while True:

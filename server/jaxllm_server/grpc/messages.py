@@ -1,4 +1,4 @@
-"""What the requests of `jaxllm.v1` mean: they become `Call`s and `PoolCall`s. The answers are in `grpc_replies`.
+"""Converts requests of `jaxllm.v1` to `Call`s; `replies` writes the answers.
 
 Pure functions of their arguments. Knows the messages and what both protocols share; knows no gRPC library, no engine
 and no clock. Every field of a request is mapped here or refused by its path, as `sampling.top_p`; a test walks them.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
@@ -18,14 +18,10 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from jaxllm.client.options import GENERATE_FIELDS, STREAM_FIELDS
 from jaxllm.errors import UnsupportedError, UserError
-from jaxllm.pooling_params import PoolingTask
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.v1 import inference_pb2, types_pb2
 from jaxllm_server.generation.calls import Call, NamedTool, ToolChoice
-from jaxllm_server.pooling.pool_calls import PoolCall
 from jaxllm_server.shared import strict_json
-
-PoolRequest: TypeAlias = inference_pb2.EmbedRequest | inference_pb2.ClassifyRequest | inference_pb2.ScoreRequest
 
 # Messages inside one request: 8 MiB could hold four million of them, seconds of the event loop.
 MAX_NESTED_MESSAGES = 16_384
@@ -50,11 +46,6 @@ _TOOL_CHOICES: Mapping[int, ToolChoice] = {
     types_pb2.TOOL_CHOICE_NONE: "none",
     types_pb2.TOOL_CHOICE_AUTO: "auto",
     types_pb2.TOOL_CHOICE_REQUIRED: "required",
-}
-_POOLING_TASKS: Mapping[type[PoolRequest], PoolingTask] = {
-    inference_pb2.EmbedRequest: "embed",
-    inference_pb2.ClassifyRequest: "classify",
-    inference_pb2.ScoreRequest: "score",
 }
 _EARLY_STOPPING: Mapping[int, bool | str] = {
     types_pb2.EARLY_STOPPING_UNSPECIFIED: False,
@@ -82,7 +73,7 @@ def call_of(request: inference_pb2.GenerateRequest, request_id: str, *, stream: 
     Raises:
         UserError: naming the path of a field that is unknown, contradicts another or exists and is not built.
     """
-    _refuse_unknown_fields(request)
+    refuse_unknown_fields(request)
     _refuse_unbuilt(request, stream=stream)
     stop = request.stop
     return Call(
@@ -100,26 +91,15 @@ def call_of(request: inference_pb2.GenerateRequest, request_id: str, *, stream: 
     )
 
 
-def pool_call_of(request: PoolRequest, request_id: str | None) -> PoolCall:
-    """Return what is to be embedded, classified or scored; raises as `call_of` does.
-
-    A field that `PoolCall` has as well is called as it is there.
-    """
-    _refuse_unknown_fields(request)
-    given = {own.name: value for own, value in request.ListFields() if own.name in PoolCall.__dataclass_fields__}
-    inputs = _pairs_of(request) if isinstance(request, inference_pb2.ScoreRequest) else _input_of(request)
-    return PoolCall(**{**given, **inputs, "task": _POOLING_TASKS[type(request)], "request_id": request_id})
-
-
 def tokenize_call_of(request: inference_pb2.TokenizeRequest, *, max_json_depth: int) -> Call:
     """Return the call whose prompt is to be tokenized; raises as `call_of` does."""
-    _refuse_unknown_fields(request)
+    refuse_unknown_fields(request)
     return Call(model=request.model, **_prompt_of(request, "input", max_json_depth))
 
 
 def detokenize_ids_of(request: inference_pb2.DetokenizeRequest) -> list[int]:
     """Return the token ids to turn into text."""
-    _refuse_unknown_fields(request)
+    refuse_unknown_fields(request)
     return list(request.token_ids)
 
 
@@ -179,26 +159,6 @@ def _refuse_unbuilt(request: inference_pb2.GenerateRequest, *, stream: bool) -> 
             raise UnsupportedError("stream.max_delay is not supported by jaxllm yet.", "stream.max_delay")
     for key in request.extensions.fields:
         raise UserError(f"extensions: the key {key[:64]!r} is not known; this server knows none.", "extensions")
-
-
-def _input_of(request: inference_pb2.EmbedRequest | inference_pb2.ClassifyRequest) -> dict[str, Any]:
-    kind = request.WhichOneof("input")
-    if kind is None:
-        raise UserError("there is no input: set one of text, token_ids.", "input")
-    if kind == "text":
-        return {"inputs": [request.text]}
-    if request.HasField("add_special_tokens"):
-        raise UserError("add_special_tokens is of a text only.", "add_special_tokens")
-    return {"inputs": [list(request.token_ids.ids)]}
-
-
-def _pairs_of(request: inference_pb2.ScoreRequest) -> dict[str, Any]:
-    """Return the texts in pairs; not copied, because their number is not bounded yet."""
-    num_first, num_second = len(request.text_1), len(request.text_2)
-    if num_first not in (1, num_second):
-        raise UserError(f"text_1 holds one text, or as many as text_2: got {num_first} and {num_second}.", "text_1")
-    inputs = request.text_1 if num_first == num_second else [request.text_1[0]] * num_second
-    return {"inputs": inputs, "pairs": request.text_2}
 
 
 def _prompt_of(
@@ -312,7 +272,7 @@ def _seconds(duration: Duration, path: str) -> float:
     return seconds + nanos / 1e9
 
 
-def _refuse_unknown_fields(request: Message) -> None:
+def refuse_unknown_fields(request: Message) -> None:
     """Refuse what a newer client may set and this server would ignore: protobuf keeps such fields without a word.
 
     Refuses more than `MAX_NESTED_MESSAGES` messages, too, or entries of one map, and names no field where there is much

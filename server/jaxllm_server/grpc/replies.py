@@ -1,4 +1,4 @@
-"""How the answers of `jaxllm.v1` are written: a `Chunk` or `PoolResult` becomes a response, or a message of a stream.
+"""Converts a `Chunk` to a response of `jaxllm.v1`, or to a message of a stream.
 
 Pure: a `Reply` remembers how far its own answer has come and nothing else. Knows the messages and what both protocols
 share; knows no gRPC library, no engine and no clock.
@@ -22,10 +22,8 @@ from jaxllm_server.grpc.messages import SAMPLING_NAMES
 
 if TYPE_CHECKING:
     from jaxllm.engine.kv_events import BlockBatch
-    from jaxllm.model.pooler import Pooler
     from jaxllm_server.generation.calls import Chunk, Part, Timing, Usage
     from jaxllm_server.parsers.tool_parsers import ToolCallDelta
-    from jaxllm_server.pooling.pool_calls import PoolResult
 
 
 FINISH_REASONS: Mapping[str | None, types_pb2.FinishReason] = {
@@ -211,51 +209,6 @@ def call_deltas(deltas: Iterable[ToolCallDelta]) -> list[types_pb2.ToolCallDelta
         )
         for delta in deltas
     ]
-
-
-def embedding_of(request_id: str, model: str, result: PoolResult, index: int = 0) -> inference_pb2.EmbedResponse:
-    """Return an embedding."""
-    return inference_pb2.EmbedResponse(
-        request_id=request_id,
-        model=model,
-        values=result.values.tolist(),  # half the time that protobuf takes over an array
-        usage=types_pb2.Usage(prompt_tokens=result.prompt_tokens),
-        index=index,
-    )
-
-
-def classification_of(
-    request_id: str, model: str, result: PoolResult, labels: Sequence[str]
-) -> inference_pb2.ClassifyResponse:
-    """Return a number for each of the labels, and the likeliest of those."""
-    return inference_pb2.ClassifyResponse(
-        request_id=request_id,
-        model=model,
-        values=result.values.tolist(),
-        label=labels[int(result.values.argmax())],
-        usage=types_pb2.Usage(prompt_tokens=result.prompt_tokens),
-    )
-
-
-def scores_of(request_id: str, model: str, results: Iterable[PoolResult]) -> inference_pb2.ScoreResponse:
-    """Return the scores of all pairs, which come in any order."""
-    ordered = sorted(results, key=lambda result: result.index)
-    return inference_pb2.ScoreResponse(
-        request_id=request_id,
-        model=model,
-        scores=[result.values[0] for result in ordered],
-        usage=types_pb2.Usage(prompt_tokens=sum(result.prompt_tokens for result in ordered)),
-    )
-
-
-def pooling_of(pooler: Pooler, size: int) -> inference_pb2.Pooling:
-    """Return what comes out of a model that pools."""
-    return inference_pb2.Pooling(
-        size=size,
-        takes_dimensions=pooler.dimensions is not None,
-        dimensions=pooler.dimensions or (),
-        labels=pooler.labels,
-    )
 
 
 def usage_of(usage: Usage) -> types_pb2.Usage:

@@ -1,52 +1,34 @@
-"""The two services of `jaxllm.v1`: what their calls do.
+"""The two services of `jaxllm.v1`.
 
-`grpc_messages` reads the requests, `grpc_replies` writes the answers; errors are raised, and the server's interceptor
-turns them into statuses. Knows no socket; of keys, whose a call has. Whatever ends a call (its result, a cancelled
-client, a deadline, a failed write) closes the iterator of `Serving`, and that aborts the request in any phase.
+`messages` reads the requests, `replies` writes the answers, `pooling_methods` embeds, classifies and scores. The
+server's interceptor turns exceptions into statuses. The end of a call (its result, a cancelled client, a deadline, a
+failed write) closes the iterator of `Serving`, which aborts the request in any phase.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
-from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from grpc.aio import ServicerContext
 
-from jaxllm.errors import (
-    DeadlineError,
-    EngineError,
-    RequestIdInUseError,
-    SlowConsumerError,
-    UserError,
-)
+from jaxllm.errors import EngineError, RequestIdInUseError, UserError
 from jaxllm.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
 from jaxllm.version import __version__
-from jaxllm_server.access.client_quota import client_of, host_of_peer, peer_of
-from jaxllm_server.access.ledger import REQUESTS
-from jaxllm_server.grpc import messages, replies
-from jaxllm_server.grpc.error_details import failure_of
+from jaxllm_server.grpc import messages, pooling_messages, replies
+from jaxllm_server.grpc.pooling_methods import PoolingMethods
+from jaxllm_server.grpc.servicer import REQUEST_ID, Writer
 
 if TYPE_CHECKING:
     from jaxllm.engine.engine_client import PauseMode
-    from jaxllm_server.access.auth import Keys
     from jaxllm_server.generation.calls import Call, Chunk
-    from jaxllm_server.pooling.pool_calls import PoolCall, PoolResult
     from jaxllm_server.serving import Serving
 
-Asked = TypeVar("Asked", "Call", "PoolCall")
-Item = TypeVar("Item")
-REQUEST_ID = "x-request-id"
-_LARGE_REQUEST = 1 << 13  # bytes
-_LEAST_REMAINING = 0.001  # seconds before its deadline at which a call can still be answered
-_MAX_METADATA_CHARS = 256
 _FILES = [each.DESCRIPTOR for each in (types_pb2, inference_pb2, control_pb2)]
 _API_REVISION = (  # the methods, fields and enum values of jaxllm.v1
     sum(len(each.methods) for file in _FILES for each in file.services_by_name.values())
@@ -62,13 +44,8 @@ _PAUSE_MODES: Mapping[int, PauseMode] = {
 }
 
 
-class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
+class InferenceService(PoolingMethods, inference_pb2_grpc.InferenceServiceServicer):
     """Generation, pooling, tokenization and the list of models."""
-
-    def __init__(self, serving: Serving, stall_timeout: float, keys: Keys) -> None:
-        self._serving = serving
-        self._stall_timeout = stall_timeout
-        self._keys = keys
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: ServicerContext
@@ -93,45 +70,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                     is_first = False
                     await context.send_initial_metadata(((REQUEST_ID, chunk.request_id),))
                 await writer.write(message)
-
-    async def Embed(self, request: inference_pb2.EmbedRequest, context: ServicerContext) -> inference_pb2.EmbedResponse:
-        """Answer with the vector of one text."""
-        request_id, model, (result,) = await self._pooled(request, context)
-        return replies.embedding_of(request_id, model, result)
-
-    async def StreamEmbed(self, requests: AsyncIterator[inference_pb2.EmbedRequest], context: ServicerContext) -> None:
-        """Answer each request as soon as its vector is there; read on as room comes."""
-        client, model = self._client_of(context), self._serving.names[0]
-
-        def read(request: inference_pb2.EmbedRequest) -> PoolCall:
-            return replace(messages.pool_call_of(request, request.request_id or None), client=client)
-
-        answers = await self._serving.pool_stream(requests, read, client)
-        # At once: a client of grpc.aio that writes while its call is refused does not learn why (grpc/grpc#36066), so
-        # it may wait for this. For the same reason, failures of single texts do not end the stream.
-        request_id = first(context.invocation_metadata(), REQUEST_ID) or uuid4().hex
-        await context.send_initial_metadata(((REQUEST_ID, request_id),))
-        async with aclosing(answers), Writer(context, self._stall_timeout) as writer:
-            async for index, request, outcome in answers:
-                if isinstance(outcome, Exception):
-                    status = failure_of(outcome, request, request.request_id).status.SerializeToString()
-                    own = inference_pb2.EmbedResponse(request_id=request.request_id, index=index, error=status)
-                else:
-                    own = replies.embedding_of(request.request_id, model, outcome, index)
-                await writer.write(own)
-
-    async def Classify(
-        self, request: inference_pb2.ClassifyRequest, context: ServicerContext
-    ) -> inference_pb2.ClassifyResponse:
-        """Answer with a number for each label."""
-        request_id, model, (result,) = await self._pooled(request, context)
-        pooler = self._serving.engine.model.pooler
-        assert pooler is not None
-        return replies.classification_of(request_id, model, result, pooler.labels)
-
-    async def Score(self, request: inference_pb2.ScoreRequest, context: ServicerContext) -> inference_pb2.ScoreResponse:
-        """Answer with the scores of all pairs."""
-        return replies.scores_of(*await self._pooled(request, context))
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: ServicerContext
@@ -175,7 +113,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             model.default_sampling.CopyFrom(replies.default_sampling_of(params))
             model.default_stop.CopyFrom(replies.default_stop_of(params, most))
         else:
-            model.pooling.CopyFrom(replies.pooling_of(pooler, engine.model.pooled_size))
+            model.pooling.CopyFrom(pooling_messages.pooling_of(pooler, engine.model.pooled_size))
         return inference_pb2.ListModelsResponse(models=[model, *self._adapters(model)])
 
     def _adapters(self, parent: inference_pb2.Model) -> Iterator[inference_pb2.Model]:
@@ -201,77 +139,20 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         call = await self._read(client, request, messages.call_of, request_id, stream=stream, max_json_depth=most)
         call = replace(call, client=client, num_bytes=request.ByteSize())
         model = self._serving.check_model(request.model, request.adapter)
-        generate = self._serving.generate
-        chunks = self._hinted(generate, call) if is_hint else generate(call)
+        chunks = self._hinted(call) if is_hint else self._serving.generate(call)
         return chunks, replies.reply_of(request, model)
 
-    async def _pooled(
-        self, request: messages.PoolRequest, context: ServicerContext
-    ) -> tuple[str, str, list[PoolResult]]:
-        """Compute all that a call asks for; return its id and the model's name as well."""
-        request_id, is_hint, client = self._admit(request, context)
-        call = replace(await self._read(client, request, messages.pool_call_of, request_id), client=client)
-
-        async def pool(call: PoolCall) -> list[PoolResult]:
-            with self._serving.ledger.entry(client) as entry:
-                entry.charge(REQUESTS, 2 * request.ByteSize())  # the message, and the call that was made from it
-                async with aclosing(self._serving.pool(call)) as results:
-                    return [result async for result in results]
-
-        try:
-            results = await pool(call)
-        except RequestIdInUseError:
-            if not is_hint:
-                raise
-            request_id = self._unique(request_id)
-            results = await pool(replace(call, request_id=request_id))
-        await context.send_initial_metadata(((REQUEST_ID, request_id),))
-        return request_id, self._serving.names[0], results
-
-    def _admit(
-        self, request: inference_pb2.GenerateRequest | messages.PoolRequest, context: ServicerContext
-    ) -> tuple[str, bool, str]:
-        """Return a request's id, if the metadata proposed it, and whose it is; refuse what finds no time or room."""
-        remaining = context.time_remaining()
-        if remaining is not None and remaining < _LEAST_REMAINING:
-            raise DeadlineError("The deadline of this call was over before it began.")
-        client = self._client_of(context)
-        self._serving.check_room(client)
-        hint = "" if request.request_id else first(context.invocation_metadata(), REQUEST_ID) or ""
-        request_id = request.request_id or hint or uuid4().hex
-        # So that a failure, too, can be found in the log: the interceptor reads it from here.
-        if _can_be_metadata(request_id):
-            context.set_trailing_metadata(((REQUEST_ID, request_id),))
-        return request_id, bool(hint), client
-
-    async def _read(self, client: str, request: Message, read: Callable[..., Item], *given: Any, **named: Any) -> Item:
-        """Read a request; a large one, of which every part is looked at, beside the event loop."""
-        if request.ByteSize() <= _LARGE_REQUEST:
-            return read(request, *given, **named)
-        return await self._serving.off_loop(client, partial(read, request, *given, **named))
-
-    def _client_of(self, context: ServicerContext) -> str:
-        key = self._keys.check(first(context.invocation_metadata(), "authorization"))  # the gate has let it in
-        return client_of(key, host_of_peer(peer_of(context.peer())))
-
-    async def _hinted(
-        self, answer: Callable[[Asked], AsyncGenerator[Item, None]], call: Asked
-    ) -> AsyncGenerator[Item, None]:
+    async def _hinted(self, call: Call) -> AsyncGenerator[Chunk, None]:
         """Answer under the id that the metadata propose, or one made from it while that is in use."""
         try:
-            async with aclosing(answer(call)) as items:
-                async for item in items:
-                    yield item
+            async with aclosing(self._serving.generate(call)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
         except RequestIdInUseError:
             unique = self._unique(call.request_id or "")
-            async with aclosing(answer(replace(call, request_id=unique))) as items:
-                async for item in items:
-                    yield item
-
-    def _unique(self, request_id: str) -> str:
-        """Make another id of one that is in use."""
-        ending = f"-{uuid4().hex[:8]}"
-        return f"{request_id[: max(0, self._serving.options.max_request_id_chars - len(ending))]}{ending}"
+            async with aclosing(self._serving.generate(replace(call, request_id=unique))) as chunks:
+                async for chunk in chunks:
+                    yield chunk
 
 
 class ControlService(control_pb2_grpc.ControlServiceServicer):
@@ -400,55 +281,6 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         )
 
 
-class Writer:
-    """Writes a stream's messages; gives up on a client that does not read for `stall_timeout` seconds (0: never).
-
-    Flow control alone bounds nothing: a client that never read took 4 MiB before a write blocked (measured). One timer
-    for the stream, which looks at the write that is under way: a timeout around each write costs 7 microseconds.
-    """
-
-    def __init__(self, context: ServicerContext, stall_timeout: float) -> None:
-        self._context = context
-        self._stall_timeout = stall_timeout
-        self._loop = asyncio.get_running_loop()
-        self._since: float | None = None  # when the write under way began
-        self._is_stalled = False
-        self._timer: asyncio.TimerHandle | None = None
-
-    async def __aenter__(self) -> Writer:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        if self._stall_timeout > 0:
-            self._timer = self._loop.call_later(self._stall_timeout, self._look)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    async def write(self, message: Message) -> None:
-        """Send a message; raise SlowConsumerError where it does not leave in time."""
-        self._since = self._loop.time()
-        try:
-            await self._context.write(message)
-        except asyncio.CancelledError:
-            # If the client cancelled as well, that one stays: the call is over.
-            if self._is_stalled and self._task.uncancel() == 0:
-                raise SlowConsumerError(f"The stream was not read for {self._stall_timeout:g} seconds.") from None
-            raise
-        self._since = None
-
-    def _look(self) -> None:
-        now = self._loop.time()
-        due = (now if self._since is None else self._since) + self._stall_timeout
-        if due > now:
-            self._timer = self._loop.call_at(due, self._look)
-        else:
-            self._is_stalled = True
-            self._task.cancel()
-
-
 @contextmanager
 def _by_fields() -> Iterator[None]:
     """Have errors about adapters name the fields of these calls."""
@@ -457,16 +289,6 @@ def _by_fields() -> Iterator[None]:
     except UserError as error:
         error.parameter = _ADAPTER_FIELDS.get(error.parameter or "", error.parameter)
         raise
-
-
-def first(metadata: Any, key: str) -> str | None:
-    """Return the first value of a key of metadata as text."""
-    return next((value for name, value in metadata or () if name == key and isinstance(value, str)), None)
-
-
-def _can_be_metadata(value: str) -> bool:
-    """Whether HTTP/2 headers can hold a value that was not checked yet."""
-    return len(value) <= _MAX_METADATA_CHARS and value.isascii() and value.isprintable()
 
 
 def _now() -> Timestamp:

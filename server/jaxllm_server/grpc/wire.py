@@ -1,7 +1,6 @@
-"""Counts what a message holds before it is parsed: the parser, in C, lets nothing else of the process run.
+"""Limits the contents of a message before it is parsed, since the C parser blocks the process. Pure.
 
-8 MiB of empty messages take it 0.6 s, and 320 kB of a map's keys that fall into one bucket of its table 3 s (measured).
-Pure: bytes and descriptors in, an error or nothing out.
+8 MiB of empty messages take 0.6 s, and 320 kB of map keys in the same hash bucket 3 s (measured).
 """
 
 from __future__ import annotations
@@ -11,22 +10,21 @@ from typing import Any, NamedTuple
 
 from jaxllm.errors import UserError
 
-MOST_FIELDS = 2**16  # of a message and those inside, as often as they are there: 10 ms of the parser
-# The parser's tables take a key's low bits for its bucket. Of keys below this bound few can share one; all ids of
-# tokens are below it.
+MOST_FIELDS = 2**16  # including nested messages: 10 ms to parse
+# Hash tables use a key's low bits, so few keys below this limit can collide; token ids are below it.
 LARGEST_KEY = 2**20 - 1
 _VARINT, _FIXED64, _BYTES, _GROUP, _END_GROUP, _FIXED32 = range(6)
-_LONGEST_VARINT = 10  # bytes
-_KEY = 1  # the number of a map's key in its entries
+_LONGEST_VARINT = 10
+_KEY = 1  # field number of the key in a map entry
 
 
 class _Shape(NamedTuple):
-    """What is looked at in a message."""
+    """The checked parts of a message type."""
 
     name: str
-    has_integer_keys: bool  # it is an entry of such a map
-    repeats: bool  # it, or a message inside of it, has fields that repeat
-    inner: dict[int, Any]  # descriptors by the numbers of fields that are looked into
+    has_integer_keys: bool  # an entry of a map with integer keys
+    repeats: bool  # contains repeated fields, directly or nested
+    inner: dict[int, Any]  # field number -> descriptor of nested messages to check
 
 
 class _Malformed(Exception):
@@ -34,7 +32,7 @@ class _Malformed(Exception):
 
 
 def check(raw: bytes, descriptor: Any) -> None:
-    """Raise a UserError for a message that holds too much. One that is none is left to the parser."""
+    """Raise UserError if a message is too complex. Malformed messages are left to the parser."""
     if not _shape(descriptor).repeats:
         return
     left: list[tuple[int, int, Any]] = [(0, len(raw), descriptor)]
@@ -92,7 +90,7 @@ def _shape(descriptor: Any) -> _Shape:
 
 
 def _repeats(descriptor: Any, seen: frozenset[str]) -> bool:
-    """Whether a message, or one inside of it, has what takes memory and time by its number."""
+    """Return whether a message contains costly repeated fields."""
     if descriptor is None or descriptor.full_name in seen:
         return False
     if descriptor.GetOptions().map_entry:

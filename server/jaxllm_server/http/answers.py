@@ -1,4 +1,4 @@
-"""Generating and pooling over HTTP: an ASGI answer runs a reply's calls and sends what comes, whole or as events.
+"""The answers of replies: an ASGI app runs a reply's calls and sends their results, whole or as events.
 
 The first output is awaited before the status is sent, so that what goes wrong until then has a status of its own. When
 the client goes, the calls' iterators are closed, and that aborts them in the engine; `http_protocol` sees to it that a
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -23,19 +23,16 @@ from jaxllm_server.http.error_bodies import ClientGone, log_failure
 from jaxllm_server.http.protocol import transport_of
 from jaxllm_server.http.sse import dumps, dumps_large
 from jaxllm_server.http.writers import EventReply, Writer
-from jaxllm_server.openai.pooling import PoolReply
-from jaxllm_server.requests.form import Reply
+from jaxllm_server.requests.form import CallsReply, Reply
 from jaxllm_server.shared.merge import merge
 
 if TYPE_CHECKING:
     from jaxllm_server.generation.calls import Chunk
     from jaxllm_server.observability.tracing import Tracer
-    from jaxllm_server.pooling.pool_calls import PoolResult
     from jaxllm_server.serving import Serving
 
 Result = TypeVar("Result")
-AnyReply = TypeVar("AnyReply", Reply | EventReply, PoolReply)
-_MANY_NUMBERS = 1 << 16  # of an answer that is written beside the event loop: 13 ms (measured)
+AnyReply = TypeVar("AnyReply", bound=CallsReply)
 _MANY_VALUES = 1 << 12  # log-probabilities of an answer that is written beside the event loop
 _VALUE_BYTES = 150  # of a log-probability in memory (measured)
 _CHARACTERS = 32  # of text that take as long as one
@@ -172,30 +169,6 @@ class TextAnswer(Answer[Reply | EventReply]):
         async with aclosing(iterators[0]) as chunks:
             async for chunk in chunks:
                 yield 0, chunk
-
-
-@dataclass(frozen=True)
-class PoolAnswer(Answer[PoolReply]):
-    """The answer to a request for embeddings, classes or scores."""
-
-    head: Mapping[str, Any]  # fields that begin it
-
-    async def _work(self, scope: Scope, send: Send) -> None:
-        (call,) = self.reply.calls
-        async with aclosing(self.serving.pool(replace(call, client=self.client))) as results:
-            found = sorted([result async for result in results], key=lambda result: result.index)
-        if sum(len(result.values) for result in found) > _MANY_NUMBERS:
-            content = await self.serving.engine.off_loop(self._write, found, client=self.client)
-        else:
-            content = self._write(found)
-        await send_json(send, content)
-
-    def _write(self, results: Sequence[PoolResult]) -> bytes:
-        """Write the answer; item by item, so that other threads run meanwhile."""
-        pooler = self.serving.engine.model.pooler
-        head = dumps({**self.head, "object": "list", **self.reply.tail(results)})
-        items = ",".join(self.reply.items(results, () if pooler is None else pooler.labels))
-        return b'%b,"%b":[%b]}' % (head[:-1], self.reply.list_name.encode(), items.encode())
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:

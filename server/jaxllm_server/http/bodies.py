@@ -1,7 +1,4 @@
-"""Reads the bodies of requests: bounded in size, and parsed where nothing waits for it.
-
-Knows nothing of what bodies mean.
-"""
+"""Reads request bodies: bounded in size, and parsed in a thread if large."""
 
 from __future__ import annotations
 
@@ -24,27 +21,27 @@ if TYPE_CHECKING:
     from jaxllm_server.serving import Serving
 
 Result = TypeVar("Result")
-DEAD = ("dead", "stopped")  # states of an engine that answers nothing any more
+DEAD = ("dead", "stopped")  # engine states that answer no requests
 
 
 class BodyReader:
-    """Reads bodies of JSON."""
+    """Reads JSON bodies."""
 
     def __init__(self, serving: Serving, options: ServerOptions) -> None:
         self._serving = serving
         self._options = options
 
     async def json(self, request: Request) -> dict[str, Any]:
-        """Read a request's JSON, up to the bound of its size."""
+        """Read and return a request's JSON."""
         return await self.read(request, lambda body: body)
 
     async def read(self, request: Request, make: Callable[[dict[str, Any]], Result]) -> Result:
-        """Read a request's JSON and make something of it; of a large one where the event loop does not wait for it."""
+        """Read a request's JSON and return `make` of it, in a thread if large."""
         media, _, parameters = request.headers.get("content-type", "").partition(";")
         charset = parameters.replace(" ", "").lower()
         is_json = media.strip().lower() == "application/json" and charset in ("", 'charset="utf-8"', "charset=utf-8")
-        # Ollama does not look at the type, and its users' `curl -d` says that it is a form, LiteLLM nothing. Pages of
-        # other origins, which the type would keep out as well, have been refused by their Origin.
+        # Ollama ignores the media type: `curl -d` sends a form's, LiteLLM sends none. Other origins are refused
+        # elsewhere.
         if not is_json and not request.url.path.endswith(OLLAMA_PATHS):
             raise Refusal(415, "The body must be application/json in UTF-8.", "CONTENT_TYPE", closes=True)
         if request.headers.get("content-encoding", "identity") != "identity":
@@ -66,7 +63,6 @@ class BodyReader:
         return result
 
     async def _receive(self, request: Request, entry: Entry) -> bytearray:
-        """Read a body and charge each piece."""
         body = bytearray()
         try:
             async with asyncio.timeout(self._options.stall_timeout or None):
@@ -86,7 +82,7 @@ class BodyReader:
             raise Refusal(408, text, "REQUEST_TIMEOUT", "timeout", closes=True) from error
 
     async def run(self, function: Callable[[], Result], is_long: bool, client: str) -> Result:
-        """Call a function; in one of the engine's threads if it takes long and there still are any."""
+        """Call a function, in an engine thread if it is slow and the engine runs."""
         if is_long and self._serving.engine.state not in DEAD:
             return await self._serving.engine.off_loop(function, client=client)
         return function()

@@ -1,13 +1,10 @@
-"""The page at `/docs`: the description of the API as HTML, with a form for each route.
-
-Self-contained: nothing is fetched from elsewhere, and its policy lets it speak to this server alone. Pure.
-"""
+"""Generates `/docs`: a self-contained HTML page of the API with a form per route. Pure."""
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from hashlib import sha256
 from html import escape
 from typing import Any
@@ -21,7 +18,7 @@ td { padding: .1rem .8rem .1rem 0; vertical-align: top; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--shown); padding: .5rem; }
 pre:empty { display: none; }
 """
-# Shows the text of a stream as it arrives, and JSON with one field a line.
+# Shows the text of a stream as it arrives, and JSON with indentation.
 _SCRIPT = """
 const textOf = data => {
   const choice = data.choices && data.choices[0], delta = data.delta;
@@ -83,13 +80,13 @@ HEADERS: Mapping[str, str] = {
 }
 
 
-def page_of(description: Mapping[str, Any], is_served: Callable[[str], bool]) -> bytes:
-    """Write the page of a description that `openapi.py` made, with the paths that this server serves."""
+def page_of(description: Mapping[str, Any], served: Collection[str]) -> bytes:
+    """Return the page for an OpenAPI document, with only the paths that are served."""
     title = escape(description["info"]["title"])
     operations = [
         part
         for path, methods in description["paths"].items()
-        if is_served(path)
+        if path in served
         for method, operation in methods.items()
         for part in _operation(path, method.upper(), operation, description["components"]["schemas"])
     ]
@@ -103,9 +100,9 @@ def page_of(description: Mapping[str, Any], is_served: Callable[[str], bool]) ->
     return "\n".join(page).encode()
 
 
-def front_page(description: Mapping[str, Any], is_served: Callable[[str], bool]) -> bytes:
-    """Write the page at `/`: the paths of the API, and a link to the page on which they can be tried."""
-    paths = [path for path in description["paths"] if is_served(path)]
+def front_page(description: Mapping[str, Any], served: Collection[str]) -> bytes:
+    """Return the page at `/`: a list of paths, and a link to `/docs`."""
+    paths = [path for path in description["paths"] if path in served]
     link = "<p>Try them at <a href=docs>/docs</a>. For tools: <a href=openapi.json>openapi.json</a>."
     listed = "".join(f"<li><code>{escape(path)}</code>" for path in paths)
     return "\n".join((*_head("jaxllm"), f"{link if '/docs' in paths else ''}<ul>{listed}</ul></html>")).encode()
@@ -122,7 +119,7 @@ def _operation(
     yield f"<details><summary><b>{method}</b> <code>{escape(path)}</code> {escape(operation['summary'])}</summary>"
     if "description" in operation:
         yield f"<p>{escape(operation['description'])}"
-    if "101" in operation["responses"]:  # no form speaks WebSocket
+    if "101" in operation["responses"]:  # forms cannot use WebSockets
         yield "</details>"
         return
     yield f"<form data-method={method}><input name=path size=40 value='{escape(path, quote=True)}'>"
@@ -145,7 +142,7 @@ def _operation(
 
 
 def _type_of(schema: Mapping[str, Any]) -> str:
-    """Say in a word or two what a field holds.
+    """Return a short description of a field's type.
 
     >>> _type_of({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}, {"type": "null"}]})
     'string or list of integer'

@@ -1,8 +1,4 @@
-"""How a failure is reported over HTTP: status, headers and a body in the form of the API that was asked.
-
-What the engine and `Serving` raise has its row in `errors.py`; what only HTTP knows is a `Refusal`. What the server is
-to blame for goes to the log as well. Knows no server.
-"""
+"""Converts errors to HTTP status, headers and body, in the form of the requested API; logs server errors."""
 
 from __future__ import annotations
 
@@ -24,13 +20,13 @@ from jaxllm_server.shared.error_table import row_of
 _log = logging.getLogger("jaxllm.server.http")
 Headers = list[tuple[bytes, bytes]]
 
-UNAVAILABLE_RETRY_SECONDS = 1  # until another replica, or this one once it is loaded, may answer
+UNAVAILABLE_RETRY_SECONDS = 1  # until another replica, or this one, may be ready
 _CLOSE = (b"connection", b"close")
-_SHOWN_PATH = 128  # characters of a path that an error repeats
+_SHOWN_PATH = 128
 _VERSION = re.compile(r"/(v[0-9]+/)?")
 _UNDER_V1 = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/models")
-_MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")  # Anthropic's clients add the /v1 themselves
-# What OpenAI's, vLLM's and Anthropic's servers have beside them, by the first part of the path behind its version.
+_MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")  # Anthropic's clients add /v1 themselves
+# Missing routes of OpenAI's, vLLM's and Anthropic's servers, by the first path segment after the version.
 _UNSERVED: Mapping[str, str] = {
     "embed": "Cohere's embed API is not built into jaxllm yet; use /v1/embeddings.",
     **dict.fromkeys(("audio", "realtime"), "jaxllm has no models of speech."),
@@ -40,25 +36,25 @@ _UNSERVED: Mapping[str, str] = {
         ("files", "batches", "fine_tuning", "assistants", "threads"), "this server stores no files and no jobs."
     ),
 }
-_RETRIED_BY_CLIENTS = (408, 409, 429)  # beside 5xx: OpenAI's client tries these again by default
+_RETRIED_BY_CLIENTS = (408, 409, 429)  # retried by OpenAI's client by default, like 5xx
 
 
 class ClientGone(Exception):
-    """The client closed the connection before it had its answer."""
+    """The client disconnected before the answer."""
 
 
 class Refusal(Exception):
-    """A request that HTTP itself is reason enough to refuse."""
+    """A request refused for a reason specific to HTTP."""
 
     def __init__(
         self,
         status: int,
         message: str,
-        reason: str,  # `code_of` makes the error's code of it
+        reason: str,
         kind: str = "invalid_request_error",
         *,
         parameter: str | None = None,
-        closes: bool = False,  # the connection: the rest of the request is not read
+        closes: bool = False,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -69,13 +65,13 @@ class Refusal(Exception):
 
 
 def body_too_large(max_body_bytes: int) -> Refusal:
-    """Return the refusal of a body, of which no more is read."""
+    """Return the refusal of a body that is too large."""
     message = f"The body is larger than the {max_body_bytes} bytes that this server takes."
     return Refusal(413, message, "BODY_TOO_LARGE", closes=True)
 
 
 def nothing_at(path: str) -> Refusal:
-    """Return the refusal of a path that is not served: what is missing, or which path may have been meant."""
+    """Return the refusal of an unknown path, with the missing feature or the likely path."""
     shown = printable(path[:_SHOWN_PATH])
     why = _UNSERVED.get(_VERSION.sub("", path, count=1).partition("/")[0])
     if why is not None:
@@ -89,7 +85,7 @@ def nothing_at(path: str) -> Refusal:
 
 
 def is_anthropics(path: str) -> bool:
-    """Whether a path is of Anthropic's API, wherever a proxy or a client put it."""
+    """Return whether a path, with any prefix, is of Anthropic's API."""
     return _MESSAGES[0] in path
 
 
@@ -101,11 +97,11 @@ def status_of(error: BaseException) -> int:
 
 
 def answer_of(error: BaseException, path: str = "", request_id: str = "") -> tuple[int, Headers, bytes]:
-    """Return status, headers and body of an error's answer to a request for `path`."""
+    """Return status, headers and body for an error on `path`."""
     status = status_of(error)
     if isinstance(error, Refusal):
         body = error_body(str(error), error.kind, error.parameter, error.reason)
-    elif isinstance(error, HTTPException):  # the router's: it knows the path
+    elif isinstance(error, HTTPException):
         message = "This path does not take this method."
         body = error_body(message, "invalid_request_error", None, "METHOD_NOT_ALLOWED")
     else:
@@ -120,11 +116,11 @@ def answer_of(error: BaseException, path: str = "", request_id: str = "") -> tup
 
 
 def log_failure(request_name: str, error: BaseException) -> None:
-    """Log what the client does not see; a wrong request, or one too many, is no event of the server's."""
+    """Log server errors; client errors and overload are not logged."""
     if status_of(error) < 500:
         return
     if status_of(error) == 503:
-        _log.warning("requests fail: %s", error)  # whichever they are, until the engine is well
+        _log.warning("requests fail: %s", error)  # no request name: all requests fail until the engine recovers
     elif isinstance(error, EngineError):
         _log.warning("request %s failed: %s", request_name, error)
     else:
@@ -132,7 +128,6 @@ def log_failure(request_name: str, error: BaseException) -> None:
 
 
 def _in_form_of(path: str, status: int, body: dict[str, Any], request_id: str) -> dict[str, Any]:
-    """Return OpenAI's form of an error in that of the API which a path is of."""
     message, parameter = body["error"]["message"], body["error"]["param"]
     if is_anthropics(path):
         return anthropic.error_body(status, message, parameter, request_id)
@@ -140,7 +135,6 @@ def _in_form_of(path: str, status: int, body: dict[str, Any], request_id: str) -
 
 
 def _retry_headers(error: BaseException, status: int) -> Headers:
-    """Return when to try again, or that it is of no use."""
     if status == 401:
         return [(b"www-authenticate", b"Bearer")]
     if isinstance(error, Refusal | HTTPException) or (status not in _RETRIED_BY_CLIENTS and status < 500):

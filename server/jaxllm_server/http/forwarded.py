@@ -1,4 +1,4 @@
-"""Whose request it is that a proxy sent: the header X-Forwarded-For, of proxies that the operator trusts. Pure."""
+"""Determines the client of a request that trusted proxies forwarded, from X-Forwarded-For. Pure."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 from jaxllm.errors import UserError
 
-_MOST_PROXIES = 8  # in a row
+_MOST_PROXIES = 8
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 class Proxies:
-    """The proxies that are trusted: addresses and networks; "*" stands for every peer that connects.
+    """The trusted proxies: addresses, networks, or "*" for every peer.
 
     Raises:
-        UserError: for what is none of these.
+        UserError: for other values.
     """
 
     def __init__(self, trusted: Sequence[str]) -> None:
@@ -23,10 +23,10 @@ class Proxies:
         self._networks = [_network(each) for each in trusted if each != "*"]
 
     def client_of(self, peer: str, forwarded: Sequence[str]) -> str:
-        """Return the address of a request's client: of the peer, unless that is a proxy.
+        """Return the client's address: the peer's, unless that is a trusted proxy.
 
-        Each proxy appends whom it has the request from. What is left of the last address that is no proxy's came from
-        the client, which may claim anything (RFC 7239, section 8.1).
+        Each proxy appends its peer's address; entries left of the last untrusted one are unreliable (RFC 7239, section
+        8.1).
 
         >>> Proxies(["10.0.0.0/8"]).client_of("10.0.0.1", ["1.1.1.1, 8.8.8.8, 10.0.0.2"])
         '8.8.8.8'
@@ -45,10 +45,7 @@ class Proxies:
 
 
 def _address(written: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Return an address that may have a port behind it; None for what is none, as of a Unix socket.
-
-    An IPv4 address may come in the form in which a socket for both kinds has it.
-    """
+    """Parse an address with optional port, IPv4-mapped ones as IPv4; returns None for other text."""
     if written.startswith("["):
         written = written[1:].partition("]")[0]
     elif written.count(":") == 1:

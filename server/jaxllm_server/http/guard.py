@@ -1,7 +1,7 @@
-"""Who and what may reach the routes: size of the head, Host, Origin, API key, declared size of the body, how many.
+"""Checks requests before routing: head size, Host, Origin, API key, declared body size.
 
-An ASGI middleware that raises `Refusal` or an error of `auth`, and a gate; answering them is `http_app`'s business. It
-decides on the raw path, on which no decoding, host name or case can play tricks (vLLM CVE-2026-48746).
+An ASGI middleware that raises a `Refusal` or an error of `auth`. It uses the raw path, which cannot be disguised by
+encoding, host name or case (vLLM CVE-2026-48746).
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from jaxllm_server.http.error_bodies import Headers, Refusal, body_too_large
 from jaxllm_server.http.forwarded import Proxies
 from jaxllm_server.shared.options import LOOPBACK, ServerOptions
 
-CLIENT = "jaxllm.client"  # in a request's scope: the client's name
-PROBES = frozenset({b"/health", b"/live", b"/ready", b"/ping"})  # which have no key, and any host name
-OPEN_PATHS = PROBES | {b"/", b"/docs", b"/openapi.json"}  # the last three show which routes there are, and no request
+CLIENT = "jaxllm.client"
+PROBES = frozenset({b"/health", b"/live", b"/ready", b"/ping"})  # need neither key nor known host
+OPEN_PATHS = PROBES | {b"/", b"/docs", b"/openapi.json"}  # need no key; the last three reveal only the routes
 _WRONG_HOST = (
     "This server is not known by the name in the request's Host header. Start it with --allowed-hosts and that name, "
     "or let the proxy in front of it send `Host: localhost`."
 )
-# And all that begins like them once it is decoded: to the router "/%6coad" and "/load\n" are "/load".
+# Also as prefixes of the decoded path: the router matches "/%6coad" and "/load\n" to "/load".
 ADMIN_PATHS = ("/drain", "/load", "/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _HOST = re.compile(rb"(\[[0-9a-fA-F:.]{2,45}\]|[A-Za-z0-9_.-]{1,253})(?::[0-9]{1,5})?")
-_PREFLIGHT_SECONDS = b"600"  # that a browser may remember an answer to its question
+_PREFLIGHT_SECONDS = b"600"  # browsers' cache time for preflight responses
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]+")
 
 
 class Guard:
-    """Lets requests pass to an app, or raises why not."""
+    """Passes valid requests to an app; raises an error for others."""
 
     def __init__(self, app: ASGIApp, options: ServerOptions, keys: Keys) -> None:
         self._app = app
@@ -52,7 +52,7 @@ class Guard:
         scope = _without_root(scope, self._root)
         is_known = not self._checks_host or "*" in options.allowed_hosts or host is None or host in self._hosts
         if not is_known and scope["raw_path"] not in PROBES:
-            raise Refusal(421, _WRONG_HOST, "MISDIRECTED_REQUEST")  # a web page may have had its own name rebound to us
+            raise Refusal(421, _WRONG_HOST, "MISDIRECTED_REQUEST")  # possible DNS rebinding by a web page
         self._check_origin(headers, host)
         is_preflight = scope["method"] == "OPTIONS" and b"access-control-request-method" in headers
         if is_preflight and b"origin" in headers and options.allowed_origins:
@@ -62,19 +62,19 @@ class Guard:
             key = self._keys.check(_authorization(headers), admin=scope["path"].startswith(ADMIN_PATHS))
             forwarded = [value.decode("latin-1") for value in headers.get(b"x-forwarded-for", [])]
             scope[CLIENT] = client_of(key, self._proxies.client_of((scope.get("client") or ("",))[0], forwarded))
-        # With the spaces and tabs that RFC 9110 allows behind a value: llhttp has read the same number past them.
+        # RFC 9110 allows trailing spaces and tabs, which llhttp accepts too.
         length = headers.get(b"content-length", [b"0"])[0].strip(b" \t")
         if not length.isdigit():
             raise Refusal(400, "Content-Length must be a number.", "BAD_HEADER", closes=True)
         if len(length) > 18 or int(length) > options.max_body_bytes:
             raise body_too_large(options.max_body_bytes)
         codings = headers.get(b"transfer-encoding", [b"chunked"])
-        if len(codings) > 1 or codings[0].lower() != b"chunked":  # the parser reads "gzip, chunked" as chunks
+        if len(codings) > 1 or codings[0].lower() != b"chunked":  # the parser treats "gzip, chunked" as chunked
             raise Refusal(400, "Only the Transfer-Encoding chunked is accepted.", "TRANSFER_ENCODING", closes=True)
         await self._app(scope, receive, send)
 
     def cors_headers(self, scope: Scope) -> Headers:
-        """Return what lets the pages of an allowed origin read the answer."""
+        """Return the CORS headers of an answer."""
         if not self._options.allowed_origins:
             return []
         origin = next((value for name, value in scope["headers"] if name == b"origin"), None)
@@ -88,9 +88,9 @@ class Guard:
         ]
 
     def _check_origin(self, headers: dict[bytes, list[bytes]], host: str | None) -> None:
-        """Refuse what a web page of another origin sends: browsers name its origin (Ray CVE-2025-62593)."""
+        """Refuse requests from web pages of other origins (Ray CVE-2025-62593)."""
         for origin in headers.get(b"origin", []):
-            # A page of this very host counts as ours only under names known to be ours, or rebinding DNS would do.
+            # The server's own origin must have a known host name, because of DNS rebinding.
             is_own = host in self._hosts and _authority(origin) == headers[b"host"][0].lower()
             if not is_own and not self._is_allowed(origin):
                 message = "Requests from web pages of this origin are not accepted; see --allowed-origins."
@@ -102,7 +102,7 @@ class Guard:
 
 
 def request_id_of(scope: Scope, options: ServerOptions) -> str | None:
-    """Return the X-Request-Id that a client sent; one that could spoil a log is a `Refusal`."""
+    """Return the client's X-Request-Id; raises Refusal if it is unsafe for logs."""
     values = [value for name, value in scope["headers"] if name == b"x-request-id"]
     if not values:
         return None
@@ -115,15 +115,14 @@ def request_id_of(scope: Scope, options: ServerOptions) -> str | None:
 
 
 def is_request_id(text: str, options: ServerOptions) -> bool:
-    """Whether a text can name a request: short, and harmless in a log."""
+    """Return whether a text is a valid request id: short and safe for logs."""
     return len(text) <= options.max_request_id_chars and _REQUEST_ID.fullmatch(text) is not None
 
 
 def _read_headers(scope: Scope, options: ServerOptions) -> dict[bytes, list[bytes]]:
-    """Return the values by lower-case name, once they are few and short enough."""
     pairs: list[tuple[bytes, bytes]] = list(scope["headers"])
     size = len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
-    size += sum(len(name) + len(value) + 4 for name, value in pairs)  # with ": " and the end of the line
+    size += sum(len(name) + len(value) + 4 for name, value in pairs)
     if len(pairs) > options.max_headers or size > options.max_header_bytes:
         message = f"The request's head is larger than {options.max_headers} lines or {options.max_header_bytes} bytes."
         raise Refusal(431, message, "HEAD_TOO_LARGE", closes=True)
@@ -134,7 +133,6 @@ def _read_headers(scope: Scope, options: ServerOptions) -> dict[bytes, list[byte
 
 
 def _read_host(scope: Scope, headers: dict[bytes, list[bytes]]) -> str | None:
-    """Return the host's name without its port; None where HTTP/1.0 needs none."""
     values = headers.get(b"host", [])
     if not values and scope.get("http_version") == "1.0":
         return None
@@ -147,12 +145,12 @@ def _read_host(scope: Scope, headers: dict[bytes, list[bytes]]) -> str | None:
 def _authority(origin: bytes) -> bytes | None:
     try:
         return urlsplit(origin.lower()).netloc
-    except ValueError:  # brackets that are no IPv6 address
+    except ValueError:
         return None
 
 
 def _authorization(headers: dict[bytes, list[bytes]]) -> str | None:
-    """Return the Authorization header, or Anthropic's header for a key as one; both, where they have the same key."""
+    """Return the Authorization header, or x-api-key as one; both may be sent with equal keys."""
     values = headers.get(b"authorization", [])
     keys = [b"Bearer " + value for value in headers.get(b"x-api-key", [])]
     given = keys if values == keys else values + keys
@@ -160,19 +158,18 @@ def _authorization(headers: dict[bytes, list[bytes]]) -> str | None:
 
 
 def _without_root(scope: Scope, root: str) -> Scope:
-    """Return the scope as if the app were at the top, whether or not a proxy or the server has added the prefix."""
+    """Return the scope without the root path, added by a proxy or the server."""
     raw: bytes = scope.get("raw_path") or scope["path"].encode()
     path: str = scope["path"]
     if root:
         prefix = f"{root}/"
-        for _ in range(2):  # a proxy that leaves it, and uvicorn's root_path, which adds it
+        for _ in range(2):  # once from a proxy that keeps it, once from uvicorn's root_path
             if path.startswith(prefix) and raw.startswith(prefix.encode()):
                 path, raw = path[len(root) :], raw[len(root.encode()) :]
     return {**scope, "root_path": "", "path": path, "raw_path": raw}
 
 
 async def _answer_preflight(headers: dict[bytes, list[bytes]], send: Send) -> None:
-    """Let a page of an allowed origin send what it asked about."""
     wanted = headers.get(b"access-control-request-headers", [b"authorization, content-type"])[0]
     answer: list[Any] = [
         (b"access-control-allow-methods", b"GET, POST, DELETE"),

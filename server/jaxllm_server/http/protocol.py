@@ -1,8 +1,7 @@
-"""HTTP/1.1 as uvicorn speaks it, with bounds that it has not: size and time of a head, bytes of a message, and the
-time in which a client has to read what is sent.
+"""uvicorn's HTTP/1.1 protocol with added limits: head size and time, message size, and stalled readers.
 
-`server_config` has all settings of uvicorn. The protocol also hands the connection's transport to the app, which
-closes it where an answer broke off, and the offer of a WebSocket. Independent of routes.
+The scope also has the connection's transport, to close it after a truncated answer, and a function to accept a
+WebSocket.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ if TYPE_CHECKING:
     from jaxllm_server.http.error_bodies import Headers
     from jaxllm_server.http.web_socket import WebSocket
 
-READ_BYTES = 32 * 1024  # at once from a connection: what a body may be longer than its bound before that is seen
+READ_BYTES = 32 * 1024  # per read; a body may exceed its limit by this much
 GOING_AWAY = 1001  # RFC 6455, section 7.4.1
-MAX_PIPELINED = 64  # requests after the one being answered; uvicorn would queue all in READ_BYTES
-TRANSPORT = "jaxllm.transport"  # extension of the ASGI scope: the connection's asyncio.Transport
-UPGRADE = "jaxllm.upgrade"  # extension of a request that offers a WebSocket: `BoundedProtocol.upgrade` of it
+MAX_PIPELINED = 64  # requests queued after the current one; uvicorn has no limit
+TRANSPORT = "jaxllm.transport"  # scope extension: the connection's asyncio.Transport
+UPGRADE = "jaxllm.upgrade"  # scope extension of a WebSocket request: `BoundedProtocol.upgrade`
 
 
 def server_config(app: ASGIApp, options: ServerOptions, **others: Any) -> uvicorn.Config:
-    """Return how uvicorn serves the front end: this protocol, TLS, no logs of its own, and what `others` say."""
+    """Return uvicorn's configuration for the front end, with `others`."""
     return uvicorn.Config(
         app,
-        http=cast(Any, protocol_of(options)),  # `HttpServer` makes one for each connection
+        http=cast(Any, protocol_of(options)),  # instantiated per connection by `HttpServer`
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
-        proxy_headers=False,  # on loopback uvicorn would let a client set its address in a header
+        proxy_headers=False,  # uvicorn would trust a client's address header on loopback
         server_header=False,
         date_header=False,
         timeout_graceful_shutdown=1,
@@ -57,17 +56,17 @@ def server_config(app: ASGIApp, options: ServerOptions, **others: Any) -> uvicor
 
 
 def protocol_of(options: ServerOptions) -> type[SmallReads]:
-    """Return the protocol class of a server's connections. It is for one event loop."""
+    """Return the protocol class of a server's connections, for one event loop."""
 
     class Connection(BoundedProtocol):
-        """A connection of this server."""
+        """A connection with this server's limits."""
 
         max_head_bytes = options.max_header_bytes
         max_body_bytes = options.max_body_bytes
         head_seconds = stall_seconds = options.stall_timeout or None
 
     class Read(SmallReads):
-        """Reads a connection of this server."""
+        """Reads this server's connections."""
 
         connection_type = Connection
         buffer = memoryview(bytearray(READ_BYTES))
@@ -76,81 +75,80 @@ def protocol_of(options: ServerOptions) -> type[SmallReads]:
 
 
 class SmallReads(asyncio.BufferedProtocol):
-    """Gives a connection what comes in pieces of READ_BYTES: uvloop would read 250 KiB before it could be stopped."""
+    """Reads in pieces of READ_BYTES: uvloop would read 250 KiB before it could be paused."""
 
     connection_type: type[HttpToolsProtocol]
-    buffer: memoryview  # of all connections: it is read at once into, and out of
+    buffer: memoryview
 
     def __init__(self, *arguments: Any, **given: Any) -> None:
-        """Take what uvicorn gives a protocol."""
         self.connection = self.connection_type(*arguments, **given)
 
     def connection_made(self, transport: Any) -> None:
-        """Begin."""
+        """Forward to the connection."""
         self.connection.connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End."""
+        """Forward to the connection."""
         self.connection.connection_lost(exc)
 
     def eof_received(self) -> None:
-        """Nothing more comes."""
+        """Forward to the connection."""
         self.connection.eof_received()
 
     def pause_writing(self) -> None:
-        """The client reads too slowly."""
+        """Forward to the connection."""
         self.connection.pause_writing()
 
     def resume_writing(self) -> None:
-        """The client has read."""
+        """Forward to the connection."""
         self.connection.resume_writing()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Say where to read into."""
+        """Return the shared read buffer."""
         return self.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Hand on what was read."""
+        """Pass the bytes to the connection."""
         self.connection.data_received(bytes(self.buffer[:nbytes]))
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """A connection; a subclass says its bounds."""
+    """A connection; subclasses set the limits."""
 
     max_head_bytes: int
-    max_body_bytes: int  # without the framing of chunks, which may be as much again
-    head_seconds: float | None  # for a request's head to be complete, from its first byte or the connection's start
-    stall_seconds: float | None  # for the client to read what is in the way of more
+    max_body_bytes: int  # excluding chunk framing, which may be as large
+    head_seconds: float | None  # for a complete head, from its first byte or the connection's start
+    stall_seconds: float | None  # for the client to read pending output
     _late: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
     _aborting: asyncio.TimerHandle | None = None
     _is_in_head = True
-    _num_bytes = 0  # of the message that is being received, roughly: the next one may begin in the same segment
-    _num_body_bytes = 0  # of them, what is body
-    _segment = b""  # that is being parsed
-    _offers_socket = False  # in the head that is parsed again
-    _socket: WebSocket | None = None  # set once the connection has switched to it
-    _is_last = False  # the newest request is the connection's last; further bytes are dropped
-    parser: Any  # httptools' parser; None when the connection is lost
+    _num_bytes = 0  # of the current message, approximately: a segment may contain the next one
+    _num_body_bytes = 0
+    _segment = b""
+    _offers_socket = False
+    _socket: WebSocket | None = None
+    _is_last = False  # drop bytes after the current request
+    parser: Any  # httptools' parser; None after disconnect
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for a request."""
+        """Start waiting for a request."""
         super().connection_made(transport)
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
+        """Stop timers and notify the app."""
         self._cancel_late()
-        for timer in (self._stalled, self._aborting):  # each holds the connection
+        for timer in (self._stalled, self._aborting):  # timers reference the connection
             if timer is not None:
                 timer.cancel()
         self._stalled = self._aborting = None
         if self._socket is not None:
             self._socket.lost()
-        super().connection_lost(exc)  # resumes writing, so that an app that waits goes on
+        super().connection_lost(exc)  # resumes writing, which wakes a waiting app
 
     def data_received(self, data: bytes) -> None:
-        """Parse more of a request, unless it is too much."""
+        """Parse received bytes, within the limits."""
         if self._socket is not None:
             self._socket.data_received(data)
             return
@@ -166,14 +164,14 @@ class BoundedProtocol(HttpToolsProtocol):
                 Refusal(431, f"The request's head is larger than {self.max_head_bytes} bytes.", "HEAD_TOO_LARGE")
             )
         elif self._num_body_bytes > self.max_body_bytes and self.cycle.response_complete:
-            self.transport.abort()  # the rest is not read; an app that still reads it refuses it
+            self.transport.abort()  # the rest stays unread; an app still reading refuses the body
         elif self._num_bytes > 2 * self.max_body_bytes + self.max_head_bytes:
-            self._refuse(body_too_large(self.max_body_bytes))  # the app, if it is reading, sees a client that has gone
+            self._refuse(body_too_large(self.max_body_bytes))  # an app still reading sees a disconnect
         elif self._is_in_head and (self.cycle is None or self.cycle.response_complete):
             self._expect_head()
 
     def on_message_begin(self) -> None:
-        """Begin a request."""
+        """Start a request."""
         super().on_message_begin()
         extensions: dict[str, Any] = {TRANSPORT: self.transport}
         if self._offers_socket:
@@ -182,26 +180,26 @@ class BoundedProtocol(HttpToolsProtocol):
         self.scope["extensions"] = extensions  # type: ignore[typeddict-unknown-key]
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header; trailers, behind a body, are not read."""
+        """Store a header; trailers are ignored."""
         if self._is_in_head:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Hand the request to the app."""
+        """Start the app for the request."""
         if self.parser.get_method() == b"CONNECT" or len(self.pipeline) >= MAX_PIPELINED:
-            raise ValueError("no tunnels, and not too many requests")  # ends the parsing: `send_400_response` is next
+            raise ValueError("no tunnels, and not too many requests")  # stops the parser and calls `send_400_response`
         if self.parser.should_upgrade():
-            return  # `_unsupported_upgrade_warning` is next
+            return
         self._cancel_late()
         self._is_in_head = False
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Hand a piece of the body to the app, or count it if it is no longer read."""
+        """Pass a piece of the body to the app."""
         self._num_body_bytes += len(body)
         super().on_body(body)
         if self._num_body_bytes > self.max_body_bytes:
-            self.flow.pause_reading()  # the app has enough to refuse it, or goes on when it has answered
+            self.flow.pause_reading()  # enough for the app to refuse it; resumed after the answer
 
     def on_message_complete(self) -> None:
         """End a request's body."""
@@ -212,21 +210,21 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_bytes = self._num_body_bytes = 0
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, or for the last bytes to leave."""
+        """Wait for the next request, or for pending output before closing."""
         super().on_response_complete()
         if self.transport.is_closing():
             self._abort_later()
         elif not self._is_in_head and self.cycle.response_complete:
-            self._expect_head()  # behind a body that is not read: uvicorn's timer ends with its first byte
+            self._expect_head()  # limits an unread body: uvicorn's timer stops at the first byte
 
     def pause_writing(self) -> None:
-        """Let the app wait until the client has read more, but not for ever."""
+        """Block the app until the client reads, up to `stall_seconds`."""
         super().pause_writing()
         if self.stall_seconds is not None:
             self._stalled = self.loop.call_later(self.stall_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Let the app go on."""
+        """Unblock the app."""
         if self._stalled is not None:
             self._stalled.cancel()
             self._stalled = None
@@ -241,14 +239,14 @@ class BoundedProtocol(HttpToolsProtocol):
         headers: Headers,
         make: Callable[[asyncio.Transport, FlowControl], WebSocket],
     ) -> WebSocket:
-        """Accept a request's offer with these headers; later bytes are for the WebSocket that `make` makes.
+        """Accept a WebSocket request with these headers; later bytes go to the socket that `make` returns.
 
         Raises:
-            Refusal: if the client has sent more already, which is lost to the WebSocket.
+            Refusal: if the client has already sent further bytes.
         """
         if self.cycle.scope is not scope or self.cycle.response_started or self._is_last or self._num_bytes:
             raise Refusal(400, "Nothing may follow an offer to upgrade.", "BAD_HEADER", closes=True)
-        self.cycle.chunked_encoding = False  # the answer has no body
+        self.cycle.chunked_encoding = False
         await send({"type": "http.response.start", "status": 101, "headers": headers})
         self.cycle.response_complete = True
         self._cancel_late()
@@ -258,21 +256,21 @@ class BoundedProtocol(HttpToolsProtocol):
         return socket
 
     def shutdown(self) -> None:
-        """Begin to end; a WebSocket gets a close frame."""
+        """Start shutdown; a WebSocket gets a close frame."""
         if self._socket is None:
             super().shutdown()
         else:
             self._socket.close(GOING_AWAY, "the server stops")
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close an idle connection, even if the client has not read the last answer."""
+        """Close an idle connection, even with unread output."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         else:
             super().timeout_keep_alive_handler()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP."""
+        """Answer invalid HTTP with status 400."""
         self._refuse(Refusal(400, "This is not a valid HTTP/1.1 request.", "BAD_REQUEST"))
 
     def _parse(self, data: bytes) -> None:
@@ -280,14 +278,12 @@ class BoundedProtocol(HttpToolsProtocol):
         super().data_received(data)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Go on in HTTP/1.1 with a request that offers another protocol, as Java's client does with each first one.
+        """Handle a request that offers another protocol as plain HTTP/1.1, such as the first one of Java's client.
 
-        The app may accept the offer of a WebSocket.
-
-        The parser has stopped before the body, as if it were in that protocol: to parse on from there would make
-        a request of a body. So the head is parsed again, without the offer.
+        The parser has stopped before the body, and continuing there would parse the body as a request, so the head is
+        parsed again without the offer. The app may still accept a WebSocket.
         """
-        stopped = sys.exception()  # the parser's
+        stopped = sys.exception()
         assert stopped is not None
         rest = self._segment[stopped.args[0] :]
         version = self.parser.get_http_version().encode()
@@ -298,7 +294,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._parse(b"".join([head, *lines, b"\r\n", rest]))
 
     def _abort_later(self) -> None:
-        """Cut the connection off: asyncio closes once all is sent, which a client that does not read puts off."""
+        """Abort the connection later: a client that does not read can delay asyncio's close."""
         if self.stall_seconds is not None and self._aborting is None:
             self._aborting = self.loop.call_later(self.stall_seconds, self.transport.abort)
 
@@ -313,7 +309,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _on_late(self) -> None:
         self._late = None
-        if not self._num_bytes or not self._is_in_head:  # a browser's spare connection, or the rest of a refused body
+        if not self._num_bytes or not self._is_in_head:  # an idle connection, or the rest of a refused body
             self.transport.close()
             self._abort_later()
         elif not self.transport.is_closing():
@@ -321,12 +317,12 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(Refusal(408, message, "REQUEST_TIMEOUT", "timeout"))
 
     def _refuse(self, refusal: Refusal) -> None:
-        """Answer without the app, and close. Earlier requests that are complete are answered first."""
+        """Answer without the app and close, after the answers to earlier complete requests."""
         self._cancel_late()
         if self._is_in_head and self.cycle is not None and not self.cycle.response_complete:
             self._is_last, self.cycle.keep_alive = True, False
             return
-        if self._is_in_head or not (self.cycle.response_started or self.pipeline):  # else it would be in another answer
+        if self._is_in_head or not (self.cycle.response_started or self.pipeline):  # else another answer is in progress
             status, headers, body = answer_of(refusal)
             lines = [b"%b: %b\r\n" % header for header in (*headers, (b"connection", b"close"))]
             self.transport.write(b"".join([STATUS_LINE[status], *lines, b"\r\n", body]))
@@ -335,5 +331,5 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def transport_of(scope: Any) -> asyncio.Transport | None:
-    """Return the connection of a request, where the server is this one."""
+    """Return a request's transport, if this protocol serves it."""
     return scope.get("extensions", {}).get(TRANSPORT)

@@ -1,7 +1,6 @@
-"""`/v1/responses` over a WebSocket: each message is a request to the app itself, and its events are sent as texts.
+"""`/v1/responses` over a WebSocket: runs each message as a POST request to the app, and sends its events as texts.
 
-So keys, quotas, bounds, metrics, logs and errors are those of POST. A connection adds: one request at a time, responses
-that are kept for it alone, and bounds of connections.
+The same limits and errors apply. A connection handles one request at a time and keeps private responses.
 """
 
 from __future__ import annotations
@@ -29,23 +28,23 @@ from jaxllm_server.shared.options import ServerOptions
 if TYPE_CHECKING:
     from jaxllm_server.http.web_socket import WebSocket
 
-ROUTE = "/v1/responses (WebSocket)"  # label of connections in the metrics
-MOST_SECONDS = 3600.0  # of a connection, as in OpenAI's server and Open Responses
-KEPT = "jaxllm.kept"  # in the scope of a message's request: `OfConnection`
+ROUTE = "/v1/responses (WebSocket)"
+MOST_SECONDS = 3600.0  # per connection, as in OpenAI's server and Open Responses
+KEPT = "jaxllm.kept"  # scope key: the connection's `OfConnection`
 _TOO_OLD = {
     "type": "invalid_request_error",
     "code": "websocket_connection_limit_reached",
     "message": "A WebSocket lasts 60 minutes at most. Open a new one to go on.",
     "param": None,
 }
-# Prefixes of the names of headers that belong to the offer alone.
+# Prefixes of headers that only apply to the upgrade.
 _OF_OFFER = (b"connection", b"upgrade", b"sec-websocket-", b"content-", b"transfer-encoding")
-_END = b"\n\n"  # of an event
+_END = b"\n\n"
 _ERROR, _FAILED = b"event: error\n", b"event: response.failed\n"
 
 
 class ResponseSockets:
-    """The WebSockets of a server; `kept_for` makes the place for a client's responses."""
+    """The WebSockets of a server; `kept_for` creates a connection's private store."""
 
     def __init__(self, options: ServerOptions, ledger: Ledger, kept_for: Callable[[str], OfConnection]) -> None:
         self._options = options
@@ -58,7 +57,7 @@ class ResponseSockets:
         upgrade = request.scope.get("extensions", {}).get(UPGRADE)
         if upgrade is None or request.method != "GET":
             raise HTTPException(405, headers={"allow": "POST"})
-        from jaxllm_server.http.web_socket import WebSocket, answer_headers  # most servers never need it
+        from jaxllm_server.http.web_socket import WebSocket, answer_headers  # imported lazily: rarely needed
 
         client = request.scope[CLIENT]
         headers = answer_headers(request.scope["headers"])
@@ -89,7 +88,7 @@ class ResponseSockets:
 
 @contextmanager
 def _received(ledger: Ledger, client: str) -> Iterator[Callable[[int], None]]:
-    """Yield a function that counts bytes of a message until the block ends; it may raise OverloadedError."""
+    """Yield a function that charges a message's bytes until the block ends; it may raise OverloadedError."""
     with ledger.entry(client) as entry:
         yield partial(entry.charge, BODIES)
 
@@ -115,34 +114,33 @@ async def _answer_all(socket: WebSocket, scope: Scope, kept: OfConnection) -> No
 
 
 def _scope_of(scope: Scope, num_bytes: int, kept: OfConnection) -> Scope:
-    """Return the scope of a message's request."""
     own = [(b"content-type", b"application/json"), (b"content-length", b"%d" % num_bytes)]
     headers = [pair for pair in scope["headers"] if not pair[0].startswith(_OF_OFFER)]
     return {**scope, "method": "POST", "headers": [*headers, *own], "extensions": {}, KEPT: kept}
 
 
 class _Turn:
-    """One message's request, as an ASGI server sees it, and its answer."""
+    """A message as an ASGI request, and its answer."""
 
     def __init__(self, socket: WebSocket, message: bytes) -> None:
         self._socket = socket
         self._message: bytes | None = message
         self._status = 0
-        self._rest = b""  # of an event that is not whole yet
+        self._rest = b""
         self.has_failed = False
         self.is_through = False
 
     async def receive(self) -> Message:
-        """Return the message, then wait for the client to leave."""
+        """Return the message; later calls wait for a disconnect."""
         if self._message is not None:
             body, self._message = self._message, None
-            self._socket.release()  # from here on the reader of bodies counts it
+            self._socket.release()
             return {"type": "http.request", "body": body, "more_body": False}
         await self._socket.ended.wait()
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
-        """Send the events of an answer as texts, or its error as one."""
+        """Send an answer's events, or its error, as texts."""
         if message["type"] == "http.response.start":
             self._status = message["status"]
             return
@@ -157,7 +155,7 @@ class _Turn:
             await self._socket.send(_error(self._status, json.loads(self._rest)["error"]))
 
     async def _send_event(self, event: bytes) -> None:
-        """Send an event; of a failed response only the last one, so that every response has one terminal event."""
+        """Send an event; `error` is skipped, so that a failed response has one terminal event."""
         self.has_failed |= event.startswith(_FAILED)
         if not event.startswith(_ERROR):
             await self._socket.send(event.partition(b"\ndata: ")[2])

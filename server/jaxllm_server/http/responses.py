@@ -1,7 +1,7 @@
-"""The routes of the Responses API: what is asked for is answered, kept, run in the background, found again and ended.
+"""The routes of the Responses API: create, store, retrieve, cancel and delete responses.
 
-What bodies and answers mean is in `responses/`. A response is kept when it has ended; one whose client left before has
-no end, and is not. One in the background ends by itself: its client polls it, and a cancelled one is kept as it is.
+A response is stored when it ends, unless its client disconnected before. A background response runs to its end for
+polling clients; a cancelled one is stored as is.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ from jaxllm.errors import RequestIdInUseError, UnsupportedError, UserError, prin
 from jaxllm_server.access.client_quota import Places
 from jaxllm_server.access.ledger import REQUESTS, RESPONSES, Entry
 from jaxllm_server.generation.calls import LARGE_REQUEST, Call
+from jaxllm_server.http.answering import Answering
 from jaxllm_server.http.answers import TextAnswer, while_connected
-from jaxllm_server.http.bodies import BodyReader
 from jaxllm_server.http.error_bodies import Refusal, log_failure
 from jaxllm_server.http.guard import CLIENT
+from jaxllm_server.http.openapi import BODIES
 from jaxllm_server.http.response_sockets import KEPT, ResponseSockets
+from jaxllm_server.http.response_sockets import ROUTE as SOCKETS
+from jaxllm_server.http.routes import GET, ApiRoute
 from jaxllm_server.http.sse import dumps, dumps_large
 from jaxllm_server.http.writers import NamedWriter
 from jaxllm_server.requests.fields import Body, text
@@ -46,20 +49,18 @@ from jaxllm_server.responses.store import (
     ordered,
     page_of,
 )
-from jaxllm_server.shared.options import ServerOptions
 
 if TYPE_CHECKING:
     from jaxllm_server.observability.tracing import Tracer
-    from jaxllm_server.serving import Serving
 
 OwnReply = TypeVar("OwnReply", bound=ResponseReply)
-_LARGE = 256 << 10  # bytes of JSON that are read or written beside the event loop: 1 ms (measured)
-_MANY_ITEMS = 512  # of a conversation; to read them takes 4 µs each (measured)
-_MOST_LISTED, _LISTED = 100, 20  # items of one answer: OpenAI's bound and default
+_LARGE = 256 << 10  # bytes of JSON, 1 ms (measured); above, in a thread
+_MANY_ITEMS = 512  # items, 4 µs each (measured)
+_MOST_LISTED, _LISTED = 100, 20  # items per page: OpenAI's limit and default
 
 
 class KeepingWriter(NamedWriter):
-    """Writes an answer, and hands over the response as it is when it ends."""
+    """Writes an answer, and passes the final response to `keep`."""
 
     def __init__(self, reply: ResponseReply, head: Mapping[str, Any], keep: Callable[[bytes], None]) -> None:
         super().__init__(reply, head)
@@ -67,16 +68,16 @@ class KeepingWriter(NamedWriter):
         self._keep = keep
 
     def finish(self, content: bytes) -> None:
-        """Keep the whole answer."""
+        """Store the complete answer."""
         self._keep(content)
 
     def end(self) -> bytes:
-        """Return the last events."""
+        """Store the response and return the last events."""
         self._keep(dumps(self._response()))
         return super().end()
 
     def failure(self, error: Exception) -> bytes:
-        """Return the events that tell of an error."""
+        """Store the response and return the error events."""
         events = super().failure(error)
         self._keep(dumps(self._response()))
         return events
@@ -84,53 +85,56 @@ class KeepingWriter(NamedWriter):
 
 @dataclass
 class Job:
-    """A response that is made in the background."""
+    """A background response."""
 
     task: asyncio.Task[None]
     reply: ResponseReply
-    num_bytes: int  # of the body, and of the conversation before it
-    kept: asyncio.Future[None]  # done when the response is in the store
+    num_bytes: int  # of the body and the earlier conversation
+    kept: asyncio.Future[None]  # done when the response is stored
     writing: asyncio.Future[bytes] | None = None
 
 
 class ResponseEndpoints:
-    """What the routes do. `parts_of_answer` and `head_of` are those of the server's other routes."""
+    """Handlers of the routes."""
 
-    def __init__(
-        self,
-        serving: Serving,
-        options: ServerOptions,
-        tracer: Tracer,
-        places: Places,
-        bodies: BodyReader,
-        parts_of_answer: Callable[[Request, Any], dict[str, Any]],
-        head_of: Callable[[Any], dict[str, Any]],
-    ) -> None:
-        self._serving = serving
-        self._options = options
+    def __init__(self, answering: Answering, tracer: Tracer, places: Places) -> None:
+        self._serving, self._options = answering.serving, answering.options
         self._tracer = tracer
         self._places = places
-        self._bodies = bodies
-        self._parts_of_answer = parts_of_answer
-        self._head_of = head_of
-        self._store = ResponseStore(options.max_stored_response_bytes)
-        self.sockets = ResponseSockets(options, serving.ledger, partial(OfConnection, self._store))
-        serving.ledger.watch(RESPONSES, lambda: self._store.num_bytes)
-        self._jobs: dict[tuple[str, str], Job] = {}  # by client and id
+        self._answering = answering
+        self._bodies = answering.bodies
+        self._store = ResponseStore(self._options.max_stored_response_bytes)
+        self._sockets = ResponseSockets(self._options, self._serving.ledger, partial(OfConnection, self._store))
+        self._serving.ledger.watch(RESPONSES, lambda: self._store.num_bytes)
+        self._jobs: dict[tuple[str, str], Job] = {}
+
+    def routes(self) -> list[ApiRoute]:
+        """Return the routes."""
+        one = "/v1/responses/{response_id}"
+        read = {"/v1/responses": self.create, "/v1/responses/input_tokens": self.count}
+        read["/v1/responses/compact"] = self.compact
+        return [
+            *(ApiRoute(path, run, bodies=(BODIES[path],), pools=False) for path, run in read.items()),
+            ApiRoute(f"{one}/cancel", self.cancel, pools=False),
+            ApiRoute(one, self.retrieve, GET, pools=False),
+            ApiRoute(f"{one}/input_items", self.input_items, GET, pools=False),
+            ApiRoute("/v1/responses", self._sockets.open, GET, pools=False, is_bounded=False, label=SOCKETS),
+            ApiRoute(one, self.delete, ("DELETE",), pools=False, is_bounded=False),
+        ]
 
     async def create(self, request: Request) -> ASGIApp:
-        """Answer a conversation, at once or in the background."""
+        """Answer a conversation, immediately or in the background."""
         client = request.scope[CLIENT]
         self._serving.check_room(client, pools=False)
         kept_here: OfConnection | None = request.scope.get(KEPT)
         reply, chain = await self._reply_of(request, ResponseReply)
-        parts = self._parts_of_answer(request, reply)
-        head = self._head_of(reply) | await self._sampling_of(reply, client, parts["num_bytes"])
+        parts = self._answering.parts(request, reply)
+        head = self._answering.head(reply) | await self._sampling_of(reply, client, parts["num_bytes"])
         response_id: str = head["id"]
         self._serving.check_text("request_id", reply.request_id)
         items = b""
         is_kept = reply.is_kept or kept_here is not None
-        copied = kept_here.own(chain) if kept_here is not None and reply.is_kept else {}  # it outlasts them
+        copied = kept_here.own(chain) if kept_here is not None and reply.is_kept else {}  # it outlives them
         previous = next((each for each in reversed(chain) if each not in copied), None)
         if is_kept:
             is_large = num_characters(reply.items) + sum(each.size for each in copied.values()) > _LARGE
@@ -158,25 +162,25 @@ class ResponseEndpoints:
         return TextAnswer(**parts, writer=writer)
 
     async def count(self, request: Request) -> ASGIApp:
-        """Count the tokens of the conversation that a body would have answered."""
+        """Count the input tokens of a request."""
         reply, _ = await self._reply_of(request, ResponseReply)
-        self._parts_of_answer(request, reply)  # says which fields are ignored
+        self._answering.parts(request, reply)  # reports ignored fields
         self._serving.check_text("request_id", reply.request_id)
         call = replace(reply.calls[0], client=request.scope[CLIENT])
         ids = await while_connected(request.receive, self._serving.tokenize(call))
         return _json(dumps({"object": "response.input_tokens", "input_tokens": len(ids)}))
 
     async def compact(self, request: Request) -> ASGIApp:
-        """Sum up a conversation."""
+        """Compact a conversation into a summary."""
         self._serving.check_room(request.scope[CLIENT], pools=False)
         reply, _ = await self._reply_of(request, CompactionReply)
         reply.bound(self._serving.engine.model.max_model_len)
-        parts = self._parts_of_answer(request, reply)
-        head = self._head_of(reply) | await self._sampling_of(reply, request.scope[CLIENT], parts["num_bytes"])
+        parts = self._answering.parts(request, reply)
+        head = self._answering.head(reply) | await self._sampling_of(reply, request.scope[CLIENT], parts["num_bytes"])
         return TextAnswer(**parts, writer=NamedWriter(reply, head))
 
     async def _reply_of(self, request: Request, reply_type: type[OwnReply]) -> tuple[OwnReply, dict[str, Stored]]:
-        """Read a body; return its reply, and the earlier responses of its conversation by their names in the store."""
+        """Read a body; return its reply, and earlier responses by name."""
         client, kept_here = request.scope[CLIENT], request.scope.get(KEPT)
         body = await self._bodies.json(request)
         if kept_here is not None:
@@ -193,7 +197,7 @@ class ResponseEndpoints:
         return await self._bodies.run(make, is_large, client), chain
 
     async def retrieve(self, request: Request) -> ASGIApp:
-        """Return a response, as far as it has come."""
+        """Return a response, possibly incomplete."""
         if request.query_params.get("stream", "false") != "false":
             raise UnsupportedError("A kept response is not streamed by jaxllm: leave stream out.", "stream")
         client, response_id = _asked(request)
@@ -201,7 +205,7 @@ class ResponseEndpoints:
         return _json(self._find(client, response_id).response if job is None else await self._written(job, client))
 
     async def delete(self, request: Request) -> ASGIApp:
-        """Forget a response; one that is being made is ended first."""
+        """Delete a response; one in progress is cancelled first."""
         client, response_id = _asked(request)
         job = await self._end_job(client, response_id)
         if not self._store.delete(client, response_id) and job is None:
@@ -209,7 +213,7 @@ class ResponseEndpoints:
         return _json(dumps({"id": response_id, "object": "response", "deleted": True}))
 
     async def cancel(self, request: Request) -> ASGIApp:
-        """End a response that is being made in the background; one that has ended is returned as it is."""
+        """Cancel a background response; a finished one is returned unchanged."""
         client, response_id = _asked(request)
         job = await self._end_job(client, response_id)
         if job is not None:
@@ -222,7 +226,7 @@ class ResponseEndpoints:
         return _json(response)
 
     async def input_items(self, request: Request) -> ASGIApp:
-        """List what a response was made from: the conversation before, and its own input; the last item first."""
+        """List a response's input items, including the earlier conversation, newest first by default."""
         client, response_id = _asked(request)
         limit, order = request.query_params.get("limit", str(_LISTED)), request.query_params.get("order", "desc")
         if not (limit.isdecimal() and limit.isascii() and len(limit) <= 3 and 1 <= int(limit) <= _MOST_LISTED):
@@ -245,7 +249,6 @@ class ResponseEndpoints:
         return _json(await self._bodies.run(write, size > _LARGE, client))
 
     async def _sampling_of(self, reply: ResponseReply, client: str, num_bytes: int) -> dict[str, Any]:
-        """Return the sampling parameters that a response repeats, and the clock; raises `UserError` for a wrong one."""
         try:
             params = await self._serving.completed(replace(reply.calls[0], client=client, num_bytes=num_bytes))
         except UserError as error:
@@ -255,7 +258,6 @@ class ResponseEndpoints:
         return {**{name: getattr(params, name) for name in REPEATED_NUMBERS}, "clock": time.time}
 
     def _chain(self, body: Body, client: str, kept_here: OfConnection | None) -> dict[str, Stored]:
-        """Return the earlier responses of a request's conversation, by their names in the store."""
         previous = text(body, "previous_response_id")
         if previous is None:
             return {}
@@ -274,14 +276,14 @@ class ResponseEndpoints:
             raise Refusal(404, message, reason, parameter="previous_response_id") from error
 
     async def _kept_items(self, ids: set[str], client: str, kept_here: OfConnection | None) -> Mapping[str, Item]:
-        """Return the items to which a request refers; those that are not kept are missing."""
+        """Return the stored items that a request references; missing ones are omitted."""
         found = []
         for response_id in {response_id_of(each) for each in ids}:
             try:
                 name = response_id if kept_here is None else kept_here.name_of(response_id)
                 found.append(self._store.get(client, name))
             except LostError:
-                continue  # `items_of` says which item is missing
+                continue
         is_large = sum(stored.size for stored in found) > _LARGE
         return await self._bodies.run(partial(find_items, found, ids), is_large, client) if found else {}
 
@@ -293,7 +295,7 @@ class ResponseEndpoints:
         keep: Callable[[bytes], None],
         num_bytes: int,
     ) -> ASGIApp:
-        """Start to make a response, with a place among the server's requests and in its ledger until it is kept."""
+        """Start a background response, with a place and a ledger entry."""
         client, name = request.scope[CLIENT], request.scope["jaxllm"]["name"]
         entry: Entry = request.scope["jaxllm"]["entry"].give()
         with ExitStack() as places:
@@ -327,15 +329,15 @@ class ResponseEndpoints:
                 written.set_result(dumps(reply.snapshot()))
                 finish(written)
 
-        task.add_done_callback(end)  # and not a `finally`: a task that is cancelled at once does not even begin
+        task.add_done_callback(end)  # not `finally`: a task cancelled immediately never starts
         return _json(await self._written(job, client))
 
     async def _written(self, job: Job, client: str) -> bytes:
-        """Write a response as far as it has come; off the event loop if it repeats a long request."""
+        """Serialize a response so far, in a thread if its request is long."""
         response = job.reply.snapshot()
         if job.num_bytes <= _LARGE:
             return dumps(response)
-        response["output"] = deepcopy(response["output"])  # which may grow while it is written
+        response["output"] = deepcopy(response["output"])
         return await self._bodies.run(partial(dumps_large, response), True, client)
 
     async def _make(self, reply: ResponseReply, call: Call, traceparent: str | None) -> None:
@@ -352,7 +354,7 @@ class ResponseEndpoints:
             span.end(failure)
 
     async def _end_job(self, client: str, response_id: str) -> Job | None:
-        """Cancel a response that is being made, and wait until it has ended."""
+        """Cancel a background response, wait for its end, and return its job."""
         job = self._jobs.get((client, response_id))
         if job is not None:
             job.task.cancel()
@@ -367,7 +369,6 @@ class ResponseEndpoints:
 
 
 def _asked(request: Request) -> tuple[str, str]:
-    """Return who asks for which response."""
     response_id = request.path_params["response_id"]
     if not response_id.startswith(RESPONSE_PREFIX):
         message = f"Invalid 'response_id': {response_id[:64]!r}. Expected an ID that begins with 'resp'."

@@ -1,7 +1,4 @@
-"""uvicorn's server, without its handling of signals, and with our listener.
-
-Knows no route and no protocol.
-"""
+"""uvicorn's server with `Listener`, without signal handling."""
 
 from __future__ import annotations
 
@@ -17,19 +14,19 @@ from jaxllm_server.access.listener import Listener
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn's server on sockets that listen already."""
+    """uvicorn's server for sockets that are already listening."""
 
     def __init__(self, config: uvicorn.Config, handshake_seconds: float | None = None) -> None:
         super().__init__(config)
-        self._handshake_seconds = handshake_seconds  # until TLS is agreed upon
+        self._handshake_seconds = handshake_seconds
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals to the caller."""
+        """Do nothing: the caller handles signals."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to take connections, by `Listener` instead of the loop's own servers."""
+        """Accept connections with `Listener` instead of the event loop's servers."""
         await super().startup(sockets=[])
         make = cast(Any, self.config.http_protocol_class)
         loop = asyncio.get_running_loop()

@@ -1,7 +1,4 @@
-"""Server-sent events as bytes: `data: {…}`, a blank line, of OpenAI's older APIs `data: [DONE]` at the end. Pure.
-
-Knows nothing of what the events say.
-"""
+"""Serializes JSON and server-sent events: `data: {…}`, a blank line, and `data: [DONE]` for older APIs. Pure."""
 
 from __future__ import annotations
 
@@ -13,23 +10,23 @@ from jaxllm_server.shared.repeated import Continued, Repeated
 
 DONE = b"data: [DONE]\n\n"
 _END = b"\n\n"
-FEW = 256  # items of a list that are written at once
-# ASCII only: some clients split lines at U+2028 and U+0085 too (httpx's iter_lines does), in the middle of an event.
+FEW = 256  # list items serialized at once
+# ASCII only: some clients, such as httpx's iter_lines, also split lines at U+2028 and U+0085.
 _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 
 def dumps(value: Any) -> bytes:
-    """Return a value as JSON; NaN and infinities, which JSON does not have, are a ValueError."""
+    """Return a value as JSON; raises ValueError for NaN and infinities."""
     return _encode(value).encode("ascii")
 
 
 def dumps_large(value: Any) -> bytes:
-    """Return as `dumps` does, written in pieces: the encoder, in C, lets no other thread run while it writes one."""
+    """Return the same as `dumps`, in pieces so that other threads run: the C encoder holds the GIL."""
     return b"".join(pieces_of(value))
 
 
 def pieces_of(value: Any) -> Iterator[bytes | memoryview]:
-    """Write a value as JSON in small pieces."""
+    """Yield a value's JSON in small pieces."""
     if isinstance(value, Repeated):
         if value.json is None:
             value.json = b"".join(pieces_of(list(value)))
@@ -56,21 +53,21 @@ def pieces_of(value: Any) -> Iterator[bytes | memoryview]:
 
 
 def event(value: Any) -> bytes:
-    """Return one event."""
+    """Return an event."""
     return b"data: %b\n\n" % dumps(value)
 
 
 def named_event(name: str, value: Any) -> bytes:
-    """Return one event of a stream that has several kinds."""
+    """Return an event with a name."""
     return b"event: %b\ndata: %b\n\n" % (name.encode("ascii"), dumps(value))
 
 
 class EventWriter:
-    """Writes the events of one stream, which all begin with the same fields."""
+    """Writes the events of a stream that begin with the same fields."""
 
     def __init__(self, head: Mapping[str, Any]) -> None:
         self._head = b"data: " + dumps(head)[:-1] + b","
 
     def event(self, tail: Mapping[str, Any]) -> bytes:
-        """Return the event of the common fields and those of `tail`, of which there is at least one."""
+        """Return an event of the common fields and at least one of `tail`."""
         return self._head + dumps(tail)[1:] + _END

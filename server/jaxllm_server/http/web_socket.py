@@ -1,7 +1,6 @@
-"""A WebSocket (RFC 6455) on a connection of the HTTP front end: receives one message at a time, sends texts.
+"""A server-side WebSocket (RFC 6455) that receives one message at a time and sends texts.
 
-`websockets` reads and writes frames. This module adds bounds: bytes and time of a message, the number of frames,
-clients that do not read or do not answer. Independent of routes.
+`websockets` parses frames; this module limits message size, duration and frames, and stalled clients.
 """
 
 from __future__ import annotations
@@ -28,22 +27,22 @@ if TYPE_CHECKING:
 
 _GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # RFC 6455, section 1.3
 _KEY_BYTES = 16
-_PIECE = 4096  # bytes that are parsed before their frames are counted
-_FRAME = 1 << 20  # bytes of a text that are sent at once
-# Frames, which take 15 µs each (measured): at once, in a second, and in a KiB. A message takes room until it is taken.
+_PIECE = 4096  # bytes parsed before frames are counted
+_FRAME = 1 << 20  # maximum bytes per sent frame
+# Limits of frames, which take 15 µs each (measured): burst, per second, per KiB. A message counts until it is taken.
 _MOST_FRAMES, _FRAMES_A_SECOND, _FRAMES_A_KIB = 64.0, 10.0, 1.0
-_CLOSE_SECONDS = 5.0  # for the other side to close
+_CLOSE_SECONDS = 5.0
 
 
-# Counts the bytes of a message while it is held; see `Entry.charge`.
+# Charges a message's bytes while it is held; see `Entry.charge`.
 Place = Callable[[], AbstractContextManager[Callable[[int], None]]]
 
 
 def answer_headers(headers: Sequence[tuple[bytes, bytes]]) -> Headers:
-    """Return the headers of the answer that accepts an offer to speak WebSocket.
+    """Return the headers that accept a WebSocket request.
 
     Raises:
-        Refusal: if the offer is of another version, or lacks its key.
+        Refusal: if the version is unsupported or the key invalid.
     """
     given = {name: value for name, value in headers if name.startswith(b"sec-websocket-")}
     if given.get(b"sec-websocket-version") != b"13":
@@ -57,15 +56,15 @@ def answer_headers(headers: Sequence[tuple[bytes, bytes]]) -> Headers:
 
 
 class WebSocket:
-    """The server's end of one. Its connection calls `data_received`, `resume` and `lost`."""
+    """A WebSocket. The connection calls `data_received`, `resume` and `lost`."""
 
     def __init__(
         self,
         transport: asyncio.Transport,
         flow: FlowControl,
         *,
-        max_bytes: int,  # of a message
-        stall_seconds: float | None,  # for a message to arrive whole, and for a silent client to answer a ping
+        max_bytes: int,
+        stall_seconds: float | None,  # for a complete message, and for a silent client's pong
         place: Place,
     ) -> None:
         self._transport = transport
@@ -74,29 +73,29 @@ class WebSocket:
         self._place = place
         self._loop = asyncio.get_running_loop()
         self._protocol = Protocol(Side.SERVER, state=State.OPEN, max_size=max_bytes)
-        self._pieces: list[BytesLike] = []  # of the message that is coming
-        self._messages: deque[bytes] = deque()  # not taken yet
-        self._arrived = asyncio.Event()  # a message, or the end
-        self._held = ExitStack()  # counts received bytes until they are taken
+        self._pieces: list[BytesLike] = []
+        self._messages: deque[bytes] = deque()
+        self._arrived = asyncio.Event()
+        self._held = ExitStack()  # charges received bytes until they are taken
         self._grow = self._held.enter_context(place())
-        self._is_coming = False  # a message has begun and is not whole
-        self._is_silent = False  # since the last ping
+        self._is_coming = False
+        self._is_silent = False  # nothing received since the last ping
         self._late: asyncio.TimerHandle | None = None
         self._aborting: asyncio.TimerHandle | None = None
         self._watch: asyncio.TimerHandle | None = None
         if stall_seconds is not None:
             self._watch = self._loop.call_later(stall_seconds, self._expect_more)
-        self._room, self._room_at = _MOST_FRAMES, self._loop.time()  # for frames, at that time
-        self.ended = asyncio.Event()  # no more messages; the client may not have answered yet
+        self._room, self._room_at = _MOST_FRAMES, self._loop.time()  # frame allowance at that time
+        self.ended = asyncio.Event()  # no further messages; the client may not have closed yet
 
     async def receive(self) -> bytes | None:
-        """Wait for a message's text; None at the end. Its bytes are counted until `release`."""
+        """Wait for a message's text, charged until `release`; returns None at the end."""
         while not self._messages:
             if self.ended.is_set():
                 return None
             self._arrived.clear()
             await self._arrived.wait()
-        await asyncio.sleep(0)  # other tasks run between the messages of one client
+        await asyncio.sleep(0)
         if not self._messages:
             return None
         message = self._messages.popleft()
@@ -105,15 +104,15 @@ class WebSocket:
         return message
 
     def release(self) -> None:
-        """Stop counting the bytes of the messages that were taken."""
+        """Stop charging the bytes of messages taken."""
         self._held.close()
         if not self.ended.is_set():
             self._grow = self._held.enter_context(self._place())
             rest = sum(map(len, (*self._messages, *self._pieces, self._protocol.reader.buffer)))
-            self._grow(rest)  # it had room before
+            self._grow(rest)  # already charged before
 
     async def send(self, text: bytes) -> None:
-        """Send a text when the client has read enough; after the end, do nothing."""
+        """Send a text, waiting for the client to read; does nothing after the end."""
         for start in range(0, len(text), _FRAME):
             if self._flow.write_paused:
                 await self._flow.drain()
@@ -124,27 +123,27 @@ class WebSocket:
             self._write()
 
     def close(self, code: int = CloseCode.NORMAL_CLOSURE, reason: str = "") -> None:
-        """End it; a client that does not answer is cut off."""
+        """Close; a client that does not respond is disconnected."""
         if self._protocol.state is State.OPEN and not self.ended.is_set():
             self._protocol.send_close(code, reason)
             self._write()
 
     def data_received(self, data: bytes) -> None:
-        """Read frames."""
+        """Process received bytes."""
         self._is_silent = False
         for start in range(0, len(data), _PIECE):
             self._read(data[start : start + _PIECE])
         if not self.ended.is_set() and (self._messages or self._flow.write_paused):
-            self._flow.pause_reading()  # or answers to pings would pile up
+            self._flow.pause_reading()  # otherwise pongs would accumulate
 
     def resume(self) -> None:
-        """Read again, unless a message waits."""
+        """Resume reading, unless a message is waiting."""
         if not self._messages:
             self._flow.resume_reading()
             self._time_message()
 
     def lost(self) -> None:
-        """Note the end of the connection."""
+        """Handle the connection's end."""
         self._end()
         for timer in (self._late, self._watch, self._aborting):
             if timer is not None:
@@ -179,7 +178,7 @@ class WebSocket:
         self._time_message()
 
     def _time_message(self) -> None:
-        """Bound the time of the message that is coming, but not while the server itself has paused reading."""
+        """Limit the duration of the incoming message while reading."""
         is_timed = self._is_coming and not self._messages and not self._flow.write_paused
         if not is_timed and self._late is not None:
             self._late.cancel()
@@ -195,14 +194,14 @@ class WebSocket:
             self._arrived.set()
 
     def _write(self) -> None:
-        """Send the protocol's data, and close the transport after it."""
+        """Send pending frames, and close the transport after the last."""
         for data in self._protocol.data_to_send():
             if data:
                 self._transport.write(data)
             elif self._transport.can_write_eof():
                 self._transport.write_eof()
             else:
-                self._transport.close()  # TLS has no half of a connection
+                self._transport.close()  # TLS does not support half-closed connections
         if self._protocol.state is not State.OPEN:
             self._end()
 
@@ -210,7 +209,7 @@ class WebSocket:
         self.close(CloseCode.POLICY_VIOLATION, f"a message did not come within {self._stall_seconds:g} seconds")
 
     def _expect_more(self) -> None:
-        """Ping a silent client, and cut off one that has not answered the last ping."""
+        """Ping the client; disconnect one that did not respond to the last ping."""
         assert self._stall_seconds is not None
         reads = not self._messages and not self._flow.write_paused
         if reads and self._is_silent:
@@ -230,5 +229,5 @@ class WebSocket:
         self._pieces.clear()
         self._held.close()
         if not self._transport.is_closing():
-            self._flow.resume_reading()  # to see the connection's end
+            self._flow.resume_reading()
             self._aborting = self._loop.call_later(_CLOSE_SECONDS, self._transport.abort)

@@ -1,7 +1,4 @@
-"""How the answer to a request for text becomes bytes: whole, or as events of a stream in the framing of its API.
-
-A reply says what an answer holds, as plain data; a writer of this module puts it on the wire. Knows no engine.
-"""
+"""Serializes answers: complete, or as a stream in the framing of the API."""
 
 from __future__ import annotations
 
@@ -11,72 +8,69 @@ from typing import Any, Protocol, TypeAlias
 from jaxllm_server.generation.calls import Call, Chunk
 from jaxllm_server.http.sse import DONE, EventWriter, dumps, event, named_event
 from jaxllm_server.openai.replies import error_body_of
-from jaxllm_server.requests.form import Reply
+from jaxllm_server.requests.form import CallsReply, Reply
 
 Write: TypeAlias = Callable[[Any], bytes]
 
 
 class Writer(Protocol):
-    """Writes one answer. It remembers how far it has written, and nothing else."""
+    """Serializes one answer. Its only state is the progress of the output."""
 
-    media_type: bytes  # of a stream
+    media_type: bytes
 
     def whole(self, chunks: Sequence[Chunk], write: Write = dumps) -> bytes:
-        """Return the whole answer; one chunk for each call. Called in any thread."""
+        """Return the complete answer; takes one chunk per call. Thread-safe."""
         ...
 
     def finish(self, content: bytes) -> None:
-        """Take note of the whole answer as it was written."""
+        """Process the complete answer after serialization."""
         ...
 
     def events(self, number: int, chunk: Chunk) -> bytes:
-        """Return what a chunk of call `number` adds to a stream, b"" for nothing."""
+        """Return the stream's bytes for a chunk of call `number`, possibly empty."""
         ...
 
     def end(self) -> bytes:
-        """Return what ends a stream; raises what keeps it from ending well."""
+        """Return the end of a stream; may raise an error instead."""
         ...
 
     def failure(self, error: Exception) -> bytes:
-        """Return what ends a stream that has failed."""
+        """Return the end of a failed stream."""
         ...
 
 
-class EventReply(Protocol):
-    """One request of an API whose stream has events of several types, and how its chunks are written.
+class EventReply(CallsReply, Protocol):
+    """A request of an API with several event types in a stream.
 
-    Each event is an object that says its `type`. The id, the time and the model come by `begin`, before all else.
+    Each event has a `type`. `begin` is called first.
     """
 
     calls: Sequence[Call]
     is_stream: bool
-    request_id: str
-    id_prefix: str
-    names: Mapping[str, str]  # parameter that an error names -> field of the request, where they differ
 
     def begin(self, head: Mapping[str, Any]) -> None:
-        """Take in `id`, `created` (seconds since 1970) and `model`."""
+        """Set `id`, `created` (seconds since 1970) and `model`."""
         ...
 
     def response(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        """Return the whole answer; one chunk for each call."""
+        """Return the complete answer; takes one chunk per call."""
         ...
 
     def events(self, number: int, chunk: Chunk) -> list[dict[str, Any]]:
-        """Return a chunk's events, of call `number`; the first chunk's begin with those that open a stream."""
+        """Return the events of call `number`'s chunk; the first chunk also opens the stream."""
         ...
 
     def last_events(self) -> list[dict[str, Any]]:
-        """Return the events after the last chunk's."""
+        """Return the events after the last chunk."""
         ...
 
     def failure(self, error: Exception) -> list[dict[str, Any]]:
-        """Return the events that end a stream which has failed."""
+        """Return the events that end a failed stream."""
         ...
 
 
 class ChunkWriter:
-    """Writes the answers of completions and chats: events begin with the same fields, and `[DONE]` comes last."""
+    """Writes answers of completions and chats; the stream ends with `[DONE]`."""
 
     media_type = b"text/event-stream; charset=utf-8"
 
@@ -86,28 +80,28 @@ class ChunkWriter:
         self._writer = EventWriter({"object": reply.chunk_object, **head})
 
     def whole(self, chunks: Sequence[Chunk], write: Write = dumps) -> bytes:
-        """Return the whole answer."""
+        """Return the complete answer."""
         return write({"object": self._reply.object, **self._head, **self._reply.response(chunks)})
 
     def finish(self, content: bytes) -> None:
-        """Keep nothing."""
+        """Do nothing."""
 
     def events(self, number: int, chunk: Chunk) -> bytes:
-        """Return what a chunk adds."""
+        """Return a chunk's events."""
         return b"".join(self._writer.event(tail) for tail in self._reply.events(number, chunk))
 
     def end(self) -> bytes:
-        """Return the usage, where it was asked for, and the end."""
+        """Return the usage event, if requested, and `[DONE]`."""
         last = self._reply.last_event()
         return DONE if last is None else self._writer.event(last) + DONE
 
     def failure(self, error: Exception) -> bytes:
-        """Return the error and the end."""
+        """Return the error event and `[DONE]`."""
         return event(error_body_of(error)) + DONE
 
 
 class NamedWriter:
-    """Writes events with their names, which are their types: `event: …` before `data: …`."""
+    """Writes events with their type as name: `event: …` before `data: …`."""
 
     media_type = b"text/event-stream; charset=utf-8"
 
@@ -116,14 +110,14 @@ class NamedWriter:
         reply.begin(head)
 
     def whole(self, chunks: Sequence[Chunk], write: Write = dumps) -> bytes:
-        """Return the whole answer."""
+        """Return the complete answer."""
         return write(self._reply.response(chunks))
 
     def finish(self, content: bytes) -> None:
-        """Keep nothing."""
+        """Do nothing."""
 
     def events(self, number: int, chunk: Chunk) -> bytes:
-        """Return what a chunk adds."""
+        """Return a chunk's events."""
         return self._write(self._reply.events(number, chunk))
 
     def end(self) -> bytes:
@@ -131,7 +125,7 @@ class NamedWriter:
         return self._write(self._reply.last_events())
 
     def failure(self, error: Exception) -> bytes:
-        """Return the events that tell of an error."""
+        """Return the error events."""
         return self._write(self._reply.failure(error))
 
     def _write(self, events: Sequence[Mapping[str, Any]]) -> bytes:

@@ -1,1 +1,1 @@
-"""What operators see: Prometheus metrics, log lines, traces."""
+"""Prometheus metrics, log lines and OpenTelemetry traces."""

@@ -1,4 +1,4 @@
-"""The metrics of several engines: each family once, with the samples of each, by the label `engine`."""
+"""Prometheus metrics of several engines, distinguished by the label `engine`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxllm_server.observability.prometheus import FinishedByAdapter, Prometheus
 
 
 class FleetObserver(PrometheusObserver):
-    """An observer of the first engine, with observers of the others."""
+    """The observer of the first engine, which also reports the others."""
 
     def __init__(self, client: EngineClient, model_name: str, adapters: FinishedByAdapter) -> None:
         first, *others = client.engines
@@ -21,12 +21,12 @@ class FleetObserver(PrometheusObserver):
             client.add_observer(observer, number)
 
     def collect(self) -> Iterator[Metric]:
-        """Give all families."""
+        """Yield all metric families, merged over the engines."""
         families = {family.name: family for family in super().collect()}
         handled = {family.name for family in self._handled_families()}
         for other in self._others:
             for family in other.collect():
-                if family.name in handled:  # of the front ends, which there are once
+                if family.name in handled:  # front-end metrics exist once
                     continue
                 known = families.setdefault(family.name, family)
                 if known is not family:
@@ -35,7 +35,7 @@ class FleetObserver(PrometheusObserver):
 
 
 def observer_of(client: EngineClient, model_name: str, adapters: FinishedByAdapter) -> PrometheusObserver:
-    """Make the observer of an engine or of a fleet, and have it called."""
+    """Create and register the observer of an engine or fleet."""
     if len(client.engines) > 1:
         return FleetObserver(client, model_name, adapters)
     observer = PrometheusObserver(client, model_name, adapters)

@@ -1,4 +1,4 @@
-"""Keeps a log short where any client can make the server repeat a line, without a key even. Knows no server."""
+"""Rate limit for log lines that any client can trigger."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import time
 from collections.abc import Callable
 
 SECONDS = 10.0
-_MOST_LINES = 64  # that are remembered; one that names a request comes once anyway
+_MOST_LINES = 64  # remembered lines; a line with a request id does not recur
 
 
 class Seldom(logging.Filter):
-    """Lets a line of some loggers through once in ten seconds; the next one says how many like it were left out.
+    """Passes each line of some loggers once per ten seconds, and counts the suppressed repetitions.
 
-    For a handler: filters of loggers would outlive it.
+    Add it to a handler: filters of loggers would outlive the handler.
     """
 
     def __init__(self, *names: str, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._names = names
         self._clock = clock
-        self._lines: dict[str, tuple[float, int]] = {}  # when each was written, and how often it was not since
+        self._lines: dict[str, tuple[float, int]] = {}  # line -> (time written, repetitions suppressed since)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Say whether a line is to be written; takes no lock, as the event loop alone writes these lines."""
+        """Return whether to write a line. No lock: only the event loop writes these lines."""
         if record.name not in self._names or record.exc_info:
             return True
         line, now = record.getMessage(), self._clock()
@@ -35,5 +35,5 @@ class Seldom(logging.Filter):
             record.msg, record.args = f"{line} ({num_left_out} more such lines were left out)", None
         self._lines[line] = now, 0
         if len(self._lines) > _MOST_LINES:
-            del self._lines[next(iter(self._lines))]  # the one that came least recently
+            del self._lines[next(iter(self._lines))]  # the oldest
         return True

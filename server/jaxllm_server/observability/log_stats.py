@@ -1,4 +1,4 @@
-"""A line about the engine's speed every few seconds while there is traffic, in vLLM's words. Knows no log."""
+"""A periodic log line of throughput and load in vLLM's format."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from jaxllm.metrics import Load, Metrics
 
 
 class Engine(Protocol):
-    """An engine, as far as the line reads it."""
+    """The engine's interface used here."""
 
     @property
     def metrics(self) -> Metrics:
-        """Its counters."""
+        """The engine's counters."""
         ...
 
     def get_load(self) -> Load:
-        """Say how busy the engine is."""
+        """Return the engine's load."""
         ...
 
 
 class Counts(NamedTuple):
-    """The counters that a line is made of, at one moment."""
+    """The counters of the line at one time."""
 
-    seconds: float  # of a monotonic clock
+    seconds: float
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
@@ -38,9 +38,9 @@ def counts_of(metrics: Metrics, now: float) -> Counts:
 
 
 def stats_line(before: Counts, after: Counts, load: Load) -> str | None:
-    """Describe what happened between two moments, and how busy the engine is now; None if nothing did and it is idle.
+    """Return the line for the interval between two readings; None if the engine was idle.
 
-    The hit rate is that of the prompts which began in between, or of all before where none did.
+    The hit rate covers prompts begun in the interval, else all earlier ones.
     """
     prompts = after.prompt_tokens - before.prompt_tokens
     generated = after.generated_tokens - before.generated_tokens
@@ -58,7 +58,7 @@ def stats_line(before: Counts, after: Counts, load: Load) -> str | None:
 
 
 async def log_stats(engine: Engine, interval: float, log: Callable[[str], object]) -> None:
-    """Call `log` with a line every `interval` seconds in which there was traffic, until cancelled; never with 0."""
+    """Log a line every `interval` seconds unless idle, until cancelled; 0 disables it."""
     before = counts_of(engine.metrics, time.monotonic())
     while interval > 0:
         await asyncio.sleep(interval)

@@ -1,9 +1,7 @@
-"""What Prometheus scrapes: vLLM's families under `jaxllm:`, and jaxllm's own.
+"""Prometheus metrics: vLLM's families with prefix `jaxllm:`, and further ones.
 
-Names, buckets and labels are vLLM's (v1/metrics/loggers.py), so that its dashboards need another prefix only. Counters
-and gauges are read from the engine at each scrape; histograms are fed by the events of `Observer`. Every label
-comes from a closed set: what a client sends can never add a series. Nothing here waits for the engine. Belongs to the
-event loop; knows no route and no RPC but by name.
+Names, buckets and labels are vLLM's (v1/metrics/loggers.py), so its dashboards only need another prefix. Label values
+are from closed sets, so clients cannot create series. A scrape never waits for the engine. Used on the event loop.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from jaxllm.outputs import FinishReason, RequestOutput
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.v1 import control_pb2, inference_pb2
 
-OTHER = "other"  # the label of everything that is in no closed set
+OTHER = "other"  # label of values outside the closed sets
 HTTP_ROUTES = (
     "/v1/completions",
     "/v1/chat/completions",
@@ -81,7 +79,7 @@ GRPC_ROUTES = tuple(
     for service in file.services_by_name.values()
     for method in service.methods
 )
-CLIENT_GONE = 499  # as nginx and the table of errors call it; no HTTPStatus
+CLIENT_GONE = 499  # client closed the connection: nginx's status, not in HTTPStatus
 _ROUTES = MappingProxyType({"http": frozenset(HTTP_ROUTES), "grpc": frozenset(GRPC_ROUTES)})
 _CODES = MappingProxyType(
     {
@@ -90,7 +88,7 @@ _CODES = MappingProxyType(
     }
 )
 
-_TOKENS = tuple(digit * 10**power for power in range(9) for digit in (1, 2, 5))  # cut at max_model_len, as in vLLM
+_TOKENS = tuple(digit * 10**power for power in range(9) for digit in (1, 2, 5))
 _FIRST_TOKEN = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
     *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -106,7 +104,7 @@ _STEP = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2
 _HANDLING = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _SHARE = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 
-# Name without its prefix, what it counts, buckets.
+# Name without prefix, documentation, buckets.
 HISTOGRAMS: tuple[tuple[str, str, Sequence[float]], ...] = (
     ("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS),
     ("request_generation_tokens", "Generated tokens of an output.", _TOKENS),
@@ -158,13 +156,11 @@ GAUGES: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
         lambda load: load.kv_blocks_used / max(load.kv_blocks_total, 1),
     ),
 )
-_DEVICE_BYTES = MappingProxyType(
-    {"bytes_in_use": "in_use", "peak_bytes_in_use": "peak", "bytes_limit": "limit"}  # JAX's names, ours
-)
+_DEVICE_BYTES = MappingProxyType({"bytes_in_use": "in_use", "peak_bytes_in_use": "peak", "bytes_limit": "limit"})
 
 
 class Histogram:
-    """Counts of values by bucket, cheap to add to: a few hundred nanoseconds, however many values at once."""
+    """A histogram; observing takes a few hundred nanoseconds for any count."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
@@ -177,7 +173,7 @@ class Histogram:
         self._sum += value * count
 
     def buckets(self, highest: float = math.inf) -> tuple[list[tuple[str, float]], float]:
-        """Return the cumulative count up to each bound that is at most `highest`, and the sum of all values."""
+        """Return cumulative counts of the buckets up to `highest`, and the sum of values."""
         totals = list(accumulate(self._counts))
         shown = [
             (str(float(bound)), total) for bound, total in zip(self.bounds, totals, strict=False) if bound <= highest
@@ -186,44 +182,44 @@ class Histogram:
 
 
 class FinishedRequests(Protocol):
-    """Requests of one adapter that have ended."""
+    """The finished requests of an adapter."""
 
     @property
     def name(self) -> str:
-        """The name under which the adapter is served."""
+        """The adapter's served name."""
         ...
 
     @property
     def num_finished(self) -> int:
-        """How many have ended."""
+        """Number of finished requests."""
         ...
 
 
 class FinishedByAdapter(Protocol):
-    """The served adapters, as metrics read them."""
+    """The finished requests of all served adapters."""
 
     @property
     def num_finished_others(self) -> int:
-        """How many requests of adapters that are no longer loaded have ended."""
+        """Number of finished requests of unloaded adapters."""
         ...
 
     def __iter__(self) -> Iterator[FinishedRequests]: ...
 
 
 class PrometheusObserver(Collector):
-    """An `Observer` of one engine, and the text that Prometheus reads. Has a registry of its own."""
+    """An `Observer` of one engine and a Prometheus collector."""
 
     content_type = CONTENT_TYPE_PLAIN_0_0_4
 
     def __init__(self, engine: EngineView, model_name: str, adapters: FinishedByAdapter, number: int = 0) -> None:
-        """`number` is which of a fleet's engines it is."""
+        """`number` is the engine's index in a fleet."""
         self._engine = engine
         self.adapters = adapters
         self._labels = {"model_name": model_name, "engine": str(number)}
         self._histograms = {name: Histogram(bounds) for name, _, bounds in HISTOGRAMS}
-        self._handled: dict[tuple[str, str, str], int] = {}  # by protocol, route and code
-        self._handling: dict[tuple[str, str], Histogram] = {}  # by protocol and route
-        self.held_bytes: Callable[[], Mapping[str, int]] = dict  # by account of the server's ledger
+        self._handled: dict[tuple[str, str, str], int] = {}
+        self._handling: dict[tuple[str, str], Histogram] = {}
+        self.held_bytes: Callable[[], Mapping[str, int]] = dict
         self._process = psutil.Process()
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -232,23 +228,23 @@ class PrometheusObserver(Collector):
         GCCollector(registry=self._registry)
 
     def step(self, report: StepReport) -> None:
-        """Take note of a step."""
+        """Record a step."""
         own = self._histograms
         own["step_seconds"].observe(report.seconds)
         own["iteration_tokens_total"].observe(report.num_tokens)
         own["batch_occupancy"].observe(report.num_rows / max(self._engine.get_load().max_running, 1))
 
     def tokens(self, seconds: float, count: int, is_first: bool) -> None:
-        """Take note of tokens: those that came together share the time since the ones before."""
+        """Record the latency of tokens, shared equally by those that arrive together."""
         if is_first:
             self._histograms["time_to_first_token_seconds"].observe(seconds)
         else:
             self._histograms["inter_token_latency_seconds"].observe(seconds / count, count)
 
     def finished(self, output: RequestOutput, params: SamplingParams) -> None:
-        """Take note of a request that has ended, however it did.
+        """Record a finished request, successful or not.
 
-        Prompt tokens count once a request, not once an output as in vLLM, so that their sum is `prompt_tokens_total`.
+        Unlike vLLM, prompt tokens count once per request, not per output, to match `prompt_tokens_total`.
         """
         own = self._histograms
         lengths = [len(completion.token_ids) for completion in output.outputs]
@@ -280,10 +276,10 @@ class PrometheusObserver(Collector):
             own["request_time_per_output_token_seconds"].observe(mean)
 
     def request_handled(self, protocol: str, route: str, code: int | str, seconds: float) -> None:
-        """Count a call that a front end has answered.
+        """Record an answered call.
 
-        `protocol` is "http" or "grpc"; `route` a route's template, as `/v1/completions`, or `package.Service/Method`;
-        `code` an HTTP status (499: the client has gone) or the name of a gRPC code. What is not known becomes "other".
+        `protocol` is "http" or "grpc"; `route` a template such as `/v1/completions`, or `package.Service/Method`;
+        `code` an HTTP status (499: client closed) or a gRPC code. Unknown routes and codes become "other".
         """
         known_routes, known_codes = _ROUTES[protocol], _CODES[protocol]
         route = route if protocol == "http" else route.removeprefix("/")
@@ -293,18 +289,18 @@ class PrometheusObserver(Collector):
         self._handling.setdefault((protocol, route), Histogram(_HANDLING)).observe(seconds)
 
     def render(self) -> bytes:
-        """Write everything in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Give all families; `render` calls it."""
+        """Yield all families, for `render`."""
         yield from self._engine_families()
         yield from self._histogram_families()
         yield from self._device_families()
         yield from self._handled_families()
 
     def describe(self) -> Iterable[Metric]:
-        """Give no names beforehand: they are not needed, and the engine may not be there yet."""
+        """Return no descriptions: the engine may not be loaded when this is called."""
         return ()
 
     def _engine_families(self) -> Iterator[Metric]:
@@ -338,7 +334,6 @@ class PrometheusObserver(Collector):
         yield self._gauge("cache_config_info", "How the KV cache is set up.", [(labels, 1.0)])
 
     def _draft_families(self, metrics: Metrics) -> Iterator[Metric]:
-        """Report drafts by vLLM's names."""
         for name, documentation, count in (
             ("num_drafts", "Rows that verified drafts.", metrics.drafting_rows),
             ("num_draft_tokens", "Drafts that they verified.", metrics.draft_tokens),
@@ -350,7 +345,7 @@ class PrometheusObserver(Collector):
         yield self._counter("spec_decode_num_accepted_tokens_per_pos", text, places)
 
     def _adapter_families(self, load: Load) -> Iterator[Metric]:
-        """Report which adapters requests have; a router reads the names out of the labels, of the newest sample."""
+        """Yield the adapters in use, as labels; routers read the newest sample."""
         labels = {
             "max_lora": str(self._engine.config.max_loras),
             "running_lora_adapters": ",".join(load.running_adapters),
@@ -367,7 +362,7 @@ class PrometheusObserver(Collector):
     def _histogram_families(self) -> Iterator[Metric]:
         try:
             longest = self._engine.model.max_model_len
-        except EngineError:  # still being loaded: there has been no request
+        except EngineError:
             return
         for name, documentation, bounds in HISTOGRAMS:
             family = HistogramMetricFamily(f"jaxllm:{name}", documentation, labels=list(self._labels))
@@ -376,7 +371,7 @@ class PrometheusObserver(Collector):
             yield family
 
     def _device_families(self) -> Iterator[Metric]:
-        """Report what is loaded and compiled; nothing while the model is being loaded, when to ask JAX would wait."""
+        """Yield device metrics, unless the model is loading: querying JAX would block."""
         report = self._engine.device_report()
         if report is None:
             return
@@ -393,7 +388,6 @@ class PrometheusObserver(Collector):
         yield self._gauge("device_memory_bytes", "Memory of a device; of a CPU, this process'.", memory)
 
     def _handled_families(self) -> Iterator[Metric]:
-        """Report the calls that the front ends answered, and their memory; most calls never reach an engine."""
         held = GaugeMetricFamily("jaxllm:held_bytes", "Bytes held for requests, by kind.", labels=["account"])
         for account, num_bytes in self.held_bytes().items():
             held.add_metric([account], num_bytes)

@@ -1,8 +1,7 @@
-"""OpenTelemetry spans of requests, joined to the trace that a client's `traceparent` names.
+"""OpenTelemetry spans of requests, as children of the client's `traceparent`.
 
-A front end starts a span for each call; the code that knows the request's outcome describes it with `current_span`, and
-the span takes vLLM's name and attributes (vllm/tracing.py: `llm_request`, `gen_ai.*`). The packages come with
-`jaxllm[otel]` and are imported only where an endpoint is given; otherwise every span is one that does nothing.
+A front end starts a span per call; `current_span` lets other code add attributes, with vLLM's names (vllm/tracing.py:
+`llm_request`, `gen_ai.*`). The packages, in `jaxllm[otel]`, are imported only if an endpoint is set.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ if TYPE_CHECKING:
 Attribute = str | bool | int | float
 REQUEST_SPAN = "llm_request"
 _MOST_CHARACTERS = 256  # of an error's text
-FAREWELL_SECONDS = 2.0  # for the last spans to leave
+FAREWELL_SECONDS = 2.0
 
 
 class Span:
-    """A call that is being answered. This one is of a server without traces: it forgets everything."""
+    """The span of a call; this class, without tracing, does nothing."""
 
     def set(self, attributes: Mapping[str, Attribute | None], name: str | None = None) -> None:
-        """Add attributes, None ones left out; with `name` the span is called so from now on."""
+        """Set attributes, ignoring None; `name` renames the span."""
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the span, as failed if there was an error; a cancelled call did not fail. Only the first end counts."""
+        """End the span, as failed for an `error` other than a cancellation. Only the first call counts."""
 
 
 NO_SPAN = Span()
@@ -43,36 +42,35 @@ _current: ContextVar[Span] = ContextVar("jaxllm_span", default=NO_SPAN)
 
 
 def current_span() -> Span:
-    """Return the span of the call that this task answers; one that does nothing if there is none."""
+    """Return the span of the current task's call, or one that does nothing."""
     return _current.get()
 
 
 class Tracer:
-    """Starts spans. This one is of a server without traces; see `from_endpoint`."""
+    """Starts spans; this class, without tracing, does nothing."""
 
     @staticmethod
     def from_endpoint(endpoint: str | None) -> Tracer:
-        """Send spans to an OTLP collector over HTTP, as http://localhost:4318; None gives a tracer that does nothing.
+        """Return a tracer that exports over OTLP/HTTP, such as to http://localhost:4318; None disables tracing.
 
-        Where the URL has no path it is OTLP's, /v1/traces. What OpenTelemetry's own environment variables say about
-        sampling, headers, batches and the service's name holds.
+        The default path is /v1/traces. OpenTelemetry's environment variables apply.
 
         Raises:
-            UserError: the URL is not one of HTTP, or OpenTelemetry is not installed.
+            UserError: if the URL is not HTTP, or OpenTelemetry is not installed.
         """
         if endpoint is None:
             return Tracer()
         return tracer_to(exporter_to(endpoint))
 
     def start(self, traceparent: str | None, name: str, attributes: Mapping[str, Attribute | None]) -> Span:
-        """Start a span and make it the current task's; it is the client's trace that goes on where there is one.
+        """Start a span, in the client's trace if any, and make it the task's current one.
 
-        A `traceparent` that is not of the form of W3C's Trace Context is ignored.
+        An invalid `traceparent` is ignored.
         """
         return NO_SPAN
 
     def close(self) -> None:
-        """Send what has not been sent and stop. Waits two seconds at most: a collector may not answer."""
+        """Export the remaining spans and stop, within two seconds."""
 
 
 def request_attributes(
@@ -83,7 +81,7 @@ def request_attributes(
     prompt_tokens: int,
     completion_tokens: int,
 ) -> dict[str, Attribute | None]:
-    """Name what is known of a request as vLLM does; times in seconds, None for what has not happened."""
+    """Return a request's attributes by vLLM's names; times in seconds, None if not reached."""
     attributes: dict[str, Attribute | None] = {
         "gen_ai.response.model": model,
         "gen_ai.request.id": request_id,
@@ -112,13 +110,13 @@ def _between(start: float | None, end: float | None) -> float | None:
 
 
 class _RecordedSpan(Span):
-    """A span that is sent once it has ended."""
+    """A span that is exported when it ends."""
 
     def __init__(self, span: Any) -> None:
-        self._span = span  # of OpenTelemetry
+        self._span = span
 
     def set(self, attributes: Mapping[str, Attribute | None], name: str | None = None) -> None:
-        if not self._span.is_recording():  # it has ended, or its trace was not chosen to be sampled
+        if not self._span.is_recording():  # ended, or not sampled
             return
         if name is not None:
             self._span.update_name(name)
@@ -137,7 +135,7 @@ class _RecordedSpan(Span):
 
 
 class _RecordingTracer(Tracer):
-    """A tracer with a provider of its own: OpenTelemetry's global one is left to the process."""
+    """A tracer with a separate provider, leaving OpenTelemetry's global one unused."""
 
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -157,14 +155,14 @@ class _RecordingTracer(Tracer):
         return span
 
     def close(self) -> None:
-        # OpenTelemetry's own waits up to 30 s for a collector that is gone (measured with 1.45).
+        # OpenTelemetry's shutdown waits up to 30 s for an unreachable collector (measured with 1.45).
         closing = threading.Thread(target=self.provider.shutdown, name="jaxllm-tracing-close", daemon=True)
         closing.start()
         closing.join(FAREWELL_SECONDS)
 
 
 def exporter_to(endpoint: str) -> SpanExporter:
-    """Return an exporter of spans for an OTLP endpoint over HTTP."""
+    """Return a span exporter for an OTLP endpoint over HTTP."""
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UserError(
@@ -184,13 +182,13 @@ def exporter_to(endpoint: str) -> SpanExporter:
 
 
 def tracer_to(exporter: SpanExporter) -> Tracer:
-    """Make a tracer whose spans leave in batches, in a thread; more than the queue holds are dropped."""
+    """Return a tracer that exports in batches from a thread, dropping spans if its queue is full."""
     from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     resource = Resource({SERVICE_NAME: "jaxllm"}).merge(OTELResourceDetector().detect())
-    # At exit, do not wait for a collector that does not answer: `close` is called where there is time.
+    # `close` flushes; waiting at exit could hang on the collector.
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return _RecordingTracer(provider)

@@ -1,4 +1,4 @@
-"""`/api/chat`, `/api/generate` and `/api/embed`: a body becomes a call, its chunks become lines.
+"""Converts bodies of `/api/chat` and `/api/generate` to calls, and their chunks to lines.
 
 Pure functions of their arguments. Names and meanings are those of Ollama's docs/api.md.
 """
@@ -14,9 +14,7 @@ from jaxllm.sampling_params import SamplingParams
 from jaxllm_server.generation.calls import Call, Chunk, Part, Timing
 from jaxllm_server.ollama.models import model_name, moment
 from jaxllm_server.openai.conversation import conversation_of
-from jaxllm_server.openai.pooling import PoolReply, numbers_text
-from jaxllm_server.pooling.pool_calls import PoolResult
-from jaxllm_server.requests.fields import Body, flag, mapping, prompts_of, text
+from jaxllm_server.requests.fields import Body, flag, mapping, text
 from jaxllm_server.requests.shared_fields import given
 from jaxllm_server.shared import strict_json
 from jaxllm_server.shared.error_table import message_of
@@ -160,30 +158,6 @@ class OllamaGenerateReply(_Reply):
     def _line(self, content: str, thinking: str, calls: Sequence[Any] = ()) -> dict[str, Any]:
         shown = {"thinking": thinking} if thinking else {}
         return {**self._head, "response": content, **shown, "done": False}
-
-
-class OllamaEmbedReply(PoolReply):
-    """Of `/api/embed`."""
-
-    id_prefix = "embed-"
-    list_name = "embeddings"
-    names: Mapping[str, str] = {"inputs": "input", "prompt": "input"}
-    fields = frozenset({"model", "input", "truncate", "options", "keep_alive", "dimensions"})
-    unbuilt: Mapping[str, tuple[Any, ...]] = {}
-
-    def __init__(self, body: Body, options: ServerOptions, request_id: str) -> None:
-        fields = self._given(body, options)
-        cut = {"truncate_prompt_tokens": -1} if flag(fields, "truncate", True) else {}
-        inputs = prompts_of(fields, "input", options.max_pooling_inputs)
-        own = {"task": "embed", "inputs": inputs, "dimensions": fields.get("dimensions"), "add_special_tokens": True}
-        super().__init__({"model": model_name(fields), **cut}, request_id, **own)
-
-    def tail(self, results: Sequence[PoolResult]) -> dict[str, Any]:
-        """Return how many tokens the texts had."""
-        return {"prompt_eval_count": sum(result.prompt_tokens for result in results)}
-
-    def _item(self, result: PoolResult, labels: Sequence[str]) -> str:
-        return numbers_text(result.values)
 
 
 def _message_in(message: Mapping[str, Any], index: int) -> dict[str, Any]:

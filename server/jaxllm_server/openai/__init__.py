@@ -1,4 +1,1 @@
-"""OpenAI's requests and responses as plain data, in both directions. Pure.
-
-Knows JSON's values. Knows no HTTP and no engine.
-"""
+"""OpenAI's API: converts requests to calls, results to responses. Pure."""

@@ -1,7 +1,4 @@
-"""`/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, vLLM's endpoints: what their bodies ask for.
-
-Pure functions of their arguments. Knows no HTTP and no adapter.
-"""
+"""Request bodies of vLLM's endpoints `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`. Pure."""
 
 from __future__ import annotations
 
@@ -14,12 +11,12 @@ UNLOAD_FIELDS = frozenset({"lora_name", "lora_int_id"})
 
 
 def load_request_of(body: Body) -> tuple[str, str, bool]:
-    """Return an adapter's name and path, and whether it may replace one of that name; "" for what is missing."""
+    """Return an adapter's name and path, "" if missing, and whether to replace one of the same name."""
     fields = given(body, LOAD_FIELDS, UNBUILT)
     in_place = bool(flag(fields, "load_inplace", False))
     return text(fields, "lora_name") or "", text(fields, "lora_path") or "", in_place
 
 
 def unload_request_of(body: Body) -> str:
-    """Return the name of the adapter that is to go; "" where it is missing. vLLM's `lora_int_id` names none there."""
+    """Return the adapter to unload, "" if missing; `lora_int_id` is ignored, as in vLLM."""
     return text(given(body, UNLOAD_FIELDS, {}), "lora_name") or ""

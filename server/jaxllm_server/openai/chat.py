@@ -1,7 +1,4 @@
-"""`/v1/chat/completions`: a body becomes a call, its chunks become messages or deltas.
-
-Pure functions of their arguments. Knows no HTTP, no template and no tool format.
-"""
+"""`/v1/chat/completions`: converts a request to a call, and its chunks to messages or deltas. Pure."""
 
 from __future__ import annotations
 
@@ -44,14 +41,14 @@ _FIELDS = (
     | {"max_completion_tokens", "top_logprobs", "tool_choice", "parallel_tool_calls", "include_reasoning"}
     | {"echo", "prompt_token_ids", "verbosity", "prediction"}
 )
-_SHOWN_NAME = 64  # characters of a tool's name that an error repeats
+_SHOWN_NAME = 64
 _VERBOSITIES = ("low", "medium", "high")
 
 
 class ChatReply:
-    """What a body of `/v1/chat/completions` asks for, and how it is answered; raises `UserError` for a wrong shape.
+    """Reads a request of `/v1/chat/completions` and builds its answer; raises `UserError` for a wrong shape.
 
-    `request_id` names the request unless the body does.
+    `request_id` is the default id.
     """
 
     fields, unbuilt = _FIELDS, _UNBUILT
@@ -63,8 +60,7 @@ class ChatReply:
         self.ignored: list[str] = []
         body = with_transferred_ids(body)
         fields = given(body, self.fields, self.unbuilt, options.unknown_fields, self.ignored)
-        # A wish that no template has a place for, and a draft that would only be a speed-up: clients have arguments for
-        # both, and lose nothing without them.
+        # Validated, then ignored: templates cannot use `verbosity`, and `prediction` only affects speed.
         one_of(fields, "verbosity", _VERBOSITIES)
         mapping(fields, "prediction")
         sampling = sampling_of(fields)
@@ -81,9 +77,9 @@ class ChatReply:
             names["max_tokens"] = "max_completion_tokens"
         self.names: Mapping[str, str] = names
         if num_logprobs is None and fields.get("logprob_token_ids"):
-            num_logprobs = 0  # as in completions: they and the sampled tokens are reported
+            num_logprobs = 0
         includes_reasoning = bool(flag(fields, "include_reasoning", True))
-        # Tokens would show the reasoning that is left out, as in vLLM.
+        # Tokens would reveal the omitted reasoning; as in vLLM.
         hides_tokens = options.reasoning_parser is not None and not includes_reasoning
         self.form = form_of(fields, options, None if hides_tokens else num_logprobs)
         self._shows_ids = self.form.return_token_ids and not hides_tokens
@@ -104,8 +100,8 @@ class ChatReply:
         choice = _tool_choice(asked, conversation["tools"] is not None)
         self._is_named = isinstance(choice, NamedTool)
         if is_forced(choice) and fields.get("structured_outputs") is None and "response_format" in fields:
-            # As in vLLM (tool_parsers/abstract_tool_parser.py, adjust_request) the calls' form goes first: the other
-            # one is that of the content, and a forced call leaves none.
+            # A forced call has no content to constrain; as in vLLM (tool_parsers/abstract_tool_parser.py,
+            # adjust_request).
             sampling.pop("structured_outputs", None)
         self.calls: Sequence[Call] = [
             Call(
@@ -122,12 +118,12 @@ class ChatReply:
         self._has_spoken: set[int] = set()
 
     def response(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        """Return choices and usage of the whole answer."""
+        """Return choices and usage of the complete answer."""
         (chunk,) = chunks
         return self.answer(chunk, self.calls[0].messages or ())
 
     def answer(self, chunk: Chunk, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return choices and usage of the whole answer to a conversation."""
+        """Return choices and usage of the complete answer to a conversation."""
         choices, echo = [], self._echo_of(messages)
         for part in chunk.outputs:
             choice = {
@@ -140,7 +136,7 @@ class ChatReply:
             }
             choices.append(choice)
         answer: dict[str, Any] = {"choices": choices, "usage": usage_fields([chunk.usage], self.form)}
-        # As in vLLM null by default: clients read these keys in every answer.
+        # null by default, as in vLLM: clients read these keys.
         answer |= {"prompt_logprobs": None, "prompt_token_ids": None}
         if self.form.shows_prompt_logprobs and chunk.prompt is not None:
             answer["prompt_logprobs"] = prompt_logprobs_of(chunk.prompt.logprobs)
@@ -149,7 +145,7 @@ class ChatReply:
         return answer
 
     def events(self, number: int, chunk: Chunk) -> list[dict[str, Any]]:
-        """Return what follows the head of each event that a chunk becomes: the role, then what is new."""
+        """Return a chunk's events without the common header."""
         self._usage = [chunk.usage]
         tails: list[dict[str, Any]] = []
         for place, part in enumerate(chunk.outputs):
@@ -163,7 +159,7 @@ class ChatReply:
             delta = self._delta(part)
             has_ids = self._shows_ids and bool(part.token_ids)
             has_logprobs = self.form.num_logprobs is not None and bool(part.logprobs)
-            # Text may be held back while it could become a stop string or a tool call.
+            # A possible stop string or tool call is held back.
             if delta or part.finish_reason or has_logprobs or has_ids:
                 choice = _choice(part.index, delta)
                 if has_logprobs:
@@ -180,11 +176,11 @@ class ChatReply:
         return tails
 
     def last_event(self) -> dict[str, Any] | None:
-        """Return the usage, where the stream was to end with it."""
+        """Return the usage event if requested."""
         return {"choices": [], "usage": usage_fields(self._usage, self.form)} if self.form.include_usage else None
 
     def _add_usage(self, tail: dict[str, Any], chunk: Chunk, place: int) -> None:
-        """Say in an event what was sent up to and including it; the parts of its chunk from `place` on were not."""
+        """Add usage to an event, excluding the chunk's parts from `place` on."""
         if self.form.continuous_usage:
             tail["usage"] = usage_fields([usage_without(chunk.usage, chunk.outputs[place:])], self.form)
         elif self.form.include_usage:
@@ -212,7 +208,7 @@ class ChatReply:
         return message
 
     def _echo_of(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the text of the last message, if the answer continues it or has its role, as in vLLM."""
+        """Return the last message's text if the answer continues it or has its role, as in vLLM."""
         last: Mapping[str, Any] = messages[-1] if messages else {}
         if not self._echoes or (self._adds_prompt and last.get("role") != self._role):
             return ""
@@ -232,21 +228,18 @@ class ChatReply:
         return delta
 
     def _finish_reason(self, part: Part) -> str | None:
-        """Return why an output ended: for a named tool's call "stop", as OpenAI has it.
+        """Return OpenAI's finish reason, which is "stop" for the call of a named tool.
 
-        Followed: vLLM's entrypoints/openai/chat_completion/serving.py, "In OpenAI's API, when a tool is called, the
-        finish_reason is: "tool_calls" for "auto" or "required" tool calls, and "stop" for named tool calls."
+        Follows vLLM's entrypoints/openai/chat_completion/serving.py.
         """
         reason = finish_reason(part)
         return "stop" if reason == "tool_calls" and self._is_named else reason
 
     def _calls(self, part: Part) -> list[ToolCallDelta]:
-        """Return an output's tool calls; only the first one where the client takes no two at once."""
         return [call for call in part.tool_calls if call.index == 0] if self._takes_one_call else part.tool_calls
 
 
 def _allowed(allowed: Any, tools: list[Any]) -> tuple[str, list[Any]]:
-    """Return how the model chooses among the tools that `tool_choice` allows, and these: it is shown no others."""
     given = allowed.get("tools") if isinstance(allowed, dict) else None
     names = {_name_of(tool) for tool in given} if isinstance(given, list) else set()
     if not names or None in names or allowed.get("mode") not in ("auto", "required"):
@@ -285,7 +278,7 @@ def _tool_choice(choice: Any, has_tools: bool) -> ToolChoice:
 
 
 def _num_logprobs(fields: Body) -> Any:
-    """Return how many alternatives to each token are wanted, None where log-probabilities are not; unchecked."""
+    """Return the number of alternatives per token, None without log-probabilities; not validated."""
     top = fields.get("top_logprobs")
     if not flag(fields, "logprobs", False):
         if top:
@@ -297,7 +290,7 @@ def _num_logprobs(fields: Body) -> Any:
 
 
 def _reasoning(part: Part) -> dict[str, Any]:
-    """Return the reasoning under both of its names: vLLM's now, and the one before, which DeepSeek's API has too."""
+    """Return the reasoning under vLLM's name and its former one, also DeepSeek's."""
     return {"reasoning": part.reasoning, "reasoning_content": part.reasoning} if part.reasoning else {}
 
 
@@ -306,7 +299,6 @@ def _choice(index: int, delta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tool_call_delta(call: ToolCallDelta) -> dict[str, Any]:
-    """Return what is new of a tool call: its name once, then its arguments piece by piece."""
     if call.name is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}
@@ -314,11 +306,11 @@ def _tool_call_delta(call: ToolCallDelta) -> dict[str, Any]:
 
 
 def logprobs_of(entries: Sequence[dict[int, Logprob]] | None, form: Form) -> dict[str, Any] | None:
-    """Return log-probabilities in the form of this API: of the sampled tokens, and the likeliest ones beside them."""
+    """Return the sampled and likeliest tokens' log-probabilities in this API's form."""
     if entries is None or form.num_logprobs is None:
         return None
     content = []
-    for candidates in reported(entries, form) or ():  # the sampled token first
+    for candidates in reported(entries, form) or ():
         token, entry = next(iter(candidates.items()))
         likeliest = sorted(candidates.items(), key=lambda item: -finite(item[1]))
         if form.num_logprobs >= 0 and not form.logprob_ids:

@@ -1,7 +1,4 @@
-"""`/v1/chat/completions/batch`: several conversations in one body, each a call and a choice, as in vLLM.
-
-Pure functions of their arguments.
-"""
+"""`/v1/chat/completions/batch`: several conversations, each a call and a choice, as in vLLM. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from jaxllm_server.openai.replies import usage_fields
 from jaxllm_server.requests.fields import Body
 from jaxllm_server.shared.options import ServerOptions
 
-# vLLM's bounds; a prompt that is written already would be that of every conversation.
+# vLLM's limits. `prompt_token_ids` could not differ between conversations.
 _UNBUILT: Mapping[str, tuple[Any, ...]] = {
     **ChatReply.unbuilt,
     "n": (1,),
@@ -32,10 +29,7 @@ _UNBUILT: Mapping[str, tuple[Any, ...]] = {
 
 
 class ChatsReply(ChatReply):
-    """Answers a body with several conversations; all other fields hold for each.
-
-    Raises `UserError` for a wrong shape.
-    """
+    """Answers several conversations with the same parameters; raises `UserError` for a wrong shape."""
 
     unbuilt = _UNBUILT
 
@@ -60,7 +54,7 @@ class ChatsReply(ChatReply):
         ]
 
     def response(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        """Return choices and usage of the whole answer: a conversation's number is its choice's."""
+        """Return choices and usage; a choice's index is its conversation's."""
         choices = []
         for number, (call, chunk) in enumerate(zip(self.calls, chunks, strict=True)):
             answer = self.answer(chunk, call.messages or ())

@@ -1,7 +1,4 @@
-"""`/v1/completions`: a body becomes one call per prompt, their chunks become choices.
-
-Pure functions of their arguments. Knows no HTTP and no engine.
-"""
+"""`/v1/completions`: converts a request to one call per prompt, and their chunks to choices. Pure."""
 
 from __future__ import annotations
 
@@ -35,15 +32,15 @@ _UNBUILT = {**UNBUILT, "prompt_embeds": ([],)}
 _NO_PROMPT = (
     "Either prompt or prompt_embeds must be provided and non-empty: give a prompt, jaxllm has no prompt_embeds yet."
 )
-# As in vLLM null by default in a whole answer: clients read these keys in every one.
+# null by default, as in vLLM: clients read these keys.
 NOT_ASKED = ("prompt_logprobs", "prompt_token_ids", "token_ids")
 _FIELDS = SHARED | _UNBUILT.keys() | {"prompt", "suffix", "echo", "best_of"}
 
 
 class CompletionReply:
-    """What a body of `/v1/completions` asks for, and how it is answered; raises `UserError` for a wrong shape.
+    """Reads a request of `/v1/completions` and builds its answer; raises `UserError` for a wrong shape.
 
-    `request_id` names the request unless the body does. Choices are numbered prompt by prompt.
+    `request_id` is the default id. Choices are numbered prompt by prompt.
     """
 
     fields, unbuilt = _FIELDS, _UNBUILT
@@ -59,22 +56,22 @@ class CompletionReply:
         sampling = sampling_of(fields)
         if "logprobs" in fields:
             sampling["logprobs"] = fields["logprobs"]
-        # "tokens" are the ids called that `echo` has turned into text.
+        # The tokenizer's errors for `echo` concern "tokens".
         self.names: Mapping[str, str] = {"tokens": "prompt", **names_of(fields)}
-        # With logprob_token_ids alone, they and the sampled tokens are reported.
+        # logprob_token_ids alone reports the listed and the sampled tokens.
         self.form = form_of(fields, options, fields.get("logprobs", 0 if fields.get("logprob_token_ids") else None))
         self.is_stream = self.form.stream
         self._echoes_logprobs = bool(flag(fields, "echo", False)) and self.form.num_logprobs is not None
         if self._echoes_logprobs:
             sampling.setdefault("prompt_logprobs", self.form.num_logprobs)
             self.names = {**self.names, "prompt_logprobs": "logprobs"}
-        self.echo_of = prompts if flag(fields, "echo", False) else []  # what `prompt_texts` is needed for
-        # As OpenAI and vLLM have it: nothing is generated, the log-probabilities of the prompt are the answer.
+        self.echo_of = prompts if flag(fields, "echo", False) else []
+        # echo with max_tokens 0 scores the prompt and generates nothing, as in OpenAI's API and vLLM.
         asked, least = fields.get("max_tokens"), fields.get("min_tokens")
         self._scores_prompt = bool(self.echo_of) and type(asked) is int and asked == 0 and not least
         if self._scores_prompt:
             del sampling["max_tokens"]
-        self.prompt_texts: list[str] = []  # set by `prepare`, before the first chunk is sent
+        self.prompt_texts: list[str] = []
         suffix = text(fields, "suffix") or None
         _check_together(fields, bool(self.echo_of), suffix is not None)
         self._num_outputs = _num_outputs(fields)
@@ -82,7 +79,7 @@ class CompletionReply:
         self._chooses = num_candidates is not None
         if num_candidates is not None:
             sampling["n"] = num_candidates
-            sampling.setdefault("logprobs", 0)  # of the sampled tokens: by them candidates are compared
+            sampling.setdefault("logprobs", 0)  # the sampled tokens', to rank candidates
             self.names = {**self.names, "n": "best_of"}
         check_fan_out(sampling.get("n", 1), "best_of" if self._chooses else "n", len(prompts), options)
         own_id = text(fields, "request_id")
@@ -105,19 +102,19 @@ class CompletionReply:
             for number, prompt in enumerate(prompts)
         ]
         self._usages: dict[int, Usage] = {}
-        self._prompts: dict[int, PromptInfo] = {}  # by call; a choice may begin long after its call's first chunk
-        self._offsets: dict[int, Offset] = {}  # of choices that have begun
-        # Log-probabilities of each call's prompt, which its choices share.
+        self._prompts: dict[int, PromptInfo] = {}
+        self._offsets: dict[int, Offset] = {}
+        # Log-probabilities of each call's prompt, shared by its choices.
         self._echoes: dict[int, tuple[Mapping[str, Repeated], Offset]] = {}
         self._shown: dict[int, Repeated] = {}
 
     def response(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        """Return choices and usage of the whole answer; one chunk for each call."""
+        """Return choices and usage of the complete answer; takes one chunk per call."""
         choices = [choice for number, chunk in enumerate(chunks) for choice in self._choices(number, chunk)]
         return {"choices": choices, "usage": usage_fields(self._usages.values(), self.form)}
 
     def events(self, number: int, chunk: Chunk) -> list[dict[str, Any]]:
-        """Return what follows the head of each event that a chunk of call `number` becomes."""
+        """Return the events of call `number`'s chunk, without the common header."""
         tails: list[dict[str, Any]] = []
         for choice in self._choices(number, chunk):
             tails.append({"choices": [choice]})
@@ -127,13 +124,13 @@ class CompletionReply:
         return tails
 
     def last_event(self) -> dict[str, Any] | None:
-        """Return the usage, where the stream was to end with it."""
+        """Return the usage event if requested."""
         if not self.form.include_usage:
             return None
         return {"choices": [], "usage": usage_fields(self._usages.values(), self.form)}
 
     def _choices(self, number: int, chunk: Chunk) -> Iterator[dict[str, Any]]:
-        """Give the choices of a chunk; meanwhile `_usages` has what was sent up to and including each."""
+        """Yield a chunk's choices; `_usages` counts up to and including each."""
         if self._chooses:
             chunk = replace(chunk, outputs=_best(chunk.outputs, self._num_outputs))
         chunk = _without_output(chunk) if self._scores_prompt else chunk
@@ -178,7 +175,6 @@ class CompletionReply:
             yield choice
 
     def _echoed(self, number: int, prompt: PromptInfo) -> tuple[Mapping[str, Repeated], Offset]:
-        """Return the log-probabilities of a call's prompt, made once, and the offset of the text that follows."""
         if number not in self._echoes:
             offset, first = Offset(0), Logprob(0.0, None, prompt.first_text, prompt.first_bytes)
             lists = columns_of(prompt.logprobs, offset, self.form, (prompt.token_ids[0], first)) or {}
@@ -188,10 +184,7 @@ class CompletionReply:
 
 
 def numbered(request_id: str, number: int, most: int) -> str:
-    """Return the id of one of a request's calls; where it would be too long, a digest stands for the end of the id.
-
-    An id that is itself too long stays so, to be refused with the others that no request may have.
-    """
+    """Return the id of a numbered call; a digest replaces the end of one that would become too long."""
     numbered = f"{request_id}-{number}"
     if len(numbered) <= most or len(request_id) > most:
         return numbered
@@ -200,16 +193,12 @@ def numbered(request_id: str, number: int, most: int) -> str:
 
 
 def _num_outputs(fields: Body) -> int:
-    """Return n; what is no number is left to `SamplingParams`."""
     n = fields.get("n", 1)
     return n if type(n) is int else 1
 
 
 def _num_candidates(fields: Body) -> int | None:
-    """Return how many outputs of each prompt the n best are chosen of; None where that says nothing.
-
-    All are returned where it equals n, and greedy ones are all the same.
-    """
+    """Return the number of candidates per prompt; None if it equals n or sampling is greedy."""
     if "best_of" not in fields:
         return None
     best_of, n = integer(fields, "best_of", 1), fields.get("n", 1)
@@ -228,7 +217,6 @@ def _num_candidates(fields: Body) -> int | None:
 
 
 def _best(parts: Sequence[Part], most: int) -> list[Part]:
-    """Return the parts with the highest log-probability per token, which are whole outputs, the best first."""
 
     def mean(part: Part) -> float:
         entries = part.logprobs or ()
@@ -239,7 +227,7 @@ def _best(parts: Sequence[Part], most: int) -> list[Part]:
 
 
 def check_fan_out(count: Any, name: str, num_prompts: int, options: ServerOptions) -> None:
-    """Refuse too many sequences before a call is made for each prompt; what is no number is left to later checks."""
+    """Raise UserError for too many sequences; other types are validated later."""
     most = options.most_sequences
     if name == "best_of" and count > options.max_n:
         raise UserError(f"best_of may be at most {options.max_n}, got {count}.", name)
@@ -249,7 +237,6 @@ def check_fan_out(count: Any, name: str, num_prompts: int, options: ServerOption
 
 
 def _check_together(fields: Body, has_echo: bool, has_suffix: bool) -> None:
-    """Refuse combinations that are not built."""
     if has_echo and "truncate_prompt_tokens" in fields:
         raise UnsupportedError("echo with truncate_prompt_tokens is not supported by jaxllm yet.", "echo")
     for name, value in (("echo", has_echo), ("use_beam_search", fields.get("use_beam_search") is True)):
@@ -260,7 +247,7 @@ def _check_together(fields: Body, has_echo: bool, has_suffix: bool) -> None:
 
 
 def _without_output(chunk: Chunk) -> Chunk:
-    """Return a chunk without the token that was sampled because an engine computes no request for none."""
+    """Remove the one generated token: the engine cannot run a request without output."""
     parts = [
         replace(
             part,
@@ -276,7 +263,7 @@ def _without_output(chunk: Chunk) -> Chunk:
 
 
 def _says_something(part: Part, form: Form) -> bool:
-    """Whether an event of a stream would hold anything: text may be held back while it could become a stop string."""
+    """Return whether a choice has content; a possible stop string is held back."""
     return bool(
         not form.stream
         or part.text
@@ -287,7 +274,7 @@ def _says_something(part: Part, form: Form) -> bool:
 
 
 class Offset:
-    """Where the next token's text begins: at the first character that the tokens before have not finished."""
+    """The character offset of the next token, without incomplete characters."""
 
     def __init__(self, start: int) -> None:
         self.characters = start
@@ -300,7 +287,7 @@ class Offset:
         return copied
 
     def add(self, new: bytes) -> None:
-        """Take in a token's bytes."""
+        """Add a token's bytes."""
         self.characters += len(self._decoder.decode(new))
 
 
@@ -310,7 +297,7 @@ def columns_of(
     form: Form,
     first: tuple[int, Logprob] | None = None,
 ) -> dict[str, list[Any]] | None:
-    """Return log-probabilities in the form of this API; `offset` moves on.
+    """Return log-probabilities in this API's form, and advance `offset`.
 
     `first` is the first token of an echoed prompt, which has no log-probability.
     """
@@ -320,7 +307,7 @@ def columns_of(
     names: list[str] = []
     chosen: list[float | None] = []
     tops: list[dict[str, float] | None] = []
-    for candidates in entries:  # the sampled token first
+    for candidates in entries:
         pair = next(iter(candidates.items())) if candidates else first
         if pair is None:
             continue
@@ -334,7 +321,7 @@ def columns_of(
 
 
 def _named(candidates: Mapping[int, Logprob], form: Form) -> dict[str, float]:
-    """Return candidates by their names; a candidate with the same text as an earlier one is named by its id."""
+    """Return log-probabilities by token text; tokens with equal texts are keyed by id."""
     named: dict[str, float] = {}
     for token, entry in candidates.items():
         name = _name(token, entry, form)

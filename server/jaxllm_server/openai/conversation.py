@@ -1,7 +1,4 @@
-"""The prompt in a chat's body: messages, tools and template variables, or the token ids of a written prompt.
-
-Pure functions of their arguments.
-"""
+"""Reads the prompt of a chat request: messages, tools and template variables, or token ids. Pure."""
 
 from __future__ import annotations
 
@@ -15,19 +12,18 @@ CONVERSATION = frozenset(
     (
         *("messages", "tools", "add_generation_prompt", "continue_final_message"),
         *("chat_template", "chat_template_kwargs", "reasoning_effort"),
-        # Whether to think, as DashScope and SGLang, Ollama, and Z.ai and DeepSeek have it
+        # Switches for thinking of DashScope and SGLang; Ollama; Z.ai and DeepSeek.
         *("enable_thinking", "think", "thinking"),
     )
 )
-_OF_WRITING = ("add_generation_prompt", "continue_final_message", "add_special_tokens")  # how messages become a prompt
+_OF_WRITING = ("add_generation_prompt", "continue_final_message", "add_special_tokens")
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 def conversation_of(fields: Body) -> dict[str, Any]:
-    """Return the fields of `Call` that make the prompt of a chat; tools and template variables are checked later.
+    """Return the `Call` fields of a chat's prompt; tools and template variables are validated later.
 
-    With `prompt_token_ids` the prompt is written already, as vLLM's routers send it (vllm-project/vllm#55771): the
-    messages may be left out then, and nothing is made of them but an echo.
+    `prompt_token_ids` replace the rendered prompt (vllm-project/vllm#55771); messages then only serve for echo.
     """
     if "chat_template" in fields:
         raise UserError(
@@ -39,7 +35,7 @@ def conversation_of(fields: Body) -> dict[str, Any]:
     effort = one_of(fields, "reasoning_effort", REASONING_EFFORTS)
     if effort is not None:
         kwargs["reasoning_effort"] = effort
-        kwargs.setdefault("enable_thinking", effort != "none")  # as in vLLM: most templates know no efforts
+        kwargs.setdefault("enable_thinking", effort != "none")  # as in vLLM: most templates ignore reasoning_effort
     return ({} if written is None else {"written_ids": written}) | {
         "messages": messages_of(messages, may_be_empty=written is not None),
         "tools": _tools(fields.get("tools")),
@@ -50,14 +46,14 @@ def conversation_of(fields: Body) -> dict[str, Any]:
 
 
 def messages_of(messages: Any, name: str = "messages", may_be_empty: bool = False) -> list[Mapping[str, Any]]:
-    """Return the messages of a conversation, which errors call `name`."""
+    """Return the messages of a conversation; errors refer to it as `name`."""
     if not isinstance(messages, list) or not (messages or may_be_empty):
         raise UserError(f"{name} must be a list of at least one message.", "messages")
     return [_message_in(message, f"{name}[{index}]") for index, message in enumerate(messages)]
 
 
 def _written_ids(fields: Body) -> list[int] | None:
-    """Return the token ids of a written prompt; the engine checks their range."""
+    """Return the token ids of a rendered prompt; the engine checks their range."""
     ids = fields.get("prompt_token_ids")
     if ids is None:
         return None
@@ -70,10 +66,7 @@ def _written_ids(fields: Body) -> list[int] | None:
 
 
 def with_transferred_ids(body: Body) -> Body:
-    """Return a body with the prompt of `kv_transfer_params`, where vLLM's routers put it, in `prompt_token_ids`.
-
-    Transfers are not built: other keys of that object are refused.
-    """
+    """Move `prompt_token_ids` out of `kv_transfer_params`, where vLLM's routers put it; other keys are unsupported."""
     transfer = body.get("kv_transfer_params")
     if not isinstance(transfer, dict) or transfer.get("prompt_token_ids") is None:
         return body
@@ -84,10 +77,10 @@ def with_transferred_ids(body: Body) -> Body:
 
 
 def _thinking(fields: Body) -> dict[str, Any]:
-    """Return the template variables of fields by which other servers switch reasoning.
+    """Return the template variables for other servers' reasoning switches.
 
-    Templates name them `enable_thinking` (Qwen, GLM) or `thinking` (DeepSeek, Kimi), as SGLang's protocol.py does, and
-    a level `reasoning_effort`.
+    They are `enable_thinking` for Qwen and GLM, `thinking` for DeepSeek and Kimi, as in SGLang's protocol.py, and
+    `reasoning_effort` for a level.
     """
     said: dict[str, Any] = {"enable_thinking": flag(fields, "enable_thinking", None)}
     level = fields.get("think")
@@ -109,7 +102,7 @@ def _thinking(fields: Body) -> dict[str, Any]:
 
 
 def _message_in(message: Any, name: str) -> Mapping[str, Any]:
-    """Return a message with its reasoning under the name that templates know it by."""
+    """Return a message with `reasoning` renamed to the templates' `reasoning_content`."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise UserError(f"{name} must be an object with a role and a content.", "messages")
     reasoning = message.get("reasoning")
@@ -124,4 +117,4 @@ def _message_in(message: Any, name: str) -> Mapping[str, Any]:
 def _tools(tools: Any) -> list[Any] | None:
     if tools is not None and not isinstance(tools, list):
         raise UserError("tools must be a list.", "tools")
-    return tools or None  # some clients send an empty list without tools
+    return tools or None  # some clients send an empty list

@@ -1,6 +1,6 @@
-"""`/invocations`, SageMaker's one route for everything: which other route a body is for.
+"""`/invocations`, SageMaker's single route: selects the actual route by the body and the model's tasks. Pure.
 
-Pure. As in vLLM the order of the rules decides where several would do, and the model: what it does not do is not asked.
+The first matching rule applies, as in vLLM.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from jaxllm_server.requests.fields import Body
 
 
 def route_of(body: Body, tasks: Sequence[str]) -> str:
-    """Return the path of the route that answers a body, on a server whose model has these tasks.
+    """Return the route for a body, given the model's tasks.
 
     >>> route_of({"messages": []}, ["generate"]), route_of({"input": "a"}, ["classify"])
     ('/v1/chat/completions', '/classify')
 
     Raises:
-        UserError: for a body that no route takes.
+        UserError: if no route matches.
     """
     body = {name: value for name, value in body.items() if value is not None}
     if "messages" in body:

@@ -1,7 +1,6 @@
-"""`/v1/embeddings`, `/pooling`, `/classify`, `/score` and `/rerank`: a body becomes one call, its results an answer.
+"""`/v1/embeddings`, `/pooling`, `/classify`, `/score`, `/rerank`: converts a request to a call, results to JSON. Pure.
 
-The first is OpenAI's, the last Jina's and Cohere's, the others and what all have beyond are vLLM's. Pure functions of
-their arguments. Knows no HTTP and no engine.
+The first is OpenAI's, the last Jina's and Cohere's, the others and all extensions vLLM's.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _UNBUILT_OF_INPUT = {**_UNBUILT, "messages": ()}
 _UNBUILT_OF_NUMBERS = {**_UNBUILT_OF_INPUT, "embed_dtype": ("float32",), "endianness": ("little", "native")}
 _UNBUILT_OF_PAIRS = {
     **_UNBUILT,
-    "truncation_side": ("right",),  # of a pair the second text is cut, at its end
+    "truncation_side": ("right",),  # the second text of a pair is truncated at its end
     "max_tokens_per_query": (0,),
     "max_tokens_per_doc": (0,),
     "max_chunks_per_doc": (),
@@ -43,18 +42,18 @@ _UNBUILT_OF_PAIRS = {
 _OF_INPUT = {"input", "add_special_tokens", "truncation_side"}
 _OF_NUMBERS = _SHARED | _UNBUILT_OF_NUMBERS.keys() | _OF_INPUT | {"encoding_format", "dimensions"}
 _SIDES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
-_DOCUMENTS_PER_UNIT = 100  # of what Cohere bills
+_DOCUMENTS_PER_UNIT = 100  # Cohere's billing unit
 
 
 class PoolReply(ABC):
-    """What a body asks for, and how it is answered; raises `UserError` for a wrong shape.
+    """Reads a request and builds its answer; raises `UserError` for a wrong shape.
 
-    `request_id` names the request unless the body does.
+    `request_id` is the default id.
     """
 
     id_prefix: str
-    list_name = "data"  # of the answer's list, which has an item for each result
-    names: Mapping[str, str]  # parameter that an error names -> field of the request, where they differ
+    list_name = "data"
+    names: Mapping[str, str]  # parameter in errors -> field of the request, where different
     fields: Collection[str]
     unbuilt: Mapping[str, tuple[Any, ...]]
 
@@ -67,7 +66,7 @@ class PoolReply(ABC):
                 request_id=self.request_id,
                 priority=integer(fields, "priority", 0),
                 cache_salt=text(fields, "cache_salt"),
-                truncate_prompt_tokens=fields.get("truncate_prompt_tokens"),  # `PoolingParams` checks such
+                truncate_prompt_tokens=fields.get("truncate_prompt_tokens"),
                 truncation_side=one_of(fields, "truncation_side", TRUNCATION_SIDES) or "right",
                 use_activation=fields.get("use_activation"),
                 **own,
@@ -75,15 +74,15 @@ class PoolReply(ABC):
         ]
 
     def _given(self, body: Body, options: ServerOptions) -> dict[str, Any]:
-        self.ignored: list[str] = []  # fields of the request that it is answered without
+        self.ignored: list[str] = []
         return given(body, self.fields, self.unbuilt, options.unknown_fields, self.ignored)
 
     def items(self, results: Sequence[PoolResult], labels: Sequence[str]) -> Iterator[str]:
-        """Give the JSON of each item of the list; results are in the order of the inputs."""
+        """Yield the JSON of each list item; results are in input order."""
         return (self._item(result, labels) for result in results)
 
     def tail(self, results: Sequence[PoolResult]) -> dict[str, Any]:
-        """Return what the answer says beside its list."""
+        """Return the answer's fields other than the list."""
         num_tokens = sum(result.prompt_tokens for result in results)
         return {"usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens}}
 
@@ -92,7 +91,7 @@ class PoolReply(ABC):
 
 
 class EmbeddingReply(PoolReply):
-    """Of `/v1/embeddings`."""
+    """Handles `/v1/embeddings`."""
 
     id_prefix = "embd-"
     names: Mapping[str, str] = {"inputs": "input", "prompt": "input"}
@@ -124,7 +123,7 @@ class EmbeddingReply(PoolReply):
 
 
 class PoolingReply(EmbeddingReply):
-    """Of `/pooling`, which does what the body, or else the model, says."""
+    """Handles `/pooling`, for the task of the request or else of the model."""
 
     id_prefix = "pool-"
     fields = _OF_NUMBERS | {"normalize", "use_activation", "task"}
@@ -138,7 +137,7 @@ class PoolingReply(EmbeddingReply):
 
 
 class ClassifyReply(PoolReply):
-    """Of `/classify`."""
+    """Handles `/classify`."""
 
     id_prefix = "classify-"
     names = EmbeddingReply.names
@@ -161,7 +160,7 @@ class ClassifyReply(PoolReply):
 
 
 class ScoreReply(PoolReply):
-    """Of `/score`: one text with each of others, or each with the one in its place."""
+    """Handles `/score`: one text with each of others, or two lists pairwise."""
 
     id_prefix = "score-"
     fields = _SHARED | _UNBUILT_OF_PAIRS.keys() | {name for pair in _SIDES for name in pair} | {"use_activation"}
@@ -187,7 +186,7 @@ class ScoreReply(PoolReply):
 
 
 class RerankReply(PoolReply):
-    """Of `/rerank`: documents by how well they belong to a query."""
+    """Handles `/rerank`: sorts documents by relevance to a query."""
 
     id_prefix = "rerank-"
     list_name = "results"
@@ -213,12 +212,12 @@ class RerankReply(PoolReply):
         super().__init__(fields, request_id, task="score", inputs=inputs, pairs=self._documents)
 
     def items(self, results: Sequence[PoolResult], labels: Sequence[str]) -> Iterator[str]:
-        """Give the best documents, the best first."""
+        """Yield the JSON of the `top_n` documents, best first."""
         ranked = sorted(results, key=lambda result: -result.values[0])
         return super().items(ranked[: self._top or None], labels)
 
     def tail(self, results: Sequence[PoolResult]) -> dict[str, Any]:
-        """Return the usage as Jina's clients look for it, and as Cohere's do."""
+        """Return the usage in Jina's form and in Cohere's."""
         billed = {"search_units": -(-len(results) // _DOCUMENTS_PER_UNIT)}
         return super().tail(results) | {"meta": {"api_version": {"version": "2"}, "billed_units": billed}}
 
@@ -229,7 +228,7 @@ class RerankReply(PoolReply):
 
 
 def _texts(fields: Body, name: str, most: int) -> list[str]:
-    """Return a text, or a list of at most so many; each may be an object that has it as `text`."""
+    """Return a text or a list of up to `most`; each may also be an object {"text": …}."""
     value = fields.get(name)
     texts: list[Any] = value if isinstance(value, list) else [value]
     if len(texts) > most:
@@ -241,7 +240,7 @@ def _texts(fields: Body, name: str, most: int) -> list[str]:
 
 
 def numbers_text(values: np.ndarray) -> str:
-    """Write float32 numbers so that they are read as they were: nine digits, a third of the time of Python's JSON."""
+    """Format float32 numbers as JSON with nine digits, in a third of json's time."""
     return f"[{','.join(['%.9g'] * len(values)) % tuple(values.tolist())}]"
 
 

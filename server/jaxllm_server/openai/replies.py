@@ -1,4 +1,4 @@
-"""Parts of replies of the OpenAI API: usage, log-probabilities, errors, model cards. Pure functions on plain dicts."""
+"""Parts of OpenAI's responses: usage, log-probabilities, errors, model cards. Pure."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from jaxllm_server.generation.calls import Part, Usage
 from jaxllm_server.requests.form import Form
 from jaxllm_server.shared.error_table import code_of, message_of, row_of
 
-LEAST_LOGPROB = -9999.0  # in place of -inf, which JSON does not have; vLLM's number
-_FINISH_REASONS = {"context": "length", "time_limit": "length"}  # OpenAI's API has no others for them
+LEAST_LOGPROB = -9999.0  # replaces -inf, absent in JSON, as in vLLM
+_FINISH_REASONS = {"context": "length", "time_limit": "length"}
 
 
 def finish_reason(part: Part) -> str | None:
-    """Return why an output ended, in OpenAI's words."""
+    """Return OpenAI's finish reason."""
     reason = part.finish_reason
     return None if reason is None else _FINISH_REASONS.get(reason, reason)
 
 
 def usage_without(usage: Usage, parts: Iterable[Part]) -> Usage:
-    """Return what a chunk's usage was before some of its parts: what has been sent when they are still to come."""
+    """Return a chunk's usage without some of its parts, for events sent before them."""
     parts = list(parts)
     return replace(
         usage,
@@ -33,7 +33,7 @@ def usage_without(usage: Usage, parts: Iterable[Part]) -> Usage:
 
 
 def usage_fields(usages: Iterable[Usage], form: Form) -> dict[str, Any]:
-    """Return the tokens that a request's calls have used together."""
+    """Return the total usage of a request's calls."""
     prompt = completion = cached = reasoning = 0
     for usage in usages:
         prompt += usage.prompt_tokens
@@ -64,7 +64,7 @@ def token_name(token: int, entry: Logprob, form: Form, before_bytes: str = "") -
 def reported(entries: Sequence[dict[int, Logprob]] | None, form: Form) -> Sequence[dict[int, Logprob]] | None:
     """Return the log-probabilities to show, the sampled token's first.
 
-    With `logprob_token_ids` these are of the sampled and the named tokens, without likelier ones, as in vLLM.
+    `logprob_token_ids` selects the sampled and the listed tokens, as in vLLM.
     """
     ids = form.logprob_ids
     if entries is None or not ids:
@@ -76,7 +76,7 @@ def reported(entries: Sequence[dict[int, Logprob]] | None, form: Form) -> Sequen
 
 
 def prompt_logprobs_of(entries: Sequence[dict[int, Logprob] | None] | None) -> list[dict[str, Any] | None] | None:
-    """Return the log-probabilities of a prompt in vLLM's form."""
+    """Return a prompt's log-probabilities in vLLM's form."""
     if entries is None:
         return None
     return [
@@ -91,28 +91,27 @@ def prompt_logprobs_of(entries: Sequence[dict[int, Logprob] | None] | None) -> l
 
 
 def finite(entry: Logprob) -> float:
-    """Return a log-probability that JSON can hold."""
-    return max(LEAST_LOGPROB, entry.logprob)  # in this order a NaN gives the bound too
+    """Return a log-probability, or LEAST_LOGPROB if JSON cannot represent it."""
+    return max(LEAST_LOGPROB, entry.logprob)  # this argument order also replaces NaN
 
 
 def error_body(message: str, kind: str, parameter: str | None, reason: str) -> dict[str, dict[str, Any]]:
-    """Return OpenAI's form of an error."""
+    """Return OpenAI's error body."""
     return {"error": {"message": message, "type": kind, "param": parameter, "code": code_of(reason)}}
 
 
 def error_body_of(error: BaseException) -> dict[str, dict[str, Any]]:
-    """Return what a client reads of an exception."""
+    """Return the error body for an exception."""
     row = row_of(error)
     parameter = error.parameter if isinstance(error, UserError) else None
     return error_body(message_of(error), row.kind, parameter, row.reason)
 
 
 def model_card(name: str, root: str, created: int, max_model_len: int, parent: str | None = None) -> dict[str, Any]:
-    """Return what the API says about a served name.
+    """Return the description of a served model.
 
-    `root` is the model as the server was started with it, as vLLM has it: a client on the same machine finds the
-    tokenizer there. Of an adapter it is where that was loaded from, and `parent` the model's name. `created` is in
-    seconds since 1970.
+    `root` is the model's path, as in vLLM, where local clients find the tokenizer; for an adapter it is the source, and
+    `parent` the model's name. `created` is in seconds since 1970.
     """
     return {
         "id": name,
@@ -127,5 +126,5 @@ def model_card(name: str, root: str, created: int, max_model_len: int, parent: s
 
 
 def model_list(cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the cards of all served names."""
+    """Return the cards of all served models."""
     return {"object": "list", "data": cards}

@@ -1,7 +1,4 @@
-"""`/tokenize` and `/detokenize`, vLLM's endpoints: bodies become calls, token ids become answers.
-
-Pure functions of their arguments. Knows no HTTP and no tokenizer.
-"""
+"""vLLM's endpoints `/tokenize` and `/detokenize`: converts requests to calls, token ids to responses. Pure."""
 
 from __future__ import annotations
 
@@ -20,9 +17,9 @@ DETOKENIZE_FIELDS = frozenset({"model", "tokens"})
 
 
 def tokenize_call_of(body: Body, policy: str = "refuse", ignored: list[str] | None = None) -> tuple[Call, bool]:
-    """Return the call whose prompt is to be tokenized, and whether the tokens' spellings are wanted too.
+    """Return the call to tokenize, and whether to return the tokens' spellings.
 
-    `policy` and `ignored` are those of `given`.
+    `policy` and `ignored`: see `given`.
     """
     is_chat = "messages" in body
     fields = given(body, CHAT_FIELDS if is_chat else TEXT_FIELDS, {}, policy, ignored)
@@ -38,16 +35,16 @@ def tokenize_call_of(body: Body, policy: str = "refuse", ignored: list[str] | No
 
 
 def tokens_response(ids: Sequence[int], max_model_len: int, pieces: Sequence[str] | None) -> dict[str, Any]:
-    """Return the answer of `/tokenize`; `pieces` are the tokens as the vocabulary spells them, where asked for."""
+    """Return the response of `/tokenize`, with the tokens' spellings `pieces` if requested."""
     return {"count": len(ids), "max_model_len": max_model_len, "tokens": list(ids), "token_strs": pieces}
 
 
 def detokenize_request_of(
     body: Body, policy: str = "refuse", ignored: list[str] | None = None
 ) -> tuple[str, list[int]]:
-    """Return the model's name and the token ids whose text is wanted; which ids exist is the model's to say.
+    """Return the model's name and the token ids to decode, not yet validated.
 
-    `policy` and `ignored` are those of `given`.
+    `policy` and `ignored`: see `given`.
     """
     fields = given(body, DETOKENIZE_FIELDS, {}, policy, ignored)
     tokens = fields.get("tokens")

@@ -1,4 +1,1 @@
-"""What of a model's text is reasoning, a tool call or content. Pure.
-
-Knows text as it grows. Knows no protocol.
-"""
+"""Streaming parsers that split a model's text into reasoning, tool calls and content. Pure; used by all protocols."""

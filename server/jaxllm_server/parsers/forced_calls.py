@@ -1,7 +1,6 @@
-"""Reads calls that an output was constrained to: a list of them where some are required, a named tool's arguments.
+"""Parsers for tool calls under a grammar, the same for all models: a list, or a named tool's arguments.
 
-Knows the two forms, whatever the model's own form of calls is; text that is none of them is content, as after an output
-that was cut off.
+Other text, as in a truncated output, is content.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from jaxllm_server.parsers.tool_parsers import MakeId, ToolCallDelta
 
 
 class RequiredCalls(ListCalls):
-    """`[{"name": …, "parameters": {…}}, …]`; from the first text that is none on all is content."""
+    """Parses `[{"name": …, "parameters": {…}}, …]`; everything from the first mismatch on is content."""
 
     _needs_arguments = True
 
@@ -29,7 +28,7 @@ class RequiredCalls(ListCalls):
 
 
 class NamedCall:
-    """The arguments of one call, character for character."""
+    """Passes an output on as the arguments of one call."""
 
     markers: tuple[str, ...] = ()
 
@@ -39,7 +38,7 @@ class NamedCall:
         self._has_begun = False
 
     def push(self, text: str) -> tuple[str, list[ToolCallDelta]]:
-        """Take in more text; return no content, and the next piece of the call."""
+        """Feed text; return no content and the next piece of the call."""
         if not text:
             return "", []
         if self._has_begun:
@@ -48,5 +47,5 @@ class NamedCall:
         return "", [ToolCallDelta(0, self._make_id(self._name), self._name, text)]
 
     def finish(self, is_cut_off: bool = False) -> tuple[str, list[ToolCallDelta]]:
-        """Nothing is held back."""
+        """Return nothing: no text is held back."""
         return "", []

@@ -1,11 +1,9 @@
-"""gpt-oss's channels: messages of which some are reasoning, some calls, and some content.
+"""Parsers for gpt-oss's harmony format (openai/harmony, docs/format.md).
 
 A message is `<|start|>assistant<|channel|>NAME to=RECIPIENT <|constrain|>json<|message|>…` up to `<|end|>`, `<|call|>`
-or `<|return|>` (openai/harmony, docs/format.md); the prompt ends behind `<|start|>assistant`, and a recipient may stand
-there too. What has a recipient is a call, what else is on the channel `analysis` is reasoning, and the rest is content:
-the final answer, and the preamble that `commentary` without a recipient is.
-
-Reasoning and calls are split by a parser each, as of other models: that of reasoning passes calls on for the other.
+or `<|return|>`. The prompt ends with `<|start|>assistant`, which the recipient may also follow. A message with a
+recipient is a call; otherwise, channel `analysis` is reasoning, and the rest is content: the answer, or a preamble on
+channel `commentary`. The reasoning parser passes calls on to the call parser.
 """
 
 from __future__ import annotations
@@ -24,10 +22,10 @@ _ENDS = (END, _CALL, "<|return|>")
 _MARKERS = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ENDS)
 _ANALYSIS = "analysis"
 _RECIPIENT = "to="
-_MAX_HEADER = 512  # characters of a message's header: what is longer is text
-FINAL = f"{_CHANNEL}final{_MESSAGE}"  # opens the answer
-CHANNEL = _CHANNEL  # opens an output
-# Open a call of the tool `name`.
+_MAX_HEADER = 512  # characters of a message's header; a longer one is text
+FINAL = f"{_CHANNEL}final{_MESSAGE}"
+CHANNEL = _CHANNEL
+# Headers that open a call of the tool `name`.
 CALL_HEADERS = tuple(
     f"{header}{kind}{_MESSAGE}"
     for header in (
@@ -51,7 +49,7 @@ class _Message:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """More of a message's text; the first one may be empty."""
+    """A piece of a message; the first may be empty."""
 
     message: _Message
     text: str
@@ -60,14 +58,14 @@ class _Piece:
 
 
 class _Messages(MarkerReader):
-    """Cuts an output into messages. Text outside of any, as of an output without channels, is one without a header."""
+    """Splits an output into messages; text outside any is one without header."""
 
     def __init__(self) -> None:
         super().__init__()
         self._read = self._read_start
         self._header: list[str] = []
         self._header_length = 0
-        self._message: _Message | None = None  # that is being read
+        self._message: _Message | None = None
         self._pieces: list[_Piece] = []
 
     @property
@@ -75,12 +73,12 @@ class _Messages(MarkerReader):
         return self._message is not None and self._message.is_reasoning
 
     def push(self, text: str) -> list[_Piece]:
-        """Take in more text; return the pieces that are certain now."""
+        """Feed text; return the pieces that are final."""
         self._feed(text)
         return self._taken()
 
     def finish(self, is_cut_off: bool) -> list[_Piece]:
-        """Return the text held back, without an unfinished header, nor a partial marker of a truncated output."""
+        """Return held-back text, except an unfinished header or, if truncated, a partial marker."""
         if not is_cut_off and not "".join(self._header).startswith("<"):
             self._end_header(is_text=True)
         self._close()
@@ -91,7 +89,7 @@ class _Messages(MarkerReader):
         return pieces
 
     def _read_start(self, text: str, start: int) -> int:
-        """Read the beginning of the output, where a recipient may stand before the channel."""
+        """Read the start of the output, where a recipient may precede the channel."""
         if not self._partial:
             end = skip(text, start)
             self._header.append(text[start:end])
@@ -122,7 +120,7 @@ class _Messages(MarkerReader):
             self._end_header(is_text=True)
             self._close()
         elif marker == _START and not "".join(self._header).startswith("<"):
-            self._end_header(is_text=True)  # a text that begins as a recipient does
+            self._end_header(is_text=True)  # text that resembles a recipient
             self._take_marker(marker)
         elif marker:
             self._header.append(marker)
@@ -144,7 +142,6 @@ class _Messages(MarkerReader):
         return end
 
     def _take_marker(self, marker: str | None) -> None:
-        """Go on at a marker in the text of a message."""
         if marker in _ENDS:
             self._close()
         elif marker in (_START, _CHANNEL):
@@ -174,7 +171,7 @@ def _message_of(header: str) -> _Message:
 
 
 class _Content:
-    """Content of several messages: a line break stands between them."""
+    """Joins messages with line breaks."""
 
     def __init__(self) -> None:
         self._has_come = False
@@ -186,7 +183,7 @@ class _Content:
 
 
 class HarmonyReasoning:
-    """Splits one output into reasoning and content; calls go on in the content, as `HarmonyParser` reads them."""
+    """Splits an output into reasoning and content, with calls for `HarmonyParser`."""
 
     markers = _MARKERS
     may_hold_calls = False
@@ -197,15 +194,15 @@ class HarmonyReasoning:
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the next character is reasoning, as far as the text so far says."""
+        """Whether the next character is reasoning."""
         return self._messages.is_reasoning
 
     def push(self, text: str) -> tuple[str, str]:
-        """Take in more text; return the reasoning and the content that are certain now."""
+        """Feed text; return the reasoning and content that are final."""
         return self._split(self._messages.push(text))
 
     def finish(self, is_cut_off: bool = False) -> tuple[str, str]:
-        """Return what was held back, now that no text follows."""
+        """Return held-back text at the end of the output."""
         return self._split(self._messages.finish(is_cut_off))
 
     def _split(self, pieces: Sequence[_Piece]) -> tuple[str, str]:
@@ -223,9 +220,9 @@ class HarmonyReasoning:
 
 
 class HarmonyParser(ToolParser):
-    """Splits one output into content and calls; reasoning that no other parser has taken out is content.
+    """Splits an output into content and calls; remaining reasoning is content.
 
-    The arguments of a call are the text of its message, character for character, `{}` if there is none.
+    A call's arguments are its message's text, unchanged, or `{}` if empty.
     """
 
     markers = _MARKERS
@@ -234,10 +231,10 @@ class HarmonyParser(ToolParser):
         super().__init__(make_id, tools)
         self._messages = _Messages()
         self._text = _Content()
-        self._has_begun = False  # the call that is being read has been passed on, in part
+        self._has_begun = False  # part of the current call was emitted
 
     def push(self, text: str) -> tuple[str, list[ToolCallDelta]]:
-        """Take in more text; return the content and the pieces of calls that are certain now."""
+        """Feed text; return the content and call deltas that are final."""
         self._take(self._messages.push(text))
         return self._taken()
 
@@ -262,7 +259,7 @@ class HarmonyParser(ToolParser):
 
 
 class AnalysisTokens:
-    """Counts the tokens of reasoning by the special tokens around them."""
+    """Counts reasoning tokens by the special tokens around them."""
 
     def __init__(self, token_id: Callable[[str], int | None]) -> None:
         self._channel, self._message = token_id(_CHANNEL), token_id(_MESSAGE)
@@ -272,7 +269,7 @@ class AnalysisTokens:
         self._is_analysis = self._is_text = False
 
     def count(self, ids: Sequence[int], is_reasoning: bool) -> int:
-        """Count those of the next tokens that are text of the channel `analysis`, whatever the text says."""
+        """Count tokens that are text on channel `analysis`; `is_reasoning` is unused."""
         number = 0
         for token in ids:
             if token == self._channel or token in self._ends:

@@ -1,7 +1,4 @@
-"""Calls that are JSON objects with a name and arguments: Hermes', Llama's, and lists of them, Granite's and Mistral's.
-
-Mistral's newer form, a name and arguments after the same marker, is here as well.
-"""
+"""Parsers for calls that are JSON objects: Hermes, Llama, Granite and Mistral; also Mistral's newer form."""
 
 from __future__ import annotations
 
@@ -14,20 +11,20 @@ from jaxllm_server.parsers.tool_parsers import MakeId, ToolParser, is_name
 
 
 class ObjectCalls(ToolParser):
-    """What reads the object of a call."""
+    """Base of parsers for calls written as JSON objects."""
 
-    _object: CallObject | None = None  # the last one that began
+    _object: CallObject | None = None
 
     @abstractmethod
     def _follow(self, call: CallObject) -> Callable[[str, int], int]:
-        """Return the state that reads what follows a call's object, or what follows held text that was no call."""
+        """Return the state after an object, whether or not it was a call."""
 
     def _begin_object(self, needs_arguments: bool) -> None:
         call = self._object = CallObject(needs_arguments)
         self._read = lambda text, start: self._read_object(call, text, start)
 
     def _read_object(self, call: CallObject, text: str, start: int) -> int:
-        """Read a call's JSON object; pass it on from the moment on that it is sure to be a call."""
+        """Read a call's object, and emit it once it is certainly a call."""
         was_call = call.is_call
         end = call.read(text, start)
         if not call.is_call:
@@ -44,11 +41,11 @@ class ObjectCalls(ToolParser):
 
 
 class HermesParser(ObjectCalls):
-    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number of them, with text around.
+    """Parses any number of `<tool_call>{"name": …, "arguments": {…}}</tool_call>` between text.
 
-    Content before the first call goes out as it is, its last newline too, as in vLLM. After a call, space before
-    another call or the end is dropped; other text there is content (vLLM drops it). An object without arguments is a
-    call with `{}`. A missing end tag does no harm, and tags inside JSON strings are text.
+    Content before the first call keeps its last newline, as in vLLM. After a call, space before another call or the end
+    is dropped; other text is content (vLLM drops it). Missing arguments mean `{}`. The end tag is optional, and tags in
+    JSON strings are text.
     """
 
     markers = ("<tool_call>", "</tool_call>")
@@ -56,7 +53,7 @@ class HermesParser(ObjectCalls):
     def __init__(self, make_id: MakeId, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__(make_id, tools)
         self._read = self._read_content
-        self._expected = self.markers[:1]  # between calls
+        self._expected = self.markers[:1]
 
     def _read_content(self, text: str, start: int) -> int:
         end, marker = self._seek(text, start, self.markers[:1], self._content)
@@ -69,7 +66,6 @@ class HermesParser(ObjectCalls):
         self._read = self._read_opening
 
     def _read_opening(self, text: str, start: int) -> int:
-        """Read the space between a tag and its object."""
         end = skip(text, start)
         self._held.append(text[start:end])
         if end < len(text):
@@ -85,7 +81,7 @@ class HermesParser(ObjectCalls):
         return self._read_between if call.is_call else self._read_content
 
     def _read_between(self, text: str, start: int) -> int:
-        """Read what follows a call: its end tag, space, the next call's tag; anything else is content."""
+        """Read an end tag, space or the next call's tag; other text is content."""
         end, marker = self._match_after_space(text, start, self._expected)
         if marker == self.markers[0]:
             self._open(self.markers[0])
@@ -103,11 +99,10 @@ class HermesParser(ObjectCalls):
 
 
 class LlamaParser(ObjectCalls):
-    """`{"name": …, "parameters": {…}}`, after `<|python_tag|>` or not, several with `;` between them.
+    """Parses `{"name": …, "parameters": {…}}`, several separated by `;`, after an optional `<|python_tag|>`.
 
-    Only an output that begins so has calls, as in vLLM's stream; any other is content as a whole. An object is a call
-    only with both a name and arguments, since without a marker it may just be JSON that was asked for. Space, `;` and
-    the marker around calls are dropped; from the first text after a call that begins no call all is content.
+    Only an output that begins with a call has any, as in vLLM's stream. An object without name or arguments may be
+    requested JSON and is content. Space, `;` and markers around calls are dropped; other text makes the rest content.
     """
 
     markers = ("<|python_tag|>",)
@@ -115,11 +110,10 @@ class LlamaParser(ObjectCalls):
     def __init__(self, make_id: MakeId, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__(make_id, tools)
         self._read = self._read_between
-        self._may_separate = False  # a `;` may come
+        self._may_separate = False
         self._may_mark = True
 
     def _read_between(self, text: str, start: int) -> int:
-        """Read what may stand before an object."""
         if self._partial:
             end, marker = self._match(text, start, self.markers)
             if marker:
@@ -159,7 +153,7 @@ class LlamaParser(ObjectCalls):
             self._give_up()
 
     def _drop(self) -> None:
-        """Keep an object that no marker announced, and that has members which no call has."""
+        """Keep an unmarked object as content if it has members foreign to calls."""
         is_marked = self.markers[0] in "".join(self._held)
         if self._object is not None and self._object.is_foreign and not is_marked:
             self._give_up()
@@ -167,13 +161,12 @@ class LlamaParser(ObjectCalls):
 
 
 class ListCalls(ObjectCalls):
-    """What reads a list of objects, `[{…}, {…}]`. Brackets, commas and space around calls are dropped."""
+    """Base of parsers of `[{…}, {…}]`. Brackets, commas and space around calls are dropped."""
 
     _needs_arguments = False
     _expected = "["
 
     def _read_list(self, text: str, start: int) -> int:
-        """Read what may stand before an object, or after the last one."""
         end = skip(text, start)
         self._held.append(text[start:end])
         if end == len(text):
@@ -193,11 +186,11 @@ class ListCalls(ObjectCalls):
 
     @abstractmethod
     def _after_list(self) -> Callable[[str, int], int]:
-        """Return the state that reads what follows a list."""
+        """Return the state after a list."""
 
     @abstractmethod
     def _after_text(self) -> Callable[[str, int], int]:
-        """Return the state that reads what follows something that is no call."""
+        """Return the state after text that is not a call."""
 
     def _follow(self, call: CallObject) -> Callable[[str, int], int]:
         self._expected = ",]"
@@ -209,7 +202,7 @@ class ListCalls(ObjectCalls):
 
 
 class GraniteParser(ListCalls):
-    """`<|tool_call|>[{"name": …, "arguments": {…}}, …]`, with text around; Granite 3.1 writes `<tool_call>` for it."""
+    """Parses `<|tool_call|>[{"name": …, "arguments": {…}}, …]` between text; Granite 3.1's marker is `<tool_call>`."""
 
     markers = ("<|tool_call|>", "<tool_call>")
     _openings = markers
@@ -237,7 +230,6 @@ class GraniteParser(ListCalls):
         return self._read_content
 
     def _read_between(self, text: str, start: int) -> int:
-        """Read what follows calls: space, and the marker of more."""
         end, marker = self._match_after_space(text, start, self._openings)
         if marker:
             self._open(marker)
@@ -256,10 +248,10 @@ class GraniteParser(ListCalls):
 
 
 class MistralParser(GraniteParser):
-    """`[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, or `[TOOL_CALLS]name[ARGS]{…}` for each call, with text around.
+    """Parses `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, or `[TOOL_CALLS]name[ARGS]{…}` per call, between text.
 
-    The second form is that of tokenizers from version 11 on; `[CALL_ID]` and an id may stand before `[ARGS]`
-    (mistral-common, tokens/tokenizers/instruct.py), which may be missing before the brace, as in vLLM.
+    Tokenizers from version 11 on use the second form; `[CALL_ID]` and an id may precede `[ARGS]`, which is optional as
+    in vLLM (mistral-common, tokens/tokenizers/instruct.py).
     """
 
     markers = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
@@ -272,12 +264,11 @@ class MistralParser(GraniteParser):
         self._read = self._read_opening
 
     def _read_opening(self, text: str, start: int) -> int:
-        """Read the space between the marker and what tells the forms apart."""
         end = skip(text, start)
         self._held.append(text[start:end])
         if end < len(text):
             self._read = self._read_list if text[end] == "[" else self._read_name
-            if text[end] == "{":  # an object without the list's brackets
+            if text[end] == "{":
                 self._begin_object(self._needs_arguments)
         return end
 
@@ -306,7 +297,6 @@ class MistralParser(GraniteParser):
         return self._read_marker(text, end, self.markers[:2])
 
     def _read_marker(self, text: str, start: int, markers: tuple[str, ...]) -> int:
-        """Read the marker behind a name or an id."""
         end, marker = self._match(text, start, markers)
         if marker == self._openings[0]:
             self._give_up()

@@ -1,4 +1,4 @@
-"""Finds markers in text while it comes: each character is looked at once, whatever stands between them."""
+"""Finds markers in streamed text in linear time."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 
 class MarkerReader:
-    """A state that reads text, and the part of a marker that has come."""
+    """A state machine over text, with a partially matched marker."""
 
     def __init__(self) -> None:
-        self._read: Callable[[str, int], int]  # the state: reads text from an index on, returns where the next goes on
+        self._read: Callable[[str, int], int]  # the current state: reads from an index, returns the next
         self._partial = ""  # text that may become a marker
 
     def _feed(self, text: str) -> None:
@@ -18,9 +18,9 @@ class MarkerReader:
             position = self._read(text, position)
 
     def _match(self, text: str, start: int, markers: tuple[str, ...]) -> tuple[int, str | None]:
-        """Extend `_partial` as far as a marker goes on with `text`; return where that ended, and a whole marker.
+        """Extend `_partial` by `text`; return the end index and the completed marker, if any.
 
-        No marker holds its first character twice, so where one breaks off none can have begun inside `_partial`.
+        A marker contains its first character once, so a mismatch cannot leave another begun inside `_partial`.
         """
         for position in range(start, len(text)):
             longer = self._partial + text[position]
@@ -36,15 +36,15 @@ class MarkerReader:
         return len(text), None
 
     def _seek(self, text: str, start: int, markers: tuple[str, ...], before: list[str]) -> tuple[int, str | None]:
-        """Look for markers with the same first character; put the text before them into `before`.
+        """Find markers, which share their first character; append the text before one to `before`.
 
-        Looking for each by itself would go over the rest of the text again and again for one that is not in it.
+        Searching for each would rescan the text for absent ones.
         """
         if not self._partial:
             first, most = markers[0][0], len(text) - max(map(len, markers))
             found = text.find(first, start)
             while 0 <= found <= most and not text.startswith(markers, found):
-                found = text.find(first, found + 1)  # 20 times as fast as `_match` where the text is full of them
+                found = text.find(first, found + 1)  # 20 times faster than `_match`
             end = len(text) if found < 0 else found
             before.append(text[start:end])
             start = end

@@ -1,4 +1,4 @@
-"""Calls that are a name and arguments between markers: DeepSeek's and Kimi's; what sections of calls have in common."""
+"""Parsers for calls written as name and arguments between markers: DeepSeek and Kimi; base of sectioned formats."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any, ClassVar, NamedTuple
 from jaxllm_server.parsers.tool_call_json import SPACE, skip
 from jaxllm_server.parsers.tool_parsers import MakeId, ToolParser, is_name
 
-_FENCE = SPACE | frozenset("`json")  # of "```json"
+_FENCE = SPACE | frozenset("`json")  # characters of "```json"
 
 
 class SectionedCalls(ToolParser):
-    """Calls that begin with a marker, with the markers of a section around them or not, and text around that.
+    """Base of parsers for calls that begin with a marker, optionally in a marked section, between text.
 
-    Space and markers between calls are dropped; what else stands there is content.
+    Space and markers between calls are dropped; other text between calls is content.
     """
 
-    _openings: tuple[str, ...]  # of a section and of a call; the last one is a call's
-    _closings: tuple[str, ...]  # the same
-    _space: frozenset[str] = SPACE  # what may stand between calls
+    _openings: tuple[str, ...]
+    _closings: tuple[str, ...]
+    _space: frozenset[str] = SPACE
 
     def __init__(self, make_id: MakeId, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__(make_id, tools)
         self._read = self._read_content
-        self._is_opened = False  # a marker has opened a section or a call, and no call has come since
+        self._is_opened = False  # a section or call is open and no call was read since
 
     def _read_content(self, text: str, start: int) -> int:
         end, marker = self._seek(text, start, self._openings, self._content)
@@ -34,7 +34,6 @@ class SectionedCalls(ToolParser):
         return end
 
     def _read_between(self, text: str, start: int) -> int:
-        """Read what may stand before a call, and after it."""
         end, marker = self._match_after_space(text, start, self._openings + self._closings, self._space)
         if marker and marker in self._openings:
             self._open(marker)
@@ -56,7 +55,7 @@ class SectionedCalls(ToolParser):
 
     @abstractmethod
     def _read_name(self, text: str, start: int) -> int:
-        """Read on behind the marker of a call."""
+        """Read on after a call's opening marker."""
 
     def _begin_call(self, name: str, arguments: str, identity: str = "") -> None:
         super()._begin_call(name, arguments, identity)
@@ -73,7 +72,7 @@ class SectionedCalls(ToolParser):
 
 
 class CallMarkers(NamedTuple):
-    """What stands around a section of calls, around a call, and between its name and its arguments."""
+    """The markers around a section, around a call, and between name and arguments."""
 
     section: str
     call: str
@@ -83,9 +82,9 @@ class CallMarkers(NamedTuple):
 
 
 class MarkedCalls(SectionedCalls):
-    """`<section><call>name<separator>{…}</call><call>…</call></section>`, whatever the markers are.
+    """Parses `<section><call>name<separator>{…}</call><call>…</call></section>` for any markers.
 
-    Arguments go out character for character. A call without any is one with `{}`.
+    Arguments are passed on unchanged, `{}` if missing.
     """
 
     _marks: ClassVar[CallMarkers]
@@ -114,7 +113,6 @@ class MarkedCalls(SectionedCalls):
         return end
 
     def _give_up_at(self, marker: str) -> None:
-        """Begin anew at a marker that does not belong where it stands."""
         if marker in self._openings:
             self._refuse()
             self._open(marker)
@@ -123,7 +121,6 @@ class MarkedCalls(SectionedCalls):
             self._refuse()
 
     def _read_brace(self, text: str, start: int) -> int:
-        """Read what stands before the arguments."""
         end, marker = self._match_after_space(text, start, self.markers, self._space)
         if marker == self._marks.call_end:
             self._begin_call(*self._identified("{}"))
@@ -138,15 +135,13 @@ class MarkedCalls(SectionedCalls):
         return end
 
     def _identified(self, arguments: str) -> tuple[str, str, str]:
-        """Return the name, the arguments, and the id where the model gives one."""
         return self._name.strip(), arguments, ""
 
 
 class DeepSeekParser(MarkedCalls):
-    """`<｜tool▁call▁begin｜>name<｜tool▁sep｜>{…}<｜tool▁call▁end｜>`, of DeepSeek-V3.1, and the form of V3 and R1.
+    """Parses `<｜tool▁call▁begin｜>name<｜tool▁sep｜>{…}<｜tool▁call▁end｜>` of DeepSeek-V3.1, and V3's and R1's form.
 
-    V3 has the type of the tool, always `function`, before the separator; behind it the name, and on the next line
-    the arguments in a Markdown block of JSON.
+    V3 writes `function` before the separator, then the name, and on the next line the arguments as a Markdown block.
     """
 
     _marks = CallMarkers(
@@ -183,9 +178,9 @@ class DeepSeekParser(MarkedCalls):
 
 
 class KimiParser(MarkedCalls):
-    """`<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|tool_call_end|>`, in a section of calls.
+    """Parses `<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|tool_call_end|>`, in a section.
 
-    What stands before the arguments is the call's id, which the model expects back in the conversation.
+    The model expects the call's id, `functions.name:0`, back in the conversation.
     """
 
     _marks = CallMarkers(

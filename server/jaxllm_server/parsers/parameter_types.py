@@ -1,7 +1,7 @@
-"""What the text of a parameter stands for, by the schema of its tool: formats like XML write all values alike.
+"""Converts the text of a parameter to JSON by its tool's schema, for formats without typed values. Pure.
 
-As in vLLM (tool_parsers/utils.py, qwen3coder_tool_parser.py): a value that is not of its type is a string, as is one of
-a parameter that the schema does not know. Pure.
+Text of another type or of an unknown parameter becomes a string, as in vLLM (tool_parsers/utils.py,
+qwen3coder_tool_parser.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxllm_server.parsers.python_literal import as_json
 
-# Not JSON Schema's, but written in tools, as in vLLM's list.
+# Type names in use that JSON Schema lacks, as in vLLM.
 _OTHER_NAMES: Mapping[str, str] = MappingProxyType(
     {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object", "list": "array"}
 )
@@ -24,12 +24,12 @@ _NAMES: Mapping[type, str] = MappingProxyType(
     }
 )
 _COMBINED = ("anyOf", "oneOf", "allOf")
-_MOST_SCHEMAS = 16  # that are looked at for one parameter: they may refer to each other
-_MOST_STEPS = 8  # of a reference
+_MOST_SCHEMAS = 16  # per parameter; schemas may refer to each other
+_MOST_STEPS = 8
 
 
 def schema_of(tools: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
-    """Return the schema of a tool's parameters, {} if there is none."""
+    """Return the schema of a tool's parameters, or {}."""
     for tool in tools:
         function = tool.get("function")
         if isinstance(function, Mapping) and function.get("name") == name:
@@ -39,10 +39,7 @@ def schema_of(tools: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any
 
 
 def types_of(schema: Mapping[str, Any], parameter: str) -> tuple[str, ...]:
-    """Return the types that a parameter may have by its tool's schema, in their order; string if none is known.
-
-    Where a schema names none, they are those of the values that it lists.
-    """
+    """Return a parameter's declared types, or those of its listed values; by default string."""
     types: list[str] = []
     for own in _schemas_of(schema, parameter):
         given = own.get("type")
@@ -55,12 +52,11 @@ def types_of(schema: Mapping[str, Any], parameter: str) -> tuple[str, ...]:
 
 
 def choices_of(schema: Mapping[str, Any], parameter: str) -> list[Any]:
-    """Return the values that a parameter's schema lists, in their order."""
+    """Return the values that a parameter's schema lists."""
     return [value for own in _schemas_of(schema, parameter) for value in _listed(own)]
 
 
 def _listed(schema: Mapping[str, Any]) -> list[Any]:
-    """Return the values of `enum`, or the one of `const`."""
     if "const" in schema:
         return [schema["const"]]
     values = schema.get("enum")
@@ -68,7 +64,7 @@ def _listed(schema: Mapping[str, Any]) -> list[Any]:
 
 
 def _schemas_of(schema: Mapping[str, Any], parameter: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the schemas that constrain a parameter: its own, or those that it combines or refers to."""
+    """Yield the schemas of a parameter, with combinations and references resolved."""
     properties = schema.get("properties")
     waiting = [properties.get(parameter)] if isinstance(properties, Mapping) else []
     for _ in range(_MOST_SCHEMAS):
@@ -88,19 +84,18 @@ def _schemas_of(schema: Mapping[str, Any], parameter: str) -> Iterator[Mapping[s
 
 
 def _referred(reference: str, root: Any) -> Any:
-    """Return the schema at `#/$defs/…` of another."""
     for part in reference.removeprefix("#/").split("/", _MOST_STEPS):
         root = root.get(part) if isinstance(root, Mapping) else None
     return root
 
 
 def is_text(types: Sequence[str]) -> bool:
-    """Whether a value is its text in any case, so that it need not be known as a whole."""
+    """Whether every value is a string, so that it can be streamed."""
     return tuple(types) == ("string",)
 
 
 def converted(text: str, types: Sequence[str], choices: Sequence[Any] = ()) -> str:
-    """Return the JSON of a value: the one of `choices` that the text is, else of the first type that it can have."""
+    """Convert text to JSON: the matching value of `choices`, or else the first of `types` that fits."""
     word = text.strip()
     for value in choices:
         if text == value or (not isinstance(value, str) and _is_written(word, value)):
@@ -119,13 +114,11 @@ def converted(text: str, types: Sequence[str], choices: Sequence[Any] = ()) -> s
 
 
 def _is_written(word: str, value: Any) -> bool:
-    """Return whether a word is how a value that is no string is written, in JSON or in Python."""
     written = _json(word) or as_json(word)
     return written is not None and json.dumps(json.loads(written)) == json.dumps(value)
 
 
 def _is_of(value: str, kind: str) -> bool:
-    """Whether JSON is of a type; of one that JSON Schema does not know, anything is."""
     if kind == "integer":
         digits = value.removeprefix("-")
         return digits.isascii() and digits.isdigit()
@@ -134,7 +127,6 @@ def _is_of(value: str, kind: str) -> bool:
 
 
 def _json(word: str) -> str | None:
-    """Return text that is JSON as it is."""
     try:
         json.loads(word, parse_constant=_refuse, parse_int=str, parse_float=str)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Calls as a list of Python's: Llama 4's and Llama 3.2's `[get_weather(city="Paris", days=2), now()]`."""
+"""Parser for Python-style calls of Llama 4 and 3.2: `[get_weather(city="Paris", days=2), now()]`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from jaxllm_server.parsers.python_literal import PythonLiteral
 from jaxllm_server.parsers.tool_call_json import MAX_NAME, skip
 from jaxllm_server.parsers.tool_parsers import MakeId, ToolParser
 
-# Of names of tools as OpenAI's API allows them, and of packages.
+# Characters of tool names in OpenAI's API, and of dotted names.
 _NAME = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
 
 
 class PythonicParser(ToolParser):
-    """`[name(key=literal, …), …]` at the beginning of an output, or anywhere behind `<|python_start|>`.
+    """Parses `[name(key=literal, …), …]` at the start of an output, or after any `<|python_start|>`.
 
-    Arguments go out as JSON, converted as they come. It is a call from the first value on that may be a literal, or
-    when it is closed without any; where a later value is none, the call keeps what it has and the rest is content.
+    Arguments are converted to JSON incrementally. A call is emitted from its first value on, or at its end; after an
+    invalid value it keeps the earlier ones, and the rest is content.
     """
 
     markers = ("<|python_start|>", "<|python_end|>")
@@ -26,8 +26,8 @@ class PythonicParser(ToolParser):
     def __init__(self, make_id: MakeId, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__(make_id, tools)
         self._read = self._read_opening
-        self._called = ""  # the name of the call that is being read
-        self._has_begun = False  # and has been passed on, in part
+        self._called = ""
+        self._has_begun = False  # part of it was emitted
         self._key = ""
         self._literal = PythonLiteral()
 
@@ -39,7 +39,6 @@ class PythonicParser(ToolParser):
         return end
 
     def _read_opening(self, text: str, start: int) -> int:
-        """Read what may stand before a list."""
         end, marker = self._match_after_space(text, start, self.markers[:1])
         if marker:
             self._held.append(marker)
@@ -59,11 +58,10 @@ class PythonicParser(ToolParser):
         return self._read_word(text, start, "(")
 
     def _read_key(self, text: str, start: int) -> int:
-        """Read a keyword, or the end of the arguments."""
         return self._read_word(text, start, "=)")
 
     def _read_word(self, text: str, start: int, ends: str) -> int:
-        """Read a word with space around it, and the character behind it; `_name` holds the word with its space."""
+        """Read a word, including space around it, into `_name`, and the character after it."""
         end = start
         while end < len(text) and (text[end] in _NAME or text[end] in " \n\t\r"):
             end += 1
@@ -74,7 +72,7 @@ class PythonicParser(ToolParser):
             return end
         if end < len(text):
             word = self._name.strip()
-            is_empty = text[end] == ")"  # no keyword comes, nor is one needed
+            is_empty = text[end] == ")"  # no keyword, as in `now()`
             if text[end] not in ends or len(word.split()) != (0 if is_empty else 1):
                 self._refuse()
                 return end
@@ -122,7 +120,6 @@ class PythonicParser(ToolParser):
             self._has_begun = True
 
     def _read_comma(self, text: str, start: int) -> int:
-        """Read what follows a value."""
         end = skip(text, start)
         self._held.append(text[start:end])
         if end == len(text):
@@ -143,7 +140,6 @@ class PythonicParser(ToolParser):
         self._read = self._read_next
 
     def _read_next(self, text: str, start: int) -> int:
-        """Read what follows a call."""
         end = skip(text, start)
         self._held.append(text[start:end])
         if end == len(text):
@@ -160,7 +156,6 @@ class PythonicParser(ToolParser):
         return end + 1
 
     def _read_after(self, text: str, start: int) -> int:
-        """Read what follows a list: space and markers."""
         end, marker = self._match_after_space(text, start, self.markers)
         if marker and marker == self.markers[0]:
             self._held = [marker]

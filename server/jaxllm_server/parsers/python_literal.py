@@ -1,7 +1,7 @@
-"""Converts one Python literal to JSON while it comes, in linear time: a string, a number, a constant, a list or a dict.
+"""Converts a streamed Python literal (string, number, constant, list or dict) to JSON in linear time.
 
-JSON is taken as well, as models mix the two: `true`, `false` and `null`. Anything else, a tuple for one, is an error as
-in vLLM (tool_parsers/utils.py, get_parameter_value). Knows nothing of calls.
+Accepts JSON's `true`, `false` and `null` too, since models mix the two. Anything else, such as a tuple, is an error, as
+in vLLM (tool_parsers/utils.py, get_parameter_value).
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ _CONSTANTS: Mapping[str, str] = MappingProxyType(
     {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 )
 _JSON_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-_MAX_PYTHON_NUMBER = 64  # characters of a number that JSON would write in another way
+_MAX_PYTHON_NUMBER = 64  # characters of a number in a notation that JSON lacks
 _CLOSERS: Mapping[str, str] = MappingProxyType({"[": "]", "{": "}"})
 _ESCAPES: Mapping[str, str] = MappingProxyType(
     {
         **{"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0"},
-        **{"\\": "\\", "'": "'", '"': '"', "\n": "", "/": "/"},  # the last one is JSON's
+        **{"\\": "\\", "'": "'", '"': '"', "\n": "", "/": "/"},  # "/" is JSON's
     }
 )
 _HEX_DIGITS: Mapping[str, int] = MappingProxyType({"x": 2, "u": 4, "U": 8})
 
 
 class _Phase(Enum):
-    """What is expected outside of strings and scalars."""
+    """The expected token outside strings and scalars."""
 
     VALUE = auto()
-    FIRST = auto()  # a value of a list, or a key of a dict, or its end
+    FIRST = auto()  # a list's value, a dict's key, or the end
     COLON = auto()
-    NEXT = auto()  # a comma, or the end
+    NEXT = auto()
 
 
 class PythonLiteral:
-    """Reads one literal; what `take` returns of it is JSON as a whole, and does not depend on how the text is cut."""
+    """Reads a literal; the JSON text from `take` does not depend on how the input is chunked."""
 
     def __init__(self) -> None:
         self.is_over = False
-        self.is_broken = False  # over, and no literal
+        self.is_broken = False  # over, because the literal is invalid
         self._phase = _Phase.VALUE
-        self._open: list[str] = []  # brackets
-        self._json: list[str] = []  # what `take` has not returned
-        self._comma = ""  # that goes before the next value
+        self._open: list[str] = []
+        self._json: list[str] = []
+        self._comma = ""
         self._scalar: list[str] | None = None
         self._string: _String | None = None
 
     def read(self, text: str, start: int) -> int:
-        """Read on from `start`; return where reading stopped: at the end of `text`, or where the literal is over."""
+        """Read from `start`; return the index after the last character consumed."""
         position = start
         while position < len(text) and not self.is_over:
             if self._string is not None:
@@ -66,12 +66,12 @@ class PythonLiteral:
         return position
 
     def take(self) -> str:
-        """Return what came of the JSON text since the last time."""
+        """Return the JSON text produced since the last call."""
         taken, self._json = "".join(self._json), []
         return taken
 
     def unread(self) -> str:
-        """Return the text that was read and of which nothing came yet."""
+        """Return the text read that has produced no JSON yet."""
         return self._string.unread if self._string is not None else "".join([self._comma, *(self._scalar or ())])
 
     def _read_mark(self, character: str, position: int) -> int:
@@ -147,18 +147,18 @@ class PythonLiteral:
 
 
 class _String:
-    """Reads a string behind its first quote, also one in three quotes, with Python's escapes."""
+    """Reads a string, single- or triple-quoted, with Python's escapes, after its first quote."""
 
     def __init__(self, quote: str) -> None:
         self.is_over = False
         self.is_broken = False
-        self.unread = ""  # an escape, or quotes, of which nothing came yet
+        self.unread = ""
         self._quote = quote
-        self._is_opening = True  # more quotes may belong to the beginning
+        self._is_opening = True
         self._is_triple = False
 
     def read(self, text: str, start: int, into: list[str]) -> int:
-        """Read on; put JSON's text of it into `into`, with the quote at the end."""
+        """Read on and append JSON text to `into`, up to the closing quote."""
         position = start
         while position < len(text) and not (self.is_over or self.is_broken):
             if self._is_opening:
@@ -184,13 +184,12 @@ class _String:
             if len(self.unread) == 2:
                 self._is_triple, self._is_opening, self.unread = True, False, ""
             return position + 1
-        if self.unread:  # of two quotes the second one was the end
+        if self.unread:
             self._close(into)
         self._is_opening = False
         return position
 
     def _read_closing(self, character: str, position: int, into: list[str]) -> int:
-        """Read what follows a quote inside of three."""
         if character != self._quote:
             into.append(_inside(self.unread))
             self.unread = ""
@@ -205,7 +204,7 @@ class _String:
         kind = self.unread[1]
         if kind not in _HEX_DIGITS:
             known = _ESCAPES.get(kind)
-            into.append(_inside(self.unread if known is None else known))  # Python keeps the backslash of others
+            into.append(_inside(self.unread if known is None else known))  # as Python, keep unknown escapes
             self.unread = ""
         elif len(self.unread) > 2 and character not in "0123456789abcdefABCDEF":
             self.is_broken = True
@@ -214,7 +213,7 @@ class _String:
             if code > 0x10FFFF:
                 self.is_broken = True
                 return position + 1
-            into.append(json.dumps(chr(code))[1:-1])  # half of a surrogate pair stays an escape
+            into.append(json.dumps(chr(code))[1:-1])
             self.unread = ""
         return position + 1
 
@@ -225,20 +224,18 @@ class _String:
 
 
 def as_json(text: str) -> str | None:
-    """Convert a whole literal; None if it is none."""
+    """Convert a complete literal; returns None if it is invalid."""
     literal = PythonLiteral()
-    source = text + "\n"  # ends a number
+    source = text + "\n"
     end = literal.read(source, 0)
     return literal.take() if literal.is_over and not literal.is_broken and not source[end:].strip() else None
 
 
 def _inside(text: str) -> str:
-    """Write text as it stands inside of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _number(scalar: str) -> str | None:
-    """Return the JSON of a number, or of a constant; None if it is neither."""
     if scalar in _CONSTANTS:
         return _CONSTANTS[scalar]
     if _JSON_NUMBER.fullmatch(scalar):

@@ -1,9 +1,7 @@
-"""Splits a model's text into reasoning and content while it comes, at tags like `<think>` and `</think>`.
+"""Streaming split of a model's text into reasoning and content, at tags such as `<think>` and `</think>`.
 
-The tags are dropped and everything else is kept as it is, the newlines around the tags too, as in vLLM
-(reasoning/qwen3_reasoning_parser.py, deepseek_r1_reasoning_parser.py). An output without an end tag was cut off and is
-all reasoning. Tags count once: a second `<think>`, and whatever follows the first `</think>`, is text. The forms of
-models are rows of table.py. Knows nothing of requests, templates and tool calls.
+Only tags are dropped, as in vLLM (reasoning/qwen3_reasoning_parser.py, deepseek_r1_reasoning_parser.py). Without an end
+tag the output is all reasoning. A second `<think>`, and tags after the first `</think>`, are text.
 """
 
 from __future__ import annotations
@@ -20,68 +18,68 @@ TokenId = Callable[[str], int | None]
 
 
 class ReasoningParser(Protocol):
-    """Splits one output in time linear in its length; what it returns does not depend on how the text is cut."""
+    """Splits an output in linear time, independently of how the text is chunked."""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Special tokens of most vocabularies: their text must not be skipped."""
+        """Tags, often special tokens, that detokenization must keep."""
         ...
 
     @property
     def may_hold_calls(self) -> bool:
-        """Whether a tool call in the reasoning stays in the text of that."""
+        """Whether a tool call inside reasoning stays in its text."""
         ...
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the next character is reasoning, as far as the text so far says."""
+        """Whether the next character is reasoning."""
         ...
 
     def push(self, text: str) -> tuple[str, str]:
-        """Take in more text; return the reasoning and the content that are certain now."""
+        """Feed text; return the reasoning and content that are final."""
         ...
 
     def finish(self, is_cut_off: bool = False) -> tuple[str, str]:
-        """Return the text held back at the end of an output, without a partial tag if it was truncated."""
+        """Return held-back text at the end, except a partial tag if the output was truncated."""
         ...
 
 
 class Habit(Enum):
-    """When a model reasons."""
+    """Under which condition a model reasons."""
 
-    ALWAYS = auto()  # from its first token on, whether or not its template opens the reasoning, unless that closes it
-    BY_ITSELF = auto()  # it or its template says the start tag; with thinking switched off, neither does
-    IF_OPENED = auto()  # if its template says the start tag
-    IF_ASKED = auto()  # if its prompt, in the system message as a rule, has the start tag anywhere
+    ALWAYS = auto()  # from its first token, unless the template closes the reasoning
+    BY_ITSELF = auto()  # model or template writes the start tag, unless thinking is disabled
+    IF_OPENED = auto()  # if the template writes the start tag
+    IF_ASKED = auto()  # if the prompt, usually its system message, contains the start tag
 
 
 @dataclass(frozen=True, slots=True)
 class TaggedReasoning:
-    """How a model writes its reasoning between tags. All start tags, and all end tags, begin with one character."""
+    """A model's reasoning tags. All start tags share a first character, as do all end tags."""
 
     starts: tuple[str, ...]
-    ends: tuple[str, ...]  # the first one is the model's own; the others end the reasoning as well
+    ends: tuple[str, ...]  # the model's own end tag, then others that also end the reasoning
     habit: Habit
-    kept_ends: tuple[str, ...] = ()  # those that belong to the content
+    kept_ends: tuple[str, ...] = ()  # end tags that belong to the content
 
     def begin_after(self, is_forced: bool) -> tuple[str, ...]:
-        """Return the texts after which a constraint of the answer holds."""
+        """Return the texts after which a constraint on the answer applies."""
         return self.ends
 
     def openings(self, prompt: str) -> tuple[str, ...]:
-        """Return the texts that begin a reasoning; () if every output begins inside of one."""
+        """Return the texts that open reasoning; () if the output begins inside it."""
         return () if self._starts_inside(prompt) else self.starts
 
     def opens(self, prompt: str) -> bool:
-        """Whether a prompt's text ends with a start tag, so that the output begins inside of the reasoning."""
+        """Whether the prompt ends with a start tag."""
         return prompt.rstrip().endswith(self.starts)
 
     def closes(self, prompt: str) -> bool:
-        """Whether a prompt's text ends with an end tag, so that the output begins after the reasoning."""
+        """Whether the prompt ends with an end tag."""
         return prompt.rstrip().endswith(self.ends)
 
     def may_reason(self, prompt: str, is_switched_off: bool) -> bool:
-        """Whether an output may begin with reasoning, so that a constraint of the answer holds only after its end."""
+        """Whether the output may begin with reasoning, which delays a constraint."""
         if self.closes(prompt):
             return False
         if self.opens(prompt) or self.habit is Habit.ALWAYS:
@@ -91,57 +89,57 @@ class TaggedReasoning:
         return self.habit is Habit.IF_ASKED and any(start in prompt for start in self.starts)
 
     def parser(self, prompt: str = "") -> TagParser:
-        """Return a parser of one output to a prompt."""
+        """Return a parser for one output to the prompt."""
         return TagParser(self, self._starts_inside(prompt))
 
     def _starts_inside(self, prompt: str) -> bool:
         return self.opens(prompt) or (self.habit is Habit.ALWAYS and not self.closes(prompt))
 
     def counter(self, token_id: TokenId) -> ReasoningTokens:
-        """Return what counts the tokens of one output that are reasoning."""
+        """Return a counter of an output's reasoning tokens."""
         return ReasoningTokens(token_id(self.ends[0]))
 
 
 class HarmonyChannels:
-    """gpt-oss's channels: an answer, or a call, is always opened by a header of its own."""
+    """gpt-oss's channels: a header precedes every answer and call."""
 
     kept_ends: tuple[str, ...] = ()
 
     def begin_after(self, is_forced: bool) -> tuple[str, ...]:
-        """Return the text after which a constraint of the answer, or of calls that are forced, holds.
+        """Return the texts after which a constraint on the answer, or on forced calls, applies.
 
-        With tools the model would call them by a header of its own, and never come to a final answer.
+        With tools, the model might never reach a final answer.
         """
         return (END,) if is_forced else (FINAL,)
 
     def openings(self, prompt: str) -> tuple[str, ...]:
-        """Return the marker of the first header."""
+        """Return the marker that opens the first header."""
         return (CHANNEL,)
 
     def may_reason(self, prompt: str, is_switched_off: bool) -> bool:
-        """Return True: what is not reasoned has a header too."""
+        """Return True: even an answer without reasoning has a header."""
         return True
 
     def parser(self, prompt: str = "") -> HarmonyReasoning:
-        """Return a parser of one output."""
+        """Return a parser for one output."""
         return HarmonyReasoning()
 
     def counter(self, token_id: TokenId) -> AnalysisTokens:
-        """Return what counts the tokens of one output that are reasoning."""
+        """Return a counter of an output's reasoning tokens."""
         return AnalysisTokens(token_id)
 
 
 class _State(Enum):
-    OPENING = auto()  # nothing but space and perhaps a part of the start tag has come
+    OPENING = auto()
     REASONING = auto()
     CONTENT = auto()
 
 
 class TagParser:
-    """A `ReasoningParser` of tags.
+    """A `ReasoningParser` for tags.
 
-    `starts_inside`: the reasoning begins with the first character; a start tag that the model repeats there is dropped.
-    Otherwise there is reasoning only if the output begins with the start tag.
+    With `starts_inside`, the output begins as reasoning and a start tag is dropped. Otherwise only a start tag at the
+    beginning opens reasoning.
     """
 
     may_hold_calls = True
@@ -152,18 +150,18 @@ class TagParser:
         self._ends = (*form.ends, *form.kept_ends)
         self._starts_inside = starts_inside
         self._state = _State.OPENING
-        self._space: list[str] = []  # before a start tag; dropped if one comes
-        self._held = ""  # what may become a tag
+        self._space: list[str] = []
+        self._held = ""
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the next character is reasoning, as far as the text so far says."""
+        """Whether the next character is reasoning."""
         if self._state is _State.OPENING:
             return self._starts_inside
         return self._state is _State.REASONING
 
     def push(self, text: str) -> tuple[str, str]:
-        """Take in more text; return the reasoning and the content that are certain now."""
+        """Feed text; return the reasoning and content that are final."""
         if self._state is _State.OPENING:
             text = self._open(text)
         reasoning = content = ""
@@ -174,13 +172,13 @@ class TagParser:
         return reasoning, content
 
     def finish(self, is_cut_off: bool = False) -> tuple[str, str]:
-        """Return the text held back at the end of an output, without a partial tag if it was truncated."""
+        """Return held-back text at the end, except a partial tag if the output was truncated."""
         held = "" if is_cut_off else "".join([*self._space, self._held])
         self._space, self._held = [], ""
         return (held, "") if self.is_reasoning else ("", held)
 
     def _open(self, text: str) -> str:
-        """Look for a start tag; return the text that is to be read in the state this led to."""
+        """Look for a start tag, set the next state, return its text."""
         if not self._held:
             rest = text.lstrip()
             self._space.append(text[: len(text) - len(rest)])
@@ -202,7 +200,7 @@ class TagParser:
         return rest
 
     def _split(self, text: str) -> tuple[str, str]:
-        """Look for an end tag; return the reasoning before it and the text after it, "" while it has not come."""
+        """Look for an end tag; return the text before and after it."""
         text = self._held + text
         self._held = ""
         found = [(at, tag) for tag in self._ends if (at := text.find(tag)) >= 0]
@@ -210,7 +208,7 @@ class TagParser:
             at, tag = min(found)
             self._state = _State.CONTENT
             return text[:at], text[at if tag in self._form.kept_ends else at + len(tag) :]
-        # A tag has its first character nowhere else, so only the last one can begin an unfinished tag.
+        # A tag contains its first character once, so only the last occurrence can begin a partial tag.
         start = text.rfind(self._ends[0][0])
         if start >= 0 and any(tag.startswith(text[start:]) for tag in self._ends):
             self._held = text[start:]
@@ -218,14 +216,14 @@ class TagParser:
 
 
 class ReasoningTokens:
-    """Counts the tokens of reasoning that one token ends; none where the end is no single token."""
+    """Counts reasoning tokens up to the end tag, if that is one token; else 0."""
 
     def __init__(self, end_id: int | None) -> None:
         self._end_id = end_id
         self._is_counting = end_id is not None
 
     def count(self, ids: Sequence[int], is_reasoning: bool) -> int:
-        """Count those of the next tokens before the end; all or none by `is_reasoning` if it is not there."""
+        """Return the number of tokens before the end tag; without one, all if `is_reasoning`, else 0."""
         if not self._is_counting:
             return 0
         before = list(takewhile(lambda token: token != self._end_id, ids))

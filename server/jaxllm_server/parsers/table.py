@@ -1,7 +1,4 @@
-"""The forms of tool calls and of reasoning that are known, one row each, and which one a chat template is written for.
-
-Names are vLLM's. To add a form is to add its parser and its row.
-"""
+"""The known tool-call and reasoning formats, by vLLM's names, and their detection from chat templates."""
 
 from __future__ import annotations
 
@@ -20,21 +17,21 @@ from jaxllm_server.parsers.tagged_calls import GlmParser, MiniMaxParser, Qwen3Co
 from jaxllm_server.parsers.tool_parsers import ToolParser
 
 AUTO = "auto"
-Signs: TypeAlias = tuple[tuple[str, ...], ...]  # a template is for a form if it has all texts of one of these
+Signs: TypeAlias = tuple[tuple[str, ...], ...]  # a template matches if it contains all texts of any tuple
 
 
 @dataclass(frozen=True, slots=True)
 class ToolForm:
-    """How a family of models writes its tool calls."""
+    """A model family's tool-call format."""
 
     parser: type[ToolParser]
     signs: Signs = ()
-    ids: Literal["", "mistral", "kimi_k2"] = ""  # as the template wants those of earlier calls; "": any
+    ids: Literal["", "mistral", "kimi_k2"] = ""  # required format of call ids in the conversation
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningForm:
-    """How a family of models writes its reasoning."""
+    """A model family's reasoning format."""
 
     form: TaggedReasoning | HarmonyChannels
     signs: Signs = ()
@@ -46,7 +43,7 @@ _GRANITE = (
     ("Here is my response:", "Here's my response:"),
 )
 
-# A template is for the first row whose signs it has: those that others share come last.
+# The first matching row applies, so rows with unspecific signs are last.
 TOOL_PARSERS: Mapping[str, ToolForm] = MappingProxyType(
     {
         "openai": ToolForm(HarmonyParser, (("<|channel|>", "<|message|>"),)),
@@ -63,7 +60,7 @@ TOOL_PARSERS: Mapping[str, ToolForm] = MappingProxyType(
         "qwen3_coder": ToolForm(Qwen3CoderParser, (("<tool_call>", "<function="),)),
         "glm45": ToolForm(GlmParser, (("<tool_call>", "<arg_key>"),)),
         "hermes": ToolForm(HermesParser, (("<tool_call>",),)),
-        # vLLM's names of the same forms for later models.
+        # vLLM's aliases for later models.
         "glm47": ToolForm(GlmParser),
         "granite4": ToolForm(HermesParser),
         "llama4_json": ToolForm(LlamaParser),
@@ -78,7 +75,7 @@ REASONING_PARSERS: Mapping[str, ReasoningForm] = MappingProxyType(
         "seed_oss": ReasoningForm(
             TaggedReasoning(("<seed:think>",), ("</seed:think>",), Habit.BY_ITSELF), (("<seed:think>",),)
         ),
-        # May begin its calls without an end tag (vllm/reasoning/kimi_k2_reasoning_parser.py).
+        # May begin calls without an end tag (vllm/reasoning/kimi_k2_reasoning_parser.py).
         "kimi_k2": ReasoningForm(
             TaggedReasoning(*_THINK, Habit.ALWAYS, kept_ends=("<|tool_calls_section_begin|>",)),
             (("<think>", "<|tool_calls_section_begin|>"),),
@@ -86,7 +83,7 @@ REASONING_PARSERS: Mapping[str, ReasoningForm] = MappingProxyType(
         "deepseek_v3": ReasoningForm(
             TaggedReasoning(*_THINK, Habit.IF_OPENED), (("<｜Assistant｜>", "</think>", "thinking"),)
         ),
-        # Some revisions of its template do not open the reasoning.
+        # In some revisions the template does not open the reasoning.
         "deepseek_r1": ReasoningForm(TaggedReasoning(*_THINK, Habit.ALWAYS), (("<｜Assistant｜>", "</think>"),)),
         "glm45": ReasoningForm(TaggedReasoning(*_THINK, Habit.BY_ITSELF), (("[gMASK]", "</think>"),)),
         "qwen3": ReasoningForm(TaggedReasoning(*_THINK, Habit.BY_ITSELF), (("</think>",),)),
@@ -97,17 +94,17 @@ REASONING_PARSERS: Mapping[str, ReasoningForm] = MappingProxyType(
 
 
 def check_name(parameter: str, name: str | None, forms: Mapping[str, ToolForm] | Mapping[str, ReasoningForm]) -> None:
-    """Refuse a name that no row has.
+    """Check that a format's name is known.
 
     Raises:
-        UserError: naming `parameter`.
+        UserError: naming `parameter`, if it is not.
     """
     if name is not None and name not in (AUTO, *forms):
         raise UserError(f"{parameter} must be one of {', '.join(sorted((AUTO, *forms)))}, got {name!r}.", parameter)
 
 
 def form_of(template: str, forms: Mapping[str, ToolForm] | Mapping[str, ReasoningForm]) -> str | None:
-    """Return the name of the form that a chat template is written for; None if it has the signs of none."""
+    """Return the name of a chat template's format, if known."""
     for name, form in forms.items():
         if any(all(text in template for text in signs) for signs in form.signs):
             return name

@@ -1,6 +1,6 @@
-"""Calls whose parameters stand in tags of their own: Qwen3-Coder's, Seed-OSS's, MiniMax-M2's and GLM-4.5's.
+"""Parsers for calls with tagged parameters: Qwen3-Coder, Seed-OSS, MiniMax-M2 and GLM-4.5.
 
-Arguments are written as JSON: a string as it comes, another value when it is there as a whole, by the tool's schema.
+Arguments become JSON by the tool's schema: strings are streamed, other values written at their end.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from jaxllm_server.parsers.tool_parsers import MakeId, is_name
 
 
 class Tags(NamedTuple):
-    """What stands around the parts of a call; "" where a form has nothing there."""
+    """The tags around the parts of a call; "" if a format omits one."""
 
     section: str
     call: str
-    name_end: str  # "": a name ends with its line, or at the next tag
+    name_end: str
     key: str
     key_end: str
     value: str
@@ -29,14 +29,14 @@ class Tags(NamedTuple):
 
 
 class TaggedCalls(SectionedCalls):
-    """`<section><call>name<key>…<value>…</value></call></section>`, whatever the tags are.
+    """Parses `<section><call>name<key>…<value>…</value></call></section>` for any tags.
 
-    It is a call from its first parameter, or its end, on. A value ends at the first end tag that another parameter or
-    the end of the call follows, so that it may hold such tags itself; where none comes, it is all that does.
+    A call is emitted from its first parameter, or at its end. A value may contain end tags: it ends at the first one
+    followed by another parameter or the call's end.
     """
 
     tags: ClassVar[Tags]
-    _has_lines: ClassVar[bool] = True  # a value stands on lines of its own, whose breaks do not belong to it
+    _has_lines: ClassVar[bool] = True  # values have separate lines; the breaks around are dropped
 
     def __init__(self, make_id: MakeId, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__(make_id, tools)
@@ -44,10 +44,10 @@ class TaggedCalls(SectionedCalls):
         self.markers = (tags.section, tags.section_end) if tags.section else (tags.call, tags.call_end)
         self._openings = (*filter(None, (tags.section, tags.call)),)
         self._closings = (*filter(None, (tags.call_end, tags.section_end)),)
-        self._after_value = (tags.key, *self._closings)  # or after a name
-        self._called = ""  # the name of the call that is being read
-        self._schema: Mapping[str, Any] = {}  # of its arguments
-        self._has_begun = False  # and has been passed on, in part
+        self._after_value = (tags.key, *self._closings)
+        self._called = ""
+        self._schema: Mapping[str, Any] = {}
+        self._has_begun = False  # part of it was emitted
         self._value: _Value | None = None
 
     def _read_name(self, text: str, start: int) -> int:
@@ -72,7 +72,6 @@ class TaggedCalls(SectionedCalls):
         return is_early or is_name(self._name.strip())
 
     def _read_tag(self, text: str, start: int, tag: str, then: Callable[[], None]) -> int:
-        """Read the one tag that may come."""
         end, marker = self._match(text, start, (tag,))
         if marker:
             self._held.append(marker)
@@ -87,7 +86,6 @@ class TaggedCalls(SectionedCalls):
         self._read = self._read_members
 
     def _read_members(self, text: str, start: int) -> int:
-        """Read what stands before a parameter, or ends the call."""
         end, marker = self._match_after_space(text, start, self._after_value)
         if marker:
             self._take_tag(marker)
@@ -96,7 +94,6 @@ class TaggedCalls(SectionedCalls):
         return end
 
     def _take_tag(self, tag: str) -> None:
-        """Go on at a parameter's tag, or at one that ends the call."""
         self._held.append(tag)
         if tag == self.tags.key:
             self._name = ""
@@ -150,7 +147,7 @@ class TaggedCalls(SectionedCalls):
         return end
 
     def _read_value_end(self, text: str, start: int) -> int:
-        """Read what follows an end tag: only if that may follow a value, it was one."""
+        """Read on after an end tag, to decide whether it ended the value."""
         again = self.tags.value_end
         end, marker = self._match_after_space(text, start, (*self._after_value, again))
         if marker == again:
@@ -187,7 +184,7 @@ class TaggedCalls(SectionedCalls):
         super()._refuse()
 
     def _drop(self) -> None:
-        self._end_value()  # a piece of its end tag does not belong to it
+        self._end_value()  # excludes a partial end tag
         super()._drop()
 
     def _end(self) -> None:
@@ -201,20 +198,20 @@ class TaggedCalls(SectionedCalls):
 
 
 class _Value:
-    """Writes one parameter as JSON while its text comes: a string at once, any other value at its end."""
+    """Writes a parameter as JSON: a string incrementally, other values at the end."""
 
     def __init__(self, opening: str, types: Sequence[str], choices: Sequence[Any], has_lines: bool) -> None:
-        self._opening = opening  # the key and what stands around it; "" once it has been returned
+        self._opening = opening  # punctuation and key, "" once emitted
         self._types = types
         self._choices = choices
         self._is_text = is_text(types)
         self._has_lines = has_lines
         self._is_first = True
-        self._newline = ""  # perhaps the value's last character
+        self._newline = ""  # pending; dropped if it is the last character
         self._text: list[str] = []
 
     def push(self, text: str) -> str:
-        """Return what is certain of the JSON text with more of the value's text."""
+        """Feed the value's text; return the JSON text that is final."""
         if self._has_lines and text:
             text = self._newline + (text.removeprefix("\n") if self._is_first else text)
             self._is_first = False
@@ -226,7 +223,7 @@ class _Value:
         return self._begin() + json.dumps(text, ensure_ascii=False)[1:-1] if text else ""
 
     def finish(self) -> str:
-        """Return the rest."""
+        """Return the rest of the JSON text."""
         if self._is_text:
             return self._begin() + '"'
         return self._opening + converted("".join(self._text), self._types, self._choices)
@@ -237,16 +234,16 @@ class _Value:
 
 
 class Qwen3CoderParser(TaggedCalls):
-    """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`, on lines of their own.
+    """Parses `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`, on separate lines.
 
-    The model sometimes leaves the first tag out, which does no harm.
+    The model sometimes omits the first tag.
     """
 
     tags = Tags("<tool_call>", "<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>", "</tool_call>")
 
 
 class SeedOssParser(TaggedCalls):
-    """Qwen3-Coder's form in `<seed:tool_call>`."""
+    """Parses Qwen3-Coder's format in `<seed:tool_call>`."""
 
     tags = Qwen3CoderParser.tags._replace(section="<seed:tool_call>", section_end="</seed:tool_call>")
 
@@ -261,7 +258,7 @@ class MiniMaxParser(TaggedCalls):
 
 
 class GlmParser(TaggedCalls):
-    """`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`, on lines of their own or not."""
+    """`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`; line breaks are optional."""
 
     tags = Tags(*("", "<tool_call>", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>", ""))
     _has_lines = False

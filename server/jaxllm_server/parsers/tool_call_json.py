@@ -1,7 +1,4 @@
-"""Reads the JSON object of one tool call while it comes, in linear time: its name, and its arguments' text as written.
-
-Knows nothing of markers around calls, of content and of requests.
-"""
+"""Streaming reader of a tool call's JSON object: its name, and its arguments' text unchanged."""
 
 from __future__ import annotations
 
@@ -9,25 +6,23 @@ import json
 from enum import Enum, auto
 from types import MappingProxyType
 
-SPACE = frozenset(" \t\r\n")  # JSON's
-_SCALAR = frozenset(
-    "+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-)  # of numbers, true, false, null
-_ARGUMENTS = ("arguments", "parameters")  # Hermes' name for them and Llama's
-_MEMBERS = frozenset({"name", "id", "type", "function", *_ARGUMENTS})  # that models write into a call
+SPACE = frozenset(" \t\r\n")
+_SCALAR = frozenset("+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+_ARGUMENTS = ("arguments", "parameters")  # Hermes' key and Llama's
+_MEMBERS = frozenset({"name", "id", "type", "function", *_ARGUMENTS})
 
-MAX_NAME = 256  # characters of a tool's or a parameter's name: what is longer is text
+MAX_NAME = 256  # characters; a longer name of a tool or parameter is text
 
 
 class _Phase(Enum):
-    """What a reader of an object expects next."""
+    """The expected token within an object."""
 
-    OPENING = auto()  # `{`
-    FIRST_KEY = auto()  # or `}`
+    OPENING = auto()
+    FIRST_KEY = auto()
     KEY = auto()
     COLON = auto()
     VALUE = auto()
-    NEXT = auto()  # `,` or `}`
+    NEXT = auto()
     NOTHING = auto()
 
 
@@ -43,7 +38,7 @@ _MARKS = MappingProxyType(
 
 
 class _Role(Enum):
-    """What a value is to the object it stands in."""
+    """The role of a value in its object."""
 
     KEY = auto()
     NAME = auto()
@@ -52,29 +47,28 @@ class _Role(Enum):
 
 
 class CallObject:
-    """Reads one JSON object with a name and arguments, in linear time.
+    """Reads a JSON object with name and arguments, in linear time.
 
-    The object's own members are checked; inside a value only strings and brackets are followed, so that arguments with
-    a mistake in them go out whole. A `<` outside of a string breaks them off: JSON has none there, and a tag begins
-    with one. Of several names or arguments the first counts, since it may have gone out already.
+    In values only strings and brackets are tracked, so malformed arguments are still passed on. A `<` outside strings
+    aborts, as a tag may begin. Of duplicate members the first counts, as it may have been emitted.
     """
 
     def __init__(self, needs_arguments: bool) -> None:
         self.name: str | None = None
-        self.is_call = False  # surely one; never taken back
+        self.is_call = False  # certainly a call; final once True
         self.is_over = False
         self.is_broken = False  # over before its closing brace
-        self.is_foreign = False  # has a member that models do not write into a call
+        self.is_foreign = False
         self._needs_arguments = needs_arguments
         self._phase = _Phase.OPENING
-        self._value: JsonValue | None = None  # being read
-        self._role = _Role.OTHER  # of that value
+        self._value: JsonValue | None = None
+        self._role = _Role.OTHER
         self._key: str | None = None
-        self._text: list[str] = []  # of a key or a name, with its quotes
-        self._arguments: list[str] | None = None  # of their text, what `take_arguments` has not returned
+        self._text: list[str] = []
+        self._arguments: list[str] | None = None  # text not yet returned by `take_arguments`
 
     def read(self, text: str, start: int) -> int:
-        """Read on from `start`; return where reading stopped: at the end of `text`, or where the object is over."""
+        """Read from `start`; return the index after the last character read."""
         position = start
         while position < len(text) and not self.is_over:
             character = text[position]
@@ -94,7 +88,7 @@ class CallObject:
         return position
 
     def take_arguments(self) -> str:
-        """Return what came of the arguments' text since the last time."""
+        """Return the arguments' text read since the last call."""
         taken = "".join(self._arguments or ())
         self._arguments = []
         return taken
@@ -158,7 +152,7 @@ class CallObject:
 
 
 class JsonValue:
-    """Finds the end of one JSON value. Counts brackets without telling their kinds apart: depth costs no memory."""
+    """Finds the end of a JSON value by counting brackets of any kind, so nesting needs no memory."""
 
     def __init__(self, first: str) -> None:
         self.is_over = False
@@ -169,7 +163,7 @@ class JsonValue:
         self._is_escaped = False
 
     def read(self, text: str, start: int) -> int:
-        """Read on from `start`; return where reading stopped: at the end of `text`, or where the value is over."""
+        """Read from `start`; return the index after the last character read."""
         for position in range(start, len(text)):
             character = text[position]
             if self._is_scalar:
@@ -197,7 +191,7 @@ class JsonValue:
 
 
 def skip(text: str, start: int, characters: frozenset[str] = SPACE) -> int:
-    """Return where a run of characters, JSON's space if nothing else is said, ends that begins at `start`."""
+    """Return the index after a run of `characters`, by default JSON whitespace."""
     position = start
     while position < len(text) and text[position] in characters:
         position += 1
@@ -205,7 +199,7 @@ def skip(text: str, start: int, characters: frozenset[str] = SPACE) -> int:
 
 
 def _string(text: str) -> str | None:
-    """Decode a JSON string; None if it is none, or holds half of a surrogate pair, which no protocol could carry."""
+    """Decode a JSON string; None if it is invalid or contains a lone surrogate."""
     try:
         decoded = json.loads(text)
         return decoded if isinstance(decoded, str) and decoded.encode() else None

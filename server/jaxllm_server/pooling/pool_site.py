@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from jaxllm.engine.engine_client import EngineClient
-from jaxllm_server.access.client_quota import FairPlaces, Shares
+from jaxllm_server.access.client_quota import Shares
 from jaxllm_server.access.ledger import Ledger
-from jaxllm_server.pooling.pool_calls import PoolCall, PoolResult
 from jaxllm_server.shared.options import ServerOptions
 
 Item = TypeVar("Item")
 
 
 class PoolSite(Protocol):
-    """A server's engine, options and bounds."""
+    """A server's engine, options, names and bounds."""
 
     engine: EngineClient
     options: ServerOptions
+    names: tuple[str, ...]
     shares: Shares  # of sequences, by client
     ledger: Ledger
-    pool_places: FairPlaces  # of the engine's queue, by client
 
     def check_model(self, name: str, adapter: str = "") -> str:
         """Return the name that answers give; NotFoundError for one that is not served."""
@@ -34,16 +33,12 @@ class PoolSite(Protocol):
         """Return the owner of a client's requests, among which ids are unique."""
         ...
 
-    def salt_of(self, call: PoolCall) -> dict[str, str]:
-        """Return a call's salt of the prefix cache, as a part of its prompts."""
+    def salt_of(self, client: str, given: str | None) -> dict[str, str]:
+        """Return the salt of a call's prompts in the prefix cache; `given` is the client's."""
         ...
 
     async def off_loop(
         self, client: str, function: Callable[..., Item], *arguments: Any, language: bytes | None = None
     ) -> Item:
         """Run something slow in a thread; DeadlineError if it takes too long."""
-        ...
-
-    def pool(self, call: PoolCall) -> AsyncGenerator[PoolResult]:
-        """Embed, classify or score a call's inputs."""
         ...

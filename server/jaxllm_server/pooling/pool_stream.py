@@ -11,13 +11,14 @@ from contextlib import aclosing
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from jaxllm.errors import OverloadedError, RequestFailedError, UserError
-from jaxllm_server.access.ledger import REQUESTS
+from jaxllm_server.access.ledger import REQUESTS, Ledger
 from jaxllm_server.pooling import pooling
 from jaxllm_server.pooling.pool_calls import PoolCall, PoolResult
 from jaxllm_server.pooling.pool_site import PoolSite
 
 Request = TypeVar("Request")
 Failure: TypeAlias = UserError | RequestFailedError
+Pool: TypeAlias = Callable[[PoolCall], AsyncGenerator[PoolResult]]
 
 
 class Answer(NamedTuple, Generic[Request]):
@@ -29,9 +30,9 @@ class Answer(NamedTuple, Generic[Request]):
 
 
 async def answers(
-    serving: PoolSite, requests: AsyncIterator[Request], read: Callable[[Request], PoolCall], client: str
+    serving: PoolSite, pool: Pool, requests: AsyncIterator[Request], read: Callable[[Request], PoolCall], client: str
 ) -> AsyncGenerator[Answer[Request]]:
-    """Answer each request of one input, in any order; what is wrong with one is its own answer.
+    """Answer each request, of one input, by `pool`, in any order; an invalid request is answered with its error.
 
     No more requests are asked for than can be under way together, answers that were not taken included; a full queue
     is waited for.
@@ -43,7 +44,7 @@ async def answers(
 
     async def answer(index: int, request: Request) -> None:
         try:
-            outcome = await _pooled(serving, read(request))
+            outcome = await _pooled(serving.ledger, pool, read(request))
         except (UserError, RequestFailedError) as error:
             error.args = (f"Input {index}: {error}",)
             outcome = error.with_traceback(None)
@@ -92,12 +93,12 @@ async def answers(
         await asyncio.gather(*left, return_exceptions=True)
 
 
-async def _pooled(serving: PoolSite, call: PoolCall) -> PoolResult:
+async def _pooled(ledger: Ledger, pool: Pool, call: PoolCall) -> PoolResult:
     while True:
         try:
-            with serving.ledger.entry(call.client) as entry:
+            with ledger.entry(call.client) as entry:
                 entry.charge(REQUESTS, 2 * sum(map(len, call.inputs)))
-                async with aclosing(serving.pool(call)) as results:
+                async with aclosing(pool(call)) as results:
                     return await anext(results)
         except OverloadedError as error:
             await asyncio.sleep(error.retry_after)

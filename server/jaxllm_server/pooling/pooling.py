@@ -13,9 +13,9 @@ import logging
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -35,6 +35,7 @@ from jaxllm.errors import (
 from jaxllm.outputs import PoolingRequestOutput
 from jaxllm.pooling_params import PoolingParams, PoolingTask
 from jaxllm.text.tokenizer import TOKENS_AT_A_CUT
+from jaxllm_server.access.client_quota import FairPlaces
 from jaxllm_server.observability.tracing import REQUEST_SPAN, current_span
 from jaxllm_server.pooling.pool_calls import PoolCall, PoolResult
 from jaxllm_server.pooling.pool_site import PoolSite
@@ -63,6 +64,9 @@ class _Prompt(NamedTuple):
     texts: tuple[str, str] | None = None
 
 
+_Outputs: TypeAlias = Callable[[Sequence[_Item]], AsyncGenerator[tuple[int, PoolingRequestOutput]]]
+
+
 def check_kind(model: ModelInfo, name: str, pools: bool) -> None:
     """Refuse to generate with a model that pools, or to pool with one that generates."""
     if model.pooler is not None and not pools:
@@ -71,10 +75,10 @@ def check_kind(model: ModelInfo, name: str, pools: bool) -> None:
         raise FeatureDisabledError(f"The model {name} generates text; it does not embed, classify or score.", "model")
 
 
-async def pool(serving: PoolSite, call: PoolCall) -> AsyncGenerator[PoolResult]:
+async def pool(serving: PoolSite, places: FairPlaces, call: PoolCall) -> AsyncGenerator[PoolResult]:
     """Answer a call: results come as they are ready. To close the iterator aborts what is left.
 
-    What is wrong with any input is raised before anything is computed.
+    Errors in any input are raised before anything is computed. `places` limit the pooled prompts in the engine's queue.
     """
     name, model = serving.check_model(call.model), serving.engine.model
     serving.check_text("request_id", call.request_id)
@@ -90,7 +94,8 @@ async def pool(serving: PoolSite, call: PoolCall) -> AsyncGenerator[PoolResult]:
         use_activation=call.use_activation,
         truncate_prompt_tokens=call.truncate_prompt_tokens,
     )
-    results = _cosines(serving, call, params) if compares else _each(serving, call, params)
+    outputs = functools.partial(_outputs, serving, places, call, params)
+    results = _cosines(call, outputs) if compares else _each(call, outputs)
     num_tokens = 0
     async with aclosing(results):
         async for result in results:
@@ -100,17 +105,17 @@ async def pool(serving: PoolSite, call: PoolCall) -> AsyncGenerator[PoolResult]:
     current_span().set({**facts, "gen_ai.usage.prompt_tokens": num_tokens}, name=REQUEST_SPAN)
 
 
-async def _each(serving: PoolSite, call: PoolCall, params: PoolingParams) -> AsyncGenerator[PoolResult]:
+async def _each(call: PoolCall, outputs_of: _Outputs) -> AsyncGenerator[PoolResult]:
     """Give what the model makes of each input, or of each pair."""
     seconds = call.pairs or [None] * len(call.inputs)
     both = zip(call.inputs, seconds, strict=True)
     items = [_Item(index, "inputs", first, second) for index, (first, second) in enumerate(both)]
-    async with aclosing(_outputs(serving, call, params, items)) as outputs:
+    async with aclosing(outputs_of(items)) as outputs:
         async for at, output in outputs:
             yield PoolResult(at, output.outputs.data, len(output.prompt_token_ids))
 
 
-async def _cosines(serving: PoolSite, call: PoolCall, params: PoolingParams) -> AsyncGenerator[PoolResult]:
+async def _cosines(call: PoolCall, outputs_of: _Outputs) -> AsyncGenerator[PoolResult]:
     """Give the cosine of each pair, of embeddings of length 1; a text is embedded once."""
     pairs: list[Any] = list(zip(call.inputs, call.pairs or (), strict=True))
     items: dict[str, _Item] = {}
@@ -122,7 +127,7 @@ async def _cosines(serving: PoolSite, call: PoolCall, params: PoolingParams) -> 
         for text in set(pair):
             waiting[text].append(index)
     texts, vectors = list(items), dict[str, tuple[np.ndarray, int]]()
-    async with aclosing(_outputs(serving, call, params, list(items.values()))) as outputs:
+    async with aclosing(outputs_of(list(items.values()))) as outputs:
         async for at, output in outputs:
             vectors[texts[at]] = output.outputs.data.astype(np.float64), len(output.prompt_token_ids)
             for index in waiting[texts[at]]:
@@ -132,7 +137,7 @@ async def _cosines(serving: PoolSite, call: PoolCall, params: PoolingParams) -> 
 
 
 async def _outputs(
-    serving: PoolSite, call: PoolCall, params: PoolingParams, items: Sequence[_Item]
+    serving: PoolSite, places: FairPlaces, call: PoolCall, params: PoolingParams, items: Sequence[_Item]
 ) -> AsyncGenerator[tuple[int, PoolingRequestOutput]]:
     """Give the engine's outputs as they come, each with its item's number."""
     arrival, engine = time.monotonic(), serving.engine
@@ -144,7 +149,7 @@ async def _outputs(
     async def run(number: int) -> PoolingRequestOutput:
         item, own_id = items[number], request_id if len(items) == 1 else f"{request_id}-{number}"
         _, ids, texts = prompts[number]
-        prompt: dict[str, Any] = {"prompt_token_ids": ids, **serving.salt_of(call)}
+        prompt: dict[str, Any] = {"prompt_token_ids": ids, **serving.salt_of(call.client, call.cache_salt)}
         if texts is not None:
             own = *texts, most
             is_long = sum(map(len, texts)) > LONG_TEXT
@@ -162,7 +167,7 @@ async def _outputs(
                     arrival=arrival,
                     name=f"{own_id} ({call.client_id})" if call.client_id else None,
                 )
-                place = serving.pool_places.place(call.client, prompts[number].num_tokens, most_prompts, most_tokens)
+                place = places.place(call.client, prompts[number].num_tokens, most_prompts, most_tokens)
                 left = None if timeout is None else max(0.0, arrival + timeout - time.monotonic())
                 async with AsyncExitStack() as held:
                     try:

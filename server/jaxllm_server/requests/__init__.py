@@ -1,1 +1,1 @@
-"""JSON bodies of requests: their fields, those that protocols share, and how a client wants to be answered."""
+"""Fields of JSON request bodies, those common to protocols, and the client's options for the answer."""

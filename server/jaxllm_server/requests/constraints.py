@@ -1,7 +1,6 @@
-"""What a body says about the form of its output: `response_format`, vLLM's `structured_outputs` and `guided_*`.
+"""Reads constraints on the output: `response_format`, and vLLM's `structured_outputs` and `guided_*`. Pure.
 
-Pure. What of it is right is checked where all front ends' is, in `StructuredOutputsParams`, and where grammars are
-compiled; here is only what these fields' own shapes are.
+Checks shapes only.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any, NoReturn
 from jaxllm.errors import UnsupportedError, UserError
 from jaxllm.structured_outputs_params import SERVERS
 
-# vLLM's former names, each with the field of StructuredOutputsParams that it was.
+# vLLM's former field -> field of StructuredOutputsParams.
 GUIDED: Mapping[str, str] = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -24,17 +23,17 @@ GUIDED: Mapping[str, str] = {
 FIELDS = frozenset({"response_format", "structured_outputs", *GUIDED})
 _SCHEMA_KEYS = ("name", "schema", "json_schema", "strict", "description")
 _NAME = "response_format"
-_SHOWN = 64  # characters of a name that an error repeats
+_SHOWN = 64
 
 
 def constraint_of(fields: Mapping[str, Any]) -> tuple[str, Any] | None:
-    """Return the field that constrains the output, and what it means as `structured_outputs`; None without any.
+    """Return the name of the constraining field and its value as `structured_outputs`, if any.
 
-    `strict` says nothing here: a schema is followed in any case, as in vLLM.
+    `strict` has no effect: a schema is always enforced, as in vLLM.
 
     Raises:
-        UserError: naming the field, for a wrong shape or for two that both constrain.
-        UnsupportedError: for a type of `response_format` that is not built.
+        UserError: for a wrong shape, or several constraining fields.
+        UnsupportedError: for a type of `response_format` that is not implemented.
     """
     found: dict[str, Any] = {}
     wanted = _response_format(fields.get("response_format"))

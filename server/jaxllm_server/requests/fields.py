@@ -9,11 +9,11 @@ from jaxllm.checks import INT32_MAX
 from jaxllm.errors import UserError
 
 Body = Mapping[str, Any]
-SHOWN_NAME = 64  # characters of a field's name that an error repeats
+SHOWN_NAME = 64  # characters of a field's name quoted in errors
 
 
 def flag(fields: Body, name: str, default: bool | None) -> bool | None:
-    """Return a field that must be true or false."""
+    """Return a boolean field."""
     value = fields.get(name)
     if value is not None and not isinstance(value, bool):
         raise UserError(f"{name} must be true or false.", name)
@@ -21,7 +21,7 @@ def flag(fields: Body, name: str, default: bool | None) -> bool | None:
 
 
 def text(fields: Body, name: str) -> str | None:
-    """Return a field that must be a string."""
+    """Return a string field."""
     value = fields.get(name)
     if value is not None and not isinstance(value, str):
         raise UserError(f"{name} must be a string.", name)
@@ -29,7 +29,7 @@ def text(fields: Body, name: str) -> str | None:
 
 
 def one_of(fields: Body, name: str, choices: Sequence[str]) -> str | None:
-    """Return a field that must be one of some words."""
+    """Return a field that must be one of `choices`."""
     value = text(fields, name)
     if value is not None and value not in choices:
         raise UserError(f"{name} must be one of {', '.join(choices)}, got {value[:SHOWN_NAME]!r}.", name)
@@ -37,7 +37,7 @@ def one_of(fields: Body, name: str, choices: Sequence[str]) -> str | None:
 
 
 def integer(fields: Body, name: str, default: int) -> int:
-    """Return a field that must be a whole number of 32 bits."""
+    """Return an integer field of 32 bits."""
     value = fields.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int) or not -INT32_MAX - 1 <= value <= INT32_MAX:
         raise UserError(f"{name} must be an integer of 32 bits.", name)
@@ -45,7 +45,7 @@ def integer(fields: Body, name: str, default: int) -> int:
 
 
 def mapping(fields: Body, name: str) -> dict[str, Any] | None:
-    """Return a field that must be an object."""
+    """Return an object field."""
     value = fields.get(name)
     if value is not None and not isinstance(value, dict):
         raise UserError(f"{name} must be an object.", name)
@@ -53,7 +53,7 @@ def mapping(fields: Body, name: str) -> dict[str, Any] | None:
 
 
 def prompts_of(fields: Body, name: str, most: int) -> list[str | list[int]]:
-    """Distinguish the four forms of a prompt; ids are checked by the engine, which knows its vocabulary."""
+    """Return the prompts of any of the four forms; the engine validates token ids."""
     value = fields.get(name)
     if value is None:
         raise UserError(f"{name} is missing: give a string, a list of strings, or token ids.", name)
@@ -73,5 +73,5 @@ def prompts_of(fields: Body, name: str, most: int) -> list[str | list[int]]:
 
 
 def is_same(value: Any, accepted: Any) -> bool:
-    """Return whether two values are equal and are both Boolean, or neither."""
+    """Return whether two values are equal and neither or both are boolean."""
     return value == accepted and isinstance(value, bool) == isinstance(accepted, bool)

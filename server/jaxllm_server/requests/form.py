@@ -1,4 +1,4 @@
-"""How a client wants to be answered, and the protocol that every reply of a generating route implements. Pure."""
+"""The client's options for the form of an answer, and the protocol implemented by replies of text routes. Pure."""
 
 from __future__ import annotations
 
@@ -14,58 +14,64 @@ from jaxllm_server.shared.options import ServerOptions
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """What of an answer the client wants to see, and how."""
+    """Options for the form and content of an answer."""
 
     stream: bool
     include_usage: bool  # at the end of a stream
-    continuous_usage: bool  # in each event of a stream
+    continuous_usage: bool  # in each event
     return_token_ids: bool
-    tokens_as_ids: bool  # "token_id:N" in place of a token's text in log-probabilities
-    num_logprobs: int | None  # alternatives to each token; None: no log-probabilities, -1: the vocabulary
+    tokens_as_ids: bool
+    num_logprobs: int | None  # alternatives per token; None: no log-probabilities, -1: whole vocabulary
     shows_prompt_logprobs: bool
     shows_cached: bool
     shows_reasoning: bool
-    logprob_ids: Sequence[int] | None = None  # these tokens in place of the likeliest ones
+    logprob_ids: Sequence[int] | None = None  # report these tokens instead of the likeliest
 
 
-class Reply(Protocol):
-    """One request's calls, and how their chunks are written. It remembers how far it has written, and nothing else."""
+class CallsReply(Protocol):
+    """The calls of a request, for text or pooling."""
+
+    calls: Sequence[Any]
+    request_id: str
+    id_prefix: str
+    names: Mapping[str, str]  # parameter in errors -> field of the request, where different
+
+
+class Reply(CallsReply, Protocol):
+    """A request's calls, and the conversion of their chunks. Its only state is the output's progress."""
 
     calls: Sequence[Call]
     form: Form
     is_stream: bool
-    request_id: str
-    id_prefix: str
-    object: str  # of the whole answer
-    chunk_object: str  # of an event of a stream
-    names: Mapping[str, str]  # parameter that an error names -> field of the request, where they differ
+    object: str
+    chunk_object: str
 
     @property
     def ignored(self) -> Sequence[str]:
-        """The fields of the request that it is answered without."""
+        """The request's fields without effect."""
         ...
 
     def response(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        """Return what follows the head of the whole answer; one chunk for each call."""
+        """Return the complete answer without its header; takes one chunk per call."""
         ...
 
     def events(self, number: int, chunk: Chunk) -> list[dict[str, Any]]:
-        """Return what follows the head of each event that a chunk of call `number` becomes."""
+        """Return the events of call `number`'s chunk, without their header."""
         ...
 
     def last_event(self) -> dict[str, Any] | None:
-        """Return what follows the head of the event after all others: the usage, where it was asked for."""
+        """Return the final event without its header: the usage, if requested."""
         ...
 
 
 def form_of(fields: Body, options: ServerOptions, num_logprobs: Any) -> Form:
-    """Return how a request wants to be answered."""
+    """Read a request's options for the form of its answer."""
     stream = bool(flag(fields, "stream", False))
     wanted = mapping(fields, "stream_options") or {}
     if not stream and any(value not in (None, False) for value in wanted.values()):
         raise UserError("stream_options needs stream=true.", "stream_options")
     for name in wanted:
-        # Obfuscation pads events against observers of an encrypted line; OpenAI's client may ask for none.
+        # Obfuscation, padding against traffic analysis, is not implemented.
         if name not in ("include_usage", "continuous_usage_stats", "include_obfuscation"):
             raise UserError(f"{name[:SHOWN_NAME]!r} is not a field of stream_options.", "stream_options")
     include_usage = bool(flag(wanted, "include_usage", False)) or options.enable_force_include_usage

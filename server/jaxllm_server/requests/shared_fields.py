@@ -1,6 +1,6 @@
-"""Fields that several routes share, with names and defaults of vLLM beyond those of the OpenAI API. Pure.
+"""Fields shared by several routes: OpenAI's, and extensions with vLLM's names and defaults. Pure.
 
-Only the shape of a field is checked here; `SamplingParams` and `Serving` check its value.
+Checks shapes only; `SamplingParams` and `Serving` validate values.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from jaxllm_server.requests.constraints import constraint_of
 from jaxllm_server.requests.fields import Body, flag, integer, is_same, one_of, text
 from jaxllm_server.requests.unknown_fields import OF_OTHER_ROUTES, check
 
-# Handed to SamplingParams under the same names, with any value; of those that it has not built it refuses every value
-# but the default.
+# Passed to SamplingParams unchanged, which refuses values of unimplemented ones.
 SAMPLING = frozenset(names_in(SamplingParams, OPENAI))
-# Clients send these; on a server with one model and no store they can change nothing.
+# Without effect on a server of one model without storage.
 WITHOUT_EFFECT = frozenset(
     (
         *("user", "store", "metadata", "service_tier", "safety_identifier"),
         *("prompt_cache_key", "prompt_cache_retention"),
     )
 )
-# Fields that other servers have and jaxllm has not built; the values listed ask for nothing and are accepted.
+# Fields that are not implemented, with the values that change nothing.
 UNBUILT: Mapping[str, tuple[Any, ...]] = {
     "guided_decoding_backend": ("auto",),
     "structural_tag": (),
@@ -34,8 +33,8 @@ UNBUILT: Mapping[str, tuple[Any, ...]] = {
     "kv_transfer_params": ({},),
     "session_id": ("",),
 }
-TRUNCATION_SIDES = ("left", "right")  # where `truncate_prompt_tokens` cuts
-# Of a beam search, beside `use_beam_search`: with their defaults, which ask for nothing.
+TRUNCATION_SIDES = ("left", "right")  # side that `truncate_prompt_tokens` removes
+# Options of `use_beam_search`, with defaults, which are always accepted.
 _BEAMS: Mapping[str, Any] = {"length_penalty": 1.0, "early_stopping": False}
 SHARED = (
     SAMPLING
@@ -44,7 +43,7 @@ SHARED = (
     | CONSTRAINTS
     | {"model", "stream", "stream_options", "request_id", "priority", "cache_salt", "add_special_tokens"}
     | {"return_token_ids", "return_tokens_as_token_ids", "logprobs", "vllm_xargs", "truncation_side"}
-    | {"time_limit"}  # jaxllm's own
+    | {"time_limit"}
     | {"use_beam_search", *_BEAMS}
 )
 _OURS = SHARED | OF_OTHER_ROUTES
@@ -57,13 +56,13 @@ def given(
     policy: str = "refuse",
     ignored: list[str] | None = None,
 ) -> dict[str, Any]:
-    """Return the fields that are set: null is not.
+    """Return the fields that are set, that is, not null.
 
-    `policy` is `--unknown-fields`; the names of fields that it lets pass are appended to `ignored`.
+    `policy` is `--unknown-fields`; fields that it ignores are appended to `ignored`.
 
     Raises:
         UserError: for an unknown field that `policy` refuses, with the nearest name.
-        UnsupportedError: for one of `unbuilt` with a value that asks for something.
+        UnsupportedError: for one of `unbuilt` with a value that is not accepted.
     """
     passed = check(body, known, _OURS, policy)
     if ignored is not None:
@@ -76,11 +75,11 @@ def given(
 
 
 def sampling_of(fields: Body) -> dict[str, Any]:
-    """Return what a request says about sampling, unchecked."""
+    """Return the sampling parameters of a request, not yet validated."""
     if fields.get("stream") is True and "prompt_logprobs" in fields:
         raise UserError("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
     sampling = {name: fields[name] for name in SAMPLING if name in fields}
-    if is_same(sampling.get("thinking_token_budget"), -1):  # vLLM's "no bound"
+    if is_same(sampling.get("thinking_token_budget"), -1):  # vLLM's value for unlimited
         del sampling["thinking_token_budget"]
     constraint = constraint_of(fields)
     if constraint is not None:
@@ -89,7 +88,7 @@ def sampling_of(fields: Body) -> dict[str, Any]:
 
 
 def beams_of(fields: Body) -> dict[str, Any] | None:
-    """Return what a request says about its beam search; None if it wants none."""
+    """Return the options of a beam search, None without one."""
     asked = {name: fields[name] for name in _BEAMS if name in fields}
     if flag(fields, "use_beam_search", False):
         return asked
@@ -100,7 +99,7 @@ def beams_of(fields: Body) -> dict[str, Any] | None:
 
 
 def names_of(fields: Body) -> dict[str, str]:
-    """Return what errors call parameters that a request of either kind may have given by another name."""
+    """Return the request's field for each parameter in errors, where different."""
     names = {"extra_args": "vllm_xargs"}
     given = [name for name in fields if name in CONSTRAINTS and name != "structured_outputs"]
     if "structured_outputs" not in fields and given:
@@ -109,7 +108,7 @@ def names_of(fields: Body) -> dict[str, str]:
 
 
 def shared_call_fields(fields: Body) -> dict[str, Any]:
-    """Return the fields of `Call` that both kinds of request have under the same names."""
+    """Return the `Call` fields common to completions and chats."""
     return {
         "model": text(fields, "model") or "",
         "priority": integer(fields, "priority", 0),
@@ -118,5 +117,5 @@ def shared_call_fields(fields: Body) -> dict[str, Any]:
         "add_special_tokens": flag(fields, "add_special_tokens", None),
         "truncation_side": one_of(fields, "truncation_side", TRUNCATION_SIDES) or "left",
         "stream": bool(flag(fields, "stream", False)),
-        "time_limit": fields.get("time_limit"),  # the engine checks it
+        "time_limit": fields.get("time_limit"),
     }

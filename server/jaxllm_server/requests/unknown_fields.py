@@ -1,7 +1,6 @@
-"""Fields of a body that its route does not have: which are refused, and which are answered without.
+"""Decides which unknown fields of a request are refused and which ignored, by `--unknown-fields`. Pure.
 
-A field that is dropped must change nothing that matters: a misspelt one of ours, one of another route and one that says
-what an answer must be are refused by name. Pure; `--unknown-fields` is the policy.
+Misspelt fields, fields of other routes, and fields that determine an answer's content are refused.
 """
 
 from __future__ import annotations
@@ -12,17 +11,17 @@ from typing import Any
 
 from jaxllm.errors import UserError
 
-_SHOWN = 64  # characters of a name that an error, a log line or a header repeats
-_MOST_STRANGE = 16  # fields of a body that are in none of these lists: to look for a near name takes up to 1 ms
-_MISSPELT = 0.74  # how near a name is that counts as misspelt: "sotp" and "user_id" have 0.75 and 0.73
-_MOST_HEADER = 1024  # characters of a header's value; clients bound theirs at some KiB
+_SHOWN = 64
+_MOST_STRANGE = 16  # unlisted fields per request; each search for a similar name takes up to 1 ms
+_MISSPELT = 0.74  # similarity that counts as misspelt: "sotp" has 0.75, "user_id" 0.73
+_MOST_HEADER = 1024  # characters of a header's value; clients limit theirs to some KiB
 
-# What other servers define and what an answer is as good without. Read: llama.cpp tools/server/README.md, SGLang
-# entrypoints/openai/protocol.py, text-generation-webui extensions/openai/typing.py, TGI's GenerateParameters, Ollama
-# docs/api.md, the documentation of OpenRouter and LiteLLM; with names that hosted APIs have for the same.
+# Harmless fields of other servers: llama.cpp tools/server/README.md, SGLang entrypoints/openai/protocol.py,
+# text-generation-webui extensions/openai/typing.py, TGI's GenerateParameters, Ollama docs/api.md, OpenRouter's and
+# LiteLLM's documentation, hosted APIs.
 FOREIGN = frozenset(
     (
-        # Filters and penalties of sampling
+        # Sampling filters and penalties
         *("typical_p", "typical", "tfs_z", "tfs", "top_a", "top_n_sigma", "nsigma", "epsilon_cutoff", "eta_cutoff"),
         *("mirostat", "mirostat_mode", "mirostat_tau", "mirostat_eta", "xtc_probability", "xtc_threshold"),
         *("dynamic_temperature", "dynatemp_range", "dynatemp_exponent", "dynatemp_low", "dynatemp_high"),
@@ -31,59 +30,59 @@ FOREIGN = frozenset(
         *("repeat_penalty", "repeat_last_n", "repetition_penalty_range", "encoder_repetition_penalty", "penalize_nl"),
         *("no_repeat_ngram_size", "guidance_scale", "negative_prompt", "penalty_alpha", "do_sample", "random_seed"),
         *("watermark", "custom_logit_processor", "custom_params", "n_indent"),
-        # Whether and how to think
+        # Thinking
         *("enable_thinking", "think", "thinking", "thinking_budget", "reasoning", "reasoning_format"),
         *("separate_reasoning", "stream_reasoning", "parse_tool_calls"),
-        # How the server is to go about it
+        # Execution on the server
         *("keep_alive", "options", "raw", "preset", "num_ctx", "num_keep", "n_keep", "cache_prompt", "n_cache_reuse"),
         *("id_slot", "slot_id", "t_max_predict_ms", "t_max_prompt_ms", "sse_ping_interval", "ttl", "draft_model"),
         *("prompt_lookup_num_tokens", "ngram_corpus_id", "rid", "session_params", "extra_key", "custom_labels"),
         *("data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank", "no_stop_trim", "nvext"),
         *("bootstrap_host", "bootstrap_port", "bootstrap_room", "truncate", "truncation_length", "add_bos_token"),
         *("auto_max_new_tokens", "max_tokens_second", "images_config"),
-        # What the answer is to report beside its text
+        # Details to report
         *("n_probs", "post_sampling_probs", "timings_per_token", "return_progress", "return_tokens", "response_fields"),
         *("details", "decoder_input_details", "top_n_tokens", "return_full_text", "return_hidden_states"),
         *("return_routed_experts", "routed_experts_start_len", "return_cached_tokens_details", "return_meta_info"),
         *("return_prompt_token_ids", "incremental_output", "result_format", "usage", "debug"),
-        # Of gateways between a client and its models
+        # Gateways between client and model
         *("provider", "providerOptions", "route", "models", "fallbacks", "transforms", "trace", "tags", "guardrails"),
         *("num_retries", "timeout", "caching", "cache", "cache_control", "drop_params", "additional_drop_params"),
         *("allowed_openai_params", "litellm_metadata", "client_metadata", "litellm_call_id", "custom_llm_provider"),
         *("safe_prompt", "safety_settings", "prompt_mode", "prompt_truncate_len", "request_timeout", "user_id"),
         *("tool_stream", "clear_thinking", "min_tokens_to_keep", "repetition_penalty_sustain"),
         *("return_logprob", "logprob_start_len", "top_logprobs_num", "extra_headers", "extra_body"),
-        # Of embeddings and ranks
+        # Embeddings and ranking
         *("input_type", "prompt_name", "late_chunking", "truncation", "truncation_direction", "embedding_type"),
     )
 )
-# What an answer would be wrong without, and the field of ours that says it, if there is one.
+# Fields that determine the content -> equivalent field of this server, if any.
 MEANINGFUL: Mapping[str, str] = {
-    # What the output must look like
+    # Form of the output
     **dict.fromkeys(("grammar", "grammar_string", "ebnf", "regex"), "structured_outputs"),
     **dict.fromkeys(("json_schema", "format", "schema", "response_schema"), "response_format"),
     "custom_token_bans": "bad_words",
     "echo_last": "echo",
-    # Where it ends, and how many there are
+    # Length and number of outputs
     **dict.fromkeys(("max_new_tokens", "max_length", "max_output_tokens", "n_predict", "num_predict"), "max_tokens"),
     **dict.fromkeys(("stop_sequences", "stop_words", "stop_regex"), "stop"),
     **{"ban_eos_token": "ignore_eos", "min_new_tokens": "min_tokens", "n_cmpl": "n"},
-    # What it is about
+    # Subject
     **dict.fromkeys(("system", "system_prompt", "template", "instruction_template", "character"), "messages"),
     **dict.fromkeys(("instruction_template_str", "chat_template_str"), ""),
     **dict.fromkeys(("images", "image_data", "audio_data", "video_data", "context", "data_sources"), ""),
     **dict.fromkeys(("input_embeds", "plugins", "enable_search", "search_parameters", "impersonate"), ""),
-    **dict.fromkeys(("mm_payload", "late_chunking_params"), ""),  # vLLM's
+    **dict.fromkeys(("mm_payload", "late_chunking_params"), ""),
     **dict.fromkeys(("input_prefix", "inputs"), "prompt"),
     **dict.fromkeys(("input_suffix", "input_extra"), "suffix"),
     **{"input_ids": "prompt_token_ids", "continue_": "continue_final_message"},
-    # Of the Responses API, to another route
+    # Of the Responses API
     **{"instructions": "messages", "previous_response_id": "", "conversation": "", "text": "response_format"},
-    # Which model, and which numbers of it
+    # Model and dimensions
     **dict.fromkeys(("lora", "lora_path", "adapter_id"), "model"),
     **{"output_dimension": "dimensions", "embedding_types": "encoding_format"},
 }
-# Names that some of our routes have: what a client says by them to another one is not dropped.
+# Fields of other routes of this server, never ignored.
 OF_OTHER_ROUTES = frozenset(
     (
         *("prompt", "messages", "input", "tokens", "suffix", "echo", "best_of", "prompt_embeds", "prompt_token_ids"),
@@ -100,12 +99,12 @@ OF_OTHER_ROUTES = frozenset(
 
 
 def check(body: Mapping[str, Any], known: Collection[str], ours: Collection[str], policy: str) -> list[str]:
-    """Return the fields that are not `known`, those that ask for something; the body is answered without them.
+    """Return the unknown fields with a non-empty value; the request is answered without them.
 
-    `ours` are the names of all routes.
+    `ours` are the fields of all routes.
 
     Raises:
-        UserError: naming the first field that `policy` does not let pass, with the nearest name.
+        UserError: for the first field that `policy` refuses, with the nearest name.
     """
     passed: list[str] = []
     num_strange = 0
@@ -130,13 +129,13 @@ def check(body: Mapping[str, Any], known: Collection[str], ours: Collection[str]
 
 
 def warnings_of(names: Iterable[str]) -> bytes:
-    """Return the value of the `warnings` header: one line of ASCII that says what was ignored, of bounded length."""
+    """Return the `warnings` header, bounded ASCII that lists ignored fields."""
     told = "ignored fields: " + ", ".join(map(ascii, names))
     return (told if len(told) <= _MOST_HEADER else f"{told[: _MOST_HEADER - 4]} ...").encode("ascii")
 
 
 def _nearest(name: str, known: Collection[str], least: float = 0.6) -> str:
-    """Return the field that a client may have meant, "" if none is as near as `least`, from 0 to 1."""
+    """Return the most similar known field, "" if its similarity is below `least` (0 to 1)."""
     if name in MEANINGFUL:
         return MEANINGFUL[name] if MEANINGFUL[name] in known else ""
     near = difflib.get_close_matches(name, known, n=1, cutoff=least) if len(name) <= _SHOWN else []

@@ -1,7 +1,6 @@
-"""Items, of which the Responses API's conversations consist: as a client gives them, as they are kept, as a chat.
+"""Items of the Responses API: parsing, stored form, and conversion to chat messages. Pure.
 
-Kept items have one form, that of OpenAI's lists of items: each has an id, a status, and content that is a list of
-parts. Ids of a response's own items hold its id, so that a reference to an item says where it is kept. Pure.
+Stored items have the form of OpenAI's item lists. An item's id contains its response's id.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from jaxllm.errors import UnsupportedError, UserError
 Item = Mapping[str, Any]
 
 RESPONSE_PREFIX = "resp_"
-MOST_PARTS = 16_384  # items of a conversation and parts of them together: a chat may have as many messages
+MOST_PARTS = 16_384  # maximum items and parts of a conversation; chats have the same limit of messages
 _ROLES = ("user", "assistant", "system", "developer")
 _PHASES = ("commentary", "final_answer")
 _STATUSES = ("in_progress", "completed", "incomplete")
-_LISTS = ("content", "output", "summary")  # fields of items that are texts or lists of parts
+_LISTS = ("content", "output", "summary")
 _UNREADABLE = ("input_image", "input_file", "input_audio")
-_PACKED = "jaxllm-1."  # how the content of our compactions begins
+_PACKED = "jaxllm-1."
 _SUMMARY = "Summary of the conversation so far:\n"
-_SHOWN = 64  # characters of a name that an error repeats
+_SHOWN = 64  # characters of a name quoted in errors
 
 
 def response_id_of(own_id: str) -> str:
-    """Return the id of the response to which an item belongs, if it is one that a response made.
+    """Return the response id contained in an item's id.
 
     >>> response_id_of(item_id("msg", "a_b", "2"))
     'resp_a_b'
@@ -38,23 +37,23 @@ def response_id_of(own_id: str) -> str:
 
 
 def item_id(prefix: str, request_id: str, number: str) -> str:
-    """Return the id of an item of a response: `number` says which one."""
+    """Return an item id; `number` distinguishes the items of a response."""
     return f"{prefix}_{request_id}_{number}"
 
 
 def references_of(given: Any) -> set[str]:
-    """Return the ids of the kept items that an `input` refers to, whatever else is in it; of one too long, none."""
+    """Return the ids of stored items that an `input` references; of an oversized one, the empty set."""
     if not isinstance(given, list) or len(given) > MOST_PARTS:
         return set()
     return {item["id"] for item in given if _is_reference(item)}
 
 
 def items_of(given: Any, request_id: str, kept: Mapping[str, Item] = MappingProxyType({})) -> list[Item]:
-    """Return a request's `input` as items; `kept` has those that it refers to.
+    """Parse a request's `input` into items; `kept` are the stored items it references.
 
     Raises:
-        UserError: naming `input` and in the text the item, for a wrong shape or a reference to what is not kept.
-        UnsupportedError: for items and parts that a model of texts cannot read.
+        UserError: for `input`, naming the item, if the shape is wrong or a reference is unknown.
+        UnsupportedError: for items and parts that a text model cannot read.
     """
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
@@ -62,7 +61,7 @@ def items_of(given: Any, request_id: str, kept: Mapping[str, Item] = MappingProx
         raise UserError("input must be a text or a list of items.", "input")
     if len(given) > MOST_PARTS or num_parts(item for item in given if isinstance(item, Mapping)) > MOST_PARTS:
         raise UserError(f"input may hold at most {MOST_PARTS} items and parts of items.", "input")
-    left = dict(kept)  # each once: an item is much larger than what refers to it
+    left = dict(kept)  # each at most once: a reference is much smaller than its item
     return [_item_of(item, f"input[{index}]", request_id, str(index), left) for index, item in enumerate(given)]
 
 
@@ -83,7 +82,7 @@ def num_characters(items: Iterable[Item]) -> int:
 
 
 def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """Return items as the messages of a chat: reasoning, text and calls that follow each other are one message."""
+    """Convert items to chat messages, merging consecutive reasoning, text and calls."""
     messages: list[dict[str, Any]] = []
     for item in items:
         if item["type"] == "compaction":
@@ -100,16 +99,16 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
 
 
 def continues_answer(items: Sequence[Item]) -> bool:
-    """Whether the last item is an answer that was cut off, which the model is to go on with; vLLM's rule.
+    """Whether the last item is an incomplete answer that the model should continue.
 
-    Followed: vLLM's entrypoints/openai/responses/utils.py, should_continue_final_message.
+    Follows vLLM's entrypoints/openai/responses/utils.py, should_continue_final_message.
     """
     last = items[-1] if items else {}
     return last.get("type") == "message" and last["role"] == "assistant" and last["status"] != "completed"
 
 
 def check_outputs(items: Iterable[Item]) -> None:
-    """Refuse the output of a tool without an earlier call, as OpenAI's server does."""
+    """Raise UserError for a tool output without a call, as OpenAI's server does."""
     called = set()
     for item in items:
         if item["type"] == "function_call":
@@ -119,7 +118,7 @@ def check_outputs(items: Iterable[Item]) -> None:
 
 
 def packed(summary: str) -> str:
-    """Return a summary as the content of a compaction, in base64: its client has read the conversation.
+    """Encode a summary as a compaction's content, in base64.
 
     >>> unpacked(packed("Sum up."))
     'Sum up.'
@@ -128,10 +127,10 @@ def packed(summary: str) -> str:
 
 
 def unpacked(content: str) -> str:
-    """Return the summary in the content of a compaction.
+    """Decode the summary of a compaction's content.
 
     Raises:
-        ValueError: if another server made it.
+        ValueError: if another server created it.
     """
     if not content.startswith(_PACKED):
         raise ValueError("another server's")
@@ -193,7 +192,7 @@ def _call_output(item: Item, path: str) -> dict[str, Any]:
 
 
 def _reasoning(item: Item, path: str) -> dict[str, Any]:
-    """Read reasoning; where it is only summarized, the summary stands for it, as in vLLM."""
+    """Parse a reasoning item; without content, its summary is used, as in vLLM."""
     content, summary = (
         [] if item.get(name) is None else _texts_of(item[name], f"{path}.{name}") for name in ("content", "summary")
     )
@@ -216,7 +215,7 @@ def _compaction(item: Item, path: str) -> dict[str, Any]:
     return {"encrypted_content": content}
 
 
-# Each type of item: how ids of such items begin, and what reads its fields.
+# Item type -> id prefix and parser of the fields.
 _READERS: Mapping[str, tuple[str, Callable[[Item, str], dict[str, Any]]]] = MappingProxyType(
     {
         "message": ("msg", _message),
@@ -229,7 +228,6 @@ _READERS: Mapping[str, tuple[str, Callable[[Item, str], dict[str, Any]]]] = Mapp
 
 
 def _parts_of(content: Any, path: str, is_answer: bool) -> list[dict[str, Any]]:
-    """Return a content as parts, a text as one of them."""
     texts = [content] if isinstance(content, str) else _texts_of(content, path)
     if is_answer:
         return [{"type": "output_text", "text": text, "annotations": [], "logprobs": []} for text in texts]
@@ -262,14 +260,14 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _chat_content(parts: str | Sequence[Mapping[str, Any]]) -> str | list[dict[str, str]]:
-    """Return parts as a chat has them; a single one as its text, which all templates take."""
+    """Convert parts to chat content; a single part to a string, for all templates."""
     if isinstance(parts, str):
         return parts
     texts = [part["text"] for part in parts]
     return "".join(texts) if len(texts) < 2 else [{"type": "text", "text": text} for text in texts]
 
 
-# Of each type of item, what its message must not have yet: a model reasons, then speaks, then calls.
+# Item type -> fields that its message must not have yet: the order is reasoning, content, calls.
 _COMES_BEFORE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "reasoning": ("reasoning_content", "content", "tool_calls"),
@@ -280,7 +278,6 @@ _COMES_BEFORE: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def _add_to_answer(messages: list[dict[str, Any]], item: Item) -> None:
-    """Let an item be a part of the last message, or begin another one where it cannot be."""
     kind = item["type"]
     is_answer = bool(messages) and messages[-1]["role"] == "assistant"
     if not is_answer or any(messages[-1].get(name) for name in _COMES_BEFORE[kind]):

@@ -1,7 +1,7 @@
-"""The output of a response while it comes: items, each begun, added to and ended, and the events that tell of that.
+"""Builds the output items of a response incrementally, with the events of a stream. Pure.
 
-An item ends when another begins. What has come is the same however it was cut into pieces, except for text between
-calls: each stretch of it is a message, and of an output that comes as one piece all text is one message. Pure.
+An item ends when the next begins. The items do not depend on chunking, except for text between calls: each streamed one
+is a message, but in a single chunk all text is one message.
 """
 
 from __future__ import annotations
@@ -16,33 +16,32 @@ from jaxllm_server.responses.items import item_id
 Event = dict[str, Any]
 Kind = Literal["reasoning", "message", "function_call"]
 _PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
-_TEXTS = {"reasoning": "reasoning_text", "message": "output_text"}  # type of the one part, and name of its events
+_TEXTS = {"reasoning": "reasoning_text", "message": "output_text"}
 
 
 @dataclass
 class _Item:
-    """One item of an output."""
+    """An output item."""
 
     kind: Kind
     id: str
-    index: int  # among the output's items
-    call: ToolCallDelta | None = None  # the first of its pieces
+    index: int
+    call: ToolCallDelta | None = None  # its first delta
     pieces: list[str] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     status: Literal["in_progress", "completed", "incomplete"] = "in_progress"
 
     @property
     def text(self) -> str:
-        """What has come."""
+        """The text so far."""
         return "".join(self.pieces)
 
     def part(self) -> dict[str, Any]:
-        """Return the content's only part."""
+        """Return the only part of the content."""
         part: dict[str, Any] = {"type": _TEXTS[self.kind], "text": self.text}
         return part if self.kind == "reasoning" else part | {"annotations": [], "logprobs": list(self.logprobs)}
 
     def written(self, has_content: bool = True) -> dict[str, Any]:
-        """Return the item as clients see it; where it begins it has no content yet."""
         head = {"id": self.id, "type": self.kind, "status": self.status}
         if self.call is not None:
             arguments = self.text if has_content else ""
@@ -52,25 +51,25 @@ class _Item:
 
 
 class Output:
-    """What a model has said, and whether it goes on."""
+    """The output of a model so far."""
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
         self._items: list[_Item] = []
-        self._events: list[Event] = []  # that are not taken yet
-        self._space: list[str] = []  # text that begins a message only if more comes: models write it around calls
-        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is still to come
+        self._events: list[Event] = []
+        self._space: list[str] = []  # leading space, which models write around calls; kept only if text follows
+        self._logprobs: list[dict[str, Any]] = []
 
     def items(self) -> list[dict[str, Any]]:
-        """Return the items; of the last one what there is of it."""
+        """Return the items, the last one possibly partial."""
         return [item.written() for item in self._items]
 
     def add(
         self, reasoning: str, text: str, calls: Sequence[ToolCallDelta], logprobs: Sequence[dict[str, Any]]
     ) -> list[Event]:
-        """Take in what is new; `logprobs` are those of the tokens of text and calls.
+        """Add new output and return its events; `logprobs` belong to the tokens of text and calls.
 
-        Calls and text that come together are in this order: what is left of the call before, text, calls.
+        The order is: the rest of the open call, reasoning, text, new calls.
         """
         calls = list(calls)
         while calls and calls[0].name is None:
@@ -89,10 +88,10 @@ class Output:
         return self._taken()
 
     def end(self, is_whole: bool) -> list[Event]:
-        """End the output; the last item of one that was cut off is incomplete.
+        """End the output and return the final events; a truncated output's last item is incomplete.
 
-        Space alone is a message only where there is nothing else to show, or text before it that it belongs to. A
-        whole output has a message or a call: clients look for either, and some ask again where there is none.
+        Space alone becomes a message only after text or if nothing else exists. A complete output always has a message
+        or a call, because some clients repeat a request that returned neither.
         """
         kinds = {item.kind for item in self._items}
         if self._space and ("message" in kinds or "function_call" not in kinds):
@@ -118,7 +117,6 @@ class Output:
         return bool(self._items) and self._items[-1].kind == kind and self._items[-1].status == "in_progress"
 
     def _open(self, kind: Kind, call: ToolCallDelta | None = None) -> None:
-        """Begin an item, if it is not one of text that has begun."""
         if call is None and self._last_is(kind):
             return
         self._close("completed")
@@ -131,7 +129,7 @@ class Output:
             self._tell(item, "response.content_part.added", part=item.part())
 
     def _grow(self, text: str) -> None:
-        """Add to the last item; an empty text only with log-probabilities."""
+        """Append to the last item; log-probabilities may precede their text."""
         item = self._items[-1]
         if item.kind == "message":
             logprobs, self._logprobs = self._logprobs, []
@@ -145,7 +143,6 @@ class Output:
         item.pieces.append(text)
 
     def _close(self, status: Literal["completed", "incomplete"]) -> None:
-        """End the last item, if there is one that has not ended."""
         if not self._items or self._items[-1].status != "in_progress":
             return
         item = self._items[-1]
@@ -173,7 +170,7 @@ class Output:
 
 
 def _covering(logprobs: Sequence[dict[str, Any]], text: str) -> Sequence[dict[str, Any]]:
-    """Return the log-probabilities of the tokens that make up a text, without those of the calls after it."""
+    """Return the log-probabilities of a text's tokens, without those of later calls."""
     length = 0
     for number, entry in enumerate(logprobs):
         if length >= len(text):

@@ -1,7 +1,4 @@
-"""`/v1/responses`: a body becomes a call, its chunks the response or the events that lead to it.
-
-Pure functions of their arguments. Knows no HTTP, no engine and nothing of what is kept: earlier items are given.
-"""
+"""`/v1/responses`: converts a request to a call, and its chunks to a response or events. Pure."""
 
 from __future__ import annotations
 
@@ -46,20 +43,20 @@ Status = Literal["queued", "in_progress", "completed", "incomplete", "cancelled"
 
 _UNBUILT = {
     **UNBUILT,
-    "prompt": (),  # a template that OpenAI keeps
+    "prompt": (),
     "conversation": (),
     "context_management": ([],),
     "moderation": (),
-    "previous_response": (),  # of vLLM, as the next two are
+    "previous_response": (),  # vLLM's, like the next two
     "previous_input_messages": (),
     "enable_response_messages": (False,),
     "mm_processor_kwargs": ({},),
 }
-# One output, and log-probabilities of it alone: this API has no place for others.
+# A response has a single output and only its log-probabilities.
 _SAMPLING = SAMPLING - {"n", "max_tokens", "prompt_logprobs", "logprob_token_ids", "repetition_detection"}
-REPEATED_NUMBERS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")  # with the model's defaults
-_REPEATED = ("user", "safety_identifier", "prompt_cache_key")  # texts that a response repeats, without effect
-_OF_TEMPLATE = frozenset({"chat_template_kwargs", "enable_thinking", "think", "thinking"})  # as in chats
+REPEATED_NUMBERS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")  # returned, defaults filled in
+_REPEATED = ("user", "safety_identifier", "prompt_cache_key")  # returned unchanged, without effect
+_OF_TEMPLATE = frozenset({"chat_template_kwargs", "enable_thinking", "think", "thinking"})
 FIELDS = (
     _SAMPLING
     | _OF_TEMPLATE
@@ -76,10 +73,9 @@ _STATUSES: Mapping[str, Status] = MappingProxyType(
 
 
 class ResponseReply:
-    """What a body of `/v1/responses` asks for, and how it is answered; raises `UserError` for a wrong shape.
+    """Reads a request of `/v1/responses` and builds its response; raises `UserError` for a wrong shape.
 
-    `request_id` names the request unless the body does. `history` are the items of the conversation so far, `kept`
-    those that the input refers to.
+    `request_id` is the default id. `history` is the conversation so far, `kept` the referenced stored items.
     """
 
     id_prefix = RESPONSE_PREFIX
@@ -97,7 +93,7 @@ class ResponseReply:
         self.ignored: list[str] = []
         fields = given(body, FIELDS, _UNBUILT, options.unknown_fields, self.ignored)
         own_id = text(fields, "request_id")
-        if own_id is not None and len(own_id) > options.max_request_id_chars:  # each item has it in its id
+        if own_id is not None and len(own_id) > options.max_request_id_chars:  # item ids contain it
             most = options.max_request_id_chars
             raise UserError(f"request_id may have at most {most} characters.", "request_id")
         self.request_id = request_id if own_id is None else own_id
@@ -116,10 +112,10 @@ class ResponseReply:
         self._takes_one_call = flag(fields, "parallel_tool_calls", True) is False
         tools = request.tools_of(fields, options.max_tools)
         choice, shown = request.choice_of(fields, tools)
-        if is_forced(choice) and "structured_outputs" not in fields:  # as in a chat, the calls' form goes first
+        if is_forced(choice) and "structured_outputs" not in fields:
             sampling.pop("structured_outputs", None)
         reasoning = request.reasoning_of(fields)
-        # What is polled is made as a stream is, so that it can be shown while it comes.
+        # Background requests are streamed, so that polling returns partial output.
         shared: dict[str, Any] = {**shared_call_fields(fields), "stream": self.is_stream or self.is_background}
         self.calls: Sequence[Call] = [
             Call(
@@ -128,7 +124,7 @@ class ResponseReply:
                 takes_one_call=self._takes_one_call,
                 sampling=sampling,
                 request_id=self.request_id,
-                may_fill_context=True,  # as in vLLM: agents ask for more than the context holds
+                may_fill_context=True,  # agents request more tokens than the context has left; as in vLLM
                 **shared,
             )
         ]
@@ -151,7 +147,7 @@ class ResponseReply:
             **request.texts_of(fields, _REPEATED),
         }
         self._head: dict[str, Any] = {}
-        self._clock: Callable[[], float] = float  # that of `begin`
+        self._clock: Callable[[], float] = float
         self._completed_at: int | None = None
         self._output = Output(self.request_id)
         self._status: Status = "queued"
@@ -161,19 +157,19 @@ class ResponseReply:
         self._is_before_content = self._form.shows_reasoning
 
     def begin(self, head: Mapping[str, Any]) -> None:
-        """Take in `id`, `created`, `clock` (both of seconds since 1970), `model` and REPEATED_NUMBERS."""
+        """Set `id`, `created` and `clock` (seconds since 1970), `model` and REPEATED_NUMBERS."""
         rest = {name: head[name] for name in ("model", *REPEATED_NUMBERS)}
         self._clock = head["clock"]
         self._head = {"id": head["id"], "object": "response", "created_at": head["created"], **rest}
 
     def response(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        """Return the whole response."""
+        """Return the complete response."""
         for number, chunk in enumerate(chunks):
             self.events(number, chunk)
         return self.snapshot()
 
     def events(self, number: int, chunk: Chunk) -> list[Event]:
-        """Return a chunk's events; the first chunk's begin with those that open a stream."""
+        """Return a chunk's events; the first chunk also opens the stream."""
         events: list[Event] = []
         if self._status == "queued":
             self._status = "in_progress"
@@ -190,12 +186,12 @@ class ResponseReply:
         return self._numbered(events)
 
     def last_events(self) -> list[Event]:
-        """Return the event that has the whole response; there is none for a cancelled one, which is incomplete."""
+        """Return the final event, with the response; a cancelled one ends as incomplete."""
         kind = "completed" if self._status == "completed" else "incomplete"
         return self._numbered([{"type": f"response.{kind}", "response": self.snapshot()}])
 
     def failure(self, error: BaseException) -> list[Event]:
-        """Return the events that end a stream which has failed."""
+        """Return the events that end a failed stream."""
         row, message = row_of(error), message_of(error)
         parameter = error.parameter if isinstance(error, UserError) else None
         parameter = parameter and self.names.get(parameter, parameter)
@@ -208,12 +204,12 @@ class ResponseReply:
         return self._numbered(events)
 
     def cancel(self) -> None:
-        """End where it is."""
+        """End the response as cancelled."""
         self._output.end(is_whole=False)
         self._status = "cancelled"
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the response as far as it has come."""
+        """Return the response so far."""
         is_cut = self._status == "incomplete"
         return {
             **self._head,
@@ -227,7 +223,7 @@ class ResponseReply:
         }
 
     def _sampling(self, fields: Body) -> tuple[dict[str, Any], Mapping[str, str]]:
-        """Return what a body says about sampling, and what errors call its fields."""
+        """Return sampling parameters, and the request's field for each in errors."""
         form = request.format_of(fields)[1]
         if form is not None and form["type"] != "text" and "structured_outputs" in fields:
             message = "text.format and structured_outputs each say what the output must be: give one of them."
@@ -251,7 +247,6 @@ class ResponseReply:
         return sampling, names
 
     def _logprobs(self, part: Part) -> Sequence[dict[str, Any]]:
-        """Return the log-probabilities of a part's tokens behind the reasoning and what ends it."""
         entries = part.logprobs or []
         if self._is_before_content:
             self._is_before_content = not (part.text or part.tool_calls)
@@ -267,9 +262,9 @@ class ResponseReply:
 
 
 def _from_content(entries: Sequence[dict[int, Logprob]], text: str) -> Sequence[dict[int, Logprob]]:
-    """Return the entries from the first token of a text on, which stands behind reasoning and perhaps before calls.
+    """Return the entries from the first token of a text on, skipping reasoning.
 
-    How many tokens end the reasoning depends on the model's form, so the text is looked for among those of the tokens.
+    The number of tokens that end reasoning varies by model, so the text is searched in the tokens' bytes.
     """
     pieces = [next(iter(entry.values())).decoded_bytes for entry in entries]
     ends, written = list(accumulate(map(len, pieces))), b"".join(pieces)
@@ -278,7 +273,6 @@ def _from_content(entries: Sequence[dict[int, Logprob]], text: str) -> Sequence[
 
 
 def _check_background(fields: Body, options: ServerOptions) -> None:
-    """Refuse what could never be asked for."""
     if options.max_stored_response_bytes == 0:
         message = "This server keeps no responses (--max-stored-response-bytes 0), so none can be polled."
         raise FeatureDisabledError(message, "background")
@@ -291,7 +285,7 @@ def _check_background(fields: Body, options: ServerOptions) -> None:
 
 
 def _conversation(fields: Body, items: Sequence[Item], tools: Sequence[Body], effort: str | None) -> dict[str, Any]:
-    """Return the fields of `Call` that make the prompt; instructions are those of this request alone."""
+    """Return the `Call` fields of the prompt. Instructions apply to this request only."""
     if not items:
         raise UserError("input must hold at least one item.", "input")
     if num_parts(items) > MOST_PARTS:
@@ -313,7 +307,7 @@ def _conversation(fields: Body, items: Sequence[Item], tools: Sequence[Body], ef
 
 
 def _usage(usage: Usage | None) -> dict[str, Any] | None:
-    """Return the tokens that a response has used; nothing is paid for writing the cache, so none are counted."""
+    """Return token counts; cache writes are free and count 0."""
     if usage is None:
         return None
     return {

@@ -1,7 +1,4 @@
-"""What a body of `/v1/responses` says beside its input: tools, the form of its text, reasoning; as chats say it.
-
-Pure. A field's own shape is checked here; what it holds is checked where that of chats is.
-"""
+"""Converts the fields of `/v1/responses` other than input to those of chats, which validate the contents. Pure."""
 
 from __future__ import annotations
 
@@ -15,14 +12,13 @@ from jaxllm_server.openai.conversation import REASONING_EFFORTS
 from jaxllm_server.requests.fields import Body, flag, mapping, text
 
 LOGPROBS = "message.output_text.logprobs"
-# Parts of an answer that are sent on request. Those of tools that OpenAI runs are asked for by clients that use none;
-# reasoning is sent as it is, so that there is none to encrypt.
+# Optional parts of a response; clients request those of OpenAI's tools even without using them.
 _INCLUDABLE = (
     *(LOGPROBS, "reasoning.encrypted_content", "message.input_image.image_url", "file_search_call.results"),
     *("web_search_call.results", "web_search_call.action.sources", "code_interpreter_call.outputs"),
     "computer_call_output.output.image_url",
 )
-# Fields of chats that are called otherwise here; OpenAI's server tells so as well.
+# Fields of chats -> their names here, for errors like those of OpenAI's server.
 _CHATS_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "messages": "input",
@@ -33,7 +29,7 @@ _CHATS_NAMES: Mapping[str, str] = MappingProxyType(
         "logprobs": f'include: ["{LOGPROBS}"]',
     }
 )
-# What `reasoning` may hold, with the values that ask for nothing else than is done.
+# Fields of `reasoning`, with the accepted values.
 _REASONING: Mapping[str, Sequence[str]] = MappingProxyType(
     {
         "effort": REASONING_EFFORTS,
@@ -44,19 +40,19 @@ _REASONING: Mapping[str, Sequence[str]] = MappingProxyType(
     }
 )
 _VERBOSITIES = ("low", "medium", "high")
-_SHOWN = 64  # characters of a name that an error repeats
-_MOST_METADATA, _MOST_KEY, _MOST_VALUE = 16, 64, 512  # OpenAI's bounds: pairs, and characters of each
+_SHOWN = 64
+_MOST_METADATA, _MOST_KEY, _MOST_VALUE = 16, 64, 512  # OpenAI's limits: pairs, and characters of each
 
 
 def check_names(body: Body) -> None:
-    """Refuse what is a field of chats alone, with its name here."""
+    """Raise UserError for a field of chats, naming the equivalent."""
     for name, own in _CHATS_NAMES.items():
         if body.get(name) not in (None, False):
             raise UserError(f"{name} is a field of chats: in the Responses API it is {own}.", name)
 
 
 def of_message(message: Body) -> dict[str, Any]:
-    """Return the body of POST that is equal to a message of a WebSocket, always with a stream."""
+    """Convert a WebSocket message to the body of an equivalent streaming POST."""
     kind = message.get("type")
     if kind != "response.create":
         raise UserError("The messages of a WebSocket are objects of type response.create.", "type")
@@ -68,7 +64,7 @@ def of_message(message: Body) -> dict[str, Any]:
 
 
 def chosen(fields: Body, name: str, values: Sequence[str], path: str, parameter: str) -> str | None:
-    """Return a field that must be one of some words."""
+    """Return a field that must be one of `values`."""
     value = fields.get(name)
     if value is not None and value not in values:
         raise UserError(f"{path} must be one of {', '.join(values)}.", parameter)
@@ -76,7 +72,7 @@ def chosen(fields: Body, name: str, values: Sequence[str], path: str, parameter:
 
 
 def includes(fields: Body) -> Sequence[str]:
-    """Return what of an answer is asked for beside the rest."""
+    """Return the optional parts of a response that are requested."""
     wanted = fields.get("include", [])
     if not isinstance(wanted, list) or any(each not in _INCLUDABLE for each in wanted):
         raise UserError(f"include must be a list of any of {', '.join(_INCLUDABLE)}.", "include")
@@ -84,7 +80,7 @@ def includes(fields: Body) -> Sequence[str]:
 
 
 def metadata_of(fields: Body) -> dict[str, str]:
-    """Return the pairs of texts that are kept beside a response."""
+    """Return the metadata to store with a response."""
     pairs = mapping(fields, "metadata") or {}
     is_small = len(pairs) <= _MOST_METADATA and all(
         len(name) <= _MOST_KEY and isinstance(value, str) and len(value) <= _MOST_VALUE for name, value in pairs.items()
@@ -96,10 +92,10 @@ def metadata_of(fields: Body) -> dict[str, str]:
 
 
 def tools_of(fields: Body, max_tools: int) -> list[dict[str, Any]]:
-    """Return a request's functions, in the flat form that this API has.
+    """Return the functions of a request, in this API's flat form.
 
     Raises:
-        UnsupportedError: naming `tools`, for those that OpenAI runs itself.
+        UnsupportedError: for `tools`, if OpenAI's servers run one of them.
     """
     tools = fields.get("tools", [])
     if not isinstance(tools, list):
@@ -136,7 +132,7 @@ def tools_of(fields: Body, max_tools: int) -> list[dict[str, Any]]:
 
 
 def choice_of(fields: Body, tools: Sequence[Body]) -> tuple[ToolChoice, Sequence[Body]]:
-    """Return how the model chooses among its tools, and which of them it is shown."""
+    """Return the choice among tools, and the tools to show to the model."""
     choice = fields.get("tool_choice")
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         names = _allowed_names(choice)
@@ -159,7 +155,7 @@ def choice_of(fields: Body, tools: Sequence[Body]) -> tuple[ToolChoice, Sequence
 
 
 def shown_choice(fields: Body) -> Any:
-    """Return a `tool_choice` that was read as a response repeats it: what else stands in it is left out."""
+    """Return `tool_choice` as a response repeats it, without unknown keys."""
     choice = fields.get("tool_choice", "auto")
     if not isinstance(choice, Mapping):
         return choice
@@ -180,14 +176,14 @@ def _allowed_names(choice: Mapping[str, Any]) -> set[str]:
 
 
 def chat_tools(tools: Sequence[Body]) -> list[dict[str, Any]] | None:
-    """Return functions as chats have them, for the template: what is not said is left out, and `strict` is."""
+    """Convert functions to chats' form, without `strict` and null fields."""
     names = ("name", "description", "parameters")
     functions = [{name: tool[name] for name in names if tool[name] is not None} for tool in tools]
     return [{"type": "function", "function": function} for function in functions] or None
 
 
 def format_of(fields: Body) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return `text` as the response repeats it, and its format as a chat's `response_format`."""
+    """Return `text` as a response repeats it, and its format as a chat's `response_format`."""
     wanted = mapping(fields, "text") or {}
     for name in wanted:
         if name not in ("format", "verbosity"):
@@ -217,7 +213,7 @@ def format_of(fields: Body) -> tuple[dict[str, Any], dict[str, Any] | None]:
 
 
 def reasoning_of(fields: Body) -> dict[str, Any]:
-    """Return how hard the model is to think; summaries may be asked for, but the reasoning itself is what is sent."""
+    """Return the reasoning effort and summary options; reasoning is returned in full anyway."""
     wanted = mapping(fields, "reasoning") or {}
     for name in wanted:
         if name not in _REASONING:
@@ -227,7 +223,7 @@ def reasoning_of(fields: Body) -> dict[str, Any]:
 
 
 def texts_of(fields: Body, names: Sequence[str]) -> dict[str, str | None]:
-    """Return fields that must be strings, which a response repeats; no prompt bounds them."""
+    """Return optional string fields, limited in length."""
     texts = {name: text(fields, name) for name in names}
     for name, value in texts.items():
         if value is not None and len(value) > _MOST_VALUE:

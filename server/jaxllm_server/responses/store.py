@@ -1,8 +1,7 @@
-"""Responses that clients may ask for again, or go on from: so many bytes of them, in memory, each its client's alone.
+"""In-memory store of responses, bounded in bytes, private to each client. Pure: no clock, no threads.
 
-A response is kept as the JSON that its client gets, beside that of its own input; the input of those before it is
-found by their ids. Where there is no room, the client that holds the most loses what it used longest ago: to keep more
-does not push out what others keep. Pure but for what it holds: no clock, no threads.
+An entry holds a response and its own input, as JSON; earlier input is found through previous responses. If space runs
+out, the client with the most bytes loses its least recently used response, so it cannot evict those of others.
 """
 
 from __future__ import annotations
@@ -17,42 +16,42 @@ from jaxllm.errors import UserError
 from jaxllm_server.responses.items import RESPONSE_PREFIX, Item
 
 _connections = count(1)
-_OVERHEAD = 1024  # bytes of an entry beside its texts; of a client with one alone it is 700 (measured)
+_OVERHEAD = 1024  # per entry, beyond its texts; measured 700 for a client with one entry
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One response, and what it was asked."""
+    """A response and its input."""
 
-    response: bytes  # JSON
-    items: bytes  # a JSON list: the request's own input items, after those of earlier responses that it outlasts
-    previous: str | None  # the response from which it went on
+    response: bytes
+    items: bytes  # JSON list: the request's input items, after those of connection-only responses that it outlives
+    previous: str | None
 
     @property
     def size(self) -> int:
-        """Bytes that it takes."""
+        """Bytes of memory."""
         return len(self.response) + len(self.items) + len(self.previous or "") + _OVERHEAD
 
 
 class LostError(LookupError):
-    """A response that is not kept: it never was, or was deleted, or had to go."""
+    """The response is not stored: it never was, or was deleted or evicted."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.response_id = name[name.find(RESPONSE_PREFIX) :]  # without the prefix of a connection
+        self.response_id = name[name.find(RESPONSE_PREFIX) :]  # without a connection's prefix
 
 
 class ResponseStore:
-    """At most `most_bytes` of responses."""
+    """Stores at most `most_bytes` of responses."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most = most_bytes
-        self.kept: dict[str, OrderedDict[str, Stored]] = {}  # by client and id, the one used longest ago first
-        self.held: dict[str, int] = {}  # bytes by client
+        self.kept: dict[str, OrderedDict[str, Stored]] = {}  # by client and id, least recently used first
+        self.held: dict[str, int] = {}
         self.num_bytes = 0
 
     def put(self, client: str, response_id: str, stored: Stored) -> None:
-        """Keep a response, in place of one of the same id; one that is too large alone is not kept."""
+        """Store or replace a response; one larger than the whole store is ignored."""
         self.delete(client, response_id)
         if stored.size > self._most:
             return
@@ -66,7 +65,7 @@ class ResponseStore:
         """Return a response.
 
         Raises:
-            LostError: if it is not kept, or another client's.
+            LostError: if this client has no such response.
         """
         stored = self.kept.get(client, {}).get(response_id)
         if stored is None:
@@ -74,12 +73,12 @@ class ResponseStore:
         return stored
 
     def chain(self, client: str, response_id: str) -> dict[str, Stored]:
-        """Return the responses that led to one, and itself, by their ids, the first one first; they count as used now.
+        """Return a response and its predecessors by id, oldest first, and mark them as used.
 
-        One that took the id of an earlier one may lead to itself: it is there once.
+        A response that replaced a predecessor of the same id may lead to itself; each occurs once.
 
         Raises:
-            LostError: naming the one of them that is not kept.
+            LostError: for the first one that is not stored.
         """
         chain: dict[str, Stored] = {}
         following: str | None = response_id
@@ -90,7 +89,7 @@ class ResponseStore:
         return dict(reversed(chain.items()))
 
     def delete(self, client: str, response_id: str) -> bool:
-        """Forget a response; return whether it was kept."""
+        """Delete a response; return whether it existed."""
         stored = self.kept.get(client, {}).pop(response_id, None)
         if stored is None:
             return False
@@ -105,9 +104,9 @@ class ResponseStore:
 
 
 class OfConnection:
-    """Keeps the last response of a connection with `store` off, and those that led to it, until the connection ends.
+    """Keeps a connection's last response with `store` off, and its predecessors, until the connection ends.
 
-    They are in the store like others, under names that no request can contain.
+    They have names in the store that no request can contain.
     """
 
     def __init__(self, store: ResponseStore, client: str) -> None:
@@ -115,35 +114,35 @@ class OfConnection:
         self._client = client
         self._prefix = f"{next(_connections)}:"
         self._names: set[str] = set()
-        self.used: str | None = None  # the name of the response that the current request continues
+        self.used: str | None = None
 
     def name_of(self, response_id: str) -> str:
-        """Return the name of a response in the store."""
+        """Return the store's name of a response."""
         own = self._prefix + response_id
         return own if own in self._names else response_id
 
     def own(self, chain: Mapping[str, Stored]) -> dict[str, Stored]:
-        """Return the responses of a conversation that are kept for the connection alone; they are its newest ones."""
+        """Return a conversation's responses that only the connection keeps: its newest."""
         return {name: stored for name, stored in chain.items() if name in self._names}
 
     def put(self, response_id: str, stored: Stored) -> None:
-        """Keep a response and those that led to it; forget the others."""
+        """Store a response; delete the connection's responses that do not lead to it."""
         name = self._prefix + response_id
         self._names.add(name)
         self._store.put(self._client, name, stored)
         try:
             chain = self._store.chain(self._client, name)
-        except LostError:  # no room was left for it or an earlier one
+        except LostError:
             chain = {}
         self._forget(self._names - chain.keys())
 
     def forget_used(self) -> None:
-        """Forget the response that a failed request was to continue."""
+        """Delete the response that a failed request was to continue."""
         if self.used is not None:
             self._forget({self.used})
 
     def close(self) -> None:
-        """Forget all."""
+        """Delete all."""
         self._forget(set(self._names))
 
     def _forget(self, names: set[str]) -> None:
@@ -153,7 +152,7 @@ class OfConnection:
 
 
 def history_of(chain: Iterable[Stored]) -> list[Item]:
-    """Return the items of a conversation: what each response was asked, and what it answered."""
+    """Return the input and output items of a conversation."""
     return [item for stored in chain for item in _items_of(stored)]
 
 
@@ -162,7 +161,7 @@ def _items_of(stored: Stored) -> list[Item]:
 
 
 def ordered(chain: Sequence[Stored], own: Sequence[Item], is_ascending: bool) -> Iterator[Item]:
-    """Give the items of a conversation and those of its next input; of those before, one response is read at a time."""
+    """Yield the items of a conversation and its next input, parsing one response at a time."""
     if is_ascending:
         for stored in chain:
             yield from _items_of(stored)
@@ -174,15 +173,15 @@ def ordered(chain: Sequence[Stored], own: Sequence[Item], is_ascending: bool) ->
 
 
 def find_items(stored: Iterable[Stored], ids: Collection[str]) -> dict[str, Item]:
-    """Return those of some responses' items that have one of some ids, by them."""
+    """Return the items of stored responses with the given ids, by id."""
     return {item["id"]: item for item in history_of(stored) if item["id"] in ids}
 
 
 def page_of(items: Iterator[Item], limit: int, after: str | None) -> dict[str, object]:
-    """Return a part of the items of a list as the API lists them: `limit` of those after the one with the id `after`.
+    """Return a page of items in the API's list form: up to `limit` after the item `after`.
 
     Raises:
-        UserError: naming `after`, if no item has that id.
+        UserError: for `after`, if no item has that id.
     """
     if after is not None and not any(each["id"] == after for each in items):
         raise UserError("after must be the id of one of the items.", "after")

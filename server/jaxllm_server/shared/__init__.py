@@ -1,4 +1,1 @@
-"""What both protocols share: calls, the serving of them, options, keys, quotas, the table of errors.
-
-Knows `AsyncLLM`. Knows neither HTTP nor gRPC.
-"""
+"""Code shared by both protocols."""

@@ -1,7 +1,4 @@
-"""Which answer an exception becomes on each protocol: one table, read by the gRPC and the HTTP front end.
-
-Pure. Knows names of status codes; knows neither library.
-"""
+"""Maps exceptions to statuses of gRPC and HTTP. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ UNKNOWN_FAILURE = "The server failed to answer this request; its log has the det
 
 
 class AuthError(Exception):
-    """No key came with the call, or one that is not known."""
+    """The key is missing or unknown."""
 
     def __init__(self, message: str, is_missing: bool) -> None:
         super().__init__(message)
@@ -38,20 +35,20 @@ class AuthError(Exception):
 
 
 class AdminRequiredError(Exception):
-    """A valid key came with the call, but it does not open the control service."""
+    """The key is valid but lacks admin rights."""
 
 
 class Row(NamedTuple):
-    """How one class of failure is reported."""
+    """The status of a class of errors."""
 
-    grpc: str  # name of a grpc.StatusCode
-    reason: str  # of google.rpc.ErrorInfo; `code_of` makes the code of an OpenAI error of it
+    grpc: str
+    reason: str  # reason of google.rpc.ErrorInfo; `code_of` converts it to an OpenAI code
     http: int
-    kind: str  # `type` of an OpenAI error
-    retry: bool = False  # whether the same request may succeed later, here or elsewhere
+    kind: str  # an OpenAI error's `type`
+    retry: bool = False  # whether a retry may succeed, possibly on another server
 
 
-# From the particular to the general: the first class that an error is an instance of counts.
+# The first matching row applies, so subclasses precede base classes.
 _ROWS: tuple[tuple[type[BaseException], Row], ...] = (
     (UnsupportedError, Row("INVALID_ARGUMENT", "UNSUPPORTED_PARAMETER", 400, "invalid_request_error")),
     (ContextLengthError, Row("INVALID_ARGUMENT", "CONTEXT_LENGTH_EXCEEDED", 400, "invalid_request_error")),
@@ -71,7 +68,7 @@ _ROWS: tuple[tuple[type[BaseException], Row], ...] = (
     (AdminRequiredError, Row("PERMISSION_DENIED", "ADMIN_REQUIRED", 403, "permission_denied")),
 )
 _UNKNOWN = Row("INTERNAL", "ENGINE_ERROR", 500, "server_error")
-# OpenAI's codes, for which clients look, where they differ from the reason in lower case.
+# OpenAI's codes that differ from the reason in lower case.
 _OPENAI_CODES = {
     "AUTH_MISSING": "invalid_api_key",
     "AUTH_INVALID": "invalid_api_key",
@@ -82,12 +79,12 @@ _OPENAI_CODES = {
 
 
 def code_of(reason: str) -> str:
-    """Return the `code` of an OpenAI error: OpenAI's own where it has one, as context_length_exceeded."""
+    """Return the `code` of an OpenAI error, such as context_length_exceeded."""
     return _OPENAI_CODES.get(reason, reason.lower())
 
 
 def row_of(error: BaseException) -> Row:
-    """Return how an error is reported; an unexpected one is the server's own failure."""
+    """Return the status of an error; unexpected ones are internal errors."""
     if isinstance(error, AuthError):
         reason = "AUTH_MISSING" if error.is_missing else "AUTH_INVALID"
         return Row("UNAUTHENTICATED", reason, 401, "authentication_error")
@@ -95,9 +92,9 @@ def row_of(error: BaseException) -> Row:
 
 
 def message_of(error: BaseException) -> str:
-    """Return what a client may read: our own words; a fixed text if the words are not ours.
+    """Return the message for a client; other than jaxllm's errors have a fixed text.
 
-    Foreign exception texts hold addresses and paths (vLLM CVE-2026-54236).
+    Their messages can contain addresses and paths (vLLM CVE-2026-54236).
     """
     is_ours = isinstance(error, UserError | AuthError | AdminRequiredError) or (
         isinstance(error, EngineError) and type(error) is not EngineError

@@ -1,8 +1,7 @@
-"""Schedules full garbage collections, during which no other thread of the server runs.
+"""Schedules full garbage collections, which stop all threads of the server.
 
-A full collection takes 50 ms with half a million objects, and Python runs one each time their number has grown by a
-quarter. The server excludes the objects that exist after loading, and collects when few others exist, at the latest
-once a minute.
+One takes 50 ms with half a million objects, and Python runs it whenever their number has grown by a quarter. The server
+excludes objects loaded at the start, and collects when few others exist, at least once a minute.
 """
 
 from __future__ import annotations
@@ -10,20 +9,20 @@ from __future__ import annotations
 import asyncio
 import gc
 
-_SECONDS = 5.0  # between two decisions
-_MANY_OBJECTS = 100_000  # a collection of them takes some 10 ms (measured)
-_PUT_OFF = 12  # intervals at most: garbage in cycles holds memory
+_SECONDS = 5.0
+_MANY_OBJECTS = 100_000  # collecting them takes about 10 ms (measured)
+_PUT_OFF = 12  # maximum intervals without a collection: cyclic garbage uses memory
 _NEVER = 2**31 - 1
 
 
 def keep_loaded_objects() -> None:
-    """Collect garbage, and exclude all objects that exist now from later collections."""
+    """Collect garbage, then exclude all remaining objects from future collections."""
     gc.collect()
     gc.freeze()
 
 
 async def collect() -> None:
-    """Run full collections instead of Python, until cancelled."""
+    """Replace Python's schedule of full collections, until cancelled."""
     youngest, young, oldest = gc.get_threshold()
     gc.set_threshold(youngest, young, _NEVER)
     put_off = 0

@@ -1,4 +1,4 @@
-"""Several asynchronous iterators read as one. Knows nothing of what they give."""
+"""Merges asynchronous iterators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Item = TypeVar("Item")
 
 
 async def merge(iterators: Sequence[AsyncGenerator[Item]]) -> AsyncGenerator[tuple[int, Item]]:
-    """Read several iterators at once, each item with its iterator's number; a failure of one ends all."""
+    """Yield items of several iterators as they arrive, with the iterator's index; an exception ends all."""
     queue: asyncio.Queue[tuple[int, Item] | BaseException | None] = asyncio.Queue(maxsize=len(iterators))
 
     async def read(number: int, iterator: AsyncGenerator[Item]) -> None:
@@ -29,7 +29,7 @@ async def merge(iterators: Sequence[AsyncGenerator[Item]]) -> AsyncGenerator[tup
     try:
         for number, iterator in enumerate(iterators):
             tasks.append(asyncio.ensure_future(read(number, iterator)))
-            await asyncio.sleep(0)  # let the event loop run other tasks
+            await asyncio.sleep(0)
         while num_open:
             item = await queue.get()
             if isinstance(item, BaseException):

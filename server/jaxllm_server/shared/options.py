@@ -1,8 +1,4 @@
-"""The settings of the front ends: one frozen dataclass, checked when it is made.
-
-Names and defaults are vLLM's where the thing exists there; every bound of a request is a field here. What concerns the
-engine is `EngineConfig`. Knows no protocol library.
-"""
+"""The server's settings, named as in vLLM, and validated. `EngineConfig` has the engine's."""
 
 from __future__ import annotations
 
@@ -15,25 +11,25 @@ from typing import Any
 from jaxllm.errors import UserError
 from jaxllm.setting import setting
 
-_MAY_BE_ZERO = frozenset({"max_stored_response_bytes"})  # bounds of what there need not be
-_PARSED = 4  # times the bytes of JSON: parsed texts take 1, numbers and lists 4 to 20
-_BODIES_AT_ONCE = 16  # of the largest kind, 128 MiB
+_MAY_BE_ZERO = frozenset({"max_stored_response_bytes"})  # limits for which 0 disables the feature
+_PARSED = 4  # memory per byte of JSON: 1 for text, 4 to 20 for numbers and lists
+_BODIES_AT_ONCE = 16  # maximum-size bodies, 128 MiB by default
 UNKNOWN_FIELDS = ("refuse", "warn", "ignore")
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """Settings of one server. Sizes are bytes, times are seconds."""
+    """The settings of a server. Sizes are bytes, times are seconds."""
 
-    # Where it listens.
+    # Addresses.
     host: str = setting("127.0.0.1", "address of both front ends; 0.0.0.0: every interface", "ADDRESS")
     port: int | None = setting(8000, "of HTTP; none: off", "PORT")
     uds: str | None = setting(None, "Unix socket for HTTP instead of a port", "PATH")
     grpc_port: int | None = setting(50051, "of gRPC; none: off", "PORT")
     grpc_uds: str | None = setting(None, "Unix socket for gRPC instead of a port", "PATH")
 
-    # What it is called and how it speaks.
+    # Names and API behavior.
     served_model_name: tuple[str, ...] = setting(
         (), "names that clients may use; answers give the first (default: the model's)", takes_several=True
     )
@@ -77,7 +73,7 @@ class ServerOptions:
     disable_fastapi_docs: bool = setting(False, "serve neither /openapi.json nor /docs (the name is vLLM's)")
     enable_request_id_headers: bool = setting(True, "send x-request-id with every HTTP response")
 
-    # Who may come in.
+    # Access.
     api_key: tuple[str, ...] = setting(
         (),
         "key that clients must send, over HTTP to every path but /health, /live, /ready, /ping, /docs and "
@@ -110,7 +106,7 @@ class ServerOptions:
     )
     root_path: str = setting("", "prefix that a proxy in front strips", "PREFIX")
 
-    # A fleet: of the replicas that `data_parallel_size` counts, those of other machines.
+    # Fleet: replicas on other machines, included in `data_parallel_size`.
     data_parallel_size_local: int | None = setting(None, "replicas of this machine (default: all)")
     data_parallel_address: str | None = setting(
         None,
@@ -122,7 +118,7 @@ class ServerOptions:
         None, "of such a replica: certificates that sign the server's; it uses TLS then", "FILE"
     )
 
-    # Bounds of one request.
+    # Limits per request.
     max_body_bytes: int = setting(8 << 20, "of an HTTP request", "BYTES")
     max_header_bytes: int = setting(16 << 10, "of all headers of an HTTP request", "BYTES")
     max_headers: int = setting(64, "of an HTTP request")
@@ -138,7 +134,7 @@ class ServerOptions:
     max_request_id_chars: int = setting(128, "characters of a request id or cache salt")
     grpc_max_message_bytes: int = setting(8 << 20, "of a gRPC request", "BYTES")
 
-    # Bounds of all requests together.
+    # Limits over all requests.
     max_queued_requests: int | None = setting(
         None, "that may wait for a slot (default: 4,096, or 4 for each slot if that is more)"
     )
@@ -163,7 +159,7 @@ class ServerOptions:
         "SECONDS",
     )
 
-    # Its life.
+    # Operation.
     shutdown_timeout: float = setting(30.0, "seconds that streams may go on after SIGTERM or ^C", "SECONDS")
     drain_delay: float = setting(0.0, 'seconds between "not ready" and refusing work', "SECONDS")
     hang_timeout: float = setting(8.0, 'seconds of one step after which the server is "not ready"', "SECONDS")
@@ -209,7 +205,7 @@ class ServerOptions:
             raise UserError(f"lora_root: there is no folder {self.lora_root}.", "lora_root")
         if self.most_receiving_bytes < self.max_body_bytes:
             raise UserError("max_receiving_bytes must be at least max_body_bytes.", "max_receiving_bytes")
-        if self.max_request_id_chars < 40:  # what the server makes up itself has to fit
+        if self.max_request_id_chars < 40:  # generated ids must fit
             raise UserError("max_request_id_chars must be at least 40.", "max_request_id_chars")
         if self.hang_timeout <= 0.0:
             raise UserError("hang_timeout must be positive.", "hang_timeout")
@@ -221,7 +217,6 @@ class ServerOptions:
             raise UserError("an API key cannot be empty.", "api_key")
 
     def _check_fleet(self) -> None:
-        """Refuse what says only half of how replicas find each other."""
         if self.headless and self.data_parallel_address is None:
             raise UserError("headless needs data_parallel_address, that of the server.", "data_parallel_address")
         if self.data_parallel_address is not None and not self.admin_api_key:
@@ -231,27 +226,26 @@ class ServerOptions:
 
     @property
     def most_sequences(self) -> int:
-        """The most that one call may ask for: n times prompts."""
+        """The maximum of n times prompts in a call."""
         return min(self.max_sequences, self.max_sequences_per_client or self.max_sequences)
 
     @property
     def most_receiving_bytes(self) -> int:
-        """The most that HTTP bodies which are not read yet may hold together."""
+        """The maximum bytes of HTTP bodies being received, in total."""
         return _BODIES_AT_ONCE * self.max_body_bytes if self.max_receiving_bytes is None else self.max_receiving_bytes
 
     @property
     def most_request_bytes(self) -> int:
-        """The most bytes that parsed requests may hold together."""
+        """The maximum bytes of parsed requests, in total."""
         return _PARSED * self.most_receiving_bytes
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can reach the server over the network."""
+        """Whether the server is only reachable from this machine."""
         return self.host in LOOPBACK
 
 
 def _check_type(name: str, value: Any, kind: str) -> None:
-    """Refuse a value of another type, or a number that cannot bound anything."""
     if value is None and "None" in kind:
         return
     if kind.startswith("tuple"):
@@ -270,7 +264,7 @@ def _check_type(name: str, value: Any, kind: str) -> None:
 
 
 def template_kwargs(options: ServerOptions) -> Mapping[str, Any]:
-    """Read `default_chat_template_kwargs`."""
+    """Parse `default_chat_template_kwargs`."""
     import json
 
     if options.default_chat_template_kwargs is None:

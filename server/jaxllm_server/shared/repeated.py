@@ -1,4 +1,4 @@
-"""Lists that an answer contains several times, kept in memory once and encoded once. Pure."""
+"""Lists that occur several times in an answer but are stored and encoded once. Pure."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 
 class Repeated(list[Any]):
-    """A list that never changes, with its JSON after the first encoding."""
+    """An immutable list that caches its JSON."""
 
     json: bytes | None = None
 
 
 class Continued(list[Any]):
-    """A repeated list followed by more items."""
+    """A repeated list followed by further items."""
 
     def __init__(self, beginning: Repeated, rest: Iterable[Any]) -> None:
         self.beginning, self.rest = beginning, list(rest)

@@ -19,7 +19,7 @@ from jaxllm.model.pooler import Pooler
 from jaxllm.v1 import inference_pb2 as pb
 from jaxllm.v1 import types_pb2 as ty
 from jaxllm.v1.inference_pb2_grpc import InferenceServiceStub
-from jaxllm_server.grpc import error_details, messages
+from jaxllm_server.grpc import error_details, pooling_messages
 from jaxllm_server.pooling.pool_calls import PoolCall, PoolResult
 from tests.server.grpc.test_messages import leaves, set_leaf
 from tests.support.grpc_site import SOON, Site, details_in, drained, error_of, pooled, reason_of, site
@@ -32,7 +32,7 @@ SLOTS = 18  # texts of a stream that are under way at most: half of the places t
 
 def outcome(request: Any) -> Any:
     try:
-        call = messages.pool_call_of(request, request.request_id)
+        call = pooling_messages.pool_call_of(request, request.request_id)
         return replace(call, inputs=list(call.inputs), pairs=call.pairs and list(call.pairs))
     except errors.UserError as error:
         return error_details.path_of(error.parameter or "", request)

@@ -17,9 +17,10 @@ from jaxllm.sampling_params import SamplingParams
 from jaxllm_server.anthropic.messages import MessagesReply, count_call_of
 from jaxllm_server.generation.chat_checks import check_tools
 from jaxllm_server.http.endpoints import Endpoints
-from jaxllm_server.http.openapi import BODIES, description_of
+from jaxllm_server.http.openapi import description_of
 from jaxllm_server.ollama.models import asked_name
-from jaxllm_server.ollama.replies import OllamaChatReply, OllamaEmbedReply, OllamaGenerateReply
+from jaxllm_server.ollama.pooling import OllamaEmbedReply
+from jaxllm_server.ollama.replies import OllamaChatReply, OllamaGenerateReply
 from jaxllm_server.openai import adapters, tokens
 from jaxllm_server.openai.chat import ChatReply
 from jaxllm_server.openai.chats import ChatsReply
@@ -34,7 +35,8 @@ from tests.support.fake_serving import FakeServing, http_server
 
 LORA_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 OPTIONS = ServerOptions(enable_tokenizer_info_endpoint=True)
-ROUTES = Endpoints(FakeServing(), OPTIONS, None, None).routes()
+ROUTES = Endpoints(FakeServing(), OPTIONS, None, None).table
+BODIES = {route.name: route.bodies[0] for route in ROUTES if len(route.bodies) == 1}
 DESCRIPTION = description_of(ROUTES)
 # What OpenAPI 3.1 asks of the parts that are used here.
 OPENAPI = {
@@ -76,8 +78,7 @@ def test_the_document_is_valid_and_has_every_route() -> None:
         jsonschema.Draft202012Validator.check_schema(schema)
     assert {each.removeprefix("#/components/schemas/") for each in references(DESCRIPTION)} == schemas.keys()
     found = {(method.upper(), path) for path, methods in DESCRIPTION["paths"].items() for method in methods}
-    served = {(method, route.path.replace(":path", "")) for route in ROUTES for method in route.methods or ()}
-    assert found == {(method, path) for method, path in served if method != "HEAD"}
+    assert found == {(method, route.name) for route in ROUTES for method in route.methods}
     assert {path for method, path in found if method == "POST"} == BODIES.keys() | NO_BODY
     names = [each["operationId"] for methods in DESCRIPTION["paths"].values() for each in methods.values()]
     assert len(names) == len(set(names))
@@ -141,7 +142,7 @@ def test_what_does_not_fit_a_field_is_refused_and_every_field_is_there(path: str
     for name, schema in properties.items():
         if not schema.keys() - {"description"}:
             is_described = path.startswith(("/v1/responses", "/v1/messages", "/api/"))  # by those whose form it is
-            assert is_described or name in WITHOUT_EFFECT | {"lora_int_id"}, f"{name} needs a row in SHAPES"
+            assert is_described or name in WITHOUT_EFFECT | {"lora_int_id"}, f"{name} needs a shape"
             continue
         for value in VALUES:
             if jsonschema.Draft202012Validator(schema).is_valid(value):
@@ -158,7 +159,7 @@ def test_the_page_is_whole_and_says_what_the_document_does() -> None:
     assert document.json() == json.loads(
         json.dumps(
             description_of(
-                Endpoints(FakeServing(), ServerOptions(), None, None).routes(),
+                Endpoints(FakeServing(), ServerOptions(), None, None).table,
                 "/llm",
             )
         )

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import RequestFailedError, UserError
-from jaxllm_server.ollama.replies import PATHS, OllamaChatReply, OllamaEmbedReply, OllamaGenerateReply
+from jaxllm_server.ollama.pooling import OllamaEmbedReply
+from jaxllm_server.ollama.replies import PATHS, OllamaChatReply, OllamaGenerateReply
 from jaxllm_server.shared.options import ServerOptions
 from jaxllm_server.shared.strict_json import object_of
 from tests.support.fake_serving import http_server, pooled

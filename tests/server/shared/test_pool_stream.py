@@ -37,8 +37,8 @@ def test_a_failure_leaves_no_cycle_that_holds_the_call(is_of_requests: bool) -> 
         yield
 
     async def fail(message: Message) -> None:
-        serving: Any = SimpleNamespace(pool=pool, ledger=Ledger(ServerOptions()))
-        stream = pool_stream.answers(serving, requests(message), lambda _: PoolCall(inputs=["a"]), "c")
+        serving: Any = SimpleNamespace(ledger=Ledger(ServerOptions()))
+        stream = pool_stream.answers(serving, pool, requests(message), lambda _: PoolCall(inputs=["a"]), "c")
         with pytest.raises(errors.EngineError, match=r"^It (came late|died)\.$"):
             await anext(stream)
         await asyncio.sleep(0)

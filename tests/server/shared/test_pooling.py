@@ -137,7 +137,7 @@ def made_of(ids, types, params) -> np.ndarray:
 
 def ask(engine: Engine, call: PoolCall, **options: Any) -> dict[int, PoolResult]:
     async def collect() -> list[PoolResult]:
-        return [result async for result in Serving(engine, ServerOptions(**options)).pool(call)]  # type: ignore[arg-type]
+        return [result async for result in Serving(engine, ServerOptions(**options)).pooling.pool(call)]  # type: ignore[arg-type]
 
     results = asyncio.run(asyncio.wait_for(collect(), 20))
     assert engine.open == 0
@@ -292,7 +292,7 @@ async def test_to_close_the_iterator_aborts_what_is_left() -> None:
     engine = Engine()
 
     serving: Any = Serving(engine, ServerOptions())  # type: ignore[arg-type]
-    async with aclosing(serving.pool(PoolCall(inputs=[*map(chr, range(97, 120))] * 4))) as results:
+    async with aclosing(serving.pooling.pool(PoolCall(inputs=[*map(chr, range(97, 120))] * 4))) as results:
         await anext(results)
     assert engine.open == 0 and engine.closed_early and len(engine.given) < 30
 
@@ -300,7 +300,7 @@ async def test_to_close_the_iterator_aborts_what_is_left() -> None:
 async def test_a_reader_that_does_not_read_has_no_more_computed() -> None:
     engine = Engine()
 
-    async with aclosing(Serving(engine, ServerOptions()).pool(PoolCall(inputs=["abcd"] * 999))) as results:  # type: ignore[arg-type]
+    async with aclosing(Serving(engine, ServerOptions()).pooling.pool(PoolCall(inputs=["abcd"] * 999))) as results:  # type: ignore[arg-type]
         await anext(results)
         for _ in range(200):
             await asyncio.sleep(0)
@@ -386,7 +386,7 @@ def test_many_calls_at_once_are_all_answered_and_leave_room_for_others() -> None
             for _ in range(rng.randint(0, 50)):
                 await asyncio.sleep(0)
             count = rng.choice([1, 1, 3, 100])
-            results = [result async for result in serving.pool(PoolCall(inputs=words(rng, count)))]
+            results = [result async for result in serving.pooling.pool(PoolCall(inputs=words(rng, count)))]
             return len(results) - count
 
     async def ask_all() -> list[int]:

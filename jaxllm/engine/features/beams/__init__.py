@@ -1,1 +1,1 @@
-"""Beam search: requests with `BeamSearchParams`, each a gang of sequences that fork."""
+"""Beam search: requests with `BeamSearchParams`."""

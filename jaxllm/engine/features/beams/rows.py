@@ -1,7 +1,7 @@
 """The beam searches of an engine.
 
-A step reports the likeliest next tokens of its beams. When all beams of a search have theirs, `rules.choose` decides
-and the scheduler forks. An exception on behalf of one search ends its request only.
+Steps report each beam's likeliest next tokens. When a search has those of all its beams, `rules.choose` selects the
+next beams and the scheduler forks. An exception in one search ends only its request.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxllm.engine.features.feature import Core, Feature
 from jaxllm.engine.sequence import Sequence, SequenceGroup
 from jaxllm.errors import UserError
 from jaxllm.outputs import CompletionOutput
-from jaxllm.runner.results import Result
+from jaxllm.runner.results import StepOutput
 from jaxllm.runner.step_input import StepInput
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.scheduler import scheduler
@@ -30,12 +30,12 @@ from jaxllm.scheduler.state import Events, Move, Plan
 
 @dataclass(slots=True, eq=False)
 class BeamOutput(Sequence):
-    """An output of a beam search; until the search ends, the tokens of one of its beams."""
+    """An output of a beam search; until the end, the tokens of one beam."""
 
-    score: float | None = None  # by which outputs are ranked
+    score: float | None = None  # ranks outputs
 
     def end_as(self, ended: Ended, shows_stop: bool) -> None:
-        """Become an output; `shows_stop`: its text ends with the token that ended it."""
+        """Become a final output; `shows_stop`: include the stop token in the text."""
         tokenizer = self.group.tokenizer
         self.tokens = array("i", (*self.group.prompt_token_ids, *ended.tokens))
         self.cumulative_logprob, self.score = ended.logprob, ended.score
@@ -45,7 +45,7 @@ class BeamOutput(Sequence):
             self.text.append(tokenizer.token_text(ended.tokens[-1]))
 
     def show(self, is_delta: bool) -> CompletionOutput:
-        """Return the output, or the part that is new since the last call."""
+        """Return the output, or with `is_delta` the part added since the last call."""
         output = Sequence.show(self, is_delta)
         output.score = self.score
         if self.score is not None:
@@ -54,7 +54,7 @@ class BeamOutput(Sequence):
 
 
 class BeamSearches(Feature):
-    """Follows the searches among the requests that run. The state of a request is its `BeamSearch`."""
+    """Runs beam searches. A request's state is its `BeamSearch`."""
 
     name = "beams"
     takes = (BeamSearchParams,)
@@ -64,9 +64,9 @@ class BeamSearches(Feature):
         self._is_beam = np.zeros(core.runner.limits.num_slots, np.bool_)  # by slot
 
     def claim(self, accepted: Accepted) -> None:
-        """Refuse a search that is too wide; set the parameters of each of its beams.
+        """Refuse a search that is too wide; set the sampling parameters of its beams.
 
-        The tokens that the device samples are not used, only the likeliest ones.
+        The sampled tokens are unused.
         """
         beams, model = accepted.asked, accepted.language.model
         if not isinstance(beams, BeamSearchParams):
@@ -110,28 +110,28 @@ class BeamSearches(Feature):
         )
 
     def begin(self, accepted: Accepted, group: SequenceGroup) -> None:
-        """Begin a search."""
+        """Create the search of a request."""
         beams = accepted.asked
         if isinstance(beams, BeamSearchParams):
             shows_stop = beams.include_stop_str_in_output
             group.states[self.name] = BeamSearch(accepted.states[self.name], shows_stop)
             for own in group.sequences:
-                own.logprobs = None  # the search reads them, not the caller
+                own.logprobs = None  # used only by the search
 
     def schedule(self, own: Sequence, fields: dict[str, Any]) -> None:
-        """Make the sequences of a search a gang, which share the blocks of their prompt."""
+        """Group the sequences of a search to share prompt blocks."""
         if self.name in own.group.states:
             leader = own.group.sequences[0].sequence_id
             fields["gang"] = leader
             if fields["root"] is None:
-                fields["root"] = content_root(salt=f"{leader - 1}".encode())  # as that of n outputs of a prompt
+                fields["root"] = content_root(salt=f"{leader - 1}".encode())  # as for n outputs of a prompt
 
     def place(self, slot: int, own: Sequence) -> None:
-        """Note whether a slot has a beam."""
+        """Record whether a slot has a beam."""
         self._is_beam[slot] = self.name in own.group.states
 
     def inputs(self, step: StepInput) -> None:
-        """Send the tokens that decode rows begin with and that the host has chosen."""
+        """Send the tokens that the search chose as inputs."""
         plan, batch = step.plan, self.core.batch
         if not self.core.scheduler.state.gangs:
             return
@@ -140,8 +140,8 @@ class BeamSearches(Feature):
         places = [(int(slots[row]), int(plan.starts[row])) for row in rows]
         step.tokens += [(slot, position, batch.owner(slot).tokens[position]) for slot, position in places]
 
-    def take_in(self, plan: Plan, result: Result, events: Events) -> list[SequenceGroup]:
-        """Take in the likeliest tokens of beams; continue each search that has those of all its beams."""
+    def take_in(self, plan: Plan, result: StepOutput, events: Events) -> list[SequenceGroup]:
+        """Collect beams' likeliest tokens; advance complete searches."""
         if not len(events.answered):
             return []
         assert result.top_ids is not None and result.top_logprobs is not None
@@ -154,7 +154,7 @@ class BeamSearches(Feature):
             group = self.core.outputs.sequences[leader].group
             try:
                 self._go_on(group)
-            except Exception:  # in this request: the others of the step are unaffected
+            except Exception:  # other requests are unaffected
                 self.core.outputs.fail(group)
             if group.is_finished:
                 ended.append(group)
@@ -164,7 +164,7 @@ class BeamSearches(Feature):
         return group.states[self.name]
 
     def _go_on(self, group: SequenceGroup) -> None:
-        """Continue a search by the likeliest tokens of all its beams, or end it."""
+        """Advance a search by the tokens of all its beams, or end it."""
         search = self._search(group)
         if group.metrics.first_token_time is None:
             group.metrics.first_token_time = self.core.clock()
@@ -179,7 +179,6 @@ class BeamSearches(Feature):
             self.core.scheduler.fork([_move(group, child) for child in children])
 
     def _end(self, group: SequenceGroup, search: BeamSearch) -> None:
-        """End a search with its outputs, the best first."""
         ended = search.state.ended
         for own, each in zip(group.sequences, ended, strict=True):
             assert isinstance(own, BeamOutput)

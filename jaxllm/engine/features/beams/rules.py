@@ -1,7 +1,4 @@
-"""Beam search as data: from the likeliest next tokens of all running beams to those that go on and those that end.
-
-The rules are those of transformers' `_beam_search`. Knows tokens and log-probabilities; knows no engine.
-"""
+"""Beam search as pure data, with the rules of transformers' `_beam_search`."""
 
 from __future__ import annotations
 
@@ -9,45 +6,45 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-Likeliest = tuple[Sequence[int], Sequence[float]]  # token ids and their log-probabilities, the likeliest first
+Likeliest = tuple[Sequence[int], Sequence[float]]  # token ids and log-probabilities, likeliest first
 
 
 class Rules(NamedTuple):
-    """What is asked of one search."""
+    """The parameters of one search."""
 
     width: int
-    most_tokens: int  # of an output
+    most_tokens: int  # per output
     stop_ids: Collection[int]
     length_penalty: float
     early_stopping: bool | Literal["never"]
 
 
 class Beam(NamedTuple):
-    """A continuation that goes on."""
+    """A running beam."""
 
-    member: int  # which of the search's sequences holds it
-    logprob: float  # of all its tokens
+    member: int  # index of its sequence
+    logprob: float  # sum over its tokens
 
 
 class Ended(NamedTuple):
-    """A continuation that has ended."""
+    """A finished beam."""
 
     tokens: tuple[int, ...]
     logprob: float
     score: float
-    is_stopped: bool  # by its last token; else it is as long as it may be
+    is_stopped: bool  # by a stop token; else by length
 
 
 class Search(NamedTuple):
-    """How far a search has come."""
+    """The state of a search."""
 
-    running: tuple[Beam, ...] = (Beam(0, 0.0),)  # the likeliest first
-    ended: tuple[Ended, ...] = ()  # at most `width`, the best first
+    running: tuple[Beam, ...] = (Beam(0, 0.0),)  # likeliest first
+    ended: tuple[Ended, ...] = ()  # at most `width`, best first
     is_over: bool = False
 
 
 class Child(NamedTuple):
-    """How a sequence goes on: as a continuation of another, or of itself."""
+    """A beam of the next step: sequence `member` continues sequence `parent` with a token."""
 
     member: int
     parent: int
@@ -56,19 +53,19 @@ class Child(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class BeamSearch:
-    """A search while it runs: what is asked, how far it has come, and which of its beams have answered."""
+    """A running search: parameters, state, and the next tokens received."""
 
     rules: Rules
-    shows_stop: bool  # whether a text ends with the token that ended it
+    shows_stop: bool  # include the stop token in the text
     state: Search = field(default_factory=Search)
-    likeliest: dict[int, Likeliest] = field(default_factory=dict)  # by member: its next tokens
+    likeliest: dict[int, Likeliest] = field(default_factory=dict)  # next tokens by member
 
 
 def num_needed(width: int, num_stop_ids: int) -> int:
-    """Return how many of a beam's likeliest tokens must be known: `width` of them go on, if all stop ids are likelier.
+    """Return the number of a beam's likeliest tokens to consider: `width`, plus stop ids, which may be likelier.
 
-    transformers looks at (1 + num_stop_ids) * width candidates of all beams together, for the same reason; of a single
-    beam no further ones can be among the best `width` that go on, nor among the best `width` of all.
+    transformers considers (1 + num_stop_ids) * width over all beams. One beam needs only `width + num_stop_ids` for the
+    `width` best that continue and the `width` best overall.
     """
     return width + num_stop_ids
 
@@ -76,10 +73,10 @@ def num_needed(width: int, num_stop_ids: int) -> int:
 def choose(
     search: Search, rules: Rules, outputs: Sequence[Sequence[int]], likeliest: Mapping[int, Likeliest]
 ) -> tuple[Search, list[Child]]:
-    """Choose among the next tokens of all running beams; return what the search becomes, and how its sequences go on.
+    """Choose among the next tokens of all running beams; return the new state and the beams of the next step.
 
-    `outputs` are the tokens of each member so far, `likeliest` those that may be next, by member. Of equals the one of
-    the beam before goes first. A search that is over has no children.
+    `outputs`: tokens so far, by member; `likeliest`: candidates, by member. Ties prefer the earlier beam. A finished
+    search has no children.
     """
     candidates = sorted(
         (
@@ -96,7 +93,7 @@ def choose(
             tokens = (*outputs[search.running[rank].member], token)
             score = -negative / length**rules.length_penalty
             ended.append(Ended(tokens, -negative, score, token in rules.stop_ids))
-    ended = sorted(ended, key=lambda each: -each.score)[: rules.width]  # of equals the earlier one first
+    ended = sorted(ended, key=lambda each: -each.score)[: rules.width]  # stable
     chosen = [(-negative, rank, token) for negative, rank, _, token in candidates if token not in rules.stop_ids]
     chosen = chosen[: rules.width]
     if is_longest or _is_over(rules, ended, length, chosen[0][0]):
@@ -107,7 +104,7 @@ def choose(
 
 
 def _is_over(rules: Rules, ended: Sequence[Ended], length: int, best: float) -> bool:
-    """Say whether a search ends before its beams are as long as they may be; `best` is of the best that goes on."""
+    """Whether a search ends before its length limit; `best`: log-probability of its best running beam."""
     if len(ended) < rules.width:
         return False
     if rules.early_stopping is True:
@@ -117,7 +114,7 @@ def _is_over(rules: Rules, ended: Sequence[Ended], length: int, best: float) -> 
 
 
 def _placed(chosen: Sequence[tuple[int, int]]) -> list[Child]:
-    """Give each child, a parent and a token, a sequence: the first of a parent its parent's, the others those left."""
+    """Assign a sequence to each (parent, token): the parent's to its first child, unused ones to the others."""
     parents = {parent for parent, _ in chosen}
     left = iter(sorted(set(range(len(chosen))) - parents))
     children = []

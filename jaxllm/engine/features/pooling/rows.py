@@ -14,7 +14,7 @@ from jaxllm.engine.sequence import End, Sequence, SequenceGroup
 from jaxllm.model.pooler import Pooler, finish
 from jaxllm.outputs import CompletionOutput, FinishReason
 from jaxllm.pooling_params import PoolingParams
-from jaxllm.runner.results import Result
+from jaxllm.runner.results import StepOutput
 from jaxllm.runner.step_input import StepInput
 
 
@@ -30,11 +30,11 @@ class PooledOutput(Sequence):
     pooled: np.ndarray | None = None  # its vector, float32[W]
 
     def take_in(
-        self, result: Result, row: int, count: int, finish_reason: FinishReason | None
+        self, result: StepOutput, row: int, count: int, finish_reason: FinishReason | None
     ) -> tuple[int, End | None]:
         """Take in the vector of a row of a step."""
-        assert self.pooler is not None and self.pooling is not None and result.pooled is not None
-        self.pooled = finish(self.pooler, result.pooled[row], self.pooling)
+        assert self.pooler is not None and self.pooling is not None
+        self.pooled = finish(self.pooler, result.side["pooled"][row], self.pooling)
         return len(self.tokens), ("stop", None)
 
     def show(self, is_delta: bool) -> CompletionOutput:

@@ -1,0 +1,84 @@
+"""The methods of `jaxllm.v1.InferenceService` that embed, classify and score."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import replace
+from uuid import uuid4
+
+from grpc.aio import ServicerContext
+
+from jaxllm.errors import RequestIdInUseError
+from jaxllm.v1 import inference_pb2
+from jaxllm_server.access.ledger import REQUESTS
+from jaxllm_server.grpc import pooling_messages as messages
+from jaxllm_server.grpc.error_details import failure_of
+from jaxllm_server.grpc.servicer import REQUEST_ID, Servicer, Writer, first
+from jaxllm_server.pooling.pool_calls import PoolCall, PoolResult
+
+
+class PoolingMethods(Servicer):
+    """Methods that `InferenceService` inherits."""
+
+    async def Embed(self, request: inference_pb2.EmbedRequest, context: ServicerContext) -> inference_pb2.EmbedResponse:
+        """Answer with the vector of one text."""
+        request_id, model, (result,) = await self._pooled(request, context)
+        return messages.embedding_of(request_id, model, result)
+
+    async def StreamEmbed(self, requests: AsyncIterator[inference_pb2.EmbedRequest], context: ServicerContext) -> None:
+        """Answer each request as soon as its vector is computed; read further requests as the queue has room."""
+        client, model = self._client_of(context), self._serving.names[0]
+
+        def read(request: inference_pb2.EmbedRequest) -> PoolCall:
+            return replace(messages.pool_call_of(request, request.request_id or None), client=client)
+
+        answers = await self._serving.pooling.stream(requests, read, client)
+        # Immediately, since clients may wait for it: a client of grpc.aio that writes while its call is refused gets no
+        # reason (grpc/grpc#36066). For the same reason, failures of single texts do not end the stream.
+        request_id = first(context.invocation_metadata(), REQUEST_ID) or uuid4().hex
+        await context.send_initial_metadata(((REQUEST_ID, request_id),))
+        async with aclosing(answers), Writer(context, self._stall_timeout) as writer:
+            async for index, request, outcome in answers:
+                if isinstance(outcome, Exception):
+                    status = failure_of(outcome, request, request.request_id).status.SerializeToString()
+                    own = inference_pb2.EmbedResponse(request_id=request.request_id, index=index, error=status)
+                else:
+                    own = messages.embedding_of(request.request_id, model, outcome, index)
+                await writer.write(own)
+
+    async def Classify(
+        self, request: inference_pb2.ClassifyRequest, context: ServicerContext
+    ) -> inference_pb2.ClassifyResponse:
+        """Answer with a number for each label."""
+        request_id, model, (result,) = await self._pooled(request, context)
+        pooler = self._serving.engine.model.pooler
+        assert pooler is not None
+        return messages.classification_of(request_id, model, result, pooler.labels)
+
+    async def Score(self, request: inference_pb2.ScoreRequest, context: ServicerContext) -> inference_pb2.ScoreResponse:
+        """Answer with the scores of all pairs."""
+        return messages.scores_of(*await self._pooled(request, context))
+
+    async def _pooled(
+        self, request: messages.PoolRequest, context: ServicerContext
+    ) -> tuple[str, str, list[PoolResult]]:
+        """Compute all results of a call; return its id, the model's name and the results."""
+        request_id, is_hint, client = self._admit(request, context)
+        call = replace(await self._read(client, request, messages.pool_call_of, request_id), client=client)
+
+        async def pool(call: PoolCall) -> list[PoolResult]:
+            with self._serving.ledger.entry(client) as entry:
+                entry.charge(REQUESTS, 2 * request.ByteSize())  # the message and its call
+                async with aclosing(self._serving.pooling.pool(call)) as results:
+                    return [result async for result in results]
+
+        try:
+            results = await pool(call)
+        except RequestIdInUseError:
+            if not is_hint:
+                raise
+            request_id = self._unique(request_id)
+            results = await pool(replace(call, request_id=request_id))
+        await context.send_initial_metadata(((REQUEST_ID, request_id),))
+        return request_id, self._serving.names[0], results
