@@ -38,64 +38,68 @@ class EngineConfig:
     tokenizer: str | None = setting(None, "folder or hub id of the tokenizer (default: the model's)", "PATH")
     skip_tokenizer_init: bool = setting(False, "load no tokenizer: prompts are token ids, and every text is empty")
     revision: str | None = setting(None, "branch, tag or commit of the hub repository")
-    dtype: Dtype = setting("auto", "of weights and computation; auto: the checkpoint's on a GPU, float32 on a CPU")
+    dtype: Dtype = setting(
+        "auto", "data type of weights and computation; auto: the checkpoint's on a GPU, float32 on a CPU"
+    )
     # Applies to matrices at load time; `dtype` to everything else. Not needed for quantized checkpoints.
     quantization: Quantization | None = setting(
         None,
-        "round matrices when they are loaded, to 8 bits (int8: on a CPU with what they multiply; fp8) or 4 (int4)",
+        "quantize weight matrices at load: int8 (on a CPU activations too), fp8 or int4",
     )
     # fp8 is e4m3. Each key or value vector has a scale, without calibration.
     kv_cache_dtype: KvCacheDtype = setting(
-        "auto", "of keys and values in the cache: 8 bits hold twice the tokens of bfloat16; auto: that of computation"
+        "auto", "data type of the KV cache: 8 bits hold twice the tokens of bfloat16; auto: that of computation"
     )
     device: Device = setting("auto", "where to run; auto: a GPU if JAX sees one")
-    seed: int = setting(0, "of the seeds of requests that bring none; with --deterministic it is their seed")
+    seed: int = setting(0, "seed from which requests without a seed get theirs; with --deterministic it is their seed")
     max_model_len: int | None = setting(
-        None, "tokens of prompt and output together, as 4096, 4k or auto (default: the model's, or what fits)", "TOKENS"
+        None,
+        "maximum tokens of prompt and output, such as 4096, 4k or auto (default: the model's, or what fits)",
+        "TOKENS",
     )
     block_size: int = setting(16, "tokens per KV block")
-    enable_prefix_caching: bool = setting(True, "reuse the KV blocks of prompts that begin alike")
+    enable_prefix_caching: bool = setting(True, "reuse the KV blocks of prompts with a common prefix")
     max_num_batched_tokens: int | None = setting(
         None,
-        "tokens a step (default: 160 on a CPU, 8192 on a GPU; with --deterministic 32 and 256; "
-        "and twice --max-num-seqs at least)",
+        "maximum tokens of a step (default: 160 on a CPU, 8192 on a GPU; with --deterministic 32 and 256; "
+        "at least twice --max-num-seqs)",
         "TOKENS",
     )
     max_num_seqs: int | None = setting(
-        None, "requests that run at once (default: 64 on a CPU, 256 on a GPU; with --deterministic 16 and 128)"
+        None, "maximum concurrent requests (default: 64 on a CPU, 256 on a GPU; with --deterministic 16 and 128)"
     )
     tensor_parallel_size: int = setting(1, "devices that share the model")
     # For front ends (`LLM`, `FleetLLM`, `jaxllm serve`); an engine is one of the group.
-    data_parallel_size: int = setting(1, "engines, each with devices and a process of its own, that share the requests")
+    data_parallel_size: int = setting(1, "engines that share the requests, each with its own process and devices")
     gpu_memory_utilization: float = setting(0.92, "share of a GPU's memory to use", "SHARE")
-    kv_cache_memory_bytes: int | None = setting(None, "bytes of KV blocks, instead of that share", "BYTES")
-    num_kv_blocks: int | None = setting(None, "KV blocks, instead of both")
-    scheduling_policy: SchedulingPolicy = setting("fcfs", "which waiting request is next")
+    kv_cache_memory_bytes: int | None = setting(
+        None, "bytes for KV blocks, instead of --gpu-memory-utilization", "BYTES"
+    )
+    num_kv_blocks: int | None = setting(None, "number of KV blocks, instead of a size in memory")
+    scheduling_policy: SchedulingPolicy = setting("fcfs", "order of waiting requests")
     async_scheduling: bool = setting(True, "plan and start a step before the tokens of the one before it are read")
     # Results are bit-identical under any load: every step runs one program, in which tokens attend separately. A step
     # costs the same for one token as for all, so defaults are smaller: 32 tokens and 16 requests on a CPU, 256 and 128
     # on a GPU.
     deterministic: bool = setting(
-        False, "same bits for the same request, whatever runs beside it; every step costs as much as a full one"
+        False, "bitwise equal output for equal requests under any load; every step takes as long as a full one"
     )
     enable_kv_cache_events: bool = setting(
-        False, "report which blocks enter and leave the prefix cache (StreamKvEvents)"
+        False, "report blocks added to and removed from the prefix cache (StreamKvEvents)"
     )
-    enable_lora: bool = setting(False, "let requests have LoRA adapters of the model")
-    max_loras: int = setting(1, "adapters on the device, which the requests of one step can have")
-    max_lora_rank: int = setting(16, "the highest rank of an adapter; all take the memory of this one")
+    enable_lora: bool = setting(False, "let requests use LoRA adapters")
+    max_loras: int = setting(1, "maximum adapters on the device, for the requests of one step")
+    max_lora_rank: int = setting(16, "maximum rank of an adapter; each takes the memory of this rank")
     max_cpu_loras: int | None = setting(
-        None, "adapters that stay in the host's memory while no request has them (default: --max-loras)"
+        None, "maximum adapters in the host's memory while no request uses them (default: --max-loras)"
     )
-    max_logprobs: int = setting(
-        20, "the most log-probabilities a request may ask for; -1: as many as the vocabulary has"
-    )
+    max_logprobs: int = setting(20, "maximum log-probabilities that a request may ask for; -1: the whole vocabulary")
     # Functions, or "package.module:function", that requests select in extra_args; see
     # `logits_processors.load_processors`.
     logits_processors: Sequence[Callable[..., Any] | str] = setting(
-        (), "function that requests may name, as package.module:function; may be repeated", "FUNCTION"
+        (), "logits processor that requests may name, as package.module:function; may be repeated", "FUNCTION"
     )
-    runner: RunnerKind = setting("auto", "what the engine does; auto: what the model was made for")
+    runner: RunnerKind = setting("auto", "task of the engine; auto: by the model's architecture")
     # For pooling models: "pooling_type", one of `PoolingType`, "normalize", and "is_matryoshka" (requests may cut
     # embeddings). Defaults are the model's.
     pooler_config: Mapping[str, Any] | None = setting(
@@ -112,14 +116,14 @@ class EngineConfig:
     )
     load_format: LoadFormat = setting("auto", "dummy: random weights of the model's shapes")
     precompile: Precompile = setting(
-        "auto", "all on a GPU and background on a CPU (auto), or which programs are compiled before the first request"
+        "auto", "which programs are compiled before the first request; auto: all on a GPU, background on a CPU"
     )
     compilation_cache_dir: str | None = setting(
         None, "folder of compiled programs (default: $JAXLLM_CACHE_DIR or the user's cache folder)", "PATH"
     )
     compilation_cache_bytes: int | None = setting(
         None,
-        "the most bytes in that folder of whole programs, which a start reads without tracing them; 0: none "
+        "maximum bytes of complete programs in that folder, which a start loads without tracing; 0: none "
         "(default: $JAXLLM_CACHE_BYTES or 4G)",
         "BYTES",
     )
@@ -222,7 +226,7 @@ def config_of(engine_args: str | os.PathLike[str] | EngineConfig | None, setting
 
 def no_effect(names: Iterable[str]) -> str:
     """Return the warning for arguments in `WITHOUT_EFFECT`."""
-    return f"{', '.join(names)}: taken for the sake of vLLM's users, without effect in jaxllm"
+    return f"{', '.join(names)}: accepted for compatibility with vLLM, without effect in jaxllm"
 
 
 def _understood(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -119,7 +119,7 @@ def texts(name: str, value: object, most: int | None = None) -> tuple[str, ...]:
     try:
         "".join(map(str, found)).encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"{name} must be text; half of a surrogate pair is none.", name, value) from error
+        raise UserError(f"{name} must be valid Unicode, without half of a surrogate pair.", name, value) from error
     return found  # pyright: ignore[reportReturnType] - looked at above
 
 

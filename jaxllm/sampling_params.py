@@ -181,43 +181,45 @@ class SamplingParams:
         1, "outputs per prompt", read=checks.integer, rules=(at_least(1), at_most(_MOST_SEQUENCES)), grpc="sampling."
     )
     presence_penalty: float = declared_number(
-        0.0, "taken off the logit of a token that the output holds", rules=(within(-2, 2),)
+        0.0, "subtracted from the logit of a token that the output contains", rules=(within(-2, 2),)
     )
-    frequency_penalty: float = declared_number(0.0, "taken off it once per occurrence", rules=(within(-2, 2),))
+    frequency_penalty: float = declared_number(
+        0.0, "subtracted from the logit of a token for each occurrence in the output", rules=(within(-2, 2),)
+    )
     repetition_penalty: float = declared_number(
         1.0,
-        "divides a positive, multiplies a negative logit of a token that prompt or output holds",
+        "divides a positive, multiplies a negative logit of a token that prompt or output contains",
         rules=(Rule(lambda value, _: value > 0.0, "must be greater than zero"),),
         ollama="repeat_penalty",
     )
     temperature: float = declared_number(
         1.0,
-        "0: always the likeliest token, which resets top_p, top_k and min_p",
+        "0: always the most likely token; top_p, top_k and min_p then have no effect",
         rules=(at_least(0.0, "must be non-negative"),),
         anthropic="",
     )
     top_p: float = declared_number(
         1.0,
-        "sample from the likeliest tokens that hold this probability together",
+        "sample from the most likely tokens whose probabilities add up to this",
         rules=(Rule(lambda value, _: 0.0 < value <= 1.0, "must be in (0, 1]"),),
         anthropic="",
     )
     top_k: int = declared_number(
         0,
-        "sample from this many likeliest tokens; 0 or -1: all",
+        "sample from this many most likely tokens; 0 or -1: all",
         rules=(at_least(0, "must be 0 (disable), or at least 1"),),
         anthropic="",
         read=_top_k,
     )
     min_p: float = declared_number(
         0.0,
-        "the least probability of a token, as a share of the likeliest one's",
+        "minimum probability of a token, as a share of the most likely token's",
         rules=(within(0, 1),),
         anthropic="",
     )
     seed: int | None = declared(
         None,
-        "64 bits, for the same output again; none or -1: the engine draws one",
+        "seed of 64 bits, for a reproducible output; none or -1: the engine draws one",
         read=sampling_fields.seed,
         anthropic="",
         ollama="",
@@ -235,10 +237,10 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = declared(
         (), "token id that ends the output; may be repeated", "ID", read=sampling_fields.ids, grpc="stop."
     )
-    ignore_eos: bool = declared(False, "go on after the end-of-sequence token", read=checks.flag, grpc="stop.")
+    ignore_eos: bool = declared(False, "continue after the end-of-sequence token", read=checks.flag, grpc="stop.")
     max_tokens: int | None = declared(
         16,
-        "the most tokens of an output; none: until the context is full",
+        "maximum tokens of an output; none: until the context is full",
         "TOKENS",
         read=_optional_integer,
         rules=(at_least(1),),
@@ -262,7 +264,7 @@ class SamplingParams:
     )
     logprobs: int | None = declared(
         None,
-        "likeliest tokens to report for each token (with --json); -1: all",
+        "most likely tokens to report for each token (with --json); -1: all",
         read=sampling_fields.count,
         rules=(at_least(-1, "must be non-negative or -1"),),
         openai=None,
@@ -270,7 +272,7 @@ class SamplingParams:
     )
     prompt_logprobs: int | None = declared(
         None,
-        "the same for each token of the prompt (with --json)",
+        "most likely tokens to report for each token of the prompt (with --json); -1: all",
         read=sampling_fields.count,
         rules=(at_least(-1, "must be non-negative or -1"),),
         grpc="output.",
@@ -284,7 +286,7 @@ class SamplingParams:
         grpc="output.",
     )
     skip_special_tokens: bool = declared(
-        True, "leave special tokens out of the text", read=checks.flag, grpc="output.", model=""
+        True, "omit special tokens from the text", read=checks.flag, grpc="output.", model=""
     )
     spaces_between_special_tokens: bool = declared(
         True,
@@ -293,7 +295,7 @@ class SamplingParams:
         grpc="output.",
     )
     include_stop_str_in_output: bool = declared(
-        False, "let the text end with the stop string that ended it", read=checks.flag, grpc="stop.include_stop"
+        False, "keep the stop string that ended the output in the text", read=checks.flag, grpc="stop.include_stop"
     )
     detokenize: bool = declared(True, read=checks.flag, openai=None, grpc="output.text")  # False: token ids only
     # Added to logits, clamped to [-100, 100]; stored as a new dict, {} as None. Keys may be strings, as in JSON.
@@ -309,7 +311,7 @@ class SamplingParams:
     # Banned texts, with and without a leading space; None is stored as ().
     bad_words: Sequence[str] = declared(
         (),
-        "text that the output must not hold, with or without a space before it; may be repeated",
+        "text that the output must not contain, with or without a space before it; may be repeated",
         "TEXT",
         read=partial(sampling_fields.texts, most=MAX_BAD_WORD_TOKENS),
         grpc="sampling.",
@@ -333,7 +335,7 @@ class SamplingParams:
     )
     truncate_prompt_tokens: int | None = declared(
         None,
-        "keep this many tokens of the prompt's end; -1: as many as the model holds",
+        "keep only this many tokens at the prompt's end; -1: as many as fit into the context",
         read=_optional_integer,
         rules=(
             Rule(
@@ -417,8 +419,8 @@ def validate_for_model(
     ):
         if count == -1 and most < vocab_size:
             message = (
-                f"{name}=-1 asks for the whole vocabulary ({vocab_size}), but max_logprobs is {max_logprobs}: "
-                f"ask for {most} at most, or start the engine with max_logprobs=-1 (--max-logprobs -1)."
+                f"{name}=-1 requests the whole vocabulary ({vocab_size}), but max_logprobs is {max_logprobs}: "
+                f"request at most {most}, or start the engine with max_logprobs=-1 (--max-logprobs -1)."
             )
             raise UserError(message, name, count)
         if count is not None and count > most:
@@ -426,8 +428,8 @@ def validate_for_model(
             raise UserError(message, name, count)
     for asked in params.extra_args or ():
         if asked not in processors:
-            has = f"it has {', '.join(processors)}" if processors else "it was started without any"
-            message = f"extra_args: {checks.shown(asked)} is no logits processor of this engine; {has}."
+            has = f"it has {', '.join(processors)}" if processors else "it has none"
+            message = f"extra_args: {checks.shown(asked)} is not a logits processor of this engine; {has}."
             raise UserError(message, "extra_args", asked)
     for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
         ids = getattr(params, name) or ()
@@ -443,7 +445,7 @@ def validate_for_model(
     if params.min_tokens > 0 and num_masked > MAX_MASKED_STOP_IDS:
         raise UserError(
             f"min_tokens can hold back at most {MAX_MASKED_STOP_IDS} stop ids, got {num_masked} "
-            "(end-of-sequence ids counted): shorten stop_token_ids or drop min_tokens.",
+            "(including end-of-sequence ids): shorten stop_token_ids or drop min_tokens.",
             "stop_token_ids",
             params.stop_token_ids,
         )

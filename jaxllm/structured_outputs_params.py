@@ -130,7 +130,7 @@ def _check_text(name: str, value: object) -> None:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"{name} must be text; half of a surrogate pair is none.", _NAME) from error
+        raise UserError(f"{name} must be valid Unicode, without half of a surrogate pair.", _NAME) from error
 
 
 def _schema_text(schema: object) -> str:

@@ -323,7 +323,7 @@ def test_a_model_limits_ids_and_logprobs():
     with pytest.raises(UserError) as caught:
         validate_for_model(SamplingParams(prompt_logprobs=-1), 100, 20)
     assert str(caught.value) == (
-        "prompt_logprobs=-1 asks for the whole vocabulary (100), but max_logprobs is 20: ask for 20 at most, or start "
+        "prompt_logprobs=-1 requests the whole vocabulary (100), but max_logprobs is 20: request at most 20, or start "
         "the engine with max_logprobs=-1 (--max-logprobs -1)."
     )
     validate_for_model(SamplingParams(logprobs=-1, prompt_logprobs=-1), 100, 100)

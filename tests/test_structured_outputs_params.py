@@ -51,7 +51,7 @@ def test_a_schema_may_be_a_class_or_text(schema: object):
         ({"choice": ["a"] * (MAX_CHARS + 1)}, f"choice must hold at most {MAX_CHARS} strings"),
         ({"regex": ""}, "regex must be a text that is not empty, got ''."),
         ({"regex": 3}, "regex must be a text that is not empty, got 3."),
-        ({"regex": "\ud800"}, "regex must be text; half of a surrogate pair is none."),
+        ({"regex": "\ud800"}, "regex must be valid Unicode, without half of a surrogate pair."),
         ({"grammar": "a" * (MAX_CHARS + 1)}, f"grammar may have at most {MAX_CHARS} characters, got {MAX_CHARS + 1}."),
         ({"choice": []}, "choice must hold texts that are not empty."),
         ({"choice": "yes"}, "choice must be a list of strings, got 'yes'."),

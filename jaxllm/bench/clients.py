@@ -86,7 +86,7 @@ class ClientProcess:
         try:
             return self.connection.recv()
         except EOFError:
-            raise EngineError("a client process ended before the run; what it said is above.") from None
+            raise EngineError("a client process exited before the run; its output is above.") from None
 
     def start(self, at: float) -> None:
         """Start sending at a time of the common clock."""

@@ -80,7 +80,7 @@ def compare(
         if (better := direction(name)) is not None and all(_is_number(leaves.get(name)) for leaves in everyone)
     }
     if not directions:
-        raise UserError("the results have no figure in common: are they of the same benchmark?")
+        raise UserError("the results have no figure in common: are they from the same benchmark?")
     details = [
         {kind: _sorted(groups) for kind, groups in read_samples(side[0]).items()} if len(side) == 1 else {}
         for side in (a, b)

@@ -236,7 +236,7 @@ def _timed_trace(options: DatasetOptions, writer: _Writer) -> list[Job]:
         num_in, num_out = (_number(path, line, record, name, int, 1) for name in ("input_length", "output_length"))
         start = when if not jobs else start
         if jobs and when - start < float(jobs[-1].arrival_s or 0):
-            raise UserError(f"{path}, line {line}: its timestamp is before the line's above.")
+            raise UserError(f"{path}, line {line}: its timestamp is before that of the line above.")
         hashes = record.get("hash_ids") or []
         if not isinstance(hashes, list) or not all(isinstance(number, int) and number >= 0 for number in hashes):
             raise UserError(f"{path}, line {line}: hash_ids must be a list of whole numbers.")
@@ -246,7 +246,7 @@ def _timed_trace(options: DatasetOptions, writer: _Writer) -> list[Job]:
         num_shared = (num_in - 1) // size * size
         jobs.append(writer.from_tokens(ids[:num_shared], ids[num_shared:], num_out, when - start))
     if not jobs:
-        raise UserError(f"{path}: it holds no request.")
+        raise UserError(f"{path} has no requests.")
     return jobs
 
 
@@ -260,7 +260,7 @@ def _order(count: int, options: DatasetOptions, writer: _Writer) -> list[int]:
 def _filled(jobs: list[Job], options: DatasetOptions, writer: _Writer) -> list[Job]:
     """Repeat random jobs up to `num_prompts`, as vLLM does, unless `no_oversample`."""
     if not jobs:
-        raise UserError(f"{options.dataset_path}: it holds no prompt that can be used.")
+        raise UserError(f"{options.dataset_path}: it has no usable prompt.")
     if options.no_oversample:
         return jobs
     drawn = writer.rng.integers(len(jobs), size=options.num_prompts - len(jobs))
@@ -286,7 +286,7 @@ def _read_json(path: Path) -> object:
 def _read_lines(path: Path) -> list[str]:
     lines = [f"{line}\n" for line in _read_text(path).splitlines() if line.strip()]
     if not lines:
-        raise UserError(f"{path}: it holds no line of text.")
+        raise UserError(f"{path}: it has no lines of text.")
     return lines
 
 

@@ -55,15 +55,15 @@ def find_model(target: Target) -> tuple[str, str]:
     except urllib.error.HTTPError as error:
         if error.code == 401:
             raise UserError(
-                f"{url} answers HTTP 401: the server wants a key: set OPENAI_API_KEY, or --header "
+                f"{url} answers HTTP 401: the server requires a key: set OPENAI_API_KEY, or --header "
                 "'Authorization=Bearer KEY'."
             ) from error
-        raise EngineError(f"{url} answers HTTP {error.code}: name the model with --model.") from error
+        raise EngineError(f"{url} answers HTTP {error.code}: give the model with --model.") from error
     except OSError as error:
         reason = getattr(error, "reason", error)
         raise UnavailableError(f"{target.base} does not answer: {shorten(str(reason))}") from error
     except (ValueError, LookupError, TypeError) as error:
-        raise EngineError(f"{url} names no model: name it with --model.") from error
+        raise EngineError(f"{url} lists no model: give one with --model.") from error
 
 
 def find_context(target: Target) -> int | None:

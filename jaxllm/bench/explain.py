@@ -107,7 +107,7 @@ def explain(events: Sequence[Mapping[str, Any]], programs: Mapping[str, str]) ->
     """
     steps = sorted((event for event in events if event["name"] == "step"), key=lambda event: event["ts"])
     if not steps:
-        raise ValueError("the trace holds no step")
+        raise ValueError("the trace has no steps")
     begin, end = steps[0]["ts"], max(event["ts"] + event["dur"] for event in steps)
     parts = {f"jit_{name}": parts_of(text) for name, text in programs.items()}
     on_host, on_device, runs = [], defaultdict(list), {}
@@ -158,8 +158,10 @@ def report(explanation: Explanation) -> str:
     runs = sorted(explanation.programs.items(), key=lambda row: -row[1])
     lines.append("programs: " + ", ".join(f"{count} × {name}" for name, count in runs))
     if explanation.unknown_ms:
-        lines.append(f"{explanation.unknown_ms:.3f} ms of it are operations of no known program")
-    lines.append("The profiler's own cost is in it: microseconds for each operation and for each part of the host's.")
+        lines.append(f"{explanation.unknown_ms:.3f} ms of it are operations of unknown programs")
+    lines.append(
+        "These times include the profiler's overhead: microseconds for each operation and each part of the host's work."
+    )
     return "\n".join(lines)
 
 

@@ -99,4 +99,4 @@ class HuggingFace:
             ).cpu()
         made, wanted = tuple(output.shape), (n * len(batch), longest + num_new)
         if made != wanted:
-            raise EngineError(f"transformers made {made} tokens with the prompts, {wanted} were asked for.")
+            raise EngineError(f"transformers made {made} tokens with the prompts, {wanted} were requested.")

@@ -117,17 +117,17 @@ def doubts(
     if done and client["busiest_core_share"] > LIMIT:
         yield (
             f"the client was a limit: one of its processes was busy for {client['busiest_core_share']:.0%} of the run; "
-            f"set --num-processes above {client['processes']}, or ask from another machine"
+            f"set --num-processes above {client['processes']}, or run the client on more machines"
         )
     short = sum((outcome.output_tokens or 0) < outcome.max_tokens for outcome in done)
     if ignores_eos and short:
         yield (
-            f"{short} of {len(done)} answers are shorter than asked for, though ignore_eos was set: this server does "
-            "not know it, or its context is full"
+            f"{short} of {len(done)} answers are shorter than requested, though ignore_eos was set: this server does "
+            "not support it, or its context is full"
         )
     long = sum((outcome.output_tokens or 0) > outcome.max_tokens for outcome in done)
     if long:
-        yield f"{long} of {len(done)} answers are longer than asked for"
+        yield f"{long} of {len(done)} answers are longer than requested"
     if num_counted:
         yield (
             f"the server reported no usage for {num_counted} of {len(done)} answers: their tokens are counted with the "
@@ -137,7 +137,7 @@ def doubts(
     wanted = sum(outcome.prompt_tokens for outcome in reported)
     seen = sum(outcome.seen_prompt_tokens or 0 for outcome in reported)
     if compares_prompts and abs(seen - wanted) > _MOST_PROMPT_ERROR * wanted:
-        yield f"the server counts {seen} prompt tokens where the tokenizer counts {wanted}: is it the model's own?"
+        yield f"the server counts {seen} prompt tokens, the tokenizer {wanted}: use the model's --tokenizer"
 
 
 def cache_doubt(counted: Mapping[str, float]) -> Iterator[str]:
@@ -145,8 +145,8 @@ def cache_doubt(counted: Mapping[str, float]) -> Iterator[str]:
     cached, total = counted.get("cached_prompt_tokens", 0.0), counted.get("prompt_tokens", 0.0)
     if cached > _MOST_CACHED * total:
         yield (
-            f"{cached:.0f} of {total:.0f} prompt tokens came from the prefix cache: another --seed, or a server that "
-            "was started anew, measures without"
+            f"{cached:.0f} of {total:.0f} prompt tokens came from the prefix cache: change --seed or restart "
+            "the server to measure without it"
         )
 
 

@@ -49,10 +49,10 @@ class AnswerReader:
             try:
                 event = json.loads(payload)
             except ValueError:
-                self._outcome.error = f"an event is no JSON: {shorten(payload.decode(errors='replace'))}"
+                self._outcome.error = f"an event is not valid JSON: {shorten(payload.decode(errors='replace'))}"
                 continue
             if not isinstance(event, dict) or "error" in event:
-                self._outcome.error = f"the stream broke off: {error_message(event)}"
+                self._outcome.error = f"the stream failed: {error_message(event)}"
                 continue
             if event.get("usage"):
                 self._outcome.output_tokens = event["usage"].get("completion_tokens")

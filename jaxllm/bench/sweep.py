@@ -109,12 +109,12 @@ def _run_cell(cell: Cell, folder: Path) -> Outcome:
     try:
         return Outcome(cell, json.loads(path.read_text(encoding="utf-8")))
     except ValueError as error:
-        return Outcome(cell, None, f"{path} is no JSON: {error}; delete it to run the cell again")
+        return Outcome(cell, None, f"{path} is not valid JSON: {error}; delete it to run the cell again")
 
 
 def reason_of(said: str) -> str:
     """Return the line that explains a failure: the last error, else the last line."""
-    lines = said.strip().splitlines() or ["it said nothing"]
+    lines = said.strip().splitlines() or ["no output"]
     # Lines after the error may be hints or saved files.
     return next((line for line in reversed(lines) if _ERROR.search(line)), lines[-1])
 

@@ -71,7 +71,7 @@ def check_lengths(outputs: Sequence[RequestOutput], jobs: Sequence[Job], n: int)
         lengths = [len(completion.token_ids) for completion in output.outputs]
         total += sum(lengths)
         if job.structured_outputs is None and lengths != [job.max_tokens] * n:
-            raise EngineError(f"request {number} gave {lengths} tokens, {n} times {job.max_tokens} were asked for.")
+            raise EngineError(f"request {number} gave {lengths} tokens, {n} times {job.max_tokens} were requested.")
     return total
 
 
@@ -210,7 +210,7 @@ def _samples(outputs: Sequence[RequestOutput], began: float) -> dict[str, list[f
     samples: dict[str, list[float]] = {"ttft_ms": [], "tpot_ms": [], "e2el_ms": []}
     for output, when in zip(outputs, times, strict=True):
         if when is None or when.first_token_time is None or when.finished_time is None:
-            raise EngineError(f"request {output.request_id} does not say when its tokens came.")
+            raise EngineError(f"request {output.request_id} has no times of its tokens.")
         samples["ttft_ms"].append(1e3 * (when.first_token_time - began))
         samples["e2el_ms"].append(1e3 * (when.finished_time - began))
         length = len(output.outputs[0].token_ids)

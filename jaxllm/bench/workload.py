@@ -56,26 +56,26 @@ class DatasetOptions:
         None, "JSON of ShareGPT, lines of a poem, JSON lines of prompts or of a trace", "FILE"
     )
     num_prompts: int = setting(1000, "requests")
-    seed: int = setting(0, "of prompts, lengths and arrivals")
-    input_len: int | None = setting(None, "tokens of a prompt, for whichever dataset")
-    output_len: int | None = setting(None, "tokens of an answer, for whichever dataset")
+    seed: int = setting(0, "seed of prompts, lengths and arrivals")
+    input_len: int | None = setting(None, "tokens of a prompt, for any dataset")
+    output_len: int | None = setting(None, "tokens of an answer, for any dataset")
     disable_shuffle: bool = setting(False, "keep the order of the file")
-    no_oversample: bool = setting(False, "do not repeat prompts where the file has fewer than --num-prompts")
+    no_oversample: bool = setting(False, "do not repeat prompts if the file has fewer than --num-prompts")
     random_input_len: int = setting(1024, "tokens of a prompt after the prefix")
     random_output_len: int = setting(128, "tokens of an answer")
-    random_range_ratio: float = setting(0.0, "lengths differ by up to this share, both ways")
+    random_range_ratio: float = setting(0.0, "lengths vary by up to this share, up and down")
     random_prefix_len: int = setting(0, "tokens that all prompts begin with")
-    sharegpt_output_len: int | None = setting(None, "tokens of an answer (default: those of the file's)")
-    sonnet_input_len: int = setting(550, "most tokens of a prompt")
+    sharegpt_output_len: int | None = setting(None, "tokens of an answer (default: as in the file)")
+    sonnet_input_len: int = setting(550, "maximum tokens of a prompt")
     sonnet_output_len: int = setting(150, "tokens of an answer")
     sonnet_prefix_len: int = setting(200, "tokens that all prompts begin with")
     prefix_repetition_prefix_len: int = setting(256, "tokens of a prefix")
-    prefix_repetition_suffix_len: int = setting(256, "tokens after it")
+    prefix_repetition_suffix_len: int = setting(256, "tokens after the prefix")
     prefix_repetition_num_prefixes: int = setting(10, "different prefixes")
     prefix_repetition_output_len: int = setting(128, "tokens of an answer")
     custom_output_len: int = setting(256, "tokens of an answer where a line has no output_tokens")
-    timed_trace_unit: Literal["ms", "s"] = setting("ms", "of timestamps (default: ms, as Mooncake's traces)")
-    timed_trace_block_size: int = setting(512, "tokens that a hash id stands for")
+    timed_trace_unit: Literal["ms", "s"] = setting("ms", "unit of timestamps (default: ms, as in Mooncake's traces)")
+    timed_trace_block_size: int = setting(512, "tokens per hash id")
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -92,9 +92,11 @@ class DatasetOptions:
         if not 0 <= self.random_range_ratio < 1:
             raise UserError(f"random_range_ratio must be in [0, 1), got {self.random_range_ratio}.")
         if self.dataset_path is None and self.dataset_name in ("sharegpt", "custom", "timed_trace"):
-            raise UserError(f"dataset_path is needed for the dataset {self.dataset_name}.")
+            raise UserError(f"dataset_path is required for dataset_name={self.dataset_name}.")
         if self.dataset_path is not None and self.dataset_name in ("random", "prefix_repetition"):
-            raise UserError(f"dataset_path is not read by the dataset {self.dataset_name}; choose a dataset_name.")
+            raise UserError(
+                f"dataset_path is not allowed with dataset_name={self.dataset_name}; choose another dataset_name."
+            )
         for name, without in (("input_len", ("sharegpt", "custom", "timed_trace")), ("output_len", ("timed_trace",))):
             if getattr(self, name) is not None and self.dataset_name in without:
-                raise UserError(f"{name} cannot be given for the dataset {self.dataset_name}: its file has them.")
+                raise UserError(f"{name} is not allowed with dataset_name={self.dataset_name}, whose file sets it.")

@@ -1,4 +1,4 @@
-"""The asynchronous gRPC client. `calls` defines its methods."""
+"""The asynchronous gRPC client."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _stream(
 class AsyncClient(Endpoint):
     """A connection to a server, bound to the event loop of its first call; options as in `Endpoint`.
 
-    The methods are those of `Client`, awaited except those named `stream…`, which return an asynchronous iterator.
+    The methods of `Client`, awaited except those named `stream…`, which return an asynchronous iterator.
     """
 
     def _open(self) -> None:

@@ -1,4 +1,4 @@
-"""The blocking gRPC client. `calls` defines its methods."""
+"""The blocking gRPC client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The methods of both clients. Each returns a `Call`, which `blocking` and `asynchronous` execute."""
+"""The methods of both clients: each returns a `Call` to execute."""
 
 from __future__ import annotations
 

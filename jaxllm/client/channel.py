@@ -77,7 +77,7 @@ class Endpoint:
         if ":" not in target:
             raise UserError(f"target needs a port, as in {target or 'localhost'}:50051.", "target", target)
         if (ssl_certfile is None) != (ssl_keyfile is None):
-            raise UserError("ssl_certfile and ssl_keyfile go together.", "ssl_keyfile", ssl_keyfile)
+            raise UserError("ssl_certfile and ssl_keyfile must be given together.", "ssl_keyfile", ssl_keyfile)
         self.target = target
         self.timeout = timeout
         has_tls = tls or ssl_ca_certs is not None or ssl_certfile is not None
@@ -100,7 +100,6 @@ class Endpoint:
         self._open()
 
     def _open(self) -> None:
-        """Prepare the channel, without network traffic."""
         raise NotImplementedError
 
     def _connect(self, library: Any) -> Any:
@@ -125,13 +124,11 @@ class Endpoint:
 
 
 def error_of(failure: Any, target: str) -> UserError | EngineError:
-    """Convert a `grpc.RpcError` or `grpc.aio.AioRpcError` into an exception of `jaxllm.errors`."""
     trailers = dict(failure.trailing_metadata() or ())
     return read_error(failure.code().name, failure.details() or "", trailers.get("grpc-status-details-bin"), target)
 
 
 def read_health(response: health_pb2.HealthCheckResponse) -> str:
-    """Return a health state's name."""
     return _HEALTH.get(response.status, "unknown")
 
 

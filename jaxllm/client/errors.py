@@ -14,10 +14,7 @@ class AuthError(errors.UserError):
 
 
 def read_error(code: str, message: str, details: bytes | None, target: str) -> errors.UserError | errors.EngineError:
-    """Convert an error status into the exception that the engine would have raised.
-
-    `code` is the status's name; `details` is a serialized google.rpc.Status.
-    """
+    """`code` is the status's name; `details` is a serialized google.rpc.Status."""
     text = " ".join(message.split()) or code
     info, violation, delay = _details(details)
     reason = info.reason
@@ -26,7 +23,7 @@ def read_error(code: str, message: str, details: bytes | None, target: str) -> e
         prompt_tokens, length = (info.metadata.get(key, "") for key in ("prompt_tokens", "max_model_len"))
         return errors.ContextLengthError(text, int(prompt_tokens or 0), int(length or 0), parameter or "prompt")
     if code == "RESOURCE_EXHAUSTED" and not reason and "larger than max" in message:
-        return errors.UserError(f"The request is larger than {target} takes: {text}", "prompt")
+        return errors.UserError(f"The request is larger than the limit of {target}: {text}", "prompt")
     if code == "RESOURCE_EXHAUSTED" and reason != "SLOW_CONSUMER":
         return errors.OverloadedError(text, delay)
     if code == "UNAVAILABLE" and not reason and _HTTP1 in text:
@@ -35,7 +32,7 @@ def read_error(code: str, message: str, details: bytes | None, target: str) -> e
     if code == "UNAVAILABLE" and not reason:
         return errors.UnavailableError(f"{target} cannot be reached: {text}")
     if code == "UNIMPLEMENTED" and not reason:
-        return errors.FeatureDisabledError(f"{target} does not have this call; is it a jaxllm server? {text}")
+        return errors.FeatureDisabledError(f"{target} does not support this call; is it a jaxllm server? {text}")
     if code == "UNAUTHENTICATED":
         return AuthError(f"`api_key=` of the client: {text}", "api_key")
     if code == "PERMISSION_DENIED":
@@ -46,7 +43,6 @@ def read_error(code: str, message: str, details: bytes | None, target: str) -> e
     return (_ENGINE_ERRORS.get(reason) or _ENGINE_ERRORS.get(code, errors.EngineError))(text)
 
 
-# Keyed by ErrorInfo.reason, or else by status code.
 _USER_ERRORS = {
     "UNSUPPORTED_PARAMETER": errors.UnsupportedError,
     "INVALID_ARGUMENT": errors.UserError,
@@ -70,7 +66,7 @@ _RETRY_AFTER = 1.0  # seconds, if an overloaded server or a proxy sends no hint
 
 
 def _details(packed: bytes | None) -> tuple[error_details_pb2.ErrorInfo, str, float]:
-    """Return a google.rpc.Status's ErrorInfo, first invalid field, and retry delay in seconds."""
+    """Return ErrorInfo, first invalid field, retry delay in seconds."""
     info, violation, delay = error_details_pb2.ErrorInfo(), "", _RETRY_AFTER
     status = status_pb2.Status()
     try:

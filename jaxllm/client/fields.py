@@ -15,7 +15,7 @@ from jaxllm.errors import UserError
 
 
 def set_field(message: Message, field: str, name: str, value: Any) -> None:
-    """Set `field` (a path such as `sampling.top_p`); raise UserError for `name` if `value` has the wrong type."""
+    """Set `field` (a path such as `sampling.top_p`); raise UserError for `name` if the type is wrong."""
     *path, leaf = field.split(".")
     for step in path:
         message = getattr(message, step)
@@ -36,7 +36,7 @@ def set_field(message: Message, field: str, name: str, value: Any) -> None:
 
 
 def _fits(field: Any, value: Any) -> bool:
-    """Return whether `value` has the field's type; protobuf accepts True as 1 and bytes as text."""
+    """Check the type: protobuf accepts True as 1 and bytes as text."""
     if field.message_type is not None:
         is_mapping = field.is_repeated or field.message_type is Struct.DESCRIPTOR
         if not is_mapping:
@@ -75,7 +75,6 @@ def _expected(field: Any) -> str:
 
 
 def number_of(name: str, value: object, choices: Mapping[str, int]) -> Any:
-    """Return the enum number of the name `value`."""
     if not isinstance(value, str) or value not in choices:
         expected = " or ".join(repr(choice) for choice in choices)
         raise UserError(f"{name} must be {expected}, got {shown(value)}.", name, value)
@@ -83,7 +82,7 @@ def number_of(name: str, value: object, choices: Mapping[str, int]) -> Any:
 
 
 def as_json(name: str, value: object) -> str:
-    """Serialize a value as JSON; raise UserError for `name` if it cannot be."""
+    """Serialize as JSON; raises UserError for `name`."""
     try:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -91,7 +90,6 @@ def as_json(name: str, value: object) -> str:
 
 
 def shown(value: object) -> str:
-    """Return `repr(value)` on one line of at most 100 characters."""
     try:
         text = " ".join(repr(value).split())
     except ValueError:  # an integer with more digits than CPython converts

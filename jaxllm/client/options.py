@@ -1,4 +1,4 @@
-"""The options of the client's calls, named as in `SamplingParams`, and the API fields that they set."""
+"""The options of the client's calls, and the API fields that they set."""
 
 from __future__ import annotations
 
@@ -87,7 +87,6 @@ class ClassifyOptions(ScoreOptions, total=False):
     add_special_tokens: bool | None
 
 
-# Option -> field of GenerateRequest.
 GENERATE_FIELDS = {
     **{name: path for path, name in names_in(SamplingParams, GRPC).items() if not path.startswith("stream.")},
     "time_limit": "stop.time_limit",
@@ -111,7 +110,7 @@ _KEYWORDS["chat.required_tool"] = "tool_choice"
 
 
 def keyword_of(field: str) -> str:
-    """Return the option that sets a request field such as `stop.stop_strings`; other fields unchanged."""
+    """Return the option for a request field such as `stop.stop_strings`; other fields unchanged."""
     section, _, rest = field.partition(".")
     if section in ("sampling", "stop", "output", "stream", "chat") and rest:
         return _KEYWORDS.get(field, rest)

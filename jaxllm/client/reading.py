@@ -1,4 +1,4 @@
-"""Converts the server's protobuf messages into the client's results."""
+"""Converts protobuf messages into the client's results."""
 
 from __future__ import annotations
 
@@ -86,7 +86,6 @@ class Joiner:
         self._pieces: dict[int, _Pieces] = {}
 
     def add(self, message: inference_pb2.StreamGenerateResponse) -> list[Delta]:
-        """Add a message and return its deltas, possibly empty."""
         self.request_id = message.request_id or self.request_id
         self.model = message.model or self.model
         if message.HasField("prompt"):
@@ -101,7 +100,6 @@ class Joiner:
         return deltas
 
     def completion(self) -> Completion:
-        """Return everything received so far as a completion."""
         return Completion(
             request_id=self.request_id,
             model=self.model,
@@ -113,7 +111,7 @@ class Joiner:
 
 
 class Received:
-    """A stream's deltas, all and unread."""
+    """Base of the streams: all deltas, and those not read yet."""
 
     def __init__(self) -> None:
         self._joiner = Joiner()
@@ -159,7 +157,6 @@ class ReceivedEmbeddings:
 
 
 def read_completion(response: inference_pb2.GenerateResponse) -> Completion:
-    """Convert the response of a unary call."""
     return Completion(
         request_id=response.request_id,
         model=response.model,
@@ -171,22 +168,18 @@ def read_completion(response: inference_pb2.GenerateResponse) -> Completion:
 
 
 def read_embedding(response: inference_pb2.EmbedResponse) -> Embedding:
-    """Convert an embedding."""
     return Embedding(values=list(response.values), index=response.index, **_pooled(response))
 
 
 def read_classification(response: inference_pb2.ClassifyResponse) -> Classification:
-    """Convert a classification."""
     return Classification(label=response.label, values=list(response.values), **_pooled(response))
 
 
 def read_scores(response: inference_pb2.ScoreResponse) -> Scores:
-    """Convert the scores of pairs."""
     return Scores(values=list(response.scores), **_pooled(response))
 
 
 def read_models(response: inference_pb2.ListModelsResponse) -> list[ModelInfo]:
-    """Convert the list of models."""
     return [
         ModelInfo(
             name=model.name,
@@ -209,7 +202,6 @@ def read_models(response: inference_pb2.ListModelsResponse) -> list[ModelInfo]:
 
 
 def read_server_info(response: control_pb2.GetServerInfoResponse) -> ServerInfo:
-    """Convert the description of a server."""
     state = control_pb2.ServerState.Name(response.state) if response.state in control_pb2.ServerState.values() else ""
     return ServerInfo(
         version=response.version,
@@ -230,7 +222,6 @@ def read_server_info(response: control_pb2.GetServerInfoResponse) -> ServerInfo:
 
 
 def read_load(response: control_pb2.GetLoadResponse) -> Load:
-    """Convert a server's load."""
     return Load(
         running=response.running,
         waiting=response.waiting,
@@ -247,22 +238,18 @@ def read_load(response: control_pb2.GetLoadResponse) -> Load:
 
 
 def read_adapters(response: control_pb2.ListAdaptersResponse) -> list[Adapter]:
-    """Convert the list of adapters."""
     return [Adapter(adapter.name, adapter.source, adapter.rank) for adapter in response.adapters]
 
 
 def read_token_ids(response: inference_pb2.TokenizeResponse) -> list[int]:
-    """Return the token ids of a response."""
     return list(response.token_ids)
 
 
 def read_text(response: inference_pb2.DetokenizeResponse) -> str:
-    """Return the text of a response."""
     return response.text
 
 
 def read_was_reset(response: control_pb2.ResetPrefixCacheResponse) -> bool:
-    """Return whether the prefix cache was cleared."""
     return response.was_reset
 
 
@@ -281,7 +268,6 @@ def _pooled(
 
 
 def _sequence(output: types_pb2.Output | types_pb2.OutputDelta) -> dict[str, Any]:
-    """Return the fields common to `Output` and `Delta`."""
     return {
         "index": output.index,
         "text": output.text,
@@ -343,7 +329,6 @@ def _rows(token_ids: Sequence[int], packed: types_pb2.Logprobs) -> list[TokenLog
 
 
 def _alternatives(packed: types_pb2.Logprobs, row: int) -> Iterator[TokenLogprob]:
-    """Yield a row's `top_k` likeliest tokens."""
     for rank in range(1, packed.top_k + 1):
         at = row * packed.top_k + rank - 1
         text = packed.top_texts[at] if packed.top_texts else None

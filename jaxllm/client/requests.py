@@ -1,7 +1,4 @@
-"""Builds the client's protobuf requests from method arguments.
-
-Only types and names are checked here; the server validates ranges.
-"""
+"""Builds protobuf requests, checking only types and names; the server validates ranges."""
 
 from __future__ import annotations
 
@@ -38,7 +35,6 @@ _EARLY_STOPPING: dict[bool | str, int] = {
     True: types_pb2.EARLY_STOPPING_ALWAYS,
     "never": types_pb2.EARLY_STOPPING_NEVER,
 }
-# Kind of StructuredOutputsParams -> field of StructuredOutput.
 _CONSTRAINTS = {
     "json": "json_schema",
     "json_object": "json_object",
@@ -59,11 +55,6 @@ _MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reaso
 def generate_request(
     prompt: str | Sequence[int], options: Mapping[str, Any], *, is_stream: bool = False
 ) -> inference_pb2.GenerateRequest:
-    """Build the request for a text or token-id prompt.
-
-    Raises:
-        UserError: if an option is unknown or has the wrong type.
-    """
     request = inference_pb2.GenerateRequest()
     _set_prompt(request, prompt, _MANY_TO_GENERATE)
     _set_options(request, options, {**GENERATE_FIELDS, **(STREAM_FIELDS if is_stream else {})})
@@ -73,11 +64,6 @@ def generate_request(
 def chat_request(
     messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], *, is_stream: bool = False
 ) -> inference_pb2.GenerateRequest:
-    """Build the request for a conversation: `messages` in OpenAI's form.
-
-    Raises:
-        UserError: if an option, or a key of a message, is unknown or has the wrong type.
-    """
     request = inference_pb2.GenerateRequest()
     request.chat.messages.extend(_chat_messages(messages))
     fields = {**GENERATE_FIELDS, **CHAT_FIELDS, **(STREAM_FIELDS if is_stream else {})}
@@ -86,7 +72,6 @@ def chat_request(
 
 
 def embed_request(prompt: str | Sequence[int], options: EmbedOptions) -> inference_pb2.EmbedRequest:
-    """Build an embedding request."""
     request = inference_pb2.EmbedRequest()
     _set_prompt(request, prompt, _MANY_TO_POOL)
     _set_options(request, options, _fields(EmbedOptions))
@@ -94,10 +79,9 @@ def embed_request(prompt: str | Sequence[int], options: EmbedOptions) -> inferen
 
 
 class EmbedRequests:
-    """Iterates over the requests of many prompts, built lazily. `failure` is the exception that ended it.
+    """Iterates lazily over the requests of many prompts; invalid options fail on construction.
 
-    Raises:
-        UserError: if an option is invalid, on construction.
+    `failure` is the exception that ended it.
     """
 
     def __init__(
@@ -106,7 +90,7 @@ class EmbedRequests:
         if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable | AsyncIterable):
             raise UserError(f"prompts must be texts or lists of token ids, got {shown(prompts)}.", "prompts", prompts)
         self.failure: Exception | None = None
-        self.metadata_of_call: Callable[[], Awaitable[Any]] | None = None  # the grpc.aio call's `initial_metadata`
+        self.metadata_of_call: Callable[[], Awaitable[Any]] | None = None
         self._prompts = prompts
         self._common = inference_pb2.EmbedRequest()
         _set_options(self._common, options, _fields(StreamEmbedOptions))
@@ -142,12 +126,11 @@ class EmbedRequests:
     def _request(self, prompt: str | Sequence[int]) -> inference_pb2.EmbedRequest:
         request = inference_pb2.EmbedRequest()
         request.CopyFrom(self._common)
-        _set_prompt(request, prompt, "they are prompts of their own.")
+        _set_prompt(request, prompt, "give each as a separate prompt.")
         return request
 
 
 def classify_request(prompt: str | Sequence[int], options: ClassifyOptions) -> inference_pb2.ClassifyRequest:
-    """Build a classification request."""
     request = inference_pb2.ClassifyRequest()
     _set_prompt(request, prompt, _MANY_TO_POOL)
     _set_options(request, options, _fields(ClassifyOptions))
@@ -157,7 +140,6 @@ def classify_request(prompt: str | Sequence[int], options: ClassifyOptions) -> i
 def score_request(
     text_1: str | Sequence[str], text_2: str | Sequence[str], options: ScoreOptions
 ) -> inference_pb2.ScoreRequest:
-    """Build a request that scores pairs of texts."""
     request = inference_pb2.ScoreRequest()
     for name, given in (("text_1", text_1), ("text_2", text_2)):
         set_field(request, name, name, [given] if isinstance(given, str) else given)
@@ -168,7 +150,6 @@ def score_request(
 def tokenize_request(
     prompt: str | Sequence[Mapping[str, Any]], model: str, add_special_tokens: bool | None, options: Mapping[str, Any]
 ) -> inference_pb2.TokenizeRequest:
-    """Build a request that tokenizes a text, or a conversation with `options`."""
     request = inference_pb2.TokenizeRequest()
     set_field(request, "model", "model", model)
     if isinstance(prompt, str):
@@ -184,7 +165,6 @@ def tokenize_request(
 
 
 def detokenize_request(token_ids: Sequence[int], model: str) -> inference_pb2.DetokenizeRequest:
-    """Build a request that converts token ids into text."""
     request = inference_pb2.DetokenizeRequest()
     set_field(request, "token_ids", "token_ids", token_ids)
     set_field(request, "model", "model", model)
@@ -192,7 +172,6 @@ def detokenize_request(token_ids: Sequence[int], model: str) -> inference_pb2.De
 
 
 def abort_request(request_ids: str | Sequence[str]) -> control_pb2.AbortRequest:
-    """Build a request that aborts others."""
     request = control_pb2.AbortRequest()
     ids = [request_ids] if isinstance(request_ids, str) else request_ids
     set_field(request, "request_ids", "request_ids", ids)
@@ -200,7 +179,6 @@ def abort_request(request_ids: str | Sequence[str]) -> control_pb2.AbortRequest:
 
 
 def pause_request(mode: str, clear_cache: bool | None) -> control_pb2.PauseGenerationRequest:
-    """Build a request that pauses generation."""
     request = control_pb2.PauseGenerationRequest(mode=number_of("mode", mode, _PAUSE_MODES))
     if clear_cache is not None:
         set_field(request, "clear_cache", "clear_cache", clear_cache)
@@ -212,7 +190,7 @@ def _fields(options: type[Any]) -> dict[str, str]:
 
 
 def _set_prompt(request: Any, prompt: Any, many: str) -> None:
-    """Set a text or token-id prompt; `many` is advice for several."""
+    """`many` is advice for several prompts."""
     if isinstance(prompt, str):
         set_field(request, "text", "prompt", prompt)
         return
@@ -259,7 +237,6 @@ def _set_options(request: Message, options: Mapping[str, Any], fields: Mapping[s
 
 
 def _set_arguments(request: Message, value: object) -> None:
-    """Set each logits processor's numbers; a single number is a list of one."""
     if not isinstance(value, Mapping):
         raise UserError(f"extra_args must map names to numbers, got {shown(value)}.", "extra_args", value)
     for name, numbers in value.items():
@@ -303,7 +280,7 @@ def _set_structure(request: Message, value: object) -> None:
     assert own is not None
     for name in SERVERS:
         if getattr(own, name):
-            message = f"structured_outputs.{name} is the server's to set: leave it out."
+            message = f"structured_outputs.{name} can only be set by the server; remove it."
             raise UserError(message, "structured_outputs", value)
     field = _CONSTRAINTS[own.kind]
     set_field(request, f"structured_output.{field}", "structured_outputs", getattr(own, own.kind))
@@ -340,7 +317,7 @@ def _chat_message(where: str, given: object) -> types_pb2.ChatMessage:
         if key not in _MESSAGE_KEYS:
             near = difflib.get_close_matches(str(key), _MESSAGE_KEYS, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise UserError(f"{name} is not a part of a message.{hint}", name, value)
+            raise UserError(f"{name} is not a field of a message.{hint}", name, value)
         if value is None:
             continue
         if key == "content" and not isinstance(value, str):

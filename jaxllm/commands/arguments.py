@@ -1,4 +1,4 @@
-"""Arguments that commands share, and errors in terms of flags."""
+"""Arguments that commands share."""
 
 from __future__ import annotations
 
@@ -24,22 +24,20 @@ class Usage(Exception):
 def new_command(
     commands: Subparsers, name: str, run: Callable[[dict[str, Any]], int], summary: str
 ) -> argparse.ArgumentParser:
-    """Add a subparser with `--debug`, executed by `run`; `summary` is for the list of commands."""
     parser = commands.add_parser(name, help=summary, allow_abbrev=False)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.set_defaults(run=run)
     return parser
 
 
-def add_model(parser: argparse.ArgumentParser, default: str = "the small model within jaxllm") -> None:
+def add_model(parser: argparse.ArgumentParser, default: str = "the small model in jaxllm") -> None:
     """Add `--model`."""
     parser.add_argument("-m", "--model", help=f"folder or hub id (default: {default})")
 
 
 def add_profile(parser: argparse.ArgumentParser, what: str = "the first steps") -> None:
-    """Add `--profile` and `--profile-steps`, for `profiling.profiled`."""
     parser.add_argument("--profile", metavar="DIR", help=f"write a trace of {what}, for ui.perfetto.dev")
-    parser.add_argument("--profile-steps", type=int, default=64, metavar="N", help="steps of it (default: 64)")
+    parser.add_argument("--profile-steps", type=int, default=64, metavar="N", help="steps of the trace (default: 64)")
 
 
 def build(cls: type, options: Mapping[str, Any], **others: Any) -> Any:
@@ -50,7 +48,7 @@ def build(cls: type, options: Mapping[str, Any], **others: Any) -> Any:
 
 @contextmanager
 def errors_by_flags(*classes: type, has_sampling: bool = False) -> Iterator[None]:
-    """Convert a UserError into Usage, with flags in place of fields."""
+    """Convert a UserError into Usage, naming flags instead of fields."""
     try:
         yield
     except UserError as error:
@@ -61,7 +59,6 @@ def errors_by_flags(*classes: type, has_sampling: bool = False) -> Iterator[None
 
 
 def by_flags(message: str, cls: type, has_sampling: bool = False) -> str:
-    """Replace field names of `cls` in a message with their flags."""
     for field in fields(cls):
         # Without "_" it may be an ordinary word: replace it only at the start.
         pattern = rf"(?<![\w'-]){field.name}\b" if "_" in field.name else rf"^{field.name}(?= (must|cannot|is)\b|:)"
@@ -70,7 +67,7 @@ def by_flags(message: str, cls: type, has_sampling: bool = False) -> str:
 
 
 def engine_config(options: Mapping[str, Any]) -> EngineConfig:
-    """Return the engine's settings; the default model is the embedded one."""
+    """The default model is the embedded one."""
     from jaxllm.embedded import MODEL_DIR
 
     return build(EngineConfig, options, model=options["model"] or str(MODEL_DIR))

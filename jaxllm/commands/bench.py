@@ -32,7 +32,6 @@ BENCHMARKS: Mapping[str, ModuleType] = {
 
 
 def add(commands: Subparsers) -> None:
-    """Add the command and its benchmarks."""
     parser = commands.add_parser(
         "bench",
         help="measure a server, the engine or a part of it",

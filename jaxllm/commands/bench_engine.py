@@ -14,14 +14,12 @@ from jaxllm.errors import UserError
 
 
 def add_engine(parser: argparse.ArgumentParser, defaults: Mapping[str, Any], has_plot: bool = True) -> None:
-    """Add the flags of model, engine and result files."""
     add_model(parser)
     add_output(parser, has_plot)
     add_engine_flags(parser.add_argument_group("engine"), defaults=given(defaults, EngineConfig))
 
 
 def read_engine(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[dict[str, Any], EngineConfig]:
-    """Return the completed options and the engine settings."""
     options = {**defaults, **options}
     config = engine_config(options)
     check_output(options)
@@ -29,7 +27,7 @@ def read_engine(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> tupl
 
 
 def check_context(config: EngineConfig, input_len: int, output_len: int) -> None:
-    """Raise UserError if a request exceeds the model's context, before loading weights."""
+    """Raise UserError before loading weights."""
     from jaxllm.setup.model_setup import prepare
 
     longest = prepare(config, needs_weights=False).max_model_len

@@ -9,30 +9,28 @@ from jaxllm.commands.bench_engine import add_engine, check_context, read_engine
 from jaxllm.commands.bench_results import add_number, write
 from jaxllm.commands.session import add_verbose, open_llm
 
-# Without precompilation, steps could run in programs larger than necessary.
+# Otherwise steps could run in programs larger than necessary.
 ENGINE_DEFAULTS = {"EngineConfig.precompile": "all"}
 
 
 def add(benchmarks: Subparsers) -> None:
-    """Add the command."""
     parser = new_command(
         benchmarks, "explain", run, "split the time of a step: attention, matrix products, sampling, host, waiting"
     )
     parser.description = (
-        "Run a batch under the profiler and split the time of its steps. All programs are compiled before, "
+        "Run a batch under the profiler and split the time of its steps. All programs are compiled first, "
         "unless flags say otherwise."
     )
-    add_number(parser, "--batch-size", 8, "requests at once")
+    add_number(parser, "--batch-size", 8, "concurrent requests")
     add_number(parser, "--input-len", 32, "tokens of a prompt")
-    add_number(parser, "--num-skipped", 8, "steps before those that are traced; 0: with the prompts", least=0)
-    add_number(parser, "--num-steps", 32, "steps that are traced")
+    add_number(parser, "--num-skipped", 8, "steps before the trace; 0: trace the prompts too", least=0)
+    add_number(parser, "--num-steps", 32, "steps in the trace")
     parser.add_argument("--profile", metavar="DIR", help="keep the trace here, for ui.perfetto.dev")
     add_engine(parser, ENGINE_DEFAULTS, has_plot=False)
     add_verbose(parser)
 
 
 def run(options: dict[str, Any]) -> int:
-    """Trace steps and print their breakdown."""
     options, config = read_engine(options, ENGINE_DEFAULTS)
     from jaxllm.bench.explain import report
     from jaxllm.bench.traced import batch, trace

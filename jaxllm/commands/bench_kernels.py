@@ -1,4 +1,4 @@
-"""`jaxllm bench kernels`: compare kernel implementations with the reference and the memory bandwidth."""
+"""`jaxllm bench kernels`: compare kernels with the reference and the memory bandwidth."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ PREFILL = ((1, 512), (4, 128))
 
 
 def add(benchmarks: Subparsers) -> None:
-    """Add the command."""
     parser = new_command(benchmarks, "kernels", run, "measure each implementation of each kernel")
     parser.description = (
         "Measure every implementation of attention over the cache, with the heads of Qwen2.5-0.5B and of "
@@ -34,7 +33,6 @@ def add(benchmarks: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Measure and print."""
     check_output(options)
     from tqdm import tqdm
 

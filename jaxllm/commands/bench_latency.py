@@ -10,32 +10,30 @@ from jaxllm.commands.bench_results import add_number, write
 from jaxllm.commands.bench_trace import add_trace, check_trace, traced
 from jaxllm.commands.session import add_verbose, open_llm
 
-# Exclude compilation and prefix cache hits.
 ENGINE_DEFAULTS = {"EngineConfig.precompile": "all", "EngineConfig.enable_prefix_caching": False}
 
 
 def add(benchmarks: Subparsers) -> None:
-    """Add the command."""
     parser = new_command(benchmarks, "latency", run, "measure the time of one batch")
     parser.description = (
-        "Measure the time of one batch, from its prompts (random tokens) to its last token, again and "
-        "again. All programs are compiled before, and prompts are not cached, unless flags say otherwise."
+        "Measure the time of one batch, from its prompts (random tokens) to its last token, "
+        "repeatedly. All programs are compiled first, and prompts are not cached, unless flags say otherwise."
     )
     add_number(parser, "--input-len", 32, "tokens of a prompt")
     add_number(parser, "--output-len", 128, "tokens of an output")
-    add_number(parser, "--batch-size", 8, "prompts at once")
+    add_number(parser, "--batch-size", 8, "concurrent prompts")
     add_number(parser, "--n", 1, "outputs per prompt")
-    add_number(parser, "--num-iters", 30, "batches that are measured")
-    add_number(parser, "--num-iters-warmup", 10, "batches before those", least=0)
-    add_number(parser, "--seed", 0, "of the prompts", least=0)
-    parser.add_argument("--disable-detokenize", action="store_true", help="make tokens, no text")
+    add_number(parser, "--num-iters", 30, "measured batches")
+    add_number(parser, "--num-iters-warmup", 10, "warm-up batches, not measured", least=0)
+    add_number(parser, "--seed", 0, "seed of the prompts", least=0)
+    parser.add_argument("--disable-detokenize", action="store_true", help="generate tokens without text")
     add_trace(parser)
     add_engine(parser, ENGINE_DEFAULTS)
     add_verbose(parser)
 
 
 def run(options: dict[str, Any]) -> int:
-    """Measure, and print in vLLM's format."""
+    """Print in vLLM's format."""
     options, config = read_engine(options, ENGINE_DEFAULTS)
     check_trace(options)
     check_context(config, options["input_len"], options["output_len"])

@@ -13,14 +13,15 @@ from jaxllm.errors import UserError
 
 
 def add_output(parser: argparse.ArgumentParser, has_plot: bool = True) -> None:
-    """Add `--output-json`, and optionally `--plot`."""
     parser.add_argument("--output-json", metavar="FILE", help="write the figures, their samples and the environment")
     if has_plot:
-        parser.add_argument("--plot", metavar="FILE", help="draw them into one file: .png or .html (jaxllm[bench])")
+        parser.add_argument(
+            "--plot", metavar="FILE", help="draw the samples into one file: .png or .html (needs jaxllm[bench])"
+        )
 
 
 def check_output(options: Mapping[str, Any]) -> None:
-    """Raise UserError for unwritable result files, before measuring."""
+    """Raise UserError for unwritable files, before measuring."""
     for name in ("output_json", "plot"):
         path = options.get(name)
         if path is not None and not Path(path).expanduser().absolute().parent.is_dir():
@@ -32,7 +33,6 @@ def check_output(options: Mapping[str, Any]) -> None:
 
 
 def write(options: Mapping[str, Any], figures: Mapping[str, Any]) -> None:
-    """Write figures and environment to the requested files."""
     from jaxllm.bench import environment
 
     result = {**figures, "environment": environment.describe()}
@@ -41,29 +41,26 @@ def write(options: Mapping[str, Any], figures: Mapping[str, Any]) -> None:
         partial = path.with_name(path.name + ".partial")  # so the final name never holds a truncated file
         partial.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         os.replace(partial, path)
-        print(f"{path} has the figures.")
+        print(f"The figures are in {path}.")
     if options.get("plot") is not None:
         from jaxllm.bench.plot import plot
 
         plot(result, options["plot"])
-        print(f"{options['plot']} has the picture.")
+        print(f"The picture is in {options['plot']}.")
 
 
 def add_number(parser: argparse.ArgumentParser, flag: str, default: int, text: str, least: int = 1) -> None:
-    """Add an integer flag with a minimum of 0 or 1."""
     kind = positive if least else natural
     parser.add_argument(flag, type=kind, default=default, metavar="N", help=f"{text} (default: {default})")
 
 
 def positive(text: str) -> int:
-    """Parse an integer above 0, for argparse."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
 def natural(text: str) -> int:
-    """Parse an integer of at least 0, for argparse."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(text)

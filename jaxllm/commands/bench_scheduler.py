@@ -14,26 +14,25 @@ LOADS = ("decode", "turnover")
 
 
 def add(benchmarks: Subparsers) -> None:
-    """Add the command."""
     parser = new_command(benchmarks, "scheduler", run, "measure the scheduler alone")
     parser.description = (
-        "Measure what a step's plan and commit cost while so many requests run. decode: each gets a token. "
-        "turnover: some end in every step, and others take their place."
+        "Measure the time to plan and commit a step, by the number of running requests. decode: each gets a "
+        "token. turnover: in every step some end and new ones start."
     )
     parser.add_argument(
         "--num-requests", nargs="+", type=positive, default=SIZES, metavar="N",
         help=f"(default: {' '.join(map(str, SIZES))})",
     )  # fmt: skip
     parser.add_argument("--load", nargs="+", choices=LOADS, default=LOADS, help="(default: both)")
-    add_number(parser, "--num-iters", 600, "steps measured")
-    add_number(parser, "--num-iters-warmup", 100, "steps before those", least=0)
-    add_number(parser, "--seed", 0, "of prompts and tokens", least=0)
-    parser.add_argument("--limit-us", type=float, metavar="US", help="fail if a median is above")
+    add_number(parser, "--num-iters", 600, "measured steps")
+    add_number(parser, "--num-iters-warmup", 100, "warm-up steps, not measured", least=0)
+    add_number(parser, "--seed", 0, "seed of prompts and tokens", least=0)
+    parser.add_argument("--limit-us", type=float, metavar="US", help="fail if a median exceeds this")
     add_output(parser)
 
 
 def run(options: dict[str, Any]) -> int:
-    """Measure and print; raises EngineError if a median exceeds the limit."""
+    """Raise EngineError if a median exceeds the limit."""
     check_output(options)
     from tqdm import tqdm
 

@@ -31,12 +31,10 @@ if TYPE_CHECKING:
 _OTHER_PROMPTS = 1 << 31  # added to the seed, so warm-up prompts are in no cache
 
 _WITH_LENGTHS = ("random", "sonnet", "prefix_repetition")  # datasets that use --input-len
-# Fields of --extra-body that change a request's length.
 _CHANGE_LENGTHS = frozenset(("max_tokens", "max_completion_tokens", "truncate_prompt_tokens"))
 
 
 def add(benchmarks: Subparsers) -> None:
-    """Add the benchmark."""
     parser = new_command(benchmarks, "serve", run, "load on a server, over gRPC or the OpenAI API")
     parser.description = (
         "Send requests to a server, ours or any with the OpenAI API, and report what its users would see."
@@ -46,7 +44,6 @@ def add(benchmarks: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Measure, print the report, write the requested files."""
     options = flags.resolve(options)
     dataset = dataset_options(options)
     check_output(options)
@@ -54,7 +51,7 @@ def run(options: dict[str, Any]) -> int:
     from jaxllm.bench.workload import to_embed
 
     target = _target(options, dataset)
-    clients.open_client(target)  # fails early if a library is missing
+    clients.open_client(target)  # fails early without a library
     patience, root = options["ready_check_timeout_sec"], target.model
     if not target.model:
         name, root = discovery.wait_for(lambda: discovery.find_model(target), patience)
@@ -101,11 +98,11 @@ def run(options: dict[str, Any]) -> int:
         )
     )
     if is_strict:
-        result["warnings"].append("this server refuses ignore_eos: its answers may be shorter than what was asked for")
+        result["warnings"].append("this server refuses ignore_eos: its answers may be shorter than requested")
     if dataset.dataset_name == "random" and not dataset.random_prefix_len:  # prompts without a common prefix
         result["warnings"] += serve.cache_doubt(measurement.counted)
     if has_timeline and measurement.timeline is None:
-        result["warnings"].append("no timeline: the server shows no metrics of jaxllm or vLLM (--metrics-url)")
+        result["warnings"].append("no timeline: the server has no metrics of jaxllm or vLLM; set --metrics-url")
     _tell(options, result, measurement)
     return 130 if measurement.was_interrupted else int(result["completed"] == 0)
 
@@ -129,7 +126,6 @@ def _target(options: Mapping[str, Any], dataset: DatasetOptions) -> Target:
 
 
 def _jobs(options: Mapping[str, Any], dataset: DatasetOptions, tokenizer: Coder) -> tuple[list[Job], list[Job]]:
-    """Return the warm-up requests and the measured ones."""
     from jaxllm.bench.datasets import make_jobs
 
     as_text = (options["prompts"] or ("ids" if options["backend"] == "grpc" else "text")) == "text"
@@ -142,7 +138,7 @@ def _jobs(options: Mapping[str, Any], dataset: DatasetOptions, tokenizer: Coder)
 
 
 def _check_context(target: Target, dataset: DatasetOptions, jobs: Sequence[Job]) -> None:
-    """Raise UserError if lengths from flags exceed the model's context; lengths from files fail individually."""
+    """Raise UserError if lengths from flags exceed the context; lengths from files fail individually."""
     from jaxllm.bench import discovery
 
     if dataset.dataset_name not in _WITH_LENGTHS or not _CHANGE_LENGTHS.isdisjoint(target.extra):
@@ -152,8 +148,8 @@ def _check_context(target: Target, dataset: DatasetOptions, jobs: Sequence[Job])
     context = discovery.find_context(target)
     if context is not None and num_in + num_out > context:
         raise UserError(
-            f"a prompt of {num_in} tokens with an output of {num_out} is longer than the context of {context} that the "
-            "server has; lower --input-len or --output-len."
+            f"a prompt of {num_in} tokens with an output of {num_out} is longer than the server's context of "
+            f"{context}; lower --input-len or --output-len."
         )
 
 
@@ -239,7 +235,7 @@ def _tell(options: Mapping[str, Any], result: dict[str, Any], measurement: Measu
         *(f"warning: {doubt}" for doubt in result["warnings"]),
     ]
     if measurement.was_interrupted:
-        notes.append("interrupted: this is what had finished")
+        notes.append("interrupted: these are the results of the finished requests")
     print("\n".join(notes), file=sys.stderr)
     if options["plot"]:
         plot.plot(result, options["plot"])

@@ -13,18 +13,20 @@ from jaxllm.errors import EngineError
 
 
 def add(benchmarks: Subparsers) -> None:
-    """Add the command."""
     parser = new_command(benchmarks, "startup", run, "measure starts, cold and warm")
     parser.description = (
-        "Measure starts from the process's beginning until the engine is ready, until the first token, and "
-        "until all programs are there: cold with an empty cache of programs, warm with those of a cold start. With "
-        "--compilation-cache-dir, only warm starts from there."
+        "Measure the time from the start of the process until the engine is ready, until the first token, and "
+        "until all programs are compiled: cold with an empty cache of programs, warm with that of a cold start. With "
+        "--compilation-cache-dir, only warm starts with that cache."
     )
     add_number(parser, "--num-iters", 3, "starts of each kind")
-    parser.add_argument("--all-programs", action="store_true", help="wait for all programs, in cold starts minutes")
+    parser.add_argument("--all-programs", action="store_true", help="wait for all programs (minutes in a cold start)")
     for kind in ("cold", "warm"):
         parser.add_argument(
-            f"--limit-{kind}", type=float, metavar="SECONDS", help=f"fail if the first token of {kind} starts is later"
+            f"--limit-{kind}",
+            type=float,
+            metavar="SECONDS",
+            help=f"fail if the first token of {kind} starts takes longer",
         )
     add_model(parser)
     add_output(parser, has_plot=False)
@@ -32,7 +34,7 @@ def add(benchmarks: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Measure and print; raises EngineError if a start exceeds its limit."""
+    """Raise EngineError if a start exceeds its limit."""
     config = engine_config(options)
     check_output(options)
     from tqdm import tqdm
@@ -50,5 +52,5 @@ def run(options: dict[str, Any]) -> int:
     for kind in ("cold", "warm"):
         limit, found = options[f"limit_{kind}"], figures.get(f"{kind}_first_token_s")
         if limit is not None and found is not None and found > limit:
-            raise EngineError(f"the first token of a {kind} start comes after {found:.1f} s; the limit is {limit:g} s.")
+            raise EngineError(f"the first token of a {kind} start took {found:.1f} s; the limit is {limit:g} s.")
     return 0

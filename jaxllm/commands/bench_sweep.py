@@ -15,34 +15,33 @@ SWEPT = ("serve", "throughput", "latency", "startup", "scheduler", "kernels", "e
 
 
 def add(benchmarks: Subparsers) -> None:
-    """Add the command."""
     parser = new_command(benchmarks, "sweep", run, "run a grid of another benchmark")
     parser.description = (
-        "Run another benchmark with every combination of settings, each in a process of its own. Started "
-        "again with the same folder, it goes on with what is missing. Example: jaxllm bench sweep --out results "
+        "Run another benchmark with every combination of settings, each in a separate process. A repeated "
+        "command with the same folder runs only what is missing. Example: jaxllm bench sweep --out results "
         "--vary request-rate=1,2,4 --vary max-concurrency=8,16 -- serve --num-prompts 200"
     )
-    parser.add_argument("arguments", nargs="+", metavar="BENCHMARK", help="what is run, with its flags, after --")
+    parser.add_argument("arguments", nargs="+", metavar="BENCHMARK", help="the benchmark and its flags, after --")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of results, logs and the table")
     parser.add_argument(
         "--vary", action="append", default=[], metavar="FLAG=A,B", help="values of a flag; may be repeated"
     )
     parser.add_argument(
-        "--bench-params", metavar="FILE", help="JSON or YAML: a list of settings as vLLM's, or an object of lists"
+        "--bench-params", metavar="FILE", help="JSON or YAML: a list of settings as in vLLM, or an object of lists"
     )
-    add_number(parser, "--num-runs", 1, "of each cell")
-    parser.add_argument("--dry-run", action="store_true", help="show the command lines, run nothing")
+    add_number(parser, "--num-runs", 1, "runs of each cell")
+    parser.add_argument("--dry-run", action="store_true", help="only show the command lines")
 
 
 def run(options: dict[str, Any]) -> int:
-    """Run the missing cells and write the table; 1 if a cell failed."""
+    """Run the missing cells; return 1 if one failed."""
     from tqdm import tqdm
 
     from jaxllm.bench import sweep
 
     base = options["arguments"]
     if base[0] not in SWEPT:
-        raise Usage(f"{base[0]} is not a benchmark that can be swept; write it and its flags after --")
+        raise Usage(f"{base[0]} is not a benchmark that sweep can run; write its name and flags after --")
     axes = _axes(options["vary"])
     settings = sweep.grid(axes)
     if options["bench_params"] is not None:
@@ -65,7 +64,7 @@ def run(options: dict[str, Any]) -> int:
     (folder / "summary.csv").write_text(sweep.as_csv(rows), encoding="utf-8")
     (folder / "summary.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     print(sweep.table(rows))
-    print(f"{folder} has the results, and summary.csv and summary.json.")
+    print(f"The results are in {folder}, with summary.csv and summary.json.")
     return 1 if any(outcome.failure for outcome in outcomes) else 0
 
 
@@ -75,6 +74,6 @@ def _axes(given: list[str]) -> dict[str, list[str]]:
         name, equals, values = text.partition("=")
         name = name.lstrip("-").replace("_", "-")
         if not name or not equals or not all(values.split(",")) or name in axes:
-            raise Usage(f"--vary {text}: write a flag once, and its values, as request-rate=1,2,4")
+            raise Usage(f"--vary {text}: give each flag once with its values, such as request-rate=1,2,4")
         axes[name] = values.split(",")
     return axes

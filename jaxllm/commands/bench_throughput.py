@@ -1,4 +1,4 @@
-"""`jaxllm bench throughput`: time many simultaneous requests offline, with jaxllm or transformers."""
+"""`jaxllm bench throughput`: time many requests offline, with jaxllm or transformers."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ if TYPE_CHECKING:
     from jaxllm.bench.throughput import Served
     from jaxllm.bench.workload import Job
 
-ENGINE_DEFAULTS = {"EngineConfig.precompile": "all"}  # excludes compilation from the measurement
+ENGINE_DEFAULTS = {"EngineConfig.precompile": "all"}
 READ_BY_HF = {"dtype", "revision", "load_format", "tokenizer"}
 
 
 def add(benchmarks: Subparsers) -> None:
-    """Add the command."""
     parser = new_command(benchmarks, "throughput", run, "measure many requests at once, offline")
     parser.description = (
-        "Measure how long many requests take that are all there at once, without a server. Outputs are of "
-        "exactly the lengths that the dataset has. All programs are compiled before, unless flags say otherwise."
+        "Measure how long many requests take that are submitted at once, without a server. Outputs have "
+        "exactly the lengths of the dataset. All programs are compiled first, unless flags say otherwise."
     )
     parser.add_argument("--backend", choices=("jaxllm", "hf"), default="jaxllm", help="hf: transformers, on torch")
     add_number(parser, "--n", 1, "outputs per prompt")
-    add_number(parser, "--num-warmups", 8, "requests before, of 4 tokens", least=0)
-    parser.add_argument("--async-engine", action="store_true", help="through AsyncLLM, with a reader for each request")
-    parser.add_argument("--disable-detokenize", action="store_true", help="make tokens, no text")
+    add_number(parser, "--num-warmups", 8, "warm-up requests, of 4 tokens", least=0)
+    parser.add_argument("--async-engine", action="store_true", help="use AsyncLLM, with a reader for each request")
+    parser.add_argument("--disable-detokenize", action="store_true", help="generate tokens without text")
     parser.add_argument(
-        "--json-schema-path", metavar="FILE", help="have every output be JSON after this schema, of at most its length"
+        "--json-schema-path",
+        metavar="FILE",
+        help="constrain every output to the JSON schema in this file, within its length",
     )
     parser.add_argument("--hf-max-batch-size", type=positive, metavar="N", help="prompts in a batch of --backend hf")
     add_trace(parser)
@@ -49,7 +50,7 @@ def add(benchmarks: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Measure, and print in vLLM's format."""
+    """Print in vLLM's format."""
     _check_backend(options)
     check_trace(options)
     options, config = read_engine(options, ENGINE_DEFAULTS)
@@ -62,7 +63,6 @@ def run(options: dict[str, Any]) -> int:
     from jaxllm.bench.datasets import make_jobs
     from jaxllm.text.tokenizer import load_tokenizer
 
-    # Both backends get the same token ids.
     jobs = make_jobs(dataset, load_tokenizer(config.tokenizer or config.model, config.revision), as_text=False)
     if constraint is not None:
         jobs = [replace(job, structured_outputs=constraint) for job in jobs]
@@ -77,7 +77,10 @@ def run(options: dict[str, Any]) -> int:
     figures |= explained
     print(text)
     if served.num_compiled:
-        print(f"jaxllm: {served.num_compiled} programs were compiled meanwhile, in the time above.", file=sys.stderr)
+        print(
+            f"jaxllm: {served.num_compiled} programs were compiled during the measurement, which includes that time.",
+            file=sys.stderr,
+        )
     write(options, {"model_id": config.model, "dataset_name": dataset.dataset_name, "n": options["n"], **figures})
     return 0
 
@@ -85,19 +88,19 @@ def run(options: dict[str, Any]) -> int:
 def _check_backend(options: Mapping[str, Any]) -> None:
     is_traced = options["explain"] or options["profile"] is not None
     if is_traced and (options["backend"] == "hf" or options["async_engine"]):
-        raise Usage("--explain and --profile are of --backend jaxllm without --async-engine")
+        raise Usage("--explain and --profile require --backend jaxllm without --async-engine")
     if options["backend"] == "jaxllm":
         if options["hf_max_batch_size"] is not None:
-            raise Usage("--hf-max-batch-size is of --backend hf")
+            raise Usage("--hf-max-batch-size requires --backend hf")
         return
     if options["hf_max_batch_size"] is None:
-        raise Usage("--backend hf needs --hf-max-batch-size")
+        raise Usage("--backend hf requires --hf-max-batch-size")
     for name in ("async_engine", "disable_detokenize", "json_schema_path"):
         if options[name]:
-            raise Usage(f"--{name.replace('_', '-')} is of --backend jaxllm")
+            raise Usage(f"--{name.replace('_', '-')} requires --backend jaxllm")
     for name in given(options, EngineConfig):
         if name not in READ_BY_HF:
-            raise Usage(f"{flag_of(name, EngineConfig, has_sampling=True)} is of --backend jaxllm")
+            raise Usage(f"{flag_of(name, EngineConfig, has_sampling=True)} requires --backend jaxllm")
     from jaxllm.bench import huggingface
 
     huggingface.check()

@@ -14,17 +14,15 @@ if TYPE_CHECKING:
 
 
 def add_trace(parser: argparse.ArgumentParser) -> None:
-    """Add the flags."""
     parser.add_argument(
         "--explain",
         action="store_true",
-        help="split a step's time: the first steps run again, under the profiler",
+        help="split the time of a step: repeat the first steps under the profiler",
     )
     add_profile(parser, "these steps")
 
 
 def check_trace(options: Mapping[str, Any]) -> None:
-    """Raise Usage for an invalid number of steps."""
     if options["profile_steps"] < 1:
         raise Usage("--profile-steps must be at least 1")
 

@@ -11,15 +11,11 @@ from jaxllm.commands.flags import flag_of, given
 
 
 def dataset_options(options: Mapping[str, Any], dataset_name: DatasetName = "random") -> DatasetOptions:
-    """Return the dataset options; `dataset_name` is the default.
-
-    Raises:
-        Usage: for a flag of another dataset, or an invalid value.
-    """
+    """Return the options; raises Usage for a flag of another dataset, or an invalid value."""
     own = given(options, DatasetOptions)
     chosen = own.get("dataset_name", dataset_name)
     for name in own:
         owner = next((dataset for dataset in get_args(DatasetName) if name.startswith(f"{dataset}_")), chosen)
         if owner != chosen:
-            raise Usage(f"{flag_of(name, DatasetOptions)} is of the dataset {owner}; --dataset-name is {chosen}")
+            raise Usage(f"{flag_of(name, DatasetOptions)} requires --dataset-name {owner}, got {chosen}")
     return build(DatasetOptions, options, dataset_name=dataset_name)

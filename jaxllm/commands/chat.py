@@ -24,9 +24,9 @@ CHAT_TOKENS = 1024  # default of `--max-tokens`: an answer should end by itself
 _NO_FLAGS = {"n", "logprobs", "prompt_logprobs", "logprob_token_ids"}  # a conversation shows one text and no numbers
 CHAT_HELP = """\
 /clear   forget the conversation (the system prompt stays)
-/exit    leave, as ^D does
+/exit    exit, as ^D does
 /help    this list
-^C       stop the answer; what was written of it stays in the conversation"""
+^C       stop the answer; its text so far stays in the conversation"""
 
 
 def add(commands: Subparsers) -> None:
@@ -62,11 +62,11 @@ def run(options: dict[str, Any]) -> int:
                 break
             if command == "/clear":
                 history = list(system)
-                print("The conversation is forgotten.", file=sys.stderr)
+                print("The conversation is cleared.", file=sys.stderr)
             elif command == "/help":
                 print(CHAT_HELP, file=sys.stderr)
             elif command.startswith("/"):
-                print(f"There is no command {command}; /help lists them.", file=sys.stderr)
+                print(f"Unknown command {command}; /help lists the commands.", file=sys.stderr)
             elif command:
                 history = _turn(llm, history, line, params, adapter)
     return 0
@@ -110,7 +110,7 @@ def _turn(
         messages, prompt = _fit(llm, [*history, {"role": "user", "content": line}], params.max_tokens, adapter)
         num_dropped = len(history) + 1 - len(messages)
         if num_dropped:
-            print(f"The context is full: the {num_dropped} oldest messages are forgotten.", file=sys.stderr)
+            print(f"The context is full: the {num_dropped} oldest messages were dropped.", file=sys.stderr)
         output, was_interrupted = stream(llm, prompt, params, adapter)
     except UserError as error:
         print(f"jaxllm: error: {error}", file=sys.stderr)
@@ -118,12 +118,12 @@ def _turn(
     print()
     completion = output.outputs[0] if output is not None else None
     if completion is not None and completion.finish_reason == "error":
-        print(f"jaxllm: error: the answer broke off: {completion.stop_reason}", file=sys.stderr)
+        print(f"jaxllm: error: the answer failed: {completion.stop_reason}", file=sys.stderr)
         return history
     if was_interrupted:
         print("(stopped)", file=sys.stderr)
     elif completion is not None and completion.finish_reason == "length":
-        print("(cut off: --max-tokens or the context is used up)", file=sys.stderr)
+        print("(truncated: --max-tokens or the context is used up)", file=sys.stderr)
     if completion is None or not completion.text:
         return history
     return [*messages, {"role": "assistant", "content": completion.text}]
@@ -145,5 +145,5 @@ def _fit(
         if num_tokens + room <= limit or (len(messages) == first + 1 and num_tokens < limit):
             return messages, prompt
         if len(messages) == first + 1:
-            raise UserError(f"The message has {num_tokens} tokens with its template; the context holds {limit}.")
+            raise UserError(f"The message has {num_tokens} tokens with its template; the context has {limit}.")
         messages = messages[:first] + messages[first + 2 :]

@@ -42,7 +42,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code; errors are one line on stderr."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # "?" on a terminal without Unicode, not an exception
@@ -69,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run() -> NoReturn:
-    """Run the command line and exit without waiting for background compilations."""
+    """Exit without waiting for background compilations."""
     _open_closed_streams()
     compile_noise.hide()
     code = main()
@@ -79,10 +78,9 @@ def run() -> NoReturn:
 
 
 def _open_closed_streams() -> None:
-    """Open the null device for each standard stream that is closed, as by `<&-` and `>&-`.
+    """Open the null device for each closed standard stream, as by `<&-` and `>&-`.
 
-    Otherwise the next opened file, the event loop's, gets its descriptor. libuv refuses to close that one, and the
-    process dies of SIGABRT after a clean drain.
+    Otherwise the event loop gets its descriptor, which libuv refuses to close: SIGABRT after a clean drain.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:

@@ -12,12 +12,11 @@ from jaxllm.config import EngineConfig
 
 
 def add(commands: Subparsers) -> None:
-    """Add the command."""
     parser = new_command(commands, "compile", run, "compile a model's programs into a folder, for quick starts")
     parser.description = (
         "Compile all programs of a model into a folder, on the kind of device that will serve it; the "
-        "weights are not needed. A start with --compilation-cache-dir DIR then compiles nothing, and takes the sizes "
-        "that it is not given from there."
+        "weights are not needed. A start with --compilation-cache-dir DIR then compiles nothing; its default "
+        "sizes are those of the folder."
     )
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="folder or hub id, as --model")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for the programs")
@@ -27,7 +26,6 @@ def add(commands: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Compile and print the number of programs."""
     config = engine_config({**options, "model": options["model_tag"] or options["model"]})
     from jaxllm.runner.aot_compile import compile_ahead
 

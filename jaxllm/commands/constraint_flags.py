@@ -23,20 +23,17 @@ _FLAGS = {
 
 def add_constraint_flags(group: argparse._ArgumentGroup) -> None:
     """Add the flags, which are mutually exclusive."""
-    group.add_argument("--json-schema", metavar="FILE", help="the output is JSON after the schema in this file")
+    group.add_argument("--json-schema", metavar="FILE", help="the output is JSON that matches the schema in this file")
     group.add_argument("--json-object", action="store_true", help="the output is a JSON object")
     group.add_argument("--regex", metavar="TEXT", help="the output matches this regular expression")
-    group.add_argument("--choice", action="append", metavar="TEXT", help="the output is this text, or another --choice")
+    group.add_argument(
+        "--choice", action="append", metavar="TEXT", help="the output is one of these texts; may be repeated"
+    )
     group.add_argument("--grammar", metavar="FILE", help="the output follows the grammar in this file, Lark's or EBNF")
 
 
 def constraint_of(options: Mapping[str, Any]) -> dict[str, StructuredOutputsParams]:
-    """Return the constraint as an argument of `SamplingParams`, or {}.
-
-    Raises:
-        Usage: for several flags or an invalid value.
-        UserError: for a file with invalid content.
-    """
+    """Return the constraint as an argument of `SamplingParams`, or {}; raises Usage or UserError."""
     flags = [flag for name, flag in _FLAGS.items() if options[name] not in (None, False)]
     if len(flags) > 1:
         raise Usage(f"{' and '.join(flags)} exclude each other: give one of them")
@@ -54,7 +51,6 @@ def constraint_of(options: Mapping[str, Any]) -> dict[str, StructuredOutputsPara
 
 
 def schema_of(file: str) -> StructuredOutputsParams:
-    """Return the constraint of a JSON schema file."""
     text = _text_of(file)
     try:
         schema = json.loads(text)

@@ -11,7 +11,6 @@ from jaxllm.commands.arguments import Subparsers, new_command
 
 
 def add(commands: Subparsers) -> None:
-    """Add the command."""
     parser = new_command(commands, "convert", run, "write a model as an Orbax checkpoint")
     parser.description = (
         "Write the model SRC into the new folder DST: an Orbax checkpoint, the configuration, the "
@@ -23,7 +22,6 @@ def add(commands: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Write the folder and print its path."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # Orbax initializes JAX, which would reserve GPU memory
     from jaxllm.commands.conversion import convert
     from jaxllm.text.tokenizer_files import has_tokenizer

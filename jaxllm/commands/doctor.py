@@ -1,4 +1,4 @@
-"""`jaxllm doctor`: print the report of `jaxllm.commands.doctor_report`."""
+"""`jaxllm doctor`: print the report of `doctor_report`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from jaxllm.config import EngineConfig
 
 
 def add(commands: Subparsers) -> None:
-    """Add the command."""
     parser = new_command(commands, "doctor", run, "show versions, devices and what would be used for a model")
     parser.description = (
         "Show versions, devices, memory and caches, and what would be used for a model and why. "
@@ -23,7 +22,7 @@ def add(commands: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Print the report; 1 if the model cannot run."""
+    """Return 1 if the model cannot run."""
     config = engine_config(options)
     from jaxllm.commands import doctor_report
 

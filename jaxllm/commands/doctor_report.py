@@ -1,6 +1,6 @@
-"""The report of `jaxllm doctor`: versions, devices, memory, caches, and an engine's choices for a model.
+"""The report of `jaxllm doctor`: versions, devices, memory, caches, and choices for a model.
 
-Loads no weights and compiles nothing. `jaxllm.setup` makes the choices.
+Loads no weights and compiles nothing.
 """
 
 from __future__ import annotations
@@ -50,10 +50,7 @@ OPTIONAL = {"jax-cuda12-plugin", "jax-cuda13-plugin", "jax-triton", "triton", "t
 
 
 def examine(config: EngineConfig) -> dict[str, Any]:
-    """Return the report as JSON values.
-
-    "problems" prevent the model from running ("usable" is False); "advice" lists improvements.
-    """
+    """Return JSON values: "problems" prevent a run, "advice" lists improvements."""
     problems, advice = [], []
     found = dict(versions(PACKAGES))
     problems += [f"{name} is not installed." for name in PACKAGES if name not in OPTIONAL and name not in found]
@@ -69,8 +66,8 @@ def examine(config: EngineConfig) -> dict[str, Any]:
     cache = _cache(config.cache_dir())
     if not cache["is_writable"]:
         advice.append(
-            f"{cache['folder']} cannot be written: every start compiles anew. Set --compilation-cache-dir or "
-            "JAXLLM_CACHE_DIR."
+            f"{cache['folder']} cannot be written: every start compiles all programs. Set --compilation-cache-dir "
+            "or JAXLLM_CACHE_DIR."
         )
     if has_nvidia_gpu() and all(device["platform"] == "cpu" for device in devices):
         advice.append("There is an NVIDIA GPU but JAX does not see it: install jaxllm[cuda12] or jaxllm[cuda13].")
@@ -95,7 +92,6 @@ def examine(config: EngineConfig) -> dict[str, Any]:
 
 
 def describe(report: dict[str, Any]) -> str:
-    """Format a report of `examine` as text."""
     sections = {
         "versions": [f"{name} {version or '-'}" for name, version in report["versions"].items()],
         "devices": [_describe_device(device) for device in report["devices"]],
@@ -139,7 +135,7 @@ def _describe_device(device: dict[str, Any]) -> str:
 
 
 def _cache(folder: Path) -> dict[str, Any]:
-    """Count compiled programs: JAX's files end in "-cache", jaxllm's in ".program"."""
+    """Count programs: JAX's files end in "-cache", jaxllm's in ".program"."""
     files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     return {
@@ -151,12 +147,11 @@ def _cache(folder: Path) -> dict[str, Any]:
 
 
 def has_nvidia_gpu() -> bool:
-    """Return whether an NVIDIA GPU is present."""
     return Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
 
 
 def _choices(config: EngineConfig) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """Return an engine's choices with reasons, and its memory plan; raises the errors of a start."""
+    """Return choices with reasons, and the memory plan."""
     is_local = Path(config.model).expanduser().is_dir()
     setup = prepare(config, needs_weights=False)
     if is_local:
@@ -167,14 +162,14 @@ def _choices(config: EngineConfig) -> tuple[dict[str, dict[str, Any]], dict[str,
     num_parameters = sum(leaf.size for leaf in jax.tree.leaves(described))
     plan = plan_memory(config, setup, free_bytes(setup))
     if setup.prepared:
-        kind = f"written down by `jaxllm compile` in {config.cache_dir()}"
+        kind = f"recorded by `jaxllm compile` in {config.cache_dir()}"
     else:
         kind = f"the default on {'a CPU' if setup.platform == 'cpu' else 'a GPU'}"
     shortened = plan.max_model_len < setup.max_model_len
     chosen = {
         "folder": (str(setup.folder), "local" if is_local else "from the hub"),
         "parameters": (num_parameters, f"{size(plan.need.weights)} on each device"),
-        "device": (setup.platform, "what JAX prefers" if config.device == "auto" else "asked for"),
+        "device": (setup.platform, "JAX's default" if config.device == "auto" else "asked for"),
         "deterministic": (config.deterministic, _asked(config, "deterministic")),
         "tensor_parallel_size": (config.tensor_parallel_size, _asked(config, "tensor_parallel_size")),
         "dtype": (setup.dtype.name, _dtype_reason(config, setup)),
@@ -182,7 +177,7 @@ def _choices(config: EngineConfig) -> tuple[dict[str, dict[str, Any]], dict[str,
         "kv_cache_dtype": (setup.float8 or setup.cache_dtype.name, _asked(config, "kv_cache_dtype")),
         "max_model_len": (
             plan.max_model_len,
-            f"cut from {setup.max_model_len}: that is all the KV blocks hold"
+            f"reduced from {setup.max_model_len}: the KV blocks hold no more"
             if shortened
             else ("the model's context length" if not setup.prepared else kind)
             if config.max_model_len is None
@@ -242,7 +237,7 @@ def _blocks_reason(config: EngineConfig, setup: Setup) -> str:
     if config.num_kv_blocks is not None:
         return "asked for"
     if config.kv_cache_memory_bytes is not None:
-        return f"what {size(config.kv_cache_memory_bytes)} hold, as asked for"
+        return f"as many as fit into {size(config.kv_cache_memory_bytes)}, as asked for"
     if setup.platform == "cpu":
         return f"at most {CPU_SHARE:.0%} of the free memory, {size(CPU_CEILING)} and what all requests could use"
-    return f"what {config.gpu_memory_utilization:.0%} of the memory hold beside weights and programs, about"
+    return f"about as many as fit into {config.gpu_memory_utilization:.0%} of the memory with weights and programs"

@@ -1,6 +1,6 @@
-"""`jaxllm embed`: the texts of a file become vectors in another, or the lines that are nearest to a question are shown.
+"""`jaxllm embed`: write the embeddings of a file's texts, or print the lines nearest to a query.
 
-Knows what it reads; texts stream through in batches, so that memory does not grow with the file.
+Memory does not grow with the file.
 """
 
 from __future__ import annotations
@@ -30,18 +30,17 @@ if TYPE_CHECKING:
 
 
 class Line(NamedTuple):
-    """A text, and where it stands."""
+    """A text and its line number."""
 
     number: int
     text: str
 
 
 def add(commands: Subparsers) -> None:
-    """Describe the command."""
     parser = new_command(commands, "embed", run, "texts to vectors, or the lines nearest to a question")
     parser.description = (
-        "Write the embedding of each text of INPUT, in its order: to OUTPUT.npy, float32, or OUTPUT.jsonl. What was "
-        "broken off goes on when the command is given again. Or show the lines that are nearest to a question."
+        "Write the embedding of each text of INPUT, in its order: to OUTPUT.npy, float32, or OUTPUT.jsonl. An "
+        "interrupted run continues when the command is repeated. Or show the lines that are nearest to a question."
     )
     parser.add_argument(
         "input", nargs="?", default="-", metavar="INPUT", help="a text a line, or JSON lines; '-': standard input"
@@ -49,23 +48,25 @@ def add(commands: Subparsers) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("-o", "--output", type=Path, metavar="OUTPUT", help="file that ends with .npy or .jsonl")
     what.add_argument("--query", metavar="TEXT", help="show the five lines that are nearest to this")
-    parser.add_argument("--field", metavar="NAME", help="of each JSON line (default: text)")
+    parser.add_argument("--field", metavar="NAME", help="field of each JSON line with the text (default: text)")
     parser.add_argument("--dimensions", type=int, metavar="N", help="keep the first N numbers of each vector")
     parser.add_argument(
-        "--no-normalize", dest="normalize", action="store_const", const=False, help="leave vectors as long as they are"
+        "--no-normalize", dest="normalize", action="store_const", const=False, help="do not scale vectors to length 1"
     )
-    parser.add_argument("--truncate", action="store_true", help="cut texts that are too long, instead of refusing them")
-    parser.add_argument("--skip-empty", action="store_true", help="leave empty lines out, instead of refusing them")
+    parser.add_argument(
+        "--truncate", action="store_true", help="truncate texts that are too long, instead of refusing them"
+    )
+    parser.add_argument("--skip-empty", action="store_true", help="skip empty lines, instead of refusing them")
     parser.add_argument(
         "--batch-size", type=int, default=1024, metavar="N", help="texts to embed and write at once (default: 1024)"
     )
-    add_model(parser, "the small embedder within jaxllm")
+    add_model(parser, "the small embedder in jaxllm")
     add_verbose(parser)
     add_engine_flags(parser.add_argument_group("engine"), has_sampling=False)
 
 
 def run(options: dict[str, Any]) -> int:
-    """Embed the texts; 130 after ^C, when what has been written stays."""
+    """Return 130 after ^C; rows already written are kept."""
     options["model"] = options["model"] or str(EMBEDDER_DIR)
     engine_config(options)
     output: Path | None = options["output"]
@@ -79,7 +80,7 @@ def run(options: dict[str, Any]) -> int:
         name = "standard input" if options["input"] == "-" else options["input"]
         lines = _reader(file, name, options["field"], options["skip_empty"])
         digest = hashlib.sha256()
-        count = sum(1 for _ in lines(digest.update))  # whatever is wrong with a line is said before the model loads
+        count = sum(1 for _ in lines(digest.update))  # fails for an invalid line before the model loads
         if not count:
             raise UserError(f"{name} holds no text.", "input")
         with open_llm(options) as llm:
@@ -95,7 +96,7 @@ def run(options: dict[str, Any]) -> int:
 
 @contextmanager
 def _opened(name: str) -> Iterator[IO[bytes]]:
-    """Open the input; standard input is copied, because it is read twice."""
+    """Standard input is copied, because it is read twice."""
     if name != "-":
         with open(name, "rb") as file:
             yield file
@@ -110,7 +111,7 @@ Lines = Callable[..., Iterator[Line]]
 
 
 def _reader(file: IO[bytes], name: str, field: str | None, skip_empty: bool) -> Lines:
-    """Give what reads the lines of a file from its beginning, and passes each one as it is to `see`."""
+    """Return a function that yields the lines from the beginning, passing each raw line to `see`."""
     file.seek(0)
     is_json = field is not None or name.endswith(".jsonl") or file.readline().lstrip().startswith(b"{")
 
@@ -126,13 +127,12 @@ def _reader(file: IO[bytes], name: str, field: str | None, skip_empty: bool) -> 
             if text.strip():
                 yield Line(number, text)
             elif not skip_empty:
-                raise UserError(f"{name}, line {number} is empty; --skip-empty leaves such lines out.", "input")
+                raise UserError(f"{name}, line {number} is empty; --skip-empty skips such lines.", "input")
 
     return lines
 
 
 def _text_of(line: str, field: str) -> str:
-    """Read the text of a JSON line."""
     try:
         record = json.loads(line)
     except RecursionError:
@@ -143,7 +143,7 @@ def _text_of(line: str, field: str) -> str:
 
 
 class _Embed:
-    """Embeds lines with a model; the engine runs texts of like lengths together."""
+    """Embeds lines; the engine batches texts of similar length."""
 
     def __init__(self, llm: LLM, options: Mapping[str, Any], count: int) -> None:
         self.size, self._llm, self._count = options["batch_size"], llm, count
@@ -154,7 +154,7 @@ class _Embed:
         )
 
     def vectors(self, lines: Sequence[Line]) -> np.ndarray:
-        """Return the vectors of lines, float32[N, D]."""
+        """Return float32[N, D]."""
         import numpy as np
 
         try:
@@ -165,13 +165,13 @@ class _Embed:
             if is_refused and error.parameter != "prompt":
                 raise
             if len(lines) > 1:
-                return np.concatenate([self.vectors([line]) for line in lines])  # one of them it is
+                return np.concatenate([self.vectors([line]) for line in lines])  # find the failing line
             where = f"line {lines[0].number}" if lines[0].number else "--query"
             raise (UserError if is_refused else EngineError)(f"{where}: {error}") from error
         return np.stack([output.outputs.data for output in outputs])
 
     def batches(self, lines: Iterator[Line], done: int = 0) -> Iterator[tuple[list[Line], np.ndarray]]:
-        """Yield lines with their vectors, without the first `done`, and show how far it is."""
+        """Yield lines with vectors, skipping the first `done`."""
         from tqdm import tqdm
 
         lines = islice(lines, done, None)
@@ -182,7 +182,6 @@ class _Embed:
 
 
 def _write(embed: _Embed, lines: Lines, path: Path, job: Mapping[str, Any]) -> int:
-    """Write the vectors that are not there yet."""
     from jaxllm.commands.vector_file import VectorFile
 
     (first,) = embed.vectors([next(lines())])
@@ -191,7 +190,7 @@ def _write(embed: _Embed, lines: Lines, path: Path, job: Mapping[str, Any]) -> i
             for batch, vectors in embed.batches(lines(), file.num_rows):
                 file.append([line.number for line in batch], [line.text for line in batch], vectors)
         except KeyboardInterrupt:
-            print(f"{path} holds {file.num_rows} vectors; the same command goes on", file=sys.stderr)
+            print(f"{path} holds {file.num_rows} vectors; repeat the command to continue", file=sys.stderr)
             return 130
         file.finish()
     print(f"{path} holds {file.num_rows} vectors of {len(first)} numbers")
@@ -199,7 +198,7 @@ def _write(embed: _Embed, lines: Lines, path: Path, job: Mapping[str, Any]) -> i
 
 
 def _show_nearest(embed: _Embed, lines: Iterator[Line], query: str, most: int = 5) -> None:
-    """Show the lines whose vectors point most in the direction of the query's."""
+    """Print the lines with the highest cosine similarity."""
     import numpy as np
 
     (asked,) = embed.vectors([Line(0, query)])

@@ -1,4 +1,4 @@
-"""Command line flags generated from the fields of dataclasses, which validate the values."""
+"""Command line flags generated from dataclass fields."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from jaxllm.errors import UserError
 from jaxllm.sampling_fields import MODEL, names_in
 from jaxllm.sampling_params import SamplingParams
 
-# The most used fields, which `--help` lists first.
+# `--help` lists these first.
 COMMON = (
     *("host", "port", "grpc_port", "api_key", "served_model_name", "chat_template", "dtype", "quantization"),
     *("max_model_len", "max_num_seqs", "gpu_memory_utilization", "tensor_parallel_size"),
 )
-IDLE = "without_effect"  # key of the parsed options: given flags without effect
+IDLE = "without_effect"  # options key: given flags without effect
 _SHORT = {"tensor_parallel_size": ("-tp",), "n": ("-n",)}
 _SHORT |= {"pipeline_parallel_size": ("-pp",), "data_parallel_size": ("-dp",)}
 _UNITS = {"": 1, **{letter: 1000 ** (power + 1) for power, letter in enumerate("kmgt")}}
@@ -28,7 +28,6 @@ _OF_THE_MODEL = {*names_in(SamplingParams, MODEL).values()} - {"max_tokens"}
 
 
 def flag_of(field: str, cls: type, has_sampling: bool = False) -> str:
-    """Return the flag of a field; `has_sampling` as in `add_engine_flags`."""
     name = "engine_seed" if has_sampling and (cls, field) == (EngineConfig, "seed") else field
     return "--" + name.replace("_", "-")
 
@@ -41,8 +40,7 @@ def add_engine_flags(
 ) -> None:
     """Add a flag for every field of `EngineConfig` but the model.
 
-    `has_sampling`: `--seed` is a request's, so the engine's is `--engine-seed`. `defaults` override the fields'
-    defaults.
+    `has_sampling`: `--seed` is a request's, so the engine's is `--engine-seed`.
     """
     add_flags(group, EngineConfig, {"model", *skipped}, defaults, has_sampling)
     for name, taken in NOT_BUILT.items():
@@ -61,19 +59,17 @@ def add_common_flags(parser: argparse.ArgumentParser, server: type) -> None:
 
 
 def add_sampling_flags(group: argparse._ArgumentGroup, max_tokens: int, skipped: Collection[str] = ()) -> None:
-    """Add flags for `SamplingParams` except `skipped`; `max_tokens` is the command's default."""
     skipped = {*skipped, *(field.name for field in fields(SamplingParams) if field.metadata["help"] is None)}
     add_flags(group, SamplingParams, skipped, {"max_tokens": max_tokens})
 
 
 def given(options: Mapping[str, Any], cls: type) -> dict[str, Any]:
-    """Return the fields of a class that were given as flags."""
     prefix = f"{cls.__name__}."
     return {name.removeprefix(prefix): value for name, value in options.items() if name.startswith(prefix)}
 
 
 def _add_hidden(group: argparse._ArgumentGroup, name: str, action: type[argparse.Action], taken: Sequence[Any]) -> None:
-    """Add a flag of vLLM without a field here; `taken` are accepted values, default first, and decide the syntax."""
+    """Add a flag of vLLM; `taken` are accepted values, default first, and decide the syntax."""
     flag = flag_of(name, EngineConfig)
     is_switch = isinstance(taken[0], bool)
     names = (flag, "--no-" + flag[2:]) if is_switch else (*_SHORT.get(name, ()), flag)
@@ -89,7 +85,7 @@ def _add_hidden(group: argparse._ArgumentGroup, name: str, action: type[argparse
 
 
 class _NotBuilt(argparse.Action):
-    """Accepts a flag of `NOT_BUILT` only with values that change nothing."""
+    """Accepts only values that change nothing."""
 
     def __call__(self, parser: object, namespace: object, values: Any, option_string: str | None = None) -> None:
         given, taken = str(option_string), self.const
@@ -99,7 +95,7 @@ class _NotBuilt(argparse.Action):
             is_taken = values.lower() in [str(value).lower() for value in taken]
             given += f" {values}"
         if not is_taken:
-            raise argparse.ArgumentError(None, f"{given} is not supported by jaxllm yet; leave it out")
+            raise argparse.ArgumentError(None, f"{given} is not supported by jaxllm yet; remove it")
 
 
 class _WithoutEffect(argparse.Action):
@@ -116,7 +112,7 @@ def add_flags(
     defaults: Mapping[str, Any] | None = None,
     has_sampling: bool = False,
 ) -> None:
-    """Add a flag for every field except `skipped`. Absent flags leave no entry in the options."""
+    """Absent flags leave no entry in the options."""
     kinds = get_type_hints(cls)
     for field in fields(cls):
         if field.name in skipped:
@@ -137,7 +133,7 @@ def add_flags(
 
 
 def _argument_of(kind: Any, field: Field[Any]) -> dict[str, Any]:
-    """Return argparse's settings for a type: choice, switch with `--no-`, repeatable flag, or value."""
+    """Return argparse's settings: choice, switch with `--no-`, repeatable flag, or value."""
     members = get_args(kind)
     inner = next((member for member in members if member is not type(None)), kind)
     if inner is bool:
@@ -177,7 +173,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def integer(text: str) -> int:
-    """Parse an integer; suffixes k, m, g, t are decimal, K, M, G, T binary, as in vLLM."""
+    """Suffixes k, m, g, t are decimal, K, M, G, T binary, as in vLLM."""
     match = re.fullmatch(r"([+-]?\d+)([kmgtKMGT]?)", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer (1k is 1000, 1K is 1024)")

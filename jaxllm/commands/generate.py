@@ -74,7 +74,7 @@ def run(options: dict[str, Any]) -> int:
 def _warn_of_numbers(own: Mapping[str, Any]) -> None:
     names = [flag_of(name, SamplingParams) for name in _IN_JSON if own.get(name) is not None]
     if names:
-        print(f"jaxllm: warning: {', '.join(names)}: log-probabilities are written with --json alone", file=sys.stderr)
+        print(f"jaxllm: warning: {', '.join(names)}: log-probabilities are written with --json only", file=sys.stderr)
 
 
 def _read_prompts(options: Mapping[str, Any], own: Mapping[str, Any]) -> list[tuple[Any, dict[str, Any]]]:

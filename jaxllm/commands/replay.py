@@ -22,12 +22,11 @@ if TYPE_CHECKING:
 
 
 def add(commands: Subparsers) -> None:
-    """Add the command."""
     parser = new_command(commands, "replay", run, "run a recording of a server's scheduler, without its model")
     parser.description = (
-        "Run what `jaxllm serve --record FILE` wrote down: every request, plan and token, without the "
-        "model or its device. The exit code is 1 if a plan is not the one that the server made, or if the recording "
-        "breaks off."
+        "Replay a recording of `jaxllm serve --record FILE`: every request, plan and token, without the "
+        "model or its device. The exit code is 1 if a plan differs from the server's, or if the recording is "
+        "truncated."
     )
     parser.add_argument("file", metavar="FILE", help="the recording")
     parser.add_argument("--plans", action="store_true", help="write a line for each plan")
@@ -39,7 +38,7 @@ def add(commands: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Replay and print; 1 if a plan differs or the file is truncated."""
+    """Return 1 if a plan differs or the file is truncated."""
     from jaxllm.replay.replay import Replay
 
     replay = Replay(options["file"])
@@ -55,7 +54,7 @@ def run(options: dict[str, Any]) -> int:
 
 
 def _show(replay: Replay, options: Mapping[str, Any]) -> str | None:
-    """Replay and print; return the last plan difference, if any."""
+    """Return the last plan difference, if any."""
     difference = None
     summary = Summary()
     story = Story(options["request"]) if options["request"] else None
@@ -90,18 +89,18 @@ def _show(replay: Replay, options: Mapping[str, Any]) -> str | None:
         if summary.num_plans or replay.cut is None:
             _write(summary.lines())
             if difference is None:
-                print(f"all {summary.num_plans:,} plans were made again, and are the same")
+                print(f"all {summary.num_plans:,} plans are the same as the server's")
     return difference
 
 
 def _no_request(name: str, summary: Summary, is_whole: bool) -> str:
     if is_whole:
-        return f"no request of the recording is called {name}"
-    return f"no request called {name} is there at {summary.last:.6f} s; it may come later: leave out --at"
+        return f"the recording has no request {name}"
+    return f"there is no request {name} at {summary.last:.6f} s; it may arrive later: remove --at"
 
 
 def _write(lines: Iterable[str]) -> None:
-    """Print lines with control characters escaped, as clients supply names."""
+    """Escape control characters: clients supply names."""
     for line in lines:
         print(printable(line))
 
@@ -130,7 +129,6 @@ class Summary:
         self._most: Counter[str] = Counter()
 
     def take(self, moment: Moment) -> None:
-        """Count an event."""
         counts, state = self._counts, moment.state
         self._first = moment.time if self._first is None else self._first
         self.last = moment.time
@@ -151,7 +149,6 @@ class Summary:
                 self._most[name] = max(self._most[name], value)
 
     def lines(self) -> list[str]:
-        """Return the totals as lines."""
         seconds = self.last - (self._first or 0.0)
         written = [f"{value:,} {name}" for name, value in self._counts.items() if value]
         most = [f"{value:,} {name}" for name, value in self._most.items()]
@@ -170,7 +167,7 @@ class Story:
         self._decoded: dict[int, list[float]] = {}  # times of tokens not printed yet
 
     def take(self, moment: Moment) -> dict[int, str]:
-        """Add an event; return the names of sequences concerned, by id."""
+        """Return the names of sequences concerned, by id."""
         written: dict[int, str] = {}
 
         def note(request_id: int, text: str) -> None:
@@ -242,7 +239,6 @@ def _sizes(state: State) -> dict[str, int]:
 
 
 def header_lines(replay: Replay) -> list[str]:
-    """Format a recording's origin and limits."""
     header = replay.header
     assert header is not None
     started = datetime.fromtimestamp(header.started, UTC).strftime("%Y-%m-%d %H:%M:%S")
@@ -254,7 +250,6 @@ def header_lines(replay: Replay) -> list[str]:
 
 
 def plan_line(moment: Moment) -> str:
-    """Format a plan as one line."""
     plan = moment.plan
     assert plan is not None
     chunks = len(plan.slots) - plan.num_decodes
@@ -278,7 +273,6 @@ def _counts(pool: Pool) -> str:
 
 
 def state_lines(moment: Moment) -> list[str]:
-    """Format a plan and the full scheduler state."""
     state, plan = moment.state, moment.plan
     assert plan is not None
     rows = {
@@ -314,7 +308,7 @@ def _named(request: Request) -> str:
 
 
 def to_json(moment: Moment, names: Mapping[int, str] | None = None) -> dict[str, Any]:
-    """Return an event as JSON values, restricted to the requests `names`."""
+    """Include only the requests `names`."""
     plan, events = moment.plan, moment.events
 
     def is_shown(request_id: int) -> bool:

@@ -1,4 +1,4 @@
-"""`jaxllm serve`: what is typed becomes the engine's settings and the server's; `jaxllm_server` does the rest."""
+"""`jaxllm serve`: convert flags to settings of the engine and the server, then run `jaxllm_server`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from jaxllm_server.shared.options import ServerOptions
 
 
 def add(commands: Subparsers) -> None:
-    """Describe the command."""
     parser = new_command(commands, "serve", run, "serve a model over gRPC and OpenAI-compatible HTTP")
-    parser.usage = "%(prog)s [MODEL] [FLAG ...]"  # all of them are forty lines
+    parser.usage = "%(prog)s [MODEL] [FLAG ...]"  # not 40 lines of flags
     parser.description = (
         "Serve a model over gRPC and OpenAI-compatible HTTP, on this machine only unless --host says otherwise."
     )
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="folder or hub id, as --model")
     add_model(parser)
     add_common_flags(parser, ServerOptions)
-    parser.add_argument("--config", metavar="FILE", help="YAML file of flags; those given here go before")
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file of flags; flags of the command line take precedence"
+    )
     server = parser.add_argument_group("server")
     add_flags(server, ServerOptions, skipped=COMMON)
     _add_habits(server)
@@ -31,10 +32,12 @@ def add(commands: Subparsers) -> None:
 
 
 def _add_habits(group: argparse._ArgumentGroup) -> None:
-    """Take what vLLM's users are used to type, where a default or another flag does the same here."""
+    """Accept flags of vLLM whose effect is the default, or another flag's, here."""
     hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     group.add_argument(
-        "--enable-auto-tool-choice", action="store_true", help="as in vLLM; without it, too, the model chooses tools"
+        "--enable-auto-tool-choice",
+        action="store_true",
+        help="no effect: the model always chooses tools, as in vLLM with this flag",
     )
     for flag, field, value in (
         ("--disable-log-requests", "enable_log_requests", False),
@@ -44,9 +47,8 @@ def _add_habits(group: argparse._ArgumentGroup) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Serve until a signal or the engine's death."""
+    """Serve until a signal or the engine's failure."""
     config = engine_config({**options, "model": options["model_tag"] or options["model"]})
-    # argparse collects what is repeated in lists; the options are frozen.
     server = build(
         ServerOptions, {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
     )
@@ -57,7 +59,7 @@ def run(options: dict[str, Any]) -> int:
     if server.headless:
         with errors_by_flags(ServerOptions, EngineConfig):
             return launch.be_replica(config, server)
-    if config.data_parallel_size == 1:  # else each replica looks at its own devices, which this process leaves alone
+    if config.data_parallel_size == 1:  # else each replica checks its devices; this process must not use them
         _check(config, server)
     with errors_by_flags(ServerOptions, EngineConfig):
         made = launch.new_server(config, server, progress=sys.stderr.isatty())
@@ -65,9 +67,9 @@ def run(options: dict[str, Any]) -> int:
 
 
 def _check(config: EngineConfig, options: ServerOptions) -> None:
-    """Refuse a model that does not exist, or that does not fit these devices, before a port is open; adapters, too.
+    """Refuse a missing model, one that does not fit the devices, or invalid adapters, before listening.
 
-    Reads no weights but those of adapters; of a model on the hub the small files are fetched.
+    Reads no weights but those of adapters; fetches only small files from the hub.
     """
     from jaxllm.engine.features.adapters import store
     from jaxllm.model import decoder

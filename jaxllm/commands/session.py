@@ -60,7 +60,9 @@ def with_lora(options: dict[str, Any]) -> tuple[dict[str, Any], LoRARequest | No
 
 def add_verbose(parser: argparse.ArgumentParser) -> None:
     """Add `--verbose`, for `open_llm`."""
-    parser.add_argument("-v", "--verbose", action="store_true", help="show how memory is divided and how a start went")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="show the division of memory and the phases of the start"
+    )
 
 
 @contextmanager

@@ -53,11 +53,10 @@ class VectorFile:
         self._save()
 
     def finish(self) -> None:
-        """Mark the file as complete."""
         self._note.unlink()
 
     def _save(self) -> None:
-        """Record the number of complete rows, in the note and in the header of an .npy file."""
+        """Record the complete rows, in the note and in the header of an .npy file."""
         if self._is_binary:
             header = io.BytesIO()
             shape = (self.num_rows, len(self._first))
@@ -73,20 +72,20 @@ class VectorFile:
         new.replace(self._note)
 
     def _read_note(self) -> tuple[int, int]:
-        """Return the complete rows and bytes; raises UserError if texts or model have changed."""
+        """Return complete rows and bytes; raises UserError if texts or model have changed."""
         try:
             note = json.loads(self._note.read_text(encoding="utf-8"))
             changed = [name for name, value in self._job.items() if note[name] != value]
             first, rows, size = np.asarray(note["first"], np.float32), int(note["rows"]), int(note["bytes"])
         except (ValueError, KeyError, TypeError):
-            raise UserError(f"{self._note} is damaged; remove it to begin anew.", "output") from None
+            raise UserError(f"{self._note} is damaged; remove it to start again.", "output") from None
         if self._path.stat().st_size < size:
-            raise UserError(f"{self._path} is shorter than it was; remove {self._note} to begin anew.", "output")
+            raise UserError(f"{self._path} is shorter than it was; remove {self._note} to start again.", "output")
         if first.shape != self._first.shape or np.abs(first - self._first).max() > _SAME * np.abs(first).max():
             changed.append("model")
         if changed:
             raise UserError(
-                f"{self._path} was begun with another {' and '.join(changed)}; remove {self._note} to begin anew.",
+                f"{self._path} was started with another {' and '.join(changed)}; remove {self._note} to start again.",
                 "output",
             )
         return rows, size

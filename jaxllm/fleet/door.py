@@ -30,7 +30,7 @@ Connected = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[Non
 
 
 class Door(NamedTuple):
-    """The address at which replicas on other machines connect."""
+    """Where replicas on other machines connect."""
 
     address: str  # HOST:PORT
     key: str
@@ -45,40 +45,40 @@ class Greeting(NamedTuple):
     key: bytes
 
     def pack(self) -> bytes:
-        """Serialize the greeting; UserError if the key is too long."""
         text = b"\n".join((self.version.encode(), self.number.encode(), self.key))
         if len(text) > MOST_GREETING:
-            raise UserError(f"The key of a fleet may have some {MOST_GREETING - 64} bytes.", "admin_api_key")
+            raise UserError(
+                f"The first --admin-api-key of a fleet may have at most {MOST_GREETING - 64} bytes.", "admin_api_key"
+            )
         return _LENGTH.pack(len(text)) + text
 
 
 async def read_greeting(reader: asyncio.StreamReader) -> Greeting:
-    """Read a greeting within `HELLO_SECONDS`; raises TimeoutError, or ValueError for other data."""
+    """Read a greeting; raises TimeoutError after `HELLO_SECONDS`, ValueError for other data."""
     async with asyncio.timeout(HELLO_SECONDS):
         (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         if size > MOST_GREETING:
-            raise ValueError("no greeting of a replica")
+            raise ValueError("the greeting is too long for a replica")
         version, number, key = (await reader.readexactly(size)).split(b"\n", 2)
     return Greeting(version.decode("ascii", "replace"), number.decode("ascii", "replace"), key)
 
 
 def is_same_key(given: bytes, key: str) -> bool:
-    """Compare keys in constant time."""
     return hmac.compare_digest(given, key.encode())
 
 
 class DoorListener:
-    """Accepts connections and limits the unauthenticated ones. Used on the event loop."""
+    """Limits unauthenticated connections."""
 
     def __init__(self, door: Door, connected: Connected) -> None:
-        """`connected` reads the greeting, checks the key, and then calls `admit`."""
+        """`connected` checks the greeting, and then calls `admit`."""
         self._tls, self._connected = door.tls, connected
         self.strangers: dict[asyncio.Task[None], None] = {}
         self._admitted: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Start listening and return the port; raises OSError if the address cannot be bound."""
+        """Return the port; raises OSError if the address cannot be bound."""
         loop = asyncio.get_running_loop()
         family, kind, protocol, _, address = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
         listener = socket.socket(family, kind, protocol)
@@ -100,7 +100,7 @@ class DoorListener:
                 try:
                     peer, _ = await loop.sock_accept(listener)
                 except OSError as error:
-                    _log.warning("no connection of a replica can be accepted: %s", error.strerror)
+                    _log.warning("connections of replicas cannot be accepted (%s); trying again", error.strerror)
                     await asyncio.sleep(_RETRY_SECONDS)
                     continue
                 if len(self.strangers) >= MOST_STRANGERS:
@@ -116,7 +116,6 @@ class DoorListener:
         self._admitted.discard(task)
 
     def admit(self) -> None:
-        """Mark the current task's connection as authenticated."""
         task = asyncio.current_task()
         if task is not None and task in self.strangers:
             del self.strangers[task]
@@ -144,7 +143,6 @@ class DoorListener:
                 peer.close()
 
     async def close(self) -> None:
-        """Stop listening and close all connections."""
         accepting = [] if self._accepting is None else [self._accepting]
         tasks = [*accepting, *self.strangers, *self._admitted]
         for task in tasks:

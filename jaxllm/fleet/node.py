@@ -133,7 +133,7 @@ class Node:
         if self._is_leaving:
             os._exit(SECOND_SIGNAL)
         self._is_leaving = True
-        _log.info("leaving: %d requests are still answered", len(self._requests))
+        _log.info("stopping once %d running requests are answered", len(self._requests))
         self._say("leave")
 
     def _say(self, *message: Any) -> None:
@@ -236,8 +236,8 @@ def _own(error: Exception) -> Exception:
     """Return a UserError or EngineError unchanged; log others and return a RequestFailedError."""
     if isinstance(error, UserError | EngineError):
         return error
-    _log.error("a request has failed", exc_info=error)
-    return RequestFailedError("The request has failed in its replica, whose log has the reason; others go on.")
+    _log.error("a request failed", exc_info=error)
+    return RequestFailedError("The request failed in its replica, whose log has the reason; other requests continue.")
 
 
 def main() -> int:

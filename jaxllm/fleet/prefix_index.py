@@ -1,4 +1,4 @@
-"""Indexes the blocks in each replica's prefix cache."""
+"""The blocks in each replica's prefix cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jaxllm.scheduler.state import BlockEvent, Removed, Stored
 
 
 class PrefixIndex:
-    """The block digests cached by each replica.
+    """Block digests by replica.
 
     A dict from digest to a bit mask of replicas makes a prompt cost one look-up per block; a set per replica makes its
     removal cheap.
@@ -20,7 +20,7 @@ class PrefixIndex:
         self.block_size = 0  # tokens per block; 0 before the first event
 
     def apply(self, replica: int, events: Iterable[BlockEvent]) -> None:
-        """Apply a replica's events, in order. An unknown or removed number starts a new replica."""
+        """Apply events in order. An unknown or removed number starts a new replica."""
         if replica not in self.replicas:
             used = sum(bit for bit, _ in self.replicas.values())
             self.replicas[replica] = ~used & (used + 1), set()
@@ -46,7 +46,7 @@ class PrefixIndex:
             self._release(held, bit)
 
     def matches(self, digests: Sequence[bytes]) -> Mapping[int, int]:
-        """Return each replica's number of leading cached blocks of a prompt, if any."""
+        """Return the number of leading cached blocks per replica, if any."""
         all_have = sum(bit for bit, _ in self.replicas.values())
         ends: list[tuple[int, int]] = []  # (replicas as bits, their number of leading cached blocks)
         for count, digest in enumerate(digests):

@@ -1,6 +1,6 @@
 """The front end's view of a replica: reported state, live requests and, if local, the process.
 
-Used on the event loop. `router` assigns requests, `supervisor` restarts processes.
+Used on the event loop.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Live:
 
     request: Routed
     num_tokens: int
-    num_runs: int  # replicas tried so far, this one included
-    has_output: bool = False  # output was delivered: the request cannot be rerouted
+    num_runs: int  # replicas tried, this one included
+    has_output: bool = False  # delivered: the request cannot be rerouted
 
 
 class Replica:
@@ -73,7 +73,7 @@ class Replica:
         self.heard = 0.0
         self._state: EngineState = "loading"
         self._load = Load()
-        self._num_new_tokens = 0  # prompt tokens sent since the last heartbeat
+        self._num_new_tokens = 0  # prompt tokens since the last heartbeat
         self._now = Metrics()
         self._devices: DeviceReport | None = None
 
@@ -84,16 +84,15 @@ class Replica:
 
     @property
     def takes_work(self) -> bool:
-        """Whether requests may be sent to the replica."""
         return self.model is not None and self._state == "serving" and not self.is_drained and not self.lost.is_set()
 
     @property
     def metrics(self) -> Metrics:
-        """The metrics, summed over all its processes."""
+        """Summed over all processes."""
         return summed([self._before, self._now])
 
     def get_load(self) -> Load:
-        """Return the load, including requests sent since the last heartbeat."""
+        """Include requests sent since the last heartbeat."""
         live = sum(each.request.num_sequences for each in self.live.values())
         running = min(self._load.running, live)
         return self._load._replace(
@@ -101,11 +100,10 @@ class Replica:
         )
 
     def device_report(self) -> DeviceReport | None:
-        """Return the last report of compiled programs and device memory."""
         return self._devices
 
     def start(self, settings: node.Settings, environment: Mapping[str, str], module: str) -> None:
-        """Start the process, which then connects; raises OSError if it cannot be started."""
+        """Start a process, which then connects; raises OSError."""
         self.lost.clear()
         self.error = None
         self.num_starts += 1
@@ -121,13 +119,11 @@ class Replica:
         self.process.stdin.close()
 
     def connect(self, writer: asyncio.StreamWriter) -> None:
-        """Attach the connection of a process."""
         self.lost.clear()
         self.connected.set()
         self._writer = writer
 
     def is_connected_by(self, writer: asyncio.StreamWriter) -> bool:
-        """Return whether `writer` is the current connection."""
         return self._writer is writer
 
     def send(self, *message: Any) -> None:
@@ -148,7 +144,7 @@ class Replica:
             self._writer.write(messages.frame([messages.pack(message)]))
 
     def add(self, request: Routed, num_runs: int = 1) -> None:
-        """Send a request to the replica; raises UserError if it cannot be serialized."""
+        """Send a request; raises UserError if it cannot be serialized."""
         count = request.num_sequences * len(request.prompt_token_ids)
         try:
             self.send("add", request.internal_id, request.prompt, request.sent, request.priority)
@@ -159,7 +155,6 @@ class Replica:
         self._num_new_tokens += count
 
     def note_output(self, name: str, count: int) -> None:
-        """Count new tokens of a request."""
         live = self.live.get(name)
         if live is not None:
             live.has_output = True
@@ -167,31 +162,24 @@ class Replica:
             self.num_tokens += count
 
     def drop(self, name: str) -> None:
-        """Remove a request."""
         live = self.live.pop(name, None)
         if live is not None:
             self.num_tokens -= live.num_tokens
 
     def call(self, name: str, *given: Any) -> asyncio.Future[Any]:
-        """Call a method of the replica's engine; return a future."""
         self._num_calls += 1
         answer = self._calls[self._num_calls] = asyncio.get_running_loop().create_future()
         self.send("call", self._num_calls, name, list(given))
         return answer
 
-    # Handlers of the replica's messages.
-
     def on_beat(self, state: EngineState, load: Load, metrics: Metrics) -> None:
-        """Store a heartbeat."""
         self._state, self._load, self._now = state, load, metrics
         self._num_new_tokens = 0
 
     def on_devices(self, report: DeviceReport | None) -> None:
-        """Store the device report."""
         self._devices = report
 
     def on_answer(self, number: int, value: Any, error: Exception | None) -> None:
-        """Resolve the future of a call."""
         answer = self._calls.pop(number, None)
         if answer is not None and not answer.done():
             if error is None:
@@ -200,7 +188,7 @@ class Replica:
                 answer.set_exception(error)
 
     def end(self, error: Exception) -> list[Live]:
-        """Detach the process, fail its pending calls, and return its requests, oldest first."""
+        """Detach the process, fail pending calls, and return the requests, oldest first."""
         self.lost.clear()
         self.connected.clear()
         if self._writer is not None:

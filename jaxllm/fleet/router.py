@@ -10,12 +10,12 @@ from jaxllm.fleet.prefix_index import PrefixIndex
 from jaxllm.fleet.replica import Replica, Routed
 from jaxllm.outputs import FinishReason
 
-NONE_TAKES_WORK = "No replica takes work now."
+NONE_TAKES_WORK = "No replica is available; retry later."
 MOST_RUNS = 2  # limits how many replicas a faulty request can crash
 
 
 class Router:
-    """Sends each request to the replica selected by `choose`."""
+    """Sends requests to replicas."""
 
     def __init__(self, replicas: list[Replica], fail: Callable[[str, Exception], None]) -> None:
         """`replicas` are ordered by number; `fail(internal_id, error)` fails a request."""
@@ -25,7 +25,7 @@ class Router:
         self._of: dict[str, Replica] = {}
 
     def add(self, request: Routed, num_runs: int = 1) -> None:
-        """Send a request to a replica; raises UnavailableError if no replica is available."""
+        """Route a request; raises UnavailableError if no replica is available."""
         loads = {each.number: each.num_tokens for each in self.replicas if each.takes_work}
         if not loads:
             raise UnavailableError(NONE_TAKES_WORK)
@@ -40,14 +40,13 @@ class Router:
             replica.send("abort", internal_id, reason)
 
     def forget(self, internal_id: str) -> Replica | None:
-        """Remove a finished request; return its replica."""
         replica = self._of.pop(internal_id, None)
         if replica is not None:
             replica.drop(internal_id)
         return replica
 
     def leave(self, internal_id: str) -> None:
-        """Cancel a request that has no reader left."""
+        """Cancel a request without a reader."""
         replica = self.forget(internal_id)
         if replica is not None:
             replica.send("forget", internal_id)

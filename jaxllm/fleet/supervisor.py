@@ -1,4 +1,4 @@
-"""Starts local replicas, accepts all connections, detects lost replicas and restarts them.
+"""Starts and restarts local replicas, accepts all connections, detects lost replicas.
 
 Used on the event loop.
 """
@@ -21,7 +21,7 @@ from jaxllm.version import __version__
 from pallas_kernels.own_folders import OwnFolder
 
 _log = logging.getLogger(__name__)
-WARN_SECONDS = 1.0  # minimum interval of warnings about refused connections
+WARN_SECONDS = 1.0  # between warnings about refused connections
 LOOK_SECONDS = 0.25
 START_SECONDS = 120.0  # for a process to connect; importing JAX is slow
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds before a restart, doubled each time …
@@ -32,11 +32,9 @@ MOST_FAILED_STARTS = 5  # in a row, then the replica is given up
 class Listener(Protocol):
     """Receives the events of supervised replicas."""
 
-    def heard(self, replica: Replica, said: list[Any]) -> None:
-        """Process the messages of a frame."""
+    def heard(self, replica: Replica, said: list[Any]) -> None: ...
 
-    def lost(self, replica: Replica, error: Exception) -> None:
-        """Handle a replica that ended or is about to."""
+    def lost(self, replica: Replica, error: Exception) -> None: ...
 
     def hopeless(self, error: Exception) -> None:
         """Handle the failure of all replicas."""
@@ -96,11 +94,10 @@ class Supervisor:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
-            _log.error("a replica is not supervised any more", exc_info=task.exception())
-            self._listener.hopeless(EngineDeadError("The fleet's supervision has failed."))
+            _log.error("supervision of a replica failed (a bug)", exc_info=task.exception())
+            self._listener.hopeless(EngineDeadError("The supervision of the replicas failed; see the server's log."))
 
     async def close(self) -> None:
-        """Stop the replicas and the listeners."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -116,19 +113,18 @@ class Supervisor:
         self._folder.remove()
 
     async def drain(self, replica: Replica) -> None:
-        """Drain a replica; return once it is idle and, if local, serves again after a restart."""
+        """Return once the replica is idle and, if local, serves again after a restart."""
         if not replica.takes_work:
-            raise UnavailableError(f"Replica {replica.number} takes no work now: it is {replica.state}.")
+            raise UnavailableError(f"Replica {replica.number} is not available (state {replica.state}).")
         if sum(each.takes_work for each in self._replicas) == 1:
-            raise UnavailableError("No other replica takes work now; the server itself drains at SIGTERM.")
+            raise UnavailableError("No other replica is available; send SIGTERM to drain the whole server.")
         replica.is_drained = True
         while replica.is_drained or (replica.is_local and not replica.takes_work):
             if replica.is_given_up:
-                raise UnavailableError(f"Replica {replica.number} could not be started anew; the log has the reason.")
+                raise UnavailableError(f"Replica {replica.number} could not be restarted; see the server's log.")
             await asyncio.sleep(LOOK_SECONDS)
 
     async def keep(self, replica: Replica, path: str) -> None:
-        """Start a local replica, and restart it when lost."""
         wait, num_failed = FIRST_WAIT, 0
         settings, environment = self._settings_of(replica.number, path)
         while True:
@@ -146,16 +142,21 @@ class Supervisor:
                 return
             num_failed = 0 if end.was_loaded else num_failed + (not is_short)
             if num_failed == MOST_FAILED_STARTS:
-                _log.error("replica %d is given up: %s", replica.number, end.why)
+                _log.error(
+                    "replica %d failed to start %d times, no further attempts: %s",
+                    replica.number,
+                    MOST_FAILED_STARTS,
+                    end.why,
+                )
                 replica.is_given_up = True
                 if all(each.is_given_up for each in self._replicas):
-                    self._listener.hopeless(EngineDeadError("No replica can be started."))
+                    self._listener.hopeless(EngineDeadError("All replicas failed to start; see the server's log."))
                 return
             if end.is_planned:
-                _log.info("replica %d is drained, and started anew", replica.number)
+                _log.info("replica %d is drained and will be restarted", replica.number)
                 continue
             wait = FIRST_WAIT if time.monotonic() - began > WELL_SECONDS else wait
-            _log.warning("replica %d is lost: %s; it is started again in %.1f s", replica.number, end.why, wait)
+            _log.warning("replica %d is lost: %s; it will be restarted in %.1f s", replica.number, end.why, wait)
             await asyncio.sleep(wait)
             wait = min(2 * wait, LONGEST_WAIT)
 
@@ -163,10 +164,10 @@ class Supervisor:
         while True:
             await replica.connected.wait()
             end = await self.until_lost(replica)
-            _log.warning("replica %d has gone: %s; another may connect", replica.number, end.why)
+            _log.warning("replica %d disconnected: %s; its slot is free", replica.number, end.why)
 
     async def until_lost(self, replica: Replica) -> End:
-        """Wait until a replica is lost, notify the listener, and return the reason."""
+        """Notify the listener, and return the reason."""
         why = ""
         looked = replica.heard = time.monotonic()
         while not why:
@@ -178,11 +179,11 @@ class Supervisor:
             if replica.is_drained and not replica.live:
                 why = "it is drained"
             elif replica.process is not None and replica.process.poll() is not None:
-                why = f"its process has ended with {replica.process.returncode}"
+                why = f"its process exited with code {replica.process.returncode}"
             elif replica.lost.is_set():
-                why = "its connection has ended" if replica.error is None else str(replica.error)
+                why = "its connection was closed" if replica.error is None else str(replica.error)
             elif silent > (self._hang_timeout if replica.connected.is_set() else START_SECONDS):
-                why = f"it has said nothing for {silent:.0f} s"
+                why = f"no message for {silent:.0f} s"
             elif replica.state == "hung":
                 why = "a step hangs"
         end = End(why, was_loaded=replica.model is not None, is_planned=replica.is_drained and not replica.live)
@@ -192,10 +193,7 @@ class Supervisor:
         replica.is_drained = False
         return end
 
-    # Connections.
-
     async def connected_from_afar(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve the connection of a remote replica."""
         await self._connected(reader, writer, is_local=False)
 
     async def _connected(
@@ -224,7 +222,7 @@ class Supervisor:
             if replica is None:
                 self._warn("a connection to the fleet's address is closed: %s", error)
             else:
-                _log.exception("what a replica says makes no sense, and its connection is closed")
+                _log.exception("invalid message from a replica; its connection is closed")
         finally:
             writer.close()
             if replica is not None and replica.is_connected_by(writer):
@@ -241,11 +239,11 @@ class Supervisor:
         if is_local:
             number = greeting.number
             known = number.isdecimal() and int(number) < len(self._replicas)
-            return self._replicas[int(number)] if known else "it has no number"
+            return self._replicas[int(number)] if known else "its replica number is missing or invalid"
         assert self._door is not None
         if not is_same_key(greeting.key, self._door.key):
-            return "its key is wrong"
+            return "its key is not the server's first --admin-api-key"
         if greeting.version != __version__:
-            return f"it is of version {shown(greeting.version)}, this server of {__version__}"
+            return f"it runs version {shown(greeting.version)}, this server version {__version__}"
         free = (each for each in self._replicas if not each.is_local and not each.connected.is_set())
-        return next(free, "as many replicas are connected as data_parallel_size allows")
+        return next(free, "data_parallel_size allows no more replicas")

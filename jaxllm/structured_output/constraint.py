@@ -90,7 +90,7 @@ class Constraint:
         if failed:
             self.matchers = [each for each in self.matchers if each not in failed]
             if not self.matchers and not self.openings:
-                self.fail(failed[0].get_error() or "The grammar cannot be followed.")
+                self.fail(failed[0].get_error() or "The grammar allows no further token.")
 
     def consume(self, token: int) -> None:
         """Advance by a sampled token; a mismatch sets `error`."""
@@ -107,7 +107,7 @@ class Constraint:
             self.matchers = [each for each in self.matchers if each.validate_tokens([token]) == 1]
         if not self.matchers:
             if not self.openings:
-                self.fail("The token fits none of the grammars.")
+                self.fail("No grammar allows the token.")
             return
         for matcher in self.matchers:
             try:

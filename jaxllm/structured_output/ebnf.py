@@ -61,7 +61,7 @@ def _refusal(said: str) -> UserError:
 def _converted(gbnf: str, first_rule: str) -> str:
     names = _GBNF_RULE.findall(gbnf)
     if len(names) > MAX_GBNF_RULES:
-        raise _refusal(f"has more than {MAX_GBNF_RULES} rules: {len(names)}; in Lark's notation it may")
+        raise _refusal(f"has more than {MAX_GBNF_RULES} rules: {len(names)}; Lark's notation allows more")
     if len(names) > len(set(names)):
         raise _refusal(f"defines {next(name for name in names if names.count(name) > 1)} twice")
     text = _GBNF_PARTS.sub(_spelled, gbnf)
@@ -73,14 +73,14 @@ def _converted(gbnf: str, first_rule: str) -> str:
     except RecursionError:
         raise
     except Exception as error:
-        raise _refusal(f"is no GBNF: {' '.join(str(error).split())[:200]}") from error
+        raise _refusal(f"is not valid GBNF: {' '.join(str(error).split())[:200]}") from error
 
 
 def _spelled(found: re.Match[str]) -> str:
     """Write a literal or class with escapes that gbnf_to_lark preserves."""
     part = found[0]
     if found["open"] is not None or found["open_class"] is not None:
-        raise _refusal(f"is no GBNF: it has a text or a class that is not closed: {shown(part)}")
+        raise _refusal(f"is not valid GBNF: it has a text or a class that is not closed: {shown(part)}")
     if part.startswith("#"):
         return ""
     if part.startswith("["):
@@ -96,7 +96,7 @@ def _spelled_character(found: re.Match[str]) -> str:
         return found[0]
     code = int(digits, 16)
     if 0xD800 <= code <= 0xDFFF or code > 0x10FFFF:
-        raise _refusal(f"has {found[0]}, which is no character")
+        raise _refusal(f"has {found[0]}, which is not a valid character")
     character = chr(code)
     return character if character.isalnum() or code >= 0xA0 else f"\\x{code:02x}"
 
@@ -112,11 +112,11 @@ def _checked_lark(lark: str, prepare_schema: Callable[[Any], Any], takes_tokens:
         if found["open"] is not None or found["open_expression"] is not None:
             raise _refusal(f"has a text or an expression that is not closed: {shown(found[0])}")
         if found["special"] and not takes_tokens:
-            raise _refusal(f"asks for the token {shown(found[0])}; only texts can be asked for")
+            raise _refusal(f"has the token {shown(found[0])}; only texts are supported")
         if found["attribute"] and found["attribute"] not in _ATTRIBUTES:
-            raise _refusal(f"has the attribute {shown(found['attribute'])}, which cannot be followed")
+            raise _refusal(f"has the attribute {shown(found['attribute'])}, which is not supported")
         if found["text"] and len(found[0]) > MAX_TEXT and found[0][0] == '"':
-            raise _refusal(f"has a text of {len(found[0])} characters; it may have {MAX_TEXT}")
+            raise _refusal(f"has a text of {len(found[0])} characters; the limit is {MAX_TEXT}")
         if found["text"] and found[0][0] == "/" and any(int(each) > MAX_TEXT for each in _REPEATS.findall(found[0])):
             raise _refusal(f"has an expression that repeats a part more than {MAX_TEXT} times")
         if found["bracket"]:
@@ -127,14 +127,14 @@ def _checked_lark(lark: str, prepare_schema: Callable[[Any], Any], takes_tokens:
             if found["keyword"] == "%json":
                 value = prepare_schema(value)
             if found["keyword"] == "%llguidance" and not set(value) <= set(_OPTIONS):
-                raise _refusal(f"has the option {shown(min(set(value) - set(_OPTIONS)))}, which cannot be followed")
+                raise _refusal(f"has the option {shown(min(set(value) - set(_OPTIONS)))}, which is not supported")
             written.append(f" {json.dumps(value)}")
     _check_levels("".join(outside), num_rules)
     return "".join(written) + lark[position:]
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not valid JSON")
 
 
 def _json_at(text: str, position: int) -> tuple[Any, int]:
@@ -145,7 +145,7 @@ def _json_at(text: str, position: int) -> tuple[Any, int]:
     except ValueError as error:
         raise _refusal(f"has JSON that cannot be read: {error}") from error
     if not isinstance(value, dict):
-        raise _refusal(f"has {shown(value)} where a JSON object belongs")
+        raise _refusal(f"has {shown(value)} where a JSON object is expected")
     return value, end
 
 
@@ -155,4 +155,6 @@ def _check_levels(text: str, num_rules: int) -> None:
         depth += (character in "([{") - (character in ")]}")
         most = max(most, depth)
     if num_rules * (1 + most) > MAX_LEVELS:
-        raise _refusal(f"has {num_rules} rules with parentheses {most} deep; together that may be {MAX_LEVELS}")
+        raise _refusal(
+            f"has {num_rules} rules with parentheses {most} deep; rules times depth may be at most {MAX_LEVELS}"
+        )

@@ -170,7 +170,7 @@ def _check_number(name: str, value: float, excludes: bool) -> None:
     else:
         is_exact = int("".join(map(str, digits))) < _EXACT and abs(power) <= _MOST_POWER
     if not is_exact:
-        raise _refusal(f"{name} {shown(value)}, a number that cannot be followed exactly")
+        raise _refusal(f"{name} {shown(value)}, a number that is not supported exactly")
 
 
 def _check_multiples(objects: list[dict[str, Any]]) -> None:
@@ -183,7 +183,8 @@ def _check_multiples(objects: list[dict[str, Any]]) -> None:
     scaled = [int(each.scaleb(places)) for each in given]
     if places > 9 or math.lcm(*scaled) * max(scaled) >= _MOST_PRODUCT:
         raise _refusal(
-            f"multipleOf of {min(given)} and of {max(given)} in a schema that joins parts, which is too much"
+            f"multipleOf of {min(given)} and of {max(given)} in a schema that joins parts; their "
+            "least common multiple is too large"
         )
 
 

@@ -122,10 +122,10 @@ class _Writer:
                 parsed = _parser.parse(pattern)
             least = parsed.getwidth()[0]
             if least > MAX_CHARS:
-                raise self._refusal(f"matches no text of fewer than {least} characters; it must one of {MAX_CHARS}")
+                raise self._refusal(f"matches no text of fewer than {least} characters; the limit is {MAX_CHARS}")
             return self._sequence(parsed, parsed.state.flags, self._edge, self._edge)
         except re.error as error:
-            raise self._refusal(f"is no regular expression: {error}") from error
+            raise self._refusal(f"is not a valid regular expression: {error}") from error
         except (RecursionError, OverflowError) as error:
             raise self._refusal("is nested too deeply or repeats too often") from error
 
@@ -133,7 +133,7 @@ class _Writer:
         return UserError(f"{self._name} {said}.", "structured_outputs")
 
     def _refused(self, construct: str) -> UserError:
-        return self._refusal(f"has {construct}, which cannot be followed")
+        return self._refusal(f"has {construct}, which is not supported")
 
     def _sequence(self, items: Iterable[Any], flags: int, begin: _Edge, end: _Edge) -> str:
         parts = [(str(op), value) for op, value in items]

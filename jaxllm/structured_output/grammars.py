@@ -308,7 +308,7 @@ def _compiled(vocabulary: Vocabulary, source: str, kind: str) -> LLMatcher:
     start_thread(work, "jaxllm-grammar").join()
     failed = next((matcher for matcher in made if matcher.is_error()), None)
     if failed is not None:
-        said = one_line(failed.get_error()).replace("NoExtensionBias", "nothing can be its first token")
+        said = one_line(failed.get_error()).replace("NoExtensionBias", "it allows no first token")
         raise UserError(f"{kind} cannot be compiled: {said}", _PARAMETER)
     return made[0]
 
@@ -339,7 +339,7 @@ def _source(asked: StructuredOutputsParams) -> str:
     if asked.choice is not None:
         longest = max(map(len, asked.choice))
         if longest > _MOST_TEXT:
-            message = f"choice has a text of {longest} characters; it may have {_MOST_TEXT}."
+            message = f"choice has a text of {longest} characters; the limit is {_MOST_TEXT}."
             raise UserError(message, _PARAMETER)
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(_literal, asked.choice))}\n")
     if asked.grammar is not None:

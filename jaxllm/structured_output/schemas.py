@@ -41,10 +41,12 @@ def prepare(schema: Any, close_objects: bool) -> Any:
     if not isinstance(schema, dict):
         return schema
     if "x-guidance" in schema:
-        raise UserError("json has x-guidance, which is not for a schema to say.", "structured_outputs")
+        raise UserError("json has x-guidance, which a schema may not set.", "structured_outputs")
     for name in _REFERENCES:
         if name in schema and not str(schema[name]).startswith("#"):
-            message = f"json has a {name} to {checks.shown(schema[name])}; only this document's own (#...) are read."
+            message = (
+                f"json has {name} to {checks.shown(schema[name])}; only references within it (#...) are supported."
+            )
             raise UserError(message, "structured_outputs")
     required = schema.get("required")
     if _is_more(schema.get("minProperties"), 1 + (len(set(map(str, required))) if isinstance(required, list) else 0)):
@@ -55,7 +57,7 @@ def prepare(schema: Any, close_objects: bool) -> Any:
     named = list(properties) if isinstance(properties, dict) else []
     for text in _texts([schema.get("const"), schema.get("enum"), named]):
         if _UNWRITABLE.search(text):
-            message = f"json has {checks.shown(text)}, whose control character no output can hold."
+            message = f"json has {checks.shown(text)}, with a control character, which no output can contain."
             raise UserError(message, "structured_outputs")
     prepared = {name: _value(name, value, close_objects) for name, value in schema.items()}
     # As in vLLM: an object without named properties stays open.

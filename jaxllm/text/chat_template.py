@@ -115,7 +115,7 @@ def generated(program: jinja2.Template, arguments: Mapping[str, Any], most: int)
     for piece in program.generate(arguments):
         length += len(piece)
         if length > most:
-            raise jinja2.TemplateError(f"it renders to more than {most} characters.")
+            raise jinja2.TemplateError(f"the rendered prompt has more than {most} characters.")
         pieces.append(piece)
     return "".join(pieces)
 

@@ -49,7 +49,7 @@ def shaped_arguments(arguments: Any, shape: Shape, name: str, read: ReadArgument
         return value
     if not shape.takes_texts:
         message = (
-            f"{name} must be a JSON object, which the chat template takes apart; this text is none, or is cut off."
+            f"{name} must be a JSON object, as the chat template reads its fields; this text is not, or is truncated."
         )
         raise UserError(message, "messages")
     return arguments

@@ -179,7 +179,7 @@ class Disguise:
             for place in places:
                 characters[place] = self._twin(text[place])
             text = "".join(characters)
-        raise UserError(f"{parameter} spell special tokens within special tokens; write them otherwise.", parameter)
+        raise UserError(f"{parameter} spell special tokens within special tokens; change the text.", parameter)
 
     def _twin(self, character: str) -> str:
         twin = self._twins.get(character)

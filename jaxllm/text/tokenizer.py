@@ -219,7 +219,7 @@ class Tokenizer:
         room = most - len(head) - len(tail)
         if room < 0:
             raise UserError(
-                f"A prompt of {most} tokens has no room for the {most - room} that the model puts around it.",
+                f"A prompt of {most} tokens has no room for the {most - room} that the model adds.",
                 "truncate_prompt_tokens",
                 most,
             )
@@ -388,7 +388,7 @@ class Tokenizer:
         variables = dict(chat_template_kwargs or {})
         taken = next((name for name in RESERVED if name in variables), None)
         if taken is not None:
-            raise UserError(f"chat_template_kwargs cannot have {taken!r}; it is a parameter of its own.", taken)
+            raise UserError(f"chat_template_kwargs cannot have {taken!r}; it is a separate parameter.", taken)
         source = self._template_source(chat_template, tools)
         with typed_errors(self._refusal):
             special = self.special_tokens
@@ -422,7 +422,7 @@ class Tokenizer:
         whole, text = (self.backend.encode(_ANCHOR, add_special_tokens=special).ids for special in (True, False))
         start = next((start for start in range(len(whole)) if whole[start : start + len(text)] == text), None)
         if start is None:
-            raise UserError("The model's tokenizer changes a prompt that it puts something around.", "tokenizer")
+            raise UserError("The model's tokenizer changes a prompt to which it adds special tokens.", "tokenizer")
         return whole[:start], whole[start + len(text) :]
 
     def template_shape(self, chosen: str | None, tools: Sequence[Mapping[str, Any]] | None) -> Shape:
@@ -458,7 +458,7 @@ class NoTokenizer(Tokenizer):
         return "", ""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise UserError("There is no tokenizer, since skip_tokenizer_init left it out: use token ids.", "prompt")
+        raise UserError("No tokenizer is loaded, because of skip_tokenizer_init: use token ids.", "prompt")
 
     vocab_size = property(_refuse)
     encode_first = encode_last = encode_pair = _refuse

@@ -222,7 +222,7 @@ def _token_fields(token: Any) -> dict[str, Any]:
         raise UserError(f"tokenizer_config.json has a special token without text: {token!r:.200}.", "tokenizer")
     if not all(isinstance(fields.get(flag, False), bool) for flag in flags):
         raise UserError(
-            f"tokenizer_config.json: what is true of a token must be true or false: {token!r:.200}.", "tokenizer"
+            f"tokenizer_config.json: properties of a token must be true or false: {token!r:.200}.", "tokenizer"
         )
     return fields
 

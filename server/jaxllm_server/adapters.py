@@ -1,8 +1,7 @@
-"""The adapters that a server knows by name: loaded at its start or by an administrator, used by requests, unloaded.
+"""The named adapters of a server: loaded at the start or by an administrator, used as models, unloaded.
 
-To clients a name is that of a model. Each load is a `LoRARequest` with a number of its own, so that what is loaded
-again under a name is another adapter to the engine; and the engine forgets one when the last request that began with it
-has ended. Belongs to the event loop; folders are read beside it. Knows no protocol.
+Each load gets a `LoRARequest` with a new number, so a reloaded name is another adapter to the engine, which drops one
+when its last request ends. Used on the event loop.
 """
 
 from __future__ import annotations
@@ -33,15 +32,14 @@ _MODULE_KEYS = frozenset({"name", "path", "base_model_name"})  # vLLM's; there i
 class Served:
     """An adapter under its name."""
 
-    request: LoRARequest  # what the engine knows it by
-    source: str  # its path as it was given
+    request: LoRARequest  # the engine's key
+    source: str  # path as given
     num_finished: int = 0  # requests under this name
     num_users: int = 0  # requests that have not ended
-    is_gone: bool = False  # no new request gets it
+    is_gone: bool = False  # new requests cannot use it
 
     @property
     def name(self) -> str:
-        """What clients call it."""
         return self.request.lora_name
 
 
@@ -73,7 +71,7 @@ class ServedAdapters:
         return name in self._served
 
     def find(self, name: str) -> Served:
-        """Return the adapter of a name; AdapterNotFoundError if there is none."""
+        """Return an adapter by name; raises AdapterNotFoundError."""
         self._check_enabled("adapter")
         served = self._served.get(name)
         if served is None:
@@ -81,12 +79,11 @@ class ServedAdapters:
         return served
 
     def known(self, served: Served) -> Known | None:
-        """Return what the engine remembers of an adapter."""
         return self._engine.known_adapter(served.request)
 
     @contextmanager
     def using(self, served: Served | None) -> Iterator[None]:
-        """Have the engine keep an adapter until the block ends, though it be unloaded meanwhile."""
+        """Keep an adapter in the engine, even if it is unloaded."""
         if served is None:
             yield
             return
@@ -98,7 +95,6 @@ class ServedAdapters:
             self._forget_unused(served)
 
     def note_finished(self, served: Served) -> None:
-        """Count a request that has ended, under the name that it gave."""
         current = self._served.get(served.name)
         if current is None:
             self.num_finished_others += 1
@@ -106,13 +102,14 @@ class ServedAdapters:
             current.num_finished += 1
 
     async def load(self, name: str, path: str, *, in_place: bool = False, client: str | None = None) -> None:
-        """Load an adapter from below the folder for that; with `in_place`, one of its name may be loaded.
+        """Load an adapter from a folder below `--lora-root`; `in_place` replaces a namesake.
 
-        What was begun is ended though the caller be cancelled, or the engine would know an adapter without a name.
+        A load that began is completed even if the caller is cancelled; else the engine would have an adapter without a
+        name.
         """
         self._check_enabled()
         if self._root is None:
-            message = "This server loads no adapters while it runs: it was started without --lora-root, their folder."
+            message = "This server was started without --lora-root, so it cannot load adapters while it runs."
             raise FeatureDisabledError(message)
         if not name or not path:
             message = "Both 'lora_name' and 'lora_path' must be provided."
@@ -125,7 +122,7 @@ class ServedAdapters:
         await asyncio.shield(load)
 
     def unload(self, name: str) -> None:
-        """Take an adapter from new requests; those that have begun end with it."""
+        """Refuse new requests; running ones finish."""
         self._check_enabled()
         if not name:
             raise UserError("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")
@@ -149,7 +146,7 @@ class ServedAdapters:
                 await self._engine.off_loop(self._engine.read_adapter, request, client=client, language=b"")
             except UserError as error:
                 told = str(error)
-                if root != root.parent:  # of the whole file system nothing is hidden, and every path holds "/"
+                if root != root.parent:  # a root of "/" is not hidden: every path contains it
                     told = told.replace(f"{root}/", "").replace(str(root), path)
                 raise UserError(told, "lora_path") from error
             before = self._served.get(name)
@@ -175,11 +172,11 @@ class ServedAdapters:
             message = f"{parameter}: a name must be 1 to {self._most_chars} characters of A-Z, a-z, 0-9 and ._/:@+-"
             raise UserError(f"{message}, got {name!r:.80}.", parameter)
         if name in self._model_names:
-            raise UserError(f"{parameter}: {name} is what the model itself is called.", parameter)
+            raise UserError(f"{parameter}: {name} is the name of the model.", parameter)
 
 
 def requests_of(modules: Sequence[str]) -> tuple[LoRARequest, ...]:
-    """Read `--lora-modules`: texts like NAME=PATH, or JSON objects with "name" and "path"."""
+    """Parse `--lora-modules`: NAME=PATH, or JSON objects with "name" and "path"."""
     requests: dict[str, LoRARequest] = {}
     for text in modules:
         name, _, path = text.partition("=")
@@ -206,13 +203,13 @@ def _module_of(text: str) -> tuple[object, object]:
 
 
 def _folder_of(root: Path, name: str, path: str) -> Path:
-    """Return the folder of an adapter; refuse one that is not below `root`, or holds links that lead out of it."""
+    """Return an adapter's folder, which must be below `root` without links that leave it."""
     try:
         folder = (root / path).resolve()
         is_inside = folder.is_relative_to(root)
         is_there = is_inside and folder.is_dir()
         links = [file.resolve() for file in folder.rglob("*") if file.is_symlink()] if is_there else []
-    except (OSError, ValueError, RuntimeError):  # no path at all, or links in a circle
+    except (OSError, ValueError, RuntimeError):  # an invalid path, or circular links
         is_inside, is_there, links = True, False, []
     if not is_inside or not all(link.is_relative_to(root) for link in links):
         raise UserError("lora_path must stay inside the folder that the server has for adapters.", "lora_path")

@@ -1,9 +1,7 @@
-"""`jaxllm serve`: one event loop for gRPC and HTTP, one engine, a filter process before gRPC; from port to last stream.
+"""`jaxllm serve`: one event loop for gRPC and HTTP, one engine, and a filter process before gRPC.
 
-Owns the order of starting and stopping, signals and exit codes. Ports are open before the model is loaded, so that
-probes are answered ("not ready") from the first second.
-
-Exit codes: 0 after a signal and a drain, 1 when the engine could not start or has died; a second signal ends at once.
+Listens before the model is loaded, so that probes are answered. Exit codes: 0 after a signal and a drain, 1 if the
+engine did not start or failed, 130 after a second signal.
 """
 
 from __future__ import annotations
@@ -38,20 +36,20 @@ if TYPE_CHECKING:
     from jaxllm_server.http.server import HttpServer
 
 _log = logging.getLogger("jaxllm.server")
-WATCH_SECONDS = 0.2  # between two looks at the engine's state
-CLOSE_SECONDS = 3.0  # that the step which is running may take when the process ends
-FAREWELL_SECONDS = 1.0  # for the last errors to reach their clients before the process ends
+WATCH_SECONDS = 0.2  # between checks of the engine's state
+CLOSE_SECONDS = 3.0  # for the running step, when the process ends
+FAREWELL_SECONDS = 1.0  # to send the last errors before the process ends
 SECOND_SIGNAL = 130  # exit code, a shell's for ^C
 
 
 def new_server(config: EngineConfig, options: ServerOptions, progress: bool = False) -> Server:
-    """Make the server of a process of its own; options that cannot be met are errors here."""
+    """Create a server; raises the errors of its options."""
     try:
         import uvicorn  # noqa: F401
         import uvloop  # noqa: F401
 
         import grpc  # noqa: F401  # isort: skip
-    except ModuleNotFoundError as error:  # one that is there and cannot be loaded is another matter
+    except ModuleNotFoundError as error:  # others: installed but not loadable
         raise UserError(f"`jaxllm serve` needs {error.name}: pip install 'jaxllm[server]'") from error
     configure_logging()
     raise_file_limit()
@@ -59,24 +57,24 @@ def new_server(config: EngineConfig, options: ServerOptions, progress: bool = Fa
 
 
 def serve(server: Server) -> int:
-    """Serve a model until a signal or its death; return the exit code."""
+    """Return the exit code."""
     import uvloop
 
     return uvloop.run(server.run())
 
 
 def configure_logging() -> None:
-    """Write the log to standard error, without what libraries write about themselves and clients."""
+    """Log to stderr, without libraries' lines about themselves and clients."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(
         Seldom("uvicorn.error", "jaxllm.server.http", "jaxllm.server.listener")
     )  # messages that any connection can cause
     handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # writes about every back end that is missing
-    logging.getLogger("jax._src.compilation_cache").setLevel(logging.WARNING)  # writes that it begins without a folder
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # writes what our own lines say
-    # Metadata that are no UTF-8, a key perhaps, and a traceback for each.
+    logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # logs each missing backend
+    logging.getLogger("jax._src.compilation_cache").setLevel(logging.WARNING)  # logs a start without a folder
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # repeats our lines
+    # Logs a traceback for metadata that are not UTF-8, possibly a key.
     logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: "Invalid encoding" not in str(record.msg))
 
 
@@ -103,7 +101,6 @@ class Server:
         self._signalled = asyncio.Event()
 
     async def run(self) -> int:
-        """Open the ports, load the model, serve until it ends."""
         self._handle_signals()
         began = time.monotonic()
         watching: list[asyncio.Task[Any]] = []
@@ -117,7 +114,7 @@ class Server:
             self._check_http()
             if not loading.done():
                 return 0  # no request has been accepted yet
-            loading.result()  # what is wrong with the model
+            loading.result()  # raises errors of the model
             self.serving.forms.choose()
             garbage.keep_loaded_objects()
             watching.append(asyncio.ensure_future(garbage.collect()))
@@ -130,10 +127,10 @@ class Server:
             if signalled.done() and not died.done():
                 await self._drain()
             if died.done():
-                _log.error("the engine has died: %s", died.result(), exc_info=died.result())
+                _log.error("the engine died: %s", died.result(), exc_info=died.result())
                 if self.grpc is not None:
                     await self.grpc.set_state("dead")
-                await asyncio.sleep(FAREWELL_SECONDS)  # for calls and probes that come now to learn why
+                await asyncio.sleep(FAREWELL_SECONDS)  # lets new calls and probes learn the reason
             else:
                 died.cancel()
             await self.close(FAREWELL_SECONDS)
@@ -144,7 +141,7 @@ class Server:
                 task.cancel()
 
     async def open(self) -> None:
-        """Open the ports; a port in use is a UserError."""
+        """Open the ports; raises UserError for one in use."""
         options = self.options
         if options.grpc_port is not None or options.grpc_uds is not None:
             from jaxllm_server.grpc.server import start_grpc
@@ -184,17 +181,18 @@ class Server:
 
     def _on_signal(self, number: int) -> None:
         if self._signalled.is_set():
-            _log.warning("second signal: ending at once, %d requests are cut off", self.engine.num_live)
+            _log.warning("second signal: exiting at once, %d requests are aborted", self.engine.num_live)
             os._exit(SECOND_SIGNAL)
         name, state = signal.Signals(number).name, self.engine.state
         what = (
-            f"draining for up to {self.options.shutdown_timeout:g} s" if state == "serving" else f"ending while {state}"
+            f"draining for up to {self.options.shutdown_timeout:g} s"
+            if state == "serving"
+            else f"stopping while {state}"
         )
         _log.info("%s: %s", name, what)
         self._signalled.set()
 
     async def _watch(self) -> None:
-        """Keep gRPC's health service up to date with the engine's state."""
         reported = None
         while self.grpc is not None:
             state = "draining" if self._signalled.is_set() else self.engine.state
@@ -210,22 +208,23 @@ class Server:
             await log_stats(self.engine, self.options.log_stats_interval, _log.info)
 
     async def _drain(self) -> None:
-        """Say "not ready", refuse new work, let streams finish, close."""
+        """Report "not ready", refuse new work, let streams finish, close."""
         self.engine.announce_drain()
         if self.grpc is not None:
             await self.grpc.set_state("draining")
         await asyncio.sleep(self.options.drain_delay)
         is_through = await self.engine.drain(self.options.shutdown_timeout)
         if self.engine.state != "dead":
-            _log.info("all requests are through" if is_through else "time is over: the remaining requests were failed")
+            _log.info(
+                "all requests have finished" if is_through else "shutdown timeout: the remaining requests were aborted"
+            )
 
     def _check_http(self) -> None:
-        """Raise what ended the HTTP front end, if it ended by itself."""
         if self._http_task is not None and self._http_task.done():
             self._http_task.result()
 
     async def close(self, grace: float) -> None:
-        """Close the front ends, which have `grace` seconds to send what they hold, then the engine."""
+        """Close the front ends, with `grace` seconds to flush, then the engine."""
         if self.http is not None and self._http_task is not None:
             self.http.should_exit = True
         if self.grpc is not None:
@@ -238,11 +237,10 @@ class Server:
             Path(self.options.uds).unlink(missing_ok=True)
         await asyncio.to_thread(self.tracer.close)
         if not await self.engine.close(CLOSE_SECONDS):
-            _log.warning("the engine's thread has not ended: a step hangs")
+            _log.warning("the engine's thread did not stop: a step hangs")
 
 
 def _engine(config: EngineConfig, options: ServerOptions, progress: bool) -> EngineClient:
-    """Make the engine, or the fleet of them."""
     from jaxllm_server.adapters import requests_of
 
     bounds: dict[str, Any] = {
@@ -253,7 +251,7 @@ def _engine(config: EngineConfig, options: ServerOptions, progress: bool) -> Eng
     if config.data_parallel_size == 1:
         for name in ("data_parallel_address", "data_parallel_size_local"):
             if getattr(options, name) is not None:
-                raise UserError(f"{name} is for a fleet: give data_parallel_size.", name)
+                raise UserError(f"{name} requires a data_parallel_size above 1.", name)
         adapters = requests_of(options.lora_modules)
         return AsyncLLM(config, progress=progress, recorder=recorder_of(config, options), adapters=adapters, **bounds)
     if options.record is not None:
@@ -272,7 +270,7 @@ def _engine(config: EngineConfig, options: ServerOptions, progress: bool) -> Eng
 
 
 def be_replica(config: EngineConfig, options: ServerOptions) -> int:
-    """Be a replica of another machine's server until that ends; return the exit code, 1 if the server has just gone."""
+    """Run a replica of another machine's server; return the exit code, 1 if the server disconnected."""
     from jaxllm.fleet import node
 
     configure_logging()
@@ -286,10 +284,10 @@ def be_replica(config: EngineConfig, options: ServerOptions) -> int:
         observes=True,
         hang_timeout=options.hang_timeout,
     )
-    _log.info("a replica of the server at %s", options.data_parallel_address)
+    _log.info("running as a replica of the server at %s", options.data_parallel_address)
     if asyncio.run(node.run(settings)):
         return 0
-    _log.error("the server at %s has gone", options.data_parallel_address)
+    _log.error("lost the connection to the server at %s", options.data_parallel_address)
     return 1
 
 

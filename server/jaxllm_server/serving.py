@@ -1,8 +1,4 @@
-"""What both protocols share: a `Call` is checked, completed with the defaults, generated, and answered in `Chunk`s.
-
-Owns the bounds of a request and the served names; `prompts` makes the prompt, `output_reader` splits what comes.
-Knows nothing of messages, status codes or connections.
-"""
+"""Answers `Call`s of any protocol: validates, completes with defaults, generates, and yields `Chunk`s."""
 
 from __future__ import annotations
 
@@ -39,11 +35,11 @@ from jaxllm_server.shared.options import ServerOptions, template_kwargs
 
 Item = TypeVar("Item")
 _log = logging.getLogger("jaxllm.server")
-_TOKEN_BYTES = 56  # of a prompt: the integer, in a list and a tuple, and in the engine's arrays
+_TOKEN_BYTES = 56  # per prompt token: the integer, in a list and a tuple, and in the engine's arrays
 
 
 class Serving:
-    """Answers calls with one engine. It can be made while the engine is still loading."""
+    """Answers calls with one engine, which may still be loading."""
 
     def __init__(self, engine: EngineClient, options: ServerOptions) -> None:
         self.engine = engine
@@ -66,15 +62,12 @@ class Serving:
         self._prompts = Prompts(engine, options, *written, self.off_loop)
 
     def check_model(self, name: str, adapter: str = "") -> str:
-        """Return the name that answers give: the adapter's, else the model's first one as vLLM's do.
-
-        What is not served is a NotFoundError.
-        """
+        """Return the name for answers: the adapter's, else the model's first one, as in vLLM; raises NotFoundError."""
         served = self._served(name, adapter)
         return self.names[0] if served is None else served.name
 
     def _served(self, model: str, adapter: str = "") -> Served | None:
-        """Return the adapter that a request asks for, as its model or by a field of its own."""
+        """Return the adapter named as model or in its own field."""
         if model in self.adapters:
             if adapter and adapter != model:
                 raise UserError("model names one adapter and adapter another.", "adapter")
@@ -84,9 +77,9 @@ class Serving:
         return self.adapters.find(adapter) if adapter else None
 
     def check_room(self, client: str, pools: bool | None = None) -> None:
-        """Refuse what no request of a client could pass now, or ever; asked before anything of one is read.
+        """Refuse a client's requests before reading them, if none could be accepted.
 
-        `pools` says of which kind the request is, where that is known.
+        `pools` is the kind of request, if known.
         """
         self.shares.check(client)
         self.engine.check_room()
@@ -94,10 +87,9 @@ class Serving:
             self.pooling.check_kind(pools)
 
     def check_calls(self, calls: Sequence[Call], params: SamplingParams) -> None:
-        """Refuse one request's calls, which differ in their prompts alone, unless there is room for all of them.
+        """Refuse a request's calls, which differ only in their prompts, unless all of them fit.
 
-        Asked before the first is generated: one for which there is no room fails the request, and what the others
-        have cost is lost.
+        Checked before the first is generated, so that no work is lost.
         """
         beams = beam_calls.beams_of(calls[0], params, self.engine.model.max_model_len)
         num_samples = len(calls) * (params.n if beams is None else beams.beam_width)
@@ -105,7 +97,7 @@ class Serving:
         self.engine.check_queue(num_samples, 0, len(calls))
 
     def params_of(self, call: Call) -> SamplingParams:
-        """Complete a call's sampling: what it gives, then the model's generation_config.json, then neutral values."""
+        """Complete sampling parameters: the client's, then the model's generation_config.json, then neutral values."""
         given = dict(call.sampling)
         self._check_bounds(given)
         if call.scores_prompt:
@@ -123,13 +115,13 @@ class Serving:
             return replace(self.engine.model.default_params, **given, output_kind=kind)
 
     async def completed(self, call: Call) -> SamplingParams:
-        """Call `params_of`; for a large request, in a thread."""
+        """Call `params_of`, in a thread for a large request."""
         return await self._large(call, self.params_of, call)
 
     async def generate(self, call: Call, params: SamplingParams | None = None) -> AsyncGenerator[Chunk]:
-        """Answer a call, in one chunk or in several; `params` is the result of `completed` for it.
+        """Yield one or more chunks; `params` is the result of `completed`.
 
-        To close the iterator aborts the request.
+        Closing the iterator aborts the request.
         """
         served = self._served(call.model, call.adapter)
         self.check_text("request_id", call.request_id)
@@ -159,7 +151,7 @@ class Serving:
             said = prompt.get("prompt")
             entry.charge(PROMPTS, len(said or "") + _TOKEN_BYTES * len(prompt["prompt_token_ids"]))
             if said is None and call.messages is not None and self.forms.reasoning_form is not None:
-                ids = prompt["prompt_token_ids"]  # by their text it is seen whether the prompt opens the reasoning
+                ids = prompt["prompt_token_ids"]  # their text shows whether the prompt opens the reasoning
                 confined = model.tokenizer.confined
                 said = await self.off_loop(call.client, model.tokenizer.decode, ids, False, language=confined)
             reader = self.forms.reader(call, params, said or "", model.tokenizer)
@@ -202,7 +194,7 @@ class Serving:
                         yield chunk
 
     def _priority_of(self, call: Call, num_outputs: int) -> AbstractContextManager[int]:
-        """Return a call's priority; where keys distinguish clients, one client's does not keep all others waiting."""
+        """Return a call's priority, limited if keys distinguish clients, so that one cannot starve the others."""
         if call.priority >= 0 or not self._has_tenants:
             return nullcontext(call.priority)
         num_slots = self.engine.get_load().max_running
@@ -210,7 +202,7 @@ class Serving:
 
     @contextmanager
     def _entry_of(self, call: Call) -> Iterator[Entry]:
-        """Yield the entry of a call's request; a request over gRPC gets it here."""
+        """Create the entry of a gRPC request."""
         if call.entry is not None:
             yield call.entry
             return
@@ -220,39 +212,39 @@ class Serving:
 
     @property
     def tasks(self) -> Sequence[str]:
-        """What the model can be asked for."""
+        """The tasks that clients may request."""
         return self.pooling.tasks or ("generate",)
 
     async def prompt_of(
         self, call: Call, params: SamplingParams | None = None, model: ModelInfo | None = None
     ) -> dict[str, Any]:
-        """Return a call's prompt for the engine: its token ids, its text where there is one, and its salt.
+        """Return the prompt for the engine: token ids, text if available, and salt.
 
-        What cannot fit into the context is refused, or cut where `params` say so. `model` is the model as the call's
-        adapter has it.
+        Refuses prompts that exceed the context, unless `params` allow truncation. `model` is that of the call's
+        adapter.
         """
         return {**await self._prompts.prompt_of(call, params, model), **self.salt_of(call.client, call.cache_salt)}
 
     async def _adapter(self, served: Served | None, client: str) -> Adapter | None:
-        """Return a request's adapter, which is read again if it is not in the host's memory any more."""
+        """Return a request's adapter, read again if it was evicted from host memory."""
         if served is None:
             return None
         try:
             found = self.engine.find_adapter(served.request)
             return found or await self.off_loop(client, self.engine.read_adapter, served.request, language=b"")
-        except UserError as error:  # it could be read once; its folder is not the client's business
+        except UserError as error:  # it was readable before; its folder is not for clients
             _log.error("%s", error)
             raise RequestFailedError("The adapter could not be read again; the server's log has the reason.") from error
 
     async def _model_of(self, name: str, client: str) -> ModelInfo:
-        """Return the model as requests under a name see it."""
+        """Return the model, or an adapter's view of it."""
         served = self._served(name)
         with self.adapters.using(served):
             adapter = await self._adapter(served, client)
             return self.engine.model if adapter is None else adapter.language.model
 
     async def _large(self, call: Call, function: Callable[..., Item], *arguments: Any) -> Item:
-        """Call a function; in a thread if the call's request is large."""
+        """Use a thread if the call's request is large."""
         if call.num_bytes > LARGE_REQUEST:
             return await self.off_loop(call.client, function, *arguments)
         return function(*arguments)
@@ -260,7 +252,7 @@ class Serving:
     async def off_loop(
         self, client: str, function: Callable[..., Item], *arguments: Any, language: bytes | None = None
     ) -> Item:
-        """Run what makes a client's prompt beside the event loop; to wait for a thread takes from its time as well."""
+        """Prepare a prompt in a thread; waiting for one counts towards the request's time limit."""
         try:
             async with asyncio.timeout(self.options.request_timeout or None):
                 return await self.engine.off_loop(function, *arguments, client=client, language=language)
@@ -268,37 +260,35 @@ class Serving:
             raise late(self.options.request_timeout) from error
 
     def owner_of(self, client: str) -> str:
-        """Return whose a request's id is: its client's if keys distinguish clients, else everybody's."""
+        """Return the scope of unique request ids: the client if keys distinguish clients, else all."""
         return client if self._has_tenants else ""
 
     def salt_of(self, client: str, given: str | None) -> dict[str, str]:
-        """Return a call's salt of the prefix cache: the given one, prefixed with the client if there are several keys.
+        """Return the salt of the prefix cache, prefixed with the client if several keys exist.
 
-        The colon is in no salt that a caller can give, so a caller cannot name another client's.
+        Client-supplied salts cannot contain the colon, so they cannot name another client's.
         """
         if self._has_tenants and not self.options.share_prefix_cache:
             return {"cache_salt": f"{client}:{given or ''}"}
         return {} if given is None else {"cache_salt": given}
 
     async def tokenize(self, call: Call) -> list[int]:
-        """Return the token ids of a call's prompt or messages."""
         self.check_model(call.model)
         await self.engine.check_health()
         model = await self._model_of(call.model, call.client)
         return list((await self.prompt_of(call, model=model))["prompt_token_ids"])
 
     async def tokenizer_of(self, name: str, client: str = "") -> Tokenizer:
-        """Return the tokenizer of a model, or of an adapter."""
         await self.engine.check_health()
         return (await self._model_of(name, client)).tokenizer
 
     async def tokenizer_info(self, client: str = "") -> dict[str, Any]:
-        """Return what a tokenizer_config.json says of the model's tokenizer, with the chat template that is used."""
+        """Return tokenizer_config.json with the chat template in use."""
         config = (await self.tokenizer_of("", client)).config()
         return config if self._template is None else config | {"chat_template": self._template}
 
     async def detokenize(self, ids: Sequence[int], client: str = "", model: str = "") -> str:
-        """Return the text of token ids that a client gave, special tokens included."""
+        """Include special tokens."""
         tokenizer = await self.tokenizer_of(model, client)
         vocab_size, longest = self.engine.model.vocab_size, self.engine.model.max_model_len
         if len(ids) > longest:
@@ -308,7 +298,7 @@ class Serving:
         return await self.engine.off_loop(tokenizer.decode, ids, False, client=client, language=tokenizer.confined)
 
     async def echo(self, prompt: str | Sequence[int], client: str, model: str) -> str:
-        """Return the text of a prompt that an answer repeats: empty without a tokenizer, as every text is then."""
+        """Return a prompt's text; empty without a tokenizer, like all texts then."""
         if isinstance(prompt, str):
             return prompt
         if isinstance(await self.tokenizer_of(model, client), NoTokenizer):
@@ -316,7 +306,7 @@ class Serving:
         return await self.detokenize(prompt, client, model)
 
     def _check_bounds(self, given: Mapping[str, Any]) -> None:
-        """Refuse what is more than this server takes, before anything of that size is made."""
+        """Validate sizes before allocating memory in proportion to them."""
         options = self.options
         n, stops, ids = given.get("n"), given.get("stop"), given.get("stop_token_ids")
         allowed, vocab_size = given.get("allowed_token_ids"), self.engine.model.vocab_size
@@ -335,13 +325,13 @@ class Serving:
             raise UserError(message, "allowed_token_ids")
 
     def check_text(self, name: str, value: str | None) -> None:
-        """Refuse names that are long or would be unreadable in a log."""
+        """Refuse names that are long or unreadable in a log."""
         most = self.options.max_request_id_chars
         if value is not None and (not isinstance(value, str) or not 0 < len(value) <= most or not _is_plain(value)):
             raise UserError(f"{name} must be 1 to {most} characters of A-Z, a-z, 0-9, '.', '_' and '-'.", name)
 
     def _check_length(self, call: Call, params: SamplingParams, prompt: Mapping[str, Any]) -> None:
-        """Refuse a number of output tokens that the client named and the context does not hold."""
+        """Refuse a `max_tokens` of the client that exceeds the context."""
         ids = prompt["prompt_token_ids"]
         asked = params.max_tokens if "max_tokens" in call.sampling and not call.may_fill_context else None
         is_cut = params.truncate_prompt_tokens is not None
@@ -350,9 +340,9 @@ class Serving:
             raise too_long(longest, len(ids), asked)
 
     def bounded(self, call: Call, params: SamplingParams, num_prompt: int) -> SamplingParams:
-        """Refuse an answer that would hold too many log-probabilities; outputs of a stream are not kept.
+        """Refuse answers with too many log-probabilities; streams are not stored.
 
-        If the client gave no max_tokens, the outputs end when the answer has reached its bound.
+        Without max_tokens, outputs end at the limit.
         """
         model = self.engine.model
         per_prompt, per_output = (
@@ -371,7 +361,7 @@ class Serving:
 
 
 def given_of(params: SamplingParams) -> dict[str, Any]:
-    """Return the parameters that are not at their defaults."""
+    """Omit default values."""
     shown = {own.name: (getattr(params, own.name), own.default) for own in fields(params)}
     given = {name: value for name, (value, default) in shown.items() if value != default and name != "output_kind"}
     if params.structured_outputs is not None:
@@ -380,7 +370,7 @@ def given_of(params: SamplingParams) -> dict[str, Any]:
 
 
 def _model_name(model: str) -> str:
-    """Return the default name of a model: a folder by its last part, the hub's by their id."""
+    """Return the last part of a folder, or the hub id."""
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 

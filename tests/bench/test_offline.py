@@ -135,11 +135,11 @@ def test_the_commands(run_jaxllm: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("benchmark", "shown"),
     [
-        ("latency", "before the first request (default: all)"),
-        ("throughput", "before the first request (default: all)"),
-        ("explain", "before the first request (default: all)"),
-        ("latency", "KV blocks of prompts that begin alike (default: false)"),
-        ("throughput", "KV blocks of prompts that begin alike (default: true)"),
+        ("latency", "background on a CPU (default: all)"),
+        ("throughput", "background on a CPU (default: all)"),
+        ("explain", "background on a CPU (default: all)"),
+        ("latency", "KV blocks of prompts with a common prefix (default: false)"),
+        ("throughput", "KV blocks of prompts with a common prefix (default: true)"),
         ("scheduler", "--num-requests N [N ...] (default: 64 256 1000 4096)"),
     ],
 )
@@ -176,7 +176,7 @@ def test_transformers_gets_the_same_prompts_padded_in_batches() -> None:
     with pytest.raises(UserError, match="10 tokens is longer than the model's context of 9"):
         model.run([Job((1,) * 9, 9, 1)], n=1, max_batch_size=1)
     network.missing = 1
-    with pytest.raises(EngineError, match="were asked for"):
+    with pytest.raises(EngineError, match="were requested"):
         model.run(JOBS, n=1, max_batch_size=2)
 
 

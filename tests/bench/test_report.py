@@ -187,9 +187,9 @@ def test_a_chats_first_token_is_no_role() -> None:
     [
         ([b'{"choices": [{"text": "a", "finish_reason": null}]}'], "the stream ended before the answer did"),
         ([b"[DONE]"], "the answer has no token"),
-        ([b"{", b"[DONE]"], "an event is no JSON: {"),
-        ([b'{"error": {"message": "no\\nmemory"}}', b"[DONE]"], "the stream broke off: no memory"),
-        ([b"[1]"], "the stream broke off: [1]"),
+        ([b"{", b"[DONE]"], "an event is not valid JSON: {"),
+        ([b'{"error": {"message": "no\\nmemory"}}', b"[DONE]"], "the stream failed: no memory"),
+        ([b"[1]"], "the stream failed: [1]"),
     ],
 )
 def test_answers_that_are_none(payloads: list[bytes], error: str) -> None:
@@ -235,7 +235,7 @@ def test_doubts_are_told() -> None:
     assert list(serve.doubts([good[0], short], calm, **{**asked, "ignores_eos": False})) == []
     assert "1 of 1 answers are longer" in next(serve.doubts([long], calm, **asked))
     good[1].seen_prompt_tokens = 12
-    assert "22 prompt tokens where the tokenizer counts 20" in next(serve.doubts(good, calm, **asked))
+    assert "22 prompt tokens, the tokenizer 20" in next(serve.doubts(good, calm, **asked))
     assert list(serve.doubts(good, calm, **{**asked, "compares_prompts": False})) == []
     assert "no usage for 1 of 2" in next(
         serve.doubts(good, calm, **{**asked, "num_counted": 1, "compares_prompts": False})
@@ -274,7 +274,7 @@ def test_prompts_that_were_cached_are_told() -> None:
     assert poller.counted() == {"prompt_tokens": 200.0, "cached_prompt_tokens": 64.0}
     assert "cached_prompt_tokens" not in (poller.timeline() or {})
     (doubt,) = serve.cache_doubt(poller.counted())
-    assert doubt.startswith("64 of 200 prompt tokens came from the prefix cache: another --seed")
+    assert doubt.startswith("64 of 200 prompt tokens came from the prefix cache: change --seed")
     for counted in ({}, {"prompt_tokens": 200.0, "cached_prompt_tokens": 4.0}, dict.fromkeys(poller.counted(), 0.0)):
         assert list(serve.cache_doubt(counted)) == []
 

@@ -91,7 +91,7 @@ def test_a_slow_server_is_timed(server: FakeOpenAI) -> None:
         ("refusing", " is not wanted", 0),
         ("broken", "HTTP 502: <h1>oops</h1>", 0),
         ("truncated", "the stream ended before the answer did", 2),
-        ("failing", "the stream broke off: out of memory", 2),
+        ("failing", "the stream failed: out of memory", 2),
         ("dropping", "ClientPayloadError", 2),
     ],
 )
@@ -223,7 +223,7 @@ def test_failures_are_shown_by_kind_and_results_appended(
         assert code == expected
     err = capsys.readouterr().err
     assert "3 failed: HTTP 400: request" in err
-    assert "3 of 3 answers are shorter than asked for" in err and "no usage for 3 of 3" in err
+    assert "3 of 3 answers are shorter than requested" in err and "no usage for 3 of 3" in err
     text = (tmp_path / "all.jsonl").read_text()
     _, refused, short = (json.loads(line) for line in text.splitlines())
     assert text.endswith("}\n")
@@ -297,8 +297,8 @@ def test_lengths_that_the_server_cannot_hold_are_refused_before_they_are_sent(
         lengths = ("--base-url", fake.url, "--num-prompts", "2", "--input-len", "40", "--output-len")
         assert bench(*lengths, "9") == 1 and not fake.bodies
         assert capsys.readouterr().err == (
-            "jaxllm: error: a prompt of 40 tokens with an output of 9 is longer than the context of 48 that the server "
-            "has; lower --input-len or --output-len.\n"
+            "jaxllm: error: a prompt of 40 tokens with an output of 9 is longer than the server's context of 48; "
+            "lower --input-len or --output-len.\n"
         )
         assert bench(*lengths, "8") == 0
         assert bench(*lengths, "9", "--model", "slow") == 0, "of that one, the server does not say"
@@ -337,7 +337,7 @@ def test_warmups_that_fail_end_it(server: FakeOpenAI, capsys: pytest.CaptureFixt
 
 def test_a_process_that_ends_before_the_run_is_told(server: FakeOpenAI, capfd: pytest.CaptureFixture[str]) -> None:
     process = ClientProcess(Share(target(server, "plain"), (), (), max_concurrency=-1))  # no semaphore can be that
-    with pytest.raises(EngineError, match="a client process ended before the run; what it said is above"):
+    with pytest.raises(EngineError, match="a client process exited before the run; its output is above"):
         process.wait_ready()
     process.close()
     assert "ValueError: Semaphore initial value must be >= 0" in capfd.readouterr().err
@@ -346,7 +346,7 @@ def test_a_process_that_ends_before_the_run_is_told(server: FakeOpenAI, capfd: p
 def test_a_server_that_lists_no_model_or_has_no_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
     with FakeOpenAI(models=False) as fake:
         assert bench("--base-url", fake.url) == 1
-    assert "/v1/models answers HTTP 404: name the model with --model." in capsys.readouterr().err
+    assert "/v1/models answers HTTP 404: give the model with --model." in capsys.readouterr().err
     assert bench("--port", "1") == 1
     assert "http://127.0.0.1:1 does not answer" in capsys.readouterr().err
     assert cli.main(["bench", "serve", "--model", "/no/model", "--num-prompts", "1"]) == 1
@@ -362,7 +362,7 @@ def test_a_server_that_wants_a_key(
     with FakeOpenAI(key="right") as fake:
         assert bench("--base-url", fake.url, "--ready-check-timeout-sec", "60") == 1, "waiting brings no key"
     err = capsys.readouterr().err
-    assert "/v1/models answers HTTP 401: the server wants a key: set OPENAI_API_KEY, or --header " in err
+    assert "/v1/models answers HTTP 401: the server requires a key: set OPENAI_API_KEY, or --header " in err
     assert err.count("\n") == 1 and "wrong" not in err
 
 
@@ -392,29 +392,32 @@ def test_a_server_that_comes_late_is_waited_for() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ramp-up-strategy", "linear"], "go together"),
+        (["--ramp-up-strategy", "linear"], "must be given together"),
         (["--request-rate", "0"], "--request-rate must be above 0"),
         (
             ["--request-rate", "1", "--ramp-up-strategy=linear", "--ramp-up-start-rps=1", "--ramp-up-end-rps=2"],
-            "the ramp",
+            "not allowed with --ramp-up-strategy",
         ),
-        (["--dataset-name", "timed_trace", "--dataset-path", "x", "--request-rate", "1"], "times of its own"),
+        (
+            ["--dataset-name", "timed_trace", "--dataset-path", "x", "--request-rate", "1"],
+            "timed_trace sets the arrival times",
+        ),
         (["--max-concurrency", "0"], "--max-concurrency must be at least 1"),
         (["--num-processes", "0"], "expected a whole number above 0 or auto"),
         (["--goodput", "itl:3"], "expected ttft|tpot|e2el:MILLISECONDS"),
-        (["--percentile-metrics", "ttft,x"], "x is none of"),
+        (["--percentile-metrics", "ttft,x"], "unknown metric x; choose from ttft,"),
         (["--metric-percentiles", "101"], "expected numbers from 0 to 100"),
         (["--header", "Bearer SECRET"], "expected KEY=VALUE"),
         (["--extra-body", "[]"], "expected a JSON object"),
-        (["--backend", "openai-chat", "--prompts", "ids"], "a conversation is sent as text"),
-        (["--backend", "grpc", "--insecure"], "--insecure is of HTTP"),
+        (["--backend", "openai-chat", "--prompts", "ids"], "not allowed with --backend openai-chat"),
+        (["--backend", "grpc", "--insecure"], "--insecure applies to HTTP only"),
         (["--base-url", "localhost:1"], "--base-url must begin with http"),
-        (["--embed-batch-size", "2"], "--embed-batch-size is of --endpoint embeddings"),
+        (["--embed-batch-size", "2"], "--embed-batch-size requires --endpoint embeddings"),
         (["--endpoint", "embeddings", "--embed-batch-size", "0"], "--embed-batch-size must be at least 1"),
-        (["--endpoint", "embeddings", "--backend", "openai-chat"], "--backend openai-chat generates"),
-        (["--endpoint", "embeddings", "--top-p", "0.5"], "--top-p: nothing is generated by --endpoint embeddings"),
-        (["--endpoint", "embeddings", "--goodput", "ttft:1"], "has no ttft, only e2el and client_queue_time"),
-        (["--backend", "openai-embeddings", "--percentile-metrics", "itl"], "has no itl, only e2el"),
+        (["--endpoint", "embeddings", "--backend", "openai-chat"], "--backend openai-chat is not allowed"),
+        (["--endpoint", "embeddings", "--top-p", "0.5"], "--top-p is not allowed with --endpoint embeddings"),
+        (["--endpoint", "embeddings", "--goodput", "ttft:1"], "no metric ttft; choose from e2el, client_queue_time"),
+        (["--backend", "openai-embeddings", "--percentile-metrics", "itl"], "no metric itl; choose from e2el"),
         (["--append-result"], "--append-result needs --save-result"),
         (["--num-prompt", "3"], "unknown argument --num-prompt; did you mean --num-prompts?"),
     ],

@@ -93,7 +93,7 @@ def test_a_limit_fails_and_so_does_a_start(monkeypatch: pytest.MonkeyPatch, caps
         patched.setattr(startup, "measure", measure)
         assert cli.main(["bench", "startup", "--limit-cold", "10.5", "--limit-warm", "3.5"]) == 0
         assert cli.main(["bench", "startup", "--limit-warm", "2.5"]) == 1
-    assert "the first token of a warm start comes after 3.0 s; the limit is 2.5 s." in capsys.readouterr().err
+    assert "the first token of a warm start took 3.0 s; the limit is 2.5 s." in capsys.readouterr().err
     with pytest.raises(EngineError, match=r"a start failed: .*no folder nothing is here"):
         startup.measure({"model": "nothing", "device": "cpu"}, 1, cache="unused")
 

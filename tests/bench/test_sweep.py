@@ -75,7 +75,7 @@ def test_only_what_is_missing_is_run_again(run_jaxllm: Run, commands: list[list[
         ("working\njaxllm: error: unlucky\n", "jaxllm: error: unlucky"),
         ("====\n2 failed: HTTP 429: full\nwarning: slow\nwrote a.json.part\n", "2 failed: HTTP 429: full"),
         ("Failed requests:  0\nKilled\n", "Killed"),
-        ("\n", "it said nothing"),
+        ("\n", "no output"),
     ],
 )
 def test_the_reason_of_a_failure_is_the_last_error(said: str, reason: str) -> None:

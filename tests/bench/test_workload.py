@@ -153,7 +153,7 @@ def test_a_trace_keeps_its_times_and_what_its_prompts_share(
         ("sharegpt", "{}", "expected a JSON list"),
         ("sharegpt", "[{}]", 'record 0 has no list "conversations"'),
         ("sharegpt", '[{"conversations": [1, 2]}]', 'a turn of record 0 has no text "value"'),
-        ("sharegpt", "[]", "holds no prompt that can be used"),
+        ("sharegpt", "[]", "has no usable prompt"),
         ("custom", '{"prompt": "a"}\n{', "line 2: Expecting"),
         ("custom", "[1]", "line 1: expected a JSON object"),
         ("custom", '\n{"text": "a"}', 'line 2: expected an object with a text "prompt"'),
@@ -162,8 +162,8 @@ def test_a_trace_keeps_its_times_and_what_its_prompts_share(
             '{"prompt": "a", "output_tokens": 0}',
             "line 1: output_tokens must be a whole number above 0, got 0",
         ),
-        ("custom", "", "holds no prompt that can be used"),
-        ("timed_trace", "", "holds no request"),
+        ("custom", "", "has no usable prompt"),
+        ("timed_trace", "", "has no requests"),
         (
             "timed_trace",
             '{"timestamp": -1, "input_length": 1, "output_length": 1}',
@@ -175,7 +175,7 @@ def test_a_trace_keeps_its_times_and_what_its_prompts_share(
             "\n".join(f'{{"timestamp": {when}, "input_length": 1, "output_length": 1}}' for when in (2, 1)),
             "line 2: its timestamp is before",
         ),
-        ("sonnet", " \n", "holds no line of text"),
+        ("sonnet", " \n", "has no lines of text"),
     ],
 )
 def test_bad_files_are_told_in_one_line(
@@ -204,10 +204,10 @@ def test_every_field_of_the_dataset_has_a_flag() -> None:
     [
         ({"random_input_len": 0}, "--random-input-len must be at least 1"),
         ({"random_range_ratio": 1.0}, "--random-range-ratio must be in [0, 1)"),
-        ({"sonnet_input_len": 5}, "--sonnet-input-len is of the dataset sonnet; --dataset-name is random"),
-        ({"dataset_name": "sharegpt"}, "--dataset-path is needed"),
-        ({"dataset_path": "x"}, "--dataset-path is not read by the dataset random; choose a --dataset-name"),
-        ({"dataset_name": "custom", "dataset_path": "x", "input_len": 3}, "--input-len cannot be given"),
+        ({"sonnet_input_len": 5}, "--sonnet-input-len requires --dataset-name sonnet, got random"),
+        ({"dataset_name": "sharegpt"}, "--dataset-path is required"),
+        ({"dataset_path": "x"}, "--dataset-path is not allowed with --dataset-name=random; choose another"),
+        ({"dataset_name": "custom", "dataset_path": "x", "input_len": 3}, "--input-len is not allowed"),
         ({"seed": -1}, "--seed must be at least 0"),
     ],
 )

@@ -89,7 +89,7 @@ def test_the_key_and_metadata_go_with_every_call(connect: Callable[..., Any], se
         ("http://localhost:8000", {}, "target must be host:port or unix:/path, got 'http://localhost:8000'."),
         ("localhost", {}, "target needs a port, as in localhost:50051."),
         ("", {}, "target needs a port, as in localhost:50051."),
-        ("localhost:1", {"ssl_certfile": "cert.pem"}, "ssl_certfile and ssl_keyfile go together."),
+        ("localhost:1", {"ssl_certfile": "cert.pem"}, "ssl_certfile and ssl_keyfile must be given together."),
         ("localhost:1", {"ssl_ca_certs": "/no/such.pem"}, "/no/such.pem cannot be read: No such file or directory."),
     ],
 )

@@ -103,7 +103,9 @@ def test_details_of_another_form_leave_the_status(connect: Callable[..., Any], s
 
 
 def test_a_request_that_is_too_large_is_the_callers_fault(connect: Callable[..., Any], server: FakeServer) -> None:
-    with pytest.raises(errors.UserError, match=r"^The request is larger than 127\.0\.0\.1:\d+ takes: ") as caught:
+    with pytest.raises(
+        errors.UserError, match=r"^The request is larger than the limit of 127\.0\.0\.1:\d+: "
+    ) as caught:
         connect(retries=False).generate("x" * (2 << 20))
     assert caught.value.parameter == "prompt"
     assert not server.seen

@@ -254,7 +254,7 @@ def test_only_streams_take_a_streams_options(client: Any, server: FakeServer) ->
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "multiple are specified", "structured_outputs"),
         (
             {"structured_outputs": {"regex": "a", "begin_after": "b"}},
-            "begin_after is the server's",
+            "begin_after can only be set by the server",
             "structured_outputs",
         ),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structural_tag is not supported", "structured_outputs"),

@@ -208,14 +208,14 @@ def test_chat_keeps_the_conversation(run: Run) -> None:
         "s:S|u:hello", "s:S|u:hello|a:u:hello |u:again", "s:S|u:new",
     ]  # fmt: skip
     assert out == "u:hello \nu:again \nu:new \n"
-    assert err == "The conversation is forgotten.\n"
+    assert err == "The conversation is cleared.\n"
     assert seen_params()[0] == SamplingParams(temperature=0.7, max_tokens=1024)
 
 
 def test_chat_commands(run: Run) -> None:
     code, out, err = run("chat", stdin="/help\n/nope\n /exit \nnever\n")
     assert (code, out, FakeLLM.made.engine.seen) == (0, "", [])
-    assert err == CHAT_HELP + "\nThere is no command /nope; /help lists them.\n"
+    assert err == CHAT_HELP + "\nUnknown command /nope; /help lists the commands.\n"
 
 
 def test_interrupt_ends_the_turn_and_not_the_chat(run: Run) -> None:
@@ -226,7 +226,7 @@ def test_interrupt_ends_the_turn_and_not_the_chat(run: Run) -> None:
 
 
 def test_answer_that_was_cut_off_says_so(run: Run) -> None:
-    assert run("chat", stdin="be cut\n")[2] == "(cut off: --max-tokens or the context is used up)\n"
+    assert run("chat", stdin="be cut\n")[2] == "(truncated: --max-tokens or the context is used up)\n"
 
 
 def test_oldest_turns_are_dropped_when_the_context_is_full(run: Run) -> None:
@@ -234,13 +234,13 @@ def test_oldest_turns_are_dropped_when_the_context_is_full(run: Run) -> None:
     _, _, err = run("chat", "--system", "S", stdin="a" * 20 + "\n" + "b" * 20 + "\nc\n")
     last = FakeLLM.made.engine.seen[-1][0]["prompt"]
     assert last == f"s:S|u:{'b' * 20}|a:u:{'b' * 20} |u:c"
-    assert err == "The context is full: the 2 oldest messages are forgotten.\n"
+    assert err == "The context is full: the 2 oldest messages were dropped.\n"
 
 
 def test_message_that_never_fits_is_refused_and_forgotten(run: Run) -> None:
     code, out, err = run("chat", stdin="x" * 98 + "\nok\n")
     assert (code, out) == (0, "u:ok \n")
-    assert err == "jaxllm: error: The message has 100 tokens with its template; the context holds 100.\n"
+    assert err == "jaxllm: error: The message has 100 tokens with its template; the context has 100.\n"
     assert FakeLLM.made.engine.seen[0][0]["prompt"] == "u:ok"
 
 

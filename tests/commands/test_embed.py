@@ -109,7 +109,7 @@ def test_what_was_broken_off_goes_on(ending: str, pooling: Pooling, run: Run, tm
         pooling.ends_at = ends_at
         code, _, err = run(*arguments, str(output))
         done = (ends_at - 1) * 4  # the first call is for the first text alone
-        assert (code, err) == (130, f"{output} holds {done} vectors; the same command goes on\n")
+        assert (code, err) == (130, f"{output} holds {done} vectors; repeat the command to continue\n")
         assert np.array_equal(read(output).reshape(-1, WIDTH), read(whole)[:done])
         with output.open("ab") as file:
             file.write(b"half of a row")  # as where the process was killed while it wrote
@@ -132,7 +132,7 @@ def test_what_was_begun_otherwise_is_not_gone_on_with(pooling: Pooling, run: Run
         source.write_text(texts + "\nmore" * (changed == "input"))
         pooling.seed = int(changed == "model")
         code, _, err = run(*arguments, *more)
-        assert code == 1 and f"was begun with another {changed}; remove {output}.progress.json" in err
+        assert code == 1 and f"was started with another {changed}; remove {output}.progress.json" in err
         assert output.read_bytes() == begun
     pooling.seed = 0
     note = tmp_path / "vectors.npy.progress.json"
@@ -152,7 +152,7 @@ def test_what_was_begun_otherwise_is_not_gone_on_with(pooling: Pooling, run: Run
     ("body", "flags", "message"),
     [
         (b"", (), "holds no text"),
-        (b"a\n \nb", (), "line 2 is empty; --skip-empty leaves such lines out"),
+        (b"a\n \nb", (), "line 2 is empty; --skip-empty skips such lines"),
         (b"a\n\xff", (), "line 2: 'utf-8' codec can't decode"),
         (b'{"text": "a"}\n{"text": 1}', (), 'line 2: expected an object with a text in "text"; --field names another'),
         (b'{"text": "a"}\nb', (), "line 2: Expecting value"),

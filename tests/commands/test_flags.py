@@ -120,10 +120,10 @@ def test_integers_with_units(text: str, value: int) -> None:
         (["serve", "--lora-modules", "a=b"], "--lora-modules needs --enable-lora."),
         (["serve", "--enable-lora", "--lora-modules", "a=/no/adapter"], "adapter 'a': there is no folder /no/adapter"),
         (["serve", "--enable-lora", "--lora-modules", "a", "b=c"], "--lora-modules takes NAME=PATH, or {"),
-        (["bench", "serve", "--endpoint", "embeddings", "--lora-modules", "a"], "--lora-modules: nothing is generated"),
+        (["bench", "serve", "--endpoint", "embeddings", "--lora-modules", "a"], "--lora-modules is not allowed with"),
         (["generate", "--quantization", "awq", "x"], "argument --quantization: invalid choice: 'awq'"),
         (["generate", "--convert", "embed", "x"], "--convert embed is not supported by jaxllm yet"),
-        (["serve", "-pp", "2"], "-pp 2 is not supported by jaxllm yet; leave it out"),
+        (["serve", "-pp", "2"], "-pp 2 is not supported by jaxllm yet; remove it"),
         (["serve", "--kv-cache-dtype=int4"], "argument --kv-cache-dtype: invalid choice: 'int4'"),
         (["serve", "--enforce-eage"], "unknown argument --enforce-eage (see"),
         (["generate", "--file", "f", "x"], "give prompts as arguments or with --file, not both"),
@@ -148,7 +148,7 @@ def test_what_changes_nothing_is_taken_with_one_warning(run: Run) -> None:
     typed = ["--trust-remote-code", "--swap-space=8", "--no-enable-chunked-prefill", "--compilation-config", "{}"]
     code, _, err = run("generate", *typed, "p")
     assert (code, FakeLLM.made.settings) == (0, {"precompile": "background"})
-    said = "taken for the sake of vLLM's users, without effect in jaxllm"
+    said = "accepted for compatibility with vLLM, without effect in jaxllm"
     flags = "--trust-remote-code, --swap-space, --no-enable-chunked-prefill, --compilation-config"
     assert err.startswith(f"jaxllm: warning: {flags}: {said}\n") and err.count("warning") == 1
     with pytest.warns(UserWarning) as warned:
@@ -177,7 +177,9 @@ def test_help_begins_with_what_most_set_and_says_which_paths_need_the_key(run: R
     assert len(usual.splitlines()) < 60
     said = " ".join(out.split())
     assert "every path but /health, /live, /ready, /ping, /docs and /openapi.json" in said
-    assert "/metrics (Prometheus has to send it), /load and the routes of adapters over HTTP, gRPC's control" in said
+    assert (
+        "over HTTP /metrics (Prometheus has to send it), /load, /drain and the routes that load adapters, over" in said
+    )
 
 
 def test_log_probabilities_without_json_are_warned_of(run: Run) -> None:

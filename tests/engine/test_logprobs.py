@@ -125,5 +125,5 @@ def test_the_bound_is_the_configs() -> None:
         for name, kind in (("logprobs", "sample"), ("prompt_logprobs", "prompt")):
             with pytest.raises(UserError, match=f"Requested {kind} logprobs of 26, which is greater than"):
                 ask(llm, **{name: 26})
-            with pytest.raises(UserError, match=rf"{name}=-1 asks for the whole vocabulary \(\d+\), but max_logprobs"):
+            with pytest.raises(UserError, match=rf"{name}=-1 requests the whole vocabulary \(\d+\), but max_logprobs"):
                 ask(llm, **{name: -1})

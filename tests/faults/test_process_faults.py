@@ -110,7 +110,7 @@ def test_it_hangs_it_is_stopped_it_has_no_descriptors_and_then_its_engine_dies()
         # Over gRPC; a stream over HTTP; one that had not begun, which has a status of its own.
         assert all(end in ("EngineDeadError", "data: [DONE]") or "engine_dead" in end for end in ends), ends
         assert server.wait(10.0) == 1
-        assert any("the engine has died" in line for line in server.log)
+        assert any("the engine died" in line for line in server.log)
 
 
 def hangs(server: ServingProcess) -> None:

@@ -142,7 +142,7 @@ def test_a_planted_mistake_is_found(check: Check, mutant: Mutant) -> None:
 
 
 def test_no_replica_takes_work() -> None:
-    with pytest.raises(ValueError, match="no replica takes work"):
+    with pytest.raises(ValueError, match="no replica is available"):
         fleet.choose([], {}, PrefixIndex())
 
 

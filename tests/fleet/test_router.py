@@ -155,9 +155,9 @@ async def test_a_replica_that_is_lost_is_not_heard_any_more() -> None:
 @pytest.mark.parametrize(
     ("greeting", "why"),
     [
-        (Greeting(__version__, "", b"another"), "its key is wrong"),
-        (Greeting("0.0", "", b"key"), "it is of version '0.0'"),
-        (Greeting(__version__, "", b"key"), "as many replicas are connected"),
+        (Greeting(__version__, "", b"another"), "its key is not the server's first --admin-api-key"),
+        (Greeting("0.0", "", b"key"), "it runs version '0.0'"),
+        (Greeting(__version__, "", b"key"), "data_parallel_size allows no more replicas"),
     ],
 )
 async def test_who_is_refused_hears_why(greeting: Greeting, why: str) -> None:

@@ -197,7 +197,7 @@ def test_bench_serve_asks_for_adapters_by_name(server: ServingProcess, tmp_path:
     [
         ("x=/no/adapter", "adapter 'x': there is no folder /no/adapter"),
         ("x={root}", "adapter 'x': {root} has no adapter_config.json."),
-        (f"{MODEL}={{root}}/a", f"--lora-modules: {MODEL} is what the model itself is called."),
+        (f"{MODEL}={{root}}/a", f"--lora-modules: {MODEL} is the name of the model."),
     ],
 )
 def test_a_broken_module_is_one_line_and_no_server(

@@ -69,5 +69,5 @@ def test_what_a_search_cannot_do_is_refused_by_name(
 def test_a_search_has_no_stream(http: httpx.Client, client: Client) -> None:
     answer = http.post("/v1/completions", json={"prompt": PROMPT, "use_beam_search": True, "stream": True})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream")
-    with pytest.raises(UserError, match="leave stream off"), client.stream(PROMPT, beam_search={}) as stream:
+    with pytest.raises(UserError, match="A beam search cannot stream"), client.stream(PROMPT, beam_search={}) as stream:
         next(stream)

@@ -125,7 +125,7 @@ def test_bench_serve_measures_it(
     assert result["timeline"]["kv_usage"] and result["timeline"]["generated_tokens"][0] == 0
     assert cli.main([*arguments, "--result-filename", str(tmp_path / "again.json")]) == 0
     (warning,) = json.loads((tmp_path / "again.json").read_text())["warnings"]
-    assert "prompt tokens came from the prefix cache: another --seed" in warning
+    assert "prompt tokens came from the prefix cache: change --seed" in warning
 
 
 @pytest.mark.parametrize("backend", ["grpc", "openai"])
@@ -135,7 +135,7 @@ def test_bench_serve_refuses_what_it_cannot_hold(
     base = server.grpc if backend == "grpc" else server.http
     assert cli.main(["bench", "serve", "--backend", backend, "--base-url", base, "--num-prompts", "2"]) == 1
     err = capsys.readouterr().err
-    assert "a prompt of 1024 tokens with an output of 128 is longer than the context of " in err
+    assert "a prompt of 1024 tokens with an output of 128 is longer than the server's context of " in err
     assert err.count("\n") == 1 and err.endswith("lower --input-len or --output-len.\n")
 
 
@@ -414,7 +414,7 @@ def test_fifty_streams_survive_a_sigterm() -> None:
         assert len(ended) == 50
         assert {(reason, tokens) for _, reason, tokens in ended} == {("length", 150)}
         assert server.wait(40.0) == 0, "".join(server.log)
-        assert any("all requests are through" in line for line in server.log)
+        assert any("all requests have finished" in line for line in server.log)
 
 
 @pytest.mark.ci
@@ -453,7 +453,7 @@ def test_a_start_that_cannot_be_is_one_line_and_an_exit_code(server: ServingProc
     for arguments, code, message in [
         (["--port", port, "--grpc-port", "none"], 1, "HTTP cannot listen"),
         (["--port", "none", "--grpc-port", server.grpc.rpartition(":")[2]], 1, "gRPC cannot listen"),
-        (["--port", "none", "--grpc-port", "none"], 2, "both front ends are off"),
+        (["--port", "none", "--grpc-port", "none"], 2, "both front ends are disabled"),
         (["--prot", "1"], 2, "did you mean --port"),
         (["/nowhere"], 2, "there is no folder /nowhere"),
     ]:

@@ -253,7 +253,7 @@ def test_message_that_cannot_be_continued(template: str, content: Any, message: 
 
 def test_a_template_without_end_is_cut() -> None:
     template = compile_template("{% for i in range(99999) %}{{ 'x' * 9999 }}{% endfor %}")
-    with pytest.raises(UserError, match="renders to more than 33554432 characters"):
+    with pytest.raises(UserError, match="the rendered prompt has more than 33554432 characters"):
         render(
             template,
             CONVERSATION[:1],

@@ -1,4 +1,4 @@
-"""API keys, compared in constant time, for both protocols.
+"""API keys, for both protocols.
 
 Without keys all calls are open. Calls that show or affect all clients' work (gRPC's control service; HTTP /load,
 /metrics, and loading adapters) require an admin key if any, or several API keys, are configured. An admin key is also
@@ -26,13 +26,9 @@ class Keys:
         self._known += [(f"{_ADMIN}{number}", _digest(key)) for number, key in enumerate(admin_keys)]
 
     def check(self, header: str | None, admin: bool = False) -> str | None:
-        """Check a call's Authorization header ("Bearer KEY", None if absent).
+        """Check an Authorization header, if any; return the key's name ("key-0") if one is needed.
 
-        Return a name for the key ("key-0"); None if no key is needed.
-
-        Raises:
-            AuthError: if a required key is missing or unknown.
-            AdminRequiredError: if an `admin` call has a known key without admin rights.
+        Raises AuthError for a missing or unknown key, AdminRequiredError for one without admin rights.
         """
         if not self._has_api and not (admin and self._has_admins):
             return None
@@ -43,16 +39,16 @@ class Keys:
         # All keys are compared, by digests of equal length, so timing reveals nothing (vLLM CVE-2025-59425).
         names = [name for name, known in self._known if hmac.compare_digest(digest, known)]
         if scheme.lower() != "bearer" or not names:
-            raise AuthError("The API key is not known here.", False)
+            raise AuthError("Unknown API key.", False)
         if admin and self._has_admins and not names[-1].startswith(_ADMIN):
             raise AdminRequiredError("This needs an admin key; see --admin-api-key.")
         return names[-1]
 
 
 def only_header(values: Sequence[str]) -> str | None:
-    """Return a call's Authorization header, None without one; AuthError for several."""
+    """Return the only Authorization header, if any."""
     if len(values) > 1:
-        raise AuthError("There may be only one API key, in an Authorization or an x-api-key header.", False)
+        raise AuthError("Send only one API key, in an Authorization or an x-api-key header.", False)
     return values[0] if values else None
 
 

@@ -1,4 +1,4 @@
-"""Limits on concurrent calls and sequences of each client (API key, or address without keys) and connection."""
+"""Limits on concurrent calls and sequences, per client (API key, or address without keys) and connection."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxllm.errors import OverloadedError
 
 
 def client_of(key: str | None, host: str | None) -> str:
-    """Return a client's name: its key's name, else its address, else "", as on a Unix socket.
+    """Return the key's name, else the address, else "", as on a Unix socket.
 
     This machine is one client, and so is each IPv6 /64 network, from which a host may choose any address.
     """
@@ -32,18 +32,18 @@ def client_of(key: str | None, host: str | None) -> str:
 
 
 def peer_of(context_peer: str) -> str:
-    """Return the client's address from gRPC's peer name, of which it is the last path component."""
+    """Return the last path component of gRPC's peer name: the client's address."""
     return unquote(context_peer).rpartition("/")[2]
 
 
 def host_of_peer(peer: str) -> str | None:
-    """Return the host of a peer: "ipv4:127.0.0.1:1234", "ipv6:[::1]:1234", "unix:"."""
+    """Parse "ipv4:127.0.0.1:1234", "ipv6:[::1]:1234", "unix:"."""
     family, _, rest = peer.partition(":")
     return rest.rpartition(":")[0] if family in ("ipv4", "ipv6") else None
 
 
 class Bound:
-    """Counts concurrent calls or sequences, in total and per client or connection, with limits for both."""
+    """Counts calls or sequences, with limits in total and per holder."""
 
     def __init__(self, most: float = math.inf, share: float = math.inf) -> None:
         self.most = most
@@ -52,11 +52,9 @@ class Bound:
         self.held: Counter[str] = Counter()
 
     def has_room(self, holder: str, count: int) -> bool:
-        """Return whether `count` more fit both limits."""
         return self.total + count <= self.most and self.held[holder] + count <= self.share
 
     def add(self, holder: str, count: int) -> None:
-        """Add `count`, possibly negative, to the holder and the total."""
         self.total += count
         self.held[holder] += count
         if not self.held[holder]:
@@ -64,7 +62,6 @@ class Bound:
 
     @contextmanager
     def counted(self, holder: str, count: int) -> Iterator[None]:
-        """Count for the duration of the context."""
         self.add(holder, count)
         try:
             yield
@@ -79,18 +76,16 @@ class Shares:
         self.bound = Bound(share=math.inf if most is None else most)
 
     def check(self, client: str, num_sequences: int = 1) -> None:
-        """Raise OverloadedError if `num_sequences` more would exceed the client's limit."""
         bound = self.bound
         if not bound.has_room(client, num_sequences):
-            message = f"This client has {bound.held[client]} of {bound.share} sequences under way."
+            message = f"This client has {bound.held[client]} of {bound.share} concurrent sequences; retry later."
             raise OverloadedError(message, retry_after=1.0)
 
     def room(self, client: str) -> float:
-        """Return the number of further sequences the client may run."""
         return self.bound.share - self.bound.held[client]
 
     def place(self, client: str, num_sequences: int) -> AbstractContextManager[None]:
-        """Count a call's sequences within the context; raises as `check` does."""
+        """Count sequences within the context."""
         self.check(client, num_sequences)
         return self.bound.counted(client, num_sequences)
 
@@ -103,9 +98,9 @@ class UrgentShares:
 
     @contextmanager
     def place(self, client: str, priority: int, num_sequences: int, num_slots: int) -> Iterator[int]:
-        """Count a call's sequences within the context and yield its effective priority.
+        """Count sequences within the context; yield their effective priority.
 
-        A client may hold half of the engine's slots with priorities below 0; further calls get priority 0.
+        A client may hold half of the slots with priorities below 0; further calls get 0.
         """
         self.bound.share = max(1, num_slots // 2)
         if priority >= 0:
@@ -118,7 +113,7 @@ class UrgentShares:
 
 
 class Places:
-    """Limits the concurrent calls, in total and per connection."""
+    """Limits concurrent calls, in total and per connection."""
 
     def __init__(self, name: str, most: int, share: float = math.inf) -> None:
         self._name = name
@@ -128,10 +123,14 @@ class Places:
         """Count a call within the context; raises OverloadedError if a limit is reached."""
         bound = self.bound
         if bound.total >= bound.most:
-            raise OverloadedError(f"The server is answering {bound.most} {self._name} already.", retry_after=1.0)
+            raise OverloadedError(
+                f"The server is already handling {bound.most} {self._name}; retry later.", retry_after=1.0
+            )
         is_shared = peer == "unix:"  # without the filter, all Unix socket clients share this name
         if bound.held[peer] >= bound.share and not is_shared:
-            raise OverloadedError(f"This connection has {bound.share} {self._name} already.", retry_after=1.0)
+            raise OverloadedError(
+                f"This connection already has {bound.share} {self._name}; retry later.", retry_after=1.0
+            )
         return bound.counted(peer, 1)
 
 
@@ -139,7 +138,7 @@ _TURNS_AT_ONCE = 4  # per event loop iteration: a prompt takes 0.3 ms, and other
 
 
 class FairPlaces:
-    """Admits prompts round-robin over clients, up to a limit. Used on one event loop."""
+    """Admits prompts round-robin over clients. Used on one event loop."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, deque[tuple[asyncio.Future[None], int]]] = {}  # by client, in the order of turns
@@ -149,7 +148,7 @@ class FairPlaces:
 
     @asynccontextmanager
     async def place(self, client: str, num_tokens: int, most: int, most_tokens: int) -> AsyncIterator[None]:
-        """Wait for a place and hold it within the context.
+        """Hold a place within the context.
 
         At most `most` prompts with together `most_tokens` are admitted; a larger prompt is admitted alone.
         """

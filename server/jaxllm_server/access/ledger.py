@@ -1,7 +1,6 @@
-"""Accounts for the memory held for requests, from the first byte received to the end of the answer.
+"""Accounts for the memory of requests, from the first byte received to the end of the answer.
 
-A request's entry charges bytes to accounts until it closes. The accounts of bodies and parsed requests are limited, in
-total and per client. Used on one event loop.
+Bodies and parsed requests are limited, in total and per client. Used on one event loop.
 """
 
 from __future__ import annotations
@@ -42,23 +41,21 @@ class Ledger:
         self._watched: dict[str, Callable[[], int]] = {}
 
     def entry(self, client: str) -> Entry:
-        """Open a request's entry."""
         entry = Entry(self, client)
         entry.charge(REQUESTS, _LEAST_BYTES)
         return entry
 
     def watch(self, account: str, read: Callable[[], int]) -> None:
-        """Add an account kept elsewhere; `read` returns its bytes."""
+        """Add an account kept elsewhere."""
         self._watched[account] = read
 
     def accounts(self) -> dict[str, int]:
-        """Return the bytes in each account."""
         own = {name: self.held[name] for name in (BODIES, REQUESTS, PROMPTS, OUTPUTS, ANSWERS)}
         return own | {name: read() for name, read in self._watched.items()}
 
 
 class Entry:
-    """The bytes held by a request; a context manager."""
+    """The bytes held by a request until `close`; a context manager."""
 
     def __init__(self, ledger: Ledger, client: str) -> None:
         self._ledger = ledger
@@ -72,11 +69,7 @@ class Entry:
         self.close()
 
     def charge(self, account: str, num_bytes: int) -> None:
-        """Charge bytes to an account.
-
-        Raises:
-            OverloadedError: if they exceed its limit; nothing is charged then.
-        """
+        """Raise OverloadedError, and charge nothing, if the bytes exceed the account's limit."""
         bound = self._ledger.bounds.get(account)
         if bound is not None:
             before = self._held[account]
@@ -88,7 +81,6 @@ class Entry:
         self._ledger.held[account] += num_bytes
 
     def release(self, account: str) -> None:
-        """Release all bytes of an account."""
         num_bytes = self._held.pop(account, 0)
         self._ledger.held[account] -= num_bytes
         bound = self._ledger.bounds.get(account)
@@ -96,7 +88,6 @@ class Entry:
             bound.add(self._client, -max(0, num_bytes - _FREE_BYTES))
 
     def close(self) -> None:
-        """Release all bytes."""
         for account in tuple(self._held):
             self.release(account)
 
@@ -108,7 +99,7 @@ class Entry:
 
 
 def size_of(document: Any) -> int:
-    """Return the size in bytes of a parsed JSON value; equal object keys share memory.
+    """Return the size in bytes; equal object keys share memory.
 
     >>> size_of([1.5] * 2000) - size_of([1] * 2000)
     64000

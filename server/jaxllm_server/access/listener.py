@@ -1,4 +1,4 @@
-"""Accepts connections of a listening socket, and survives running out of file descriptors."""
+"""Accepts connections, and survives running out of file descriptors."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _MOST_AT_ONCE = 64
 class Listener:
     """Accepts connections; without free descriptors it pauses, and connections wait in the backlog.
 
-    uvloop would retry without pause: libuv keeps a spare descriptor to reject such connections, and cannot recover it
-    if another thread, such as gRPC's, takes it first (100 % of a core in every second trial, measured).
+    uvloop would retry without pause: libuv keeps a spare descriptor to reject such connections, and loses it if another
+    thread, such as gRPC's, takes it first (100 % of a core in every second trial, measured).
     """
 
     def __init__(
@@ -46,7 +46,6 @@ class Listener:
             task.cancel()
 
     async def wait_closed(self) -> None:
-        """Wait until no handshake is in progress."""
         await asyncio.gather(*self.opening, return_exceptions=True)
 
     def _resume(self) -> None:
@@ -69,7 +68,7 @@ class Listener:
 
     def _pause(self, error: OSError) -> None:
         if not self._is_short:
-            _log.warning("connections cannot be taken: %s", error.strerror)
+            _log.warning("connections cannot be accepted (%s); trying again", error.strerror)
         self._is_short = True
         self._loop.remove_reader(self._socket)
         self._retrying = self._loop.call_later(RETRY_SECONDS, self._resume)

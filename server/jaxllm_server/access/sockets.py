@@ -1,4 +1,4 @@
-"""Creates the listening sockets of both front ends."""
+"""The listening sockets of both front ends."""
 
 from __future__ import annotations
 
@@ -15,13 +15,7 @@ _NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # such as ::1 for 
 
 
 def check_uds(path: str, flag: str) -> None:
-    """Remove the socket file that a killed process left, unless a server listens on it.
-
-    Other problems with the path are left to the caller.
-
-    Raises:
-        UserError: for `flag`, if a server is listening.
-    """
+    """Remove a killed process's socket file; UserError for `flag` if a server listens on it."""
     if not Path(path).is_socket():
         return
     with socket.socket(socket.AF_UNIX) as probe:
@@ -42,9 +36,6 @@ def listen(host: str, port: int | None, uds: str | None, names: tuple[str, str, 
     """Open a Unix socket, or TCP sockets on all addresses of the host, with the same port.
 
     `names` are the front end's name and its two flags.
-
-    Raises:
-        UserError: if they cannot be opened.
     """
     name, port_flag, uds_flag = names
     try:
@@ -60,7 +51,7 @@ def listen(host: str, port: int | None, uds: str | None, names: tuple[str, str, 
 
 
 def _on_each_address(host: str, port: int) -> list[socket.socket]:
-    """Listen on all available addresses of a host; port 0 lets the system choose a common one."""
+    """Skip unavailable addresses; port 0 lets the system choose a common one."""
     infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     found = dict.fromkeys((family, address) for family, _, _, _, address in infos)
     missing: list[OSError] = []

@@ -40,14 +40,10 @@ class _Turn:
 
 
 def messages_of(fields: Body) -> list[dict[str, Any]]:
-    """Return the system prompt and messages for a template, with consecutive messages of one role merged.
+    """Convert the system prompt and messages, merging consecutive messages of one role.
 
     A later system message, as Claude Code sends, becomes a reminder in the user's message: many templates do not allow
     it.
-
-    Raises:
-        UserError: for `system` or `messages`, naming the block.
-        UnsupportedError: for a block other than text, thinking, tool_use and tool_result.
     """
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -73,11 +69,7 @@ def messages_of(fields: Body) -> list[dict[str, Any]]:
 
 
 def is_prefilled(messages: list[dict[str, Any]]) -> bool:
-    """Return whether the answer continues the last message.
-
-    Raises:
-        UserError: if the messages end with a tool call without its result.
-    """
+    """Return whether the answer continues the last message; raises UserError if that is an open tool call."""
     last = messages[-1]
     if last.get("tool_calls"):
         raise UserError(
@@ -87,12 +79,6 @@ def is_prefilled(messages: list[dict[str, Any]]) -> bool:
 
 
 def tools_of(fields: Body) -> list[dict[str, Any]] | None:
-    """Return the tools in the form of templates; None without tools.
-
-    Raises:
-        UserError: for `tools`.
-        UnsupportedError: for a tool that Anthropic's servers run or define.
-    """
     tools = fields.get("tools")
     if tools is None:
         return None
@@ -102,11 +88,7 @@ def tools_of(fields: Body) -> list[dict[str, Any]] | None:
 
 
 def tool_choice_of(fields: Body, has_tools: bool) -> tuple[ToolChoice, bool]:
-    """Return the tool choice, and whether at most one call is allowed.
-
-    Raises:
-        UserError: for `tool_choice`.
-    """
+    """Return the tool choice, and whether at most one call is allowed."""
     choice = fields.get("tool_choice")
     if choice is None:
         return None, False
@@ -129,12 +111,11 @@ def tool_choice_of(fields: Body, has_tools: bool) -> tuple[ToolChoice, bool]:
 
 
 def tool_id(own: str | None) -> str:
-    """Return the client-visible id of a tool call."""
     return _TOOL_ID + (own or "").removeprefix(_PARSERS_ID)
 
 
 def _own_id(block: Mapping[str, Any], name: str, where: str) -> str:
-    """Return a call's id as the tool parser generated it; some templates require its format."""
+    """Return the id as the tool parser generated it; some templates require its format."""
     value = block.get(name)
     if not isinstance(value, str) or not value:
         raise UserError(f"{where}.{name} must be a string.", "messages")
@@ -174,14 +155,14 @@ def _add(turns: list[_Turn], role: str, block: Mapping[str, Any], where: str, na
 
 
 def _reminder(block: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Wrap a text block as Claude Code does for models without system messages in between."""
+    """Format a text block as Claude Code does for models without later system messages."""
     if block["type"] != "text":
         return block
     return {**block, "text": f"<system-reminder>\n{_text(block, 'text', where)}\n</system-reminder>"}
 
 
 def _blocks(content: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield each block of a content with its path for errors; a string is one block."""
+    """Yield each block with its path for errors; a string is one block."""
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     if not isinstance(content, list):

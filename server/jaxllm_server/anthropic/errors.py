@@ -7,7 +7,7 @@ from typing import Any
 from jaxllm.errors import UserError
 from jaxllm_server.shared.error_table import message_of, row_of
 
-# By HTTP status, per https://docs.anthropic.com/en/api/errors (its 529 is a 503 here).
+# By HTTP status (https://docs.anthropic.com/en/api/errors; its 529 is a 503 here).
 _KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -20,13 +20,13 @@ _KINDS = {
 }
 
 
-# By parameter: a hint to retry without it. The agent loop of Anthropic's packages first sends a `thread`, and drops it
-# on this error: `lib/threads/_thread_state.py` of `anthropic` 2.14.
+# By parameter: a hint to retry without it. The agent loop of `anthropic` 2.14 first sends a `thread`, and drops it on
+# this error (lib/threads/_thread_state.py).
 _DETAILS = {"thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}}
 
 
 def error_body(status: int, message: str, parameter: str | None, request_id: str) -> dict[str, Any]:
-    """Return an error body; the message names the parameter, as the format has no field for it."""
+    """The message names the parameter, as the format has no field for it."""
     if parameter is not None and parameter not in message:
         message = f"{parameter}: {message}"
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
@@ -37,6 +37,5 @@ def error_body(status: int, message: str, parameter: str | None, request_id: str
 
 
 def error_body_of(error: BaseException, request_id: str) -> dict[str, Any]:
-    """Return the error body for an exception."""
     parameter = error.parameter if isinstance(error, UserError) else None
     return error_body(row_of(error).http, message_of(error), parameter, request_id)

@@ -1,4 +1,4 @@
-"""`/v1/messages` and `/v1/messages/count_tokens`: converts requests to calls, chunks to events or messages. Pure.
+"""`/v1/messages` and `/v1/messages/count_tokens`: requests to calls, chunks to events or messages. Pure.
 
 Follows https://docs.anthropic.com/en/api/messages.
 """
@@ -23,7 +23,7 @@ from jaxllm_server.shared.options import ServerOptions
 _PROMPT = frozenset({"model", "messages", "system", "tools", "tool_choice", "thinking", "output_config"})
 _SAMPLING = names_in(SamplingParams, ANTHROPIC).keys()  # seed and min_p are vLLM's
 _BEYOND = frozenset({"chat_template_kwargs", "priority", "cache_salt", "time_limit"})
-# Fields of Anthropic's own service, such as accounts, regions and explicit caching; some agents always send them.
+# Fields of Anthropic's own service, such as accounts and explicit caching; some agents always send them.
 _WITHOUT_EFFECT = frozenset(
     (
         *("metadata", "service_tier", "inference_geo", "speed", "billing_policy", "user_profile_id", "workspace_id"),
@@ -40,7 +40,7 @@ _FIELDS = (
     | _UNBUILT.keys()
     | {"max_tokens", "stop_sequences", "stream", "output_format"}
 )
-# The template variable is `enable_thinking` for Qwen and most others, `thinking` for DeepSeek and Granite.
+# Template variables: `enable_thinking` for Qwen and most others, `thinking` for DeepSeek and Granite.
 _THINKING: Mapping[str, bool | None] = {"enabled": True, "disabled": False, "adaptive": None, "between_tools": None}
 _STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "context": "model_context_window_exceeded"}
 # Not verified, but clients drop thinking that has an empty signature.
@@ -49,7 +49,7 @@ _DELTAS = {"text_delta": "text", "thinking_delta": "thinking", "signature_delta"
 
 
 class MessagesReply:
-    """Reads a request of `/v1/messages` and builds its answer; raises `UserError` for a wrong shape."""
+    """Reads a request of `/v1/messages` and builds its answer."""
 
     fields, unbuilt = _FIELDS, _UNBUILT
     id_prefix = "msg_"
@@ -70,7 +70,7 @@ class MessagesReply:
         call = _call_of(fields)
         most = fields.get("max_tokens")
         if most is None:
-            raise UserError("max_tokens is missing: say how long the answer may be.", "max_tokens")
+            raise UserError("max_tokens is missing: set the maximum length of the answer.", "max_tokens")
         # max_tokens 0: only fill the prefix cache.
         self._is_warming = integer(fields, "max_tokens", 0) == 0
         sampling = _sampling_of(fields) | ({} if self._is_warming else {"max_tokens": most})
@@ -93,11 +93,9 @@ class MessagesReply:
         self._open: str | int | None = None  # the open block: its type, or its call's index
 
     def begin(self, head: Mapping[str, Any]) -> None:
-        """Set `id` and `model`."""
         self._head = head
 
     def response(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        """Return the complete message, assembled from the events of a stream."""
         (chunk,) = chunks
         message: dict[str, Any] = {}
         pieces: list[list[str]] = []
@@ -122,7 +120,6 @@ class MessagesReply:
         return message
 
     def events(self, number: int, chunk: Chunk) -> list[dict[str, Any]]:
-        """Return a chunk's events, first those that open the message."""
         events: list[dict[str, Any]] = []
         if self._usage is None:
             message = {
@@ -144,18 +141,16 @@ class MessagesReply:
         return events
 
     def last_events(self) -> list[dict[str, Any]]:
-        """Return the events that end the message."""
         reason, sequence = ("max_tokens", None) if self._is_warming else _stop_of(self._last)
         usage = self._usage_of(self._usage or Usage())
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         return [*self._close(), {"type": "message_delta", "delta": delta, "usage": usage}, {"type": "message_stop"}]
 
     def failure(self, error: Exception) -> list[dict[str, Any]]:
-        """Return the event that ends a failed message."""
         return [error_body_of(error, self.request_id)]
 
     def _pieces(self, part: Part) -> Iterator[dict[str, Any]]:
-        """Yield a part's events in the likely order of generation: the rest of an open call precedes text."""
+        """Yield events in the likely order: the rest of an open call precedes text."""
         if part.reasoning:
             yield from self._piece("thinking", {"type": "thinking_delta", "thinking": part.reasoning})
         calls = [call for call in part.tool_calls if call.index == 0] if self._takes_one_call else part.tool_calls
@@ -201,7 +196,7 @@ class MessagesReply:
         return events
 
     def _usage_of(self, usage: Usage) -> dict[str, Any]:
-        """Return token counts; `input_tokens` excludes cached ones if those are reported."""
+        """`input_tokens` excludes cached ones if those are reported."""
         fields: dict[str, Any] = {"input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens}
         if self._is_warming:
             fields["output_tokens"] = 0
@@ -214,7 +209,7 @@ class MessagesReply:
 
 
 def count_call_of(body: Body, policy: str = "refuse", ignored: list[str] | None = None) -> Call:
-    """Return the call to count the tokens of. `policy` and `ignored` are arguments of `given`."""
+    """Return the call to tokenize."""
     return Call(**_call_of(given(body, _FIELDS, _UNBUILT, policy, ignored)))
 
 
@@ -237,9 +232,9 @@ def _call_of(fields: Body) -> dict[str, Any]:
 
 
 def _thinking_of(fields: Body) -> tuple[dict[str, Any], bool]:
-    """Return the template's variables for thinking, and whether to return the thinking.
+    """Return the template's variables, and whether to return the thinking.
 
-    A thinking budget is ignored: `max_tokens` limits both together.
+    A thinking budget is ignored: `max_tokens` limits both.
     """
     own: dict[str, Any] = {}
     thinking = mapping(fields, "thinking") or {}
@@ -272,7 +267,7 @@ def _sampling_of(fields: Body) -> dict[str, Any]:
 
 
 def _stop_of(part: Part | None) -> tuple[str, str | None]:
-    """Return the stop reason and stop sequence; any other cause counts as max_tokens."""
+    """Any other cause counts as max_tokens."""
     reason = None if part is None else part.finish_reason
     if part is not None and reason == "stop" and isinstance(part.stop_reason, str):
         return "stop_sequence", part.stop_reason
@@ -280,7 +275,7 @@ def _stop_of(part: Part | None) -> tuple[str, str | None]:
 
 
 def _input_of(arguments: str, max_depth: int) -> dict[str, Any]:
-    """Parse a call's arguments; invalid JSON becomes {"INVALID_JSON": text}, which clients return to the model:
+    """Parse arguments; invalid JSON becomes {"INVALID_JSON": text}, which clients return to the model.
 
     https://docs.anthropic.com/en/docs/agents-and-tools/tool-use/fine-grained-tool-streaming
     """

@@ -8,7 +8,6 @@ from typing import Any
 
 
 def model_info(card: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert OpenAI's description of a served model."""
     return {
         "type": "model",
         "id": card["id"],
@@ -21,7 +20,6 @@ def model_info(card: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_list(cards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return all served models on one page."""
     return {
         "data": [model_info(card) for card in cards],
         "has_more": False,

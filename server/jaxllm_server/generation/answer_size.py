@@ -1,4 +1,4 @@
-"""Limits the number of log-probabilities in an answer, before any is computed: 10,000,000 took 1 GB."""
+"""Limits the log-probabilities in an answer, before any is computed: 10,000,000 took 1 GB."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ class AnswerSize:
         self._num_values = 0
 
     def left(self, prompt: int, max_model_len: int) -> int:
-        """Return the number left for a call's outputs."""
         return _most(max_model_len) - self._num_values - self.copies * prompt
 
     def add(self, prompt: int, output: int, max_model_len: int) -> None:
-        """Add a call's log-probabilities; raises UserError if they exceed the limit."""
+        """Count a call's log-probabilities; raises UserError beyond the limit."""
         self._num_values += self.copies * prompt + output
         most = _most(max_model_len)
         if self._num_values > most:

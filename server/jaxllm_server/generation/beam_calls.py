@@ -1,4 +1,4 @@
-"""Validates calls that request a beam search, and converts their parameters."""
+"""Validates calls that request a beam search."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ _KNOWN = frozenset(("n", "temperature", "max_tokens", *_SHARED))
 
 
 def check(call: Call, given: Mapping[str, Any]) -> None:
-    """Raise an error for options that a beam search lacks, unless neutral."""
+    """Refuse options that a beam search lacks, unless neutral."""
     if call.stream:
-        raise UserError("A beam search knows its outputs at its end only: leave stream off.", "stream")
+        raise UserError(
+            "A beam search cannot stream, as its outputs are only known at the end; remove stream.", "stream"
+        )
     if is_forced(call.tool_choice):
         raise UnsupportedError("tool_choice with a beam search is not supported by jaxllm yet.", "tool_choice")
     neutral = SamplingParams()
@@ -28,13 +30,12 @@ def check(call: Call, given: Mapping[str, Any]) -> None:
 
 
 def sampling_of(given: Mapping[str, Any]) -> SamplingParams:
-    """Return the sampling parameters for readers of the search's outputs."""
+    """Return parameters for readers of the search's outputs."""
     shared = {name: given[name] for name in ("max_tokens", *_SHARED) if name in given}
     return SamplingParams(temperature=0.0, output_kind=RequestOutputKind.FINAL_ONLY, **shared)
 
 
 def beams_of(call: Call, params: SamplingParams, longest: int) -> BeamSearchParams | None:
-    """Return the search's parameters, None for other calls; `longest` is the model's context length."""
     if call.beams is None:
         return None
     shared = {name: getattr(params, name) for name in _SHARED}
@@ -50,7 +51,6 @@ def beams_of(call: Call, params: SamplingParams, longest: int) -> BeamSearchPara
 
 @contextmanager
 def blaming_n() -> Iterator[None]:
-    """Rename beam_width to n in errors."""
     try:
         yield
     except UserError as error:

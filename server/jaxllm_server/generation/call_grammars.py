@@ -47,30 +47,25 @@ class Calls:
         self._special_id = special_id
 
     def text(self, text: str) -> str:
-        """Return a literal or a special token."""
         token = self._special_id(text)
         return json.dumps(text, ensure_ascii=False) if token is None else f"<[{token}]>"
 
     def row(self, call: str, separator: str = "SPACE?") -> str:
-        """Return a rule for one call or, if allowed, several."""
         return call if self._is_single else f"{call} ({separator} {call})*"
 
     def any_tool(self, rule: Callable[[str], str]) -> str:
-        """Return a rule per tool, and the rule `tool` for any of them."""
+        """Return rules for each tool, and `tool` for any of them."""
         rules = [f"tool{number}: {rule(name)}\n" for number, name in enumerate(self.tools)]
         return "".join([f"tool: {' | '.join(f'tool{number}' for number in range(len(rules)))}\n", *rules])
 
     def schema(self, name: str) -> Mapping[str, Any]:
-        """Return the schema of a tool's arguments."""
         tool = self.tools[name]
         return parameters_of(tool.get("parameters")) if tool.get("strict") is True else {"type": "object"}
 
     def arguments(self, name: str) -> str:
-        """Return the grammar of a tool's arguments."""
         return f"%json {json.dumps(self.schema(name))}"
 
     def object(self, name: str, key: str = "arguments") -> str:
-        """Return the grammar of a call as a JSON object."""
         schema = {
             "type": "object",
             "properties": {"name": {"const": name}, key: {"$ref": "#/$defs/arguments"}},
@@ -81,7 +76,6 @@ class Calls:
         return f"%json {json.dumps(schema)}"
 
     def keys(self, name: str) -> Sequence[str]:
-        """Return the parameter names of a tool's schema."""
         properties = (self.tools[name].get("parameters") or {}).get("properties")
         return tuple(properties) if isinstance(properties, Mapping) else ()
 

@@ -27,7 +27,6 @@ ToolChoice: TypeAlias = Literal["none", "auto", "required"] | NamedTool | None
 
 
 def is_forced(choice: ToolChoice) -> bool:
-    """Return whether the answer must consist of tool calls."""
     return choice == "required" or isinstance(choice, NamedTool)
 
 
@@ -64,7 +63,7 @@ class Call:
     time_limit: float | None = None  # seconds, then the partial answer is returned
     include_reasoning: bool = True
     answer_size: AnswerSize = field(default_factory=AnswerSize, compare=False)
-    scores_prompt: bool = False  # hide the one token that the engine must generate
+    scores_prompt: bool = False  # hide the one generated token
 
 
 @dataclass(slots=True)

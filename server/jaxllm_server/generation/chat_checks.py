@@ -12,7 +12,7 @@ from jaxllm.text.template_shapes import Shape
 from jaxllm_server.shared import strict_json
 
 MOST_MESSAGES = 16_384  # the limit of a gRPC request; takes 55 µs of a thread per short message (measured)
-_MOST_VALUES = 131_072  # in messages and tools, including keys; 3 to 6 µs of a thread each (measured)
+_MOST_VALUES = 131_072  # in messages and tools, with keys; 3 to 6 µs of a thread each (measured)
 _MOST_BRACKETS = 1 << 19  # in all tool calls' arguments, including those in strings, counted before parsing
 _MAX_TEMPLATE_KWARGS = 32
 _MAX_TEMPLATE_KWARG_CHARS = 1024
@@ -30,11 +30,7 @@ _RESERVED_KWARGS = frozenset(
 
 
 def check_messages(messages: Sequence[Any], max_model_len: int, max_tokens: int) -> None:
-    """Check that each message can have a token, and that rendering them is fast.
-
-    Raises:
-        UserError: for `messages`, or a ContextLengthError.
-    """
+    """Check that each message can have a token, and that rendering is fast."""
     if len(messages) > max_tokens:
         raise too_long(max_model_len, len(messages), None, is_bound=True)
     if len(messages) > MOST_MESSAGES:
@@ -42,11 +38,7 @@ def check_messages(messages: Sequence[Any], max_model_len: int, max_tokens: int)
 
 
 def texts_of(conversation: list[Any]) -> list[str]:
-    """Return all strings in JSON-like values, including keys, in any order.
-
-    Raises:
-        UserError: for `messages`, if they hold too many values.
-    """
+    """Return all strings, including keys, in any order; raises UserError for too many values."""
     texts: list[str] = []
     left = _MOST_VALUES
     waiting: list[Any] = [conversation]
@@ -62,18 +54,13 @@ def texts_of(conversation: list[Any]) -> list[str]:
             waiting += value if left >= 0 else ()
         if left < 0:
             message = (
-                f"messages may hold at most {_MOST_VALUES} values, those of tools and the names in objects counted."
+                f"messages may hold at most {_MOST_VALUES} values, including those of tools and the names in objects."
             )
             raise UserError(message, "messages")
     return texts
 
 
 def check_tools(tools: Sequence[Any] | None, max_tools: int) -> None:
-    """Check the number of tools, and that each is a function with a name and an optional schema.
-
-    Raises:
-        UserError: for `tools`.
-    """
     tools = tools or ()
     if len(tools) > max_tools:
         raise UserError(f"tools may hold at most {max_tools} tools, got {len(tools)}.", "tools")
@@ -86,11 +73,6 @@ def check_tools(tools: Sequence[Any] | None, max_tools: int) -> None:
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """Check that template variables are few, short and scalar, with names that are not reserved.
-
-    Raises:
-        UserError: for `chat_template_kwargs`.
-    """
     if len(kwargs) > _MAX_TEMPLATE_KWARGS:
         message = f"chat_template_kwargs may hold at most {_MAX_TEMPLATE_KWARGS} names, got {len(kwargs)}."
         raise UserError(message, "chat_template_kwargs")
@@ -104,11 +86,7 @@ def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
 
 
 def with_read_arguments(messages: Sequence[Any], shape: Shape, max_json_depth: int) -> list[Any]:
-    """Convert the arguments of tool calls to the chat template's form: objects or JSON text.
-
-    Raises:
-        UserError: for `messages`, naming the invalid arguments.
-    """
+    """Convert tool calls' arguments to the template's form: objects or JSON text."""
     left = _MOST_BRACKETS
     read = partial(_read, max_json_depth=max_json_depth)
     all_read = []

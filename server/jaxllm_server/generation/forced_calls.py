@@ -21,11 +21,7 @@ _VALUES = ("enum", "const", "default", "examples")  # contain values, not schema
 
 
 def with_forced_calls(call: Call, sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call's sampling parameters with the constraint of its `tool_choice`.
-
-    Raises:
-        UserError: for `tool_choice`, if its tool is missing or another constraint is set; for `tools`, if too large.
-    """
+    """Add the constraint of `tool_choice`; raises UserError for `tool_choice` or `tools`."""
     if sampling.get("structured_outputs") is not None:
         message = "structured_outputs and a tool_choice that forces a call exclude each other: give one of them."
         raise UserError(message, "tool_choice")
@@ -35,7 +31,7 @@ def with_forced_calls(call: Call, sampling: Mapping[str, Any]) -> dict[str, Any]
     if isinstance(call.tool_choice, NamedTool):
         if call.tool_choice.name not in tools:
             shown = call.tool_choice.name[:64]
-            raise UserError(f"tool_choice names {shown!r}, which is none of the tools.", "tool_choice")
+            raise UserError(f"tool_choice names {shown!r}, which is not in tools.", "tool_choice")
         schema = parameters_of(tools[call.tool_choice.name])
     elif not tools:
         raise UserError("tool_choice=required needs tools.", "tool_choice")
@@ -46,7 +42,7 @@ def with_forced_calls(call: Call, sampling: Mapping[str, Any]) -> dict[str, Any]
 
 @contextmanager
 def blaming_tools(call: Call) -> Iterator[None]:
-    """Make errors of a constraint that was built from tools name `tools`."""
+    """Make errors of a constraint built from tools name `tools`."""
     try:
         yield
     except UserError as error:
@@ -56,14 +52,14 @@ def blaming_tools(call: Call) -> Iterator[None]:
 
 
 def parameters_of(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return the schema of a tool's arguments, always an object."""
+    """Return a schema, always of an object."""
     if not parameters:
         return _NO_ARGUMENTS
     return parameters if any(name in parameters for name in _COMBINED) else {"type": "object", **parameters}
 
 
 def list_of_calls(tools: Sequence[tuple[str, Mapping[str, Any] | None]], is_single: bool) -> dict[str, Any]:
-    """Return the schema of a list of at least one call, or exactly one."""
+    """Return the schema of at least one call, or exactly one."""
     kinds, definitions = [], {}
     for number, (name, parameters) in enumerate(tools):
         own = f"{number}"
@@ -82,7 +78,7 @@ def list_of_calls(tools: Sequence[tuple[str, Mapping[str, Any] | None]], is_sing
 
 
 def moved(schema: Any, to: str) -> Any:
-    """Return a schema, nested at most 64 levels, with its internal references prefixed by the path `to`."""
+    """Prefix internal references by the path `to`; the schema has at most 64 levels."""
     if isinstance(schema, list):
         return [moved(each, to) for each in schema]
     if not isinstance(schema, Mapping):

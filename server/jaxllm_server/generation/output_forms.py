@@ -1,4 +1,4 @@
-"""The served model's formats of tool calls and reasoning, configured or detected from the chat template."""
+"""The formats of tool calls and reasoning, configured or detected from the chat template."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _log = logging.getLogger("jaxllm.server")
 class OutputForms:
     """The formats of a served model. May be created before the engine has loaded.
 
-    `template` is the operator's chat template, None for the model's; `template_kwargs` are its default variables.
+    `template` is the operator's, None for the model's; `template_kwargs` are its default variables.
     """
 
     def __init__(
@@ -46,26 +46,18 @@ class OutputForms:
 
     @cached_property
     def tool_form(self) -> ToolForm | None:
-        """The tool-call format, None if disabled; requires a loaded model.
-
-        Raises:
-            UserError: for `tool_call_parser`, if "auto" matches no format.
-        """
+        """None if disabled; requires a loaded model. Raises UserError if "auto" matches no format."""
         name = self._form_name("tool_call_parser", TOOL_PARSERS)
         return None if name is None else TOOL_PARSERS[name]
 
     @cached_property
     def reasoning_form(self) -> ReasoningForm | None:
-        """The reasoning format; as `tool_form`."""
+        """As `tool_form`."""
         name = self._form_name("reasoning_parser", REASONING_PARSERS)
         return None if name is None else REASONING_PARSERS[name]
 
     def choose(self) -> None:
-        """Detect the formats configured as `auto`; requires a loaded model.
-
-        Raises:
-            UserError: for the parameter, if the template matches no format.
-        """
+        """Detect `auto` formats of the loaded model."""
         _ = self.tool_form, self.reasoning_form
 
     def _form_name(self, parameter: str, forms: Mapping[str, ToolForm] | Mapping[str, ReasoningForm]) -> str | None:
@@ -76,13 +68,15 @@ class OutputForms:
         template = self._template or templates.get("tool_use") or templates.get("default") or ""
         chosen = table.form_of(template, forms)
         if chosen is None:
-            message = f"{parameter}=auto: no parser is for the model's chat template; name one of {', '.join(forms)}."
+            message = (
+                f"{parameter}=auto: no parser matches the model's chat template; choose one of {', '.join(forms)}."
+            )
             raise UserError(message, parameter)
         _log.info("%s: %s, by the chat template", parameter, chosen)
         return chosen
 
     def check(self, call: Call, params: SamplingParams) -> None:
-        """Raise an error for tools without a parser, unless calls are forced."""
+        """Refuse tools without a parser, unless calls are forced."""
         has_tools = _has_tools(call)
         if has_tools and self._options.tool_call_parser is None and not is_forced(call.tool_choice):
             raise FeatureDisabledError(
@@ -92,7 +86,6 @@ class OutputForms:
             raise UserError("Tool calls are read from the text: leave detokenize on.", "detokenize")
 
     def reader(self, call: Call, params: SamplingParams, prompt: str, tokenizer: Tokenizer) -> OutputReader:
-        """Return the reader of a call's outputs; `prompt` is the end of the prompt's text."""
         return OutputReader(
             call,
             params,
@@ -125,7 +118,7 @@ class OutputForms:
         return replace(asked, or_grammar=grammar_of(form.parser, calls), or_grammar_after=headers)
 
     def _tool_parsers(self, call: Call) -> Callable[[], tuple[CallReader, ToolParser | None]] | None:
-        """Return a factory of call parsers for content and reasoning; None without tools."""
+        """Return a factory of parsers for content and reasoning."""
         form = self.tool_form
         style = "" if form is None else form.ids
         num_before = sum(len(_calls_of(message)) for message in call.messages or ()) if style == "kimi_k2" else 0
@@ -156,7 +149,7 @@ def _is_switched_off(template_kwargs: Mapping[str, Any]) -> bool:
 
 
 def _id_maker(style: str, num_before: int) -> MakeId:
-    """Return a generator of ids for an output's calls, which clients send back.
+    """Return a generator of call ids, which clients send back.
 
     Mistral's templates require nine letters and digits. Kimi's render the id where the model reads the tool's name,
     with the call's index in the conversation.

@@ -1,4 +1,4 @@
-"""Splits a request's outputs into reasoning, content and tool calls, incrementally."""
+"""Splits outputs into reasoning, content and tool calls, incrementally."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ class OutputReader:
         self.shows_markers = any(tokenizer.is_special(marker) for marker in self._make_splitter().markers)
 
     def read(self, output: RequestOutput) -> Chunk:
-        """Return the chunk of new results in an output."""
         usage = self._usage
         usage.prompt_tokens = len(output.prompt_token_ids)
         usage.cached_prompt_tokens = output.num_cached_tokens or 0
@@ -128,7 +127,7 @@ class Splitter:
         self.markers = (*(reasoning.markers if reasoning else ()), *(tools.markers if tools else ()))
 
     def push(self, text: str, finish_reason: str | None) -> tuple[str, str, list[ToolCallDelta]]:
-        """Feed text; return the content, reasoning and call deltas that are final."""
+        """Return the content, reasoning and call deltas that are final."""
         content, reasoning = text, ""
         is_last, is_cut_off = finish_reason is not None, finish_reason not in (None, "stop")
         if self._reasoning is not None:
@@ -149,7 +148,7 @@ class Splitter:
         return content, reasoning, calls
 
     def count_reasoning(self, ids: Sequence[int]) -> int:
-        """Return the number of reasoning tokens in `ids`, after their text was pushed."""
+        """Count reasoning tokens, after their text was pushed."""
         if self._tokens is None or self._reasoning is None:
             return 0
         return self._tokens.count(ids, self._reasoning.is_reasoning)

@@ -1,4 +1,4 @@
-"""Converts prompts to token ids: tokenizes text, renders conversations, validates ids."""
+"""Converts prompts to token ids."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ LEFT_OUT = 4  # maximum size of a conversation, in contexts: templates may omit 
 
 
 class Prompts:
-    """Builds the prompts of a served model. `off_loop` runs a client's slow work outside the event loop.
+    """Builds the prompts of a served model. `off_loop` runs slow work outside the event loop.
 
-    `template` is the operator's chat template, None for the model's; `template_kwargs` are its default variables.
+    `template` is the operator's, None for the model's; `template_kwargs` are its default variables.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Prompts:
         """Return a call's token ids, and its text if available, for the engine.
 
         A prompt too long for the context is refused before tokenization, or truncated if `params` allow it. `model` is
-        that of the call's adapter.
+        the adapter's.
         """
         model = self._engine.model if model is None else model
         tokenizer = model.tokenizer
@@ -80,7 +80,6 @@ class Prompts:
             if call.tools is not None:
                 check_tools(call.tools, self._options.max_tools)
             check_template_kwargs(call.template_kwargs)
-            # Templates may omit text, so only far longer conversations are refused.
             most = LEFT_OUT * longest + 4096
             check_messages(call.messages, longest, most)
             given, language = (self._encode_chat, call, most, tokenizer), tokenizer.confined
@@ -111,10 +110,10 @@ class Prompts:
         return text, await self._off_loop(call.client, encode, language=tokenizer.confined)
 
     def _encode_chat(self, call: Call, most: int, tokenizer: Tokenizer) -> tuple[str, list[int]]:
-        """Return a conversation's rendered text and token ids, up to `most` tokens; slow.
+        """Return text and token ids, up to `most` tokens; slow.
 
-        All texts count, since copying and searching them for special tokens takes time even if the template omits them:
-        an ignored key of 1,300,000 empty lists took 16 s.
+        All texts count, as copying and searching them takes time even if the template omits them: an ignored key of
+        1,300,000 empty lists took 16 s.
         """
         tools = call.tools if call.tool_choice != "none" else None
         shape = tokenizer.template_shape(self._template, tools)

@@ -44,7 +44,7 @@ class Failure:
 
 
 def failure_of(error: BaseException, request: Message | None = None, request_id: str = "") -> Failure:
-    """Return an error's status: code, google.rpc.ErrorInfo, and further details.
+    """Return code, google.rpc.ErrorInfo, and further details.
 
     `request`, if parsed, determines the path of the prompt. Messages of unexpected errors are hidden.
     """
@@ -78,7 +78,7 @@ def _status_of(code: str, message: str, details: Iterable[Message]) -> status_pb
 
 
 def path_of(parameter: str, request: Message | None) -> str:
-    """Return a parameter's path in a request; a path is returned unchanged."""
+    """A path is returned unchanged."""
     if isinstance(request, _POOL_REQUESTS):
         is_score = isinstance(request, inference_pb2.ScoreRequest)
         inputs = "text_1" if is_score else request.WhichOneof("input") or "input"

@@ -3,7 +3,7 @@
 gRPC's core parses on any calling thread, including Python threads that hold the GIL: header blocks of 4 MB in small
 pieces stopped the server for 2.5 s (measured). The proxy forwards only short header blocks and a limited rate of calls.
 
-    python -m jaxllm_server.grpc.filter SETTINGS-AS-JSON
+`python -m jaxllm_server.grpc.filter SETTINGS-AS-JSON`
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ class Settings:
     client_auth: bool = False
 
     def to_json(self) -> str:
-        """Return the settings as the process's argument."""
         return json.dumps(asdict(self))
 
     def tls(self) -> ssl.SSLContext | None:
@@ -82,7 +81,6 @@ class Filter:
         self._num_unnamed = 0
 
     async def run(self) -> None:
-        """Accept connections until the server ends."""
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         tls, seconds = self.settings.tls(), self.settings.stall_seconds
         listening = [socket.socket(fileno=each) for each in self.settings.listening]
@@ -104,13 +102,13 @@ class Filter:
         shutil.rmtree(self.settings.folder, ignore_errors=True)
 
     def pay(self, price: int, now: float) -> float:
-        """Charge a price; return the delay in seconds, if positive."""
+        """Return the delay in seconds, if positive."""
         self._debt = min(MAX_DEBT, max(0.0, self._debt - RATE * (now - self._counted)) + price)
         self._counted = now
         return (self._debt - BURST) / RATE
 
     def connect(self, peer: Any) -> socket.socket:
-        """Connect to gRPC's core; the socket's name has the client's address."""
+        """The socket's name contains the client's address."""
         if isinstance(peer, tuple):
             name = f"ipv6:[{peer[0]}]:{peer[1]}" if ":" in peer[0] else f"ipv4:{peer[0]}:{peer[1]}"
         else:
@@ -148,7 +146,6 @@ class Client(asyncio.BufferedProtocol):
         self._early = b""
 
     def connection_made(self, transport: Any) -> None:
-        """Connect to the core."""
         self.transport = transport
         tls = transport.get_extra_info("ssl_object")
         if tls is not None and tls.selected_alpn_protocol() != "h2":
@@ -181,7 +178,6 @@ class Client(asyncio.BufferedProtocol):
             self.resume()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Close the core's side."""
         self._filter.clients.discard(self)
         for timer in self._timers:
             timer.cancel()
@@ -189,11 +185,10 @@ class Client(asyncio.BufferedProtocol):
             self.core.close()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return the shared read buffer."""
         return self._filter.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Forward received bytes, then pause according to their price."""
+        """Forward bytes, then pause according to their price."""
         data = bytes(self._filter.buffer[:nbytes])
         try:
             price = self._frames.price(data)
@@ -223,23 +218,20 @@ class Client(asyncio.BufferedProtocol):
             self.transport.pause_reading()
 
     def resume(self) -> None:
-        """Undo one `pause`, and read again after the last."""
         self._pauses -= 1
         if not self._pauses and not self.transport.is_closing():
             self.transport.resume_reading()
 
     def pause_writing(self) -> None:
-        """Pause the core: the client reads too slowly."""
+        """The client reads too slowly."""
         if self.core is not None and not self.core.is_closing():
             self.core.pause_reading()
 
     def resume_writing(self) -> None:
-        """Resume the core."""
         if self.core is not None and not self.core.is_closing():
             self.core.resume_reading()
 
     def end(self) -> None:
-        """Close after flushing."""
         self.transport.close()
         self._timers.append(self._loop.call_later(_FLUSH_SECONDS, self.transport.abort))
 
@@ -255,25 +247,21 @@ class Core(asyncio.Protocol):
         self._client = client
 
     def data_received(self, data: bytes) -> None:
-        """Forward bytes to the client."""
         if not self._client.transport.is_closing():
             self._client.transport.write(data)
 
     def pause_writing(self) -> None:
-        """Pause the client: the core reads too slowly."""
+        """The core reads too slowly."""
         self._client.pause()
 
     def resume_writing(self) -> None:
-        """Resume the client."""
         self._client.resume()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Close the client's side."""
         self._client.end()
 
 
 def main() -> None:
-    """Run until the server ends."""
     import uvloop
 
     for number in (signal.SIGINT, signal.SIGTERM):  # a terminal signals all processes; the server ends this one

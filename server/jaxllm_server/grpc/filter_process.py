@@ -27,7 +27,7 @@ _MORE_BLOCK_BYTES = 64 << 10  # above max_header_bytes: up to this size gRPC's c
 
 
 class FilterProcess:
-    """The proxy process of a server's core, which must listen at `address` before `start`."""
+    """The proxy process of a core, which must listen at `address` before `start`."""
 
     def __init__(self, listening: Sequence[socket.socket], options: ServerOptions) -> None:
         self._listening = listening
@@ -58,7 +58,7 @@ class FilterProcess:
             raise UserError(message, "ssl_certfile") from error
 
     def start(self) -> None:
-        """Start the process; pending connections wait in the backlog."""
+        """Pending connections wait in the backlog."""
         self._restarting = None
         self._control, control = socket.socketpair()
         with control:
@@ -73,7 +73,6 @@ class FilterProcess:
         asyncio.get_running_loop().add_reader(self._control, self._on_death)
 
     def close_listener(self) -> None:
-        """Stop accepting connections."""
         if not self._listening:
             return
         for each in self._listening:
@@ -103,7 +102,7 @@ class FilterProcess:
         self._control.close()
         self._wait(self.process, 0.1)
         self._control = self.process = None
-        _log.error("the process in front of gRPC has died: all its connections are lost, another one starts")
+        _log.error("the process that accepts gRPC connections died; they are lost, and it is restarted")
         self._restarting = loop.call_later(RESTART_SECONDS, self._restart)
 
     def _restart(self) -> None:

@@ -27,10 +27,9 @@ class FrameCheck:
         self._block_bytes = 0
 
     def price(self, data: bytes) -> int:
-        """Return the price of the frames that begin in these bytes: a base price, plus the size except for DATA.
+        """Price the frames that begin in these bytes: a base price, plus the size except for DATA.
 
-        Raises:
-            FrameError: for another protocol, or a header block that is too long, even if incomplete.
+        Raises FrameError for another protocol, or a header block that is too long, even if incomplete.
         """
         if self._part:
             data, self._part = self._part + data, b""

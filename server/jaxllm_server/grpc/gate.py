@@ -78,7 +78,7 @@ class Gate(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Check the key before receiving the request, and wrap the handler."""
+        """Check the key before receiving the request."""
         method: str = handler_call_details.method
         if not method.startswith(_HEALTH_PREFIX):
             try:
@@ -95,7 +95,7 @@ class Gate(grpc.aio.ServerInterceptor):
         return guarded
 
     def _guard(self, method: str, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-        """Wrap a handler, as a streaming one, so that the message is received only after the call is admitted.
+        """Wrap a handler, as a streaming one, so that the message is received only after admission.
 
         Requests are parsed inside, since gRPC would expose a parser's error.
         """
@@ -148,18 +148,14 @@ class Gate(grpc.aio.ServerInterceptor):
             self._health.pop(limit, None)
 
     async def _one_message(self, context: grpc.aio.ServicerContext, limit: asyncio.Timeout) -> bytes:
-        """Receive a call's single message and its end, so that no further bytes accumulate.
-
-        Raises:
-            DeadlineError: if it is incomplete at the time limit.
-        """
+        """Receive a message and its end, so that no further bytes accumulate; raises DeadlineError at the limit."""
         try:
             async with limit:
                 raw = await context.read()
                 if raw is not _EOF and await context.read() is _EOF:
                     return raw
                 await asyncio.sleep(_CANCEL_SECONDS)
-                raise UserError("A call of this method sends one message, no more and no less.")
+                raise UserError("This method takes exactly one message.")
         except TimeoutError:
             raise self._did_not_come() from None
 
@@ -167,7 +163,7 @@ class Gate(grpc.aio.ServerInterceptor):
         """Return the error for a late message; its memory is released in one second."""
         if self._returns_memory is None:
             self._returns_memory = asyncio.get_running_loop().call_later(1.0, self._return_memory)
-        return DeadlineError("The message did not come in time.")
+        return DeadlineError("The message was not received in time.")
 
     def _return_memory(self) -> None:
         self._returns_memory = None
@@ -176,7 +172,7 @@ class Gate(grpc.aio.ServerInterceptor):
     async def _parsed(
         self, raws: AsyncIterator[bytes], parse: Callable[[bytes], Message], asked: list[Message]
     ) -> AsyncIterator[Message]:
-        """Yield a stream's messages within the time limit; `asked` holds the latest."""
+        """Yield messages within the time limit; `asked` holds the latest."""
         while True:
             try:
                 async with asyncio.timeout(self._stall_timeout or None):
@@ -196,7 +192,7 @@ class Gate(grpc.aio.ServerInterceptor):
     async def _answer(
         self, method: str, context: grpc.aio.ServicerContext, respond: Respond, raws: AsyncIterator[bytes]
     ) -> Any:
-        """Answer and account for a call; exceptions become statuses."""
+        """Convert exceptions to statuses."""
         is_counted = not method.startswith(_HEALTH_PREFIX)
         began = time.monotonic()
         span = self._tracer.start(first(context.invocation_metadata(), "traceparent"), method[1:], _SPAN)
@@ -246,7 +242,7 @@ class Gate(grpc.aio.ServerInterceptor):
 
 
 async def _fail(context: grpc.aio.ServicerContext, failure: Failure) -> None:
-    """End a call with a status; always raises."""
+    """Always raises."""
     trailers: list[tuple[str, str | bytes]] = [("grpc-status-details-bin", failure.status.SerializeToString())]
     if request_id := _request_id(context):
         trailers.append((REQUEST_ID, request_id))

@@ -1,4 +1,4 @@
-"""The grpc.health.v1 service, and the names of the reported services."""
+"""The grpc.health.v1 service."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Status = health_pb2.HealthCheckResponse.ServingStatus
 
 
 class Health(health_pb2_grpc.HealthServicer):
-    """Reports health from the last state set, without querying the engine.
+    """Reports the last state set, without querying the engine.
 
     "" and the inference service follow the engine. The control service is healthy until the engine is dead, so that
     operators reach a paused or loading server.
@@ -47,28 +47,26 @@ class Health(health_pb2_grpc.HealthServicer):
         self._tell({"": inference, INFERENCE: inference, CONTROL: control})
 
     def close(self) -> None:
-        """Report all services as not serving, and end all watches after that."""
+        """End all watches after reporting not serving."""
         self._is_closed = True
         self._tell(dict.fromkeys(self._statuses, _NOT_SERVING))
 
     async def Check(
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> health_pb2.HealthCheckResponse:
-        """Return the status of a service."""
         status = self._statuses.get(request.service)
         if status is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "There is no service of this name.")
+            await context.abort(grpc.StatusCode.NOT_FOUND, "Unknown service.")
         return health_pb2.HealthCheckResponse(status=status)
 
     async def List(self, request: Message, context: grpc.aio.ServicerContext) -> Message:
-        """Return all statuses. Only versions of grpcio-health-checking above 1.81 register this call."""
+        """Only versions of grpcio-health-checking above 1.81 register this call."""
         response = health_pb2.HealthListResponse()  # pyright: ignore[reportAttributeAccessIssue]
         for name, status in self._statuses.items():
             response.statuses[name].status = status
         return response
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:
-        """Send the status of a service, now and on changes."""
         sent: Status | None = None
         with self._watches.place(peer_of(context.peer())):
             while True:

@@ -1,7 +1,6 @@
-"""Converts requests of `jaxllm.v1` to `Call`s; `replies` writes the answers.
+"""Converts requests of `jaxllm.v1` to `Call`s. Pure.
 
-Pure functions of their arguments. Knows the messages and what both protocols share; knows no gRPC library, no engine
-and no clock. Every field of a request is mapped here or refused by its path, as `sampling.top_p`; a test walks them.
+Every field of a request is mapped here or refused by its path, as `sampling.top_p`; a test checks all of them.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from jaxllm.v1 import inference_pb2, types_pb2
 from jaxllm_server.generation.calls import Call, NamedTool, ToolChoice
 from jaxllm_server.shared import strict_json
 
-# Messages inside one request: 8 MiB could hold four million of them, seconds of the event loop.
+# Messages in one request: 8 MiB could hold four million, seconds of the event loop.
 MAX_NESTED_MESSAGES = 16_384
 _MAX_UNKNOWN_BYTES = 4096
 _MAX_DURATION_SECONDS = 315_576_000_000  # of google.protobuf.Duration: 10,000 years
-_EXACT_INTEGERS = 2**53  # whole numbers that a Struct's doubles hold exactly
+_EXACT_INTEGERS = 2**53  # the largest integer up to which a Struct's doubles are exact
 
 
 def _sampling_names() -> dict[str, dict[str, str]]:
@@ -39,7 +38,7 @@ def _sampling_names() -> dict[str, dict[str, str]]:
     return names
 
 
-# Section of GenerateRequest -> its field -> the name in SamplingParams: the client's table. `call_of` reads the others.
+# Section of GenerateRequest -> field -> name in SamplingParams.
 SAMPLING_NAMES: Mapping[str, Mapping[str, str]] = _sampling_names()
 _TOOL_CHOICES: Mapping[int, ToolChoice] = {
     types_pb2.TOOL_CHOICE_UNSPECIFIED: None,
@@ -52,7 +51,7 @@ _EARLY_STOPPING: Mapping[int, bool | str] = {
     types_pb2.EARLY_STOPPING_ALWAYS: True,
     types_pb2.EARLY_STOPPING_NEVER: "never",
 }
-# Constraint of StructuredOutput -> the name in StructuredOutputsParams.
+# Constraint of StructuredOutput -> name in StructuredOutputsParams.
 _CONSTRAINTS = {
     "json_schema": "json",
     "json_object": "json_object",
@@ -64,14 +63,13 @@ _CONSTRAINTS = {
 
 
 def call_of(request: inference_pb2.GenerateRequest, request_id: str, *, stream: bool, max_json_depth: int) -> Call:
-    """Return what a request asks for; unset fields are absent from `Call.sampling`, so that the defaults decide.
+    """Convert a request; unset fields are absent from `Call.sampling`, so that defaults apply.
 
-    `max_json_depth` is that of a body over HTTP, so that both protocols take the same tools.
-
-    Values are not checked here but where all front ends' are; shapes that only this protocol can have are.
+    `max_json_depth` is that of HTTP bodies, so that both protocols accept the same tools. Only shapes specific to this
+    protocol are checked.
 
     Raises:
-        UserError: naming the path of a field that is unknown, contradicts another or exists and is not built.
+        UserError: naming the path of a field that is unknown, contradicts another or is not implemented.
     """
     refuse_unknown_fields(request)
     _refuse_unbuilt(request, stream=stream)
@@ -92,13 +90,12 @@ def call_of(request: inference_pb2.GenerateRequest, request_id: str, *, stream: 
 
 
 def tokenize_call_of(request: inference_pb2.TokenizeRequest, *, max_json_depth: int) -> Call:
-    """Return the call whose prompt is to be tokenized; raises as `call_of` does."""
+    """Raises as `call_of` does."""
     refuse_unknown_fields(request)
     return Call(model=request.model, **_prompt_of(request, "input", max_json_depth))
 
 
 def detokenize_ids_of(request: inference_pb2.DetokenizeRequest) -> list[int]:
-    """Return the token ids to turn into text."""
     refuse_unknown_fields(request)
     return list(request.token_ids)
 
@@ -164,7 +161,7 @@ def _refuse_unbuilt(request: inference_pb2.GenerateRequest, *, stream: bool) -> 
 def _prompt_of(
     request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, oneof: str, max_json_depth: int
 ) -> dict[str, Any]:
-    """Return the fields of `Call` that say what the prompt is."""
+    """Return the fields of `Call` for the prompt."""
     kind = request.WhichOneof(oneof)  # pyright: ignore[reportArgumentType]
     if kind is None:
         names = [own.name for own in request.DESCRIPTOR.oneofs_by_name[oneof].fields]
@@ -204,7 +201,7 @@ def _chat_of(chat: types_pb2.ChatPrompt, max_json_depth: int) -> dict[str, Any]:
 
 
 def _message_of(message: types_pb2.ChatMessage, path: str) -> dict[str, Any]:
-    """Return one message of a conversation in OpenAI's form, which chat templates read."""
+    """Convert to OpenAI's form, which chat templates read."""
     plain: dict[str, Any] = {"role": message.role}
     if message.parts:
         if message.HasField("content"):
@@ -248,7 +245,7 @@ def _from_struct(struct: Struct, path: str) -> dict[str, Any]:
 
 
 def _from_value(value: Value, path: str) -> Any:
-    """Return a JSON value as Python has it; a whole number becomes an integer, since Struct knows doubles only."""
+    """Convert whole numbers to integers: a Struct has only doubles."""
     kind = value.WhichOneof("kind")
     if kind is None or kind == "null_value":
         return None
@@ -273,10 +270,10 @@ def _seconds(duration: Duration, path: str) -> float:
 
 
 def refuse_unknown_fields(request: Message) -> None:
-    """Refuse what a newer client may set and this server would ignore: protobuf keeps such fields without a word.
+    """Refuse fields of newer clients, which protobuf stores silently and this server would ignore.
 
-    Refuses more than `MAX_NESTED_MESSAGES` messages, too, or entries of one map, and names no field where there is much
-    that is unknown: protobuf makes a Python object of each, two seconds for the millions that fit into 8 MiB.
+    Also refuses more than `MAX_NESTED_MESSAGES` messages or entries of a map, and does not name unknown fields if there
+    could be many: protobuf creates a Python object for each, two seconds for the millions in 8 MiB.
     """
     found = list(islice(_messages_in(request), MAX_NESTED_MESSAGES + 1))
     if len(found) > MAX_NESTED_MESSAGES:
@@ -300,16 +297,16 @@ def _too_many(path: str) -> UserError:
 
 
 def _messages_in(message: Message, path: str = "") -> Iterator[tuple[Message, str]]:
-    """Give a message and the messages in it, each with its path; what a Struct holds is a value."""
+    """Yield a message and its nested messages with their paths; a Struct's contents count as a value."""
     yield message, path
     for descriptor, value in message.ListFields():
-        kind = descriptor.message_type  # None for a field that is no message
+        kind = descriptor.message_type  # None: not a message
         if kind is None:
             continue
         below = f"{path}.{descriptor.name}" if path else descriptor.name
         entries = value.fields if kind is Struct.DESCRIPTOR else value if kind.GetOptions().map_entry else None
         if entries is not None:
-            if len(entries) > MAX_NESTED_MESSAGES:  # to copy one takes 10 µs
+            if len(entries) > MAX_NESTED_MESSAGES:  # copying one takes 10 µs
                 raise _too_many(below)
             continue
         if isinstance(value, Message):

@@ -1,6 +1,6 @@
-"""Converts requests that embed, classify or score to `PoolCall`s, and `PoolResult`s to answers.
+"""Converts requests that embed, classify or score to `PoolCall`s, and `PoolResult`s to answers. Pure.
 
-Pure functions, as in `messages` and `replies`. A test sets every field of the requests.
+A test sets every field of the requests.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _POOLING_TASKS: Mapping[type[PoolRequest], PoolingTask] = {
 
 
 def pool_call_of(request: PoolRequest, request_id: str | None) -> PoolCall:
-    """Return the call of a request that embeds, classifies or scores; raises as `call_of` does.
+    """Raises as `call_of` does.
 
-    A field that `PoolCall` also has has the same name there.
+    Fields of `PoolCall` have the same names in requests.
     """
     refuse_unknown_fields(request)
     given = {own.name: value for own, value in request.ListFields() if own.name in PoolCall.__dataclass_fields__}
@@ -48,7 +48,7 @@ def _input_of(request: inference_pb2.EmbedRequest | inference_pb2.ClassifyReques
 
 
 def _pairs_of(request: inference_pb2.ScoreRequest) -> dict[str, Any]:
-    """Return the texts in pairs, without a copy: their number is not checked yet."""
+    """Return the texts without a copy: their number is not checked yet."""
     num_first, num_second = len(request.text_1), len(request.text_2)
     if num_first not in (1, num_second):
         raise UserError(f"text_1 holds one text, or as many as text_2: got {num_first} and {num_second}.", "text_1")
@@ -57,11 +57,10 @@ def _pairs_of(request: inference_pb2.ScoreRequest) -> dict[str, Any]:
 
 
 def embedding_of(request_id: str, model: str, result: PoolResult, index: int = 0) -> inference_pb2.EmbedResponse:
-    """Return an embedding."""
     return inference_pb2.EmbedResponse(
         request_id=request_id,
         model=model,
-        values=result.values.tolist(),  # half the time that protobuf takes over an array
+        values=result.values.tolist(),  # takes half as long as an array
         usage=types_pb2.Usage(prompt_tokens=result.prompt_tokens),
         index=index,
     )
@@ -70,7 +69,7 @@ def embedding_of(request_id: str, model: str, result: PoolResult, index: int = 0
 def classification_of(
     request_id: str, model: str, result: PoolResult, labels: Sequence[str]
 ) -> inference_pb2.ClassifyResponse:
-    """Return the number of each label, and the likeliest label."""
+    """Return values and the likeliest label."""
     return inference_pb2.ClassifyResponse(
         request_id=request_id,
         model=model,
@@ -81,7 +80,7 @@ def classification_of(
 
 
 def scores_of(request_id: str, model: str, results: Iterable[PoolResult]) -> inference_pb2.ScoreResponse:
-    """Return the scores of all pairs, from results in any order."""
+    """Order the results, which may arrive in any order."""
     ordered = sorted(results, key=lambda result: result.index)
     return inference_pb2.ScoreResponse(
         request_id=request_id,
@@ -92,7 +91,6 @@ def scores_of(request_id: str, model: str, results: Iterable[PoolResult]) -> inf
 
 
 def pooling_of(pooler: Pooler, size: int) -> inference_pb2.Pooling:
-    """Return the sizes and labels of a model that pools."""
     return inference_pb2.Pooling(
         size=size,
         takes_dimensions=pooler.dimensions is not None,

@@ -22,19 +22,18 @@ class PoolingMethods(Servicer):
     """Methods that `InferenceService` inherits."""
 
     async def Embed(self, request: inference_pb2.EmbedRequest, context: ServicerContext) -> inference_pb2.EmbedResponse:
-        """Answer with the vector of one text."""
         request_id, model, (result,) = await self._pooled(request, context)
         return messages.embedding_of(request_id, model, result)
 
     async def StreamEmbed(self, requests: AsyncIterator[inference_pb2.EmbedRequest], context: ServicerContext) -> None:
-        """Answer each request as soon as its vector is computed; read further requests as the queue has room."""
+        """Answer each request as soon as possible; read further ones as the queue has room."""
         client, model = self._client_of(context), self._serving.names[0]
 
         def read(request: inference_pb2.EmbedRequest) -> PoolCall:
             return replace(messages.pool_call_of(request, request.request_id or None), client=client)
 
         answers = await self._serving.pooling.stream(requests, read, client)
-        # Immediately, since clients may wait for it: a client of grpc.aio that writes while its call is refused gets no
+        # Immediately, since clients may wait for it: a grpc.aio client that writes while its call is refused gets no
         # reason (grpc/grpc#36066). For the same reason, failures of single texts do not end the stream.
         request_id = first(context.invocation_metadata(), REQUEST_ID) or uuid4().hex
         await context.send_initial_metadata(((REQUEST_ID, request_id),))
@@ -50,20 +49,18 @@ class PoolingMethods(Servicer):
     async def Classify(
         self, request: inference_pb2.ClassifyRequest, context: ServicerContext
     ) -> inference_pb2.ClassifyResponse:
-        """Answer with a number for each label."""
         request_id, model, (result,) = await self._pooled(request, context)
         pooler = self._serving.engine.model.pooler
         assert pooler is not None
         return messages.classification_of(request_id, model, result, pooler.labels)
 
     async def Score(self, request: inference_pb2.ScoreRequest, context: ServicerContext) -> inference_pb2.ScoreResponse:
-        """Answer with the scores of all pairs."""
         return messages.scores_of(*await self._pooled(request, context))
 
     async def _pooled(
         self, request: messages.PoolRequest, context: ServicerContext
     ) -> tuple[str, str, list[PoolResult]]:
-        """Compute all results of a call; return its id, the model's name and the results."""
+        """Return the request id, the model's name and all results."""
         request_id, is_hint, client = self._admit(request, context)
         call = replace(await self._read(client, request, messages.pool_call_of, request_id), client=client)
 

@@ -1,6 +1,6 @@
-"""The gRPC server put together: its socket and options, TLS, the gate, the services, health and reflection.
+"""The gRPC server: socket, options, TLS, gate, services, health and reflection.
 
-Numbers in comments were measured with grpcio 1.81. Knows nothing of what the services do.
+Numbers in comments were measured with grpcio 1.81.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 REFLECTION_ALPHA = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"].full_name
 REFLECTION = "grpc.reflection.v1.ServerReflection"
-_NAMES = ("gRPC", "grpc_port", "grpc_uds")  # of the front end and its flags, in errors
+_NAMES = ("gRPC", "grpc_port", "grpc_uds")
 
 
 class GrpcServer:
-    """A server that listens; made by `start_grpc`."""
+    """A listening server, created by `start_grpc`."""
 
     def __init__(
         self, server: grpc.aio.Server, health: Health, port: int | None, uds: str | None, front: FilterProcess | None
@@ -50,14 +50,13 @@ class GrpcServer:
         self.front = front
 
     async def set_state(self, state: str) -> None:
-        """Set what health checks report: a state of `AsyncLLM.state`."""
         self._health.set_state(state)
 
     async def stop(self, grace: float | None) -> None:
-        """Take no more calls, let those that run finish for `grace` seconds, end the rest with UNAVAILABLE."""
+        """Refuse new calls, let running ones finish for `grace` seconds, end the rest with UNAVAILABLE."""
         if self.front is not None:
             self.front.close_listener()
-        self._health.close()  # an open Watch would hold the server for the whole grace
+        self._health.close()  # an open Watch would last the whole grace
         await self._server.stop(grace)
         if self.front is not None:
             await self.front.end()
@@ -68,10 +67,9 @@ class GrpcServer:
 async def start_grpc(
     serving: Serving, options: ServerOptions, keys: Keys, tracer: Tracer, observer: PrometheusObserver
 ) -> GrpcServer:
-    """Listen and answer, health first: the engine may still be loading. Returns once calls are accepted.
+    """Start a server while the engine may still be loading.
 
-    Raises:
-        UserError: a port or socket in use, a certificate that cannot be used, a package that is missing.
+    Raises UserError for a port or socket in use, an unusable certificate or a missing package.
     """
     gate = Gate(keys, tracer, observer, options.max_rpcs, options.stall_timeout)
     server = grpc.aio.server(interceptors=[gate], options=channel_options(options))
@@ -112,12 +110,10 @@ async def start_grpc(
 
 
 def channel_options(options: ServerOptions) -> list[tuple[str, int]]:
-    """Return the settings of gRPC's core."""
-    # Calls that Python has not seen yet, 7 KB each. By default a burst of 3,000 calls loses some 530 of them; the
-    # filter lets a burst wait.
+    # Calls not yet seen by Python, 7 KB each. By default a burst of 3,000 calls loses 530; the filter delays bursts.
     most_pending = 8192 if options.grpc_filter else 100_000
     return [
-        # A second server on the same port would start without a word and take a share of the connections.
+        # Otherwise a second server on the same port silently takes a share of the connections.
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", options.grpc_max_message_bytes),
         ("grpc.max_send_message_length", -1),
@@ -125,16 +121,15 @@ def channel_options(options: ServerOptions) -> list[tuple[str, int]]:
         ("grpc.absolute_max_metadata_size", options.max_header_bytes),
         ("grpc.server.max_pending_requests", most_pending),
         ("grpc.server.max_pending_requests_hard_limit", most_pending),
-        # Streams of a connection, those included that are about to be refused: far more than the calls it may have, for
-        # of a burst beyond it all fail as UNAVAILABLE that a client asks for before it has heard of the bound (1,948
-        # of 3,000 calls with 1,024, none with 4,096; measured).
+        # Streams per connection, including those about to be refused. Beyond the limit, calls begun before the client
+        # knows it fail as UNAVAILABLE: 1,948 of 3,000 with 1,024, none with 4,096 (measured).
         ("grpc.max_concurrent_streams", max(4096, 2 * options.max_rpcs)),
-        # Clients may ping ten times a second, also while a call is silent for minutes. More than that is flooding and
-        # ends the connection. (gRPC has no key min_recv_ping_interval_without_data_ms, which others set.)
+        # Clients may ping ten times a second, even during silent calls; more ends the connection. (gRPC has no key
+        # min_recv_ping_interval_without_data_ms, which others set.)
         ("grpc.http2.min_ping_interval_without_data_ms", 100),
         ("grpc.http2.max_ping_strikes", 100),
         ("grpc.keepalive_permit_without_calls", 1),
-        # A peer that froze is let go after 40 seconds; without ping_timeout_ms the second setting alone waits for 60.
+        # A frozen peer is disconnected after 40 s; without ping_timeout_ms the second setting alone waits for 60.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.ping_timeout_ms", 10_000),
@@ -143,7 +138,7 @@ def channel_options(options: ServerOptions) -> list[tuple[str, int]]:
 
 
 def _listen(server: grpc.aio.Server, options: ServerOptions) -> int | None:
-    """Bind the socket, with TLS where it was asked for; return the port, None for a Unix socket."""
+    """Return the port, None for a Unix socket."""
     if options.grpc_uds is not None:
         check_uds(options.grpc_uds, "grpc_uds")  # gRPC itself would delete it and take its place
         address, flag = f"unix:{options.grpc_uds}", "grpc_uds"
@@ -171,7 +166,7 @@ def _close(listening: Sequence[socket.socket]) -> None:
 
 
 def _credentials(options: ServerOptions) -> grpc.ServerCredentials:
-    """Read key and certificates; one that does not fit the other is refused here, where the reason is known."""
+    """Refuse a key that does not match the certificate here, where the reason is known."""
     assert options.ssl_certfile is not None and options.ssl_keyfile is not None
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
@@ -183,10 +178,10 @@ def _credentials(options: ServerOptions) -> grpc.ServerCredentials:
 
 
 def _add_reflection(server: grpc.aio.Server, names: Sequence[str]) -> None:
-    """Describe the services under both names of reflection, whose messages are the same on the wire.
+    """Serve both names of reflection, whose messages are the same on the wire.
 
-    The newer name is not in the list: its descriptor does not exist here, and clients that ask for all that is listed
-    (`buf curl --list-methods`) fail on it.
+    The newer name has no descriptor here, so it is not listed: clients that request all listed ones (`buf curl
+    --list-methods`) would fail.
     """
     servicer = ReflectionServicer(names)
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)

@@ -1,8 +1,7 @@
 """The two services of `jaxllm.v1`.
 
-`messages` reads the requests, `replies` writes the answers, `pooling_methods` embeds, classifies and scores. The
-server's interceptor turns exceptions into statuses. The end of a call (its result, a cancelled client, a deadline, a
-failed write) closes the iterator of `Serving`, which aborts the request in any phase.
+The interceptor converts exceptions to statuses. The end of a call (its result, a cancelled client, a deadline, a failed
+write) closes the iterator of `Serving`, which aborts the request in any phase.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ class InferenceService(PoolingMethods, inference_pb2_grpc.InferenceServiceServic
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: ServicerContext
     ) -> inference_pb2.GenerateResponse:
-        """Answer once every sequence has ended."""
         chunks, reply = await self._begin(request, context, stream=False)
         async with aclosing(chunks):
             chunk = await anext(chunks)
@@ -58,7 +56,7 @@ class InferenceService(PoolingMethods, inference_pb2_grpc.InferenceServiceServic
             return reply.response(chunk)
 
     async def StreamGenerate(self, request: inference_pb2.GenerateRequest, context: ServicerContext) -> None:
-        """Send what is new as it comes; nothing, headers included, before the first tokens, so that retries work."""
+        """Send nothing, headers included, before the first tokens, so that retries work."""
         chunks, reply = await self._begin(request, context, stream=True)
         is_first = True
         async with aclosing(chunks), Writer(context, self._stall_timeout) as writer:
@@ -74,7 +72,6 @@ class InferenceService(PoolingMethods, inference_pb2_grpc.InferenceServiceServic
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: ServicerContext
     ) -> inference_pb2.TokenizeResponse:
-        """Turn text or a conversation into token ids."""
         most = self._serving.options.max_json_depth
         client = self._client_of(context)
         call = await self._read(client, request, messages.tokenize_call_of, max_json_depth=most)
@@ -84,7 +81,6 @@ class InferenceService(PoolingMethods, inference_pb2_grpc.InferenceServiceServic
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: ServicerContext
     ) -> inference_pb2.DetokenizeResponse:
-        """Turn token ids into text."""
         ids = await self._read(self._client_of(context), request, messages.detokenize_ids_of)
         self._serving.check_model(request.model)
         text = await self._serving.detokenize(ids, self._client_of(context), request.model)
@@ -93,7 +89,6 @@ class InferenceService(PoolingMethods, inference_pb2_grpc.InferenceServiceServic
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: ServicerContext
     ) -> inference_pb2.ListModelsResponse:
-        """Name the model, its sizes and its defaults."""
         engine, options = self._serving.engine, self._serving.options
         params, pooler = engine.model.default_params, engine.model.pooler
         name, *aliases = self._serving.names
@@ -117,7 +112,7 @@ class InferenceService(PoolingMethods, inference_pb2_grpc.InferenceServiceServic
         return inference_pb2.ListModelsResponse(models=[model, *self._adapters(model)])
 
     def _adapters(self, parent: inference_pb2.Model) -> Iterator[inference_pb2.Model]:
-        """Describe each adapter: its model, less the names, but for what its tokenizer changes."""
+        """Describe adapters: the model, except for names and what the adapter's tokenizer changes."""
         for served in self._serving.adapters:
             known = self._serving.adapters.known(served)
             if known is None:
@@ -133,7 +128,7 @@ class InferenceService(PoolingMethods, inference_pb2_grpc.InferenceServiceServic
     async def _begin(
         self, request: inference_pb2.GenerateRequest, context: ServicerContext, *, stream: bool
     ) -> tuple[AsyncGenerator[Chunk, None], replies.Reply]:
-        """Return the chunks that answer a request, of which none is computed yet, and how to write them."""
+        """Return the chunks, none computed yet, and their converter."""
         request_id, is_hint, client = self._admit(request, context)
         most = self._serving.options.max_json_depth
         call = await self._read(client, request, messages.call_of, request_id, stream=stream, max_json_depth=most)
@@ -143,7 +138,7 @@ class InferenceService(PoolingMethods, inference_pb2_grpc.InferenceServiceServic
         return chunks, replies.reply_of(request, model)
 
     async def _hinted(self, call: Call) -> AsyncGenerator[Chunk, None]:
-        """Answer under the id that the metadata propose, or one made from it while that is in use."""
+        """Use the id that the metadata propose, or a derived one while that is in use."""
         try:
             async with aclosing(self._serving.generate(call)) as chunks:
                 async for chunk in chunks:
@@ -156,7 +151,7 @@ class InferenceService(PoolingMethods, inference_pb2_grpc.InferenceServiceServic
 
 
 class ControlService(control_pb2_grpc.ControlServiceServicer):
-    """Facts, load, and what changes the server."""
+    """State, load and administration."""
 
     def __init__(self, serving: Serving, stall_timeout: float) -> None:
         self._serving = serving
@@ -167,7 +162,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     async def GetServerInfo(
         self, request: control_pb2.GetServerInfoRequest, context: ServicerContext
     ) -> control_pb2.GetServerInfoResponse:
-        """Describe the server; the model's sizes once it is loaded."""
+        """Include the model's sizes once it is loaded."""
         engine = self._serving.engine
         state = "dead" if engine.state == "stopped" else engine.state
         info = control_pb2.GetServerInfoResponse(
@@ -181,7 +176,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         try:
             model = engine.model
         except EngineError:
-            return info  # nothing is loaded yet
+            return info  # the model is not loaded
         info.max_model_len = model.max_model_len
         info.max_num_seqs = model.max_num_seqs
         info.max_num_batched_tokens = model.max_num_batched_tokens
@@ -195,7 +190,6 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     async def GetLoad(
         self, request: control_pb2.GetLoadRequest, context: ServicerContext
     ) -> control_pb2.GetLoadResponse:
-        """Say how busy the engine is."""
         load = self._serving.engine.get_load()
         return control_pb2.GetLoadResponse(
             running=load.running,
@@ -214,20 +208,19 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         )
 
     async def Abort(self, request: control_pb2.AbortRequest, context: ServicerContext) -> control_pb2.AbortResponse:
-        """End requests; ids that are not known change nothing."""
+        """Unknown ids are ignored."""
         await self._serving.engine.abort(request.request_ids)
         return control_pb2.AbortResponse()
 
     async def ResetPrefixCache(
         self, request: control_pb2.ResetPrefixCacheRequest, context: ServicerContext
     ) -> control_pb2.ResetPrefixCacheResponse:
-        """Forget all cached prefixes, if no request is running."""
+        """Do nothing while requests run."""
         return control_pb2.ResetPrefixCacheResponse(was_reset=await self._serving.engine.reset_prefix_cache())
 
     async def PauseGeneration(
         self, request: control_pb2.PauseGenerationRequest, context: ServicerContext
     ) -> control_pb2.PauseGenerationResponse:
-        """Stop generating."""
         if request.mode not in _PAUSE_MODES:
             raise UserError(f"mode {request.mode} is not known.", "mode")
         mode = _PAUSE_MODES[request.mode]
@@ -240,12 +233,10 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     async def ResumeGeneration(
         self, request: control_pb2.ResumeGenerationRequest, context: ServicerContext
     ) -> control_pb2.ResumeGenerationResponse:
-        """Generate again."""
         await self._serving.engine.resume()
         return control_pb2.ResumeGenerationResponse()
 
     async def StreamKvEvents(self, request: control_pb2.StreamKvEventsRequest, context: ServicerContext) -> None:
-        """Send what enters and leaves the prefix cache."""
         events = self._serving.engine.kv_events(request.start_sequence)
         async with aclosing(events) as batches, Writer(context, self._stall_timeout) as writer:
             async for batch in batches:
@@ -254,7 +245,6 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     async def LoadAdapter(
         self, request: control_pb2.LoadAdapterRequest, context: ServicerContext
     ) -> control_pb2.LoadAdapterResponse:
-        """Load an adapter under a name."""
         with _by_fields():
             await self._serving.adapters.load(request.name, request.source, in_place=request.load_inplace)
         return control_pb2.LoadAdapterResponse()
@@ -262,7 +252,6 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     async def UnloadAdapter(
         self, request: control_pb2.UnloadAdapterRequest, context: ServicerContext
     ) -> control_pb2.UnloadAdapterResponse:
-        """Take an adapter away."""
         with _by_fields():
             self._serving.adapters.unload(request.name)
         return control_pb2.UnloadAdapterResponse()
@@ -270,7 +259,6 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     async def ListAdapters(
         self, request: control_pb2.ListAdaptersRequest, context: ServicerContext
     ) -> control_pb2.ListAdaptersResponse:
-        """Name the adapters."""
         adapters = self._serving.adapters
         found = [(served, adapters.known(served)) for served in adapters]
         return control_pb2.ListAdaptersResponse(
@@ -283,7 +271,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
 
 @contextmanager
 def _by_fields() -> Iterator[None]:
-    """Have errors about adapters name the fields of these calls."""
+    """Make errors name the fields of these calls."""
     try:
         yield
     except UserError as error:

@@ -1,4 +1,4 @@
-"""The base of `jaxllm.v1.InferenceService`: checks and reads calls, and writes streams."""
+"""The base of `jaxllm.v1.InferenceService`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Servicer:
         self._keys = keys
 
     def _admit(self, request: NamedRequest, context: ServicerContext) -> tuple[str, bool, str]:
-        """Return a request's id, whether the metadata proposed it, and its client; refuse it without time or room."""
+        """Return the id, whether the metadata proposed it, and the client; refuse a request without time or room."""
         remaining = context.time_remaining()
         if remaining is not None and remaining < _LEAST_REMAINING:
             raise DeadlineError("The deadline of this call was over before it began.")
@@ -54,7 +54,7 @@ class Servicer:
         return request_id, bool(hint), client
 
     async def _read(self, client: str, request: Message, read: Callable[..., Item], *given: Any, **named: Any) -> Item:
-        """Read a request; a large one in a thread, because every part is checked."""
+        """Use a thread for a large request, because every part is checked."""
         if request.ByteSize() <= _LARGE_REQUEST:
             return read(request, *given, **named)
         return await self._serving.off_loop(client, partial(read, request, *given, **named))
@@ -64,7 +64,7 @@ class Servicer:
         return client_of(key, host_of_peer(peer_of(context.peer())))
 
     def _unique(self, request_id: str) -> str:
-        """Return another id for one that is in use."""
+        """Extend an id that is in use."""
         ending = f"-{uuid4().hex[:8]}"
         return f"{request_id[: max(0, self._serving.options.max_request_id_chars - len(ending))]}{ending}"
 
@@ -97,7 +97,7 @@ class Writer:
             self._timer.cancel()
 
     async def write(self, message: Message) -> None:
-        """Send a message; raises SlowConsumerError after the timeout."""
+        """Raises SlowConsumerError after the timeout."""
         self._since = self._loop.time()
         try:
             await self._context.write(message)
@@ -119,10 +119,9 @@ class Writer:
 
 
 def first(metadata: Any, key: str) -> str | None:
-    """Return the first value of a metadata key, as text."""
     return next((value for name, value in metadata or () if name == key and isinstance(value, str)), None)
 
 
 def _can_be_metadata(value: str) -> bool:
-    """Return whether a value, not checked yet, is valid in HTTP/2 headers."""
+    """Return whether a value is valid in HTTP/2 headers."""
     return len(value) <= _MAX_METADATA_CHARS and value.isascii() and value.isprintable()

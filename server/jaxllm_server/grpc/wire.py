@@ -32,7 +32,7 @@ class _Malformed(Exception):
 
 
 def check(raw: bytes, descriptor: Any) -> None:
-    """Raise UserError if a message is too complex. Malformed messages are left to the parser."""
+    """Raise UserError if a message is too complex. Malformed ones are left to the parser."""
     if not _shape(descriptor).repeats:
         return
     left: list[tuple[int, int, Any]] = [(0, len(raw), descriptor)]
@@ -44,7 +44,7 @@ def check(raw: bytes, descriptor: Any) -> None:
             while at < end:
                 num_fields += not shape.has_integer_keys
                 if num_fields > MOST_FIELDS:
-                    raise UserError(f"The message holds more than {MOST_FIELDS} fields, those inside of it counted.")
+                    raise UserError(f"The message holds more than {MOST_FIELDS} fields, including nested ones.")
                 tag, at = _varint(raw, at)
                 kind, number = tag & 7, tag >> 3
                 if kind == _VARINT:
@@ -90,7 +90,6 @@ def _shape(descriptor: Any) -> _Shape:
 
 
 def _repeats(descriptor: Any, seen: frozenset[str]) -> bool:
-    """Return whether a message contains costly repeated fields."""
     if descriptor is None or descriptor.full_name in seen:
         return False
     if descriptor.GetOptions().map_entry:

@@ -27,7 +27,6 @@ _UNLOAD = Body("UnloadAdapter", "Take an adapter away.", adapters.UNLOAD_FIELDS,
 
 
 def routes(answering: Answering) -> list[ApiRoute]:
-    """Return the routes."""
     served, bodies = answering.serving.adapters, answering.bodies
     is_offered = answering.options.lora_root is not None
 

@@ -1,4 +1,4 @@
-"""Makes the reply of a request, and the fields of its answer, for all routes with replies."""
+"""Makes replies, and the fields of their answers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("jaxllm.server.http")
 Made = TypeVar("Made")
-MakeReply: TypeAlias = Callable[[fields.Body, ServerOptions, str], Made]  # of a body and the request's id
-_MOST_TOLD = 256  # ignored fields in the log: a client can invent any number of names
+MakeReply: TypeAlias = Callable[[fields.Body, ServerOptions, str], Made]  # from a body and the request's id
+_MOST_TOLD = 256  # ignored fields in the log: clients can invent any number of names
 
 
 class Answering:
@@ -36,7 +36,7 @@ class Answering:
         self.options = options
         self.bodies = BodyReader(serving, options)
         self._tracer = tracer
-        self._told: set[str] = set()  # ignored fields that are logged already
+        self._told: set[str] = set()  # already logged
 
     def route(
         self,
@@ -49,7 +49,7 @@ class Answering:
         is_invoked: bool = False,
         media: Sequence[str] = (JSON,),
     ) -> ApiRoute:
-        """Return the route that converts a body by `make_reply` and writes the answer by `write`."""
+        """Return a route that converts a body by `make_reply`, and the reply by `write`."""
 
         async def run(request: Request) -> ASGIApp:
             self.serving.check_room(request.scope[CLIENT], pools=pools)
@@ -59,7 +59,6 @@ class Answering:
         return ApiRoute(path, run, bodies=(body,), pools=pools, invoked=invoked, media=media)
 
     async def read(self, request: Request, make: MakeReply[Made]) -> Made:
-        """Read a body and convert it."""
         own_id = request.scope["jaxllm"]["request_id"]
         return await self.bodies.read(request, lambda body: make(body, self.options, own_id))
 
@@ -69,10 +68,10 @@ class Answering:
         return {"id": f"{reply.id_prefix}{reply.request_id}", "created": int(time.time()), "model": model}
 
     def parts(self, request: Request, reply: CallsReply) -> dict[str, Any]:
-        """Return the fields of an `Answer`; the reply's calls get the client's id of the request."""
+        """Return the fields of an `Answer`; calls get the client's id of the request."""
         own = request.scope["jaxllm"]
         self.warn(request, getattr(reply, "ignored", ()))
-        if is_request_id(reply.request_id, self.options):  # perhaps from the body; an invalid one is refused later
+        if is_request_id(reply.request_id, self.options):  # possibly from the body; an invalid one is refused later
             own["name"] = own["name"].replace(own["request_id"], reply.request_id)
         if own["client_id"] is not None:
             reply.calls = [replace(call, client_id=own["client_id"]) for call in reply.calls]
@@ -87,7 +86,7 @@ class Answering:
         }
 
     def warn(self, request: Request, ignored: Sequence[str]) -> None:
-        """Report ignored fields in the answer's headers, and log each of them once."""
+        """Report ignored fields in headers, and log each once."""
         if self.options.unknown_fields != "warn":
             return
         request.scope["jaxllm"]["ignored"] = ignored

@@ -1,8 +1,7 @@
-"""The answers of replies: an ASGI app runs a reply's calls and sends their results, whole or as events.
+"""ASGI apps that run a reply's calls and send the results, complete or as events.
 
-The first output is awaited before the status is sent, so that what goes wrong until then has a status of its own. When
-the client goes, the calls' iterators are closed, and that aborts them in the engine; `http_protocol` sees to it that a
-client that reads nothing has gone.
+The first output is awaited before the status is sent, so that earlier errors get a status. A client's disconnect closes
+the calls' iterators, which aborts them in the engine; `protocol` disconnects clients that do not read.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 AnyReply = TypeVar("AnyReply", bound=CallsReply)
-_MANY_VALUES = 1 << 12  # log-probabilities of an answer that is written beside the event loop
+_MANY_VALUES = 1 << 12  # log-probabilities; more are serialized in a thread
 _VALUE_BYTES = 150  # of a log-probability in memory (measured)
-_CHARACTERS = 32  # of text that take as long as one
-_PIECE = 1 << 20  # bytes of a whole answer that are handed over at once: the next waits until most of them have left
+_CHARACTERS = 32  # of text that take as long as a log-probability
+_PIECE = 1 << 20  # bytes; the next piece waits until most of the last one is sent
 _STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would collect events
@@ -45,18 +44,18 @@ _STREAM_HEADERS = [
 
 @dataclass(frozen=True)
 class Answer(ABC, Generic[AnyReply]):
-    """The answer to one request; an ASGI app of its own, as Starlette's responses are."""
+    """The answer to one request, as an ASGI app."""
 
     serving: Serving
     tracer: Tracer
     reply: AnyReply
-    name: str  # of the request in the log
-    client: str  # its name
-    num_bytes: int  # of the request
+    name: str  # request name in the log
+    client: str
+    num_bytes: int  # request size
     entry: Entry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Compute and send; what fails before the first byte is raised."""
+        """Raises errors that occur before the first byte."""
         traceparent = next((value for name, value in scope["headers"] if name == b"traceparent"), b"")
         span = self.tracer.start(traceparent.decode("latin-1") or None, scope["path"], {"http.request.method": "POST"})
         failure: BaseException | None = None
@@ -80,14 +79,14 @@ class Answer(ABC, Generic[AnyReply]):
 
 
 class _Begun:
-    """Outputs of a call whose prompt has log-probabilities, which the first event of each may repeat."""
+    """Outputs of a call with prompt log-probabilities, which each one's first event may repeat."""
 
     def __init__(self, num_values: int) -> None:
         self._num_values = num_values
         self._indices: set[int] = set()
 
     def begin(self, chunk: Chunk) -> int:
-        """Return how many values of the prompt a chunk's events repeat at most."""
+        """Return the maximum number of prompt values in a chunk's events."""
         new = {part.index for part in chunk.outputs} - self._indices
         self._indices |= new
         return len(new) * self._num_values
@@ -98,7 +97,7 @@ class TextAnswer(Answer[Reply | EventReply]):
     """The answer to a request for text."""
 
     writer: Writer
-    prepare: Callable[[], Awaitable[None]] | None = None  # awaited before the first chunk is sent: the calls are valid
+    prepare: Callable[[], Awaitable[None]] | None = None  # awaited before the first chunk is sent
 
     async def _work(self, scope: Scope, send: Send) -> None:
         await (self._stream(scope, send) if self.reply.is_stream else self._send_whole(send))
@@ -145,7 +144,7 @@ class TextAnswer(Answer[Reply | EventReply]):
             transport.close()
 
     async def _events(self, number: int, chunk: Chunk, begun: dict[int, _Begun]) -> bytes:
-        """Write a chunk's events; those that repeat a long prompt's log-probabilities, beside the event loop."""
+        """Use a thread for a long prompt's log-probabilities."""
         if chunk.prompt is not None and chunk.prompt.logprobs is not None:
             begun[number] = _Begun(_num_prompt_values(chunk))
         own = begun.get(number)
@@ -154,10 +153,10 @@ class TextAnswer(Answer[Reply | EventReply]):
         return await self.serving.off_loop(self.client, self.writer.events, number, chunk)
 
     async def _chunks(self) -> AsyncGenerator[tuple[int, Chunk]]:
-        """Yield the chunks of all calls as they come, each with its call's number."""
+        """Yield the chunks of all calls as they arrive, each with its call's number."""
         own: dict[str, Any] = {"client": self.client, "num_bytes": self.num_bytes, "entry": self.entry}
         calls = [replace(call, **own) for call in self.reply.calls]
-        params = await self.serving.completed(calls[0])  # the calls differ in their prompts alone
+        params = await self.serving.completed(calls[0])  # the calls differ only in their prompts
         if len(calls) > 1:
             self.serving.check_calls(calls, params)
         iterators = [self.serving.generate(call, params) for call in calls]
@@ -172,7 +171,7 @@ class TextAnswer(Answer[Reply | EventReply]):
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Do some work, the body having been read; cancel it and raise `ClientGone` when the client goes."""
+    """Cancel the work and raise `ClientGone` when the client disconnects; the body must have been read."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(receive))
     try:
@@ -188,12 +187,10 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -
 
 
 def json_response(body: Mapping[str, Any], status: int = 200) -> Response:
-    """Return a small answer."""
     return Response(dumps(body), status, media_type="application/json")
 
 
 async def send_json(send: Send, content: bytes) -> None:
-    """Send a whole answer."""
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
     *pieces, last = _pieces(content)
     await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -203,14 +200,14 @@ async def send_json(send: Send, content: bytes) -> None:
 
 
 def _pieces(content: bytes) -> list[bytes]:
-    """Cut a body into pieces of at most `_PIECE` bytes, at least one."""
+    """Return at least one piece."""
     if len(content) <= _PIECE:
         return [content]
     return [content[start : start + _PIECE] for start in range(0, len(content), _PIECE)]
 
 
 def _num_values(chunk: Chunk) -> int:
-    """Return how many log-probabilities a chunk holds at most as it is written, and its characters in such units."""
+    """Return the maximum number of log-probabilities in a chunk, plus its characters in such units."""
     count = sum(sum(map(len, part.logprobs or ())) + len(part.text) // _CHARACTERS for part in chunk.outputs)
     if chunk.prompt is not None and chunk.prompt.logprobs is not None:
         count += len(chunk.outputs) * _num_prompt_values(chunk)

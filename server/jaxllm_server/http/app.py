@@ -1,4 +1,4 @@
-"""The HTTP front end as one app: admission, then the routes, and one place where every failure becomes an answer."""
+"""The HTTP front end: admission, routes, and conversion of all failures to answers."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
     from jaxllm_server.serving import Serving
 
 _log = logging.getLogger("jaxllm.server.http")
-CLIENT_GONE = 499  # nginx's number, for the metrics: nothing is sent
-_NOT_FOUND = "no route"  # as what requests without a route are counted
+CLIENT_GONE = 499  # nginx's status, for the metrics: nothing is sent
+_NOT_FOUND = "no route"  # the metrics' name for requests without a route
 
 
 def make_app(
     serving: Serving, options: ServerOptions, observer: PrometheusObserver | None, tracer: Tracer | None
 ) -> ASGIApp:
-    """Build the front end. The engine may still be loading: what needs it says so (503)."""
+    """Requests get 503 while the engine is loading."""
     endpoints = Endpoints(serving, options, observer, tracer or Tracer())
     router = Router(endpoints.routes(), redirect_slashes=False, default=_refuse_path)
     return Front(Guard(router, options, Keys(options.api_key, options.admin_api_key)), options, observer)
 
 
 class Front:
-    """The outermost app: gives a request its id, answers what went wrong with it, and counts it."""
+    """The outermost app: sets request ids, answers errors, counts requests."""
 
     def __init__(self, guard: Guard, options: ServerOptions, observer: PrometheusObserver | None) -> None:
         self._guard = guard
@@ -74,7 +74,7 @@ class Front:
                 if self._options.enable_request_id_headers:
                     added.append((b"x-request-id", shown.encode("ascii")))
                     if is_anthropics(scope["path"]):
-                        added.append((b"request-id", shown.encode("ascii")))  # as its clients look for it
+                        added.append((b"request-id", shown.encode("ascii")))  # the name that Anthropic's clients read
                 if own["ignored"]:
                     added.append((b"warnings", warnings_of(own["ignored"])))
                 message = {**message, "headers": [*message["headers"], *added]}
@@ -91,13 +91,13 @@ class Front:
             await self._guard(scope, receive, sender)
         except ClientGone:
             status = CLIENT_GONE
-            _log.info("request %s: the client has gone", own["name"])
+            _log.info("request %s: the client disconnected", own["name"])
         except Exception as error:
             log_failure(own["name"], error)
             if status is not None:
                 status = status_of(error)
                 if (transport := transport_of(scope)) is not None:
-                    transport.abort()  # a whole answer is not to be had, and half of one must not look like it
+                    transport.abort()  # so that the client notices the truncated answer
             else:
                 await _send_error(sender, error, scope["path"], request_id)
         finally:
@@ -120,7 +120,7 @@ async def _send_error(send: Send, error: Exception, path: str, request_id: str) 
 
 
 async def _answer_other(scope: Scope, receive: Receive, send: Send) -> None:
-    """Take part in a server's start and stop; take no WebSocket."""
+    """Handle lifespan events; refuse WebSockets."""
     if scope["type"] == "lifespan":
         for done in ("startup", "shutdown"):
             await receive()

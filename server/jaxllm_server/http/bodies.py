@@ -32,16 +32,14 @@ class BodyReader:
         self._options = options
 
     async def json(self, request: Request) -> dict[str, Any]:
-        """Read and return a request's JSON."""
         return await self.read(request, lambda body: body)
 
     async def read(self, request: Request, make: Callable[[dict[str, Any]], Result]) -> Result:
-        """Read a request's JSON and return `make` of it, in a thread if large."""
+        """Return `make` of a request's JSON, in a thread if large."""
         media, _, parameters = request.headers.get("content-type", "").partition(";")
         charset = parameters.replace(" ", "").lower()
         is_json = media.strip().lower() == "application/json" and charset in ("", 'charset="utf-8"', "charset=utf-8")
-        # Ollama ignores the media type: `curl -d` sends a form's, LiteLLM sends none. Other origins are refused
-        # elsewhere.
+        # Ollama ignores the media type: `curl -d` sends a form's, LiteLLM none. Other origins are refused elsewhere.
         if not is_json and not request.url.path.endswith(OLLAMA_PATHS):
             raise Refusal(415, "The body must be application/json in UTF-8.", "CONTENT_TYPE", closes=True)
         if request.headers.get("content-encoding", "identity") != "identity":
@@ -78,11 +76,11 @@ class BodyReader:
                     if not message.get("more_body", False):
                         return body
         except TimeoutError as error:
-            text = f"The body did not come within {self._options.stall_timeout:g} seconds."
+            text = f"The body was not received within {self._options.stall_timeout:g} seconds."
             raise Refusal(408, text, "REQUEST_TIMEOUT", "timeout", closes=True) from error
 
     async def run(self, function: Callable[[], Result], is_long: bool, client: str) -> Result:
-        """Call a function, in an engine thread if it is slow and the engine runs."""
+        """Use an engine thread if the function is slow."""
         if is_long and self._serving.engine.state not in DEAD:
             return await self._serving.engine.off_loop(function, client=client)
         return function()

@@ -1,4 +1,4 @@
-"""Generates `/docs`: a self-contained HTML page of the API with a form per route. Pure."""
+"""Generates `/docs`: a self-contained HTML page with a form per route. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ td { padding: .1rem .8rem .1rem 0; vertical-align: top; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--shown); padding: .5rem; }
 pre:empty { display: none; }
 """
-# Shows the text of a stream as it arrives, and JSON with indentation.
+# Shows a stream's text as it arrives, and indents JSON.
 _SCRIPT = """
 const textOf = data => {
   const choice = data.choices && data.choices[0], delta = data.delta;
@@ -81,7 +81,7 @@ HEADERS: Mapping[str, str] = {
 
 
 def page_of(description: Mapping[str, Any], served: Collection[str]) -> bytes:
-    """Return the page for an OpenAPI document, with only the paths that are served."""
+    """`served` are the paths to include."""
     title = escape(description["info"]["title"])
     operations = [
         part
@@ -93,7 +93,7 @@ def page_of(description: Mapping[str, Any], served: Collection[str]) -> bytes:
     page = (
         *_head(title),
         f"<p>{escape(description['info']['description'])} For tools: <a href=openapi.json>openapi.json</a>.",
-        "<p><label>Key, where the server asks for one: <input id=key type=password autocomplete=off></label>",
+        "<p><label>API key, if the server requires one: <input id=key type=password autocomplete=off></label>",
         *operations,
         f"<script>{_SCRIPT}</script></html>",
     )
@@ -101,7 +101,6 @@ def page_of(description: Mapping[str, Any], served: Collection[str]) -> bytes:
 
 
 def front_page(description: Mapping[str, Any], served: Collection[str]) -> bytes:
-    """Return the page at `/`: a list of paths, and a link to `/docs`."""
     paths = [path for path in description["paths"] if path in served]
     link = "<p>Try them at <a href=docs>/docs</a>. For tools: <a href=openapi.json>openapi.json</a>."
     listed = "".join(f"<li><code>{escape(path)}</code>" for path in paths)

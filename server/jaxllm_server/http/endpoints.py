@@ -1,8 +1,4 @@
-"""The table of the HTTP routes, and the handlers of those for text and tokens.
-
-The packages of the APIs define bodies and replies, and `answers.py` writes answers. `status.py`, `responses.py` and the
-modules of features have the other handlers.
-"""
+"""The table of the HTTP routes, and the handlers of those for text and tokens."""
 
 from __future__ import annotations
 
@@ -69,14 +65,12 @@ class Endpoints:
         self.table = [*rows, self._invocations(rows), *self._status.routes(), *self._other_routes()]
 
     def routes(self) -> list[Route]:
-        """Return the table as routes of Starlette."""
         return [
             Route(row.path, _counted(row, self._bounded(row.run) if row.is_bounded else row.run), methods=row.methods)
             for row in self.table
         ]
 
     def _text_routes(self) -> list[ApiRoute]:
-        """Return the routes that generate text."""
         named, lines = (partial(self._event_answer, writer) for writer in (NamedWriter, LineWriter))
         return [
             self._text_route("/v1/chat/completions", ChatReply, self._text_answer, is_invoked=True),
@@ -93,7 +87,6 @@ class Endpoints:
         return self._answering.route(path, BODIES[path], make_reply, write, pools=False, **more)
 
     def _token_routes(self) -> list[ApiRoute]:
-        """Return the routes that count or convert tokens."""
         count = "/v1/messages/count_tokens"
         info = ApiRoute("/tokenizer_info", self.tokenizer_info, GET, is_bounded=False)
         return [
@@ -104,7 +97,6 @@ class Endpoints:
         ]
 
     def _other_routes(self) -> list[ApiRoute]:
-        """Return the routes of a fleet's administrator and of the pages."""
         described = [
             ApiRoute("/openapi.json", self.openapi, GET, is_bounded=False),
             ApiRoute("/docs", self.docs, GET, is_bounded=False, media=(HTML,)),
@@ -120,7 +112,7 @@ class Endpoints:
         invoked = {row.path: row.invoked for row in rows if row.invoked is not None}
 
         async def run(request: Request) -> ASGIApp:
-            """Answer a body of any of these routes, which its fields tell (SageMaker)."""
+            """Answer a body of any of these routes, selected by its fields (SageMaker)."""
             self._serving.check_room(request.scope[CLIENT])
             tasks = self._serving.tasks
 
@@ -135,7 +127,7 @@ class Endpoints:
         return ApiRoute("/invocations", run, bodies=tuple(bodies.values()))
 
     def _completions(self, request: Request, reply: CompletionReply) -> ASGIApp:
-        """Return the answer of completions, with their prompts if `echo` is set."""
+        """Read the prompts if `echo` is set."""
         client, model = request.scope[CLIENT], reply.calls[0].model
 
         async def read_prompts() -> None:
@@ -147,18 +139,16 @@ class Endpoints:
     def _text_answer(
         self, request: Request, reply: Reply, prepare: Callable[[], Awaitable[None]] | None = None
     ) -> TextAnswer:
-        """Return an answer in OpenAI's form."""
         parts = self._answering.parts(request, reply)
         head = {**self._answering.head(reply), "system_fingerprint": self._fingerprint}
         return TextAnswer(**parts, writer=ChunkWriter(reply, head), prepare=prepare)
 
     def _event_answer(self, writer: type[NamedWriter], request: Request, reply: EventReply) -> TextAnswer:
-        """Return an answer in another form than OpenAI's."""
         parts = self._answering.parts(request, reply)
         return TextAnswer(**parts, writer=writer(reply, self._answering.head(reply)))
 
     async def _read(self, request: Request, read: Callable[..., Made]) -> Made:
-        """Read a body, and report its ignored fields."""
+        """Report the body's ignored fields."""
         ignored: list[str] = []
         found = await self._bodies.read(request, partial(read, policy=self._options.unknown_fields, ignored=ignored))
         self._answering.warn(request, ignored)
@@ -189,11 +179,11 @@ class Endpoints:
         return json_response({"prompt": await self._serving.detokenize(ids, request.scope[CLIENT], model)})
 
     async def tokenizer_info(self, request: Request) -> ASGIApp:
-        """Say what the tokenizer's tokenizer_config.json does."""
+        """Return the contents of the tokenizer's tokenizer_config.json."""
         return json_response(await self._serving.tokenizer_info(request.scope[CLIENT]))
 
     async def drain(self, request: Request) -> ASGIApp:
-        """Give a replica no more work, and answer when it has none and serves anew."""
+        """Drain a replica; answer once it is idle and serves again after a restart."""
         engine, number = self._serving.engine, request.query_params.get("replica", "")
         if not engine.drains_replicas:
             raise FeatureDisabledError("this server has one engine: SIGTERM drains it.", "replica")
@@ -215,10 +205,10 @@ class Endpoints:
         return self._page(docs_page.front_page)
 
     def _page(self, write: Callable[..., bytes]) -> Response:
-        """Return a page about the paths that this server has a use for, written once: requests need no key."""
+        """Return a page of this server's paths, cached because requests need no key."""
         try:
             pools = "generate" not in self._serving.tasks
-        except UnavailableError:  # the model is being loaded
+        except UnavailableError:  # the model is loading
             pools = None
         key = write.__name__, pools
         if key not in self._pages:
@@ -236,7 +226,7 @@ class Endpoints:
         return dumps(self._description)
 
     def _bounded(self, run: Run) -> Run:
-        """Wrap an endpoint so that its requests count as being answered, body and answer included."""
+        """Count requests against the limit, body and answer included."""
 
         async def hold(request: Request) -> ASGIApp:
             async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -251,7 +241,7 @@ class Endpoints:
 
 
 def _counted(row: ApiRoute, run: Run) -> Run:
-    """Wrap an endpoint so that its requests are counted under its path."""
+    """Count requests under the route's path."""
 
     async def count(request: Request) -> ASGIApp:
         request.scope["jaxllm"]["route"] = row.label or row.name

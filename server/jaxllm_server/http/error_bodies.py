@@ -1,4 +1,4 @@
-"""Converts errors to HTTP status, headers and body, in the form of the requested API; logs server errors."""
+"""Converts errors to HTTP answers, in the form of the requested API; logs server errors."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _UNDER_V1 = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/em
 _MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")  # Anthropic's clients add /v1 themselves
 # Missing routes of OpenAI's, vLLM's and Anthropic's servers, by the first path segment after the version.
 _UNSERVED: Mapping[str, str] = {
-    "embed": "Cohere's embed API is not built into jaxllm yet; use /v1/embeddings.",
-    **dict.fromkeys(("audio", "realtime"), "jaxllm has no models of speech."),
-    "images": "jaxllm has no models of images.",
-    "moderations": "jaxllm has no models that judge texts; /classify asks a classifier.",
+    "embed": "Cohere's embed API is not supported by jaxllm yet; use /v1/embeddings.",
+    **dict.fromkeys(("audio", "realtime"), "jaxllm does not support speech models."),
+    "images": "jaxllm does not support image models.",
+    "moderations": "jaxllm does not support moderation models; use /classify with a classifier.",
     **dict.fromkeys(
         ("files", "batches", "fine_tuning", "assistants", "threads"), "this server stores no files and no jobs."
     ),
@@ -66,12 +66,12 @@ class Refusal(Exception):
 
 def body_too_large(max_body_bytes: int) -> Refusal:
     """Return the refusal of a body that is too large."""
-    message = f"The body is larger than the {max_body_bytes} bytes that this server takes."
+    message = f"The body is larger than this server's limit of {max_body_bytes} bytes."
     return Refusal(413, message, "BODY_TOO_LARGE", closes=True)
 
 
 def nothing_at(path: str) -> Refusal:
-    """Return the refusal of an unknown path, with the missing feature or the likely path."""
+    """Name the missing feature or the likely path."""
     shown = printable(path[:_SHOWN_PATH])
     why = _UNSERVED.get(_VERSION.sub("", path, count=1).partition("/")[0])
     if why is not None:
@@ -81,7 +81,7 @@ def nothing_at(path: str) -> Refusal:
     hint = "" if near is None else f" Did you mean {near}?"
     if near is not None and near != asked:
         hint += f" Set the client's base URL to this server's address{'' if near in _MESSAGES else ' and /v1'}."
-    return Refusal(404, f"There is nothing at {shown}.{hint}", "ROUTE_NOT_FOUND", "not_found")
+    return Refusal(404, f"Unknown path {shown}.{hint}", "ROUTE_NOT_FOUND", "not_found")
 
 
 def is_anthropics(path: str) -> bool:
@@ -90,19 +90,17 @@ def is_anthropics(path: str) -> bool:
 
 
 def status_of(error: BaseException) -> int:
-    """Return the HTTP status of an error."""
     if isinstance(error, Refusal):
         return error.status
     return error.status_code if isinstance(error, HTTPException) else row_of(error).http
 
 
 def answer_of(error: BaseException, path: str = "", request_id: str = "") -> tuple[int, Headers, bytes]:
-    """Return status, headers and body for an error on `path`."""
     status = status_of(error)
     if isinstance(error, Refusal):
         body = error_body(str(error), error.kind, error.parameter, error.reason)
     elif isinstance(error, HTTPException):
-        message = "This path does not take this method."
+        message = "Method not allowed for this path; see the Allow header."
         body = error_body(message, "invalid_request_error", None, "METHOD_NOT_ALLOWED")
     else:
         body = error_body_of(error)
@@ -116,7 +114,7 @@ def answer_of(error: BaseException, path: str = "", request_id: str = "") -> tup
 
 
 def log_failure(request_name: str, error: BaseException) -> None:
-    """Log server errors; client errors and overload are not logged."""
+    """Client errors and overload are not logged."""
     if status_of(error) < 500:
         return
     if status_of(error) == 503:

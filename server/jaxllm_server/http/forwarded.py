@@ -1,4 +1,4 @@
-"""Determines the client of a request that trusted proxies forwarded, from X-Forwarded-For. Pure."""
+"""Determines a request's client from X-Forwarded-For of trusted proxies. Pure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 class Proxies:
-    """The trusted proxies: addresses, networks, or "*" for every peer.
-
-    Raises:
-        UserError: for other values.
-    """
+    """The trusted proxies: addresses, networks, or "*" for every peer; UserError for other values."""
 
     def __init__(self, trusted: Sequence[str]) -> None:
         self._trusts_all = "*" in trusted
@@ -45,7 +41,7 @@ class Proxies:
 
 
 def _address(written: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Parse an address with optional port, IPv4-mapped ones as IPv4; returns None for other text."""
+    """Accept an optional port, and IPv4-mapped addresses; None for other text."""
     if written.startswith("["):
         written = written[1:].partition("]")[0]
     elif written.count(":") == 1:

@@ -1,7 +1,6 @@
 """Checks requests before routing: head size, Host, Origin, API key, declared body size.
 
-An ASGI middleware that raises a `Refusal` or an error of `auth`. It uses the raw path, which cannot be disguised by
-encoding, host name or case (vLLM CVE-2026-48746).
+Uses the raw path, which cannot be disguised by encoding, host name or case (vLLM CVE-2026-48746).
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ CLIENT = "jaxllm.client"
 PROBES = frozenset({b"/health", b"/live", b"/ready", b"/ping"})  # need neither key nor known host
 OPEN_PATHS = PROBES | {b"/", b"/docs", b"/openapi.json"}  # need no key; the last three reveal only the routes
 _WRONG_HOST = (
-    "This server is not known by the name in the request's Host header. Start it with --allowed-hosts and that name, "
-    "or let the proxy in front of it send `Host: localhost`."
+    "The Host header names an unknown host. Start the server with --allowed-hosts and that name, or let "
+    " the proxy in front of it send `Host: localhost`."
 )
 # Also as prefixes of the decoded path: the router matches "/%6coad" and "/load\n" to "/load".
 ADMIN_PATHS = ("/drain", "/load", "/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
@@ -33,7 +32,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]+")
 
 
 class Guard:
-    """Passes valid requests to an app; raises an error for others."""
+    """ASGI middleware that raises a `Refusal` or an error of `auth`."""
 
     def __init__(self, app: ASGIApp, options: ServerOptions, keys: Keys) -> None:
         self._app = app
@@ -45,7 +44,6 @@ class Guard:
         self._hosts = {name.lower().strip("[]") for name in (*LOOPBACK, options.host, *options.allowed_hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check a request's head and pass it on."""
         options = self._options
         headers = _read_headers(scope, options)
         host = _read_host(scope, headers)
@@ -74,7 +72,6 @@ class Guard:
         await self._app(scope, receive, send)
 
     def cors_headers(self, scope: Scope) -> Headers:
-        """Return the CORS headers of an answer."""
         if not self._options.allowed_origins:
             return []
         origin = next((value for name, value in scope["headers"] if name == b"origin"), None)
@@ -102,7 +99,7 @@ class Guard:
 
 
 def request_id_of(scope: Scope, options: ServerOptions) -> str | None:
-    """Return the client's X-Request-Id; raises Refusal if it is unsafe for logs."""
+    """Return X-Request-Id; raises Refusal if it is unsafe for logs."""
     values = [value for name, value in scope["headers"] if name == b"x-request-id"]
     if not values:
         return None
@@ -115,7 +112,6 @@ def request_id_of(scope: Scope, options: ServerOptions) -> str | None:
 
 
 def is_request_id(text: str, options: ServerOptions) -> bool:
-    """Return whether a text is a valid request id: short and safe for logs."""
     return len(text) <= options.max_request_id_chars and _REQUEST_ID.fullmatch(text) is not None
 
 
@@ -150,7 +146,7 @@ def _authority(origin: bytes) -> bytes | None:
 
 
 def _authorization(headers: dict[bytes, list[bytes]]) -> str | None:
-    """Return the Authorization header, or x-api-key as one; both may be sent with equal keys."""
+    """x-api-key counts as Authorization; both may be sent with equal keys."""
     values = headers.get(b"authorization", [])
     keys = [b"Bearer " + value for value in headers.get(b"x-api-key", [])]
     given = keys if values == keys else values + keys
@@ -158,7 +154,7 @@ def _authorization(headers: dict[bytes, list[bytes]]) -> str | None:
 
 
 def _without_root(scope: Scope, root: str) -> Scope:
-    """Return the scope without the root path, added by a proxy or the server."""
+    """Remove the root path, added by a proxy or the server."""
     raw: bytes = scope.get("raw_path") or scope["path"].encode()
     path: str = scope["path"]
     if root:

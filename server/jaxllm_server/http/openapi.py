@@ -1,8 +1,7 @@
-"""The description of the HTTP API, OpenAPI 3.1: made of the routes, of the fields that their bodies may have, and of
-what `SamplingParams` says of them.
+"""Generates the OpenAPI 3.1 document from the routes, the fields of their bodies and `SamplingParams`. Pure.
 
-Pure. `SHAPES` has the schema of each field, `Body.shapes` those of single bodies; a test compares them with the
-fields' checks.
+`SHAPES` has the schema of each field, `Body.shapes` those of single bodies; a test compares them with the fields'
+checks.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from jaxllm_server.requests.shared_fields import SAMPLING, WITHOUT_EFFECT
 from jaxllm_server.responses.compaction import CompactionReply
 from jaxllm_server.responses.reply import ResponseReply
 
-API_VERSION = "1"  # of the paths; the server's own is at /version, for those who have a key
+API_VERSION = "1"  # of the paths; /version has the server's, and requires a key
 _OBJECTS: Schema = {"type": "array", "items": OBJECT}
 _TEXT_OR_TEXTS: Schema = {"anyOf": [TEXT, STRINGS]}
 _EITHER: Schema = {"anyOf": [TEXT, OBJECT]}
@@ -136,9 +135,9 @@ BODIES: Mapping[str, Body] = {
 }
 
 _SOCKETS = ("/v1/responses",)  # paths where GET begins a WebSocket
-_OTHER_FORMS = ("/v1/messages", "/api/")  # than OpenAI's, of errors too
+_OTHER_FORMS = ("/v1/messages", "/api/")  # paths whose bodies and errors differ from OpenAI's
 _ERROR_REFERENCE = {"$ref": "#/components/schemas/Error"}
-# A field of `SamplingParams` by its annotation, without "| None".
+# Annotation in `SamplingParams`, without "| None" -> schema.
 _BY_ANNOTATION: Mapping[str, Schema] = {
     "int": INTEGER,
     "float": NUMBER,
@@ -148,7 +147,7 @@ _BY_ANNOTATION: Mapping[str, Schema] = {
     "Mapping[int, float]": {"type": "object", "additionalProperties": NUMBER},
     "RepetitionDetectionParams": OBJECT,
 }
-# Those of requests alone, and where bodies take more than `SamplingParams`.
+# Fields of requests alone, or that accept more than `SamplingParams`.
 SHAPES: Mapping[str, Schema] = {
     **dict.fromkeys(("model", "request_id", "cache_salt", "reasoning_effort", "suffix"), TEXT),
     **dict.fromkeys(("stream", "echo", "add_special_tokens", "return_token_ids", "use_beam_search"), FLAG),
@@ -194,7 +193,7 @@ _ERROR: Schema = {
 
 
 def description_of(routes: Iterable[ApiRoute], root_path: str = "") -> dict[str, Any]:
-    """Return the document for these routes; `root_path` is the prefix under which a proxy has them."""
+    """`root_path` is a proxy's prefix."""
     paths: dict[str, dict[str, Any]] = {}
     schemas = {"Error": _ERROR}
     for route in routes:
@@ -256,7 +255,7 @@ def _schema(body: Body) -> Schema:
 
 
 def _property(body: Body, name: str) -> Schema | None:
-    """Return the schema of a field; None for one of which no value is accepted. Null is as good as no field."""
+    """Return None for a field without accepted values. Null equals an absent field."""
     unbuilt = {**_UNBUILT, **body.unbuilt}
     if name in unbuilt:
         accepted = list(unbuilt[name])
@@ -265,7 +264,7 @@ def _property(body: Body, name: str) -> Schema | None:
         )
     if name in WITHOUT_EFFECT and name not in body.shapes:
         return IDLE
-    if name == "chat_template":  # refused by name: `--chat-template` is the operator's
+    if name == "chat_template":  # refused with a message: only the operator may set it
         return None
     own = _SAMPLING.get(name, {}) if body.streams or body.fields is ChatsReply.fields else {}
     shape = body.shapes.get(name, SHAPES.get(name, own))
@@ -274,7 +273,7 @@ def _property(body: Body, name: str) -> Schema | None:
 
 
 def _or_null(shape: Schema) -> Schema:
-    """Let a schema take null."""
+    """Also accept null."""
     if "enum" in shape:
         return shape | {"type": [shape["type"], "null"], "enum": [*shape["enum"], None]}
     if "type" in shape:
@@ -283,7 +282,7 @@ def _or_null(shape: Schema) -> Schema:
 
 
 def _of_sampling() -> dict[str, Schema]:
-    """Return what `SamplingParams` says of its fields that a body may have under the same name."""
+    """Return schemas of the fields of `SamplingParams` that bodies use under the same name."""
     found: dict[str, Schema] = {}
     for own in fields_of(SamplingParams):
         if own.name in SAMPLING:
@@ -296,7 +295,7 @@ def _of_sampling() -> dict[str, Schema]:
 
 
 _SAMPLING = _of_sampling()
-# Sampling parameters that are not built, with their defaults.
+# Sampling parameters that are not implemented, with their defaults.
 _UNBUILT: Mapping[str, tuple[Any, ...]] = {
     name: (default,) if (default := getattr(SamplingParams, name, None)) is not None else ()
     for name in SAMPLING - {own.name for own in fields_of(SamplingParams)}

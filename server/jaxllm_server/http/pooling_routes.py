@@ -1,4 +1,4 @@
-"""The HTTP routes that embed, classify and score, with their bodies and answers."""
+"""The HTTP routes that embed, classify and score."""
 
 from __future__ import annotations
 
@@ -51,8 +51,6 @@ _BODIES: Mapping[str, Body] = {
 
 
 def routes(answering: Answering) -> list[ApiRoute]:
-    """Return the routes."""
-
     def write(request: Request, reply: PoolReply) -> ASGIApp:
         return PoolAnswer(**answering.parts(request, reply), head=answering.head(reply))
 
@@ -66,7 +64,7 @@ def routes(answering: Answering) -> list[ApiRoute]:
 class PoolAnswer(Answer[PoolReply]):
     """The answer to a request for embeddings, classes or scores."""
 
-    head: Mapping[str, Any]  # its first fields
+    head: Mapping[str, Any]
 
     async def _work(self, scope: Scope, send: Send) -> None:
         (call,) = self.reply.calls
@@ -79,7 +77,7 @@ class PoolAnswer(Answer[PoolReply]):
         await send_json(send, content)
 
     def _write(self, results: Sequence[PoolResult]) -> bytes:
-        """Write the answer item by item, so that other threads can run."""
+        """Write item by item, so that other threads can run."""
         pooler = self.serving.engine.model.pooler
         head = dumps({**self.head, "object": "list", **self.reply.tail(results)})
         items = ",".join(self.reply.items(results, () if pooler is None else pooler.labels))

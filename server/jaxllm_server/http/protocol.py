@@ -1,8 +1,4 @@
-"""uvicorn's HTTP/1.1 protocol with added limits: head size and time, message size, and stalled readers.
-
-The scope also has the connection's transport, to close it after a truncated answer, and a function to accept a
-WebSocket.
-"""
+"""uvicorn's HTTP/1.1 protocol with limits on head size and time, message size, and stalled readers."""
 
 from __future__ import annotations
 
@@ -34,7 +30,6 @@ UPGRADE = "jaxllm.upgrade"  # scope extension of a WebSocket request: `BoundedPr
 
 
 def server_config(app: ASGIApp, options: ServerOptions, **others: Any) -> uvicorn.Config:
-    """Return uvicorn's configuration for the front end, with `others`."""
     return uvicorn.Config(
         app,
         http=cast(Any, protocol_of(options)),  # instantiated per connection by `HttpServer`
@@ -56,18 +51,14 @@ def server_config(app: ASGIApp, options: ServerOptions, **others: Any) -> uvicor
 
 
 def protocol_of(options: ServerOptions) -> type[SmallReads]:
-    """Return the protocol class of a server's connections, for one event loop."""
+    """Return the protocol class, for one event loop."""
 
     class Connection(BoundedProtocol):
-        """A connection with this server's limits."""
-
         max_head_bytes = options.max_header_bytes
         max_body_bytes = options.max_body_bytes
         head_seconds = stall_seconds = options.stall_timeout or None
 
     class Read(SmallReads):
-        """Reads this server's connections."""
-
         connection_type = Connection
         buffer = memoryview(bytearray(READ_BYTES))
 
@@ -84,31 +75,24 @@ class SmallReads(asyncio.BufferedProtocol):
         self.connection = self.connection_type(*arguments, **given)
 
     def connection_made(self, transport: Any) -> None:
-        """Forward to the connection."""
         self.connection.connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forward to the connection."""
         self.connection.connection_lost(exc)
 
     def eof_received(self) -> None:
-        """Forward to the connection."""
         self.connection.eof_received()
 
     def pause_writing(self) -> None:
-        """Forward to the connection."""
         self.connection.pause_writing()
 
     def resume_writing(self) -> None:
-        """Forward to the connection."""
         self.connection.resume_writing()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return the shared read buffer."""
         return self.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Pass the bytes to the connection."""
         self.connection.data_received(bytes(self.buffer[:nbytes]))
 
 
@@ -132,12 +116,10 @@ class BoundedProtocol(HttpToolsProtocol):
     parser: Any  # httptools' parser; None after disconnect
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start waiting for a request."""
         super().connection_made(transport)
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop timers and notify the app."""
         self._cancel_late()
         for timer in (self._stalled, self._aborting):  # timers reference the connection
             if timer is not None:
@@ -148,7 +130,6 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)  # resumes writing, which wakes a waiting app
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes, within the limits."""
         if self._socket is not None:
             self._socket.data_received(data)
             return
@@ -171,7 +152,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self._expect_head()
 
     def on_message_begin(self) -> None:
-        """Start a request."""
         super().on_message_begin()
         extensions: dict[str, Any] = {TRANSPORT: self.transport}
         if self._offers_socket:
@@ -180,12 +160,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self.scope["extensions"] = extensions  # type: ignore[typeddict-unknown-key]
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Store a header; trailers are ignored."""
+        """Ignore trailers."""
         if self._is_in_head:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Start the app for the request."""
         if self.parser.get_method() == b"CONNECT" or len(self.pipeline) >= MAX_PIPELINED:
             raise ValueError("no tunnels, and not too many requests")  # stops the parser and calls `send_400_response`
         if self.parser.should_upgrade():
@@ -195,14 +174,12 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Pass a piece of the body to the app."""
         self._num_body_bytes += len(body)
         super().on_body(body)
         if self._num_body_bytes > self.max_body_bytes:
             self.flow.pause_reading()  # enough for the app to refuse it; resumed after the answer
 
     def on_message_complete(self) -> None:
-        """End a request's body."""
         if self.parser.should_upgrade():
             return
         super().on_message_complete()
@@ -224,7 +201,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self._stalled = self.loop.call_later(self.stall_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Unblock the app."""
         if self._stalled is not None:
             self._stalled.cancel()
             self._stalled = None
@@ -239,13 +215,12 @@ class BoundedProtocol(HttpToolsProtocol):
         headers: Headers,
         make: Callable[[asyncio.Transport, FlowControl], WebSocket],
     ) -> WebSocket:
-        """Accept a WebSocket request with these headers; later bytes go to the socket that `make` returns.
+        """Accept a WebSocket request; later bytes go to the socket that `make` returns.
 
-        Raises:
-            Refusal: if the client has already sent further bytes.
+        Raises Refusal if the client has already sent further bytes.
         """
         if self.cycle.scope is not scope or self.cycle.response_started or self._is_last or self._num_bytes:
-            raise Refusal(400, "Nothing may follow an offer to upgrade.", "BAD_HEADER", closes=True)
+            raise Refusal(400, "No data may follow a request to upgrade.", "BAD_HEADER", closes=True)
         self.cycle.chunked_encoding = False
         await send({"type": "http.response.start", "status": 101, "headers": headers})
         self.cycle.response_complete = True
@@ -256,21 +231,20 @@ class BoundedProtocol(HttpToolsProtocol):
         return socket
 
     def shutdown(self) -> None:
-        """Start shutdown; a WebSocket gets a close frame."""
+        """A WebSocket gets a close frame."""
         if self._socket is None:
             super().shutdown()
         else:
             self._socket.close(GOING_AWAY, "the server stops")
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close an idle connection, even with unread output."""
+        """Close even with unread output."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         else:
             super().timeout_keep_alive_handler()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer invalid HTTP with status 400."""
         self._refuse(Refusal(400, "This is not a valid HTTP/1.1 request.", "BAD_REQUEST"))
 
     def _parse(self, data: bytes) -> None:
@@ -278,10 +252,10 @@ class BoundedProtocol(HttpToolsProtocol):
         super().data_received(data)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Handle a request that offers another protocol as plain HTTP/1.1, such as the first one of Java's client.
+        """Handle an offer of another protocol, as in the first request of Java's client, as plain HTTP/1.1.
 
-        The parser has stopped before the body, and continuing there would parse the body as a request, so the head is
-        parsed again without the offer. The app may still accept a WebSocket.
+        The parser would parse the body as a request, so the head is parsed again without the offer. The app may still
+        accept a WebSocket.
         """
         stopped = sys.exception()
         assert stopped is not None
@@ -294,7 +268,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._parse(b"".join([head, *lines, b"\r\n", rest]))
 
     def _abort_later(self) -> None:
-        """Abort the connection later: a client that does not read can delay asyncio's close."""
+        """A client that does not read can delay asyncio's close."""
         if self.stall_seconds is not None and self._aborting is None:
             self._aborting = self.loop.call_later(self.stall_seconds, self.transport.abort)
 
@@ -313,11 +287,11 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
             self._abort_later()
         elif not self.transport.is_closing():
-            message = f"The request did not come within {self.head_seconds:g} seconds."
+            message = f"The request was not received within {self.head_seconds:g} seconds."
             self._refuse(Refusal(408, message, "REQUEST_TIMEOUT", "timeout"))
 
     def _refuse(self, refusal: Refusal) -> None:
-        """Answer without the app and close, after the answers to earlier complete requests."""
+        """Answer without the app and close, after the answers to earlier requests."""
         self._cancel_late()
         if self._is_in_head and self.cycle is not None and not self.cycle.response_complete:
             self._is_last, self.cycle.keep_alive = True, False
@@ -331,5 +305,4 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def transport_of(scope: Any) -> asyncio.Transport | None:
-    """Return a request's transport, if this protocol serves it."""
     return scope.get("extensions", {}).get(TRANSPORT)

@@ -1,6 +1,6 @@
 """`/v1/responses` over a WebSocket: runs each message as a POST request to the app, and sends its events as texts.
 
-The same limits and errors apply. A connection handles one request at a time and keeps private responses.
+A connection handles one request at a time and keeps private responses.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ KEPT = "jaxllm.kept"  # scope key: the connection's `OfConnection`
 _TOO_OLD = {
     "type": "invalid_request_error",
     "code": "websocket_connection_limit_reached",
-    "message": "A WebSocket lasts 60 minutes at most. Open a new one to go on.",
+    "message": "A WebSocket lasts at most 60 minutes; open a new one to continue.",
     "param": None,
 }
-# Prefixes of headers that only apply to the upgrade.
 _OF_OFFER = (b"connection", b"upgrade", b"sec-websocket-", b"content-", b"transfer-encoding")
 _END = b"\n\n"
 _ERROR, _FAILED = b"event: error\n", b"event: response.failed\n"
@@ -62,7 +61,7 @@ class ResponseSockets:
         client = request.scope[CLIENT]
         headers = answer_headers(request.scope["headers"])
         if not self._open.has_room(client, 1):
-            raise OverloadedError("Too many WebSockets are open already.", retry_after=1.0)
+            raise OverloadedError("Too many WebSockets are open; retry later.", retry_after=1.0)
 
         def make(transport: Any, flow: Any) -> WebSocket:
             return WebSocket(
@@ -88,7 +87,7 @@ class ResponseSockets:
 
 @contextmanager
 def _received(ledger: Ledger, client: str) -> Iterator[Callable[[int], None]]:
-    """Yield a function that charges a message's bytes until the block ends; it may raise OverloadedError."""
+    """Yield a function that charges a message's bytes until the block ends."""
     with ledger.entry(client) as entry:
         yield partial(entry.charge, BODIES)
 
@@ -131,7 +130,7 @@ class _Turn:
         self.is_through = False
 
     async def receive(self) -> Message:
-        """Return the message; later calls wait for a disconnect."""
+        """Later calls wait for a disconnect."""
         if self._message is not None:
             body, self._message = self._message, None
             self._socket.release()
@@ -140,7 +139,6 @@ class _Turn:
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
-        """Send an answer's events, or its error, as texts."""
         if message["type"] == "http.response.start":
             self._status = message["status"]
             return
@@ -155,7 +153,7 @@ class _Turn:
             await self._socket.send(_error(self._status, json.loads(self._rest)["error"]))
 
     async def _send_event(self, event: bytes) -> None:
-        """Send an event; `error` is skipped, so that a failed response has one terminal event."""
+        """Skip `error`, so that a failed response has one terminal event."""
         self.has_failed |= event.startswith(_FAILED)
         if not event.startswith(_ERROR):
             await self._socket.send(event.partition(b"\ndata: ")[2])

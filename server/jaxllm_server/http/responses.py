@@ -1,4 +1,4 @@
-"""The routes of the Responses API: create, store, retrieve, cancel and delete responses.
+"""The routes of the Responses API.
 
 A response is stored when it ends, unless its client disconnected before. A background response runs to its end for
 polling clients; a cancelled one is stored as is.
@@ -68,16 +68,13 @@ class KeepingWriter(NamedWriter):
         self._keep = keep
 
     def finish(self, content: bytes) -> None:
-        """Store the complete answer."""
         self._keep(content)
 
     def end(self) -> bytes:
-        """Store the response and return the last events."""
         self._keep(dumps(self._response()))
         return super().end()
 
     def failure(self, error: Exception) -> bytes:
-        """Store the response and return the error events."""
         events = super().failure(error)
         self._keep(dumps(self._response()))
         return events
@@ -109,7 +106,6 @@ class ResponseEndpoints:
         self._jobs: dict[tuple[str, str], Job] = {}
 
     def routes(self) -> list[ApiRoute]:
-        """Return the routes."""
         one = "/v1/responses/{response_id}"
         read = {"/v1/responses": self.create, "/v1/responses/input_tokens": self.count}
         read["/v1/responses/compact"] = self.compact
@@ -134,7 +130,7 @@ class ResponseEndpoints:
         self._serving.check_text("request_id", reply.request_id)
         items = b""
         is_kept = reply.is_kept or kept_here is not None
-        copied = kept_here.own(chain) if kept_here is not None and reply.is_kept else {}  # it outlives them
+        copied = kept_here.own(chain) if kept_here is not None and reply.is_kept else {}  # outlives the connection
         previous = next((each for each in reversed(chain) if each not in copied), None)
         if is_kept:
             is_large = num_characters(reply.items) + sum(each.size for each in copied.values()) > _LARGE
@@ -180,7 +176,7 @@ class ResponseEndpoints:
         return TextAnswer(**parts, writer=NamedWriter(reply, head))
 
     async def _reply_of(self, request: Request, reply_type: type[OwnReply]) -> tuple[OwnReply, dict[str, Stored]]:
-        """Read a body; return its reply, and earlier responses by name."""
+        """Return the reply, and earlier responses by name."""
         client, kept_here = request.scope[CLIENT], request.scope.get(KEPT)
         body = await self._bodies.json(request)
         if kept_here is not None:
@@ -199,7 +195,7 @@ class ResponseEndpoints:
     async def retrieve(self, request: Request) -> ASGIApp:
         """Return a response, possibly incomplete."""
         if request.query_params.get("stream", "false") != "false":
-            raise UnsupportedError("A kept response is not streamed by jaxllm: leave stream out.", "stream")
+            raise UnsupportedError("Streaming a stored response is not supported by jaxllm; remove stream.", "stream")
         client, response_id = _asked(request)
         job = self._jobs.get((client, response_id))
         return _json(self._find(client, response_id).response if job is None else await self._written(job, client))
@@ -265,7 +261,7 @@ class ResponseEndpoints:
             message = f"Invalid 'previous_response_id': {previous[:64]!r}. Expected an ID that begins with 'resp'."
             raise UserError(message, "previous_response_id")
         if (client, previous) in self._jobs:
-            raise UserError(f"The response {previous!r} is still being made.", "previous_response_id")
+            raise UserError(f"The response {previous!r} is still in progress; retry later.", "previous_response_id")
         if kept_here is not None:
             previous = kept_here.used = kept_here.name_of(previous)
         try:
@@ -276,7 +272,7 @@ class ResponseEndpoints:
             raise Refusal(404, message, reason, parameter="previous_response_id") from error
 
     async def _kept_items(self, ids: set[str], client: str, kept_here: OfConnection | None) -> Mapping[str, Item]:
-        """Return the stored items that a request references; missing ones are omitted."""
+        """Omit missing items."""
         found = []
         for response_id in {response_id_of(each) for each in ids}:
             try:
@@ -333,7 +329,7 @@ class ResponseEndpoints:
         return _json(await self._written(job, client))
 
     async def _written(self, job: Job, client: str) -> bytes:
-        """Serialize a response so far, in a thread if its request is long."""
+        """Use a thread if the request is long."""
         response = job.reply.snapshot()
         if job.num_bytes <= _LARGE:
             return dumps(response)
@@ -354,7 +350,7 @@ class ResponseEndpoints:
             span.end(failure)
 
     async def _end_job(self, client: str, response_id: str) -> Job | None:
-        """Cancel a background response, wait for its end, and return its job."""
+        """Wait for the end of a cancelled background response."""
         job = self._jobs.get((client, response_id))
         if job is not None:
             job.task.cancel()

@@ -1,7 +1,4 @@
-"""`ApiRoute` and `Body`: a route's handler and description, as values.
-
-`endpoints` collects the routes of all modules in a table, from which `openapi` makes the document.
-"""
+"""`ApiRoute` and `Body`: a route's handler and description, as values."""
 
 from __future__ import annotations
 
@@ -22,14 +19,14 @@ JSON, LINES, HTML, PLAIN = "application/json", "application/x-ndjson", "text/htm
 class Body(NamedTuple):
     """The body of a route's requests."""
 
-    name: str  # of its schema
+    name: str  # schema name
     summary: str
     fields: Collection[str]
     required: tuple[str, ...]
     example: Mapping[str, Any]
-    unbuilt: Mapping[str, tuple[Any, ...]] = {}  # fields without function, with their accepted values
+    unbuilt: Mapping[str, tuple[Any, ...]] = {}  # fields without effect -> accepted values
     streams: bool = False
-    shapes: Mapping[str, Schema] = {}  # of fields for which `SHAPES` has no schema, or another
+    shapes: Mapping[str, Schema] = {}  # schemas that `SHAPES` lacks, or has otherwise
 
     @classmethod
     def of(
@@ -41,7 +38,7 @@ class Body(NamedTuple):
         example: Mapping[str, Any],
         **own: Any,
     ) -> Body:
-        """Return the body that a class of replies reads: its `fields`, and those of them that are `unbuilt`."""
+        """Return the body that a class of replies reads."""
         return cls(name, summary, reply.fields, required, example, reply.unbuilt, **own)
 
 
@@ -56,12 +53,12 @@ class Invoked(NamedTuple):
 class ApiRoute:
     """A route of the front end."""
 
-    path: str  # in the form of Starlette
+    path: str  # in Starlette's form
     run: Run
     methods: Sequence[str] = ("POST",)
-    bodies: Sequence[Body] = ()  # the alternatives
-    media: Sequence[str] = (JSON,)  # types of its answers, except event streams
-    pools: bool | None = None  # True: for models that pool, False: for those that generate
+    bodies: Sequence[Body] = ()  # alternatives
+    media: Sequence[str] = (JSON,)  # types of answers, except event streams
+    pools: bool | None = None  # True: pooling models only, False: generating ones
     is_offered: bool = True  # shown on this server's pages
     is_bounded: bool = True  # counted against `max_rpcs`
     label: str = ""  # in metrics; "": `name`
@@ -69,5 +66,5 @@ class ApiRoute:
 
     @property
     def name(self) -> str:
-        """The path, in the form of OpenAPI."""
+        """In OpenAPI's form."""
         return self.path.replace(":path", "")

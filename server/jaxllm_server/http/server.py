@@ -1,4 +1,4 @@
-"""uvicorn's server with `Listener`, without signal handling."""
+"""uvicorn's server, without signal handling."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections with `Listener` instead of the event loop's servers."""
+        """Accept with `Listener` instead of the event loop's servers."""
         await super().startup(sockets=[])
         make = cast(Any, self.config.http_protocol_class)
         loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""Serializes JSON and server-sent events: `data: {…}`, a blank line, and `data: [DONE]` for older APIs. Pure."""
+"""Serializes JSON and server-sent events; older APIs end with `data: [DONE]`. Pure."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 
 def dumps(value: Any) -> bytes:
-    """Return a value as JSON; raises ValueError for NaN and infinities."""
+    """Raises ValueError for NaN and infinities."""
     return _encode(value).encode("ascii")
 
 
 def dumps_large(value: Any) -> bytes:
-    """Return the same as `dumps`, in pieces so that other threads run: the C encoder holds the GIL."""
+    """Write in pieces so that other threads run: the C encoder holds the GIL."""
     return b"".join(pieces_of(value))
 
 
 def pieces_of(value: Any) -> Iterator[bytes | memoryview]:
-    """Yield a value's JSON in small pieces."""
     if isinstance(value, Repeated):
         if value.json is None:
             value.json = b"".join(pieces_of(list(value)))
@@ -53,21 +52,18 @@ def pieces_of(value: Any) -> Iterator[bytes | memoryview]:
 
 
 def event(value: Any) -> bytes:
-    """Return an event."""
     return b"data: %b\n\n" % dumps(value)
 
 
 def named_event(name: str, value: Any) -> bytes:
-    """Return an event with a name."""
     return b"event: %b\ndata: %b\n\n" % (name.encode("ascii"), dumps(value))
 
 
 class EventWriter:
-    """Writes the events of a stream that begin with the same fields."""
+    """Writes events that begin with the same fields."""
 
     def __init__(self, head: Mapping[str, Any]) -> None:
         self._head = b"data: " + dumps(head)[:-1] + b","
 
     def event(self, tail: Mapping[str, Any]) -> bytes:
-        """Return an event of the common fields and at least one of `tail`."""
         return self._head + dumps(tail)[1:] + _END

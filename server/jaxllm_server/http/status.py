@@ -1,6 +1,6 @@
 """Routes about the server: models, state, load and metrics.
 
-`/health`, `/live` and `/ready` read the engine's state without waiting for it.
+`/health`, `/live` and `/ready` do not wait for the engine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SHOW = Body(
 
 
 class StatusEndpoints:
-    """Handlers of these routes."""
+    """The handlers."""
 
     def __init__(self, answering: Answering, observer: PrometheusObserver | None) -> None:
         self._serving, self._options = answering.serving, answering.options
@@ -41,7 +41,6 @@ class StatusEndpoints:
         self._since = int(time.time())
 
     def routes(self) -> list[ApiRoute]:
-        """Return the routes."""
         get = partial(ApiRoute, methods=GET, is_bounded=False)
         return [
             ApiRoute("/api/show", self.ollama_show, bodies=(_SHOW,)),

@@ -1,6 +1,6 @@
 """A server-side WebSocket (RFC 6455) that receives one message at a time and sends texts.
 
-`websockets` parses frames; this module limits message size, duration and frames, and stalled clients.
+`websockets` parses frames; limits on messages, frames and stalled clients are here.
 """
 
 from __future__ import annotations
@@ -39,11 +39,7 @@ Place = Callable[[], AbstractContextManager[Callable[[int], None]]]
 
 
 def answer_headers(headers: Sequence[tuple[bytes, bytes]]) -> Headers:
-    """Return the headers that accept a WebSocket request.
-
-    Raises:
-        Refusal: if the version is unsupported or the key invalid.
-    """
+    """Return the headers that accept a WebSocket; raises Refusal for an unsupported version or an invalid key."""
     given = {name: value for name, value in headers if name.startswith(b"sec-websocket-")}
     if given.get(b"sec-websocket-version") != b"13":
         raise Refusal(400, "Sec-WebSocket-Version must be 13.", "BAD_HEADER", closes=True)
@@ -89,7 +85,7 @@ class WebSocket:
         self.ended = asyncio.Event()  # no further messages; the client may not have closed yet
 
     async def receive(self) -> bytes | None:
-        """Wait for a message's text, charged until `release`; returns None at the end."""
+        """Wait for a message's text, charged until `release`; None at the end."""
         while not self._messages:
             if self.ended.is_set():
                 return None
@@ -104,7 +100,6 @@ class WebSocket:
         return message
 
     def release(self) -> None:
-        """Stop charging the bytes of messages taken."""
         self._held.close()
         if not self.ended.is_set():
             self._grow = self._held.enter_context(self._place())
@@ -112,7 +107,7 @@ class WebSocket:
             self._grow(rest)  # already charged before
 
     async def send(self, text: bytes) -> None:
-        """Send a text, waiting for the client to read; does nothing after the end."""
+        """Wait for the client to read; do nothing after the end."""
         for start in range(0, len(text), _FRAME):
             if self._flow.write_paused:
                 await self._flow.drain()
@@ -123,13 +118,12 @@ class WebSocket:
             self._write()
 
     def close(self, code: int = CloseCode.NORMAL_CLOSURE, reason: str = "") -> None:
-        """Close; a client that does not respond is disconnected."""
+        """Disconnect a client that does not respond."""
         if self._protocol.state is State.OPEN and not self.ended.is_set():
             self._protocol.send_close(code, reason)
             self._write()
 
     def data_received(self, data: bytes) -> None:
-        """Process received bytes."""
         self._is_silent = False
         for start in range(0, len(data), _PIECE):
             self._read(data[start : start + _PIECE])
@@ -143,7 +137,6 @@ class WebSocket:
             self._time_message()
 
     def lost(self) -> None:
-        """Handle the connection's end."""
         self._end()
         for timer in (self._late, self._watch, self._aborting):
             if timer is not None:
@@ -167,7 +160,7 @@ class WebSocket:
     def _take(self, frames: Sequence[Frame], num_bytes: int) -> None:
         for frame in frames:
             if frame.opcode is Opcode.BINARY:
-                self._protocol.fail(CloseCode.UNSUPPORTED_DATA, "messages are texts of JSON")
+                self._protocol.fail(CloseCode.UNSUPPORTED_DATA, "messages must be JSON text")
             elif frame.opcode in (Opcode.TEXT, Opcode.CONT):
                 self._add(frame.data, frame.fin)
         try:
@@ -194,7 +187,7 @@ class WebSocket:
             self._arrived.set()
 
     def _write(self) -> None:
-        """Send pending frames, and close the transport after the last."""
+        """Close the transport after the last frame."""
         for data in self._protocol.data_to_send():
             if data:
                 self._transport.write(data)
@@ -206,10 +199,10 @@ class WebSocket:
             self._end()
 
     def _on_late(self) -> None:
-        self.close(CloseCode.POLICY_VIOLATION, f"a message did not come within {self._stall_seconds:g} seconds")
+        self.close(CloseCode.POLICY_VIOLATION, f"a message was not received within {self._stall_seconds:g} seconds")
 
     def _expect_more(self) -> None:
-        """Ping the client; disconnect one that did not respond to the last ping."""
+        """Disconnect a client that did not respond to the last ping."""
         assert self._stall_seconds is not None
         reads = not self._messages and not self._flow.write_paused
         if reads and self._is_silent:

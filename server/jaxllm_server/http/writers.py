@@ -19,7 +19,7 @@ class Writer(Protocol):
     media_type: bytes
 
     def whole(self, chunks: Sequence[Chunk], write: Write = dumps) -> bytes:
-        """Return the complete answer; takes one chunk per call. Thread-safe."""
+        """Takes one chunk per call. Thread-safe."""
         ...
 
     def finish(self, content: bytes) -> None:
@@ -27,23 +27,18 @@ class Writer(Protocol):
         ...
 
     def events(self, number: int, chunk: Chunk) -> bytes:
-        """Return the stream's bytes for a chunk of call `number`, possibly empty."""
+        """Return a chunk of call `number`, possibly empty."""
         ...
 
     def end(self) -> bytes:
-        """Return the end of a stream; may raise an error instead."""
+        """May raise an error instead."""
         ...
 
-    def failure(self, error: Exception) -> bytes:
-        """Return the end of a failed stream."""
-        ...
+    def failure(self, error: Exception) -> bytes: ...
 
 
 class EventReply(CallsReply, Protocol):
-    """A request of an API with several event types in a stream.
-
-    Each event has a `type`. `begin` is called first.
-    """
+    """A request of an API with several event types in a stream, named by `type`. `begin` is called first."""
 
     calls: Sequence[Call]
     is_stream: bool
@@ -53,20 +48,16 @@ class EventReply(CallsReply, Protocol):
         ...
 
     def response(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        """Return the complete answer; takes one chunk per call."""
+        """Takes one chunk per call."""
         ...
 
     def events(self, number: int, chunk: Chunk) -> list[dict[str, Any]]:
-        """Return the events of call `number`'s chunk; the first chunk also opens the stream."""
+        """The first chunk of call `number` also opens the stream."""
         ...
 
-    def last_events(self) -> list[dict[str, Any]]:
-        """Return the events after the last chunk."""
-        ...
+    def last_events(self) -> list[dict[str, Any]]: ...
 
-    def failure(self, error: Exception) -> list[dict[str, Any]]:
-        """Return the events that end a failed stream."""
-        ...
+    def failure(self, error: Exception) -> list[dict[str, Any]]: ...
 
 
 class ChunkWriter:
@@ -80,23 +71,19 @@ class ChunkWriter:
         self._writer = EventWriter({"object": reply.chunk_object, **head})
 
     def whole(self, chunks: Sequence[Chunk], write: Write = dumps) -> bytes:
-        """Return the complete answer."""
         return write({"object": self._reply.object, **self._head, **self._reply.response(chunks)})
 
     def finish(self, content: bytes) -> None:
         """Do nothing."""
 
     def events(self, number: int, chunk: Chunk) -> bytes:
-        """Return a chunk's events."""
         return b"".join(self._writer.event(tail) for tail in self._reply.events(number, chunk))
 
     def end(self) -> bytes:
-        """Return the usage event, if requested, and `[DONE]`."""
         last = self._reply.last_event()
         return DONE if last is None else self._writer.event(last) + DONE
 
     def failure(self, error: Exception) -> bytes:
-        """Return the error event and `[DONE]`."""
         return event(error_body_of(error)) + DONE
 
 
@@ -110,22 +97,18 @@ class NamedWriter:
         reply.begin(head)
 
     def whole(self, chunks: Sequence[Chunk], write: Write = dumps) -> bytes:
-        """Return the complete answer."""
         return write(self._reply.response(chunks))
 
     def finish(self, content: bytes) -> None:
         """Do nothing."""
 
     def events(self, number: int, chunk: Chunk) -> bytes:
-        """Return a chunk's events."""
         return self._write(self._reply.events(number, chunk))
 
     def end(self) -> bytes:
-        """Return the last events."""
         return self._write(self._reply.last_events())
 
     def failure(self, error: Exception) -> bytes:
-        """Return the error events."""
         return self._write(self._reply.failure(error))
 
     def _write(self, events: Sequence[Mapping[str, Any]]) -> bytes:

@@ -1,4 +1,4 @@
-"""Prometheus metrics of several engines, distinguished by the label `engine`."""
+"""Prometheus metrics of several engines, with the label `engine`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ class FleetObserver(PrometheusObserver):
             client.add_observer(observer, number)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metric families, merged over the engines."""
         families = {family.name: family for family in super().collect()}
         handled = {family.name for family in self._handled_families()}
         for other in self._others:
@@ -35,7 +34,6 @@ class FleetObserver(PrometheusObserver):
 
 
 def observer_of(client: EngineClient, model_name: str, adapters: FinishedByAdapter) -> PrometheusObserver:
-    """Create and register the observer of an engine or fleet."""
     if len(client.engines) > 1:
         return FleetObserver(client, model_name, adapters)
     observer = PrometheusObserver(client, model_name, adapters)

@@ -23,7 +23,7 @@ class Seldom(logging.Filter):
         self._lines: dict[str, tuple[float, int]] = {}  # line -> (time written, repetitions suppressed since)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether to write a line. No lock: only the event loop writes these lines."""
+        """No lock: only the event loop writes these lines."""
         if record.name not in self._names or record.exc_info:
             return True
         line, now = record.getMessage(), self._clock()
@@ -32,7 +32,7 @@ class Seldom(logging.Filter):
             self._lines[line] = written, num_left_out + 1
             return False
         if num_left_out:
-            record.msg, record.args = f"{line} ({num_left_out} more such lines were left out)", None
+            record.msg, record.args = f"{line} (repetitions not shown: {num_left_out})", None
         self._lines[line] = now, 0
         if len(self._lines) > _MOST_LINES:
             del self._lines[next(iter(self._lines))]  # the oldest

@@ -14,13 +14,9 @@ class Engine(Protocol):
     """The engine's interface used here."""
 
     @property
-    def metrics(self) -> Metrics:
-        """The engine's counters."""
-        ...
+    def metrics(self) -> Metrics: ...
 
-    def get_load(self) -> Load:
-        """Return the engine's load."""
-        ...
+    def get_load(self) -> Load: ...
 
 
 class Counts(NamedTuple):
@@ -33,12 +29,11 @@ class Counts(NamedTuple):
 
 
 def counts_of(metrics: Metrics, now: float) -> Counts:
-    """Read the counters."""
     return Counts(now, metrics.prompt_tokens, metrics.cached_tokens, metrics.generated_tokens)
 
 
 def stats_line(before: Counts, after: Counts, load: Load) -> str | None:
-    """Return the line for the interval between two readings; None if the engine was idle.
+    """Return None if the engine was idle.
 
     The hit rate covers prompts begun in the interval, else all earlier ones.
     """
@@ -58,7 +53,7 @@ def stats_line(before: Counts, after: Counts, load: Load) -> str | None:
 
 
 async def log_stats(engine: Engine, interval: float, log: Callable[[str], object]) -> None:
-    """Log a line every `interval` seconds unless idle, until cancelled; 0 disables it."""
+    """Log every `interval` seconds unless idle; 0 disables it."""
     before = counts_of(engine.metrics, time.monotonic())
     while interval > 0:
         await asyncio.sleep(interval)

@@ -1,7 +1,7 @@
 """Prometheus metrics: vLLM's families with prefix `jaxllm:`, and further ones.
 
-Names, buckets and labels are vLLM's (v1/metrics/loggers.py), so its dashboards only need another prefix. Label values
-are from closed sets, so clients cannot create series. A scrape never waits for the engine. Used on the event loop.
+Names, buckets and labels are vLLM's (v1/metrics/loggers.py). Label values are from closed sets, so clients cannot
+create series. A scrape never waits for the engine. Used on the event loop.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ HISTOGRAMS: tuple[tuple[str, str, Sequence[float]], ...] = (
     ("request_params_max_tokens", "The max_tokens parameter of a request.", _TOKENS),
     ("request_prefill_kv_computed_tokens", "Prompt tokens of a request that were not cached.", _TOKENS),
     ("request_params_n", "The n parameter of a request.", (1, 2, 5, 10, 20)),
-    ("request_num_preemptions", "How often a request lost its place.", (1, 2, 3, 4, 5, 10, 20)),
+    ("request_num_preemptions", "Preemptions of a request.", (1, 2, 3, 4, 5, 10, 20)),
     (
         "iteration_tokens_total",
         "Prompt tokens computed and tokens generated in an engine step.",
@@ -127,29 +127,33 @@ HISTOGRAMS: tuple[tuple[str, str, Sequence[float]], ...] = (
     ("request_prefill_time_seconds", "Seconds from the first step to the first token.", _REQUEST),
     ("request_decode_time_seconds", "Seconds from the first token to the end of a request.", _REQUEST),
     ("step_seconds", "Seconds of an engine step.", _STEP),
-    ("batch_occupancy", "Requests in an engine step, as a share of the most that can run at once.", _SHARE),
+    ("batch_occupancy", "Requests in an engine step, as a share of the maximum.", _SHARE),
 )
 COUNTERS: tuple[tuple[str, str, Callable[[Metrics], float]], ...] = (
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda own: own.prompt_tokens),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda own: own.cached_tokens),
-    ("num_preemptions", "Requests that lost their place and were computed again.", lambda own: own.preemptions),
-    ("prompt_tokens", "Prompt tokens of requests that began.", lambda own: own.prompt_tokens),
-    ("prompt_tokens_cached", "Those of them found in the prefix cache.", lambda own: own.cached_tokens),
+    ("num_preemptions", "Preemptions of requests, which were computed again.", lambda own: own.preemptions),
+    ("prompt_tokens", "Prompt tokens of started requests.", lambda own: own.prompt_tokens),
+    ("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", lambda own: own.cached_tokens),
     ("generation_tokens", "Generated tokens.", lambda own: own.generated_tokens),
-    ("forced_tokens", "Those of them that a grammar forced.", lambda own: own.forced_tokens),
+    ("forced_tokens", "Generated tokens that a grammar determined, without sampling.", lambda own: own.forced_tokens),
     ("steps", "Engine steps.", lambda own: own.steps),
-    ("computed_tokens", "Rows of programs that were tokens of requests.", lambda own: own.computed_tokens),
-    ("padded_tokens", "Rows of programs, padding included.", lambda own: own.padded_tokens),
-    ("adapter_loads", "Adapters put on the devices.", lambda own: own.adapter_loads),
-    ("recoveries", "Steps that failed and took the cache with them.", lambda own: own.recoveries),
+    ("computed_tokens", "Tokens computed for requests.", lambda own: own.computed_tokens),
+    ("padded_tokens", "Tokens computed, including padding.", lambda own: own.padded_tokens),
+    ("adapter_loads", "LoRA adapters loaded onto the devices.", lambda own: own.adapter_loads),
+    ("recoveries", "Failed steps after which the KV cache was lost.", lambda own: own.recoveries),
     ("programs_compiled", "Programs compiled ahead of time.", lambda own: own.programs_compiled),
-    ("programs_failed", "Failed tries to compile a program in the background.", lambda own: own.programs_failed),
-    ("compile_seconds", "Seconds spent compiling, of all threads.", lambda own: own.compile_seconds),
+    (
+        "programs_failed",
+        "Failed compilations in the background, up to two per program.",
+        lambda own: own.programs_failed,
+    ),
+    ("compile_seconds", "Seconds spent compiling, summed over threads.", lambda own: own.compile_seconds),
     ("compilations_after_ready", "Compilations that a request waited for.", lambda own: own.compilations_after_ready),
 )
 GAUGES: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
-    ("num_requests_running", "Requests that take part in steps.", lambda load: load.running),
-    ("num_requests_waiting", "Requests in the queue.", lambda load: load.waiting),
+    ("num_requests_running", "Running requests.", lambda load: load.running),
+    ("num_requests_waiting", "Waiting requests.", lambda load: load.waiting),
     (
         "kv_cache_usage_perc",
         "KV blocks in use; 1 means all.",
@@ -160,7 +164,7 @@ _DEVICE_BYTES = MappingProxyType({"bytes_in_use": "in_use", "peak_bytes_in_use":
 
 
 class Histogram:
-    """A histogram; observing takes a few hundred nanoseconds for any count."""
+    """Observing takes a few hundred nanoseconds for any count."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
@@ -168,12 +172,11 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Add `value`, `count` times."""
         self._counts[bisect_left(self.bounds, value)] += count
         self._sum += value * count
 
     def buckets(self, highest: float = math.inf) -> tuple[list[tuple[str, float]], float]:
-        """Return cumulative counts of the buckets up to `highest`, and the sum of values."""
+        """Return cumulative counts up to `highest`, and the sum of values."""
         totals = list(accumulate(self._counts))
         shown = [
             (str(float(bound)), total) for bound, total in zip(self.bounds, totals, strict=False) if bound <= highest
@@ -185,22 +188,18 @@ class FinishedRequests(Protocol):
     """The finished requests of an adapter."""
 
     @property
-    def name(self) -> str:
-        """The adapter's served name."""
-        ...
+    def name(self) -> str: ...
 
     @property
-    def num_finished(self) -> int:
-        """Number of finished requests."""
-        ...
+    def num_finished(self) -> int: ...
 
 
 class FinishedByAdapter(Protocol):
-    """The finished requests of all served adapters."""
+    """The finished requests of all adapters."""
 
     @property
     def num_finished_others(self) -> int:
-        """Number of finished requests of unloaded adapters."""
+        """Requests of unloaded adapters."""
         ...
 
     def __iter__(self) -> Iterator[FinishedRequests]: ...
@@ -228,24 +227,20 @@ class PrometheusObserver(Collector):
         GCCollector(registry=self._registry)
 
     def step(self, report: StepReport) -> None:
-        """Record a step."""
         own = self._histograms
         own["step_seconds"].observe(report.seconds)
         own["iteration_tokens_total"].observe(report.num_tokens)
         own["batch_occupancy"].observe(report.num_rows / max(self._engine.get_load().max_running, 1))
 
     def tokens(self, seconds: float, count: int, is_first: bool) -> None:
-        """Record the latency of tokens, shared equally by those that arrive together."""
+        """Tokens that arrive together share the latency equally."""
         if is_first:
             self._histograms["time_to_first_token_seconds"].observe(seconds)
         else:
             self._histograms["inter_token_latency_seconds"].observe(seconds / count, count)
 
     def finished(self, output: RequestOutput, params: SamplingParams) -> None:
-        """Record a finished request, successful or not.
-
-        Unlike vLLM, prompt tokens count once per request, not per output, to match `prompt_tokens_total`.
-        """
+        """Unlike vLLM, count prompt tokens once per request, not per output, to match `prompt_tokens_total`."""
         own = self._histograms
         lengths = [len(completion.token_ids) for completion in output.outputs]
         own["request_prompt_tokens"].observe(len(output.prompt_token_ids))
@@ -289,18 +284,16 @@ class PrometheusObserver(Collector):
         self._handling.setdefault((protocol, route), Histogram(_HANDLING)).observe(seconds)
 
     def render(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all families, for `render`."""
         yield from self._engine_families()
         yield from self._histogram_families()
         yield from self._device_families()
         yield from self._handled_families()
 
     def describe(self) -> Iterable[Metric]:
-        """Return no descriptions: the engine may not be loaded when this is called."""
+        """Return no descriptions: the engine may not be loaded yet."""
         return ()
 
     def _engine_families(self) -> Iterator[Metric]:
@@ -310,16 +303,16 @@ class PrometheusObserver(Collector):
         for name, documentation, read in GAUGES:
             yield self._gauge(name, documentation, [({}, read(load))])
         waiting = [({"reason": "capacity"}, load.waiting - load.deferred), ({"reason": "deferred"}, load.deferred)]
-        text = "Requests in the queue, by what they wait for: capacity, or (deferred) a place for their adapter only."
+        text = "Waiting requests by reason: capacity, or deferred (only their LoRA adapter has no room yet)."
         yield self._gauge("num_requests_waiting_by_reason", text, waiting)
         reasons = [({"finished_reason": reason}, metrics.finished.get(reason, 0)) for reason in get_args(FinishReason)]
-        yield self._counter("request_success", "Outputs that have ended, by the reason.", reasons)
+        yield self._counter("request_success", "Finished outputs by reason.", reasons)
         if self._engine.config.speculative_config is not None:
             yield from self._draft_families(metrics)
         if self._engine.config.enable_lora:
             yield from self._adapter_families(load)
         states = [({"state": state}, float(state == self._engine.state)) for state in get_args(EngineState)]
-        yield self._gauge("engine_state", "1 for what the engine is doing.", states)
+        yield self._gauge("engine_state", "State of the engine: 1 for the current one.", states)
         config = self._engine.config
         facts = {
             "block_size": config.block_size,
@@ -331,32 +324,34 @@ class PrometheusObserver(Collector):
             "num_gpu_blocks_override": config.num_kv_blocks,
         }
         labels = {name: str(value) for name, value in facts.items()}
-        yield self._gauge("cache_config_info", "How the KV cache is set up.", [(labels, 1.0)])
+        yield self._gauge(
+            "cache_config_info", "Configuration of the KV cache in labels; the value is 1.", [(labels, 1.0)]
+        )
 
     def _draft_families(self, metrics: Metrics) -> Iterator[Metric]:
         for name, documentation, count in (
-            ("num_drafts", "Rows that verified drafts.", metrics.drafting_rows),
-            ("num_draft_tokens", "Drafts that they verified.", metrics.draft_tokens),
-            ("num_accepted_tokens", "Those of them that were kept.", sum(metrics.accepted_tokens)),
+            ("num_drafts", "Verified drafts: one per output and step.", metrics.drafting_rows),
+            ("num_draft_tokens", "Verified draft tokens.", metrics.draft_tokens),
+            ("num_accepted_tokens", "Accepted draft tokens.", sum(metrics.accepted_tokens)),
         ):
             yield self._counter(f"spec_decode_{name}", documentation, [({}, count)])
         places = [({"position": str(place)}, count) for place, count in enumerate(metrics.accepted_tokens)]
-        text = "Drafts that were kept, by their place in the row."
+        text = "Accepted draft tokens by position in the draft."
         yield self._counter("spec_decode_num_accepted_tokens_per_pos", text, places)
 
     def _adapter_families(self, load: Load) -> Iterator[Metric]:
-        """Yield the adapters in use, as labels; routers read the newest sample."""
+        """Yield adapters in use, as labels; routers read the newest sample."""
         labels = {
             "max_lora": str(self._engine.config.max_loras),
             "running_lora_adapters": ",".join(load.running_adapters),
             "waiting_lora_adapters": ",".join(load.waiting_adapters),
         }
-        text = "Adapters of the requests that run and that wait; the value is the time."
+        text = "LoRA adapters of running and waiting requests in labels; the value is the current time."
         yield self._gauge("lora_requests_info", text, [(labels, time.time())])
         counts = {served.name: served.num_finished for served in self.adapters}
         counts[OTHER] = counts.get(OTHER, 0) + self.adapters.num_finished_others
         samples = [({"lora_name": name}, count) for name, count in counts.items()]
-        text = "Requests that ended with an adapter; other: with one that is no longer loaded."
+        text = "Finished requests by LoRA adapter; other: adapters that are no longer loaded."
         yield self._counter("lora_requests_finished", text, samples)
 
     def _histogram_families(self) -> Iterator[Metric]:
@@ -371,21 +366,23 @@ class PrometheusObserver(Collector):
             yield family
 
     def _device_families(self) -> Iterator[Metric]:
-        """Yield device metrics, unless the model is loading: querying JAX would block."""
+        """Yield nothing while the model is loading: querying JAX would block."""
         report = self._engine.device_report()
         if report is None:
             return
-        yield self._gauge("programs_ready", "Programs that can be run.", [({}, report.programs_ready)])
+        yield self._gauge("programs_ready", "Compiled programs.", [({}, report.programs_ready)])
         compiling = report.programs_compiling
-        yield self._gauge("programs_compiling", "Threads that compile beside requests.", [({}, compiling)])
-        yield self._gauge("programs_possible", "Programs there can be.", [({}, report.programs_possible)])
+        yield self._gauge("programs_compiling", "Threads that compile in the background.", [({}, compiling)])
+        yield self._gauge(
+            "programs_possible", "Programs that this configuration can use.", [({}, report.programs_possible)]
+        )
         memory: list[tuple[Mapping[str, str], float]] = []
         for device, stats in report.memory.items():
             kinds = [(kind, stats[name]) for name, kind in _DEVICE_BYTES.items() if name in stats]
             memory += [({"device": device, "kind": kind}, float(value)) for kind, value in kinds]
         if not memory:
             memory = [({"device": "cpu", "kind": "in_use"}, float(self._process.memory_info().rss))]
-        yield self._gauge("device_memory_bytes", "Memory of a device; of a CPU, this process'.", memory)
+        yield self._gauge("device_memory_bytes", "Bytes of a device's memory; on a CPU, of this process.", memory)
 
     def _handled_families(self) -> Iterator[Metric]:
         held = GaugeMetricFamily("jaxllm:held_bytes", "Bytes held for requests, by kind.", labels=["account"])
@@ -393,12 +390,12 @@ class PrometheusObserver(Collector):
             held.add_metric([account], num_bytes)
         yield held
         names = ["protocol", "route", "code"]
-        counts = CounterMetricFamily("jaxllm:requests_handled", "Calls that the front ends answered.", labels=names)
+        counts = CounterMetricFamily("jaxllm:requests_handled", "Calls answered by the front ends.", labels=names)
         for labels, count in self._handled.items():
             counts.add_metric(list(labels), count)
         yield counts
         seconds = HistogramMetricFamily(
-            "jaxllm:request_handling_seconds", "Seconds of a call, streams to their end.", labels=names[:2]
+            "jaxllm:request_handling_seconds", "Seconds of a call, until the end of a stream.", labels=names[:2]
         )
         for labels, histogram in self._handling.items():
             seconds.add_metric(list(labels), *histogram.buckets())

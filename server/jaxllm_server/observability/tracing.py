@@ -1,7 +1,7 @@
 """OpenTelemetry spans of requests, as children of the client's `traceparent`.
 
-A front end starts a span per call; `current_span` lets other code add attributes, with vLLM's names (vllm/tracing.py:
-`llm_request`, `gen_ai.*`). The packages, in `jaxllm[otel]`, are imported only if an endpoint is set.
+`current_span` lets other code add attributes, with vLLM's names (vllm/tracing.py: `llm_request`, `gen_ai.*`). The
+packages, in `jaxllm[otel]`, are imported only if an endpoint is set.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Span:
     """The span of a call; this class, without tracing, does nothing."""
 
     def set(self, attributes: Mapping[str, Attribute | None], name: str | None = None) -> None:
-        """Set attributes, ignoring None; `name` renames the span."""
+        """Ignore None; `name` renames the span."""
 
     def end(self, error: BaseException | None = None) -> None:
         """End the span, as failed for an `error` other than a cancellation. Only the first call counts."""
@@ -54,19 +54,13 @@ class Tracer:
         """Return a tracer that exports over OTLP/HTTP, such as to http://localhost:4318; None disables tracing.
 
         The default path is /v1/traces. OpenTelemetry's environment variables apply.
-
-        Raises:
-            UserError: if the URL is not HTTP, or OpenTelemetry is not installed.
         """
         if endpoint is None:
             return Tracer()
         return tracer_to(exporter_to(endpoint))
 
     def start(self, traceparent: str | None, name: str, attributes: Mapping[str, Attribute | None]) -> Span:
-        """Start a span, in the client's trace if any, and make it the task's current one.
-
-        An invalid `traceparent` is ignored.
-        """
+        """Start the task's current span, in the client's trace if any; an invalid `traceparent` is ignored."""
         return NO_SPAN
 
     def close(self) -> None:
@@ -81,7 +75,7 @@ def request_attributes(
     prompt_tokens: int,
     completion_tokens: int,
 ) -> dict[str, Attribute | None]:
-    """Return a request's attributes by vLLM's names; times in seconds, None if not reached."""
+    """Return attributes by vLLM's names; times in seconds."""
     attributes: dict[str, Attribute | None] = {
         "gen_ai.response.model": model,
         "gen_ai.request.id": request_id,
@@ -162,7 +156,6 @@ class _RecordingTracer(Tracer):
 
 
 def exporter_to(endpoint: str) -> SpanExporter:
-    """Return a span exporter for an OTLP endpoint over HTTP."""
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UserError(
@@ -182,7 +175,7 @@ def exporter_to(endpoint: str) -> SpanExporter:
 
 
 def tracer_to(exporter: SpanExporter) -> Tracer:
-    """Return a tracer that exports in batches from a thread, dropping spans if its queue is full."""
+    """Export in batches from a thread, dropping spans if its queue is full."""
     from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor

@@ -1,4 +1,1 @@
-"""Ollama's API: bodies become calls, chunks become lines of JSON. Pure, as `openai/` is.
-
-Knows no HTTP, no engine and no template.
-"""
+"""Ollama's API: converts requests to calls, chunks to lines of JSON. Pure."""

@@ -1,6 +1,6 @@
-"""What Ollama's API says of served names. Pure.
+"""Descriptions of served models in Ollama's form. Pure.
 
-There is no file of one model here, nor a name of its family: such fields are empty, and clients show nothing.
+Fields of a model's file and family are empty; clients show nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NEVER = "9999-12-31T23:59:59Z"
 
 
 def model_name(fields: Body) -> str:
-    """Return the name that a body asks for; without the tag that Ollama's clients add to a name."""
+    """Omit the tag that Ollama's clients append."""
     return (text(fields, "model") or text(fields, "name") or "").removesuffix(":latest")
 
 
@@ -26,7 +26,7 @@ SHOW_FIELDS = frozenset({"model", "name", "verbose", "system", "template", "opti
 
 
 def asked_name(body: Body, policy: str = "refuse") -> str:
-    """Return the name that a body of `/api/show` is about; `policy` is `--unknown-fields`."""
+    """Return the model of `/api/show`; `policy` is `--unknown-fields`."""
     name = model_name(given(body, SHOW_FIELDS, {}, policy))
     if not name:
         raise UserError("model is missing: name one of /api/tags.", "model")
@@ -34,7 +34,7 @@ def asked_name(body: Body, policy: str = "refuse") -> str:
 
 
 def ollama_model(card: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a line of `/api/tags` and `/api/ps`, of what OpenAI's API says about a served name."""
+    """Convert an OpenAI model card to an entry of `/api/tags` and `/api/ps`."""
     return {
         **{"name": card["id"], "model": card["id"], "modified_at": moment(card["created"]), "digest": ""},
         **{"size": 0, "size_vram": 0, "expires_at": _NEVER, "context_length": card["max_model_len"]},
@@ -43,7 +43,7 @@ def ollama_model(card: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ollama_details(card: Mapping[str, Any], options: ServerOptions, pools: bool) -> dict[str, Any]:
-    """Return the answer of `/api/show`; `pools`: the model embeds or classifies, and writes no text."""
+    """Answer `/api/show`; `pools`: the model embeds or classifies and generates no text."""
     parsers = {"tools": options.tool_call_parser, "thinking": options.reasoning_parser}
     found = ["completion", *(name for name, parser in parsers.items() if parser is not None)]
     return {
@@ -54,7 +54,7 @@ def ollama_details(card: Mapping[str, Any], options: ServerOptions, pools: bool)
 
 
 def moment(seconds: int) -> str:
-    """Return a time, in seconds since 1970, as Ollama writes it."""
+    """`seconds` since 1970."""
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 

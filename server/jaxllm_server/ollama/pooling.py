@@ -1,4 +1,4 @@
-"""Converts bodies of `/api/embed` to a call, and its vectors to an answer, as in Ollama's docs/api.md. Pure."""
+"""`/api/embed`: bodies to calls, vectors to answers, as in Ollama's docs/api.md. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ class OllamaEmbedReply(PoolReply):
         super().__init__({"model": model_name(fields), **cut}, request_id, **own)
 
     def tail(self, results: Sequence[PoolResult]) -> dict[str, Any]:
-        """Return the number of tokens of the texts."""
         return {"prompt_eval_count": sum(result.prompt_tokens for result in results)}
 
     def _item(self, result: PoolResult, labels: Sequence[str]) -> str:

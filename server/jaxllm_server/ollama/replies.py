@@ -1,7 +1,4 @@
-"""Converts bodies of `/api/chat` and `/api/generate` to calls, and their chunks to lines.
-
-Pure functions of their arguments. Names and meanings are those of Ollama's docs/api.md.
-"""
+"""`/api/chat` and `/api/generate`: bodies to calls, chunks to lines, as in Ollama's docs/api.md. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from jaxllm_server.shared.options import ServerOptions
 
 PATHS = tuple(f"/api/{name}" for name in ("chat", "generate", "embed", "tags", "show", "ps", "version"))
 _SAMPLING = names_in(SamplingParams, OLLAMA)
-# How Ollama loads a model and lays out its memory, and samplers that only llama.cpp has.
+# Options of Ollama's model loading and memory, and samplers that only llama.cpp has.
 _IDLE_OPTIONS = frozenset(
     (
         *("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv"),
@@ -37,7 +34,7 @@ _UNBUILT_OF_GENERATE = {**_UNBUILT, "images": ([],), "suffix": ("",), "template"
 
 
 class _Reply:
-    """What a body asks for, and how it is answered; raises `UserError` for a wrong shape."""
+    """Reads a request and builds its answer."""
 
     id_prefix = ""
     ignored: list[str]
@@ -66,18 +63,16 @@ class _Reply:
         self._last: Chunk
 
     def begin(self, head: Mapping[str, Any]) -> None:
-        """Take in `created` (seconds since 1970) and `model`."""
+        """Set `created` (seconds since 1970) and `model`."""
         self._head = {"model": head["model"], "created_at": moment(head["created"])}
 
     def response(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        """Return the whole answer."""
         (self._last,) = chunks
         (part,) = self._last.outputs
         self._collect(part)
         return self._line(part.text, part.reasoning, self._tool_calls()) | self._ending(self._last)
 
     def events(self, number: int, chunk: Chunk) -> list[dict[str, Any]]:
-        """Return a chunk's lines."""
         self._last = chunk
         lines = []
         for part in chunk.outputs:
@@ -87,12 +82,11 @@ class _Reply:
         return lines
 
     def last_events(self) -> list[dict[str, Any]]:
-        """Return the tool calls, which Ollama's API has no pieces of, and the line that ends the answer."""
+        """Return the tool calls, which this API does not stream, and the last line."""
         calls = self._tool_calls()
         return [*([self._line("", "", calls)] if calls else []), self._line("", "") | self._ending(self._last)]
 
     def failure(self, error: Exception) -> list[dict[str, Any]]:
-        """Return the line that ends an answer which has failed."""
         return [{"error": message_of(error)}]
 
     def _collect(self, part: Part) -> None:
@@ -100,7 +94,7 @@ class _Reply:
             self._tools.setdefault(call.index, (call.name or "", []))[1].append(call.arguments)
 
     def _tool_calls(self) -> list[dict[str, Any]]:
-        """Return the calls whose arguments are an object: those of one that was cut off would be a call without any."""
+        """Omit calls whose arguments are not an object, as in truncated output."""
         given = [(name, "".join(texts).strip() or "{}") for name, texts in self._tools.values()]
         read = [(name, strict_json.object_of(arguments, self._max_depth)) for name, arguments in given]
         return [{"function": {"name": name, "arguments": each}} for name, each in read if each is not None]
@@ -110,7 +104,7 @@ class _Reply:
         return {**self._head, "message": {"role": "assistant", "content": content, **shown}, "done": False}
 
     def _ending(self, chunk: Chunk) -> dict[str, Any]:
-        """Return what the last line says of the answer, whose last chunk this is; durations are in nanoseconds."""
+        """Return the fields of the last line; durations are in nanoseconds."""
         usage, timing = chunk.usage, chunk.timing or Timing(0.0, 0.0, 0.0, 0.0)
         was_cut = any(part.finish_reason in ("length", "context", "time_limit") for part in chunk.outputs)
         seconds = {"total": timing.total, "load": 0, "prompt_eval": timing.prefill}
@@ -123,7 +117,7 @@ class _Reply:
 
 
 class OllamaChatReply(_Reply):
-    """Of `/api/chat`."""
+    """Handles `/api/chat`."""
 
     fields = _SHARED | _UNBUILT.keys() | {"messages", "tools"}
     unbuilt = _UNBUILT
@@ -137,7 +131,7 @@ class OllamaChatReply(_Reply):
 
 
 class OllamaGenerateReply(_Reply):
-    """Of `/api/generate`: a text without `raw` is a message of the user."""
+    """Handles `/api/generate`: a text without `raw` is a message of the user."""
 
     fields = _SHARED | _UNBUILT_OF_GENERATE.keys() | {"prompt", "system", "raw"}
     unbuilt = _UNBUILT_OF_GENERATE
@@ -161,7 +155,7 @@ class OllamaGenerateReply(_Reply):
 
 
 def _message_in(message: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Return a message with the names that templates know."""
+    """Rename fields to those of templates."""
     if message.get("images"):
         raise UnsupportedError(f"messages[{index}].images are not supported by jaxllm yet.", "messages")
     renamed = {"thinking": "reasoning_content", "tool_name": "name"}
@@ -170,7 +164,7 @@ def _message_in(message: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 def _thinking_of(think: Any) -> dict[str, Any]:
     if not isinstance(think, bool | str | None):
-        raise UserError("think must be true, false, or how much.", "think")
+        raise UserError("think must be true, false, low, medium or high.", "think")
     if think is None:
         return {}
     kwargs: dict[str, Any] = {"enable_thinking": think is not False, "thinking": think is not False}
@@ -178,11 +172,11 @@ def _thinking_of(think: Any) -> dict[str, Any]:
 
 
 def _sampling_of(fields: Body, policy: str, ignored: list[str]) -> dict[str, Any]:
-    """Return what a body says about sampling; `SamplingParams` checks it."""
+    """`SamplingParams` validates the values."""
     asked = given(mapping(fields, "options") or {}, _SAMPLING.keys() | _IDLE_OPTIONS, {}, policy, ignored)
     sampling = {_SAMPLING[name]: value for name, value in asked.items() if name in _SAMPLING}
     most = sampling.get("max_tokens")
-    if isinstance(most, int) and most < 0:  # as many as the context holds
+    if isinstance(most, int) and most < 0:  # up to the context's limit
         del sampling["max_tokens"]
     form = fields.get("format")
     if form not in (None, "", "json") and not isinstance(form, dict):

@@ -1,4 +1,4 @@
-"""Request bodies of vLLM's endpoints `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`. Pure."""
+"""vLLM's `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ UNLOAD_FIELDS = frozenset({"lora_name", "lora_int_id"})
 
 
 def load_request_of(body: Body) -> tuple[str, str, bool]:
-    """Return an adapter's name and path, "" if missing, and whether to replace one of the same name."""
+    """Return name and path, "" if missing, and whether to replace one of the same name."""
     fields = given(body, LOAD_FIELDS, UNBUILT)
     in_place = bool(flag(fields, "load_inplace", False))
     return text(fields, "lora_name") or "", text(fields, "lora_path") or "", in_place

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: converts a request to a call, and its chunks to messages or deltas. Pure."""
+"""`/v1/chat/completions`: requests to calls, chunks to messages or deltas. Pure."""
 
 from __future__ import annotations
 
@@ -46,10 +46,7 @@ _VERBOSITIES = ("low", "medium", "high")
 
 
 class ChatReply:
-    """Reads a request of `/v1/chat/completions` and builds its answer; raises `UserError` for a wrong shape.
-
-    `request_id` is the default id.
-    """
+    """Reads a request of `/v1/chat/completions` and builds its answer. `request_id` is the default id."""
 
     fields, unbuilt = _FIELDS, _UNBUILT
     id_prefix = "chatcmpl-"
@@ -79,7 +76,7 @@ class ChatReply:
         if num_logprobs is None and fields.get("logprob_token_ids"):
             num_logprobs = 0
         includes_reasoning = bool(flag(fields, "include_reasoning", True))
-        # Tokens would reveal the omitted reasoning; as in vLLM.
+        # Tokens would reveal omitted reasoning; as in vLLM.
         hides_tokens = options.reasoning_parser is not None and not includes_reasoning
         self.form = form_of(fields, options, None if hides_tokens else num_logprobs)
         self._shows_ids = self.form.return_token_ids and not hides_tokens
@@ -118,12 +115,10 @@ class ChatReply:
         self._has_spoken: set[int] = set()
 
     def response(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        """Return choices and usage of the complete answer."""
         (chunk,) = chunks
         return self.answer(chunk, self.calls[0].messages or ())
 
     def answer(self, chunk: Chunk, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return choices and usage of the complete answer to a conversation."""
         choices, echo = [], self._echo_of(messages)
         for part in chunk.outputs:
             choice = {
@@ -136,7 +131,6 @@ class ChatReply:
             }
             choices.append(choice)
         answer: dict[str, Any] = {"choices": choices, "usage": usage_fields([chunk.usage], self.form)}
-        # null by default, as in vLLM: clients read these keys.
         answer |= {"prompt_logprobs": None, "prompt_token_ids": None}
         if self.form.shows_prompt_logprobs and chunk.prompt is not None:
             answer["prompt_logprobs"] = prompt_logprobs_of(chunk.prompt.logprobs)
@@ -145,7 +139,7 @@ class ChatReply:
         return answer
 
     def events(self, number: int, chunk: Chunk) -> list[dict[str, Any]]:
-        """Return a chunk's events without the common header."""
+        """Return events without the common header."""
         self._usage = [chunk.usage]
         tails: list[dict[str, Any]] = []
         for place, part in enumerate(chunk.outputs):
@@ -176,11 +170,11 @@ class ChatReply:
         return tails
 
     def last_event(self) -> dict[str, Any] | None:
-        """Return the usage event if requested."""
+        """Return the usage if requested."""
         return {"choices": [], "usage": usage_fields(self._usage, self.form)} if self.form.include_usage else None
 
     def _add_usage(self, tail: dict[str, Any], chunk: Chunk, place: int) -> None:
-        """Add usage to an event, excluding the chunk's parts from `place` on."""
+        """Exclude the chunk's parts from `place` on."""
         if self.form.continuous_usage:
             tail["usage"] = usage_fields([usage_without(chunk.usage, chunk.outputs[place:])], self.form)
         elif self.form.include_usage:
@@ -228,10 +222,7 @@ class ChatReply:
         return delta
 
     def _finish_reason(self, part: Part) -> str | None:
-        """Return OpenAI's finish reason, which is "stop" for the call of a named tool.
-
-        Follows vLLM's entrypoints/openai/chat_completion/serving.py.
-        """
+        """Return "stop" for the call of a named tool, as vLLM's entrypoints/openai/chat_completion/serving.py."""
         reason = finish_reason(part)
         return "stop" if reason == "tool_calls" and self._is_named else reason
 
@@ -248,7 +239,7 @@ def _allowed(allowed: Any, tools: list[Any]) -> tuple[str, list[Any]]:
     unknown = names - {_name_of(tool) for tool in tools}
     if unknown:
         shown = min(map(str, unknown))[:_SHOWN_NAME]
-        raise UserError(f"tool_choice allows {shown!r}, which is none of the tools.", "tool_choice")
+        raise UserError(f"tool_choice allows {shown!r}, which is not in tools.", "tool_choice")
     return allowed["mode"], [tool for tool in tools if _name_of(tool) in names]
 
 
@@ -278,7 +269,7 @@ def _tool_choice(choice: Any, has_tools: bool) -> ToolChoice:
 
 
 def _num_logprobs(fields: Body) -> Any:
-    """Return the number of alternatives per token, None without log-probabilities; not validated."""
+    """Return the number of alternatives per token, not validated."""
     top = fields.get("top_logprobs")
     if not flag(fields, "logprobs", False):
         if top:
@@ -290,7 +281,7 @@ def _num_logprobs(fields: Body) -> Any:
 
 
 def _reasoning(part: Part) -> dict[str, Any]:
-    """Return the reasoning under vLLM's name and its former one, also DeepSeek's."""
+    """Use vLLM's name and its former one, also DeepSeek's."""
     return {"reasoning": part.reasoning, "reasoning_content": part.reasoning} if part.reasoning else {}
 
 
@@ -306,7 +297,6 @@ def _tool_call_delta(call: ToolCallDelta) -> dict[str, Any]:
 
 
 def logprobs_of(entries: Sequence[dict[int, Logprob]] | None, form: Form) -> dict[str, Any] | None:
-    """Return the sampled and likeliest tokens' log-probabilities in this API's form."""
     if entries is None or form.num_logprobs is None:
         return None
     content = []

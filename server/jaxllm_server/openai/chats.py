@@ -29,7 +29,7 @@ _UNBUILT: Mapping[str, tuple[Any, ...]] = {
 
 
 class ChatsReply(ChatReply):
-    """Answers several conversations with the same parameters; raises `UserError` for a wrong shape."""
+    """Answers several conversations with the same parameters."""
 
     unbuilt = _UNBUILT
 
@@ -54,7 +54,7 @@ class ChatsReply(ChatReply):
         ]
 
     def response(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        """Return choices and usage; a choice's index is its conversation's."""
+        """A choice's index is its conversation's."""
         choices = []
         for number, (call, chunk) in enumerate(zip(self.calls, chunks, strict=True)):
             answer = self.answer(chunk, call.messages or ())

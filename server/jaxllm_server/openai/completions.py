@@ -1,4 +1,4 @@
-"""`/v1/completions`: converts a request to one call per prompt, and their chunks to choices. Pure."""
+"""`/v1/completions`: requests to one call per prompt, chunks to choices. Pure."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ _FIELDS = SHARED | _UNBUILT.keys() | {"prompt", "suffix", "echo", "best_of"}
 
 
 class CompletionReply:
-    """Reads a request of `/v1/completions` and builds its answer; raises `UserError` for a wrong shape.
+    """Reads a request of `/v1/completions` and builds its answer. Choices are numbered prompt by prompt.
 
-    `request_id` is the default id. Choices are numbered prompt by prompt.
+    `request_id` is the default id.
     """
 
     fields, unbuilt = _FIELDS, _UNBUILT
@@ -104,17 +104,15 @@ class CompletionReply:
         self._usages: dict[int, Usage] = {}
         self._prompts: dict[int, PromptInfo] = {}
         self._offsets: dict[int, Offset] = {}
-        # Log-probabilities of each call's prompt, shared by its choices.
         self._echoes: dict[int, tuple[Mapping[str, Repeated], Offset]] = {}
         self._shown: dict[int, Repeated] = {}
 
     def response(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        """Return choices and usage of the complete answer; takes one chunk per call."""
         choices = [choice for number, chunk in enumerate(chunks) for choice in self._choices(number, chunk)]
         return {"choices": choices, "usage": usage_fields(self._usages.values(), self.form)}
 
     def events(self, number: int, chunk: Chunk) -> list[dict[str, Any]]:
-        """Return the events of call `number`'s chunk, without the common header."""
+        """Return events without the common header."""
         tails: list[dict[str, Any]] = []
         for choice in self._choices(number, chunk):
             tails.append({"choices": [choice]})
@@ -124,13 +122,13 @@ class CompletionReply:
         return tails
 
     def last_event(self) -> dict[str, Any] | None:
-        """Return the usage event if requested."""
+        """Return the usage if requested."""
         if not self.form.include_usage:
             return None
         return {"choices": [], "usage": usage_fields(self._usages.values(), self.form)}
 
     def _choices(self, number: int, chunk: Chunk) -> Iterator[dict[str, Any]]:
-        """Yield a chunk's choices; `_usages` counts up to and including each."""
+        """Count up to and including each choice in `_usages`."""
         if self._chooses:
             chunk = replace(chunk, outputs=_best(chunk.outputs, self._num_outputs))
         chunk = _without_output(chunk) if self._scores_prompt else chunk
@@ -184,7 +182,7 @@ class CompletionReply:
 
 
 def numbered(request_id: str, number: int, most: int) -> str:
-    """Return the id of a numbered call; a digest replaces the end of one that would become too long."""
+    """A digest replaces the end of an id that would become too long."""
     numbered = f"{request_id}-{number}"
     if len(numbered) <= most or len(request_id) > most:
         return numbered
@@ -198,7 +196,7 @@ def _num_outputs(fields: Body) -> int:
 
 
 def _num_candidates(fields: Body) -> int | None:
-    """Return the number of candidates per prompt; None if it equals n or sampling is greedy."""
+    """Return the candidates per prompt; None if they equal n or sampling is greedy."""
     if "best_of" not in fields:
         return None
     best_of, n = integer(fields, "best_of", 1), fields.get("n", 1)
@@ -212,7 +210,11 @@ def _num_candidates(fields: Body) -> int | None:
         return None
     for name, value in (("stream", fields.get("stream")), ("use_beam_search", fields.get("use_beam_search"))):
         if value is True:
-            raise UserError(f"best_of chooses at the end, among samples: leave {name} off.", "best_of", best_of)
+            raise UserError(
+                f"best_of selects among finished samples, which is not possible with {name}; remove one of them.",
+                "best_of",
+                best_of,
+            )
     return best_of
 
 
@@ -227,7 +229,7 @@ def _best(parts: Sequence[Part], most: int) -> list[Part]:
 
 
 def check_fan_out(count: Any, name: str, num_prompts: int, options: ServerOptions) -> None:
-    """Raise UserError for too many sequences; other types are validated later."""
+    """Refuse too many sequences; other types are validated later."""
     most = options.most_sequences
     if name == "best_of" and count > options.max_n:
         raise UserError(f"best_of may be at most {options.max_n}, got {count}.", name)
@@ -281,13 +283,11 @@ class Offset:
         self._decoder = getincrementaldecoder("utf-8")("replace")
 
     def copy(self) -> Offset:
-        """Return a copy."""
         copied = Offset(self.characters)
         copied._decoder.setstate(self._decoder.getstate())
         return copied
 
     def add(self, new: bytes) -> None:
-        """Add a token's bytes."""
         self.characters += len(self._decoder.decode(new))
 
 
@@ -297,10 +297,7 @@ def columns_of(
     form: Form,
     first: tuple[int, Logprob] | None = None,
 ) -> dict[str, list[Any]] | None:
-    """Return log-probabilities in this API's form, and advance `offset`.
-
-    `first` is the first token of an echoed prompt, which has no log-probability.
-    """
+    """Advance `offset`. `first` is the first token of an echoed prompt, which has no log-probability."""
     if entries is None or form.num_logprobs is None:
         return None
     offsets: list[int] = []
@@ -321,7 +318,7 @@ def columns_of(
 
 
 def _named(candidates: Mapping[int, Logprob], form: Form) -> dict[str, float]:
-    """Return log-probabilities by token text; tokens with equal texts are keyed by id."""
+    """Key by token text; tokens with equal texts by id."""
     named: dict[str, float] = {}
     for token, entry in candidates.items():
         name = _name(token, entry, form)

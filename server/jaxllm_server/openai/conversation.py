@@ -1,4 +1,4 @@
-"""Reads the prompt of a chat request: messages, tools and template variables, or token ids. Pure."""
+"""Reads the prompt of a chat request. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 def conversation_of(fields: Body) -> dict[str, Any]:
-    """Return the `Call` fields of a chat's prompt; tools and template variables are validated later.
+    """Return the `Call` fields of the prompt; tools and template variables are validated later.
 
     `prompt_token_ids` replace the rendered prompt (vllm-project/vllm#55771); messages then only serve for echo.
     """
@@ -46,14 +46,13 @@ def conversation_of(fields: Body) -> dict[str, Any]:
 
 
 def messages_of(messages: Any, name: str = "messages", may_be_empty: bool = False) -> list[Mapping[str, Any]]:
-    """Return the messages of a conversation; errors refer to it as `name`."""
     if not isinstance(messages, list) or not (messages or may_be_empty):
         raise UserError(f"{name} must be a list of at least one message.", "messages")
     return [_message_in(message, f"{name}[{index}]") for index, message in enumerate(messages)]
 
 
 def _written_ids(fields: Body) -> list[int] | None:
-    """Return the token ids of a rendered prompt; the engine checks their range."""
+    """Return ids whose range the engine checks."""
     ids = fields.get("prompt_token_ids")
     if ids is None:
         return None
@@ -61,7 +60,9 @@ def _written_ids(fields: Body) -> list[int] | None:
         raise UserError("prompt_token_ids must be a list of token ids.", "prompt_token_ids")
     for name in _OF_WRITING:
         if name in fields:
-            raise UserError(f"{name} says how to write a prompt, and prompt_token_ids has it: leave one out.", name)
+            raise UserError(
+                f"{name} has no effect on prompt_token_ids, which are a rendered prompt; remove one of them.", name
+            )
     return ids
 
 
@@ -77,10 +78,10 @@ def with_transferred_ids(body: Body) -> Body:
 
 
 def _thinking(fields: Body) -> dict[str, Any]:
-    """Return the template variables for other servers' reasoning switches.
+    """Return template variables for other servers' reasoning switches.
 
-    They are `enable_thinking` for Qwen and GLM, `thinking` for DeepSeek and Kimi, as in SGLang's protocol.py, and
-    `reasoning_effort` for a level.
+    `enable_thinking` for Qwen and GLM, `thinking` for DeepSeek and Kimi, as in SGLang's protocol.py, `reasoning_effort`
+    for a level.
     """
     said: dict[str, Any] = {"enable_thinking": flag(fields, "enable_thinking", None)}
     level = fields.get("think")
@@ -102,7 +103,7 @@ def _thinking(fields: Body) -> dict[str, Any]:
 
 
 def _message_in(message: Any, name: str) -> Mapping[str, Any]:
-    """Return a message with `reasoning` renamed to the templates' `reasoning_content`."""
+    """Rename `reasoning` to the templates' `reasoning_content`."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise UserError(f"{name} must be an object with a role and a content.", "messages")
     reasoning = message.get("reasoning")

@@ -1,7 +1,4 @@
-"""`/invocations`, SageMaker's single route: selects the actual route by the body and the model's tasks. Pure.
-
-The first matching rule applies, as in vLLM.
-"""
+"""`/invocations`, SageMaker's single route: selects a route by body and tasks, in vLLM's order. Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ def route_of(body: Body, tasks: Sequence[str]) -> str:
         return "/rerank"
     if body.keys() & {"text_1", "queries", "data_1"}:
         return "/score"
-    raise UserError("The body is of no route: give messages, prompt, input, query, or text_1 and text_2.", "messages")
+    raise UserError("The body matches no API: give messages, prompt, input, query, or text_1 and text_2.", "messages")
 
 
 _OF_INPUT = (("embed", "/v1/embeddings"), ("classify", "/classify"))

@@ -1,4 +1,4 @@
-"""`/v1/embeddings`, `/pooling`, `/classify`, `/score`, `/rerank`: converts a request to a call, results to JSON. Pure.
+"""`/v1/embeddings`, `/pooling`, `/classify`, `/score`, `/rerank`: requests to calls, results to JSON. Pure.
 
 The first is OpenAI's, the last Jina's and Cohere's, the others and all extensions vLLM's.
 """
@@ -46,14 +46,11 @@ _DOCUMENTS_PER_UNIT = 100  # Cohere's billing unit
 
 
 class PoolReply(ABC):
-    """Reads a request and builds its answer; raises `UserError` for a wrong shape.
-
-    `request_id` is the default id.
-    """
+    """Reads a request and builds its answer. `request_id` is the default id."""
 
     id_prefix: str
     list_name = "data"
-    names: Mapping[str, str]  # parameter in errors -> field of the request, where different
+    names: Mapping[str, str]  # as in `Reply`
     fields: Collection[str]
     unbuilt: Mapping[str, tuple[Any, ...]]
 
@@ -78,11 +75,10 @@ class PoolReply(ABC):
         return given(body, self.fields, self.unbuilt, options.unknown_fields, self.ignored)
 
     def items(self, results: Sequence[PoolResult], labels: Sequence[str]) -> Iterator[str]:
-        """Yield the JSON of each list item; results are in input order."""
+        """Yield each item's JSON; results are in input order."""
         return (self._item(result, labels) for result in results)
 
     def tail(self, results: Sequence[PoolResult]) -> dict[str, Any]:
-        """Return the answer's fields other than the list."""
         num_tokens = sum(result.prompt_tokens for result in results)
         return {"usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens}}
 
@@ -212,7 +208,7 @@ class RerankReply(PoolReply):
         super().__init__(fields, request_id, task="score", inputs=inputs, pairs=self._documents)
 
     def items(self, results: Sequence[PoolResult], labels: Sequence[str]) -> Iterator[str]:
-        """Yield the JSON of the `top_n` documents, best first."""
+        """Yield the `top_n` documents, best first."""
         ranked = sorted(results, key=lambda result: -result.values[0])
         return super().items(ranked[: self._top or None], labels)
 
@@ -228,7 +224,7 @@ class RerankReply(PoolReply):
 
 
 def _texts(fields: Body, name: str, most: int) -> list[str]:
-    """Return a text or a list of up to `most`; each may also be an object {"text": …}."""
+    """Accept a text or a list of up to `most`; each may also be {"text": …}."""
     value = fields.get(name)
     texts: list[Any] = value if isinstance(value, list) else [value]
     if len(texts) > most:
@@ -240,7 +236,7 @@ def _texts(fields: Body, name: str, most: int) -> list[str]:
 
 
 def numbers_text(values: np.ndarray) -> str:
-    """Format float32 numbers as JSON with nine digits, in a third of json's time."""
+    """Format with nine digits, in a third of json's time."""
     return f"[{','.join(['%.9g'] * len(values)) % tuple(values.tolist())}]"
 
 

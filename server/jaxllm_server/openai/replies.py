@@ -1,4 +1,4 @@
-"""Parts of OpenAI's responses: usage, log-probabilities, errors, model cards. Pure."""
+"""Parts of OpenAI's responses. Pure."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ _FINISH_REASONS = {"context": "length", "time_limit": "length"}
 
 
 def finish_reason(part: Part) -> str | None:
-    """Return OpenAI's finish reason."""
     reason = part.finish_reason
     return None if reason is None else _FINISH_REASONS.get(reason, reason)
 
 
 def usage_without(usage: Usage, parts: Iterable[Part]) -> Usage:
-    """Return a chunk's usage without some of its parts, for events sent before them."""
+    """Exclude some parts, for events sent before them."""
     parts = list(parts)
     return replace(
         usage,
@@ -33,7 +32,6 @@ def usage_without(usage: Usage, parts: Iterable[Part]) -> Usage:
 
 
 def usage_fields(usages: Iterable[Usage], form: Form) -> dict[str, Any]:
-    """Return the total usage of a request's calls."""
     prompt = completion = cached = reasoning = 0
     for usage in usages:
         prompt += usage.prompt_tokens
@@ -53,7 +51,7 @@ def usage_fields(usages: Iterable[Usage], form: Form) -> dict[str, Any]:
 
 
 def token_name(token: int, entry: Logprob, form: Form, before_bytes: str = "") -> str:
-    """Return a token's name in log-probabilities: its text, or its bytes in OpenAI's notation."""
+    """Return a token's text, or its bytes in OpenAI's notation."""
     if form.tokens_as_ids or not entry.decoded_token:
         return f"token_id:{token}"
     if entry.raw_bytes is None:
@@ -62,7 +60,7 @@ def token_name(token: int, entry: Logprob, form: Form, before_bytes: str = "") -
 
 
 def reported(entries: Sequence[dict[int, Logprob]] | None, form: Form) -> Sequence[dict[int, Logprob]] | None:
-    """Return the log-probabilities to show, the sampled token's first.
+    """Put the sampled token first.
 
     `logprob_token_ids` selects the sampled and the listed tokens, as in vLLM.
     """
@@ -76,7 +74,6 @@ def reported(entries: Sequence[dict[int, Logprob]] | None, form: Form) -> Sequen
 
 
 def prompt_logprobs_of(entries: Sequence[dict[int, Logprob] | None] | None) -> list[dict[str, Any] | None] | None:
-    """Return a prompt's log-probabilities in vLLM's form."""
     if entries is None:
         return None
     return [
@@ -91,24 +88,22 @@ def prompt_logprobs_of(entries: Sequence[dict[int, Logprob] | None] | None) -> l
 
 
 def finite(entry: Logprob) -> float:
-    """Return a log-probability, or LEAST_LOGPROB if JSON cannot represent it."""
+    """Return LEAST_LOGPROB for values that JSON lacks."""
     return max(LEAST_LOGPROB, entry.logprob)  # this argument order also replaces NaN
 
 
 def error_body(message: str, kind: str, parameter: str | None, reason: str) -> dict[str, dict[str, Any]]:
-    """Return OpenAI's error body."""
     return {"error": {"message": message, "type": kind, "param": parameter, "code": code_of(reason)}}
 
 
 def error_body_of(error: BaseException) -> dict[str, dict[str, Any]]:
-    """Return the error body for an exception."""
     row = row_of(error)
     parameter = error.parameter if isinstance(error, UserError) else None
     return error_body(message_of(error), row.kind, parameter, row.reason)
 
 
 def model_card(name: str, root: str, created: int, max_model_len: int, parent: str | None = None) -> dict[str, Any]:
-    """Return the description of a served model.
+    """Describe a served model.
 
     `root` is the model's path, as in vLLM, where local clients find the tokenizer; for an adapter it is the source, and
     `parent` the model's name. `created` is in seconds since 1970.
@@ -126,5 +121,4 @@ def model_card(name: str, root: str, created: int, max_model_len: int, parent: s
 
 
 def model_list(cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the cards of all served models."""
     return {"object": "list", "data": cards}

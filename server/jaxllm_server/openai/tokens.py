@@ -1,4 +1,4 @@
-"""vLLM's endpoints `/tokenize` and `/detokenize`: converts requests to calls, token ids to responses. Pure."""
+"""vLLM's `/tokenize` and `/detokenize`: requests to calls, token ids to responses. Pure."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ DETOKENIZE_FIELDS = frozenset({"model", "tokens"})
 
 
 def tokenize_call_of(body: Body, policy: str = "refuse", ignored: list[str] | None = None) -> tuple[Call, bool]:
-    """Return the call to tokenize, and whether to return the tokens' spellings.
-
-    `policy` and `ignored`: see `given`.
-    """
+    """Return the call, and whether to return the tokens' spellings."""
     is_chat = "messages" in body
     fields = given(body, CHAT_FIELDS if is_chat else TEXT_FIELDS, {}, policy, ignored)
     if is_chat:
@@ -35,17 +32,13 @@ def tokenize_call_of(body: Body, policy: str = "refuse", ignored: list[str] | No
 
 
 def tokens_response(ids: Sequence[int], max_model_len: int, pieces: Sequence[str] | None) -> dict[str, Any]:
-    """Return the response of `/tokenize`, with the tokens' spellings `pieces` if requested."""
     return {"count": len(ids), "max_model_len": max_model_len, "tokens": list(ids), "token_strs": pieces}
 
 
 def detokenize_request_of(
     body: Body, policy: str = "refuse", ignored: list[str] | None = None
 ) -> tuple[str, list[int]]:
-    """Return the model's name and the token ids to decode, not yet validated.
-
-    `policy` and `ignored`: see `given`.
-    """
+    """Return the model's name and the token ids, not yet validated."""
     fields = given(body, DETOKENIZE_FIELDS, {}, policy, ignored)
     tokens = fields.get("tokens")
     if not isinstance(tokens, list) or set(map(type, tokens)) - {int}:

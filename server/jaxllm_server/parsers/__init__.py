@@ -1,1 +1,1 @@
-"""Streaming parsers that split a model's text into reasoning, tool calls and content. Pure; used by all protocols."""
+"""Streaming parsers that split a model's text into reasoning, tool calls and content. Pure."""

@@ -38,7 +38,6 @@ class NamedCall:
         self._has_begun = False
 
     def push(self, text: str) -> tuple[str, list[ToolCallDelta]]:
-        """Feed text; return no content and the next piece of the call."""
         if not text:
             return "", []
         if self._has_begun:
@@ -47,5 +46,4 @@ class NamedCall:
         return "", [ToolCallDelta(0, self._make_id(self._name), self._name, text)]
 
     def finish(self, is_cut_off: bool = False) -> tuple[str, list[ToolCallDelta]]:
-        """Return nothing: no text is held back."""
         return "", []

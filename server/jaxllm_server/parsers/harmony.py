@@ -25,7 +25,6 @@ _RECIPIENT = "to="
 _MAX_HEADER = 512  # characters of a message's header; a longer one is text
 FINAL = f"{_CHANNEL}final{_MESSAGE}"
 CHANNEL = _CHANNEL
-# Headers that open a call of the tool `name`.
 CALL_HEADERS = tuple(
     f"{header}{kind}{_MESSAGE}"
     for header in (
@@ -49,7 +48,7 @@ class _Message:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A piece of a message; the first may be empty."""
+    """A piece of a message, possibly empty."""
 
     message: _Message
     text: str
@@ -73,12 +72,11 @@ class _Messages(MarkerReader):
         return self._message is not None and self._message.is_reasoning
 
     def push(self, text: str) -> list[_Piece]:
-        """Feed text; return the pieces that are final."""
         self._feed(text)
         return self._taken()
 
     def finish(self, is_cut_off: bool) -> list[_Piece]:
-        """Return held-back text, except an unfinished header or, if truncated, a partial marker."""
+        """Keep held-back text, except an unfinished header or, if truncated, a partial marker."""
         if not is_cut_off and not "".join(self._header).startswith("<"):
             self._end_header(is_text=True)
         self._close()
@@ -89,7 +87,7 @@ class _Messages(MarkerReader):
         return pieces
 
     def _read_start(self, text: str, start: int) -> int:
-        """Read the start of the output, where a recipient may precede the channel."""
+        """A recipient may precede the channel."""
         if not self._partial:
             end = skip(text, start)
             self._header.append(text[start:end])
@@ -194,15 +192,12 @@ class HarmonyReasoning:
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the next character is reasoning."""
         return self._messages.is_reasoning
 
     def push(self, text: str) -> tuple[str, str]:
-        """Feed text; return the reasoning and content that are final."""
         return self._split(self._messages.push(text))
 
     def finish(self, is_cut_off: bool = False) -> tuple[str, str]:
-        """Return held-back text at the end of the output."""
         return self._split(self._messages.finish(is_cut_off))
 
     def _split(self, pieces: Sequence[_Piece]) -> tuple[str, str]:
@@ -234,7 +229,6 @@ class HarmonyParser(ToolParser):
         self._has_begun = False  # part of the current call was emitted
 
     def push(self, text: str) -> tuple[str, list[ToolCallDelta]]:
-        """Feed text; return the content and call deltas that are final."""
         self._take(self._messages.push(text))
         return self._taken()
 
@@ -269,7 +263,7 @@ class AnalysisTokens:
         self._is_analysis = self._is_text = False
 
     def count(self, ids: Sequence[int], is_reasoning: bool) -> int:
-        """Count tokens that are text on channel `analysis`; `is_reasoning` is unused."""
+        """Count text tokens on channel `analysis`; `is_reasoning` is unused."""
         number = 0
         for token in ids:
             if token == self._channel or token in self._ends:

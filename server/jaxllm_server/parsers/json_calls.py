@@ -1,4 +1,4 @@
-"""Parsers for calls that are JSON objects: Hermes, Llama, Granite and Mistral; also Mistral's newer form."""
+"""Parsers for calls that are JSON objects: Hermes, Llama, Granite and Mistral."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ObjectCalls(ToolParser):
         self._read = lambda text, start: self._read_object(call, text, start)
 
     def _read_object(self, call: CallObject, text: str, start: int) -> int:
-        """Read a call's object, and emit it once it is certainly a call."""
+        """Emit the call once it is certain."""
         was_call = call.is_call
         end = call.read(text, start)
         if not call.is_call:
@@ -81,7 +81,6 @@ class HermesParser(ObjectCalls):
         return self._read_between if call.is_call else self._read_content
 
     def _read_between(self, text: str, start: int) -> int:
-        """Read an end tag, space or the next call's tag; other text is content."""
         end, marker = self._match_after_space(text, start, self._expected)
         if marker == self.markers[0]:
             self._open(self.markers[0])

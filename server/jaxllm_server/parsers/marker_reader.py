@@ -9,7 +9,7 @@ class MarkerReader:
     """A state machine over text, with a partially matched marker."""
 
     def __init__(self) -> None:
-        self._read: Callable[[str, int], int]  # the current state: reads from an index, returns the next
+        self._read: Callable[[str, int], int]  # state: reads from an index, returns the next
         self._partial = ""  # text that may become a marker
 
     def _feed(self, text: str) -> None:
@@ -36,7 +36,7 @@ class MarkerReader:
         return len(text), None
 
     def _seek(self, text: str, start: int, markers: tuple[str, ...], before: list[str]) -> tuple[int, str | None]:
-        """Find markers, which share their first character; append the text before one to `before`.
+        """Find markers that share their first character; append the text before one to `before`.
 
         Searching for each would rescan the text for absent ones.
         """

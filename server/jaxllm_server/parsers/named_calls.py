@@ -1,4 +1,4 @@
-"""Parsers for calls written as name and arguments between markers: DeepSeek and Kimi; base of sectioned formats."""
+"""Parsers for calls written as name and arguments between markers: DeepSeek and Kimi."""
 
 from __future__ import annotations
 

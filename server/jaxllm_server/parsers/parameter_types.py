@@ -1,4 +1,4 @@
-"""Converts the text of a parameter to JSON by its tool's schema, for formats without typed values. Pure.
+"""Converts the text of a parameter to JSON by its tool's schema. Pure.
 
 Text of another type or of an unknown parameter becomes a string, as in vLLM (tool_parsers/utils.py,
 qwen3coder_tool_parser.py).
@@ -29,7 +29,6 @@ _MOST_STEPS = 8
 
 
 def schema_of(tools: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
-    """Return the schema of a tool's parameters, or {}."""
     for tool in tools:
         function = tool.get("function")
         if isinstance(function, Mapping) and function.get("name") == name:
@@ -39,7 +38,7 @@ def schema_of(tools: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any
 
 
 def types_of(schema: Mapping[str, Any], parameter: str) -> tuple[str, ...]:
-    """Return a parameter's declared types, or those of its listed values; by default string."""
+    """Return declared types, or those of the listed values; by default string."""
     types: list[str] = []
     for own in _schemas_of(schema, parameter):
         given = own.get("type")
@@ -52,7 +51,6 @@ def types_of(schema: Mapping[str, Any], parameter: str) -> tuple[str, ...]:
 
 
 def choices_of(schema: Mapping[str, Any], parameter: str) -> list[Any]:
-    """Return the values that a parameter's schema lists."""
     return [value for own in _schemas_of(schema, parameter) for value in _listed(own)]
 
 
@@ -64,7 +62,6 @@ def _listed(schema: Mapping[str, Any]) -> list[Any]:
 
 
 def _schemas_of(schema: Mapping[str, Any], parameter: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the schemas of a parameter, with combinations and references resolved."""
     properties = schema.get("properties")
     waiting = [properties.get(parameter)] if isinstance(properties, Mapping) else []
     for _ in range(_MOST_SCHEMAS):
@@ -90,12 +87,12 @@ def _referred(reference: str, root: Any) -> Any:
 
 
 def is_text(types: Sequence[str]) -> bool:
-    """Whether every value is a string, so that it can be streamed."""
+    """Return whether values are strings, which can be streamed."""
     return tuple(types) == ("string",)
 
 
 def converted(text: str, types: Sequence[str], choices: Sequence[Any] = ()) -> str:
-    """Convert text to JSON: the matching value of `choices`, or else the first of `types` that fits."""
+    """Return the matching value of `choices`, or the first of `types` that fits."""
     word = text.strip()
     for value in choices:
         if text == value or (not isinstance(value, str) and _is_written(word, value)):

@@ -61,7 +61,7 @@ class PythonicParser(ToolParser):
         return self._read_word(text, start, "=)")
 
     def _read_word(self, text: str, start: int, ends: str) -> int:
-        """Read a word, including space around it, into `_name`, and the character after it."""
+        """Read a word and surrounding space into `_name`, and the character after it."""
         end = start
         while end < len(text) and (text[end] in _NAME or text[end] in " \n\t\r"):
             end += 1

@@ -1,4 +1,4 @@
-"""Converts a streamed Python literal (string, number, constant, list or dict) to JSON in linear time.
+"""Converts a streamed Python literal to JSON in linear time.
 
 Accepts JSON's `true`, `false` and `null` too, since models mix the two. Anything else, such as a tuple, is an error, as
 in vLLM (tool_parsers/utils.py, get_parameter_value).
@@ -53,7 +53,7 @@ class PythonLiteral:
         self._string: _String | None = None
 
     def read(self, text: str, start: int) -> int:
-        """Read from `start`; return the index after the last character consumed."""
+        """Return the index after the last character consumed."""
         position = start
         while position < len(text) and not self.is_over:
             if self._string is not None:
@@ -66,12 +66,12 @@ class PythonLiteral:
         return position
 
     def take(self) -> str:
-        """Return the JSON text produced since the last call."""
+        """Return the JSON produced since the last call."""
         taken, self._json = "".join(self._json), []
         return taken
 
     def unread(self) -> str:
-        """Return the text read that has produced no JSON yet."""
+        """Return text that has produced no JSON yet."""
         return self._string.unread if self._string is not None else "".join([self._comma, *(self._scalar or ())])
 
     def _read_mark(self, character: str, position: int) -> int:
@@ -158,7 +158,7 @@ class _String:
         self._is_triple = False
 
     def read(self, text: str, start: int, into: list[str]) -> int:
-        """Read on and append JSON text to `into`, up to the closing quote."""
+        """Append JSON to `into`, up to the closing quote."""
         position = start
         while position < len(text) and not (self.is_over or self.is_broken):
             if self._is_opening:
@@ -224,7 +224,7 @@ class _String:
 
 
 def as_json(text: str) -> str | None:
-    """Convert a complete literal; returns None if it is invalid."""
+    """Return None if the literal is invalid."""
     literal = PythonLiteral()
     source = text + "\n"
     end = literal.read(source, 0)

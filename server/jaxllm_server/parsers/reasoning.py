@@ -1,7 +1,7 @@
 """Streaming split of a model's text into reasoning and content, at tags such as `<think>` and `</think>`.
 
 Only tags are dropped, as in vLLM (reasoning/qwen3_reasoning_parser.py, deepseek_r1_reasoning_parser.py). Without an end
-tag the output is all reasoning. A second `<think>`, and tags after the first `</think>`, are text.
+tag all is reasoning. A second `<think>`, and tags after the first `</think>`, are text.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class ReasoningParser(Protocol):
         ...
 
     def push(self, text: str) -> tuple[str, str]:
-        """Feed text; return the reasoning and content that are final."""
+        """Return the reasoning and content that are final."""
         ...
 
     def finish(self, is_cut_off: bool = False) -> tuple[str, str]:
-        """Return held-back text at the end, except a partial tag if the output was truncated."""
+        """Return held-back text, except a partial tag if the output was truncated."""
         ...
 
 
 class Habit(Enum):
-    """Under which condition a model reasons."""
+    """When a model reasons."""
 
     ALWAYS = auto()  # from its first token, unless the template closes the reasoning
     BY_ITSELF = auto()  # model or template writes the start tag, unless thinking is disabled
@@ -71,15 +71,13 @@ class TaggedReasoning:
         return () if self._starts_inside(prompt) else self.starts
 
     def opens(self, prompt: str) -> bool:
-        """Whether the prompt ends with a start tag."""
         return prompt.rstrip().endswith(self.starts)
 
     def closes(self, prompt: str) -> bool:
-        """Whether the prompt ends with an end tag."""
         return prompt.rstrip().endswith(self.ends)
 
     def may_reason(self, prompt: str, is_switched_off: bool) -> bool:
-        """Whether the output may begin with reasoning, which delays a constraint."""
+        """Return whether reasoning may precede the answer, which delays a constraint."""
         if self.closes(prompt):
             return False
         if self.opens(prompt) or self.habit is Habit.ALWAYS:
@@ -89,14 +87,12 @@ class TaggedReasoning:
         return self.habit is Habit.IF_ASKED and any(start in prompt for start in self.starts)
 
     def parser(self, prompt: str = "") -> TagParser:
-        """Return a parser for one output to the prompt."""
         return TagParser(self, self._starts_inside(prompt))
 
     def _starts_inside(self, prompt: str) -> bool:
         return self.opens(prompt) or (self.habit is Habit.ALWAYS and not self.closes(prompt))
 
     def counter(self, token_id: TokenId) -> ReasoningTokens:
-        """Return a counter of an output's reasoning tokens."""
         return ReasoningTokens(token_id(self.ends[0]))
 
 
@@ -106,26 +102,20 @@ class HarmonyChannels:
     kept_ends: tuple[str, ...] = ()
 
     def begin_after(self, is_forced: bool) -> tuple[str, ...]:
-        """Return the texts after which a constraint on the answer, or on forced calls, applies.
-
-        With tools, the model might never reach a final answer.
-        """
+        """With tools, the model might never reach a final answer."""
         return (END,) if is_forced else (FINAL,)
 
     def openings(self, prompt: str) -> tuple[str, ...]:
-        """Return the marker that opens the first header."""
         return (CHANNEL,)
 
     def may_reason(self, prompt: str, is_switched_off: bool) -> bool:
-        """Return True: even an answer without reasoning has a header."""
+        """Even an answer without reasoning has a header."""
         return True
 
     def parser(self, prompt: str = "") -> HarmonyReasoning:
-        """Return a parser for one output."""
         return HarmonyReasoning()
 
     def counter(self, token_id: TokenId) -> AnalysisTokens:
-        """Return a counter of an output's reasoning tokens."""
         return AnalysisTokens(token_id)
 
 
@@ -155,13 +145,11 @@ class TagParser:
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the next character is reasoning."""
         if self._state is _State.OPENING:
             return self._starts_inside
         return self._state is _State.REASONING
 
     def push(self, text: str) -> tuple[str, str]:
-        """Feed text; return the reasoning and content that are final."""
         if self._state is _State.OPENING:
             text = self._open(text)
         reasoning = content = ""
@@ -172,13 +160,12 @@ class TagParser:
         return reasoning, content
 
     def finish(self, is_cut_off: bool = False) -> tuple[str, str]:
-        """Return held-back text at the end, except a partial tag if the output was truncated."""
         held = "" if is_cut_off else "".join([*self._space, self._held])
         self._space, self._held = [], ""
         return (held, "") if self.is_reasoning else ("", held)
 
     def _open(self, text: str) -> str:
-        """Look for a start tag, set the next state, return its text."""
+        """Find a start tag, set the next state, return its text."""
         if not self._held:
             rest = text.lstrip()
             self._space.append(text[: len(text) - len(rest)])
@@ -200,7 +187,7 @@ class TagParser:
         return rest
 
     def _split(self, text: str) -> tuple[str, str]:
-        """Look for an end tag; return the text before and after it."""
+        """Return the text before and after an end tag."""
         text = self._held + text
         self._held = ""
         found = [(at, tag) for tag in self._ends if (at := text.find(tag)) >= 0]
@@ -223,7 +210,7 @@ class ReasoningTokens:
         self._is_counting = end_id is not None
 
     def count(self, ids: Sequence[int], is_reasoning: bool) -> int:
-        """Return the number of tokens before the end tag; without one, all if `is_reasoning`, else 0."""
+        """Count tokens before the end tag; without one, all if `is_reasoning`, else 0."""
         if not self._is_counting:
             return 0
         before = list(takewhile(lambda token: token != self._end_id, ids))

@@ -1,4 +1,4 @@
-"""The known tool-call and reasoning formats, by vLLM's names, and their detection from chat templates."""
+"""Tool-call and reasoning formats, by vLLM's names, and their detection from chat templates."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _GRANITE = (
     ("Here is my response:", "Here's my response:"),
 )
 
-# The first matching row applies, so rows with unspecific signs are last.
+# The first match applies, so rows with unspecific signs are last.
 TOOL_PARSERS: Mapping[str, ToolForm] = MappingProxyType(
     {
         "openai": ToolForm(HarmonyParser, (("<|channel|>", "<|message|>"),)),
@@ -94,17 +94,12 @@ REASONING_PARSERS: Mapping[str, ReasoningForm] = MappingProxyType(
 
 
 def check_name(parameter: str, name: str | None, forms: Mapping[str, ToolForm] | Mapping[str, ReasoningForm]) -> None:
-    """Check that a format's name is known.
-
-    Raises:
-        UserError: naming `parameter`, if it is not.
-    """
+    """Raise UserError for `parameter` if the name is unknown."""
     if name is not None and name not in (AUTO, *forms):
         raise UserError(f"{parameter} must be one of {', '.join(sorted((AUTO, *forms)))}, got {name!r}.", parameter)
 
 
 def form_of(template: str, forms: Mapping[str, ToolForm] | Mapping[str, ReasoningForm]) -> str | None:
-    """Return the name of a chat template's format, if known."""
     for name, form in forms.items():
         if any(all(text in template for text in signs) for signs in form.signs):
             return name

@@ -147,7 +147,7 @@ class TaggedCalls(SectionedCalls):
         return end
 
     def _read_value_end(self, text: str, start: int) -> int:
-        """Read on after an end tag, to decide whether it ended the value."""
+        """Decide whether an end tag ended the value."""
         again = self.tags.value_end
         end, marker = self._match_after_space(text, start, (*self._after_value, again))
         if marker == again:
@@ -211,7 +211,6 @@ class _Value:
         self._text: list[str] = []
 
     def push(self, text: str) -> str:
-        """Feed the value's text; return the JSON text that is final."""
         if self._has_lines and text:
             text = self._newline + (text.removeprefix("\n") if self._is_first else text)
             self._is_first = False
@@ -223,7 +222,6 @@ class _Value:
         return self._begin() + json.dumps(text, ensure_ascii=False)[1:-1] if text else ""
 
     def finish(self) -> str:
-        """Return the rest of the JSON text."""
         if self._is_text:
             return self._begin() + '"'
         return self._opening + converted("".join(self._text), self._types, self._choices)

@@ -1,4 +1,4 @@
-"""Streaming reader of a tool call's JSON object: its name, and its arguments' text unchanged."""
+"""Streaming reader of a tool call's JSON object."""
 
 from __future__ import annotations
 
@@ -38,8 +38,6 @@ _MARKS = MappingProxyType(
 
 
 class _Role(Enum):
-    """The role of a value in its object."""
-
     KEY = auto()
     NAME = auto()
     ARGUMENTS = auto()
@@ -47,7 +45,7 @@ class _Role(Enum):
 
 
 class CallObject:
-    """Reads a JSON object with name and arguments, in linear time.
+    """Reads a call's name, and its arguments' text unchanged, in linear time.
 
     In values only strings and brackets are tracked, so malformed arguments are still passed on. A `<` outside strings
     aborts, as a tag may begin. Of duplicate members the first counts, as it may have been emitted.
@@ -68,7 +66,7 @@ class CallObject:
         self._arguments: list[str] | None = None  # text not yet returned by `take_arguments`
 
     def read(self, text: str, start: int) -> int:
-        """Read from `start`; return the index after the last character read."""
+        """Return the index after the last character read."""
         position = start
         while position < len(text) and not self.is_over:
             character = text[position]
@@ -88,7 +86,6 @@ class CallObject:
         return position
 
     def take_arguments(self) -> str:
-        """Return the arguments' text read since the last call."""
         taken = "".join(self._arguments or ())
         self._arguments = []
         return taken
@@ -163,7 +160,6 @@ class JsonValue:
         self._is_escaped = False
 
     def read(self, text: str, start: int) -> int:
-        """Read from `start`; return the index after the last character read."""
         for position in range(start, len(text)):
             character = text[position]
             if self._is_scalar:
@@ -191,7 +187,6 @@ class JsonValue:
 
 
 def skip(text: str, start: int, characters: frozenset[str] = SPACE) -> int:
-    """Return the index after a run of `characters`, by default JSON whitespace."""
     position = start
     while position < len(text) and text[position] in characters:
         position += 1
@@ -199,7 +194,7 @@ def skip(text: str, start: int, characters: frozenset[str] = SPACE) -> int:
 
 
 def _string(text: str) -> str | None:
-    """Decode a JSON string; None if it is invalid or contains a lone surrogate."""
+    """Return None for invalid JSON or a lone surrogate."""
     try:
         decoded = json.loads(text)
         return decoded if isinstance(decoded, str) and decoded.encode() else None

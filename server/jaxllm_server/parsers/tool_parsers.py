@@ -1,9 +1,8 @@
 """Base of the streaming tool-call parsers, which read each character once.
 
-A call's name is emitted in its first delta, then its arguments as JSON text: unchanged if the model writes JSON, else
-converted. Text is held back only while it may become a call. Only syntax is lost: markers, space around calls, and
-members other than name and arguments. vLLM (tool_parsers/hermes_tool_parser.py, llama_tool_parser.py) re-parses the
-whole text per token, and mistakes markers inside JSON strings for real ones.
+A call's name is emitted first, then its arguments as JSON text: unchanged if the model writes JSON, else converted.
+Text is held back only while it may become a call. vLLM (tool_parsers/hermes_tool_parser.py, llama_tool_parser.py)
+re-parses the text per token, and mistakes markers inside JSON strings for real ones.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ MakeId: TypeAlias = Callable[[str], str]
 
 
 def is_name(text: str) -> bool:
-    """Return whether text may be a tool's name."""
     return len(text) <= MAX_NAME and _NAME.fullmatch(text) is not None
 
 
@@ -55,12 +53,12 @@ class ToolParser(MarkerReader, ABC):
         self._name = ""  # the name so far, also in `_held`
 
     def push(self, text: str) -> tuple[str, list[ToolCallDelta]]:
-        """Feed text; return the content and call deltas that are final."""
+        """Return the content and call deltas that are final."""
         self._feed(text)
         return self._taken()
 
     def finish(self, is_cut_off: bool = False) -> tuple[str, list[ToolCallDelta]]:
-        """Return held-back text at the end of an output. A truncated call keeps its partial arguments.
+        """Return held-back text. A truncated call keeps its partial arguments.
 
         With `is_cut_off`, held text, part of a marker or call, is dropped.
         """
@@ -87,7 +85,7 @@ class ToolParser(MarkerReader, ABC):
         self._held, self._partial = [], ""
 
     def _begin_call(self, name: str, arguments: str, identity: str = "") -> None:
-        """Emit a call's name and first arguments; held text was syntax."""
+        """Emit a call's start; held text was syntax."""
         self._held = []
         self._calls.append(ToolCallDelta(self._num_calls, identity or self._make_id(name), name, arguments))
         self._num_calls += 1
@@ -123,7 +121,7 @@ class ToolParser(MarkerReader, ABC):
         return self._match(text, start, markers)
 
     def _extend_name(self, text: str, start: int, stops: str) -> tuple[int, bool]:
-        """Read a name up to one of `stops`; return its end and whether it is short enough."""
+        """Return the end, and whether the name is short enough."""
         end = start
         while end < len(text) and text[end] not in stops:
             end += 1

@@ -23,22 +23,22 @@ class PoolSite(Protocol):
     ledger: Ledger
 
     def check_model(self, name: str, adapter: str = "") -> str:
-        """Return the name that answers give; NotFoundError for one that is not served."""
+        """Return the served name; raises NotFoundError."""
         ...
 
     def check_text(self, name: str, value: str | None) -> None:
-        """Refuse names that are long or would be unreadable in a log."""
+        """Refuse names that are long or unreadable in a log."""
 
     def owner_of(self, client: str) -> str:
-        """Return the owner of a client's requests, among which ids are unique."""
+        """Return the scope in which a client's request ids are unique."""
         ...
 
     def salt_of(self, client: str, given: str | None) -> dict[str, str]:
-        """Return the salt of a call's prompts in the prefix cache; `given` is the client's."""
+        """`given` is the client's salt of the prefix cache."""
         ...
 
     async def off_loop(
         self, client: str, function: Callable[..., Item], *arguments: Any, language: bytes | None = None
     ) -> Item:
-        """Run something slow in a thread; DeadlineError if it takes too long."""
+        """Use a thread; raises DeadlineError if it takes too long."""
         ...

@@ -1,7 +1,4 @@
-"""A client's stream of texts: each is a call of its own, begun when there is room and answered when it is computed.
-
-Knows nothing of messages, status codes or connections.
-"""
+"""A client's stream of texts: each is a separate call, started when the queue has room and answered when computed."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ Pool: TypeAlias = Callable[[PoolCall], AsyncGenerator[PoolResult]]
 
 
 class Answer(NamedTuple, Generic[Request]):
-    """What became of a request."""
+    """A result or error."""
 
     index: int  # from 0, in the order of the requests
     request: Request
@@ -34,8 +31,7 @@ async def answers(
 ) -> AsyncGenerator[Answer[Request]]:
     """Answer each request, of one input, by `pool`, in any order; an invalid request is answered with its error.
 
-    No more requests are asked for than can be under way together, answers that were not taken included; a full queue
-    is waited for.
+    Reads no more requests than may run together, including unread answers; waits while the queue is full.
     """
     queue: asyncio.Queue[Answer[Request] | Exception | None] = asyncio.Queue()
     tasks: set[asyncio.Task[None]] = set()
@@ -58,7 +54,7 @@ async def answers(
                 await has_moved.wait()
             begin(answer(num_asked, request))
             num_asked, num_open = num_asked + 1, num_open + 1
-            await asyncio.sleep(0)  # it takes its place
+            await asyncio.sleep(0)  # lets the task take its place
         queue.put_nowait(None)
 
     def begin(work: Coroutine[Any, Any, None]) -> None:
@@ -86,7 +82,7 @@ async def answers(
             num_given, num_open = num_given + 1, num_open - 1
             has_moved.set()
     finally:
-        item = None  # what is raised holds this frame: a cycle would hold the call's messages
+        item = None  # break the cycle of exception and frame, which holds the call's messages
         left = list(tasks)
         for task in left:
             task.cancel()

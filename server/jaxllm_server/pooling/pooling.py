@@ -1,8 +1,7 @@
-"""Embedding, classifying and scoring: a `PoolCall` is checked as a whole, computed a part at a time, and answered.
+"""Embeds, classifies and scores: a `PoolCall` is validated as a whole, then computed in parts.
 
-The engine has the prompts of three steps at once, at most half of its queue. Clients take turns in giving it one, so
-that the only prompt of a client waits for a few steps, however long the calls of others are. Does not deal with
-messages, status codes or connections.
+The engine gets the prompts of three steps, at most half of its queue. Clients take turns, so that a single prompt waits
+for a few steps, however long the calls of others are.
 """
 
 from __future__ import annotations
@@ -42,22 +41,22 @@ from jaxllm_server.pooling.pool_site import PoolSite
 from jaxllm_server.shared.truncation import cut_ids
 
 _log = logging.getLogger("jaxllm.server")
-_STEPS = 3  # for which the engine has prompts: the two that are in flight, and the one after them
-FULL_SECONDS = 0.25  # until a prompt for which the queue had no room tries again
+_STEPS = 3  # with queued prompts: two in flight, and the next
+FULL_SECONDS = 0.25  # before another attempt with a full queue
 _DOES = {"embed": "embeds texts", "classify": "classifies texts", "score": "scores pairs of texts"}
 
 
 class _Item(NamedTuple):
     """A prompt of a call: a text, token ids, or two texts."""
 
-    index: int  # of the first result that is made of it …
-    parameter: str  # … and the field of the call where it stands: what errors name
+    index: int  # of its first result …
+    parameter: str  # … and the call's field, for errors
     first: str | Sequence[int]
     second: str | None = None
 
 
 class _Prompt(NamedTuple):
-    """What the engine gets. Two texts have no ids yet: a query would be held once for each of its documents."""
+    """A prompt for the engine. Pairs have no ids yet: a query would be stored once per document."""
 
     num_tokens: int
     ids: Sequence[int] | None
@@ -68,7 +67,7 @@ _Outputs: TypeAlias = Callable[[Sequence[_Item]], AsyncGenerator[tuple[int, Pool
 
 
 def check_kind(model: ModelInfo, name: str, pools: bool) -> None:
-    """Refuse to generate with a model that pools, or to pool with one that generates."""
+    """Refuse to generate with a pooling model, or to pool with a generating one."""
     if model.pooler is not None and not pools:
         raise FeatureDisabledError(f"The model {name} {_does(model)}; it generates no text.", "model")
     if model.pooler is None and pools:
@@ -76,9 +75,9 @@ def check_kind(model: ModelInfo, name: str, pools: bool) -> None:
 
 
 async def pool(serving: PoolSite, places: FairPlaces, call: PoolCall) -> AsyncGenerator[PoolResult]:
-    """Answer a call: results come as they are ready. To close the iterator aborts what is left.
+    """Yield results as they are ready; closing the iterator aborts the others.
 
-    Errors in any input are raised before anything is computed. `places` limit the pooled prompts in the engine's queue.
+    Errors in any input are raised before anything is computed. `places` limit the prompts in the engine's queue.
     """
     name, model = serving.check_model(call.model), serving.engine.model
     serving.check_text("request_id", call.request_id)
@@ -106,7 +105,6 @@ async def pool(serving: PoolSite, places: FairPlaces, call: PoolCall) -> AsyncGe
 
 
 async def _each(call: PoolCall, outputs_of: _Outputs) -> AsyncGenerator[PoolResult]:
-    """Give what the model makes of each input, or of each pair."""
     seconds = call.pairs or [None] * len(call.inputs)
     both = zip(call.inputs, seconds, strict=True)
     items = [_Item(index, "inputs", first, second) for index, (first, second) in enumerate(both)]
@@ -116,7 +114,7 @@ async def _each(call: PoolCall, outputs_of: _Outputs) -> AsyncGenerator[PoolResu
 
 
 async def _cosines(call: PoolCall, outputs_of: _Outputs) -> AsyncGenerator[PoolResult]:
-    """Give the cosine of each pair, of embeddings of length 1; a text is embedded once."""
+    """Yield the cosine of each pair; a text is embedded once."""
     pairs: list[Any] = list(zip(call.inputs, call.pairs or (), strict=True))
     items: dict[str, _Item] = {}
     for index, pair in enumerate(pairs):
@@ -139,7 +137,7 @@ async def _cosines(call: PoolCall, outputs_of: _Outputs) -> AsyncGenerator[PoolR
 async def _outputs(
     serving: PoolSite, places: FairPlaces, call: PoolCall, params: PoolingParams, items: Sequence[_Item]
 ) -> AsyncGenerator[tuple[int, PoolingRequestOutput]]:
-    """Give the engine's outputs as they come, each with its item's number."""
+    """Yield the engine's outputs, each with its item's number."""
     arrival, engine = time.monotonic(), serving.engine
     model = engine.model
     timeout = serving.options.request_timeout or None
@@ -207,7 +205,7 @@ async def _outputs(
         num_tokens = sum(prompt.num_tokens for prompt in prompts)
         if serving.options.enable_log_requests:
             _log.info("request %s: %s, %d prompts of %d tokens", request_id, params.task, len(items), num_tokens)
-        # Prompts of like lengths run together: a step is padded by its longest.
+        # Prompts of similar lengths run together: a step is padded to its longest.
         order = sorted(range(len(items)), key=lambda number: -prompts[number].num_tokens)
         tasks: set[asyncio.Task[None]] = set()
         num_begun = tokens_open = 0
@@ -232,7 +230,7 @@ async def _outputs(
 
 
 def tasks_of(model: ModelInfo) -> tuple[PoolingTask, ...]:
-    """Return what a model that pools can be asked for."""
+    """Return the tasks that clients may request."""
     return (*model.tasks, "score") if "embed" in model.tasks else model.tasks
 
 
@@ -241,7 +239,7 @@ def _does(model: ModelInfo) -> str:
 
 
 def _task_of(call: PoolCall, model: ModelInfo, name: str) -> PoolingTask:
-    """Return what a call asks for, if the model can do it."""
+    """Return a supported task."""
     check_kind(model, name, pools=True)
     task = model.tasks[0] if call.task is None else call.task
     if task not in tasks_of(model):
@@ -250,19 +248,19 @@ def _task_of(call: PoolCall, model: ModelInfo, name: str) -> PoolingTask:
 
 
 def _check_inputs(call: PoolCall, most: int) -> None:
-    """Refuse a call that is not of one shape, before anything of its size is made."""
+    """Validate the shape of a call before allocating memory in proportion to it."""
     if not 1 <= len(call.inputs) <= most:
         raise UserError(f"There may be 1 to {most} inputs in a call, got {len(call.inputs)}.", "inputs")
     if call.pairs is None:
         if call.task == "score":
-            raise UserError("score compares two texts: give the second ones.", "pairs")
+            raise UserError("score compares two texts: give the second texts.", "pairs")
         return
     if len(call.pairs) != len(call.inputs) or not all(isinstance(text, str) for text in (*call.inputs, *call.pairs)):
-        raise UserError("score compares texts: give as many second as first ones.", "pairs")
+        raise UserError("score compares texts in pairs: give as many second as first texts.", "pairs")
 
 
 def has_room(serving: PoolSite, client: str, num_running: int) -> bool:
-    """Whether a client that has so many prompts of a stream under way may begin another; its only one, always."""
+    """`num_running` are the client's prompts of a stream; one is always allowed."""
     if not num_running:
         return True
     load = serving.engine.get_load()
@@ -272,13 +270,13 @@ def has_room(serving: PoolSite, client: str, num_running: int) -> bool:
 
 
 def _places(engine: EngineClient) -> int:
-    """Return how many requests can run and wait."""
+    """Return the number of requests that can run and wait."""
     slots = engine.get_load().max_running
     return slots + most_queued(engine.max_queued_requests, slots)
 
 
 def _most_tokens(call: PoolCall, longest: int) -> int:
-    """Return how many tokens a prompt may have: those that the model holds, or to which it is to be cut."""
+    """Return the limit of a prompt: the model's, or that of truncation."""
     asked = call.truncate_prompt_tokens
     if asked is not None and asked > longest:
         message = f"truncate_prompt_tokens value ({asked}) is greater than max_model_len ({longest})."
@@ -287,9 +285,9 @@ def _most_tokens(call: PoolCall, longest: int) -> int:
 
 
 def _prompts(items: Sequence[_Item], call: PoolCall, model: ModelInfo, most: int) -> list[_Prompt]:
-    """Make and check all prompts; slow."""
+    """Build and validate all prompts; slow."""
     cuts, prompts = call.truncate_prompt_tokens is not None, list[_Prompt]()
-    # A query may stand there as often as it has documents.
+    # A query may occur once per document.
     cut = model.tokenizer.end_of if cuts and call.truncation_side == "left" else model.tokenizer.beginning_of
     needed = functools.cache(lambda text: cut(text, most))
     count = functools.cache(lambda text: len(model.tokenizer.encode(text, add_special_tokens=False)))
@@ -317,7 +315,7 @@ def _prompts(items: Sequence[_Item], call: PoolCall, model: ModelInfo, most: int
 
 
 def _single(given: str | Sequence[int], call: PoolCall, model: ModelInfo, kept: int | None) -> _Prompt:
-    """Make the prompt of a text or of token ids; `kept` are the tokens to which it is cut."""
+    """`kept` is the number of tokens after truncation."""
     tokenizer, is_left = model.tokenizer, call.truncation_side == "left"
     if not isinstance(given, str):
         ids = cut_ids(given, kept, call.truncation_side)
@@ -334,7 +332,7 @@ def _single(given: str | Sequence[int], call: PoolCall, model: ModelInfo, kept: 
 
 
 def _checked(output: PoolingRequestOutput) -> PoolingRequestOutput:
-    """Return an output if it is one, finite numbers."""
+    """Refuse incomplete outputs and numbers that are not finite."""
     told = output.outputs
     if told.finish_reason == "abort":
         raise UnavailableError("The request was aborted.")
@@ -345,7 +343,7 @@ def _checked(output: PoolingRequestOutput) -> PoolingRequestOutput:
 
 
 def _naming(error: Exception, item: _Item, num_items: int) -> Exception:
-    """Return an error that says which of several inputs it is about."""
+    """Name the input in an error if a call has several."""
     if num_items > 1:
         error.args = (f"Input {item.index}: {error}",)
     return error

@@ -1,4 +1,4 @@
-"""`Pooling`, the part of `Serving` that embeds, classifies and scores. Independent of protocols."""
+"""`Pooling`, the part of `Serving` that embeds, classifies and scores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Item = TypeVar("Item")
 
 
 class Pooling:
-    """Answers the pooling calls of one server, and refuses them if the model generates."""
+    """Answers the pooling calls of a server; refuses them if the model generates."""
 
     def __init__(self, site: PoolSite) -> None:
         self._site = site
@@ -22,21 +22,20 @@ class Pooling:
 
     @property
     def tasks(self) -> Sequence[str]:
-        """The tasks of a model that pools; empty if the model generates."""
+        """Empty if the model generates."""
         model = self._site.engine.model
         return () if model.pooler is None else pooling.tasks_of(model)
 
     def check_kind(self, pools: bool) -> None:
-        """Refuse to generate with a model that pools, or to pool with one that generates."""
         pooling.check_kind(self._site.engine.model, self._site.names[0], pools)
 
     def pool(self, call: PoolCall) -> AsyncGenerator[PoolResult]:
-        """Embed, classify or score a call's inputs. Closing the iterator aborts the remaining ones."""
+        """Closing the iterator aborts the remaining inputs."""
         return pooling.pool(self._site, self._places, call)
 
     async def stream(
         self, requests: AsyncIterator[Item], read: Callable[[Item], PoolCall], client: str
     ) -> AsyncGenerator[pool_stream.Answer[Item]]:
-        """Return the answers to a client's stream of requests, if the engine is healthy."""
+        """Raises an error if the engine is unhealthy."""
         await self._site.engine.check_health()
         return pool_stream.answers(self._site, self.pool, requests, read, client)

@@ -1,7 +1,4 @@
-"""Reads constraints on the output: `response_format`, and vLLM's `structured_outputs` and `guided_*`. Pure.
-
-Checks shapes only.
-"""
+"""Reads constraints on the output, checking shapes only. Pure."""
 
 from __future__ import annotations
 
@@ -27,13 +24,9 @@ _SHOWN = 64
 
 
 def constraint_of(fields: Mapping[str, Any]) -> tuple[str, Any] | None:
-    """Return the name of the constraining field and its value as `structured_outputs`, if any.
+    """Return the constraining field's name and its value as `structured_outputs`, if any.
 
     `strict` has no effect: a schema is always enforced, as in vLLM.
-
-    Raises:
-        UserError: for a wrong shape, or several constraining fields.
-        UnsupportedError: for a type of `response_format` that is not implemented.
     """
     found: dict[str, Any] = {}
     wanted = _response_format(fields.get("response_format"))
@@ -43,17 +36,17 @@ def constraint_of(fields: Mapping[str, Any]) -> tuple[str, Any] | None:
     if own is not None:
         for name in SERVERS if isinstance(own, Mapping) else ():
             if own.get(name) is not None:
-                message = f"structured_outputs.{name} is the server's to set: leave it out."
+                message = f"structured_outputs.{name} can only be set by the server; remove it."
                 raise UserError(message, "structured_outputs")
         found["structured_outputs"] = own
     guided = {name: fields[old] for old, name in GUIDED.items() if fields.get(old) is not None}
     if guided:
         first = next(old for old in GUIDED if fields.get(old) is not None)
-        warnings.warn(f"a client sent {first}, vLLM's former name of structured_outputs: it is taken.", stacklevel=2)
+        warnings.warn(f"a client sent {first}, vLLM's former name of structured_outputs; it is accepted.", stacklevel=2)
         found[first] = guided
     if len(found) > 1:
         *others, last = found
-        raise UserError(f"{', '.join(others)} and {last} each say what the output must be: give one of them.", last)
+        raise UserError(f"{', '.join(others)} and {last} exclude each other: give one of them.", last)
     return next(iter(found.items()), None)
 
 

@@ -13,7 +13,6 @@ SHOWN_NAME = 64  # characters of a field's name quoted in errors
 
 
 def flag(fields: Body, name: str, default: bool | None) -> bool | None:
-    """Return a boolean field."""
     value = fields.get(name)
     if value is not None and not isinstance(value, bool):
         raise UserError(f"{name} must be true or false.", name)
@@ -21,7 +20,6 @@ def flag(fields: Body, name: str, default: bool | None) -> bool | None:
 
 
 def text(fields: Body, name: str) -> str | None:
-    """Return a string field."""
     value = fields.get(name)
     if value is not None and not isinstance(value, str):
         raise UserError(f"{name} must be a string.", name)
@@ -29,7 +27,6 @@ def text(fields: Body, name: str) -> str | None:
 
 
 def one_of(fields: Body, name: str, choices: Sequence[str]) -> str | None:
-    """Return a field that must be one of `choices`."""
     value = text(fields, name)
     if value is not None and value not in choices:
         raise UserError(f"{name} must be one of {', '.join(choices)}, got {value[:SHOWN_NAME]!r}.", name)
@@ -37,7 +34,7 @@ def one_of(fields: Body, name: str, choices: Sequence[str]) -> str | None:
 
 
 def integer(fields: Body, name: str, default: int) -> int:
-    """Return an integer field of 32 bits."""
+    """Return an integer of 32 bits."""
     value = fields.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int) or not -INT32_MAX - 1 <= value <= INT32_MAX:
         raise UserError(f"{name} must be an integer of 32 bits.", name)
@@ -45,7 +42,6 @@ def integer(fields: Body, name: str, default: int) -> int:
 
 
 def mapping(fields: Body, name: str) -> dict[str, Any] | None:
-    """Return an object field."""
     value = fields.get(name)
     if value is not None and not isinstance(value, dict):
         raise UserError(f"{name} must be an object.", name)
@@ -53,7 +49,7 @@ def mapping(fields: Body, name: str) -> dict[str, Any] | None:
 
 
 def prompts_of(fields: Body, name: str, most: int) -> list[str | list[int]]:
-    """Return the prompts of any of the four forms; the engine validates token ids."""
+    """Accept any of the four forms; the engine validates token ids."""
     value = fields.get(name)
     if value is None:
         raise UserError(f"{name} is missing: give a string, a list of strings, or token ids.", name)
@@ -73,5 +69,5 @@ def prompts_of(fields: Body, name: str, most: int) -> list[str | list[int]]:
 
 
 def is_same(value: Any, accepted: Any) -> bool:
-    """Return whether two values are equal and neither or both are boolean."""
+    """Distinguish True from 1."""
     return value == accepted and isinstance(value, bool) == isinstance(accepted, bool)

@@ -1,4 +1,4 @@
-"""The client's options for the form of an answer, and the protocol implemented by replies of text routes. Pure."""
+"""The client's options for an answer, and the protocol of replies of text routes. Pure."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class Reply(CallsReply, Protocol):
 
     @property
     def ignored(self) -> Sequence[str]:
-        """The request's fields without effect."""
+        """Fields without effect."""
         ...
 
     def response(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        """Return the complete answer without its header; takes one chunk per call."""
+        """Return the answer without its header; takes one chunk per call."""
         ...
 
     def events(self, number: int, chunk: Chunk) -> list[dict[str, Any]]:
@@ -60,12 +60,11 @@ class Reply(CallsReply, Protocol):
         ...
 
     def last_event(self) -> dict[str, Any] | None:
-        """Return the final event without its header: the usage, if requested."""
+        """Return the usage, if requested, without its header."""
         ...
 
 
 def form_of(fields: Body, options: ServerOptions, num_logprobs: Any) -> Form:
-    """Read a request's options for the form of its answer."""
     stream = bool(flag(fields, "stream", False))
     wanted = mapping(fields, "stream_options") or {}
     if not stream and any(value not in (None, False) for value in wanted.values()):

@@ -1,6 +1,6 @@
 """Fields shared by several routes: OpenAI's, and extensions with vLLM's names and defaults. Pure.
 
-Checks shapes only; `SamplingParams` and `Serving` validate values.
+Checks shapes only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxllm_server.requests.constraints import constraint_of
 from jaxllm_server.requests.fields import Body, flag, integer, is_same, one_of, text
 from jaxllm_server.requests.unknown_fields import OF_OTHER_ROUTES, check
 
-# Passed to SamplingParams unchanged, which refuses values of unimplemented ones.
+# Passed unchanged to SamplingParams, which refuses values of unimplemented ones.
 SAMPLING = frozenset(names_in(SamplingParams, OPENAI))
 # Without effect on a server of one model without storage.
 WITHOUT_EFFECT = frozenset(
@@ -25,7 +25,7 @@ WITHOUT_EFFECT = frozenset(
         *("prompt_cache_key", "prompt_cache_retention"),
     )
 )
-# Fields that are not implemented, with the values that change nothing.
+# Fields that are not implemented -> values that change nothing.
 UNBUILT: Mapping[str, tuple[Any, ...]] = {
     "guided_decoding_backend": ("auto",),
     "structural_tag": (),
@@ -56,13 +56,10 @@ def given(
     policy: str = "refuse",
     ignored: list[str] | None = None,
 ) -> dict[str, Any]:
-    """Return the fields that are set, that is, not null.
+    """Return the fields that are not null.
 
-    `policy` is `--unknown-fields`; fields that it ignores are appended to `ignored`.
-
-    Raises:
-        UserError: for an unknown field that `policy` refuses, with the nearest name.
-        UnsupportedError: for one of `unbuilt` with a value that is not accepted.
+    `policy` is `--unknown-fields`; fields that it ignores are appended to `ignored`. Raises UserError for a field that
+    it refuses, UnsupportedError for one of `unbuilt` with a value that is not accepted.
     """
     passed = check(body, known, _OURS, policy)
     if ignored is not None:
@@ -75,7 +72,7 @@ def given(
 
 
 def sampling_of(fields: Body) -> dict[str, Any]:
-    """Return the sampling parameters of a request, not yet validated."""
+    """Return parameters, not yet validated."""
     if fields.get("stream") is True and "prompt_logprobs" in fields:
         raise UserError("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
     sampling = {name: fields[name] for name in SAMPLING if name in fields}
@@ -88,13 +85,13 @@ def sampling_of(fields: Body) -> dict[str, Any]:
 
 
 def beams_of(fields: Body) -> dict[str, Any] | None:
-    """Return the options of a beam search, None without one."""
+    """Return None without a beam search."""
     asked = {name: fields[name] for name in _BEAMS if name in fields}
     if flag(fields, "use_beam_search", False):
         return asked
     for name, value in asked.items():
         if not is_same(value, _BEAMS[name]):
-            raise UserError(f"{name} is of a beam search: it needs use_beam_search.", name)
+            raise UserError(f"{name} requires use_beam_search=true.", name)
     return None
 
 

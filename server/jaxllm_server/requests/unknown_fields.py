@@ -1,4 +1,4 @@
-"""Decides which unknown fields of a request are refused and which ignored, by `--unknown-fields`. Pure.
+"""Refuses or ignores unknown fields of a request, by `--unknown-fields`. Pure.
 
 Misspelt fields, fields of other routes, and fields that determine an answer's content are refused.
 """
@@ -99,12 +99,9 @@ OF_OTHER_ROUTES = frozenset(
 
 
 def check(body: Mapping[str, Any], known: Collection[str], ours: Collection[str], policy: str) -> list[str]:
-    """Return the unknown fields with a non-empty value; the request is answered without them.
+    """Return non-empty unknown fields, which are ignored; `ours` are the fields of all routes.
 
-    `ours` are the fields of all routes.
-
-    Raises:
-        UserError: for the first field that `policy` refuses, with the nearest name.
+    Raises UserError for the first field that `policy` refuses, with the nearest name.
     """
     passed: list[str] = []
     num_strange = 0
@@ -129,13 +126,13 @@ def check(body: Mapping[str, Any], known: Collection[str], ours: Collection[str]
 
 
 def warnings_of(names: Iterable[str]) -> bytes:
-    """Return the `warnings` header, bounded ASCII that lists ignored fields."""
+    """Return the header that lists ignored fields, as bounded ASCII."""
     told = "ignored fields: " + ", ".join(map(ascii, names))
     return (told if len(told) <= _MOST_HEADER else f"{told[: _MOST_HEADER - 4]} ...").encode("ascii")
 
 
 def _nearest(name: str, known: Collection[str], least: float = 0.6) -> str:
-    """Return the most similar known field, "" if its similarity is below `least` (0 to 1)."""
+    """Return the most similar known field, "" below similarity `least` (0 to 1)."""
     if name in MEANINGFUL:
         return MEANINGFUL[name] if MEANINGFUL[name] in known else ""
     near = difflib.get_close_matches(name, known, n=1, cutoff=least) if len(name) <= _SHOWN else []

@@ -1,1 +1,1 @@
-"""OpenAI's Responses API: converts items to a `Call`, chunks to responses or events, and stores responses. Pure."""
+"""OpenAI's Responses API. Pure."""

@@ -1,6 +1,6 @@
 """Items of the Responses API: parsing, stored form, and conversion to chat messages. Pure.
 
-Stored items have the form of OpenAI's item lists. An item's id contains its response's id.
+Stored items have the form of OpenAI's item lists.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxllm.errors import UnsupportedError, UserError
 Item = Mapping[str, Any]
 
 RESPONSE_PREFIX = "resp_"
-MOST_PARTS = 16_384  # maximum items and parts of a conversation; chats have the same limit of messages
+MOST_PARTS = 16_384  # items and parts of a conversation; as many as messages of a chat
 _ROLES = ("user", "assistant", "system", "developer")
 _PHASES = ("commentary", "final_answer")
 _STATUSES = ("in_progress", "completed", "incomplete")
@@ -28,7 +28,7 @@ _SHOWN = 64  # characters of a name quoted in errors
 
 
 def response_id_of(own_id: str) -> str:
-    """Return the response id contained in an item's id.
+    """An item's id contains its response's id.
 
     >>> response_id_of(item_id("msg", "a_b", "2"))
     'resp_a_b'
@@ -37,23 +37,20 @@ def response_id_of(own_id: str) -> str:
 
 
 def item_id(prefix: str, request_id: str, number: str) -> str:
-    """Return an item id; `number` distinguishes the items of a response."""
     return f"{prefix}_{request_id}_{number}"
 
 
 def references_of(given: Any) -> set[str]:
-    """Return the ids of stored items that an `input` references; of an oversized one, the empty set."""
+    """Return referenced ids; none for an oversized input."""
     if not isinstance(given, list) or len(given) > MOST_PARTS:
         return set()
     return {item["id"] for item in given if _is_reference(item)}
 
 
 def items_of(given: Any, request_id: str, kept: Mapping[str, Item] = MappingProxyType({})) -> list[Item]:
-    """Parse a request's `input` into items; `kept` are the stored items it references.
+    """Parse `input`; `kept` are the stored items it references.
 
-    Raises:
-        UserError: for `input`, naming the item, if the shape is wrong or a reference is unknown.
-        UnsupportedError: for items and parts that a text model cannot read.
+    Raises UserError naming the item, or UnsupportedError for items and parts that a text model cannot read.
     """
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
@@ -66,13 +63,11 @@ def items_of(given: Any, request_id: str, kept: Mapping[str, Item] = MappingProx
 
 
 def num_parts(items: Iterable[Item]) -> int:
-    """Count items and the parts of their contents."""
     lists = ([item.get(name) for name in _LISTS] for item in items)
     return sum(1 + sum(len(each) for each in own if isinstance(each, list)) for own in lists)
 
 
 def num_characters(items: Iterable[Item]) -> int:
-    """Count the characters of items' texts."""
     count = 0
     for item in items:
         texts = item.get("arguments", ""), item.get("encrypted_content", "")
@@ -82,7 +77,7 @@ def num_characters(items: Iterable[Item]) -> int:
 
 
 def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """Convert items to chat messages, merging consecutive reasoning, text and calls."""
+    """Merge consecutive reasoning, text and calls."""
     messages: list[dict[str, Any]] = []
     for item in items:
         if item["type"] == "compaction":
@@ -99,7 +94,7 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
 
 
 def continues_answer(items: Sequence[Item]) -> bool:
-    """Whether the last item is an incomplete answer that the model should continue.
+    """Return whether the last item is an incomplete answer that the model should continue.
 
     Follows vLLM's entrypoints/openai/responses/utils.py, should_continue_final_message.
     """
@@ -108,7 +103,7 @@ def continues_answer(items: Sequence[Item]) -> bool:
 
 
 def check_outputs(items: Iterable[Item]) -> None:
-    """Raise UserError for a tool output without a call, as OpenAI's server does."""
+    """Require a call for each tool output, as OpenAI's server does."""
     called = set()
     for item in items:
         if item["type"] == "function_call":
@@ -127,11 +122,7 @@ def packed(summary: str) -> str:
 
 
 def unpacked(content: str) -> str:
-    """Decode the summary of a compaction's content.
-
-    Raises:
-        ValueError: if another server created it.
-    """
+    """Decode a summary; raises ValueError if another server created it."""
     if not content.startswith(_PACKED):
         raise ValueError("another server's")
     return base64.b64decode(content.removeprefix(_PACKED), altchars=b"-_", validate=True).decode()
@@ -149,7 +140,7 @@ def _item_of(item: Any, path: str, request_id: str, number: str, kept: dict[str,
         _refuse(f"{path} must be an object.")
     if _is_reference(item):
         if item["id"] not in kept:
-            _refuse(f"{path}: an item with the id {item['id'][:_SHOWN]!r} is not kept here, or was given before.")
+            _refuse(f"{path}: an item with the id {item['id'][:_SHOWN]!r} is not stored here, or is referenced twice.")
         return kept.pop(item["id"])
     kind = item.get("type", "message")
     if not isinstance(kind, str) or kind not in _READERS:
@@ -192,12 +183,12 @@ def _call_output(item: Item, path: str) -> dict[str, Any]:
 
 
 def _reasoning(item: Item, path: str) -> dict[str, Any]:
-    """Parse a reasoning item; without content, its summary is used, as in vLLM."""
+    """Without content, use the summary, as in vLLM."""
     content, summary = (
         [] if item.get(name) is None else _texts_of(item[name], f"{path}.{name}") for name in ("content", "summary")
     )
     if item.get("encrypted_content") and not content and not summary:
-        message = f"{path}.encrypted_content is another server's; jaxllm reads reasoning in content."
+        message = f"{path}.encrypted_content was created by another server; give the reasoning in content."
         raise UnsupportedError(message, "input")
     return {
         "summary": [{"type": "summary_text", "text": text} for text in summary],
@@ -210,12 +201,11 @@ def _compaction(item: Item, path: str) -> dict[str, Any]:
     try:
         unpacked(content)
     except (ValueError, binascii.Error) as error:
-        message = f"{path}.encrypted_content is no compaction of this server's kind, or not whole."
+        message = f"{path}.encrypted_content is not a compaction created by jaxllm, or is truncated."
         raise UserError(message, "input") from error
     return {"encrypted_content": content}
 
 
-# Item type -> id prefix and parser of the fields.
 _READERS: Mapping[str, tuple[str, Callable[[Item, str], dict[str, Any]]]] = MappingProxyType(
     {
         "message": ("msg", _message),
@@ -260,14 +250,14 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _chat_content(parts: str | Sequence[Mapping[str, Any]]) -> str | list[dict[str, str]]:
-    """Convert parts to chat content; a single part to a string, for all templates."""
+    """A single part becomes a string, for all templates."""
     if isinstance(parts, str):
         return parts
     texts = [part["text"] for part in parts]
     return "".join(texts) if len(texts) < 2 else [{"type": "text", "text": text} for text in texts]
 
 
-# Item type -> fields that its message must not have yet: the order is reasoning, content, calls.
+# Fields that a message must not have yet: the order is reasoning, content, calls.
 _COMES_BEFORE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "reasoning": ("reasoning_content", "content", "tool_calls"),

@@ -1,7 +1,7 @@
 """Builds the output items of a response incrementally, with the events of a stream. Pure.
 
-An item ends when the next begins. The items do not depend on chunking, except for text between calls: each streamed one
-is a message, but in a single chunk all text is one message.
+Items do not depend on chunking, except for text between calls: each streamed one is a message, but in a single chunk
+all text is one message.
 """
 
 from __future__ import annotations
@@ -33,11 +33,9 @@ class _Item:
 
     @property
     def text(self) -> str:
-        """The text so far."""
         return "".join(self.pieces)
 
     def part(self) -> dict[str, Any]:
-        """Return the only part of the content."""
         part: dict[str, Any] = {"type": _TEXTS[self.kind], "text": self.text}
         return part if self.kind == "reasoning" else part | {"annotations": [], "logprobs": list(self.logprobs)}
 
@@ -61,15 +59,15 @@ class Output:
         self._logprobs: list[dict[str, Any]] = []
 
     def items(self) -> list[dict[str, Any]]:
-        """Return the items, the last one possibly partial."""
+        """The last one may be partial."""
         return [item.written() for item in self._items]
 
     def add(
         self, reasoning: str, text: str, calls: Sequence[ToolCallDelta], logprobs: Sequence[dict[str, Any]]
     ) -> list[Event]:
-        """Add new output and return its events; `logprobs` belong to the tokens of text and calls.
+        """Return the events of new output: the rest of the open call, reasoning, text, new calls.
 
-        The order is: the rest of the open call, reasoning, text, new calls.
+        `logprobs` belong to the tokens of text and calls.
         """
         calls = list(calls)
         while calls and calls[0].name is None:
@@ -88,10 +86,10 @@ class Output:
         return self._taken()
 
     def end(self, is_whole: bool) -> list[Event]:
-        """End the output and return the final events; a truncated output's last item is incomplete.
+        """Return the final events; a truncated output's last item is incomplete.
 
         Space alone becomes a message only after text or if nothing else exists. A complete output always has a message
-        or a call, because some clients repeat a request that returned neither.
+        or a call: some clients repeat a request that returned neither.
         """
         kinds = {item.kind for item in self._items}
         if self._space and ("message" in kinds or "function_call" not in kinds):
@@ -170,7 +168,7 @@ class Output:
 
 
 def _covering(logprobs: Sequence[dict[str, Any]], text: str) -> Sequence[dict[str, Any]]:
-    """Return the log-probabilities of a text's tokens, without those of later calls."""
+    """Exclude the log-probabilities of later calls."""
     length = 0
     for number, entry in enumerate(logprobs):
         if length >= len(text):

@@ -1,4 +1,4 @@
-"""`/v1/responses`: converts a request to a call, and its chunks to a response or events. Pure."""
+"""`/v1/responses`: requests to calls, chunks to a response or events. Pure."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ _STATUSES: Mapping[str, Status] = MappingProxyType(
 
 
 class ResponseReply:
-    """Reads a request of `/v1/responses` and builds its response; raises `UserError` for a wrong shape.
+    """Reads a request of `/v1/responses` and builds its response.
 
-    `request_id` is the default id. `history` is the conversation so far, `kept` the referenced stored items.
+    `request_id` is the default id; `history` is the conversation so far, `kept` the referenced stored items.
     """
 
     id_prefix = RESPONSE_PREFIX
@@ -163,13 +163,12 @@ class ResponseReply:
         self._head = {"id": head["id"], "object": "response", "created_at": head["created"], **rest}
 
     def response(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        """Return the complete response."""
         for number, chunk in enumerate(chunks):
             self.events(number, chunk)
         return self.snapshot()
 
     def events(self, number: int, chunk: Chunk) -> list[Event]:
-        """Return a chunk's events; the first chunk also opens the stream."""
+        """The first chunk also opens the stream."""
         events: list[Event] = []
         if self._status == "queued":
             self._status = "in_progress"
@@ -186,12 +185,11 @@ class ResponseReply:
         return self._numbered(events)
 
     def last_events(self) -> list[Event]:
-        """Return the final event, with the response; a cancelled one ends as incomplete."""
+        """A cancelled response ends as incomplete."""
         kind = "completed" if self._status == "completed" else "incomplete"
         return self._numbered([{"type": f"response.{kind}", "response": self.snapshot()}])
 
     def failure(self, error: BaseException) -> list[Event]:
-        """Return the events that end a failed stream."""
         row, message = row_of(error), message_of(error)
         parameter = error.parameter if isinstance(error, UserError) else None
         parameter = parameter and self.names.get(parameter, parameter)
@@ -204,12 +202,10 @@ class ResponseReply:
         return self._numbered(events)
 
     def cancel(self) -> None:
-        """End the response as cancelled."""
         self._output.end(is_whole=False)
         self._status = "cancelled"
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the response so far."""
         is_cut = self._status == "incomplete"
         return {
             **self._head,
@@ -223,10 +219,10 @@ class ResponseReply:
         }
 
     def _sampling(self, fields: Body) -> tuple[dict[str, Any], Mapping[str, str]]:
-        """Return sampling parameters, and the request's field for each in errors."""
+        """Return sampling parameters, and each one's request field for errors."""
         form = request.format_of(fields)[1]
         if form is not None and form["type"] != "text" and "structured_outputs" in fields:
-            message = "text.format and structured_outputs each say what the output must be: give one of them."
+            message = "text.format and structured_outputs exclude each other: give one of them."
             raise UserError(message, "structured_outputs")
         told = {**fields, "response_format": form} if form is not None else fields
         sampling = sampling_of(told)
@@ -262,10 +258,7 @@ class ResponseReply:
 
 
 def _from_content(entries: Sequence[dict[int, Logprob]], text: str) -> Sequence[dict[int, Logprob]]:
-    """Return the entries from the first token of a text on, skipping reasoning.
-
-    The number of tokens that end reasoning varies by model, so the text is searched in the tokens' bytes.
-    """
+    """Skip reasoning: find the text in the tokens' bytes, as the number of tokens ending it varies by model."""
     pieces = [next(iter(entry.values())).decoded_bytes for entry in entries]
     ends, written = list(accumulate(map(len, pieces))), b"".join(pieces)
     start = max(written.rfind(text.encode()), 0) if text else len(written)
@@ -274,7 +267,7 @@ def _from_content(entries: Sequence[dict[int, Logprob]], text: str) -> Sequence[
 
 def _check_background(fields: Body, options: ServerOptions) -> None:
     if options.max_stored_response_bytes == 0:
-        message = "This server keeps no responses (--max-stored-response-bytes 0), so none can be polled."
+        message = "This server stores no responses (--max-stored-response-bytes 0), so none can be polled."
         raise FeatureDisabledError(message, "background")
     if not flag(fields, "store", True):
         raise UserError("background can only be used when `store` is true.", "background")
@@ -285,7 +278,7 @@ def _check_background(fields: Body, options: ServerOptions) -> None:
 
 
 def _conversation(fields: Body, items: Sequence[Item], tools: Sequence[Body], effort: str | None) -> dict[str, Any]:
-    """Return the `Call` fields of the prompt. Instructions apply to this request only."""
+    """Instructions apply to this request only."""
     if not items:
         raise UserError("input must hold at least one item.", "input")
     if num_parts(items) > MOST_PARTS:
@@ -307,7 +300,7 @@ def _conversation(fields: Body, items: Sequence[Item], tools: Sequence[Body], ef
 
 
 def _usage(usage: Usage | None) -> dict[str, Any] | None:
-    """Return token counts; cache writes are free and count 0."""
+    """Cache writes are free and count 0."""
     if usage is None:
         return None
     return {

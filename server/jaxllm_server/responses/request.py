@@ -1,4 +1,4 @@
-"""Converts the fields of `/v1/responses` other than input to those of chats, which validate the contents. Pure."""
+"""Converts fields of `/v1/responses` other than input to those of chats, which validate them. Pure."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from jaxllm_server.openai.conversation import REASONING_EFFORTS
 from jaxllm_server.requests.fields import Body, flag, mapping, text
 
 LOGPROBS = "message.output_text.logprobs"
-# Optional parts of a response; clients request those of OpenAI's tools even without using them.
+# Clients request those of OpenAI's tools even without using them.
 _INCLUDABLE = (
     *(LOGPROBS, "reasoning.encrypted_content", "message.input_image.image_url", "file_search_call.results"),
     *("web_search_call.results", "web_search_call.action.sources", "code_interpreter_call.outputs"),
     "computer_call_output.output.image_url",
 )
-# Fields of chats -> their names here, for errors like those of OpenAI's server.
+# Chats' fields -> their names here, for errors like those of OpenAI's server.
 _CHATS_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "messages": "input",
@@ -29,7 +29,6 @@ _CHATS_NAMES: Mapping[str, str] = MappingProxyType(
         "logprobs": f'include: ["{LOGPROBS}"]',
     }
 )
-# Fields of `reasoning`, with the accepted values.
 _REASONING: Mapping[str, Sequence[str]] = MappingProxyType(
     {
         "effort": REASONING_EFFORTS,
@@ -45,14 +44,14 @@ _MOST_METADATA, _MOST_KEY, _MOST_VALUE = 16, 64, 512  # OpenAI's limits: pairs, 
 
 
 def check_names(body: Body) -> None:
-    """Raise UserError for a field of chats, naming the equivalent."""
+    """Refuse a field of chats, naming the equivalent."""
     for name, own in _CHATS_NAMES.items():
         if body.get(name) not in (None, False):
-            raise UserError(f"{name} is a field of chats: in the Responses API it is {own}.", name)
+            raise UserError(f"{name} is a field of chat completions; in the Responses API it is {own}.", name)
 
 
 def of_message(message: Body) -> dict[str, Any]:
-    """Convert a WebSocket message to the body of an equivalent streaming POST."""
+    """Convert a WebSocket message to the body of a streaming POST."""
     kind = message.get("type")
     if kind != "response.create":
         raise UserError("The messages of a WebSocket are objects of type response.create.", "type")
@@ -64,7 +63,6 @@ def of_message(message: Body) -> dict[str, Any]:
 
 
 def chosen(fields: Body, name: str, values: Sequence[str], path: str, parameter: str) -> str | None:
-    """Return a field that must be one of `values`."""
     value = fields.get(name)
     if value is not None and value not in values:
         raise UserError(f"{path} must be one of {', '.join(values)}.", parameter)
@@ -72,7 +70,6 @@ def chosen(fields: Body, name: str, values: Sequence[str], path: str, parameter:
 
 
 def includes(fields: Body) -> Sequence[str]:
-    """Return the optional parts of a response that are requested."""
     wanted = fields.get("include", [])
     if not isinstance(wanted, list) or any(each not in _INCLUDABLE for each in wanted):
         raise UserError(f"include must be a list of any of {', '.join(_INCLUDABLE)}.", "include")
@@ -80,23 +77,20 @@ def includes(fields: Body) -> Sequence[str]:
 
 
 def metadata_of(fields: Body) -> dict[str, str]:
-    """Return the metadata to store with a response."""
     pairs = mapping(fields, "metadata") or {}
     is_small = len(pairs) <= _MOST_METADATA and all(
         len(name) <= _MOST_KEY and isinstance(value, str) and len(value) <= _MOST_VALUE for name, value in pairs.items()
     )
     if not is_small:
-        message = f"metadata may hold {_MOST_METADATA} texts of {_MOST_VALUE} characters, their names of {_MOST_KEY}."
+        message = (
+            f"metadata may have at most {_MOST_METADATA} strings of {_MOST_VALUE} characters, with keys of {_MOST_KEY}."
+        )
         raise UserError(message, "metadata")
     return pairs
 
 
 def tools_of(fields: Body, max_tools: int) -> list[dict[str, Any]]:
-    """Return the functions of a request, in this API's flat form.
-
-    Raises:
-        UnsupportedError: for `tools`, if OpenAI's servers run one of them.
-    """
+    """Return the functions, in this API's flat form."""
     tools = fields.get("tools", [])
     if not isinstance(tools, list):
         raise UserError("tools must be a list.", "tools")
@@ -110,7 +104,7 @@ def tools_of(fields: Body, max_tools: int) -> list[dict[str, Any]]:
             raise UserError(f"{path} must be an object with a type.", "tools")
         if kind != "function":
             shown = kind[:_SHOWN]
-            message = f"{path}: tools of type {shown!r} are not supported: jaxllm runs none itself, give functions."
+            message = f"{path}: tools of type {shown!r} are not supported: jaxllm does not run tools; give functions."
             raise UnsupportedError(message, "tools")
         if not isinstance(tool.get("name"), str) or not tool["name"]:
             form = '{"type": "function", "name": …, "parameters": {…}}'
@@ -132,13 +126,13 @@ def tools_of(fields: Body, max_tools: int) -> list[dict[str, Any]]:
 
 
 def choice_of(fields: Body, tools: Sequence[Body]) -> tuple[ToolChoice, Sequence[Body]]:
-    """Return the choice among tools, and the tools to show to the model."""
+    """Return the choice, and the tools to show to the model."""
     choice = fields.get("tool_choice")
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         names = _allowed_names(choice)
         unknown = names - {tool["name"] for tool in tools}
         if unknown:
-            raise UserError(f"tool_choice allows {min(unknown)[:_SHOWN]!r}, which is none of the tools.", "tool_choice")
+            raise UserError(f"tool_choice allows {min(unknown)[:_SHOWN]!r}, which is not in tools.", "tool_choice")
         tools = [tool for tool in tools if tool["name"] in names]
         choice = choice["mode"]
     elif isinstance(choice, Mapping):
@@ -176,7 +170,7 @@ def _allowed_names(choice: Mapping[str, Any]) -> set[str]:
 
 
 def chat_tools(tools: Sequence[Body]) -> list[dict[str, Any]] | None:
-    """Convert functions to chats' form, without `strict` and null fields."""
+    """Omit `strict` and null fields."""
     names = ("name", "description", "parameters")
     functions = [{name: tool[name] for name in names if tool[name] is not None} for tool in tools]
     return [{"type": "function", "function": function} for function in functions] or None
@@ -213,7 +207,7 @@ def format_of(fields: Body) -> tuple[dict[str, Any], dict[str, Any] | None]:
 
 
 def reasoning_of(fields: Body) -> dict[str, Any]:
-    """Return the reasoning effort and summary options; reasoning is returned in full anyway."""
+    """Return effort and summary options; reasoning is returned in full anyway."""
     wanted = mapping(fields, "reasoning") or {}
     for name in wanted:
         if name not in _REASONING:
@@ -223,7 +217,6 @@ def reasoning_of(fields: Body) -> dict[str, Any]:
 
 
 def texts_of(fields: Body, names: Sequence[str]) -> dict[str, str | None]:
-    """Return optional string fields, limited in length."""
     texts = {name: text(fields, name) for name in names}
     for name, value in texts.items():
         if value is not None and len(value) > _MOST_VALUE:

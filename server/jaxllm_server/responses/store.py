@@ -1,7 +1,7 @@
 """In-memory store of responses, bounded in bytes, private to each client. Pure: no clock, no threads.
 
-An entry holds a response and its own input, as JSON; earlier input is found through previous responses. If space runs
-out, the client with the most bytes loses its least recently used response, so it cannot evict those of others.
+An entry holds a response and its own input, as JSON. If space runs out, the client with the most bytes loses its least
+recently used response, so it cannot evict those of others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ class Stored:
 
     @property
     def size(self) -> int:
-        """Bytes of memory."""
         return len(self.response) + len(self.items) + len(self.previous or "") + _OVERHEAD
 
 
@@ -51,7 +50,7 @@ class ResponseStore:
         self.num_bytes = 0
 
     def put(self, client: str, response_id: str, stored: Stored) -> None:
-        """Store or replace a response; one larger than the whole store is ignored."""
+        """Store a response; ignore one larger than the whole store."""
         self.delete(client, response_id)
         if stored.size > self._most:
             return
@@ -62,23 +61,16 @@ class ResponseStore:
             self.delete(largest, next(iter(self.kept[largest])))
 
     def get(self, client: str, response_id: str) -> Stored:
-        """Return a response.
-
-        Raises:
-            LostError: if this client has no such response.
-        """
+        """Return a response; raises LostError if this client has none of that id."""
         stored = self.kept.get(client, {}).get(response_id)
         if stored is None:
             raise LostError(response_id)
         return stored
 
     def chain(self, client: str, response_id: str) -> dict[str, Stored]:
-        """Return a response and its predecessors by id, oldest first, and mark them as used.
+        """Return a response and its predecessors by id, oldest first, and mark them as used; raises LostError.
 
         A response that replaced a predecessor of the same id may lead to itself; each occurs once.
-
-        Raises:
-            LostError: for the first one that is not stored.
         """
         chain: dict[str, Stored] = {}
         following: str | None = response_id
@@ -89,7 +81,7 @@ class ResponseStore:
         return dict(reversed(chain.items()))
 
     def delete(self, client: str, response_id: str) -> bool:
-        """Delete a response; return whether it existed."""
+        """Return whether it existed."""
         stored = self.kept.get(client, {}).pop(response_id, None)
         if stored is None:
             return False
@@ -106,7 +98,7 @@ class ResponseStore:
 class OfConnection:
     """Keeps a connection's last response with `store` off, and its predecessors, until the connection ends.
 
-    They have names in the store that no request can contain.
+    No request can contain their names in the store.
     """
 
     def __init__(self, store: ResponseStore, client: str) -> None:
@@ -117,16 +109,15 @@ class OfConnection:
         self.used: str | None = None
 
     def name_of(self, response_id: str) -> str:
-        """Return the store's name of a response."""
         own = self._prefix + response_id
         return own if own in self._names else response_id
 
     def own(self, chain: Mapping[str, Stored]) -> dict[str, Stored]:
-        """Return a conversation's responses that only the connection keeps: its newest."""
+        """Return a conversation's newest responses, which only the connection keeps."""
         return {name: stored for name, stored in chain.items() if name in self._names}
 
     def put(self, response_id: str, stored: Stored) -> None:
-        """Store a response; delete the connection's responses that do not lead to it."""
+        """Delete the connection's responses that do not lead to this one."""
         name = self._prefix + response_id
         self._names.add(name)
         self._store.put(self._client, name, stored)
@@ -142,7 +133,6 @@ class OfConnection:
             self._forget({self.used})
 
     def close(self) -> None:
-        """Delete all."""
         self._forget(set(self._names))
 
     def _forget(self, names: set[str]) -> None:
@@ -152,7 +142,6 @@ class OfConnection:
 
 
 def history_of(chain: Iterable[Stored]) -> list[Item]:
-    """Return the input and output items of a conversation."""
     return [item for stored in chain for item in _items_of(stored)]
 
 
@@ -161,7 +150,7 @@ def _items_of(stored: Stored) -> list[Item]:
 
 
 def ordered(chain: Sequence[Stored], own: Sequence[Item], is_ascending: bool) -> Iterator[Item]:
-    """Yield the items of a conversation and its next input, parsing one response at a time."""
+    """Yield items in order, parsing one response at a time."""
     if is_ascending:
         for stored in chain:
             yield from _items_of(stored)
@@ -173,16 +162,11 @@ def ordered(chain: Sequence[Stored], own: Sequence[Item], is_ascending: bool) ->
 
 
 def find_items(stored: Iterable[Stored], ids: Collection[str]) -> dict[str, Item]:
-    """Return the items of stored responses with the given ids, by id."""
     return {item["id"]: item for item in history_of(stored) if item["id"] in ids}
 
 
 def page_of(items: Iterator[Item], limit: int, after: str | None) -> dict[str, object]:
-    """Return a page of items in the API's list form: up to `limit` after the item `after`.
-
-    Raises:
-        UserError: for `after`, if no item has that id.
-    """
+    """Return a page in the API's list form: up to `limit` after the item `after`, which must exist."""
     if after is not None and not any(each["id"] == after for each in items):
         raise UserError("after must be the id of one of the items.", "after")
     found = list(islice(items, limit + 1))

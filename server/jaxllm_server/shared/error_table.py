@@ -79,12 +79,10 @@ _OPENAI_CODES = {
 
 
 def code_of(reason: str) -> str:
-    """Return the `code` of an OpenAI error, such as context_length_exceeded."""
     return _OPENAI_CODES.get(reason, reason.lower())
 
 
 def row_of(error: BaseException) -> Row:
-    """Return the status of an error; unexpected ones are internal errors."""
     if isinstance(error, AuthError):
         reason = "AUTH_MISSING" if error.is_missing else "AUTH_INVALID"
         return Row("UNAUTHENTICATED", reason, 401, "authentication_error")
@@ -92,7 +90,7 @@ def row_of(error: BaseException) -> Row:
 
 
 def message_of(error: BaseException) -> str:
-    """Return the message for a client; other than jaxllm's errors have a fixed text.
+    """Return the message for a client: a fixed text for errors other than jaxllm's.
 
     Their messages can contain addresses and paths (vLLM CVE-2026-54236).
     """

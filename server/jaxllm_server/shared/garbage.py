@@ -1,7 +1,7 @@
-"""Schedules full garbage collections, which stop all threads of the server.
+"""Schedules full garbage collections, which stop all threads: 50 ms with half a million objects.
 
-One takes 50 ms with half a million objects, and Python runs it whenever their number has grown by a quarter. The server
-excludes objects loaded at the start, and collects when few others exist, at least once a minute.
+Python runs one whenever their number has grown by a quarter. The server excludes objects loaded at the start, and
+collects when few others exist, at least once a minute.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ _NEVER = 2**31 - 1
 
 
 def keep_loaded_objects() -> None:
-    """Collect garbage, then exclude all remaining objects from future collections."""
     gc.collect()
     gc.freeze()
 

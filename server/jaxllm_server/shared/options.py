@@ -1,4 +1,4 @@
-"""The server's settings, named as in vLLM, and validated. `EngineConfig` has the engine's."""
+"""The server's settings, named as in vLLM."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class ServerOptions:
 
     # Addresses.
     host: str = setting("127.0.0.1", "address of both front ends; 0.0.0.0: every interface", "ADDRESS")
-    port: int | None = setting(8000, "of HTTP; none: off", "PORT")
+    port: int | None = setting(8000, "port of the HTTP server; none: disabled", "PORT")
     uds: str | None = setting(None, "Unix socket for HTTP instead of a port", "PATH")
-    grpc_port: int | None = setting(50051, "of gRPC; none: off", "PORT")
+    grpc_port: int | None = setting(50051, "port of the gRPC server; none: disabled", "PORT")
     grpc_uds: str | None = setting(None, "Unix socket for gRPC instead of a port", "PATH")
 
     # Names and API behavior.
@@ -35,31 +35,33 @@ class ServerOptions:
     )
     lora_modules: tuple[str, ...] = setting(
         (),
-        "LoRA adapters to begin with, each under the name of a model of its own: NAME=PATH, or "
+        "LoRA adapters to load at the start, each served as a model with its name: NAME=PATH, or "
         '{"name": NAME, "path": PATH}; needs --enable-lora',
         "MODULE",
         takes_several=True,
     )
     lora_root: str | None = setting(
-        None, "folder below which adapters may be loaded while the server runs; without it none are", "DIR"
+        None, "folder of adapters that clients may load while the server runs (default: they may load none)", "DIR"
     )
-    chat_template: str | None = setting(None, "file that replaces the model's own template", "FILE")
-    default_chat_template_kwargs: str | None = setting(None, "JSON object: variables of every chat template", "JSON")
+    chat_template: str | None = setting(None, "file with a chat template that replaces the model's", "FILE")
+    default_chat_template_kwargs: str | None = setting(
+        None, "JSON object: variables of the chat template in every request", "JSON"
+    )
     response_role: str = setting("assistant", "role of the answers to a chat")
     tool_call_parser: str | None = setting(
         None,
         "how the model writes tool calls: auto (by its chat template), hermes, llama3_json, mistral, qwen3_coder …, as "
-        "in docs/apis.md; without it tools are refused",
+        "in docs/apis.md (default: none, tools are refused)",
     )
     reasoning_parser: str | None = setting(
         None,
         "how the model writes its reasoning: auto (by its chat template), qwen3, deepseek_r1, mistral, granite …, as "
-        "in docs/apis.md; without it, it is content",
+        "in docs/apis.md (default: none, reasoning is content)",
     )
     unknown_fields: str = setting(
         "warn",
-        "of HTTP bodies, what fields do that jaxllm does not have: refuse; warn: those that other servers define and "
-        "that change nothing essential are ignored, with a header and a log line; ignore: all are",
+        "handling of unknown fields in HTTP bodies: refuse; warn (ignore harmless fields of other servers, with a "
+        "header and a log line; refuse others); ignore",
         "POLICY",
     )
     return_tokens_as_token_ids: bool = setting(False, "write token_id:N for a token's text in log-probabilities")
@@ -77,85 +79,90 @@ class ServerOptions:
     api_key: tuple[str, ...] = setting(
         (),
         "key that clients must send, over HTTP to every path but /health, /live, /ready, /ping, /docs and "
-        "/openapi.json, over gRPC to all but health; may be repeated: any of them opens",
+        "/openapi.json, over gRPC to all but health; may be repeated: any of them is accepted",
         "KEY",
     )
     admin_api_key: tuple[str, ...] = setting(
         (),
-        "key for what shows or ends the work of all: /metrics (Prometheus has to send it), /load and the routes of "
-        "adapters over HTTP, gRPC's control service; may be repeated; without any, these open with an only --api-key, "
-        "not with several",
+        "key for administration: over HTTP /metrics (Prometheus has to send it), /load, /drain and the routes that "
+        "load adapters, over gRPC the control service; may be repeated (default: the only --api-key; with "
+        "several, none is accepted)",
         "KEY",
     )
     ssl_keyfile: str | None = setting(None, "private key, for TLS on both front ends", "FILE")
     ssl_certfile: str | None = setting(None, "certificate, for TLS on both front ends", "FILE")
-    ssl_ca_certs: str | None = setting(None, "certificates that sign those of clients", "FILE")
-    ssl_client_auth: bool = setting(False, "refuse clients without such a certificate")
+    ssl_ca_certs: str | None = setting(None, "CA certificates that verify those of clients", "FILE")
+    ssl_client_auth: bool = setting(False, "refuse clients without a certificate that --ssl-ca-certs verifies")
     share_prefix_cache: bool = setting(
-        False, "let API keys find each other's prompts in the cache; else each of several has its own"
+        False, "share one prefix cache between API keys; otherwise each of several has a separate one"
     )
-    allowed_origins: tuple[str, ...] = setting((), "origin of browsers that may call (CORS); may be repeated", "ORIGIN")
+    allowed_origins: tuple[str, ...] = setting(
+        (), "origin of web pages that may call the server (CORS); may be repeated", "ORIGIN"
+    )
     allowed_hosts: tuple[str, ...] = setting(
-        (), "name that a Host header may have, on loopback beside its own names; *: any; may be repeated", "HOST"
+        (),
+        "host name accepted in Host headers; on loopback its own names are accepted too; *: any; may be repeated",
+        "HOST",
     )
     forwarded_allow_ips: tuple[str, ...] = setting(
         (),
-        "proxy whose X-Forwarded-For names the client over HTTP: an address, a network, or * for every peer; "
-        "may be repeated",
+        "proxy whose X-Forwarded-For header is trusted: an address, a network, or * for every peer; may be repeated",
         "ADDRESS",
     )
-    root_path: str = setting("", "prefix that a proxy in front strips", "PREFIX")
+    root_path: str = setting("", "path prefix that a proxy in front of the server strips", "PREFIX")
 
     # Fleet: replicas on other machines, included in `data_parallel_size`.
-    data_parallel_size_local: int | None = setting(None, "replicas of this machine (default: all)")
+    data_parallel_size_local: int | None = setting(None, "replicas on this machine (default: all)")
     data_parallel_address: str | None = setting(
         None,
-        "where replicas of other machines connect, which need the first --admin-api-key; over TLS with --ssl-certfile",
+        "address for replicas on other machines, which need the first --admin-api-key; with --ssl-certfile over TLS",
         "HOST:PORT",
     )
-    headless: bool = setting(False, "be a replica of the server at --data-parallel-address, without front ends")
+    headless: bool = setting(False, "run a replica of the server at --data-parallel-address, without front ends")
     data_parallel_ca_certs: str | None = setting(
-        None, "of such a replica: certificates that sign the server's; it uses TLS then", "FILE"
+        None, "CA certificates with which a --headless replica verifies the server; enables TLS", "FILE"
     )
 
     # Limits per request.
-    max_body_bytes: int = setting(8 << 20, "of an HTTP request", "BYTES")
-    max_header_bytes: int = setting(16 << 10, "of all headers of an HTTP request", "BYTES")
-    max_headers: int = setting(64, "of an HTTP request")
-    max_json_depth: int = setting(64, "of an HTTP body")
-    max_prompts: int = setting(2048, "in one completions call")
-    max_pooling_inputs: int = setting(2048, "texts in one call that embeds, classifies or scores")
-    max_n: int = setting(128, "outputs per prompt")
-    max_sequences: int = setting(2048, "outputs of one call: n times its prompts")
-    max_stops: int = setting(16, "stop strings of a request")
-    max_stop_chars: int = setting(256, "characters of a stop string")
-    max_stop_token_ids: int = setting(128, "stop token ids of a request")
-    max_tools: int = setting(128, "tools of a request")
-    max_request_id_chars: int = setting(128, "characters of a request id or cache salt")
-    grpc_max_message_bytes: int = setting(8 << 20, "of a gRPC request", "BYTES")
+    max_body_bytes: int = setting(8 << 20, "maximum bytes of an HTTP body", "BYTES")
+    max_header_bytes: int = setting(16 << 10, "maximum bytes of all headers of an HTTP request", "BYTES")
+    max_headers: int = setting(64, "maximum headers of an HTTP request")
+    max_json_depth: int = setting(64, "maximum nesting depth of an HTTP body")
+    max_prompts: int = setting(2048, "maximum prompts of a completions call")
+    max_pooling_inputs: int = setting(2048, "maximum texts of a call that embeds, classifies or scores")
+    max_n: int = setting(128, "maximum outputs per prompt")
+    max_sequences: int = setting(2048, "maximum outputs of a call: n times its prompts")
+    max_stops: int = setting(16, "maximum stop strings of a request")
+    max_stop_chars: int = setting(256, "maximum characters of a stop string")
+    max_stop_token_ids: int = setting(128, "maximum stop token ids of a request")
+    max_tools: int = setting(128, "maximum tools of a request")
+    max_request_id_chars: int = setting(128, "maximum characters of a request id or cache salt")
+    grpc_max_message_bytes: int = setting(8 << 20, "maximum bytes of a gRPC request", "BYTES")
 
     # Limits over all requests.
     max_queued_requests: int | None = setting(
-        None, "that may wait for a slot (default: 4,096, or 4 for each slot if that is more)"
+        None, "maximum requests that wait for a slot (default: 4,096, or 4 for each slot if that is more)"
     )
-    max_queued_tokens: int | None = setting(None, "of the prompts that wait (default: 16 contexts, at least 1,048,576)")
+    max_queued_tokens: int | None = setting(
+        None, "maximum prompt tokens that wait (default: 16 contexts, at least 1,048,576)"
+    )
     max_sequences_per_client: int | None = setting(
-        None, "outputs under way of one API key, or of one address where there are no keys"
+        None, "maximum concurrent outputs for each API key, or for each address if there are no keys"
     )
     max_receiving_bytes: int | None = setting(
         None,
-        "of HTTP bodies that are not read yet, all together; one client may have half of it; requests that are being "
-        "answered, in the background too, may hold four times as much",
+        "maximum bytes of HTTP bodies being received, in total; a client may use half of it; requests being "
+        "answered, in the background too, may use four times as much",
         "BYTES",
     )
     max_stored_response_bytes: int = setting(
-        64 << 20, "of responses that clients may ask for again; the oldest go first; 0: none are kept", "BYTES"
+        64 << 20, "maximum bytes of stored responses; the oldest are removed first; 0: none are stored", "BYTES"
     )
-    max_rpcs: int = setting(2048, "calls at once, on each front end; more are refused until some have ended")
+    max_rpcs: int = setting(2048, "maximum concurrent calls on each front end; further calls are refused")
     request_timeout: float = setting(600.0, "seconds after which a request fails; 0: never", "SECONDS")
     stall_timeout: float = setting(
         30.0,
-        "after which a request that has not come whole, or a stream that is not read, is ended; 0: never",
+        "seconds after which an incomplete request, or a stream that is not read, is ended; 0: never",
         "SECONDS",
     )
 
@@ -166,19 +173,21 @@ class ServerOptions:
     log_stats_interval: float = setting(10.0, "seconds between two lines of statistics; 0: none", "SECONDS")
     enable_log_requests: bool = setting(False, "write a line for each request")
     otlp_traces_endpoint: str | None = setting(
-        None, "where OpenTelemetry traces go, as http://localhost:4318/v1/traces", "URL"
+        None, "endpoint for OpenTelemetry traces, such as http://localhost:4318/v1/traces", "URL"
     )
-    enable_channelz: bool = setting(False, "gRPC's own debugging service")
+    enable_channelz: bool = setting(False, "serve gRPC's debugging service")
     grpc_filter: bool = setting(
-        True, "let a process of its own take gRPC's connections, which checks their frames and ends what floods"
+        True, "accept gRPC connections in a separate process that checks frames and disconnects floods"
     )
     profile: str | None = setting(
-        None, "write a trace of the first steps into this folder, for ui.perfetto.dev; streams wait meanwhile", "DIR"
+        None, "write a trace of the first steps into this folder, for ui.perfetto.dev; streams pause during it", "DIR"
     )
     profile_steps: int = setting(64, "steps of that trace")
-    record: str | None = setting(None, "write every call of the scheduler into this file, for `jaxllm replay`", "FILE")
+    record: str | None = setting(None, "record every call of the scheduler in this file, for `jaxllm replay`", "FILE")
     record_redacted: bool = setting(False, "write pseudonyms in place of tokens")
-    record_max_bytes: int = setting(256 << 20, "of the recording, at least 1M; it ends there", "BYTES")
+    record_max_bytes: int = setting(
+        256 << 20, "maximum bytes of the recording, at least 1M; recording stops there", "BYTES"
+    )
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -186,9 +195,9 @@ class ServerOptions:
         for name in ("port", "grpc_port"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 65535:
-                raise UserError(f"{name} must be from 0 to 65535, or none to switch it off, got {value}.", name)
+                raise UserError(f"{name} must be from 0 to 65535, or none to disable it, got {value}.", name)
         if self.port is None and self.uds is None and self.grpc_port is None and self.grpc_uds is None:
-            raise UserError("both front ends are off: give --port, --uds, --grpc-port or --grpc-uds.", "port")
+            raise UserError("both front ends are disabled: give --port, --uds, --grpc-port or --grpc-uds.", "port")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise UserError("TLS needs both ssl_keyfile and ssl_certfile.", "ssl_keyfile")
         if self.ssl_client_auth and (self.ssl_ca_certs is None or self.ssl_certfile is None):
@@ -212,17 +221,17 @@ class ServerOptions:
         if self.profile_steps < 1:
             raise UserError("profile_steps must be at least 1.", "profile_steps")
         if self.record_redacted and self.record is None:
-            raise UserError("record_redacted needs record, the file.", "record_redacted")
+            raise UserError("record_redacted requires record.", "record_redacted")
         if any(not key for key in (*self.api_key, *self.admin_api_key)):
             raise UserError("an API key cannot be empty.", "api_key")
 
     def _check_fleet(self) -> None:
         if self.headless and self.data_parallel_address is None:
-            raise UserError("headless needs data_parallel_address, that of the server.", "data_parallel_address")
+            raise UserError("headless requires data_parallel_address, the server's address.", "data_parallel_address")
         if self.data_parallel_address is not None and not self.admin_api_key:
             raise UserError("data_parallel_address needs admin_api_key, the same on both machines.", "admin_api_key")
         if self.data_parallel_ca_certs is not None and not self.headless:
-            raise UserError("data_parallel_ca_certs is for a replica: it needs headless.", "data_parallel_ca_certs")
+            raise UserError("data_parallel_ca_certs requires headless.", "data_parallel_ca_certs")
 
     @property
     def most_sequences(self) -> int:
@@ -231,17 +240,14 @@ class ServerOptions:
 
     @property
     def most_receiving_bytes(self) -> int:
-        """The maximum bytes of HTTP bodies being received, in total."""
         return _BODIES_AT_ONCE * self.max_body_bytes if self.max_receiving_bytes is None else self.max_receiving_bytes
 
     @property
     def most_request_bytes(self) -> int:
-        """The maximum bytes of parsed requests, in total."""
         return _PARSED * self.most_receiving_bytes
 
     @property
     def is_loopback(self) -> bool:
-        """Whether the server is only reachable from this machine."""
         return self.host in LOOPBACK
 
 
@@ -264,7 +270,6 @@ def _check_type(name: str, value: Any, kind: str) -> None:
 
 
 def template_kwargs(options: ServerOptions) -> Mapping[str, Any]:
-    """Parse `default_chat_template_kwargs`."""
     import json
 
     if options.default_chat_template_kwargs is None:

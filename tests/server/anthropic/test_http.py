@@ -61,7 +61,7 @@ def test_every_failure_has_anthropics_form(server: Any) -> None:
         ("/v1/messages", {"json": {**BODY, "model": "x"}}, 404, "not_found_error", "does not exist"),
         ("/v1/messages", {"content": "{}"}, 415, "invalid_request_error", "application/json"),
         ("/v1/messages", {"json": {"a": "x" * (9 << 20)}}, 413, "request_too_large", "larger"),
-        ("/v1/messages/batches", {"json": {}}, 404, "not_found_error", "nothing at"),
+        ("/v1/messages/batches", {"json": {}}, 404, "not_found_error", "Unknown path"),
         (
             "/v1/v1/messages",
             {"json": {}},

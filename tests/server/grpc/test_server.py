@@ -305,7 +305,7 @@ async def test_a_message_that_does_not_come(run: Any) -> None:
         waiting = drained(channel.stream_stream(f"/{INFERENCE}/Generate")(endless()))
         error = await error_of(waiting)
         assert (error.code(), reason_of(error)) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
-        assert 0.2 <= time.monotonic() - began < SOON and "message did not come" in (error.details() or "")
+        assert 0.2 <= time.monotonic() - began < SOON and "message was not received" in (error.details() or "")
         assert (await InferenceServiceStub(channel).Generate(ask())).outputs  # its place is free
         gone = channel.stream_stream(f"/{INFERENCE}/Generate")(endless())
         await asyncio.sleep(0.1)

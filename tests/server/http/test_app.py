@@ -494,14 +494,14 @@ def test_other_routes(server):
 @pytest.mark.parametrize(
     ("path", "code", "message"),
     [
-        ("/nothing", "unknown_url", "There is nothing at /nothing."),
-        ("/redoc", "unknown_url", "There is nothing at /redoc."),
-        ("/v2", "unknown_url", "There is nothing at /v2."),
-        ("/%0a" + "x" * 500, "unknown_url", f"There is nothing at /\\n{'x' * 126}."),
-        ("/v1/models/", "unknown_url", "There is nothing at /v1/models/. Did you mean /v1/models?"),
-        ("/v1/Completions", "unknown_url", "There is nothing at /v1/Completions. Did you mean /v1/completions?"),
+        ("/nothing", "unknown_url", "Unknown path /nothing."),
+        ("/redoc", "unknown_url", "Unknown path /redoc."),
+        ("/v2", "unknown_url", "Unknown path /v2."),
+        ("/%0a" + "x" * 500, "unknown_url", f"Unknown path /\\n{'x' * 126}."),
+        ("/v1/models/", "unknown_url", "Unknown path /v1/models/. Did you mean /v1/models?"),
+        ("/v1/Completions", "unknown_url", "Unknown path /v1/Completions. Did you mean /v1/completions?"),
         *(
-            (path, "unknown_url", f"There is nothing at {path}. Did you mean {near}? Set the client's base URL to ")
+            (path, "unknown_url", f"Unknown path {path}. Did you mean {near}? Set the client's base URL to ")
             for path, near in (
                 ("/chat/completions", "/v1/chat/completions"),
                 ("/completions", "/v1/completions"),

@@ -26,4 +26,4 @@ def test_a_line_comes_once_in_ten_seconds_and_says_how_many_did_not() -> None:
     assert len(shown) == 204, "another logger's lines are all shown"
     now += SECONDS
     log("bad %d%%", 5)
-    assert shown[-1] == "bad 5% (1 more such lines were left out)"
+    assert shown[-1] == "bad 5% (repetitions not shown: 1)"

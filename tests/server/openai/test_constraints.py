@@ -85,7 +85,7 @@ def test_two_that_say_what_the_output_must_be_are_an_error() -> None:
         assert caught.value.parameter in body
     with pytest.raises(UserError, match="multiple are specified: json, regex"):
         SamplingParams(structured_outputs=(constraint_of({"guided_json": {}, "guided_regex": "a"}) or ("", {}))[1])
-    with pytest.raises(UserError, match="the server's to set") as caught:
+    with pytest.raises(UserError, match="only be set by the server") as caught:
         constraint_of({"structured_outputs": {"regex": "a", "begin_after": "b"}})
     assert caught.value.parameter == "structured_outputs"
 

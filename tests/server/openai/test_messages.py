@@ -134,7 +134,7 @@ def test_a_beam_search_is_asked_for_and_its_fields_mean_nothing_without():
     assert completion(use_beam_search=True, **asked).calls[0].beams == asked
     assert chat(use_beam_search=True).calls[0].beams == {}
     for name, value in asked.items():
-        with pytest.raises(UserError, match=f"{name} is of a beam search") as caught:
+        with pytest.raises(UserError, match=f"{name} requires use_beam_search=true") as caught:
             completion(**{name: value})
         assert caught.value.parameter == name
 

@@ -30,7 +30,7 @@ def test_a_summary_comes_back_and_what_is_no_summary_is_refused(text: str, at: i
     try:
         read = unpacked(changed)
     except ValueError:
-        with pytest.raises(UserError, match="no compaction"):
+        with pytest.raises(UserError, match="not a compaction"):
             items_of([item], "r")
         return
     (kept,) = items_of([item], "r")

@@ -76,7 +76,9 @@ def test_an_item_is_found_by_its_id_and_a_reference_is_replaced() -> None:
     for reference in ({"type": "item_reference", "id": kept["id"]}, {"id": kept["id"]}):
         assert references_of([reference, {"role": "user", "content": "a"}]) == {kept["id"]}
         assert items_of([reference], "r2", {kept["id"]: kept}) == [kept]
-        with pytest.raises(UserError, match="given before"):  # a few bytes must not copy an item as often as they like
+        with pytest.raises(
+            UserError, match="referenced twice"
+        ):  # a few bytes must not copy an item as often as they like
             items_of([reference] * 2, "r2", {kept["id"]: kept})
     for id_without_parts in ("", "msg", "msg_", "_"):
         assert response_id_of(id_without_parts) == "resp_"
@@ -141,7 +143,7 @@ INPUTS: list[tuple[Any, str]] = [
     ([{"type": "function_call_output", "call_id": "c", "output": ""}], "No tool call found"),
     ([{"type": "function_call_output", "call_id": "c1", "output": ""}, CALL], "No tool call found"),
     ([{"role": "assistant", "content": "", "phase": "thought"}], "input[0].phase"),
-    ([{"type": "item_reference", "id": "msg_other_0"}], "'msg_other_0' is not kept"),
+    ([{"type": "item_reference", "id": "msg_other_0"}], "'msg_other_0' is not stored"),
     ([{"role": "user", "content": ""}] * (MOST_PARTS + 1), f"at most {MOST_PARTS} items"),
     ([{"role": "user", "content": [{"type": "input_text", "text": ""}] * MOST_PARTS}], f"at most {MOST_PARTS} items"),
 ]
@@ -171,7 +173,7 @@ FIELDS: list[tuple[str, Any, str]] = [
     ("tool_choice", "any", "must be none, auto"),
     ("tool_choice", {"type": "web_search"}, "must name a function"),
     ("tool_choice", {"type": "allowed_tools", "mode": "auto", "tools": []}, "allowed_tools"),
-    ("tool_choice", {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]}, "'add', which is none of the tools"),
+    ("tool_choice", {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]}, "'add', which is not in tools"),
     ("text", {"form": {}}, "text has no 'form'"),
     ("text", {"verbosity": "most"}, "text.verbosity"),
     ("text", {"format": {"type": "json_schema", "json_schema": PERSON}}, "needs a name and a schema"),
@@ -182,7 +184,7 @@ FIELDS: list[tuple[str, Any, str]] = [
     ("include", ["everything"], "include must be"),
     ("top_logprobs", True, "must be an integer"),
     ("truncation", "last", "truncation must be"),
-    ("metadata", {"a": 3}, "metadata may hold"),
+    ("metadata", {"a": 3}, "metadata may have"),
     ("stream_options", {"include_obfuscation": True}, "needs stream"),
     ("store", "yes", "must be true or false"),
     ("max_tool_calls", 1.5, "must be an integer"),

@@ -106,7 +106,7 @@ def test_what_is_loaded_lies_in_the_folder_for_it(root: Path, path: str, error: 
         ("a b", "a name must be 1 to 128 characters"),
         ("é", "a name must be 1 to 128 characters"),
         ("x" * 129, "a name must be 1 to 128 characters"),
-        ("alias", "alias is what the model itself is called."),
+        ("alias", "alias is the name of the model."),
         ("taken", "The lora adapter 'taken' has already been loaded. If you want to load the adapter in place, set"),
     ],
 )
