@@ -14,7 +14,7 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 
-from jaxllm import sampling_params
+from jaxllm import sampling_fields, sampling_params
 from jaxllm.errors import UserError
 from jaxllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxllm.sampling_fields import MAX_IDS
@@ -361,7 +361,8 @@ def test_a_long_list_of_ids_is_not_looked_at_id_by_id(monkeypatch: pytest.Monkey
         looks += 1
         return isinstance(value, kinds)
 
-    monkeypatch.setattr(sampling_params, "isinstance", counted, raising=False)
+    for module in (sampling_fields, sampling_params):
+        monkeypatch.setattr(module, "isinstance", counted, raising=False)
     ids = [*range(5000), *range(5000)]
     assert SamplingParams(allowed_token_ids=ids).allowed_token_ids == tuple(range(5000))
     assert SamplingParams(allowed_token_ids=[np.int64(5), 5, np.int8(6)]).allowed_token_ids == (5, 6)

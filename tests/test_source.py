@@ -275,12 +275,13 @@ def _member(items: Any) -> str:
 
 # Modules that read private names for all other tests.
 INSPECTING = ("tests/support/inspection.py", "tests/support/accounts.py")
-ROOMS_THAT_INSPECT = ("engine", "runner", "scheduler", "simulation", "structured_output")
-# The only private names in other tests: a class for Triton, the list of programs in a dry run, and an attribute of
-# OpenAI's client.
+ROOMS_THAT_INSPECT = ("simulation",)
+# The only private names in other tests: a class for Triton, the list of programs in a dry run, a step as on a GPU, and
+# an attribute of OpenAI's client.
 PRIVATE = {
     "tests/gpu/traces.py": {"_Tensor"},
     "tests/gpu_check/as_gpu.py": {"_list_programs"},
+    "tests/runner/test_kept_batch.py": {"_keeps_batch"},
     "tests/server/http/test_app.py": {"_request_id"},
 }
 PATCHES = ("setattr", "getattr", "hasattr", "delattr", "object", "patch")

@@ -67,7 +67,7 @@ def digest_compiler(devices: tuple[Any, ...]) -> str:
         [device.id for device in devices],
         client.platform_version,
         len(client.devices()),
-        _host() if devices[0].platform == "cpu" else platform.machine(),
+        host() if devices[0].platform == "cpu" else platform.machine(),
     )
 
 
@@ -90,7 +90,7 @@ def _versions() -> dict[str, str]:
 
 
 @functools.cache
-def _host() -> tuple[Any, ...]:
+def host() -> tuple[Any, ...]:
     """Return the processor's instruction sets, model, and cores available to XLA."""
     if sys.platform == "linux":
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -104,7 +104,7 @@ def _host() -> tuple[Any, ...]:
 
 def cpu_name() -> str:
     """Return the processor's name and number of cores."""
-    _, model, cores = _host()
+    _, model, cores = host()
     names = [line.partition(":")[2].strip() for line in model.splitlines() if line.startswith("model name")]
     return f"{names[0] if names else model}, {cores} cores"
 

@@ -44,7 +44,7 @@ _MOST_BYTES = 50 * 2**20
 _WORK = re.compile(r'^  "lexer_cost": (\d+),$', re.MULTILINE)
 _MANY_TOKENS = 2**31 - 1
 _WEIGHED_SECONDS = 0.002  # weigh after masks that took longer: lexers grow 100 kB in that time
-_STEPS_UNWEIGHED = 32
+STEPS_UNWEIGHED = 32
 # Uses before recompilation: lexer states accumulate over outputs, against the limit.
 MAX_USES = 64
 # Bounded: a model may prefer whitespace to an end forever.
@@ -181,7 +181,7 @@ class Grammars:
             if constraint.error is not None:
                 self._forget(constraint)
         self._num_fills += 1
-        if now - began > _WEIGHED_SECONDS or not self._num_fills % _STEPS_UNWEIGHED:
+        if now - began > _WEIGHED_SECONDS or not self._num_fills % STEPS_UNWEIGHED:
             self._weigh([constraint for constraint, _ in work[:at] if constraint.error is None])
         return [row for _, row in work[at:]]
 

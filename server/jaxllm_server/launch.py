@@ -257,7 +257,7 @@ def _engine(config: EngineConfig, options: ServerOptions, progress: bool) -> Eng
             if getattr(options, name) is not None:
                 raise UserError(f"{name} requires a data_parallel_size above 1.", name)
         adapters = requests_of(options.lora_modules)
-        return AsyncLLM(config, progress=progress, recorder=_recorder(config, options), adapters=adapters, **bounds)
+        return AsyncLLM(config, progress=progress, recorder=recorder_of(config, options), adapters=adapters, **bounds)
     if options.record is not None:
         raise combinations.refusal("record", combinations.FLEET)
     from jaxllm.fleet.door import Door
@@ -295,7 +295,8 @@ def be_replica(config: EngineConfig, options: ServerOptions) -> int:
     return 1
 
 
-def _recorder(config: EngineConfig, options: ServerOptions) -> FileRecorder | None:
+def recorder_of(config: EngineConfig, options: ServerOptions) -> FileRecorder | None:
+    """Open the recording, if one is wanted."""
     if options.record is None:
         return None
     _log.info("recording into %s%s", options.record, ", redacted" if options.record_redacted else "")

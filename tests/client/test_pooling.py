@@ -124,7 +124,7 @@ def test_a_stream_that_is_refused_says_why(connect: Callable[..., Any], server: 
             client.stream_embed("x" * 9999 for _ in range(count)).result()
 
 
-def test_prompts_may_come_asynchronously(running: tuple[FakeServer, str], server: FakeServer) -> None:
+async def test_prompts_may_come_asynchronously(running: tuple[FakeServer, str], server: FakeServer) -> None:
     server.answers["embed"] = backwards
 
     async def prompts() -> AsyncIterator[str]:
@@ -133,11 +133,8 @@ def test_prompts_may_come_asynchronously(running: tuple[FakeServer, str], server
             yield "x" * length
         raise ValueError("The queue has gone.")
 
-    async def read() -> None:
-        async with AsyncClient(running[1]) as client:
-            stream = client.stream_embed(prompts())
-            assert sorted([(await anext(stream)).values[0] for _ in range(3)]) == [0, 1, 2]
-            with pytest.raises(ValueError, match="The queue has gone"):
-                await anext(stream)
-
-    asyncio.run(read())
+    async with AsyncClient(running[1]) as client:
+        stream = client.stream_embed(prompts())
+        assert sorted([(await anext(stream)).values[0] for _ in range(3)]) == [0, 1, 2]
+        with pytest.raises(ValueError, match="The queue has gone"):
+            await anext(stream)

@@ -20,6 +20,7 @@ from jaxllm import LLM, LoRARequest, RequestOutputKind, SamplingParams, UserErro
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.outputs import RequestOutput
 from tests.support.adapters import merge, write_adapter
+from tests.support.inspection import num_processes
 from tests.support.paths import GOLDEN
 from tests.support.tokenizer_kinds import build
 
@@ -210,7 +211,7 @@ def speakers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, Lo
             LoRARequest("own", 2, str(folder / "own")),
         )
         engine = llm.engine
-    assert not engine.adapters._confinement.num_processes
+    assert not num_processes(engine.adapters)
 
 
 def test_an_adapter_brings_its_own_tokenizer(speakers: tuple[LLM, LoRARequest, LoRARequest]) -> None:
@@ -304,10 +305,10 @@ def test_adapters_beyond_those_in_memory_are_read_again(tmp_path: Path) -> None:
         ]
         for first, second in zip(*rounds, strict=True):
             assert first.outputs[0].token_ids == second.outputs[0].token_ids
-        assert len(store._kept) == 3 and len(llm.engine.scheduler.state.adapters) == 2
+        assert len(llm.engine.scheduler.state.adapters) == 2
         assert llm.engine.list_loras() == set(range(1, 13))
         gc.collect()
-        assert len(store._alive) == 3, "what no request has is let go"
+        assert sum(store.find(own) is not None for own in requests) == 3, "what no request has is let go"
 
 
 @pytest.mark.slow

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.beam_search_params import BeamSearchParams
 from jaxllm.setup import kv_cache
+from tests.support.inspection import named_params_of, set_params
 from tests.support.paths import GOLDEN, STORIES
 from tests.support.sizes import SHORT_BLOCKS
 
@@ -118,12 +118,11 @@ def test_what_failed_rows_left_behind_the_window_is_not_found() -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     with make("gemma3") as llm:
         runner = llm.engine.runner
-        params = runner._params
-        tree = jax.tree.unflatten(jax.tree.structure(runner._params_shapes), params)
+        tree = named_params_of(runner)
         top = tree.top | {"embed": tree.top["embed"].at[prompt[0]].set(np.nan)}
-        runner._params = tuple(jax.tree.leaves(tree.replace(top=top)))
+        set_params(runner, tree.replace(top=top))
         (failed,) = llm.generate([{"prompt_token_ids": prompt}], greedy, use_tqdm=False)
         assert failed.outputs[0].finish_reason == "error"
-        runner._params = params
+        set_params(runner, tree)
         assert generate(llm, [prompt], greedy) == [expected[:4]]
         assert generate(llm, [prompt], greedy) == [expected[:4]]

@@ -233,7 +233,7 @@ def slowly(step: Callable[[LLMEngine], Any], seconds: float = 0.01) -> Callable[
 
 
 @pytest.mark.ci
-def test_one_request_fails_then_the_engine_hangs_then_it_dies(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_request_fails_then_the_engine_hangs_then_it_dies(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     failed = ("INTERNAL", "ENGINE_ERROR", errors.RequestFailedError)
     lost = ("UNAVAILABLE", "ENGINE_DEAD", errors.EngineDeadError)
     real, seen = Tokenizer.token_text, itertools.count(1)
@@ -301,18 +301,15 @@ def test_one_request_fails_then_the_engine_hangs_then_it_dies(run: Any, monkeypa
             await waits
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
 
-    async def check() -> None:
-        server = new_server(hang_timeout=0.3)
-        running = asyncio.ensure_future(server.run())
-        while server.engine.state != "serving" and not running.done():
-            await asyncio.sleep(0.01)
-        async with clients_of(server) as clients:
-            await one_fails(*clients)
-            await it_hangs(server, *clients)
-            await engine_dies(server, *clients)
-        assert await running == 1
-
-    run(check())
+    server = new_server(hang_timeout=0.3)
+    running = asyncio.ensure_future(server.run())
+    while server.engine.state != "serving" and not running.done():
+        await asyncio.sleep(0.01)
+    async with clients_of(server) as clients:
+        await one_fails(*clients)
+        await it_hangs(server, *clients)
+        await engine_dies(server, *clients)
+    assert await running == 1
 
 
 def test_tls_without_certificates_of_clients(run: Any, certificates: Path) -> None:

@@ -35,9 +35,10 @@ from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm.scheduler.state import Limits
 from jaxllm.setup import draft_setup, kv_cache
 from jaxllm.setup.model_setup import cache_window, describe_programs, plan_memory, prepare
-from jaxllm_server.launch import ServerOptions, _recorder
+from jaxllm_server.launch import ServerOptions, recorder_of
 from tests.model.test_parity import CASES
 from tests.support.heads import apart
+from tests.support.inspection import state_of
 from tests.support.paths import GOLDEN, STORIES
 from training.questions import held_out_questions
 
@@ -226,7 +227,9 @@ def plainly(kind: str) -> list[Any]:
         return tokens_of(llm, True)
 
 
-@pytest.mark.parametrize("number", [pytest.param(n, marks=[pytest.mark.slow] * (n > 0)) for n in range(48)])
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=pytest.mark.slow if n else pytest.mark.ci) for n in range(48)]
+)
 def test_requests_get_the_same_tokens_with_any_other_settings(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_setup, "with_cost", lambda drafting, described: drafting)  # else drafts never pay
     kind, settings = KINDS[number % 2], drawn(number)
@@ -292,7 +295,7 @@ def test_a_step_leaves_the_pool_as_it_is() -> None:
     settings: dict[str, Any] = {"kv_cache_dtype": "fp8", "num_kv_blocks": 4096, "skip_tokenizer_init": True}
     with LLM(str(GOLDEN / "llama"), **SIZES | settings) as llm:
         runner = llm.engine.runner
-        (keys, *_), *_ = runner._state_shapes.kv
+        (keys, *_), *_ = state_of(runner).kv
         for key in runner.programs.covering:
             assert runner.programs[key].memory_analysis().temp_size_in_bytes < math.prod(keys.shape), key
 
@@ -311,7 +314,7 @@ def test_what_has_no_cache_is_refused_by_name_and_others_say_what_they_have(capf
 @pytest.mark.parametrize(("kind", "told"), [("int8", {"kv_cache_dtype": "int8"}), ("auto", {})])
 def test_a_recording_says_it(tmp_path: Path, kind: Any, told: dict[str, str]) -> None:
     config = EngineConfig(model=str(MODEL_DIR), kv_cache_dtype=kind)
-    recorder = _recorder(config, ServerOptions(record=str(tmp_path / "recording")))
+    recorder = recorder_of(config, ServerOptions(record=str(tmp_path / "recording")))
     assert recorder is not None
     limits = Limits(num_slots=1, num_blocks=1, block_size=1, max_step_tokens=1, max_step_chunks=1)
     recorder.begin(RecordedScheduler(limits))

@@ -14,7 +14,6 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -24,6 +23,7 @@ from jaxllm.engine.llm_engine import LLMEngine
 from jaxllm.outputs import RequestOutput
 from jaxllm.runner.model_runner import StepInFlight
 from jaxllm.sampling_params import MAX_REPORTED_TOKENS
+from tests.support.inspection import lose_state, named_params_of, set_params
 from tests.support.paths import GOLDEN
 from tests.support.sizes import FEW_BLOCKS, SHORT_BLOCKS, SLOTS
 
@@ -281,20 +281,6 @@ def test_ends(llm: LLM, alone: dict[str, list[int]]) -> None:
     assert end(max_tokens=99, stop_token_ids=[*fresh, 5, 6])[1:3] == ("stop", story[min(map(story.index, fresh))])
 
 
-def test_logprobs_are_those_of_the_distribution(llm: LLM) -> None:
-    (output,) = generate(llm, "Tom had", SamplingParams(temperature=0.0, max_tokens=5, logprobs=20))
-    (done,) = output.outputs
-    assert done.logprobs is not None and len(done.logprobs) == 5
-    for token, entry in zip(done.token_ids, done.logprobs, strict=True):
-        values = [item.logprob for item in entry.values()]
-        assert next(iter(entry)) == token and entry[token].rank == 1 and len(entry) == 20
-        assert values == sorted(values, reverse=True) and 0.3 < np.exp(values).sum() <= 1 + 1e-5
-        assert [item.rank for item in entry.values()] == list(range(1, 21))
-    assert done.cumulative_logprob == pytest.approx(
-        sum(entry[token].logprob for token, entry in zip(done.token_ids, done.logprobs, strict=True))
-    )
-
-
 BAD = [
     ([], {}, "cannot be empty"),
     ([1, 512], {}, "out of vocabulary"),
@@ -304,11 +290,11 @@ BAD = [
     ([1.5], {}, "integer"),
     ({"prompt": "a", "multi_modal_data": {}}, {}, "multi_modal_data"),
     ({"prompt": "a", "cache_salt": 3}, {}, "cache_salt"),
+    ({"prompt": "a", "cache_salt": ""}, {}, "cache_salt"),
     ({"prompt": None}, {}, "text or a list"),
     (3.0, {}, "text or a list"),
     ([1] * 512, {}, "maximum context length is 512 tokens"),
     ("\ud800", {}, "surrogate"),
-    ("a", {"logprobs": 21}, "greater than max allowed: 20"),
     ("a", {"stop_token_ids": [512]}, "out-of-vocab"),
 ]
 
@@ -398,8 +384,7 @@ def test_a_step_that_takes_the_cache_with_it_costs_no_token(
         nonlocal calls
         calls += 1
         if calls in (2, 9, 10, 40):
-            for leaf in engine.runner._state:
-                leaf.delete()
+            lose_state(engine.runner)
             raise RuntimeError("the device said no")
         return real(*arguments)
 
@@ -431,10 +416,10 @@ def test_logits_that_are_not_finite_end_their_request_alone() -> None:
     ) as llm:
         runner, params = llm.engine.runner, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
         expected = tokens(generate(llm, [[5, 6, 7]], params))
-        named = jax.tree.unflatten(jax.tree.structure(runner._params_shapes), runner._params)
+        named = named_params_of(runner)
         assert "head" in named.top, "a tied head would poison everybody's logits"
         top = named.top | {"embed": named.top["embed"].at[3].set(np.nan)}
-        runner._params = tuple(jax.tree.leaves(named.replace(top=top)))
+        set_params(runner, named.replace(top=top))
         healthy, scored, poisoned = generate(
             llm, [[5, 6, 7], [5, 3, 7], [5, 3, 7]], [params, replace(params, prompt_logprobs=1), params]
         )
@@ -442,11 +427,11 @@ def test_logits_that_are_not_finite_end_their_request_alone() -> None:
         assert poisoned.outputs[0].finish_reason == "error" and "finite" in str(poisoned.outputs[0].stop_reason)
         assert tokens([healthy]) == expected or 3 in expected[0]
         # What the poisoned prompt wrote must not be read by others, even once the fault has gone.
-        runner._params = tuple(jax.tree.leaves(named))
+        set_params(runner, named)
         longer = [5, 3, *range(7, 40)]
-        runner._params = tuple(jax.tree.leaves(named.replace(top=top)))
+        set_params(runner, named.replace(top=top))
         assert generate(llm, [longer], params)[0].outputs[0].finish_reason == "error"
-        runner._params = tuple(jax.tree.leaves(named))
+        set_params(runner, named)
         (cured,) = generate(llm, [longer], params)
         assert cured.num_cached_tokens == 0 and cured.outputs[0].finish_reason == "length"
 
@@ -496,7 +481,7 @@ def test_what_fails_before_a_step_ran_is_not_in_the_prefix_cache(llm: LLM, monke
     llm.reset_prefix_cache()
     expected = tokens(generate(llm, prompt, GREEDY))
     llm.reset_prefix_cache()
-    monkeypatch.setattr(llm.engine, "_admit", lambda plan: 1 / 0)
+    monkeypatch.setattr("jaxllm.engine.engine_core.StepInput", lambda *_: 1 / 0)
     with pytest.raises(EngineError, match="division"):
         generate(llm, prompt, GREEDY)
     monkeypatch.undo()

@@ -45,7 +45,8 @@ def check(entry: dict[int, Logprob], position: int, token: int, count: int) -> N
         assert abs(told.logprob - exact[other]) < TOLERANCE
     likeliest = [other for other, _ in ([first] if len(entry) == count else []) + others]
     assert set(likeliest) == set(np.argsort(-exact)[:count].tolist())
-    assert [told.rank for _, told in others] == sorted(told.rank for _, told in others if told.rank)
+    own = first[1].rank if len(entry) == count else None
+    assert [told.rank for _, told in others] == [rank for rank in range(1, count + 1) if rank != own]
 
 
 @pytest.mark.parametrize("count", [0, 1, 20, 21, 100, -1])
@@ -54,6 +55,8 @@ def test_outputs(llm: LLM, count: int) -> None:
     assert output.token_ids == TOKENS[50:60] and output.logprobs is not None
     for at, entry in enumerate(output.logprobs):
         check(entry, 50 + at, TOKENS[50 + at], EXACT.shape[1] if count == -1 else count)
+    together = sum(EXACT[49 + at, TOKENS[50 + at]] for at in range(10))
+    assert output.cumulative_logprob == pytest.approx(together, abs=10 * TOLERANCE)
 
 
 @pytest.mark.parametrize("count", [0, 1, 20, 21, -1])

@@ -8,6 +8,7 @@ import pytest
 
 from jaxllm import LLM, SamplingParams
 from tests.support import paths
+from tests.support.inspection import set_depth
 from tests.support.sizes import FEW_BLOCKS, SLOTS
 
 STORIES = str(paths.STORIES)
@@ -41,7 +42,7 @@ def test_the_same_tokens(settings: dict[str, Any], copies: int, shards: int, exp
     with LLM(STORIES, tensor_parallel_size=shards, **SLOTS | settings) as llm:
         engine = llm.engine
         for depth in (2, 1):  # with overlap and without, in the same programs
-            engine._depth = depth
+            set_depth(engine, depth)
             engine.reset_prefix_cache()
             preemptions = engine.metrics.preemptions
             for _ in range(2):  # the second time from the prefix cache

@@ -23,6 +23,7 @@ from jaxllm.structured_output.grammars import Grammar, Grammars
 from jaxllm.structured_outputs_params import StructuredOutputsParams
 from tests.engine.structured_requests import FLAT
 from tests.support import paths
+from tests.support.inspection import lose_state, num_preparing, random_state_of
 from tests.support.sizes import SLOTS
 
 STORIES = str(paths.STORIES)
@@ -181,8 +182,7 @@ def test_a_half_of_a_step_that_fails_costs_no_token(llm: LLM, half: str, monkeyp
         nonlocal calls
         calls += 1
         if calls in (1, 4, 9, 10, 23):
-            for leaf in engine.runner._state:
-                leaf.delete()
+            lose_state(engine.runner)
             raise RuntimeError("the device said no")
         return real(*arguments)
 
@@ -210,11 +210,11 @@ REFUSED: list[dict[str, Any]] = [
 def test_what_is_refused_leaves_the_engine_as_it_was(llm: LLM, asked: dict[str, Any]) -> None:
     engine, plain = llm.engine, SamplingParams(max_tokens=8)  # its seed is drawn
     engine.step()
-    state, random = engine.scheduler.state, engine.inputs._random.bit_generator.state
+    state, random = engine.scheduler.state, random_state_of(engine)
     with pytest.raises(UserError) as caught:
         engine.add_request("1", PROMPT, sampled(asked))
     assert caught.value.parameter == "structured_outputs" and str(caught.value).isprintable()
-    assert engine.scheduler.state is state and engine.inputs._random.bit_generator.state == random
+    assert engine.scheduler.state is state and random_state_of(engine) == random
     assert not engine.has_unfinished_requests() and not engine.outputs.sequences
     engine.add_request("1", PROMPT, plain)  # its id is free
     assert engine.abort_request("1") is not None
@@ -255,22 +255,15 @@ def test_a_grammar_is_compiled_beside_the_event_loop_and_what_is_cancelled_meanw
             slow = [sampled({"json": slow_schema(10 + number)}, max_tokens=2) for number in range(4)]
             tasks = [asyncio.create_task(_last(engine, params)) for params in slow]
             await asyncio.sleep(0.03)
-            assert engine._num_preparing == 4
+            assert num_preparing(engine) == 4
             with engine.preparing(3):
-                assert engine._num_preparing == 7
-            assert engine._num_preparing == 4
+                assert num_preparing(engine) == 7
+            assert num_preparing(engine) == 4
             for task in tasks:
                 task.cancel()
                 with suppress(asyncio.CancelledError):
                     await task
-            assert engine._num_preparing == 0 and engine.num_live == 0
-            for _ in range(1000):
-                threads = engine._tokenizing
-                assert threads is not None
-                if not threads._running and not threads._waiting:
-                    break
-                await asyncio.sleep(0.01)
-            assert not threads._running and not threads._waiting, "a thread was lost"
+            assert num_preparing(engine) == 0 and engine.num_live == 0
             assert engine.get_load().running == 0
             assert (await _last(engine, sampled({"choice": ["yes"]}))).outputs[0].text == "yes"
 

@@ -23,6 +23,7 @@ from jaxllm.structured_output.slow_masks import Pace
 from tests.engine import structured_requests
 from tests.engine.structured_requests import KINDS, asked, check_equal, is_ended_by_itself, is_valid
 from tests.support import paths
+from tests.support.inspection import set_depth
 from tests.support.sizes import FEW_BLOCKS, SLOTS
 
 STORIES = str(paths.STORIES)
@@ -56,10 +57,10 @@ class Alone:
 
     def __call__(self, number: int) -> RequestOutput:
         if number not in self._known:
-            depth, self._engine._depth = self._engine._depth, 1
+            depth = set_depth(self._engine, 1)
             self._engine.reset_prefix_cache()
             self._known[number] = structured_requests.run(self._engine, [number], aborts=False)[number]
-            self._engine._depth = depth
+            set_depth(self._engine, depth)
         return self._known[number]
 
 
@@ -179,7 +180,7 @@ def test_settings_change_nothing_of_constrained_requests(
     with LLM(STORIES, **settings) as busy:
         metrics = busy.engine.metrics
         for depth in (2, 1, 2):  # with overlap and without, in the same programs
-            busy.engine._depth = depth
+            set_depth(busy.engine, depth)
             preemptions, cached = metrics.preemptions, metrics.cached_tokens
             check(busy, alone, numbers)
             assert (metrics.preemptions > preemptions) == ("num_kv_blocks" in settings)

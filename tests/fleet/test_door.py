@@ -67,81 +67,72 @@ def strange(draws: random.Random) -> bytes:
     return draws.choice(kinds)
 
 
-def test_nothing_of_a_stranger_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nothing_of_a_stranger_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     def unpack(*_: Any) -> Any:
         raise AssertionError("decoded")
 
-    async def run() -> None:
-        draws = random.Random(1)
-        async with listening() as (port, _, replica, noting):
-            with monkeypatch.context() as patched:
-                patched.setattr(messages, "unpack", unpack)
-                patched.setattr(noting, "heard", unpack)
-                for _ in range(200):
-                    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-                    writer.write(strange(draws))
-                    writer.write_eof()
-                    try:
-                        answer = await asyncio.wait_for(reader.read(), 5.0)
-                    except ConnectionResetError:
-                        answer = b""
-                    assert b"decoded" not in answer and not replica.connected.is_set()
-                    writer.close()
-
-    asyncio.run(run())
+    draws = random.Random(1)
+    async with listening() as (port, _, replica, noting):
+        with monkeypatch.context() as patched:
+            patched.setattr(messages, "unpack", unpack)
+            patched.setattr(noting, "heard", unpack)
+            for _ in range(200):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(strange(draws))
+                writer.write_eof()
+                try:
+                    answer = await asyncio.wait_for(reader.read(), 5.0)
+                except ConnectionResetError:
+                    answer = b""
+                assert b"decoded" not in answer and not replica.connected.is_set()
+                writer.close()
 
 
 @pytest.mark.parametrize("with_tls", [False, True])
-def test_silent_strangers_keep_no_replica_out(with_tls: bool, certificates: Path) -> None:
+async def test_silent_strangers_keep_no_replica_out(with_tls: bool, certificates: Path) -> None:
     """Of 100 silent or half-connected strangers 16 stay connected, and a replica is still admitted."""
 
-    async def run() -> None:
-        tls = trust = None
-        if with_tls:
-            tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-            tls.load_cert_chain(certificates / "server.pem", certificates / "server.key")
-            trust = ssl.create_default_context(cafile=str(certificates / "ca.pem"))
-        async with listening(tls) as (port, supervisor, replica, noting):
-            strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(100)]
-            for _, writer in strangers:
-                writer.write(b"\x16\x03\x01" if with_tls else b"\x00")
-            began = time.monotonic()
-            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trust)
-            writer.write(Greeting(__version__, "", KEY.encode()).pack() + messages.frame([messages.pack(("one",))]))
-            while noting.said != [("one",)]:
-                await asyncio.sleep(0.001)
-                assert time.monotonic() - began < 1.0
-            listener = supervisor.listener_from_afar
-            assert listener is not None and len(listener.strangers) < door.MOST_STRANGERS
-            ended = 0
-            for stranger, _ in strangers:
-                try:
-                    ended += not await asyncio.wait_for(stranger.read(1), 0.01)
-                except TimeoutError:
-                    pass
-                except ConnectionResetError:
-                    ended += 1
-            assert ended >= len(strangers) - door.MOST_STRANGERS
-            late = [await asyncio.open_connection("127.0.0.1", port) for _ in range(40)]
-            writer.write(messages.frame([messages.pack(("two",))]))
-            while noting.said != [("one",), ("two",)]:
-                await asyncio.sleep(0.001)
-                assert time.monotonic() - began < 5.0
-            assert replica.connected.is_set(), "strangers do not push a replica out"
-            for _, each in (*strangers, *late, (reader, writer)):
-                each.close()
-
-    asyncio.run(run())
+    tls = trust = None
+    if with_tls:
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        tls.load_cert_chain(certificates / "server.pem", certificates / "server.key")
+        trust = ssl.create_default_context(cafile=str(certificates / "ca.pem"))
+    async with listening(tls) as (port, supervisor, replica, noting):
+        strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(100)]
+        for _, writer in strangers:
+            writer.write(b"\x16\x03\x01" if with_tls else b"\x00")
+        began = time.monotonic()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trust)
+        writer.write(Greeting(__version__, "", KEY.encode()).pack() + messages.frame([messages.pack(("one",))]))
+        while noting.said != [("one",)]:
+            await asyncio.sleep(0.001)
+            assert time.monotonic() - began < 1.0
+        listener = supervisor.listener_from_afar
+        assert listener is not None and len(listener.strangers) < door.MOST_STRANGERS
+        ended = 0
+        for stranger, _ in strangers:
+            try:
+                ended += not await asyncio.wait_for(stranger.read(1), 0.01)
+            except TimeoutError:
+                pass
+            except ConnectionResetError:
+                ended += 1
+        assert ended >= len(strangers) - door.MOST_STRANGERS
+        late = [await asyncio.open_connection("127.0.0.1", port) for _ in range(40)]
+        writer.write(messages.frame([messages.pack(("two",))]))
+        while noting.said != [("one",), ("two",)]:
+            await asyncio.sleep(0.001)
+            assert time.monotonic() - began < 5.0
+        assert replica.connected.is_set(), "strangers do not push a replica out"
+        for _, each in (*strangers, *late, (reader, writer)):
+            each.close()
 
 
-def test_a_stranger_is_let_go_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stranger_is_let_go_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "HELLO_SECONDS", 0.1)
 
-    async def run() -> None:
-        async with listening() as (port, *_):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(b"\x00")
-            assert await asyncio.wait_for(reader.read(), 2.0) == b""
-            writer.close()
-
-    asyncio.run(run())
+    async with listening() as (port, *_):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"\x00")
+        assert await asyncio.wait_for(reader.read(), 2.0) == b""
+        writer.close()

@@ -137,35 +137,32 @@ async def until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
 
 
 @pytest.mark.ci
-def test_prefixes_find_their_replica_and_tokens_are_spread() -> None:
+async def test_prefixes_find_their_replica_and_tokens_are_spread() -> None:
     """Twenty prefixes of 64 tokens, of which few are asked for often."""
     draws = random.Random(0)
     prefixes = [[draws.randrange(3, 1500) for _ in range(64)] for _ in range(20)]
     asked = draws.choices(prefixes, [1 / (rank + 1) for rank in range(20)], k=300)
     greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
-    async def run() -> None:
-        async with fleet_of(2, num_kv_blocks=2000) as fleet:
-            seen: set[int] = set()
-            repeated = 0
+    async with fleet_of(2, num_kv_blocks=2000) as fleet:
+        seen: set[int] = set()
+        repeated = 0
 
-            async def one(prefix: list[int]) -> None:
-                ids = [*prefix, *(draws.randrange(3, 1500) for _ in range(8))]
-                async for _ in fleet.generate({"prompt_token_ids": ids}, greedy):
-                    pass
+        async def one(prefix: list[int]) -> None:
+            ids = [*prefix, *(draws.randrange(3, 1500) for _ in range(8))]
+            async for _ in fleet.generate({"prompt_token_ids": ids}, greedy):
+                pass
 
-            for start in range(0, len(asked), 12):
-                some = asked[start : start + 12]
-                repeated += sum(id(prefix) in seen for prefix in some)
-                await asyncio.gather(*map(one, some))
-                seen |= set(map(id, some))
-            hits = fleet.metrics.cached_tokens / 64
-            assert hits >= LEAST_HITS * repeated, (hits, repeated)
-            done = [each.metrics.prompt_tokens + each.metrics.generated_tokens for each in fleet.replicas]
-            print(f"{hits / repeated:.2f} of repeated prefixes were found, tokens {done}")
-            assert max(done) <= MOST_SHARE * sum(done) / len(done)
-
-    asyncio.run(run())
+        for start in range(0, len(asked), 12):
+            some = asked[start : start + 12]
+            repeated += sum(id(prefix) in seen for prefix in some)
+            await asyncio.gather(*map(one, some))
+            seen |= set(map(id, some))
+        hits = fleet.metrics.cached_tokens / 64
+        assert hits >= LEAST_HITS * repeated, (hits, repeated)
+        done = [each.metrics.prompt_tokens + each.metrics.generated_tokens for each in fleet.replicas]
+        print(f"{hits / repeated:.2f} of repeated prefixes were found, tokens {done}")
+        assert max(done) <= MOST_SHARE * sum(done) / len(done)
 
 
 @pytest.mark.parametrize("count", [6, pytest.param(200, marks=pytest.mark.slow)])
@@ -216,30 +213,27 @@ def test_a_replica_that_dies_stops_or_hangs_costs_only_what_it_has_answered(
 
 
 @pytest.mark.ci
-def test_a_replica_is_drained_and_started_anew() -> None:
-    async def run() -> None:
-        async with fleet_of(2) as fleet:
-            params = SamplingParams(seed=1, max_tokens=90, ignore_eos=True)
-            running = [asyncio.ensure_future(ask(fleet, number, params)) for number in range(8)]
-            await until(lambda: all(each.live for each in fleet.replicas))
-            await fleet.drain_replica(0)
-            answers = await asyncio.gather(*running)
-            assert all(len(each.samples[0].token_ids) == 90 for each in answers)
-            await until(lambda: idle(fleet))
-            assert [each.num_starts for each in fleet.replicas] == [2, 1]
-            with pytest.raises(UserError, match="replica must be 0 to 1"):
-                await fleet.drain_replica(2)
-            await fleet.pause()
-            assert fleet.state == "paused"
-            with pytest.raises(UnavailableError, match="paused"):
-                await ask(fleet, 1, params)
-            await fleet.resume()
-            assert await fleet.reset_prefix_cache()
-            with pytest.raises(UserError, match="stop_token_ids"):  # the replica says so
-                await ask(fleet, 1, dataclasses.replace(params, stop_token_ids=[1 << 20]))
-            assert await fleet.drain(5.0)
-
-    asyncio.run(run())
+async def test_a_replica_is_drained_and_started_anew() -> None:
+    async with fleet_of(2) as fleet:
+        params = SamplingParams(seed=1, max_tokens=90, ignore_eos=True)
+        running = [asyncio.ensure_future(ask(fleet, number, params)) for number in range(8)]
+        await until(lambda: all(each.live for each in fleet.replicas))
+        await fleet.drain_replica(0)
+        answers = await asyncio.gather(*running)
+        assert all(len(each.samples[0].token_ids) == 90 for each in answers)
+        await until(lambda: idle(fleet))
+        assert [each.num_starts for each in fleet.replicas] == [2, 1]
+        with pytest.raises(UserError, match="replica must be 0 to 1"):
+            await fleet.drain_replica(2)
+        await fleet.pause()
+        assert fleet.state == "paused"
+        with pytest.raises(UnavailableError, match="paused"):
+            await ask(fleet, 1, params)
+        await fleet.resume()
+        assert await fleet.reset_prefix_cache()
+        with pytest.raises(UserError, match="stop_token_ids"):  # the replica says so
+            await ask(fleet, 1, dataclasses.replace(params, stop_token_ids=[1 << 20]))
+        assert await fleet.drain(5.0)
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_start() -> None:

@@ -128,31 +128,28 @@ def supervising(replica: Replica, listener: Noting) -> Supervisor:
     return Supervisor([replica], listener, lambda *_: none, hang_timeout=1.0, module="", door=door)
 
 
-def test_a_replica_that_is_lost_is_not_heard_any_more() -> None:
+async def test_a_replica_that_is_lost_is_not_heard_any_more() -> None:
     """What it had said before may still lie in the connection: outputs of a request that runs elsewhere by then."""
 
-    async def run() -> None:
-        replica, listener = Replica(0, is_local=False), Noting()
-        supervisor = supervising(replica, listener)
-        old, reader = Connection(), asyncio.StreamReader()
+    replica, listener = Replica(0, is_local=False), Noting()
+    supervisor = supervising(replica, listener)
+    old, reader = Connection(), asyncio.StreamReader()
 
-        def say(*said: Any) -> None:
-            reader.feed_data(messages.frame([messages.pack(each) for each in said]))
+    def say(*said: Any) -> None:
+        reader.feed_data(messages.frame([messages.pack(each) for each in said]))
 
-        reader.feed_data(Greeting(__version__, "", b"key").pack())
-        hearing = asyncio.ensure_future(supervisor.connected_from_afar(reader, old))
-        say(("one",))
-        while listener.said != [("one",)]:
-            await asyncio.sleep(0)
-        replica.end(LOST)
-        replica.connect(Connection())  # the next process
-        say(("two",))
-        reader.feed_eof()
-        await hearing
-        assert listener.said == [("one",)] and old.is_closed
-        assert not replica.lost.is_set(), "the end of an old connection is not the end of the new one"
-
-    asyncio.run(run())
+    reader.feed_data(Greeting(__version__, "", b"key").pack())
+    hearing = asyncio.ensure_future(supervisor.connected_from_afar(reader, old))
+    say(("one",))
+    while listener.said != [("one",)]:
+        await asyncio.sleep(0)
+    replica.end(LOST)
+    replica.connect(Connection())  # the next process
+    say(("two",))
+    reader.feed_eof()
+    await hearing
+    assert listener.said == [("one",)] and old.is_closed
+    assert not replica.lost.is_set(), "the end of an old connection is not the end of the new one"
 
 
 @pytest.mark.parametrize(
@@ -163,17 +160,14 @@ def test_a_replica_that_is_lost_is_not_heard_any_more() -> None:
         (Greeting(__version__, "", b"key"), "data_parallel_size allows no more replicas"),
     ],
 )
-def test_who_is_refused_hears_why(greeting: Greeting, why: str) -> None:
-    async def run() -> None:
-        replica = Replica(0, is_local=False)
-        replica.connected.set()
-        supervisor = supervising(replica, Noting())
-        connection, reader = Connection(), asyncio.StreamReader()
-        reader.feed_data(greeting.pack())
-        await supervisor.connected_from_afar(reader, connection)
-        assert connection.is_closed and why.encode() in connection.written
-
-    asyncio.run(run())
+async def test_who_is_refused_hears_why(greeting: Greeting, why: str) -> None:
+    replica = Replica(0, is_local=False)
+    replica.connected.set()
+    supervisor = supervising(replica, Noting())
+    connection, reader = Connection(), asyncio.StreamReader()
+    reader.feed_data(greeting.pack())
+    await supervisor.connected_from_afar(reader, connection)
+    assert connection.is_closed and why.encode() in connection.written
 
 
 @given(st.lists(st.tuples(st.sampled_from(("add", "output", "drop")), st.sampled_from("abc"), st.integers(0, 9))))

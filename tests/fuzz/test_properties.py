@@ -46,11 +46,6 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=12,
 )
-HOSTILE_TEXT = st.lists(
-    st.text(max_size=4)
-    | st.sampled_from(["<|im_end|>", "<|im_start|>", "<|im_", "end|>", "|", "<", "\u200b", "＜", "\n", " ", "system"]),
-    max_size=8,
-).map("".join)
 
 
 @COUNTS
@@ -92,22 +87,6 @@ def test_any_bytes_are_answered_or_refused(count: int, name: str) -> None:
         TARGETS[name].check(data)
 
     hold(count, check, data=st.binary(max_size=60))
-
-
-@COUNTS
-def test_only_the_template_writes_special_tokens(count: int) -> None:
-    message = st.fixed_dictionaries(
-        {"role": st.sampled_from(["user", "system", "tool"]), "content": HOSTILE_TEXT},
-        optional={"name": HOSTILE_TEXT, "tool_call_id": HOSTILE_TEXT},
-    )
-
-    def check(messages: list[dict[str, Any]]) -> None:
-        try:
-            texts.check_conversation(messages)
-        except UserError as error:
-            assert "special token" in str(error)
-
-    hold(count, check, messages=st.lists(message, min_size=1, max_size=3))
 
 
 # Outputs.
@@ -166,7 +145,7 @@ def _is_text(stop: str) -> bool:
 @COUNTS
 def test_any_model_text_splits_the_same_however_it_is_cut(count: int) -> None:
     soup = st.lists(st.sampled_from(texts.MODEL_WORDS), max_size=20).map("".join)
-    hold(count, lambda text: texts.check_parsers(text, random.Random(len(text))), text=soup)
+    hold(2 * count, lambda text: texts.check_parsers(text, random.Random(len(text))), text=soup)
 
 
 # Linear time.

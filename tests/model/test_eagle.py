@@ -159,7 +159,12 @@ def attend_within(spec: Spec, shards: int) -> decoder.Attend:
 
 
 @pytest.mark.parametrize(
-    ("case", "shards"), [*((case, 1) for case in CASES), ("mapped", 2), ("permuted", 4), ("wide", 2), ("first", 4)]
+    ("case", "shards"),
+    [
+        *(("each", 1), ("wide", 2), ("first", 4)),
+        *(pytest.param(case, 1, marks=pytest.mark.ci) for case in CASES if case != "each"),
+        *(pytest.param(*one, marks=pytest.mark.ci) for one in (("mapped", 2), ("permuted", 4))),
+    ],
 )
 def test_two_passes_are_those_of_plain_arithmetic(case: str, shards: int, tmp_path: Path) -> None:
     folder = write(tmp_path, case, ("midlayer.", "layers.0.")[shards % 2])

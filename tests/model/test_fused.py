@@ -50,8 +50,8 @@ def say(
 @pytest.mark.parametrize(
     ("family", "devices"),
     [
-        *(("qwen2", 1), ("qwen2", 2)),
-        *(pytest.param(family, 1, marks=pytest.mark.ci) for family in FAMILIES if family != "qwen2"),
+        ("qwen2", 2),
+        *(pytest.param(family, 1, marks=pytest.mark.ci) for family in FAMILIES),
     ],
 )
 def test_layers_say_the_same(family: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:

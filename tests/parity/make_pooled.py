@@ -79,16 +79,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3Model", _PADDED),
     "phi3-labels": ("Phi3ForSequenceClassification", _PADDED),
 }
-STORED = (
-    "bert-labels",
-    "xlm-roberta-labels",
-    "distilbert",
-    "mpnet",
-    "modernbert-labels",
-    "nomic",
-    "gemma3",
-    "qwen3-labels",
-)
+STORED = """
+    bert-labels xlm-roberta-labels distilbert mpnet modernbert-labels nomic gemma3 qwen3-labels
+""".split()
 
 
 def make_model(case: str, seed: int) -> Any:
@@ -161,14 +154,9 @@ MODULES: dict[str, tuple[str, str, tuple[tuple[int, str, bool], ...], bool]] = {
     "qwen3-embedding": ("qwen3", "lasttoken", (), True),
     "embeddinggemma": ("gemma3", "mean", ((96, "Identity", False), (48, "Identity", False)), True),
 }
-CROSS_ENCODERS = (
-    "bert-labels",
-    "roberta-labels",
-    "distilbert-labels",
-    "modernbert-labels",
-    "mpnet-labels",
-    "qwen3-labels",
-)
+CROSS_ENCODERS = """
+    bert-labels roberta-labels distilbert-labels modernbert-labels mpnet-labels qwen3-labels
+""".split()
 
 
 def save_tokenizer(folder: Path, has_types: bool = False) -> None:

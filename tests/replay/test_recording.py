@@ -137,14 +137,14 @@ def made_plan(moment: Moment) -> Plan | None:
 
 @pytest.mark.parametrize("is_redacted", [False, True])
 @pytest.mark.parametrize("limits", [LIMITS, DRAFTING], ids=["plain", "drafting"])
-def test_a_replay_makes_the_same_plans(tmp_path: Path, limits: Limits, is_redacted: bool) -> None:
-    for seed in range(5):
-        driver = Driver(tmp_path / f"log{seed}", seed, limits, is_redacted=is_redacted)
-        driver.run(400)
-        assert sum(1 for plan in driver.plans if plan[2]) > 300
-        assert (driver.num_verified > 100) == (limits is DRAFTING)
-        assert (driver.num_forks > 20) == (limits is LIMITS)
-        assert plans_of(tmp_path / f"log{seed}") == driver.plans
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.ci) for seed in range(1, 5))])
+def test_a_replay_makes_the_same_plans(tmp_path: Path, limits: Limits, is_redacted: bool, seed: int) -> None:
+    driver = Driver(tmp_path / "log", seed, limits, is_redacted=is_redacted)
+    driver.run(400)
+    assert sum(1 for plan in driver.plans if plan[2]) > 300
+    assert (driver.num_verified > 100) == (limits is DRAFTING)
+    assert (driver.num_forks > 20) == (limits is LIMITS)
+    assert plans_of(tmp_path / "log") == driver.plans
 
 
 @pytest.mark.ci

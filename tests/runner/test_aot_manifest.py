@@ -101,7 +101,7 @@ def test_another_processor_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = prepare(config)
     plan = plan_memory(config, setup, None)
     recorded = describe_programs(config, setup, plan)
-    monkeypatch.setattr(program_digest, "_host", lambda: ([], "model name\t: A chip\nFeatures\t: fp", 96))
+    monkeypatch.setattr(program_digest, "host", lambda: ([], "model name\t: A chip\nFeatures\t: fp", 96))
     told = aot_manifest.difference(recorded, describe_programs(config, setup, plan))
     assert told.startswith("processor is 'A chip, 96 cores', not '") and ";" not in told
 

@@ -35,6 +35,7 @@ from jaxllm.scheduler.state import Plan
 from jaxllm.setup import memory_plan
 from jaxllm.setup.model_setup import free_bytes, plan_memory, prepare
 from tests.benchmarks import padding
+from tests.support.inspection import lowered, state_of
 from tests.support.paths import ROOT
 
 NOTE_COMPILATION = Runner.note_compilation
@@ -71,27 +72,6 @@ def random_params(random: np.random.Generator) -> SamplingParams:
 
 
 @pytest.mark.ci
-def test_nothing_is_compiled_once_the_engine_is_ready(llm: LLM) -> None:
-    events: list[str] = []
-
-    def listen(event: str, duration: float, **_: object) -> None:
-        events.append(event)
-
-    random = np.random.default_rng(0)
-    prompts = [random.integers(3, 128, int(random.integers(1, 90))).tolist() for _ in range(500)]
-    params = [random_params(random) for _ in prompts]
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    assert len(outputs) == 500 and all(output.finished for output in outputs)
-    assert [event for event in events if "compile" in event or "trac" in event] == []
-    assert llm.engine.metrics.compilations_after_ready == 0
-    assert len(llm.engine.runner.programs) == llm.engine.runner.programs.num_all
-
-
-@pytest.mark.ci
 def test_what_is_compiled_in_a_step_is_counted(llm: LLM) -> None:
     metrics, runner = Metrics(), llm.engine.runner
     ours, runner.metrics = runner.metrics, metrics
@@ -121,11 +101,9 @@ def test_a_call_takes_the_fast_path(llm: LLM) -> None:
 @pytest.mark.ci
 def test_every_program_keeps_the_cache_in_place(llm: LLM) -> None:
     runner = llm.engine.runner
-    state_bytes, token_bytes = (
-        device_state.nbytes(runner._state_shapes),
-        4 * math.prod(runner._state_shapes.tokens.shape),
-    )
-    kv = runner._state_shapes.kv[0][0].shape
+    state = state_of(runner)
+    state_bytes, token_bytes = device_state.nbytes(state), 4 * math.prod(state.tokens.shape)
+    kv = state.kv[0][0].shape
     assert len(set(kv)) == 4, "the cache's shape is like no other array's"
     shape = ",".join(map(str, kv))
     for key in [*runner.programs.covering, *runner.programs.rest]:
@@ -143,7 +121,7 @@ def test_layers_share_what_is_traced(llm: LLM) -> None:
     for key in runner.programs.covering:
         if key.part == "sample":
             continue
-        text = runner._lower(key).as_text()
+        text = lowered(runner, key).as_text()
         shared = ["write_kv", "paged_decode", "_mlp", *(["paged_prefill"] if key.shape.tiles else [])]
         assert runner.setup.spec.num_layers == 2
         for name in shared:

@@ -11,6 +11,7 @@ from jaxllm.runner.model_runner import Runner
 from jaxllm.sampling.sampler import Variant
 from jaxllm.structured_outputs_params import StructuredOutputsParams
 from tests.support import paths
+from tests.support.inspection import state_of
 from tests.support.sizes import FEW_SLOTS
 
 PROMPTS = ["Once upon a time", "Tom had a dog", "Lily and Ben went to the"]
@@ -37,7 +38,7 @@ def outputs_of(llm: LLM) -> list[Any]:
 )
 def test_results_returned_in_the_batch_are_the_same(sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     with LLM(str(paths.STORIES), **sizes) as llm:
-        assert llm.engine.runner._state_shapes.batch is None
+        assert state_of(llm.engine.runner).batch is None
         expected = outputs_of(llm)
     monkeypatch.setattr(Runner, "_keeps_batch", True)
     with LLM(str(paths.STORIES), **sizes) as llm:

@@ -74,7 +74,7 @@ def said(folder: Path, settings: dict[str, Any]) -> list[tuple[list[int], list[f
 
 @pytest.mark.parametrize(
     ("axes", "folder", "settings"),
-    [*ENGINES[:2], *(pytest.param(*one, marks=pytest.mark.ci) for one in ENGINES[2:])],
+    [*(pytest.param(*one, marks=[pytest.mark.ci] * (one is not ENGINES[1])) for one in ENGINES)],
     ids=str,
 )
 def test_engines_write_the_same(
@@ -89,8 +89,8 @@ def test_engines_write_the_same(
         np.testing.assert_allclose(logprobs, values, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-@pytest.mark.parametrize("is_orbax", [False, True])
+@pytest.mark.parametrize("quantization", [None, pytest.param("int8", marks=pytest.mark.ci), "int4"])
+@pytest.mark.parametrize("is_orbax", [False, pytest.param(True, marks=pytest.mark.ci)])
 def test_each_device_has_its_piece_of_the_weights(is_orbax: bool, quantization: str | None, tmp_path: Path) -> None:
     """The model has two key-value heads, so some devices hold copies."""
     folder = write_checkpoint(tmp_path / "stored")

@@ -325,10 +325,6 @@ def naive_distribution(
     ("arguments", "held_back"),
     [
         ({"temperature": 1.0}, ()),
-        ({"temperature": 3.0}, ()),
-        ({"top_k": 4}, ()),
-        ({"top_p": 0.7}, ()),
-        ({"min_p": 0.15}, ()),
         ({"temperature": 1.5, "top_k": 12, "top_p": 0.9, "min_p": 0.02}, ()),
         ({"temperature": 0.8, "repetition_penalty": 1.7, "presence_penalty": 0.5, "frequency_penalty": 0.4}, ()),
         ({"top_k": 8, "top_p": 0.85, "repetition_penalty": 1.3, "min_tokens": 9}, (2, 5)),
@@ -365,20 +361,6 @@ def test_tokens_follow_the_exact_distribution(arguments: dict, held_back: tuple[
     assert statistic < bound, (statistic, bound)
 
 
-def test_one_request_draws_afresh_at_every_position():
-    count = MANY
-    logits = np.log(np.array([0.5, 0.25, 0.125] + [0.125 / (V - 3)] * (V - 3), np.float32))
-    packed = np.tile(pack_row(SamplingParams(), 77, 3, (), V), (count, 1))
-    positions = np.arange(count, dtype=np.int32)
-    sampled = draw(np.tile(logits, (count, 1)), unpack_rows(jnp.asarray(packed)), Variant.RANDOM, positions)
-    tokens = np.asarray(sampled.tokens)
-    assert abs((tokens == 0).mean() - 0.5) < 4 * math.sqrt(0.25 / count)
-    assert abs(((tokens[1:] == 0) & (tokens[:-1] == 0)).mean() - 0.25) < 0.02  # neighbours are independent
-
-
-# Seeds and rows
-
-
 @pytest.mark.parametrize("seed", [0, 2**31])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_draws_are_those_of_jax_at_the_seed_and_position(seed: int, temperature: float):
@@ -391,7 +373,9 @@ def test_draws_are_those_of_jax_at_the_seed_and_position(seed: int, temperature:
     assert draw(logits, rows, Variant.RANDOM, positions).tokens.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("variant", [Variant.RANDOM, *WITH_FILTERS])
+@pytest.mark.parametrize(
+    "variant", [*(pytest.param(one, marks=pytest.mark.ci) for one in (Variant.RANDOM, Variant.FILTERED)), Variant.FULL]
+)
 def test_a_row_does_not_depend_on_its_neighbours(variant: Variant):
     kinds: list[dict] = [{}, {"temperature": 0.4}, {"temperature": 0.0}]
     if variant is not Variant.RANDOM:

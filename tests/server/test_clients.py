@@ -256,48 +256,42 @@ def test_of_a_prompt_that_is_cut_only_the_end_is_tokenized(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("keys", "is_tcp", "name"), [((), True, "loopback"), ((), False, ""), (("k",), True, "key-0")])
-def test_who_calls_over_grpc(keys: tuple[str, ...], is_tcp: bool, name: str, tmp_path: Path) -> None:
-    async def check() -> None:
-        where: dict[str, Any] = {} if is_tcp else {"grpc_port": None, "grpc_uds": str(tmp_path / "socket")}
-        async with site(keys=Keys(keys), **where) as own:
-            async with grpc.aio.insecure_channel(own.target) as channel:
-                stub = inference_pb2_grpc.InferenceServiceStub(channel)
-                metadata = [("authorization", f"Bearer {key}") for key in keys]
-                await stub.Generate(inference_pb2.GenerateRequest(text="a"), metadata=metadata)
-            assert [call.client for call in own.serving.calls] == own.serving.askers == [name]
-
-    asyncio.run(check())
+async def test_who_calls_over_grpc(keys: tuple[str, ...], is_tcp: bool, name: str, tmp_path: Path) -> None:
+    where: dict[str, Any] = {} if is_tcp else {"grpc_port": None, "grpc_uds": str(tmp_path / "socket")}
+    async with site(keys=Keys(keys), **where) as own:
+        async with grpc.aio.insecure_channel(own.target) as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            metadata = [("authorization", f"Bearer {key}") for key in keys]
+            await stub.Generate(inference_pb2.GenerateRequest(text="a"), metadata=metadata)
+        assert [call.client for call in own.serving.calls] == own.serving.askers == [name]
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_a_client_with_its_share_is_refused_and_others_are_not(server: ServingProcess, protocol: str) -> None:
+async def test_a_client_with_its_share_is_refused_and_others_are_not(server: ServingProcess, protocol: str) -> None:
     """The share is of both protocols together."""
 
-    async def check() -> None:
-        headers = {"authorization": f"Bearer {fairness.HOG}"}
-        long = {"prompt": [20], "max_tokens": 500, "ignore_eos": True, "stream": True}
-        async with httpx.AsyncClient(base_url=server.http, headers=headers, timeout=60.0) as http:
-            async with (
-                http.stream("POST", "/v1/completions", json=long) as first,
-                http.stream("POST", "/v1/completions", json=long) as second,
-            ):
-                assert first.status_code == second.status_code == 200
-                if protocol == "grpc":
-                    with pytest.raises(errors.OverloadedError, match="2 of 2"):
-                        await asyncio.to_thread(cached_grpc, server, fairness.HOG)
-                    assert await asyncio.to_thread(cached_grpc, server, "small-3") >= 0
-                else:
-                    full = await http.post("/v1/completions", json={"prompt": [20], "max_tokens": 1})
-                    assert full.status_code == 429 and full.headers["retry-after"] == "1"
-                    assert full.json()["error"]["message"].startswith("This client has 2 of 2 concurrent sequences")
-                    assert (await asyncio.to_thread(ask_http, server, "small-4")).status_code == 200
-        for _ in range(200):  # both have gone
-            if (await asyncio.to_thread(ask_http, server, fairness.HOG)).status_code == 200:
-                return
-            await asyncio.sleep(0.02)
-        raise AssertionError("a share was not given back")
-
-    asyncio.run(check())
+    headers = {"authorization": f"Bearer {fairness.HOG}"}
+    long = {"prompt": [20], "max_tokens": 500, "ignore_eos": True, "stream": True}
+    async with httpx.AsyncClient(base_url=server.http, headers=headers, timeout=60.0) as http:
+        async with (
+            http.stream("POST", "/v1/completions", json=long) as first,
+            http.stream("POST", "/v1/completions", json=long) as second,
+        ):
+            assert first.status_code == second.status_code == 200
+            if protocol == "grpc":
+                with pytest.raises(errors.OverloadedError, match="2 of 2"):
+                    await asyncio.to_thread(cached_grpc, server, fairness.HOG)
+                assert await asyncio.to_thread(cached_grpc, server, "small-3") >= 0
+            else:
+                full = await http.post("/v1/completions", json={"prompt": [20], "max_tokens": 1})
+                assert full.status_code == 429 and full.headers["retry-after"] == "1"
+                assert full.json()["error"]["message"].startswith("This client has 2 of 2 concurrent sequences")
+                assert (await asyncio.to_thread(ask_http, server, "small-4")).status_code == 200
+    for _ in range(200):  # both have gone
+        if (await asyncio.to_thread(ask_http, server, fairness.HOG)).status_code == 200:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("a share was not given back")
 
 
 def test_an_id_is_one_requests_of_each_key_and_the_admin_aborts_all_of_them(server: ServingProcess) -> None:

@@ -306,75 +306,36 @@ COUNTS = [300, pytest.param(1000, marks=pytest.mark.slow)]  # random requests
 
 @pytest.mark.ci
 @pytest.mark.parametrize("count", COUNTS)
-def test_streams_give_what_unary_calls_give_over_grpc(server: ServingProcess, count: int) -> None:
-    async def check() -> None:
-        async with AsyncClient(server.grpc) as client:
+async def test_streams_give_what_unary_calls_give_over_http(server: ServingProcess, count: int) -> None:
+    async with AsyncOpenAI(base_url=f"{server.http}/v1", api_key="none", max_retries=0) as openai:
 
-            async def one(number: int) -> None:
-                rng = random.Random(number)
-                prompt, own = prompt_of(rng), random_call(rng)
-                whole = await client.generate(prompt, **own)
-                stream = client.stream(prompt, **own)
-                parts: dict[int, list[Any]] = {output.index: ["", [], [], None] for output in whole.outputs}
-                async for delta in stream:
-                    part = parts[delta.index]
-                    assert part[3] is None
-                    part[0] += delta.text
-                    part[1] += delta.token_ids
-                    part[2] += delta.logprobs or []
-                    part[3] = delta.finish_reason
-                for output in whole.outputs:
-                    text, ids, logprobs, reason = parts[output.index]
-                    assert (text, ids, reason) == (output.text, output.token_ids, output.finish_reason)
-                    # Other neighbours, other buckets: the last digits of logits differ.
-                    told = [entry.logprob for entry in output.logprobs or ()]
-                    assert [entry.logprob for entry in logprobs] == pytest.approx(told, abs=1e-4)
-                    assert [entry.token_id for entry in logprobs] == ([] if output.logprobs is None else ids)
-                assert stream.usage is not None and whole.usage is not None
-                assert stream.usage.prompt_tokens == whole.usage.prompt_tokens
-                assert stream.usage.completion_tokens == whole.usage.completion_tokens
-                assert whole.usage.completion_tokens == sum(len(output.token_ids) for output in whole.outputs)
+        async def one(number: int) -> None:
+            rng = random.Random(-number - 1)
+            prompt, own = prompt_of(rng), random_call(rng)
+            own["extra_body"] = {"return_token_ids": True}
+            if "logit_bias" in own:
+                own["logit_bias"] = {str(token): bias for token, bias in own["logit_bias"].items()}
+            whole = await openai.completions.create(model=MODEL, prompt=prompt, **own)
+            texts = {choice.index: "" for choice in whole.choices}
+            ids: dict[int, list[int]] = {choice.index: [] for choice in whole.choices}
+            reasons: dict[int, str | None] = dict.fromkeys(texts)
+            usage = None
+            async for chunk in await openai.completions.create(
+                model=MODEL, prompt=prompt, stream=True, stream_options={"include_usage": True}, **own
+            ):
+                usage = chunk.usage or usage
+                for choice in chunk.choices:
+                    texts[choice.index] += choice.text
+                    ids[choice.index] += getattr(choice, "token_ids", None) or []
+                    reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+            for choice in whole.choices:
+                assert texts[choice.index] == choice.text
+                assert ids[choice.index] == choice.token_ids  # type: ignore[attr-defined]
+                assert reasons[choice.index] == choice.finish_reason
+            assert usage == whole.usage and usage is not None
+            assert usage.completion_tokens == sum(map(len, ids.values()))
 
-            await in_turn(count, 24, one)
-
-    asyncio.run(check())
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("count", COUNTS)
-def test_streams_give_what_unary_calls_give_over_http(server: ServingProcess, count: int) -> None:
-    async def check() -> None:
-        async with AsyncOpenAI(base_url=f"{server.http}/v1", api_key="none", max_retries=0) as openai:
-
-            async def one(number: int) -> None:
-                rng = random.Random(-number - 1)
-                prompt, own = prompt_of(rng), random_call(rng)
-                own["extra_body"] = {"return_token_ids": True}
-                if "logit_bias" in own:
-                    own["logit_bias"] = {str(token): bias for token, bias in own["logit_bias"].items()}
-                whole = await openai.completions.create(model=MODEL, prompt=prompt, **own)
-                texts = {choice.index: "" for choice in whole.choices}
-                ids: dict[int, list[int]] = {choice.index: [] for choice in whole.choices}
-                reasons: dict[int, str | None] = dict.fromkeys(texts)
-                usage = None
-                async for chunk in await openai.completions.create(
-                    model=MODEL, prompt=prompt, stream=True, stream_options={"include_usage": True}, **own
-                ):
-                    usage = chunk.usage or usage
-                    for choice in chunk.choices:
-                        texts[choice.index] += choice.text
-                        ids[choice.index] += getattr(choice, "token_ids", None) or []
-                        reasons[choice.index] = choice.finish_reason or reasons[choice.index]
-                for choice in whole.choices:
-                    assert texts[choice.index] == choice.text
-                    assert ids[choice.index] == choice.token_ids  # type: ignore[attr-defined]
-                    assert reasons[choice.index] == choice.finish_reason
-                assert usage == whole.usage and usage is not None
-                assert usage.completion_tokens == sum(map(len, ids.values()))
-
-            await in_turn(count, 24, one)
-
-    asyncio.run(check())
+        await in_turn(count, 24, one)
 
 
 async def streams_of(server: ServingProcess, count: int, max_tokens: int) -> AsyncIterator[tuple[str, str, int]]:

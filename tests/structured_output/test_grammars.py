@@ -5,6 +5,7 @@ import re
 import threading
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import psutil
@@ -21,6 +22,7 @@ from jaxllm.structured_output.schemas import prepare
 from jaxllm.structured_outputs_params import StructuredOutputsParams as Params
 from jaxllm.text.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 from tests.structured_output.draws import Drawing, bits
+from tests.support.inspection import bytes_kept_by
 from tests.support.paths import STORIES
 from tests.support.tokenizer_kinds import KINDS, build
 
@@ -447,29 +449,41 @@ def test_a_hostile_constraint_takes_bounded_time(drawing, name):
         assert time.perf_counter() - began < 10
 
 
-def test_grammars_are_kept_within_bounds_and_shared_by_what_begins_after_something(tokenizer, monkeypatch):
+@pytest.fixture
+def num_compiled(monkeypatch):
+    """Return a function that counts compilations: a grammar from the cache is not compiled again."""
+    threads, real = [], grammars_module.start_thread  # one for each
+    monkeypatch.setattr(grammars_module, "start_thread", lambda *given: threads.append(given) or real(*given))
+
+    def count(grammars, *asked):
+        before = len(threads)
+        for each in asked:
+            grammars.compile(each)
+        return len(threads) - before
+
+    return count
+
+
+def test_grammars_are_kept_within_bounds_and_shared_by_what_begins_after_something(
+    tokenizer, monkeypatch, num_compiled
+):
     grammars = Grammars(tokenizer, tokenizer.vocab_size, [2])
-    compiled = []
-    real = grammars_module._compiled
-    monkeypatch.setattr(grammars_module, "_compiled", lambda *given: compiled.append(given) or real(*given))
-    for marker in (None, "</a>", None):
-        grammars.compile(Params(regex="a", begin_after=marker))
-    assert len(compiled) == 1
+    assert num_compiled(grammars, *(Params(regex="a", begin_after=marker) for marker in (None, "</a>", None))) == 1
     monkeypatch.setattr(grammars_module, "MAX_KEPT", 3)
-    for number in range(10):
-        grammars.compile(Params(regex=f"b{number}"))
-    assert len(grammars._kept) == 3 and grammars._kept_chars == 6
+    numbered = [Params(regex=f"b{number}") for number in range(10)]
+    assert num_compiled(grammars, *numbered) == 10
+    assert num_compiled(grammars, *numbered[7:]) == 0 and num_compiled(grammars, numbered[6]) == 1
     monkeypatch.setattr(grammars_module, "MAX_KEPT_CHARS", 100)
-    grammars.compile(Params(choice=("c" * 99,)))
-    grammars.compile(Params(choice=("d" * 101,)))
-    assert grammars._kept_chars <= 100
+    short, long = Params(choice=("c" * 99,)), Params(choice=("d" * 101,))
+    assert num_compiled(grammars, short, short) == 1 and num_compiled(grammars, numbered[6]) == 1
+    assert num_compiled(grammars, long, long) == 2
 
 
 @pytest.mark.parametrize(
     ("count", "most"), [(5, 16 << 20), pytest.param(64, grammars_module.MAX_KEPT_BYTES, marks=pytest.mark.slow)]
 )
 def test_lexers_that_grow_hold_no_more_memory_than_their_bound(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, count: int, most: int
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, num_compiled: Any, count: int, most: int
 ) -> None:
     monkeypatch.setattr(grammars_module, "MAX_KEPT_BYTES", most)
     grammars, process, rng = Grammars(tokenizer, tokenizer.vocab_size, [2]), psutil.Process(), np.random.default_rng(0)
@@ -483,12 +497,11 @@ def test_lexers_that_grow_hold_no_more_memory_than_their_bound(
             for _ in range(60):
                 if row := [token for token in _row(grammars, constraint, tokenizer.vocab_size) if token != 2]:
                     constraint.consume(int(rng.choice(row)))
-        assert grammars._kept_bytes == sum(kept.num_bytes for kept in grammars._kept.values()) <= most
+        assert bytes_kept_by(grammars) <= most
     del grammar, constraint
     return_freed_memory()
     assert process.memory_info().rss - before < 1.25 * most
-    grammars.compile(Params(regex="a"))
-    assert grammars._kept, "there is room for others"
+    assert num_compiled(grammars, Params(regex="a"), Params(regex="a")) <= 1, "there is room for others"
 
 
 def test_threads_compile_the_same_at_once(tokenizer):
@@ -516,20 +529,20 @@ def test_what_json_can_write_only_as_an_escape_is_refused(schema: dict, drawing:
         drawing.grammars.compile(Params(json=schema))
 
 
-def test_a_kept_grammar_is_compiled_anew_now_and_then(drawing: Drawing) -> None:
+def test_a_kept_grammar_is_compiled_anew_now_and_then(drawing: Drawing, num_compiled: Any) -> None:
     """The states of its lexer grow with its outputs and count against a limit."""
     asked = Params(regex="x[ab]*a[ab]{9}")
-    kept = [drawing.grammars.compile(asked)._matchers[0] for _ in range(grammars_module.MAX_USES + 1)]
-    assert kept[0] is kept[-2] and kept[0] is not kept[-1]
+    assert num_compiled(drawing.grammars, *[asked] * grammars_module.MAX_USES) == 1
+    assert num_compiled(drawing.grammars, asked) == 1
 
 
-def test_a_grammar_whose_output_came_into_error_is_kept_no_longer(drawing: Drawing) -> None:
+def test_a_grammar_whose_output_came_into_error_is_kept_no_longer(drawing: Drawing, num_compiled: Any) -> None:
     asked = Params(regex="a+b")
     first = drawing.grammars.compile(asked)
     constraint, masks = first.begin(), np.zeros((1, -(-drawing.vocab_size // 32)), np.int32)
     constraint.consume(drawing.tokenizer.encode("b", add_special_tokens=False)[0])
     drawing.grammars.fill([(constraint, 0)], masks)
-    assert constraint.error and drawing.grammars.compile(asked)._matchers[0] is not first._matchers[0]
+    assert constraint.error and num_compiled(drawing.grammars, asked) == 1
 
 
 @pytest.mark.parametrize(
@@ -550,7 +563,7 @@ def test_strange_divisors_are_judged_at_once(asked: dict, drawing: Drawing) -> N
 
 
 def test_a_mask_that_raises_is_one_constraints(drawing: Drawing, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxllm.structured_output.grammars._STEPS_UNWEIGHED", 1)
+    monkeypatch.setattr("jaxllm.structured_output.grammars.STEPS_UNWEIGHED", 1)
     grammar = drawing.grammars.compile(Params(regex="ab+"))
     broken, fine = grammar.begin(), grammar.begin()
     broken.matchers = [None]  # type: ignore[list-item]

@@ -9,6 +9,7 @@ import pytest
 
 from jaxllm.structured_output import slow_masks
 from jaxllm.structured_output.slow_masks import Job, Pace, SlowMasks
+from tests.support.inspection import unfinished
 
 WORDS = np.zeros(1, np.int32)
 
@@ -61,12 +62,12 @@ def test_closing_ends_what_is_begun_and_nothing_more(monkeypatch: pytest.MonkeyP
     second = masks.begin(Pace(), lambda: None, WORDS)
     closing = threading.Thread(target=masks.close)
     closing.start()
-    while masks._waiting:
+    while unfinished(masks)[0]:
         pass
     held.set()
     closing.join(10)
     masks.wait(0)
-    assert first.is_done and not second.is_done and not masks._threads and not masks._num_undone
+    assert first.is_done and not second.is_done and unfinished(masks) == (0, 0, 0)
 
 
 def test_a_request_is_slow_until_its_masks_have_been_quick_for_long() -> None:

@@ -11,12 +11,15 @@ from typing import Any
 import jax
 
 from jaxllm.engine.async_llm import AsyncLLM
+from jaxllm.engine.features.adapters.store import Adapters
 from jaxllm.engine.input_batch import InputBatch
 from jaxllm.engine.llm_engine import LLMEngine
 from jaxllm.outputs import RequestOutput
 from jaxllm.runner.compiled_programs import Key, Programs
 from jaxllm.runner.model_runner import Runner
 from jaxllm.scheduler.state import Plan
+from jaxllm.structured_output.grammars import Grammars
+from jaxllm.structured_output.slow_masks import SlowMasks
 
 # The runner.
 
@@ -26,9 +29,14 @@ def params_of(runner: Runner) -> tuple[Any, ...]:
     return runner._params
 
 
-def set_params(runner: Runner, params: Iterable[Any]) -> None:
-    """Replace the weights of the programs."""
-    runner._params = tuple(params)
+def named_params_of(runner: Runner) -> Any:
+    """Return the weights as the object that a step is traced with."""
+    return jax.tree.unflatten(jax.tree.structure(runner._params_shapes), runner._params)
+
+
+def set_params(runner: Runner, params: Any) -> None:
+    """Give the programs other weights, in any tree."""
+    runner._params = tuple(jax.tree.leaves(params))
 
 
 def arrays_of(runner: Runner) -> tuple[Any, ...]:
@@ -106,6 +114,32 @@ def is_in_flight(engine: LLMEngine) -> bool:
     return bool(engine._in_flight)
 
 
+def set_depth(engine: LLMEngine, depth: int) -> int:
+    """Set the number of steps in flight; return the former one."""
+    before, engine._depth = engine._depth, depth
+    return before
+
+
+def random_state_of(engine: LLMEngine) -> Any:
+    """Return the state of the generator that draws the seeds of requests."""
+    return engine.inputs._random.bit_generator.state
+
+
+def num_preparing(llm: AsyncLLM) -> int:
+    """Count the sequences with prompts that are being made."""
+    return llm._num_preparing
+
+
+def readers_of(adapters: Adapters) -> dict[int, int]:
+    """Count the requests that wait for adapters that are being read, by the caller's number."""
+    return {number: len(readers) for number, readers in list(adapters._readers.items())}
+
+
+def num_processes(adapters: Adapters) -> int:
+    """Count the processes in which the tokenizers of adapters work."""
+    return adapters._confinement.num_processes
+
+
 def forgive(engine: LLMEngine) -> None:
     """Reset the count of failed steps."""
     engine._failed_steps.reset()
@@ -130,3 +164,17 @@ def set_loop(llm: AsyncLLM, loop: Any) -> None:
 def deliver(llm: AsyncLLM, outputs: list[RequestOutput]) -> None:
     """Hand outputs to their readers, as the engine's thread does."""
     llm._deliver(outputs, None)
+
+
+# Grammars.
+
+
+def bytes_kept_by(grammars: Grammars) -> int:
+    """Return the estimated memory of the grammars that are kept."""
+    return grammars._kept_bytes
+
+
+def unfinished(masks: SlowMasks) -> tuple[int, int, int]:
+    """Count the queues of masks that wait, the masks that are not finished, and the threads."""
+    with masks._changed:
+        return len(masks._waiting), masks._num_undone, len(masks._threads)

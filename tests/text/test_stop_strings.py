@@ -32,16 +32,6 @@ def test_stops_at_any_cuts_are_those_of_the_whole_text(text: str, stops: list[st
     assert "".join(shown) + matcher.held == expected
 
 
-def test_every_split_of_overlapping_stops() -> None:
-    stops = ["bcd", "c", "cde", "User:", "er:x", "\n\n"]
-    for text in ("abcdef", "a\nUser: b", "xUser:x", "one\n\ntwo", "abd", "Use", "\n"):
-        expected = stop_at(text, stops)
-        for mask in range(2 ** (len(text) - 1)):
-            cuts = [index + 1 for index in range(len(text) - 1) if mask >> index & 1]
-            shown, matcher = _matched(text, stops, cuts)
-            assert ("".join(shown) + matcher.held, matcher.matched) == expected
-
-
 def test_no_part_of_a_stop_string_is_shown_and_other_text_is_at_once() -> None:
     shown, matcher = _matched("hello wor<en<end>", ["<end>"], list(range(1, 17)))
     assert shown == [*"hello wor", "", "", "", "<en", "", "", "", ""]

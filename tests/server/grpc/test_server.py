@@ -250,7 +250,10 @@ async def test_kv_events(run: Any) -> None:
 
 UNFORESEEN = [ValueError("secret /home/x"), errors.EngineError("secret"), KeyError("secret")]
 UNFORESEEN.append(asyncio.CancelledError("secret"))  # not ours: the client must not hang
-FAILURES = [*(row[:3] for row in ERRORS), *((error, "INTERNAL", "ENGINE_ERROR") for error in UNFORESEEN)]
+FAILURES = [
+    *(row[:3] for row in ERRORS[:7:3]),
+    *((error, "INTERNAL", "ENGINE_ERROR") for error in UNFORESEEN),
+]  # all: test_messages
 
 
 @pytest.mark.parametrize(("error", "code", "reason"), FAILURES, ids=lambda value: getattr(value, "__name__", None))

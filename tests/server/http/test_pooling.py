@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import functools
 import json
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -108,7 +106,7 @@ def test_what_is_left_is_aborted_when_the_client_goes(server: Any) -> None:
     wait_for(lambda: server.serving.calls and not server.serving.num_live)
 
 
-@pytest.mark.parametrize("path", REPLIES)
+@pytest.mark.parametrize("path", [pytest.param(path, marks=[pytest.mark.ci] * ("/v2" not in path)) for path in REPLIES])
 def test_bodies_that_hurt_are_refused_before_anything_is_computed(server: Any, path: str) -> None:
     name = next(iter(LEAST[path]))
     deep: Any = "a"
@@ -127,22 +125,3 @@ def test_bodies_that_hurt_are_refused_before_anything_is_computed(server: Any, p
         b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99999999\r\n\r\n"
     )
     assert b" 413 " in raw_exchange(server.port, too_large % path.encode()).split(b"\r\n")[0]
-
-
-def test_others_are_answered_while_a_large_answer_is_written(server: Any) -> None:
-    server.serving.width = 4096
-    body = {"input": ["a"] * 500}
-
-    async def ask() -> tuple[float, float]:
-        async with httpx.AsyncClient(base_url=server.http.base_url, timeout=60) as http:
-            writing = asyncio.ensure_future(http.post("/v1/embeddings", json=body))
-            longest, start = 0.0, time.perf_counter()
-            while not writing.done():
-                began = time.perf_counter()
-                await http.get("/health")
-                longest = max(longest, time.perf_counter() - began)
-            assert len((await writing).content) > 10 << 20
-            return longest, time.perf_counter() - start
-
-    longest, whole = asyncio.run(ask())
-    assert longest < 0.5 * whole

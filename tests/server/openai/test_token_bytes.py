@@ -41,7 +41,10 @@ def _completion(entries: list[dict[int, Logprob]]) -> dict[str, list[Any]]:
     return written
 
 
-def check(kind: str, text: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=40, deadline=None)
+@given(text=_TEXTS.map("".join))
+def test_the_bytes_of_all_tokens_are_the_texts(kind: str, text: str) -> None:
     tokenizer = TOKENIZERS[kind]
     prompt, ids = tokenizer.encode("the", False), tokenizer.encode(text, False)
     state = detokenizer.begin(tokenizer, prompt, SamplingParams(skip_special_tokens=False))
@@ -61,21 +64,6 @@ def check(kind: str, text: str) -> None:
         finished = before.decode(errors="ignore")
         assert offset == len(finished) and shown.startswith(finished)
         before += piece
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=40, deadline=None)
-@given(text=_TEXTS.map("".join))
-def test_the_bytes_of_all_tokens_are_the_texts(kind: str, text: str) -> None:
-    check(kind, text)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=1000, deadline=None)
-@given(text=_TEXTS.map("".join))
-def test_the_bytes_of_1000_texts(kind: str, text: str) -> None:
-    check(kind, text)
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])

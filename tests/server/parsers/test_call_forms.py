@@ -249,6 +249,11 @@ def _glm(calls: Calls) -> str:
     return "\n".join(itertools.starmap(of, calls))
 
 
+def _backwards(name: str, arguments: Arguments) -> str:
+    """Write a call with its name last, after a member that calls do not have."""
+    return json.dumps({"arguments": arguments, "id": [{"name": "x"}], "name": name}, ensure_ascii=False)
+
+
 def _python(calls: Calls) -> str:
     def of(name: str, arguments: Arguments) -> str:
         return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
@@ -265,8 +270,14 @@ def _marked(section: str, call: str, separator: str, call_end: str, section_end:
 
 
 WRITERS: dict[str, list[Callable[[Calls], str]]] = {
-    "hermes": [lambda calls: "\n".join(f"<tool_call>\n{_object(*call)}\n</tool_call>" for call in calls)],
-    "llama3_json": [lambda calls: "<|python_tag|>" + ";".join(_object(*call) for call in calls)],
+    "hermes": [
+        lambda calls: "\n".join(f"<tool_call>\n{_object(*call)}\n</tool_call>" for call in calls),
+        lambda calls: "".join(f"<tool_call>{_backwards(*call)} </tool_call>\n" for call in calls),
+    ],
+    "llama3_json": [
+        lambda calls: "<|python_tag|>" + ";".join(_object(*call) for call in calls),
+        lambda calls: " \n" + " ;\n".join(_object(*call) for call in calls),
+    ],
     "mistral": [
         lambda calls: f"[TOOL_CALLS] [{', '.join(_object(*call) for call in calls)}]",
         lambda calls: "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(value)}" for name, value in calls),

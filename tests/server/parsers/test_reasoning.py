@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxllm_server.parsers.reasoning import TaggedReasoning
 from jaxllm_server.parsers.table import REASONING_PARSERS
-from tests.support.linear import is_linear
+from tests.support.linear import pushes_in_linear_time
 from tests.support.naive import distinct, split_reasoning
 
 FORMS = {name: REASONING_PARSERS[name].form for name in distinct(REASONING_PARSERS)}
@@ -86,20 +86,6 @@ def test_every_form_has_a_transcript() -> None:
     assert {style for style, *_ in TRANSCRIPTS} == set(distinct(REASONING_PARSERS))
 
 
-def test_every_pair_of_cuts() -> None:
-    for text in (
-        "\n<think>\nso </thin\n</think>\n\nyes <think></think>",
-        "so</think>yes",
-        " <thi</think>",
-        "</think>x",
-    ):
-        for opens in (True, False):
-            expected = split_reasoning(text, opens, TAGGED["qwen3"])
-            for first, second in itertools.combinations(range(len(text) + 1), 2):
-                pieces = [text[:first], text[first:second], text[second:]]
-                assert _split("qwen3", "<think>" * opens, pieces) == expected
-
-
 def test_text_is_held_back_only_while_it_may_be_a_tag() -> None:
     parser = TAGGED["qwen3"].parser()
     assert not parser.is_reasoning
@@ -142,16 +128,4 @@ _HEADER = "<|channel|>analysis<|message|>"
 )
 @pytest.mark.parametrize("piece", [1, 2**20])
 def test_a_megabyte_of_adversarial_text_takes_linear_time(style: str, prompt: str, repeated: str, piece: int) -> None:
-    def prepare(size: int) -> Callable[[], object]:
-        text = repeated * (size // len(repeated))
-        pieces = [text[at : at + piece] for at in range(0, len(text), piece)]
-        parser = REASONING_PARSERS[style].form.parser(prompt)
-
-        def work() -> None:
-            for one in pieces:
-                parser.push(one)
-            parser.finish()
-
-        return work
-
-    assert is_linear(prepare, 2**17 if piece > 1 else 2**14)
+    assert pushes_in_linear_time(lambda: REASONING_PARSERS[style].form.parser(prompt), "", repeated, piece)

@@ -1,101 +1,23 @@
-"""Tool calls in streamed text against calls that were written with `json.dumps`, at every cut and at great length."""
+"""Parse streamed tool calls of two forms: text without a call, damaged calls, every cut, great lengths.
+
+Generated calls of all forms: test_call_forms.py; any text however it is cut: tests/fuzz/test_properties.py.
+"""
 
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from jaxllm_server.parsers.table import TOOL_PARSERS
 from jaxllm_server.parsers.tool_parsers import ToolCallDelta
-from tests.support.linear import is_linear
-from tests.support.naive import distinct, parsed_calls
-
-_JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats(allow_nan=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=6,
-)
-# Of every form: its markers, what stands between them, and tags that are cut off.
-_WORDS = [
-    *sorted({marker for row in TOOL_PARSERS.values() for marker in row.parser(str).markers}),
-    *("<function=", "<parameter=", "</parameter>", "</function>", "<arg_key>", "</arg_key>", "<arg_value>"),
-    *("</arg_value>", '<invoke name="', '<parameter name="', "</invoke>", "f", "functions.f:0", "functions.f", "f(a="),
-    *(
-        '{"name": "f", ',
-        '"name"',
-        '"arguments": ',
-        '"parameters": {',
-        "analysis",
-        "final",
-        " to=f",
-        "function",
-        "```json",
-    ),
-    *"{}[]()\":,\\;<>1e-='` \n",
-    *("null", "True", "\\u00e9", "\\ud800", "é", "text", '{"a": "b"}', "[f(", "<tool", "<|", "[TOOL"),
-]
-_SOUP = st.lists(st.sampled_from(_WORDS), max_size=16).map("".join)
+from tests.support.linear import pushes_in_linear_time
+from tests.support.naive import parsed_calls
 
 
 def _pieces(text: str, cuts: Sequence[int]) -> list[str]:
     return [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
-
-
-def _hermes(name: str, arguments: Any, **how: Any) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, **how)}\n</tool_call>"
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    calls=st.lists(st.tuples(st.text(min_size=1, max_size=8), _JSON, st.booleans(), st.booleans()), max_size=3),
-    around=st.lists(st.text("ab }{\"'é\n", max_size=6), min_size=4, max_size=4),
-    cuts=st.lists(st.integers(0, 400), max_size=8),
-)
-def test_hermes_calls_are_those_written_whatever_stands_around_them(
-    calls: list[tuple[str, Any, bool, bool]], around: list[str], cuts: list[int]
-) -> None:
-    text = content = around[0]
-    for (name, arguments, is_name_first, ascii_only), after in zip(calls, around[1:], strict=False):
-        members = [("name", name), ("id", [{"name": "x"}]), ("arguments", arguments)][:: 1 if is_name_first else -1]
-        text += f"<tool_call>{json.dumps(dict(members), ensure_ascii=ascii_only)} </tool_call>{after}"
-        content += after if after.strip() else ""
-    got, parsed = parsed_calls("hermes", _pieces(text, sorted(min(cut, len(text)) for cut in cuts)))
-    assert got == content
-    assert [name for _, name, _ in parsed] == [name for name, *_ in calls]
-    assert [json.loads(written) for *_, written in parsed] == [arguments for _, arguments, *_ in calls]
-    assert [identity for identity, *_ in parsed] == [f"id-{index}" for index in range(len(calls))]
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    calls=st.lists(st.tuples(st.text(min_size=1, max_size=8), _JSON), min_size=1, max_size=3),
-    separator=st.sampled_from([";", "; ", "\n", " ;\n", ";<|python_tag|>"]),
-    start=st.sampled_from(["", "<|python_tag|>", " \n", "<|python_tag|>\n"]),
-    cuts=st.lists(st.integers(0, 400), max_size=8),
-)
-def test_llama_calls_are_those_written(calls: list[Any], separator: str, start: str, cuts: list[int]) -> None:
-    text = start + separator.join(json.dumps({"name": name, "parameters": value}) for name, value in calls)
-    content, parsed = parsed_calls("llama3_json", _pieces(text, sorted(min(cut, len(text)) for cut in cuts)))
-    assert content == ""
-    assert [(name, json.loads(arguments)) for _, name, arguments in parsed] == calls
-
-
-@pytest.mark.parametrize("style", distinct(TOOL_PARSERS))
-@settings(max_examples=100, deadline=None)
-@given(text=_SOUP, start=st.sampled_from([*_WORDS, ""]), cuts=st.lists(st.integers(0, 200), max_size=8))
-def test_any_text_gives_the_same_however_it_is_cut(style: str, text: str, start: str, cuts: list[int]) -> None:
-    text = start + text
-    whole = parsed_calls(style, [text])
-    assert parsed_calls(style, list(text)) == whole
-    assert parsed_calls(style, _pieces(text, sorted(min(cut, len(text)) for cut in cuts))) == whole
-    if not whole[1] and style != "openai":  # whose content has markers around it
-        assert whole[0] == text
 
 
 @pytest.mark.parametrize(
@@ -252,16 +174,4 @@ _CALL = '<tool_call>{"name": "f", "arguments": '
 )
 @pytest.mark.parametrize("piece", [1, 2**20])
 def test_a_megabyte_of_adversarial_text_takes_linear_time(style: str, start: str, repeated: str, piece: int) -> None:
-    def prepare(size: int) -> Callable[[], object]:
-        text = start + repeated * (size // len(repeated))
-        pieces = [text[at : at + piece] for at in range(0, len(text), piece)]
-        parser = TOOL_PARSERS[style].parser(lambda name: "x", _TOOLS)
-
-        def work() -> None:
-            for one in pieces:
-                parser.push(one)
-            parser.finish()
-
-        return work
-
-    assert is_linear(prepare, 2**17 if piece > 1 else 2**14)  # a call of `push` costs ten times as much as a character
+    assert pushes_in_linear_time(lambda: TOOL_PARSERS[style].parser(lambda name: "x", _TOOLS), start, repeated, piece)

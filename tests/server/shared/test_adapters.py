@@ -139,49 +139,43 @@ def test_an_error_is_readable_where_the_folder_is_the_whole_file_system(root: Pa
     assert str(caught.value).count(str(root)) == 1, str(caught.value)
 
 
-def test_an_unloaded_adapter_stays_with_the_engine_until_its_requests_have_ended(root: Path) -> None:
-    async def check() -> None:
-        engine = Engine()
-        own = adapters(root, engine, lora_modules=("first=a",))
-        await own.load("x", "a")
-        served = own.find("x")
-        with own.using(served), own.using(None):
-            with own.using(served):
-                own.unload("x")
-                with pytest.raises(AdapterNotFoundError):
-                    own.find("x")
-            await own.load("x", "b")  # the same name at once
-            await own.load("x", "a", in_place=True)
-            assert engine.known == {2, 4}, "3 was replaced, 2 has a request"
-            own.note_finished(served)
-        assert engine.known == {4}
-        assert own.find("x").num_finished == 1 and own.num_finished_others == 0
-        own.unload("x")
+async def test_an_unloaded_adapter_stays_with_the_engine_until_its_requests_have_ended(root: Path) -> None:
+    engine = Engine()
+    own = adapters(root, engine, lora_modules=("first=a",))
+    await own.load("x", "a")
+    served = own.find("x")
+    with own.using(served), own.using(None):
+        with own.using(served):
+            own.unload("x")
+            with pytest.raises(AdapterNotFoundError):
+                own.find("x")
+        await own.load("x", "b")  # the same name at once
+        await own.load("x", "a", in_place=True)
+        assert engine.known == {2, 4}, "3 was replaced, 2 has a request"
         own.note_finished(served)
-        assert engine.known == set() and own.num_finished_others == 2
-        assert [each.name for each in own] == ["first"]
+    assert engine.known == {4}
+    assert own.find("x").num_finished == 1 and own.num_finished_others == 0
+    own.unload("x")
+    own.note_finished(served)
+    assert engine.known == set() and own.num_finished_others == 2
+    assert [each.name for each in own] == ["first"]
 
-    asyncio.run(check())
 
-
-def test_a_load_that_was_begun_is_ended_and_two_of_a_name_are_one(root: Path) -> None:
-    async def check() -> None:
-        engine = Engine()
-        own = adapters(root, engine)
-        engine.may_read.clear()
-        first, second = (asyncio.ensure_future(own.load("x", path)) for path in ("a", "b"))
-        await asyncio.sleep(0.01)
-        first.cancel()
-        await asyncio.sleep(0)
-        engine.may_read.set()
-        with pytest.raises(UserError, match="has already been loaded"):
-            await second
-        assert first.cancelled() and own.find("x").source == "a" and len(engine.known) == 1
-        with pytest.raises(UserError):
-            await own.load("x", "bad", in_place=True)
-        assert own.find("x").source == "a" and len(engine.known) == 1, "what could not be read replaces nothing"
-
-    asyncio.run(check())
+async def test_a_load_that_was_begun_is_ended_and_two_of_a_name_are_one(root: Path) -> None:
+    engine = Engine()
+    own = adapters(root, engine)
+    engine.may_read.clear()
+    first, second = (asyncio.ensure_future(own.load("x", path)) for path in ("a", "b"))
+    await asyncio.sleep(0.01)
+    first.cancel()
+    await asyncio.sleep(0)
+    engine.may_read.set()
+    with pytest.raises(UserError, match="has already been loaded"):
+        await second
+    assert first.cancelled() and own.find("x").source == "a" and len(engine.known) == 1
+    with pytest.raises(UserError):
+        await own.load("x", "bad", in_place=True)
+    assert own.find("x").source == "a" and len(engine.known) == 1, "what could not be read replaces nothing"
 
 
 def test_modules_are_read_as_vllms_are() -> None:

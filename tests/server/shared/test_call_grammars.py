@@ -47,17 +47,9 @@ OF_A_FAMILY = {
 }  # fmt: skip
 OF_JSON = {"hermes", "llama3_json", "mistral", "granite", "deepseek_v3", "deepseek_v31", "kimi_k2", "openai"}
 # Written now and then where they are allowed, because random text rarely ends by itself.
-CLOSERS = [
-    '"',
-    "</parameter>",
-    "</arg_value>",
-    "]",
-    ")",
-    "}",
-    "<｜tool▁calls▁end｜>",
-    "<|tool_calls_section_end|>",
-    "</",
-]
+CLOSERS = r"""
+    " </parameter> </arg_value> ] ) } <｜tool▁calls▁end｜> <|tool_calls_section_end|> </
+""".split()
 STARTS = {style: getattr(form.form, "starts", ("",))[0] for style, form in REASONING_PARSERS.items()}
 
 

@@ -288,29 +288,23 @@ def test_one_failure_ends_the_call_and_aborts_the_others(said: Any, kind: Any, w
     assert len(engine.given) < 20  # the rest was never begun
 
 
-def test_to_close_the_iterator_aborts_what_is_left() -> None:
+async def test_to_close_the_iterator_aborts_what_is_left() -> None:
     engine = Engine()
 
-    async def leave() -> None:
-        serving: Any = Serving(engine, ServerOptions())  # type: ignore[arg-type]
-        async with aclosing(serving.pooling.pool(PoolCall(inputs=[*map(chr, range(97, 120))] * 4))) as results:
-            await anext(results)
-        assert engine.open == 0 and engine.closed_early and len(engine.given) < 30
-
-    asyncio.run(leave())
+    serving: Any = Serving(engine, ServerOptions())  # type: ignore[arg-type]
+    async with aclosing(serving.pooling.pool(PoolCall(inputs=[*map(chr, range(97, 120))] * 4))) as results:
+        await anext(results)
+    assert engine.open == 0 and engine.closed_early and len(engine.given) < 30
 
 
-def test_a_reader_that_does_not_read_has_no_more_computed() -> None:
+async def test_a_reader_that_does_not_read_has_no_more_computed() -> None:
     engine = Engine()
 
-    async def stop() -> None:
-        async with aclosing(Serving(engine, ServerOptions()).pooling.pool(PoolCall(inputs=["abcd"] * 999))) as results:  # type: ignore[arg-type]
-            await anext(results)
-            for _ in range(200):
-                await asyncio.sleep(0)
-            assert len(engine.given) <= 6 * SLOTS
-
-    asyncio.run(stop())
+    async with aclosing(Serving(engine, ServerOptions()).pooling.pool(PoolCall(inputs=["abcd"] * 999))) as results:  # type: ignore[arg-type]
+        await anext(results)
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert len(engine.given) <= 6 * SLOTS
 
 
 def test_a_queue_that_is_full_refuses_a_call_and_delays_one_that_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:

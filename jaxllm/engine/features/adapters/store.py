@@ -54,7 +54,7 @@ class Known(NamedTuple):
     has_chat_template: bool
 
 
-_NAMES_KEPT = 4096  # at most, of adapters that are forgotten: their blocks may be cached, and are reported by name
+NAMES_KEPT = 4096  # at most, of adapters that are forgotten: their blocks may be cached, and are reported by name
 
 
 class Adapters:
@@ -172,9 +172,9 @@ class Adapters:
 
     def _forget_names(self) -> None:
         """Keep the names of what is known, and of what was read last."""
-        if len(self._names) > _NAMES_KEPT + len(self._known):
+        if len(self._names) > NAMES_KEPT + len(self._known):
             numbers = {known.number for known in self._known.values()}
-            kept = range(self._num_read - _NAMES_KEPT // 2, self._num_read + 1)
+            kept = range(self._num_read - NAMES_KEPT // 2, self._num_read + 1)
             self._names = {own: name for own, name in self._names.items() if own in numbers or own in kept}
 
     def _keep(self, adapter: Adapter) -> None:
