@@ -111,7 +111,7 @@ ray: $(RAY_VENV)/.ray  ## the examples of Ray Serve and Ray Data on a Ray that i
 	$(RAY_VENV)/bin/python -m pytest tests/ray -m "" $(if $(ONLY),-k "$(ONLY)")
 
 bench: $(VENV)/.dev  ## the figures that are promised, measured here; docs/benchmarks.md has more rounds of each
-	$(VENV)/bin/python -m tests.benchmarks
+	$(VENV)/bin/python -m benchmarks
 
 # A GPU machine brings its own jax, torch and triton: nothing is installed there. DRY=1 is a CPU with tiny shapes.
 gpu-check: $(if $(DRY),$(VENV)/.dev)  ## correctness and speed on one NVIDIA GPU, in eight minutes; ONLY="model features", MINUTES=, OUT= folder

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import httpx
 import pytest
 
-from tests.benchmarks import scaling, step_bytes
+from benchmarks import scaling, step_bytes
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.ci

@@ -72,7 +72,7 @@ def decode_shapes(num_slots: int, smallest: int = 1, platform: str = "cpu") -> l
 
     On a GPU 2, 16 and 64, then two per doubling: steps of few rows take as long as reading the weights. By H100 timings
     padding costs 1 % of all decode steps and 8 % of the worst. All tables are the coarsest with less than 12 % of
-    padding, on a GPU of its time (tests/benchmarks/padding.py, DECISIONS).
+    padding, on a GPU of its time (benchmarks/padding.py, DECISIONS).
     """
     if platform == "cpu":
         sizes = _sizes(1, num_slots, {1: 1, 8: 2, 32: 4})

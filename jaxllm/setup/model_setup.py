@@ -51,7 +51,7 @@ OPERATIONS = (  # of a step
 )
 GPU_SHARE = 0.97  # of the remaining memory; the rest is for programs' code and for tuning later ones
 CPU_SHARE = 0.25  # of the free memory, for KV blocks: other programs of a laptop need memory too
-TOKEN_COST = {"cpu": 120, "gpu": 4}  # see `Limits`; measured by tests/benchmarks/verifying.py, on no GPU yet
+TOKEN_COST = {"cpu": 120, "gpu": 4}  # see `Limits`; measured by benchmarks/verifying.py, on no GPU yet
 CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "int8": "int8"}
 CPU_CEILING = 2 << 30  # bytes of KV blocks: 87,000 tokens of a 0.5B model in float32
 

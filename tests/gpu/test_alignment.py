@@ -13,12 +13,12 @@ import pytest
 pytest.importorskip("triton")
 pytest.importorskip("jax_cuda13_plugin")
 
+from benchmarks.shapes import SHAPES
 from jaxllm.families.families import read_spec
 from jaxllm.runner import batch, step
 from jaxllm.runner.batch import Shape
 from jaxllm.sampling.sampler import ROW_WIDTH, Variant
 from jaxllm.setup.kv_cache import Geometry
-from tests.benchmarks.shapes import SHAPES
 from tests.gpu import aot, buffers
 from tests.gpu_check import machine
 

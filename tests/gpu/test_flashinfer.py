@@ -16,10 +16,10 @@ import pytest
 pytest.importorskip("triton")
 pytest.importorskip("jax_cuda13_plugin")
 
+from benchmarks.shapes import SHAPES
 from pallas_kernels import Site
 from pallas_kernels.attention.arguments import AttentionArgs
 from pallas_kernels.native import flashinfer
-from tests.benchmarks.shapes import SHAPES
 from tests.gpu import aot
 from tests.gpu.test_steps import DECODE_MIB, KERNELS_A_LAYER, KERNELS_BESIDE, MIB
 

@@ -20,6 +20,7 @@ pytest.importorskip("triton")
 pytest.importorskip("jax_cuda13_plugin")
 
 import pallas_kernels
+from benchmarks.shapes import SHAPES
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.families.families import read_spec
 from jaxllm.model import decoder, moe
@@ -28,7 +29,6 @@ from jaxllm.sampling.sampler import Variant
 from jaxllm.setup.draft_setup import Drafting
 from pallas_kernels import Choice
 from pallas_kernels.attention import division
-from tests.benchmarks.shapes import SHAPES
 from tests.gpu import aot
 from tests.model.test_moe_families import DEEPSEEK_V2_LITE
 

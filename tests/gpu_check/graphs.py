@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from benchmarks.bare import replay
 from jaxllm import LLM
-from tests.benchmarks.bare import replay
 from tests.gpu_check import shape8b
 from tests.gpu_check.check import Check
 

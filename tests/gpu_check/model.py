@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.bare import Packed, packed_steps, replay
 from jaxllm import LLM, SamplingParams
-from tests.benchmarks.bare import Packed, packed_steps, replay
 from tests.gpu_check import by_time, shape8b
 from tests.gpu_check.check import Check
 from tests.gpu_check.shape8b import Shape

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.benchmarks import shapes
+from benchmarks import shapes
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen2.5-0.5B": shapes.SHAPES["qwen2.5-0.5b"],

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from benchmarks.bare import Packed, compile_greedy, narrowest, replay
 from jaxllm import LLM
 from jaxllm.engine.llm_engine import LLMEngine
 from jaxllm.runner import batch
 from jaxllm.runner.compiled_programs import Key
 from jaxllm.scheduler.state import Plan
 from pallas_kernels import measuring
-from tests.benchmarks.bare import Packed, compile_greedy, narrowest, replay
 from tests.gpu_check import models
 from tests.gpu_check.check import Check
 from tests.support import inspection

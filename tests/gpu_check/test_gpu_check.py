@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
+from benchmarks import bare
 from jaxllm.config import EngineArgs
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.metrics import Metrics
@@ -23,7 +24,6 @@ from jaxllm.sampling.sampler import Variant
 from jaxllm.setup import model_setup
 from pallas_kernels import choice, measuring, tune, tuning
 from pallas_kernels.attention import xla_lanes
-from tests.benchmarks import bare
 from tests.gpu_check import __main__ as gpu_check
 from tests.gpu_check import (
     as_gpu,

@@ -20,6 +20,7 @@ import psutil
 import pytest
 from jax._src import test_util as jtu
 
+from benchmarks import padding
 from jaxllm import LLM, SamplingParams
 from jaxllm.compiling.compilation_cache import use_compilation_cache
 from jaxllm.config import EngineConfig
@@ -34,7 +35,6 @@ from jaxllm.sampling.sampler import Variant
 from jaxllm.scheduler.state import Plan
 from jaxllm.setup import memory_plan
 from jaxllm.setup.model_setup import free_bytes, plan_memory, prepare
-from tests.benchmarks import padding
 from tests.support.inspection import lowered, state_of
 from tests.support.paths import ROOT
 

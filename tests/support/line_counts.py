@@ -42,7 +42,7 @@ def main() -> None:
             rooms[name.rpartition("/")[0]] += count((ROOT / name).read_text())
     for room, lines in sorted(rooms.items()):
         print(f"{lines:7,} {room}")
-    for name, tops in (("product", PRODUCT), ("tests", ("tests",)), ("training", ("training",))):
+    for name, tops in (("product", PRODUCT), *((top, (top,)) for top in ("tests", "benchmarks", "training"))):
         print(f"{sum(lines for room, lines in rooms.items() if room.split('/')[0] in tops):7,} lines of {name}")
 
 

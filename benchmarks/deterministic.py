@@ -1,6 +1,6 @@
 """The cost of `--deterministic`: decoding 1 and 16 rows and reading a prompt, against an engine without it.
 
-`python -m tests.benchmarks.deterministic`. The embedded model and Qwen2.5-0.5B's shape, float32. Rounds alternate
+`python -m benchmarks.deterministic`. The embedded model and Qwen2.5-0.5B's shape, float32. Rounds alternate
 between the engines, so that other load affects both alike; medians are compared.
 """
 
@@ -10,10 +10,10 @@ import argparse
 from functools import partial
 from typing import Any
 
+from benchmarks import shapes
+from benchmarks.bare import compile_greedy
+from benchmarks.sides import generate, medians
 from jaxllm import LLM
-from tests.benchmarks import shapes
-from tests.benchmarks.bare import compile_greedy
-from tests.benchmarks.sides import generate, medians
 
 PROMPT, LONG_PROMPT = 16, 256
 NEW = {"embedded": 64, "qwen2.5-0.5b": 8}  # tokens, by model

@@ -1,4 +1,4 @@
-"""Embeddings against sentence-transformers on the same cores: `python -m tests.benchmarks.embedding`.
+"""Embeddings against sentence-transformers on the same cores: `python -m benchmarks.embedding`.
 
 A random model of MiniLM's shape (6 layers, 384 wide, mean pooling), float32, one folder for both; the other side runs
 in an environment with torch (`make parity` makes .venv-parity). Rounds alternate; medians are compared.
@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.benchmarks.against_transformers import TORCH
-from tests.benchmarks.aims import require
+from benchmarks.against_transformers import TORCH
+from benchmarks.aims import require
 from tests.support.paths import ROOT
 
 AIM = 1.5  # times the texts per second
@@ -54,7 +54,7 @@ def compare(folder: Path, sets: dict[str, list[int]], rounds: int) -> list[str]:
     from jaxllm import LLM
 
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'server'}"}
-    command = [TORCH, "-m", "tests.benchmarks.embedding", "--other", folder]
+    command = [TORCH, "-m", "benchmarks.embedding", "--other", folder]
     other = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
     )

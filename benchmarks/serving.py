@@ -1,6 +1,6 @@
 """The cost of the front ends: streams through a server, against the same requests offline.
 
-`python -m tests.benchmarks.serving`: 200 streams of 64 tokens of the embedded model. With `--model qwen2.5-0.5b
+`python -m benchmarks.serving`: 200 streams of 64 tokens of the embedded model. With `--model qwen2.5-0.5b
 --streams 64 --tokens 16 --limit 0.15`, at a real model's size. Server, clients and engine share the machine's cores.
 Rounds begin once all programs are compiled, and alternate, so that other load affects all alike; medians are compared.
 """
@@ -21,9 +21,9 @@ from typing import Any
 
 import grpc
 
+from benchmarks import shapes
+from benchmarks.aims import require
 from jaxllm.v1 import inference_pb2, inference_pb2_grpc
-from tests.benchmarks import shapes
-from tests.benchmarks.aims import require
 from tests.support.serving_process import ROOT, ServingProcess
 
 PROMPT = 16  # tokens

@@ -1,6 +1,6 @@
 """The gain of several GPUs, computed from the bytes that they read and exchange. Nothing runs.
 
-`python -m tests.benchmarks.scaling` prints the tables of docs/scaling.md, of Llama 3.1 on H200s. A step reads each
+`python -m benchmarks.scaling` prints the tables of docs/scaling.md, of Llama 3.1 on H200s. A step reads each
 weight once and all keys and values of its rows, and sums two vectors per row and layer, and the embedding, over the
 devices. Matrix products are excluded: at 2,048 rows of 8B over eight devices they take 5 ms, and reading 8.
 """
@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from benchmarks.shapes import SHAPES
+from benchmarks.step_bytes import BANDWIDTH, CONTEXT, STORED, WIDE, Stored, cache_bytes, weight_bytes
 from jaxllm.config import EngineConfig
 from jaxllm.families.families import read_spec
 from jaxllm.model.spec import Spec
-from tests.benchmarks.shapes import SHAPES
-from tests.benchmarks.step_bytes import BANDWIDTH, CONTEXT, STORED, WIDE, Stored, cache_bytes, weight_bytes
 
 MEMORY = 141e9  # bytes of an H200, by its data sheet
 LINK = 450e9  # bytes per second of NVLink 4 in each direction, by the data sheet

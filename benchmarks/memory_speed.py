@@ -1,6 +1,6 @@
 """Decoding against memory bandwidth: the time of a step on a CPU, its growth with context, and its memory.
 
-`python -m tests.benchmarks.memory_speed --plot docs/context.svg`. Qwen2.5-0.5B's shape, random weights, greedy; with
+`python -m benchmarks.memory_speed --plot docs/context.svg`. Qwen2.5-0.5B's shape, random weights, greedy; with
 the C++ kernels and with XLA's, alternating. The bytes of all weights, times steps per second, are compared with the
 bandwidth of two threads in the same round. Peak memory is that of a process that has answered 16 prompts of 512 tokens.
 """
@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from benchmarks import shapes
+from benchmarks.aims import require
+from benchmarks.bare import compile_greedy
+from benchmarks.sides import GEOMETRY, Side, prompts_of
 from jaxllm import LLM, SamplingParams
 from jaxllm.checkpoints import weights
-from tests.benchmarks import shapes
-from tests.benchmarks.aims import require
-from tests.benchmarks.bare import compile_greedy
-from tests.benchmarks.sides import GEOMETRY, Side, prompts_of
 from tests.support import inspection
 
 KERNELS = {"C++": (), "XLA": ("linear=xla", "paged_decode=xla_lanes", "paged_prefill=xla")}

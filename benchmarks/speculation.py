@@ -1,6 +1,6 @@
 """The gain of drafts: tokens per second of one row with and without them, on repetitive and other text.
 
-`python -m tests.benchmarks.speculation`. Steps have Qwen2.5-0.5B's shape, float32, with random weights: sampled outputs
+`python -m benchmarks.speculation`. Steps have Qwen2.5-0.5B's shape, float32, with random weights: sampled outputs
 never repeat, and greedy ones soon do. For realistic texts, summaries of notes and code about the embedded model's
 world, the logits of a greedy request are replaced by ones that prefer the text's next token, and the engine drafts,
 verifies and adapts as if the model had written it. For an EAGLE-3 head the embedded model and its head are grown to
@@ -22,14 +22,14 @@ import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer
 
+from benchmarks import grown, shapes
+from benchmarks.aims import require
+from benchmarks.sides import GEOMETRY, medians
 from jaxllm import LLM, SamplingParams
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.sampling import sampler
 from jaxllm.sampling.sampler import Sampled, SamplingRows
 from jaxllm.text.tokenizer import load_tokenizer
-from tests.benchmarks import grown, shapes
-from tests.benchmarks.aims import require
-from tests.benchmarks.sides import GEOMETRY, medians
 from training.facts import COUNTRIES
 from training.questions import held_out_questions
 

@@ -1,6 +1,6 @@
 """The host's work for a step of 256 running requests: plan, pack and dispatch, commit, and the rest of `step`.
 
-`python -m tests.benchmarks.host`. The embedded model decodes; each part's time is the processor time of the engine's
+`python -m benchmarks.host`. The embedded model decodes; each part's time is the processor time of the engine's
 thread, because XLA's device threads use the same two cores. Medians over steps.
 """
 
@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.aims import require
+from benchmarks.bare import compile_greedy
 from jaxllm import LLM, SamplingParams
 from jaxllm.scheduler import scheduler
-from tests.benchmarks.aims import require
-from tests.benchmarks.bare import compile_greedy
 
 ROWS, STEPS, LIMIT_MS = 256, 160, 1.0
 

@@ -1,4 +1,4 @@
-"""Models of well-known shapes with random weights: `python -m tests.benchmarks.shapes qwen2.5-0.5b DIR`.
+"""Models of well-known shapes with random weights: `python -m benchmarks.shapes qwen2.5-0.5b DIR`.
 
 A step's cost depends on a model's shape, not on its weights, so these need no download. The folder has the files of a
 released model (config.json, tokenizer.json, model.safetensors), so that any engine can load it.

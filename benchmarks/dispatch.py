@@ -1,6 +1,6 @@
 """The host's time to dispatch a decode step: `Runner.dispatch` until it returns, with an idle device.
 
-`python -m tests.benchmarks.dispatch`. Steps of the embedded model are recorded and dispatched again, each after the
+`python -m benchmarks.dispatch`. Steps of the embedded model are recorded and dispatched again, each after the
 previous one has ended; and steps with the number of arrays of an 8B model. A call returns while the device computes.
 The processor time of the dispatching thread is measured, because XLA's device threads use the same cores. Prints
 medians and lowest tenths. The aim is for two rows: after a step of several milliseconds the same calls take two to
@@ -20,11 +20,11 @@ from typing import Any
 
 import jax
 
+from benchmarks.aims import require
+from benchmarks.bare import compile_greedy
 from jaxllm import LLM, SamplingParams
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.runner import batch
-from tests.benchmarks.aims import require
-from tests.benchmarks.bare import compile_greedy
 from tests.support import inspection
 
 ROWS, STEPS, LIMIT_US = (2, 16, 64), 300, 150.0

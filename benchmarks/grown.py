@@ -18,8 +18,8 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from benchmarks import shapes
 from jaxllm.embedded import HEADS, MODEL_DIR
-from tests.benchmarks import shapes
 
 HEAD_DIM = 64
 SIZES = {

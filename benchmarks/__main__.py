@@ -1,4 +1,4 @@
-"""Runs every benchmark with a promised figure: `python -m tests.benchmarks [--long] [NAME …]`.
+"""Runs every benchmark with a promised figure: `python -m benchmarks [--long] [NAME …]`.
 
 The short version is a quick look; docs/benchmarks.md has figures of the long one. Missed aims are listed at the end.
 """
@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tests.benchmarks.against_transformers import TORCH
+from benchmarks.against_transformers import TORCH
 
 
 class Measurement(NamedTuple):
@@ -23,11 +23,11 @@ class Measurement(NamedTuple):
 
 
 def _bench(module: str, *flags: str, is_long: bool = False) -> Measurement:
-    return Measurement(["-m", f"tests.benchmarks.{module}"], None if is_long else flags)
+    return Measurement(["-m", f"benchmarks.{module}"], None if is_long else flags)
 
 
 LAYERS = "6"  # of the 0.5B shape's 24, in the short version: a quarter of the compilation
-FRONT_ENDS = "tests.benchmarks.serving --model qwen2.5-0.5b --streams 64 --tokens 16 --limit 0.15"
+FRONT_ENDS = "benchmarks.serving --model qwen2.5-0.5b --streams 64 --tokens 16 --limit 0.15"
 MEASUREMENTS = {
     "scheduler": Measurement(
         ["-m", "jaxllm", "bench", "scheduler", "--num-requests", "1000", "--load", "decode", "--limit-us", "250"]
@@ -53,7 +53,7 @@ MEASUREMENTS = {
     "front_ends": Measurement(
         ["-m", *FRONT_ENDS.split()], ["--model", "embedded", "--tokens", "64", "--rounds", "3", "--limit", "0.35"]
     ),
-    "serving": Measurement(["-m", "tests.benchmarks.serving"], None),
+    "serving": Measurement(["-m", "benchmarks.serving"], None),
     "compiling": _bench("compiling", is_long=True),
     "speculation": _bench("speculation", is_long=True),
     "memory_speed": _bench("memory_speed", is_long=True),

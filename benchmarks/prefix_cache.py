@@ -1,4 +1,4 @@
-"""The savings of the prefix cache, and its cost without repeats: `python -m tests.benchmarks.prefix_cache`.
+"""The savings of the prefix cache, and its cost without repeats: `python -m benchmarks.prefix_cache`.
 
 200 requests, each with one of 10 prefixes of 512 tokens and 16 distinct tokens, one after another: the time to the
 first token with the cache on, relative to off. Then prompts without common prefixes, in alternating rounds.
@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import shapes
+from benchmarks.aims import require
+from benchmarks.bare import compile_greedy
 from jaxllm import LLM, SamplingParams
-from tests.benchmarks import shapes
-from tests.benchmarks.aims import require
-from tests.benchmarks.bare import compile_greedy
 
 MODEL, DTYPE = "stories42M", "float32"
 PREFIX, OWN = 512, 16

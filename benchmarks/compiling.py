@@ -1,4 +1,4 @@
-"""The cost of compiling for starts and for running requests: `python -m tests.benchmarks.compiling`.
+"""The cost of compiling for starts and for running requests: `python -m benchmarks.compiling`.
 
 Ready: the time of a start with an empty cache, relative to only compiling its covering programs. Steps: the time of a
 decode step while other programs are compiled in the background, relative to the time without; the same program and
@@ -16,10 +16,10 @@ import sys
 import tempfile
 import time
 
+from benchmarks.aims import require
 from jaxllm import LLM, SamplingParams
 from jaxllm.runner.compiled_programs import halves
 from jaxllm.sampling.sampler import Variant
-from tests.benchmarks.aims import require
 
 PROMISED_READY, PROMISED_STEP = 1.5, 1.2  # times
 ROUND_SECONDS = 10.0

@@ -1,4 +1,4 @@
-"""jaxllm against transformers on the same cores: `python -m tests.benchmarks.against_transformers`.
+"""jaxllm against transformers on the same cores: `python -m benchmarks.against_transformers`.
 
 The shape of Qwen2.5-0.5B with random weights, one file for both; eager transformers (SDPA attention) in an environment
 with torch (`make parity` makes .venv-parity). Rounds alternate; medians are compared.
@@ -11,9 +11,9 @@ import statistics
 import sys
 from pathlib import Path
 
-from tests.benchmarks import shapes
-from tests.benchmarks.aims import require
-from tests.benchmarks.sides import ROOT, Side
+from benchmarks import shapes
+from benchmarks.aims import require
+from benchmarks.sides import ROOT, Side
 
 TORCH = ROOT / ".venv-parity" / "bin" / "python"
 # Least speed relative to transformers, by measurement; for memory, the most.

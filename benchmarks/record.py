@@ -1,6 +1,6 @@
 """The cost of `--record`: the recorder's time in a decode step of the embedded model, which has the shortest steps.
 
-`python -m tests.benchmarks.record`: processor time of its calls, relative to a whole step without a recorder, 64 rows.
+`python -m benchmarks.record`: processor time of its calls, relative to a whole step without a recorder, 64 rows.
 On two cores, rounds with and without the recorder differ less than two rounds without it.
 """
 
@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.aims import require
 from jaxllm import LLM, SamplingParams
 from jaxllm.replay.recording import FileRecorder
-from tests.benchmarks.aims import require
 from tests.support import inspection
 
 ROWS, LIMIT = 64, 0.02

@@ -1,6 +1,6 @@
 """The engine's overhead over its compiled step: `LLM.generate` against a bare loop over the same program.
 
-`python -m tests.benchmarks.bare`. The 0.5B shape measures the overhead next to a real model's step; the embedded model,
+`python -m benchmarks.bare`. The 0.5B shape measures the overhead next to a real model's step; the embedded model,
 with steps of milliseconds, measures the host. Rounds alternate; medians are compared.
 """
 
@@ -16,15 +16,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from benchmarks import shapes
+from benchmarks.aims import require
+from benchmarks.sides import GEOMETRY, generate
 from jaxllm import LLM
 from jaxllm.engine.llm_engine import LLMEngine
 from jaxllm.runner import batch
 from jaxllm.runner.compiled_programs import VARIANTS, Key, Programs
 from jaxllm.sampling.sampler import Variant
 from jaxllm.scheduler.state import Plan
-from tests.benchmarks import shapes
-from tests.benchmarks.aims import require
-from tests.benchmarks.sides import GEOMETRY, generate
 from tests.support import inspection
 
 PROMPT, DTYPE = 16, "float32"

@@ -1,6 +1,6 @@
 """The gain of overlap: decoding 64 rows of the embedded model, the engine against a bare loop over the same program.
 
-`python -m tests.benchmarks.overlap`. Rounds alternate between the bare loop and the engine with and without overlap;
+`python -m benchmarks.overlap`. Rounds alternate between the bare loop and the engine with and without overlap;
 medians are compared. The device (XLA's threads) idles between two steps if the first ended before the second was
 dispatched. A step begins when the one before it is read, and takes as long as in the bare loop, so the idle time is
 that between its end and the next dispatch.
@@ -14,13 +14,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.aims import require
+from benchmarks.bare import compile_greedy, packed_steps, replay
 from jaxllm import SamplingParams
 from jaxllm.config import EngineArgs
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.engine.llm_engine import LLMEngine
 from jaxllm.runner.model_runner import StepInFlight
-from tests.benchmarks.aims import require
-from tests.benchmarks.bare import compile_greedy, packed_steps, replay
 
 ROWS, STEPS = 64, 48
 IDLE_LIMIT = 0.10  # of a step

@@ -1,4 +1,4 @@
-"""The share of program time spent on padding, with the tables of `batch.py`: `python -m tests.benchmarks.padding`.
+"""The share of program time spent on padding, with the tables of `batch.py`: `python -m benchmarks.padding`.
 
 The real scheduler serves requests with the lengths of conversations (log-normal, prompts of 220 tokens on average,
 outputs of 200, as in ShareGPT), arriving at random at several rates, on a simulated device with a fixed time per step
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.aims import require
 from jaxllm.runner import batch
 from jaxllm.runner.batch import Shape
 from jaxllm.scheduler import scheduler
 from jaxllm.scheduler.state import Limits, Request, initial
-from tests.benchmarks.aims import require
 
 MEAN_PROMPT, MEAN_OUTPUT, SPREAD = 220, 200, 1.0  # tokens; deviation of the logarithm
 LONGEST = 2048  # tokens of prompt and output

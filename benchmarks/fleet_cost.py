@@ -1,6 +1,6 @@
 """The cost of a fleet's front end: tokens per second of two replicas behind it, against two separate engines.
 
-`python -m tests.benchmarks.fleet_cost`. Two cores are too few for two engines, a front end and clients, so a replica's
+`python -m benchmarks.fleet_cost`. Two cores are too few for two engines, a front end and clients, so a replica's
 device is simulated: a step of 64 rows sleeps for 15 ms (about an 8B step on a GPU). Every request streams 128 tokens,
 one per output; clients are coroutines in the front end's process, or in the engine's if separate.
 """
@@ -14,9 +14,9 @@ import sys
 import time
 from typing import Any
 
+from benchmarks.aims import require
+from benchmarks.pretend_node import DELTAS, PROMPT, ROWS, PretendEngine
 from jaxllm.fleet.fleet_llm import FleetLLM
-from tests.benchmarks.aims import require
-from tests.benchmarks.pretend_node import DELTAS, PROMPT, ROWS, PretendEngine
 
 MOST_COST = 0.10
 
@@ -45,7 +45,7 @@ async def apart(seconds: float) -> float:
 
 async def together(seconds: float) -> float:
     """Measure two engines with a front end."""
-    fleet = FleetLLM(data_parallel_size=2, skip_tokenizer_init=True, module="tests.benchmarks.pretend_node")
+    fleet = FleetLLM(data_parallel_size=2, skip_tokenizer_init=True, module="benchmarks.pretend_node")
     async with fleet:
         return await tokens_a_second(fleet, 2 * ROWS, seconds)
 
@@ -58,7 +58,7 @@ def main() -> None:
     if options.apart:
         print(asyncio.run(apart(options.seconds)))
         return
-    command = [sys.executable, "-m", "tests.benchmarks.fleet_cost", "--apart", "--seconds", str(options.seconds)]
+    command = [sys.executable, "-m", "benchmarks.fleet_cost", "--apart", "--seconds", str(options.seconds)]
     engines = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     alone = sum(float(engine.communicate()[0]) for engine in engines)
     both = asyncio.run(together(options.seconds))

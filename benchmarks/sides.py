@@ -1,6 +1,6 @@
 """The sides of a comparison: processes that each hold a model and run jobs, alternating with the others.
 
-`python -m tests.benchmarks.sides jaxllm|transformers FOLDER DTYPE [JSON]` reads one job per line, such as {"rows": 1,
+`python -m benchmarks.sides jaxllm|transformers FOLDER DTYPE [JSON]` reads one job per line, such as {"rows": 1,
 "prompt": 128, "new": 32}, generates greedily, and answers with its time: {"seconds": …}.
 """
 
@@ -44,7 +44,7 @@ class Side:
         self, engine: str, folder: Path, dtype: str, python: str = sys.executable, name: str = "", **settings: Any
     ) -> None:
         self.name = name or engine
-        command = [python, "-m", "tests.benchmarks.sides", engine, str(folder), dtype, json.dumps(settings)]
+        command = [python, "-m", "benchmarks.sides", engine, str(folder), dtype, json.dumps(settings)]
         environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'server'}", "JAX_PLATFORMS": "cpu"}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
@@ -100,8 +100,8 @@ def prompts_of(rows: int, length: int) -> list[list[int]]:
 
 
 def open_jaxllm(folder: str, dtype: str, settings: dict[str, Any]) -> Generate:
+    from benchmarks.bare import compile_greedy
     from jaxllm import LLM
-    from tests.benchmarks.bare import compile_greedy
 
     llm = LLM(folder, dtype=dtype, precompile="covering", **GEOMETRY | settings)
     compile_greedy(llm.engine, ROWS, TOKENS)

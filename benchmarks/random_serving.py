@@ -1,4 +1,4 @@
-"""Requests of random lengths against the ideal schedule of the same work: `python -m tests.benchmarks.random_serving`.
+"""Requests of random lengths against the ideal schedule of the same work: `python -m benchmarks.random_serving`.
 
 64 requests of 16 to 512 prompt tokens and 16 to 256 new ones, all at once and at a Poisson rate of 80 % of capacity.
 The ideal runs every step in a batch of exactly its size, with no time between steps. Its step times are those of the
@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks import shapes
+from benchmarks.aims import require
+from benchmarks.bare import compile_greedy, packed_steps, replay
+from benchmarks.sides import generate, prompts_of
 from jaxllm import LLM, SamplingParams
 from jaxllm.sampling_params import RequestOutputKind
-from tests.benchmarks import shapes
-from tests.benchmarks.aims import require
-from tests.benchmarks.bare import compile_greedy, packed_steps, replay
-from tests.benchmarks.sides import generate, prompts_of
 
 MODEL, DTYPE = "stories42M", "float32"
 LOAD = 0.8

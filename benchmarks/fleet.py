@@ -1,4 +1,4 @@
-"""Routing of a fleet's requests against simpler rules: `python -m tests.benchmarks.fleet`.
+"""Routing of a fleet's requests against simpler rules: `python -m benchmarks.fleet`.
 
 Fleets of 1, 4 and 64 replicas with production schedulers in virtual time (tests/fleet): a step takes 6 ms and 40 µs per
 token, a pool has 4,096 blocks of 16 tokens. An eighth of the replicas is killed, an eighth drains; each returns after a
@@ -20,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.aims import require
 from jaxllm.fleet import choose
-from tests.benchmarks.aims import require
 from tests.fleet import mixes
 from tests.fleet.fleet import Fleet, Outcome, Router, least_loaded, make_changes
 from tests.fleet.replica import Asked

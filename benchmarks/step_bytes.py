@@ -1,6 +1,6 @@
 """Bytes that a decode step reads, by storage of weights and cache, and the least time. Nothing runs.
 
-`python -m tests.benchmarks.step_bytes` prints the table of docs/benchmarks.md, of Llama-3.1-8B on one H200. A step
+`python -m benchmarks.step_bytes` prints the table of docs/benchmarks.md, of Llama-3.1-8B on one H200. A step
 reads each weight except the embedding once, and all keys and values of its rows' contexts.
 """
 
@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
+from benchmarks.shapes import SHAPES
 from jaxllm.families.families import read_spec
 from jaxllm.model import decoder
 from jaxllm.model.parameters import Scheme, Weight
 from jaxllm.model.spec import Spec
 from pallas_kernels.linear.numbers import PACKED
-from tests.benchmarks.shapes import SHAPES
 
 BANDWIDTH = 4.3e12  # bytes per second: measured on an H200; data sheet 4.8
 ROWS, CONTEXT = (1, 64, 256), 1024

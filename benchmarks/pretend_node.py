@@ -1,4 +1,4 @@
-"""A replica whose engine sleeps instead of computing: `python -m tests.benchmarks.pretend_node`, run by a front end."""
+"""A replica whose engine sleeps instead of computing: `python -m benchmarks.pretend_node`, run by a front end."""
 
 from __future__ import annotations
 

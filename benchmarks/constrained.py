@@ -1,6 +1,6 @@
 """The cost and savings of constraints: 32 rows of stories42M's shape, with a JSON schema and without.
 
-`python -m tests.benchmarks.constrained`. Random weights, temperature 1. Rounds alternate between the kinds, so that
+`python -m benchmarks.constrained`. Random weights, temperature 1. Rounds alternate between the kinds, so that
 other load affects all alike; medians of ratios are compared.
 """
 
@@ -18,9 +18,9 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from benchmarks import shapes
+from benchmarks.aims import require
 from jaxllm import LLM, SamplingParams
-from tests.benchmarks import shapes
-from tests.benchmarks.aims import require
 
 ROWS, NEW = 32, 96
 LEAST, LEAST_BESIDE = 0.85, 0.95  # of unconstrained tokens per second: constrained rows, and other rows of their steps

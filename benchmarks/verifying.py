@@ -1,6 +1,6 @@
 """The cost of verifying k drafts: a step of 1 + k tokens per row against one token per row, of Qwen2.5-0.5B's shape.
 
-`python -m tests.benchmarks.verifying`. The programs alone, alternating; medians are compared. `Limits.token_cost` is
+`python -m benchmarks.verifying`. The programs alone, alternating; medians are compared. `Limits.token_cost` is
 derived from it: the time of one more token, in thousandths of the part of a step that does not grow with tokens. It is
 measured with one row, where drafts pay most.
 """
@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import shapes
+from benchmarks.sides import GEOMETRY, medians
 from jaxllm import LLM
 from jaxllm.runner import batch
 from jaxllm.runner.batch import Shape
@@ -24,8 +26,6 @@ from jaxllm.runner.compiled_programs import Key
 from jaxllm.runner.model_runner import Runner
 from jaxllm.sampling.sampler import Variant
 from jaxllm.scheduler.state import Plan
-from tests.benchmarks import shapes
-from tests.benchmarks.sides import GEOMETRY, medians
 from tests.support import inspection
 
 DRAFTS, ROWS, CONTEXT, STEPS = (1, 2, 4, 8), (1, 16), 128, 4

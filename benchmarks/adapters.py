@@ -1,6 +1,6 @@
 """The cost of LoRA adapters: decodes 16 rows of Qwen2.5-0.5B's shape with 0, 1, 2, 4 and 8 distinct ones per step.
 
-`python -m tests.benchmarks.adapters`. Random weights, float32, greedy, adapters of rank 16 of every product. A step
+`python -m benchmarks.adapters`. Random weights, float32, greedy, adapters of rank 16 of every product. A step
 without adapters is measured right before and after each with some, so that other load affects both alike; medians are
 compared. Rows without an adapter lose as much as the step does.
 """
@@ -15,13 +15,13 @@ from pathlib import Path
 
 import jax
 
+from benchmarks import shapes
+from benchmarks.aims import require
+from benchmarks.sides import GEOMETRY, medians, prompts_of
 from jaxllm import LLM, LoRARequest, SamplingParams
 from jaxllm.checkpoints import weights
 from jaxllm.runner.compiled_programs import Key
 from jaxllm.sampling.sampler import Variant
-from tests.benchmarks import shapes
-from tests.benchmarks.aims import require
-from tests.benchmarks.sides import GEOMETRY, medians, prompts_of
 from tests.support import inspection
 from tests.support.adapters import write_adapter
 

@@ -1,6 +1,6 @@
 """The gain of `--quantization int8`: decoding 1 and 16 rows of Qwen2.5-0.5B's shape, against bfloat16.
 
-`python -m tests.benchmarks.quantized`. Random weights, greedy. Rounds alternate between the engines, so that other load
+`python -m benchmarks.quantized`. Random weights, greedy. Rounds alternate between the engines, so that other load
 affects both alike; medians are compared.
 """
 
@@ -10,12 +10,12 @@ import argparse
 from functools import partial
 from typing import Any
 
+from benchmarks import shapes
+from benchmarks.aims import require
+from benchmarks.bare import compile_greedy
+from benchmarks.sides import GEOMETRY, generate, medians
 from jaxllm import LLM
 from jaxllm.checkpoints import weights
-from tests.benchmarks import shapes
-from tests.benchmarks.aims import require
-from tests.benchmarks.bare import compile_greedy
-from tests.benchmarks.sides import GEOMETRY, generate, medians
 from tests.support import inspection
 
 ROWS, PROMPT, NEW = GEOMETRY["max_num_seqs"], 16, 12
