@@ -242,7 +242,7 @@ class FleetLLM(NoAdapters, StreamingEngine):
         source = config.tokenizer or config.model
         tokenizer = NoTokenizer(source) if config.skip_tokenizer_init else load_tokenizer(source, config.revision)
         model = ModelInfo(tokenizer=tokenizer, **known)
-        if model.pooler is not None and model.pooler.pooling == "last":
+        if model.pooler is not None and model.pooler.reads_last:
             tokenizer.obey_add_eos_token()
         return model
 

@@ -141,7 +141,7 @@ class Runner:
             free = free_bytes(setup)
             plan = plan_memory(config, setup, free)
             if needs_weights and config.load_format != "dummy":
-                weights.check(setup.folder, setup.spec, setup.family, setup.layout, setup.pooler)
+                weights.check(setup.folder, setup.spec, setup.family, setup.layout, setup.head)
                 draft_setup.check(setup.drafting, setup.draft, setup.layout)
         self._params: Leaves = ()
         self._state: Leaves = ()
@@ -376,7 +376,7 @@ class Runner:
         self.adapters.forget()
 
     def _load(self, config: EngineConfig, progress: bool) -> decoder.Params[jax.Array]:
-        setup, options = self.setup, (config.quantization, self.setup.pooler)
+        setup, options = self.setup, (config.quantization, self.setup.head)
         seed = config.seed % 2**32 if config.load_format == "dummy" else None
         if seed is not None:
             params = weights.load_random(setup.spec, setup.layout, setup.dtype, seed, *options, setup.family)
@@ -410,7 +410,7 @@ class Runner:
             params=self._params_shapes,
             state=self._state_shapes,
             kernels=setup.kernels,
-            pooler=setup.pooler,
+            head=setup.head,
             adapter=self._adapter_shapes,
             joins_adapters=setup.platform != "cpu",
             drafting=self.drafting,

@@ -12,7 +12,7 @@ import jax
 import pallas_kernels
 from jaxllm.model import lora
 from jaxllm.model.decoder import Params
-from jaxllm.model.pooler import Pooler
+from jaxllm.model.head import Head
 from jaxllm.model.sharding import Layout
 from jaxllm.model.spec import Spec
 from jaxllm.sampling.sampler import Extras, Processor
@@ -37,7 +37,7 @@ class StepModel:
     params: Params[jax.ShapeDtypeStruct]
     state: Any  # the device's state, described: a DeviceState, or a PoolState
     kernels: Mapping[str, Choice]
-    pooler: Pooler | None = None  # of a model that pools
+    head: Head | None = None  # of a model that generates nothing
     adapter: lora.Adapter[jax.ShapeDtypeStruct] = ()  # each one, described; empty: no adapters
     joins_adapters: bool = False  # see `adapted_linear`
     drafting: Drafting | None = None  # of an engine that verifies drafts

@@ -52,8 +52,9 @@ class Pooling(Feature):
 
     def __init__(self, core: Core) -> None:
         super().__init__(core)
-        assert core.language.model.pooler is not None
-        self._pooler = core.language.model.pooler
+        pooler = core.language.model.pooler
+        assert isinstance(pooler, Pooler)
+        self._pooler = pooler
 
     def claim(self, accepted: Accepted) -> None:
         """Read the prompt; refuse a request that is not to be pooled."""
