@@ -11,7 +11,7 @@ from jaxllm.engine.accepted import Accepted
 from jaxllm.engine.features.feature import Core, Feature
 from jaxllm.engine.features.pooling import prompts
 from jaxllm.engine.sequence import End, Sequence, SequenceGroup
-from jaxllm.model.pooler import Pooler, finish
+from jaxllm.model.pooler import Dense, Pooler, finish
 from jaxllm.outputs import CompletionOutput, FinishReason
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.runner.results import StepOutput
@@ -49,6 +49,7 @@ class Pooling(Feature):
 
     name = "pooling"
     takes = (PoolingParams,)
+    sends = (PoolingParams, Pooler, Dense)
 
     def __init__(self, core: Core) -> None:
         super().__init__(core)
