@@ -11,7 +11,7 @@ feed-forward width, V vocabulary (Vx on one shard, with its padding).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -65,6 +65,20 @@ class Linear(Protocol):
 
     def __call__(self, layer: int, name: str, *product: Any) -> Array:
         """Multiply: `product` is x [T, in], the layer's weight `name` [out, in], perhaps a bias [out]. Float32."""
+        ...
+
+
+@runtime_checkable
+class RowWeights(Protocol):
+    """Weights of single rows, as those of adapters: arguments of a program are some sets of them."""
+
+    @property
+    def described(self) -> Any:
+        """The arrays of one set, described."""
+        ...
+
+    def linear(self, sets: Sequence[Any], token_set: Array) -> Linear:
+        """Return the products of tokens; `token_set`, int32[T], numbers each one's set, with their count for none."""
         ...
 
 

@@ -29,8 +29,9 @@ from jaxllm.errors import UserError
 from jaxllm.families.family import Family
 from jaxllm.families.stored_formats import Stored
 from jaxllm.model import lora
-from jaxllm.model.decoder import Params
+from jaxllm.model.decoder import Params, RowWeights
 from jaxllm.model.head import Head
+from jaxllm.model.lora_linear import AdapterWeights
 from jaxllm.model.parameters import Scheme
 from jaxllm.model.sharding import Layout, make_layout
 from jaxllm.model.spec import Spec, heads_per_shard
@@ -323,7 +324,7 @@ def plan_memory(config: EngineConfig, setup: Setup, free: int | None, temporarie
     num_aux = 0 if head is None else len(head.aux_layers)
     is_cpu = setup.platform == "cpu"
     described = describe_weights(config, setup)
-    adapter = lora.abstract(spec, setup.layout, setup.dtype, config.max_lora_rank) if config.enable_lora else ()
+    adapters = describe_adapters(config, setup)
     device = memory_plan.Device(
         free=free,
         share=CPU_SHARE if is_cpu else GPU_SHARE,
@@ -334,7 +335,7 @@ def plan_memory(config: EngineConfig, setup: Setup, free: int | None, temporarie
     need = memory_plan.Need(
         weights=_bytes_on_one(described),
         # At most one is put there in a step, and two steps in flight may read ones that were let go.
-        adapters=(config.max_loras + 2) * _bytes_on_one(adapter),
+        adapters=0 if adapters is None else (config.max_loras + 2) * _bytes_on_one(adapters.described),
         temporaries=_guess(setup) if temporaries is None else temporaries,
         # Tables, tokens and extras of every slot, and a step's hidden states, see DeviceState.
         slots=4
@@ -362,6 +363,14 @@ def describe_weights(config: EngineConfig, setup: Setup) -> Params[jax.ShapeDtyp
     """Describe all weights that a step reads: those of the model, and of what drafts for it."""
     described = weights.abstract(setup.spec, setup.layout, setup.dtype, config.quantization, setup.head, setup.family)
     return replace(described, draft=draft_setup.abstract(setup.drafting, setup.layout, setup.dtype))
+
+
+def describe_adapters(config: EngineConfig, setup: Setup) -> RowWeights | None:
+    """Describe the adapters of rows; None without `enable_lora`."""
+    if not config.enable_lora:
+        return None
+    described = lora.abstract(setup.spec, setup.layout, setup.dtype, config.max_lora_rank)
+    return AdapterWeights(described, joins=setup.platform != "cpu")
 
 
 def cache_window(setup: Setup) -> int:
