@@ -10,12 +10,13 @@ from typing import Literal
 
 from jaxllm import checks
 from jaxllm.errors import UnsupportedError, UserError
+from jaxllm.request_params import RequestParams
 
 MOST_LENGTH_PENALTY = 10.0  # absolute; larger powers of a length may overflow
 
 
 @dataclass(frozen=True)
-class BeamSearchParams:
+class BeamSearchParams(RequestParams):
     """Parameters for one prompt. The search returns the `beam_width` likeliest continuations.
 
     The score of a finished one is its log-probability divided by length ** length_penalty.
@@ -31,6 +32,11 @@ class BeamSearchParams:
     # less. "never": only if it could not score more at any length.
     early_stopping: bool | Literal["never"] = False
     skip_special_tokens: bool = True  # omit special tokens from a `CompletionOutput`'s text
+
+    @property
+    def num_sequences(self) -> int:
+        """The number of beams."""
+        return self.beam_width
 
     def __post_init__(self) -> None:
         for name in ("beam_width", "max_tokens"):

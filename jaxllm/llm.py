@@ -11,7 +11,6 @@ from tqdm import tqdm
 
 from jaxllm.beam_search_params import BeamSearchParams
 from jaxllm.config import EngineConfig, config_of
-from jaxllm.engine.accepted import Params
 from jaxllm.engine.engine_client import SteppedEngine
 from jaxllm.engine.features.pooling.prompts import check_kind
 from jaxllm.engine.llm_engine import LLMEngine
@@ -34,6 +33,7 @@ from jaxllm.outputs import (
     pooled_output,
 )
 from jaxllm.pooling_params import PoolingParams, PoolingTask
+from jaxllm.request_params import RequestParams
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -299,7 +299,7 @@ class LLM:
     def _complete(
         self,
         items: Sequence[Prompt],
-        params: Sequence[Params],
+        params: Sequence[RequestParams],
         use_tqdm: bool,
         priority: Sequence[int] | None = None,
         sorts: bool = False,
@@ -310,7 +310,8 @@ class LLM:
         for index, (prompt, own) in enumerate(zip(items, params, strict=True)):
             rank = 0 if priority is None else priority[index]
             adapter = None if adapters is None else adapters[index]
-            accepted.append(self.engine.accept(str(self._num_requests + index), prompt, own, rank, adapter))
+            name = str(self._num_requests + index)
+            accepted.append(self.engine.accept(name, prompt, own, rank, lora_request=adapter))
         self._num_requests += len(items)
         ids = [request.request_id for request in accepted]
         if sorts:

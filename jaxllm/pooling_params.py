@@ -6,10 +6,11 @@ Names and defaults are vLLM's. Standard library only.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from jaxllm import checks
 from jaxllm.errors import UserError
+from jaxllm.request_params import RequestParams
 
 PoolingTask = Literal["embed", "classify", "score"]
 TASKS: tuple[PoolingTask, ...] = get_args(PoolingTask)
@@ -21,12 +22,14 @@ _TASKS_OF: dict[str, tuple[PoolingTask, ...]] = {  # tasks that support a parame
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoolingParams:
+class PoolingParams(RequestParams):
     """Parameters for one prompt; None selects the model's default.
 
     Tasks: `embed` returns the pooled vector, `classify` a number per label, `score` the output of a cross-encoder or
     reward model.
     """
+
+    generates: ClassVar[bool] = False
 
     task: PoolingTask | None = None
     dimensions: int | None = None  # leading numbers to keep (Kusupati et al. 2022, "Matryoshka")

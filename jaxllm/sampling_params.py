@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from jaxllm import checks, sampling_fields
 from jaxllm.errors import UnsupportedError, UserError
+from jaxllm.request_params import RequestParams
 from jaxllm.sampling_fields import (
     MODEL,
     Rule,
@@ -171,7 +172,7 @@ def _logit_bias(name: str, value: object) -> dict[int, float] | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(RequestParams):
     """Sampling and stopping parameters of a request, validated on creation.
 
     vLLM parameters that jaxllm does not support are accepted at their defaults. Invalid ones raise UserError.
@@ -375,6 +376,11 @@ class SamplingParams:
                 hint = f" Did you mean {near[0]!r}?" if near else ""
                 raise UserError(f"{checks.shown(name)} is not a sampling parameter of jaxllm.{hint}", name)
         return super().__new__(cls)
+
+    @property
+    def num_sequences(self) -> int:
+        """The number of outputs."""
+        return self.n
 
     def __post_init__(self, *unbuilt: object) -> None:
         built = {own.name for own in fields(self)}

@@ -12,12 +12,13 @@ from jaxllm.checkpoints.files import read_object, read_objects
 from jaxllm.errors import UserError
 from jaxllm.families.config_fields import Fields
 from jaxllm.families.family import Family
+from jaxllm.families.pooled_heads import OF_DECODERS
 from jaxllm.model.pooler import Activation, Dense, Pooler, Pooling
 from jaxllm.model.spec import Spec
 
 MODULES = "modules.json"
 GENERATING = ("ForCausalLM", "LMHeadModel")
-_CLASSIFYING = ("ForSequenceClassification", "ForRewardModel")
+_CLASSIFYING = tuple(OF_DECODERS)
 _POOLINGS: dict[str, Pooling] = {"cls": "cls", "lasttoken": "last", "mean": "mean"}
 _OLDER_POOLINGS = {  # one key per mode, before sentence-transformers 5
     "pooling_mode_cls_token": "cls",
@@ -96,10 +97,10 @@ def _classifier(folder: Path, config: Mapping[str, Any], spec: Spec, family: Fam
         labels, activation = labels[:1], "none"
     else:
         activation = _activation_of_labels(folder, fields, len(labels))
-    if family.head is None:
-        raise UserError(f"config.json: {architecture} is not supported.", architecture)
-    pooling, layers = family.head(fields, spec.width, len(labels))
-    return Pooler(pooling, layers, labels, activation, normalize=False)
+    read = family.head or next(read for ending, read in OF_DECODERS.items() if architecture.endswith(ending))
+    head = read(fields, spec.width, len(labels))
+    assert isinstance(head, Pooler)
+    return replace(head, labels=labels, activation=activation, normalize=False)
 
 
 def _labels(fields: Fields) -> tuple[str, ...]:

@@ -16,10 +16,9 @@ from jaxllm.checkpoints.stored_matrices import Matrix, Side, collect
 from jaxllm.errors import UserError
 from jaxllm.families.family import Family
 from jaxllm.families.stored_formats import Stored
-from jaxllm.model import pooler as pooling
 from jaxllm.model.decoder import Params
+from jaxllm.model.head import Head
 from jaxllm.model.parameters import Part, Weight
-from jaxllm.model.pooler import Pooler
 from jaxllm.model.rows import Rows, in_tensors
 
 _PIECE_BYTES = 32 * 2**20  # bytes copied before the read pages are released
@@ -100,14 +99,14 @@ def give_columns(source: np.ndarray, row: int, store: Store, tensor: Tensor) -> 
 Sources = dict[tuple[int | None, str], tuple[tuple[Source, ...], ...]]
 
 
-def open_sources(folder: Path, declared: Params[Weight], family: Family, pooler: Pooler | None) -> Sources:
+def open_sources(folder: Path, declared: Params[Weight], family: Family, head: Head | None) -> Sources:
     """Look up the tensors behind every weight of a folder; refuse missing, misshapen and unexpected ones."""
     # A checkpoint saved from the bare model, without the head, lacks the prefix.
     tensors = {_usual(name.removeprefix(family.prefix)): tensor for name, tensor in open_tensors(folder).items()}
     names = dict(family.tensors)
-    if pooler is not None:
-        names |= pooling.tensors(pooler)
-        for path in {dense.stem.rpartition("/")[0] for dense in pooler.layers} - {""}:
+    if head is not None:
+        names |= head.tensors()
+        for path in {name.rpartition("/")[0] for name in head.tensors().values()} - {""}:
             tensors |= {f"{path}/{name}": tensor for name, tensor in open_tensors(folder, path).items()}
     found = tensors if family.stored is None else collect(tensors, family.stored)
     return find_sources(declared, replace(family, tensors=names), found)

@@ -30,8 +30,8 @@ from jaxllm.errors import UserError
 from jaxllm.families.families import Family
 from jaxllm.model import decoder, quantized
 from jaxllm.model.decoder import Leaf, Params, declare, with_schemes
+from jaxllm.model.head import Head
 from jaxllm.model.parameters import Part, Scheme, Weight
-from jaxllm.model.pooler import Pooler
 from jaxllm.model.quantized import Quantized, rounded, turned
 from jaxllm.model.rows import in_order
 from jaxllm.model.sharding import Layout
@@ -96,14 +96,14 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     return read_object(folder, "generation_config.json") or {}
 
 
-def check(folder: Path, spec: Spec, family: Family, layout: Layout, pooler: Pooler | None = None) -> None:
+def check(folder: Path, spec: Spec, family: Family, layout: Layout, head: Head | None = None) -> None:
     """Refuse a checkpoint whose files are broken or do not hold the weights of `spec`; reads headers only."""
     decoder.check_shards(spec, layout)
-    declared = _declare(spec, layout, None, pooler, family)
+    declared = _declare(spec, layout, None, head, family)
     if orbax_checkpoint.is_here(folder):
         orbax_checkpoint.check(folder, declared)
         return
-    open_sources(folder, declared, family, pooler)
+    open_sources(folder, declared, family, head)
 
 
 def load(
@@ -114,7 +114,7 @@ def load(
     dtype: DTypeLike,
     progress: bool = False,
     quantization: str | None = None,
-    pooler: Pooler | None = None,
+    head: Head | None = None,
 ) -> Params[Array]:
     """Read a checkpoint into arrays of `dtype`, or `Quantized` as declared.
 
@@ -122,10 +122,10 @@ def load(
     before the first byte is copied; a UserError names a missing, unexpected or misshapen tensor.
     """
     decoder.check_shards(spec, layout)
-    declared = _declare(spec, layout, at_load(quantization, _is_cpu(layout)), pooler, family)
+    declared = _declare(spec, layout, at_load(quantization, _is_cpu(layout)), head, family)
     if orbax_checkpoint.is_here(folder):
         return orbax_checkpoint.load(folder, declared, layout, dtype, progress)
-    return read(declared, open_sources(folder, declared, family, pooler), layout, dtype, progress)
+    return read(declared, open_sources(folder, declared, family, head), layout, dtype, progress)
 
 
 def read(
@@ -172,13 +172,13 @@ class StoredPart:
 
 
 def stored_parts(
-    folder: Path, spec: Spec, family: Family, pooler: Pooler | None = None
+    folder: Path, spec: Spec, family: Family, head: Head | None = None
 ) -> dict[orbax_checkpoint.Name, StoredPart]:
     """Raises as `load`."""
     if family.stored is not None:
         raise UserError(f"{folder} is quantized already ({family.stored.method}), and read as it is.", "model")
-    declared = declare(spec, pooler=pooler)
-    sources = open_sources(folder, declared, family, pooler)
+    declared = declare(spec, head=head)
+    sources = open_sources(folder, declared, family, head)
     return {
         (layer, name): StoredPart(source.whole(part), source.tensor.release)
         for layer, weights in [(None, declared.top), *enumerate(declared.layers)]
@@ -194,7 +194,7 @@ def abstract(
     layout: Layout,
     dtype: DTypeLike,
     quantization: str | None = None,
-    pooler: Pooler | None = None,
+    head: Head | None = None,
     family: Family | None = None,
 ) -> Params[jax.ShapeDtypeStruct]:
     """Describe the parameters (shapes, types, shardings) without allocating.
@@ -202,7 +202,7 @@ def abstract(
     `family` determines a stored quantization.
     """
     decoder.check_shards(spec, layout)
-    declared = _declare(spec, layout, at_load(quantization, _is_cpu(layout)), pooler, family)
+    declared = _declare(spec, layout, at_load(quantization, _is_cpu(layout)), head, family)
     return jax.tree.map(lambda weight: quantized.describe(weight, layout, dtype), declared)
 
 
@@ -221,10 +221,10 @@ def _is_cpu(layout: Layout) -> bool:
 
 
 def _declare(
-    spec: Spec, layout: Layout, scheme: Scheme | None, pooler: Pooler | None, family: Family | None
+    spec: Spec, layout: Layout, scheme: Scheme | None, head: Head | None, family: Family | None
 ) -> Params[Weight]:
     if family is None or family.stored is None:
-        return declare(spec, layout, scheme, pooler)
+        return declare(spec, layout, scheme, head)
     stored = family.stored
 
     def choose(layer: int | None, weight: Weight) -> Scheme | None:
@@ -245,7 +245,7 @@ def _declare(
             )
         return stored.scheme if covered else None
 
-    return with_schemes(declare(spec, layout, pooler=pooler), choose, layout)
+    return with_schemes(declare(spec, layout, head=head), choose, layout)
 
 
 def num_bytes(tree: Any) -> int:
@@ -259,12 +259,12 @@ def load_random(
     dtype: DTypeLike,
     seed: int = 0,
     quantization: str | None = None,
-    pooler: Pooler | None = None,
+    head: Head | None = None,
     family: Family | None = None,
 ) -> Params[Array]:
     """Return parameters without a checkpoint: standard deviation 0.02, norms neutral."""
     decoder.check_shards(spec, layout)
-    return draw(_declare(spec, layout, at_load(quantization, _is_cpu(layout)), pooler, family), layout, dtype, seed)
+    return draw(_declare(spec, layout, at_load(quantization, _is_cpu(layout)), head, family), layout, dtype, seed)
 
 
 def draw(declared: Params[Weight], layout: Layout, dtype: DTypeLike, seed: int = 0) -> Params[Array]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,6 @@ from jaxllm.commands.arguments import Subparsers, add_model, engine_config, new_
 from jaxllm.commands.flags import add_engine_flags
 from jaxllm.commands.session import add_request_flags, add_verbose, open_llm, params_of, stream, with_lora
 from jaxllm.errors import UserError
-from jaxllm.lora_request import LoRARequest
 from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def add(commands: Subparsers) -> None:
 
 def run(options: dict[str, Any]) -> int:
     """Talk until the input ends."""
-    options, adapter = with_lora(options)
+    options, further = with_lora(options)
     engine_config(options)
     own = params_of(options, CHAT_TOKENS)
     system = [{"role": "system", "content": options["system"]}] if options["system"] else []
@@ -52,7 +52,7 @@ def run(options: dict[str, Any]) -> int:
         _enable_line_editing()
     with open_llm(options, precompile="background") as llm:  # a GPU's programs take a minute
         params = replace(llm.get_default_sampling_params(), **own)
-        _check_template(llm, system, adapter)
+        _check_template(llm, system, further)
         history = list(system)
         if is_terminal:
             print("/help lists the commands, ^D ends.", file=sys.stderr)
@@ -68,14 +68,14 @@ def run(options: dict[str, Any]) -> int:
             elif command.startswith("/"):
                 print(f"Unknown command {command}; /help lists the commands.", file=sys.stderr)
             elif command:
-                history = _turn(llm, history, line, params, adapter)
+                history = _turn(llm, history, line, params, further)
     return 0
 
 
-def _check_template(llm: LLM, system: list[dict[str, str]], adapter: LoRARequest | None) -> None:
+def _check_template(llm: LLM, system: list[dict[str, str]], further: Mapping[str, Any]) -> None:
     """Refuse a model without a template, or with one that does not take the system prompt."""
     try:
-        llm.chat_prompt([*system, {"role": "user", "content": "Hello"}], lora_request=adapter)
+        llm.chat_prompt([*system, {"role": "user", "content": "Hello"}], **further)
     except UserError as error:
         raise UserError(str(error).replace("use generate()", "use `jaxllm generate`"), error.parameter) from error
 
@@ -103,15 +103,15 @@ def _read_line(is_terminal: bool) -> str | None:
 
 
 def _turn(
-    llm: LLM, history: list[dict[str, str]], line: str, params: SamplingParams, adapter: LoRARequest | None
+    llm: LLM, history: list[dict[str, str]], line: str, params: SamplingParams, further: Mapping[str, Any]
 ) -> list[dict[str, str]]:
     """Answer one line; return the conversation with both, or as it was where there is no answer."""
     try:
-        messages, prompt = _fit(llm, [*history, {"role": "user", "content": line}], params.max_tokens, adapter)
+        messages, prompt = _fit(llm, [*history, {"role": "user", "content": line}], params.max_tokens, further)
         num_dropped = len(history) + 1 - len(messages)
         if num_dropped:
             print(f"The context is full: the {num_dropped} oldest messages were dropped.", file=sys.stderr)
-        output, was_interrupted = stream(llm, prompt, params, adapter)
+        output, was_interrupted = stream(llm, prompt, params, further)
     except UserError as error:
         print(f"jaxllm: error: {error}", file=sys.stderr)
         return history
@@ -130,7 +130,7 @@ def _turn(
 
 
 def _fit(
-    llm: LLM, messages: list[dict[str, str]], max_tokens: int | None, adapter: LoRARequest | None
+    llm: LLM, messages: list[dict[str, str]], max_tokens: int | None, further: Mapping[str, Any]
 ) -> tuple[list[dict[str, str]], dict[str, Any]]:
     """Drop the oldest questions and answers until the conversation leaves room for an answer; give it and its prompt.
 
@@ -140,7 +140,7 @@ def _fit(
     room = min(max_tokens or limit, limit // 4)
     first = 1 if messages[0]["role"] == "system" else 0
     while True:
-        prompt = llm.chat_prompt(messages, lora_request=adapter)
+        prompt = llm.chat_prompt(messages, **further)
         num_tokens = len(prompt["prompt_token_ids"])
         if num_tokens + room <= limit or (len(messages) == first + 1 and num_tokens < limit):
             return messages, prompt

@@ -14,11 +14,9 @@ from tqdm import tqdm
 
 from jaxllm.checkpoints import orbax_checkpoint, weights
 from jaxllm.checkpoints.checkpoint import INDEX
+from jaxllm.checkpoints.described import describe
 from jaxllm.checkpoints.files import inside
-from jaxllm.checkpoints.pooler_files import read_pooler
-from jaxllm.checkpoints.stored_head import with_stored_head
 from jaxllm.errors import UserError
-from jaxllm.families.families import read_spec
 
 _KEPT = (
     *("*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*.jinja", "LICENSE*", "README*"),
@@ -37,10 +35,8 @@ def convert(source: str, target: Path, revision: str | None = None, progress: bo
     folder = weights.resolve(source, revision)
     if orbax_checkpoint.is_here(folder):
         raise UserError(f"{folder} holds an Orbax checkpoint already; copy the folder.", "model")
-    config = weights.read_config(folder)
-    spec, family = read_spec(config)
-    spec = with_stored_head(folder, spec, family)
-    parts = weights.stored_parts(folder, spec, family, read_pooler(folder, config, spec, family))
+    described = describe(folder)
+    parts = weights.stored_parts(folder, described.spec, described.family, described.head)
     num_bytes = sum(part.values.nbytes for part in parts.values())
     target.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(target.parent).free

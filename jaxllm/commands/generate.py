@@ -46,7 +46,7 @@ def add(commands: Subparsers) -> None:
 
 def run(options: dict[str, Any]) -> int:
     """Continue the prompts and write the outputs; 1 if an output failed, 130 after ^C."""
-    options, adapter = with_lora(options)
+    options, further = with_lora(options)
     engine_config(options)
     own = params_of(options, GENERATE_TOKENS)
     if not options["json"]:
@@ -58,14 +58,14 @@ def run(options: dict[str, Any]) -> int:
         started = time.monotonic()
         with profile(llm, options):
             if len(jobs) == 1 and params[0].n == 1 and not options["json"] and sys.stdout.isatty():
-                output, was_interrupted = stream(llm, jobs[0][0], params[0], adapter)
+                output, was_interrupted = stream(llm, jobs[0][0], params[0], further)
                 print()
                 if was_interrupted or output is None:
                     return 130
                 outputs = [output]
             else:
                 prompts = [prompt for prompt, _ in jobs]
-                outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty(), lora_request=adapter)
+                outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty(), **further)
                 _write(outputs, options["json"])
         _write_speed(outputs, time.monotonic() - started)
     return 1 if any(completion.finish_reason == "error" for output in outputs for completion in output.outputs) else 0

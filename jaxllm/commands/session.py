@@ -43,11 +43,11 @@ def params_of(options: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
     return {"max_tokens": max_tokens, **given(options, SamplingParams), **constraint_of(options)}
 
 
-def with_lora(options: dict[str, Any]) -> tuple[dict[str, Any], LoRARequest | None]:
-    """Return what requests have by `--lora`, and the options with an engine that takes it, whatever its rank."""
+def with_lora(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options with an engine that takes the adapter of `--lora`, and further arguments of requests."""
     path = options["lora"]
     if path is None:
-        return options, None
+        return options, {}
     from jaxllm.checkpoints.lora_files import highest_rank
     from jaxllm.engine.features.adapters import store
 
@@ -55,7 +55,7 @@ def with_lora(options: dict[str, Any]) -> tuple[dict[str, Any], LoRARequest | No
     with store.naming(replace(request, lora_name=path)):
         rank = highest_rank(store.folder_of(request))
     own = {"EngineConfig.max_lora_rank": rank, **options, "EngineConfig.enable_lora": True}
-    return own, request
+    return own, {"lora_request": request}
 
 
 def add_verbose(parser: argparse.ArgumentParser) -> None:
@@ -113,12 +113,15 @@ def noting_interrupts() -> Iterator[threading.Event]:
 
 
 def stream(
-    llm: LLM, prompt: Any, params: SamplingParams, adapter: LoRARequest | None
+    llm: LLM, prompt: Any, params: SamplingParams, further: Mapping[str, Any]
 ) -> tuple[RequestOutput | None, bool]:
-    """Write a request's text as it comes; return its last output and whether ^C ended it."""
+    """Write a request's text as it comes; return its last output and whether ^C ended it.
+
+    `further` are arguments of `LLMEngine.add_request`.
+    """
     output, num_shown = None, 0
     with noting_interrupts() as interrupt:
-        llm.engine.add_request(REQUEST_ID, prompt, params, lora_request=adapter)
+        llm.engine.add_request(REQUEST_ID, prompt, params, **further)
         try:
             while llm.engine.has_unfinished_requests() and not interrupt.is_set():
                 for output in llm.engine.step():

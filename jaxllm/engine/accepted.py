@@ -6,14 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxllm.beam_search_params import BeamSearchParams
 from jaxllm.engine.language import Language
 from jaxllm.engine.prompts import Prompt
 from jaxllm.engine.sequence import Sequence
-from jaxllm.pooling_params import PoolingParams
+from jaxllm.request_params import RequestParams
 from jaxllm.sampling_params import SamplingParams
-
-Params = SamplingParams | PoolingParams | BeamSearchParams
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,7 +21,7 @@ class Accepted:
     internal_id: str  # the engine's, unique among all that run
     name: str  # for logs and recordings
     given: Prompt  # as the caller gave it
-    asked: Params | None  # the parameters that the caller gave
+    asked: RequestParams | None  # the parameters that the caller gave
     options: Mapping[str, Any]  # further arguments, by the names in `Feature.options`
     priority: int
     language: Language

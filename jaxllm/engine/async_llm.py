@@ -15,10 +15,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from jaxllm.config import EngineConfig, config_of
-from jaxllm.engine.accepted import Accepted, Params
+from jaxllm.engine.accepted import Accepted
 from jaxllm.engine.engine_client import EngineView
 from jaxllm.engine.engine_thread import EngineThread, Listeners
-from jaxllm.engine.features.adapters.client import AsyncAdapterCalls
+from jaxllm.engine.features.table import AsyncCalls
 from jaxllm.engine.inbox import Inbox
 from jaxllm.engine.kv_events import BlockBatch, BlockLog
 from jaxllm.engine.llm_engine import LLMEngine
@@ -36,6 +36,7 @@ from jaxllm.errors import (
 from jaxllm.lora_request import LoRARequest
 from jaxllm.metrics import DeviceReport, Load, Observer, StepReport
 from jaxllm.outputs import RequestOutput
+from jaxllm.request_params import RequestParams
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.recorded import Recorder
 
@@ -45,7 +46,7 @@ _MANY_IDS = 2**16  # token ids of a prompt that are checked in a thread: 5 ms
 LONG_TEXT = 4096  # characters from which on a prompt is tokenized off the event loop: about a millisecond
 
 
-class AsyncLLM(StreamingEngine, AsyncAdapterCalls):
+class AsyncLLM(StreamingEngine, AsyncCalls):
     """A model that many readers can stream from at once. Without a name it is the small one that ships with jaxllm.
 
     Keyword arguments are the fields of `EngineConfig`, and the bounds of the queue.
@@ -209,7 +210,7 @@ class AsyncLLM(StreamingEngine, AsyncAdapterCalls):
         self,
         request_id: str,
         prompt: Prompt,
-        params: Params | None,
+        params: RequestParams | None,
         priority: int,
         options: Mapping[str, Any],
         *,

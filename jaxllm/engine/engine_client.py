@@ -11,16 +11,14 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.accepted import Params
-from jaxllm.engine.features.adapters.client import AdapterClient
+from jaxllm.engine.features.table import ClientCalls, SteppedClientCalls
 from jaxllm.engine.kv_events import BlockBatch
 from jaxllm.engine.life_cycle import EngineState
 from jaxllm.engine.model_info import ModelInfo
 from jaxllm.engine.prompts import Prompt
-from jaxllm.lora_request import LoRARequest
 from jaxllm.metrics import DeviceReport, Load, Metrics, Observer
-from jaxllm.outputs import FinishReason, PoolingRequestOutput, RequestOutput
-from jaxllm.pooling_params import PoolingParams
+from jaxllm.outputs import FinishReason, RequestOutput
+from jaxllm.request_params import RequestParams
 from jaxllm.runner.profiling import DEFAULT_STEPS, Profile
 
 Result = TypeVar("Result")
@@ -59,8 +57,11 @@ class EngineView(Protocol):
         ...
 
 
-class EngineClient(EngineView, AdapterClient, Protocol):
-    """An engine, or several with one interface. All methods belong to the event loop that called `start`."""
+class EngineClient(EngineView, ClientCalls, Protocol):
+    """An engine, or several with one interface. All methods belong to the event loop that called `start`.
+
+    The calls of features are in features/table.py.
+    """
 
     max_queued_requests: int | None
     max_queued_tokens: int | None
@@ -102,7 +103,7 @@ class EngineClient(EngineView, AdapterClient, Protocol):
     def generate(
         self,
         prompt: Prompt,
-        sampling_params: Params | None = None,
+        sampling_params: RequestParams | None = None,
         request_id: str | None = None,
         *,
         owner: str = "",
@@ -115,12 +116,6 @@ class EngineClient(EngineView, AdapterClient, Protocol):
         **options: Any,
     ) -> AsyncGenerator[RequestOutput]:
         """Stream a request's outputs; to close the iterator aborts the request."""
-        ...
-
-    def encode(
-        self, prompt: Prompt, pooling_params: PoolingParams | None = None, request_id: str | None = None, **options: Any
-    ) -> AsyncGenerator[PoolingRequestOutput]:
-        """Yield the one output of a prompt that is pooled; options as of `generate`."""
         ...
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
@@ -180,7 +175,7 @@ class EngineClient(EngineView, AdapterClient, Protocol):
         """Restart one of `engines` when it has no more work; FeatureDisabledError without `drains_replicas`."""
 
 
-class SteppedEngine(Protocol):
+class SteppedEngine(SteppedClientCalls, Protocol):
     """An engine, or a fleet of them, that one thread adds to, steps and aborts; see `LLMEngine`."""
 
     config: EngineConfig
@@ -195,34 +190,20 @@ class SteppedEngine(Protocol):
         """The model's tokenizer, limits and defaults."""
         ...
 
-    def model_of(self, lora_request: LoRARequest | None) -> ModelInfo:
-        """Return the model as a request sees it: with the tokenizer of its adapter, if that brings one."""
-        ...
-
     def load(self) -> Load:
         """Return how busy it is."""
         ...
 
     def accept(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: Params | None = None,
-        priority: int = 0,
-        lora_request: LoRARequest | None = None,
+        self, request_id: str, prompt: Prompt, params: RequestParams | None = None, priority: int = 0, **options: Any
     ) -> Any:
-        """Check a request and return it for `add`; nothing is queued."""
+        """Check a request and return it for `add`; nothing is queued. `options` are those of features."""
         ...
 
     def add_request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: Params | None = None,
-        priority: int = 0,
-        lora_request: LoRARequest | None = None,
+        self, request_id: str, prompt: Prompt, params: RequestParams | None = None, priority: int = 0, **options: Any
     ) -> None:
-        """Queue a request; a problem with it is a UserError."""
+        """Queue a request; a problem with it is a UserError. `options` are those of features."""
 
     def add(self, requests: Sequence[Any]) -> None:
         """Queue requests that `accept` returned."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.accepted import Accepted, Params
+from jaxllm.engine.accepted import Accepted
 from jaxllm.engine.features.feature import Core, Features, Yielded, both
 from jaxllm.engine.input_batch import InputBatch, RequestFault, blaming
 from jaxllm.engine.input_processor import InputProcessor
@@ -26,6 +26,7 @@ from jaxllm.engine.sequence import SequenceGroup
 from jaxllm.errors import EngineError, RequestIdInUseError
 from jaxllm.metrics import Load, Metrics
 from jaxllm.outputs import FinishReason, RequestOutput
+from jaxllm.request_params import RequestParams
 from jaxllm.runner.model_runner import Flight, HeldStep
 from jaxllm.runner.profiling import DEFAULT_STEPS, Profile, span
 from jaxllm.runner.results import StepOutput
@@ -87,7 +88,7 @@ class EngineCore:
         self._is_closed = False
 
     def accept(
-        self, request_id: str, prompt: Prompt, params: Params | None = None, priority: int = 0, **options: Any
+        self, request_id: str, prompt: Prompt, params: RequestParams | None = None, priority: int = 0, **options: Any
     ) -> Accepted:
         """Validate and tokenize a request, without queuing it; see `InputProcessor.accept`."""
         return self.inputs.accept(request_id, prompt, params, priority, options)

@@ -15,13 +15,14 @@ import numpy as np
 from jaxllm import combinations
 from jaxllm.config import EngineConfig
 from jaxllm.engine import sequence
-from jaxllm.engine.accepted import Accepted, Params
+from jaxllm.engine.accepted import Accepted
 from jaxllm.engine.features.feature import Features
 from jaxllm.engine.language import Language
 from jaxllm.engine.prompts import Prompt, checked_ids, parts_of
 from jaxllm.engine.sequence import SequenceGroup
 from jaxllm.errors import UserError, too_long
 from jaxllm.outputs import RequestMetrics
+from jaxllm.request_params import RequestParams
 from jaxllm.sampling import sampler
 from jaxllm.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams, validate_for_model
 from jaxllm.scheduler import scheduler
@@ -50,7 +51,7 @@ class InputProcessor:
         self._num_sequences = 0
 
     def accept(
-        self, request_id: str, prompt: Prompt, params: Params | None, priority: int, options: Mapping[str, Any]
+        self, request_id: str, prompt: Prompt, params: RequestParams | None, priority: int, options: Mapping[str, Any]
     ) -> Accepted:
         """Check a request and make its token ids; a problem with it is a UserError. Any thread may call this.
 

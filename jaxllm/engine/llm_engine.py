@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from jaxllm.config import EngineConfig, config_of
-from jaxllm.engine.accepted import Accepted, Params
 from jaxllm.engine.engine_core import EngineCore
-from jaxllm.engine.features.adapters.calls import AdapterCalls
+from jaxllm.engine.features.table import SteppedCalls
 from jaxllm.engine.prompts import Prompt
-from jaxllm.lora_request import LoRARequest
+from jaxllm.request_params import RequestParams
 
 
-class LLMEngine(AdapterCalls, EngineCore):
+class LLMEngine(SteppedCalls, EngineCore):
     """Continuous batching over one model. Not thread-safe: one thread adds, steps and aborts.
 
     engine = LLMEngine.from_engine_args("path/or/hub-id", dtype="bfloat16")
@@ -30,29 +29,10 @@ class LLMEngine(AdapterCalls, EngineCore):
         return cls(config_of(engine_args, settings), progress=progress)
 
     def add_request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: Params | None = None,
-        priority: int = 0,
-        lora_request: LoRARequest | None = None,
+        self, request_id: str, prompt: Prompt, params: RequestParams | None = None, priority: int = 0, **options: Any
     ) -> None:
-        """Queue a request; a problem with it is a UserError and leaves the engine as it was."""
-        self.add([self.accept(request_id, prompt, params, priority, lora_request)])
+        """Queue a request; a problem with it is a UserError and leaves the engine as it was.
 
-    def accept(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: Params | None = None,
-        priority: int = 0,
-        lora_request: LoRARequest | None = None,
-        **options: Any,
-    ) -> Accepted:
-        """Check a request and make its token ids, see `InputProcessor.accept`; nothing is queued.
-
-        An adapter that is not in memory is read.
+        `options` are those of features, as `lora_request`, the adapter, which is read if it is not in memory.
         """
-        if lora_request is not None:
-            options["lora_request"] = lora_request
-        return super().accept(request_id, prompt, params, priority, **options)
+        self.add([self.accept(request_id, prompt, params, priority, **options)])

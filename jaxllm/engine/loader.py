@@ -19,7 +19,7 @@ from jaxllm.engine.model_info import ModelInfo
 from jaxllm.errors import UserError
 from jaxllm.metrics import Metrics
 from jaxllm.runner.model_runner import Runner
-from jaxllm.runner.pooling_runner import make_runner
+from jaxllm.runner.runners import RUNNERS
 from jaxllm.sampling_params import default_sampling_params
 from jaxllm.setup.model_setup import prepare
 from jaxllm.text.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
@@ -46,11 +46,11 @@ def load_parts(config: EngineConfig, progress: bool, metrics: Metrics) -> Parts:
     with phases.phase("tokenizer"):
         source = config.tokenizer or setup.folder
         tokenizer = NoTokenizer(str(source)) if config.skip_tokenizer_init else load_tokenizer(source)
-    if setup.pooler is not None and setup.pooler.pooling == "last":
+    if setup.head is not None and setup.head.reads_last:
         tokenizer.obey_add_eos_token()
     eos_ids = eos_ids_of(tokenizer, setup.generation_config, setup.spec.vocab_size)
     default_params = default_sampling_params(setup.generation_config)
-    runner = make_runner(config, setup, metrics, progress, phases=phases)
+    runner = RUNNERS[type(setup.head)](config, setup, metrics, progress, phases=phases)
     start_phases = phases.finished()
     logging.getLogger(__name__).info("%s", describe(start_phases))
     geometry = runner.geometry
@@ -67,8 +67,8 @@ def load_parts(config: EngineConfig, progress: bool, metrics: Metrics) -> Parts:
         num_kv_blocks=geometry.num_blocks,
         dtype=setup.dtype.name,
         device_kind=setup.devices[0].device_kind,
-        pooler=setup.pooler,
-        pooled_size=0 if setup.pooler is None else setup.pooler.size(setup.spec.width),
+        pooler=setup.head,
+        pooled_size=0 if setup.head is None else setup.head.size(setup.spec.width),
         num_token_types=setup.spec.token_types,
     )
     return Parts(model=model, runner=runner, language=Language.of(model), start_phases=start_phases)

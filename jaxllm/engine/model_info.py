@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.errors import UserError
-from jaxllm.model.pooler import Pooler
+from jaxllm.model.head import Head
 from jaxllm.pooling_params import PoolingTask
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.text.tokenizer import Tokenizer
@@ -29,7 +29,7 @@ class ModelInfo:
     num_kv_blocks: int = 0
     dtype: str = ""
     device_kind: str = ""
-    pooler: Pooler | None = None  # None: the model generates
+    pooler: Head | None = None  # None: the model generates
     pooled_size: int = 0  # numbers of a result
     num_token_types: int = 0  # 0: tokens have no types
 

@@ -11,12 +11,11 @@ import logging
 import os
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Protocol, Self, TypeVar
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.accepted import Params
 from jaxllm.engine.engine_client import PauseMode
 from jaxllm.engine.fair_threads import FairThreads
 from jaxllm.engine.language_threads import LanguageThreads
@@ -34,8 +33,8 @@ from jaxllm.errors import (
     late,
 )
 from jaxllm.metrics import Load, Metrics
-from jaxllm.outputs import FinishReason, PoolingRequestOutput, RequestOutput, pooled_output
-from jaxllm.pooling_params import PoolingParams
+from jaxllm.outputs import FinishReason, RequestOutput
+from jaxllm.request_params import RequestParams
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -127,7 +126,7 @@ class StreamingEngine:
         self,
         request_id: str,
         prompt: Prompt,
-        params: Params | None,
+        params: RequestParams | None,
         priority: int,
         options: Mapping[str, Any],
         *,
@@ -187,7 +186,7 @@ class StreamingEngine:
     async def generate(
         self,
         prompt: Prompt,
-        sampling_params: Params | None = None,
+        sampling_params: RequestParams | None = None,
         request_id: str | None = None,
         *,
         owner: str = "",
@@ -248,15 +247,6 @@ class StreamingEngine:
             for timer in timers:
                 timer.cancel()
             self._close(stream)
-
-    async def encode(
-        self, prompt: Prompt, pooling_params: PoolingParams | None = None, request_id: str | None = None, **options: Any
-    ) -> AsyncGenerator[PoolingRequestOutput]:
-        """Yield the one output of a prompt that is embedded, classified or scored; options as of `generate`."""
-        outputs = self.generate(prompt, pooling_params or PoolingParams(), request_id, **options)
-        async with aclosing(outputs):
-            async for output in outputs:
-                yield pooled_output(output)
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """End the requests of these ids, of all owners; unknown ids change nothing.

@@ -15,7 +15,7 @@ from jaxllm.families.config_fields import (
     read_windows,
     slides,
 )
-from jaxllm.families.family import LLAMA_TENSORS, Family, named, one_product, two_products
+from jaxllm.families.family import LLAMA_TENSORS, Family, named
 from jaxllm.model.spec import Spec
 
 _BIASES = ("qkv_bias", "out_bias", "mlp_bias")
@@ -385,20 +385,15 @@ def _with_poolers(name: str) -> tuple[str, ...]:
 
 
 DENSE: tuple[Family, ...] = (
-    Family(_with_poolers("Llama"), _llama, head=one_product),
-    Family(_with_poolers("Mistral"), _mistral, head=one_product),
-    Family(_with_poolers("Qwen2"), _qwen2, head=one_product),
-    Family(("Qwen2ForRewardModel",), _qwen2, head=two_products("last", "score.0", "relu", "score.2")),
-    Family(_with_poolers("Qwen3"), _qwen3, head=one_product),
-    Family(_with_poolers("Gemma"), _gemma, head=one_product),
-    Family(_with_poolers("Gemma2"), _gemma2, _GEMMA2_TENSORS, head=one_product),
-    Family(
-        ("Gemma3ForCausalLM", "Gemma3TextModel", "Gemma3TextForSequenceClassification"),
-        _gemma3,
-        _GEMMA2_TENSORS,
-        head=one_product,
-    ),
-    Family(_with_poolers("Phi3"), _phi3, _PHI3_TENSORS, head=one_product),
+    Family(_with_poolers("Llama"), _llama),
+    Family(_with_poolers("Mistral"), _mistral),
+    Family(_with_poolers("Qwen2"), _qwen2),
+    Family(("Qwen2ForRewardModel",), _qwen2),
+    Family(_with_poolers("Qwen3"), _qwen3),
+    Family(_with_poolers("Gemma"), _gemma),
+    Family(_with_poolers("Gemma2"), _gemma2, _GEMMA2_TENSORS),
+    Family(("Gemma3ForCausalLM", "Gemma3TextModel", "Gemma3TextForSequenceClassification"), _gemma3, _GEMMA2_TENSORS),
+    Family(_with_poolers("Phi3"), _phi3, _PHI3_TENSORS),
     Family(("Olmo2ForCausalLM",), _olmo2, _POST_TENSORS),
     Family(("GraniteForCausalLM",), _granite),
     Family(("SmolLM3ForCausalLM",), _smollm3),

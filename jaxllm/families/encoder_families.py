@@ -6,8 +6,9 @@ from typing import Any
 
 from jaxllm.errors import UserError
 from jaxllm.families.config_fields import Fields, parse_rope, read_decoder, read_learned, read_two_ropes, read_windows
-from jaxllm.families.family import LLAMA_TENSORS, Family, named, two_products
-from jaxllm.model.pooler import Dense, Pooling
+from jaxllm.families.family import LLAMA_TENSORS, Family, named
+from jaxllm.families.pooled_heads import two_products
+from jaxllm.model.pooler import Dense, Pooler, Pooling
 from jaxllm.model.spec import Spec
 
 _ENCODER: dict[str, Any] = {"is_causal": False, "norm_place": "after", "embed_norm": True, "final_norm": False}
@@ -93,7 +94,7 @@ def _modernbert(fields: Fields) -> Spec:
     )
 
 
-def _modernbert_head(fields: Fields, width: int, labels: int) -> tuple[Pooling, tuple[Dense, ...]]:
+def _modernbert_head(fields: Fields, width: int, labels: int) -> Pooler:
     fields.only("classifier_pooling", "cls", "mean")
     inner = Dense(
         width,
@@ -105,7 +106,7 @@ def _modernbert_head(fields: Fields, width: int, labels: int) -> tuple[Pooling, 
         norm_stem="head.norm",
     )
     pooling: Pooling = "mean" if fields.raw("classifier_pooling") == "mean" else "cls"
-    return pooling, (inner, Dense(labels, stem="classifier"))
+    return Pooler(pooling, (inner, Dense(labels, stem="classifier")))
 
 
 def _nomic(fields: Fields) -> Spec:

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 
 from jaxllm.families.config_fields import Fields
 from jaxllm.families.stored_formats import Stored
-from jaxllm.model.pooler import Activation, Dense, Pooling
+from jaxllm.model.head import Head
 from jaxllm.model.spec import Spec
 
-# Says of a classifier's config.json, the model's width and the number of labels what makes its numbers.
-Head = Callable[[Fields, int, int], tuple[Pooling, tuple[Dense, ...]]]
+HeadReader = Callable[[Fields, int, int], Head]  # of config.json, the model's width and the number of labels
 
 
 def named(stems: Mapping[str, str]) -> dict[str, str]:
@@ -49,20 +48,6 @@ LLAMA_TENSORS = named(
 )
 
 
-def one_product(fields: Fields, width: int, labels: int) -> tuple[Pooling, tuple[Dense, ...]]:
-    """Classify by the last token, as decoders do."""
-    return "last", (Dense(labels, bias=False, stem="score"),)
-
-
-def two_products(pooling: Pooling, inner: str, activation: Activation, outer: str) -> Head:
-    """Classify by two products with an activation between, given what their tensors are called."""
-
-    def head(fields: Fields, width: int, labels: int) -> tuple[Pooling, tuple[Dense, ...]]:
-        return pooling, (Dense(width, activation=activation, stem=inner), Dense(labels, stem=outer))
-
-    return head
-
-
 @dataclass(frozen=True)
 class Family:
     """One row of the table. `prefix` is what tensor names may start with; they are compared without it.
@@ -71,8 +56,8 @@ class Family:
     named in `transposed` are stored [in, out]. A part of an expert (or head) whose name has no second {} is a tensor of
     all of them. `ignored` are endings of tensor names that hold no weights; `has_layers_behind`: nor do layers behind
     the last; `heads` are beginnings of names of heads, which an embedder does not need. `head` is that of the
-    classifiers among the architectures, None where there are none. `stored` is how a checkpoint's matrices are
-    quantized, which its own config.json says and not the table.
+    classifiers among the architectures, None: as decoders have it. `stored` is how a checkpoint's matrices are
+    quantized, from its config.json.
     """
 
     architectures: tuple[str, ...]
@@ -84,5 +69,5 @@ class Family:
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
     has_layers_behind: bool = False
     heads: tuple[str, ...] = ()
-    head: Head | None = None
+    head: HeadReader | None = None
     stored: Stored | None = None

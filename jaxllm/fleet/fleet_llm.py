@@ -15,11 +15,10 @@ from dataclasses import asdict
 from typing import Any
 
 from jaxllm import combinations
-from jaxllm.beam_search_params import BeamSearchParams
 from jaxllm.config import EngineConfig, config_of
 from jaxllm.engine.async_llm import LONG_TEXT
 from jaxllm.engine.engine_client import EngineView
-from jaxllm.engine.features.adapters.client import NoAdapters
+from jaxllm.engine.features.table import FleetCalls
 from jaxllm.engine.input_processor import text_to_encode
 from jaxllm.engine.kv_events import BlockBatch
 from jaxllm.engine.life_cycle import EngineState
@@ -35,7 +34,7 @@ from jaxllm.fleet.router import NONE_TAKES_WORK, Router
 from jaxllm.fleet.supervisor import Supervisor
 from jaxllm.metrics import DeviceReport, Load, Metrics, Observer, summed
 from jaxllm.outputs import RequestOutput
-from jaxllm.pooling_params import PoolingParams
+from jaxllm.request_params import RequestParams
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.text.tokenizer import NoTokenizer, load_tokenizer
 
@@ -45,7 +44,7 @@ CHARACTERS_A_TOKEN = 4  # of a text that is pooled, which the replica tokenizes
 _SHARED = ("generation_config", "default_params", "eos_ids", "vocab_size", "max_model_len", "block_size", "pooler")
 
 
-class FleetLLM(NoAdapters, StreamingEngine):
+class FleetLLM(StreamingEngine, FleetCalls):
     """As `AsyncLLM`, with `config.data_parallel_size` replicas.
 
     Of them `num_local` are processes of this machine; others connect to `door`.
@@ -242,7 +241,7 @@ class FleetLLM(NoAdapters, StreamingEngine):
         source = config.tokenizer or config.model
         tokenizer = NoTokenizer(source) if config.skip_tokenizer_init else load_tokenizer(source, config.revision)
         model = ModelInfo(tokenizer=tokenizer, **known)
-        if model.pooler is not None and model.pooler.pooling == "last":
+        if model.pooler is not None and model.pooler.reads_last:
             tokenizer.obey_add_eos_token()
         return model
 
@@ -321,7 +320,7 @@ class FleetLLM(NoAdapters, StreamingEngine):
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | PoolingParams | BeamSearchParams | None,
+        params: RequestParams | None,
         priority: int,
         options: Mapping[str, Any],
         *,
@@ -337,9 +336,10 @@ class FleetLLM(NoAdapters, StreamingEngine):
         text, ids, salt = parts_of(prompt, "token_type_ids")
         digests: Sequence[bytes] = ()
         tokens: Sequence[int]
-        if isinstance(params, PoolingParams):
+        count = 1 if params is None else params.num_sequences
+        if params is not None and not params.generates:
             length = len(text or "") // CHARACTERS_A_TOKEN if ids is None else len(ids)
-            tokens, merged, count = range(length), SamplingParams(), 1
+            tokens, merged = range(length), SamplingParams()
         else:
             own = params if isinstance(params, SamplingParams) else SamplingParams()
             if ids is None:
@@ -351,7 +351,7 @@ class FleetLLM(NoAdapters, StreamingEngine):
                 tokens = checked_ids(ids, self.model.vocab_size) if len(ids) else []
             if self.config.enable_prefix_caching and self.model.block_size:
                 digests = digests_of(tokens, salt, self.model.block_size)
-            merged, count = own, params.beam_width if isinstance(params, BeamSearchParams) else own.n
+            merged = own
         return Routed(
             request_id=request_id,
             internal_id="",

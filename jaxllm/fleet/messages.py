@@ -12,26 +12,24 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import msgpack
 import numpy as np
 
 from jaxllm import errors
-from jaxllm.engine.accepted import Params
+from jaxllm.engine.features.table import SENT
 from jaxllm.errors import EngineError, UserError
 from jaxllm.metrics import DeviceReport, Load, Metrics, StepReport
-from jaxllm.model.pooler import Dense, Pooler
 from jaxllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from jaxllm.sampling_params import RepetitionDetectionParams, RequestOutputKind
+from jaxllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 from jaxllm.scheduler.state import Cleared, Removed, Stored
-from jaxllm.structured_outputs_params import StructuredOutputsParams
 
 CLASSES: Mapping[str, type[Any]] = {
     one.__name__: one
     for one in (
-        *(*get_args(Params), StructuredOutputsParams, RepetitionDetectionParams, RequestOutputKind),
-        *(CompletionOutput, Logprob, RequestMetrics, RequestOutput, Dense, Pooler),
+        *(*SENT, SamplingParams, RepetitionDetectionParams, RequestOutputKind),
+        *(CompletionOutput, Logprob, RequestMetrics, RequestOutput),
         *(DeviceReport, Load, Metrics, StepReport, Cleared, Removed, Stored),
     )
 }

@@ -207,7 +207,7 @@ class Node:
         task.add_done_callback(self._tasks.discard)
 
     async def _check(self, request_id: str, prompt: Any, params: Any, priority: int) -> None:
-        self._engine.engine.accept(request_id, prompt, params, priority, None)
+        self._engine.engine.accept(request_id, prompt, params, priority)
 
     async def _answer(self, number: int, call: Any) -> None:
         try:

@@ -17,7 +17,6 @@ from jaxllm.errors import UserError
 from jaxllm.fleet.fleet_llm import FleetLLM
 from jaxllm.fleet.node import NO_BOUND
 from jaxllm.fleet.replica import Routed
-from jaxllm.lora_request import LoRARequest
 from jaxllm.metrics import Load, Metrics
 from jaxllm.outputs import CompletionOutput, FinishReason, RequestOutput
 from jaxllm.runner.profiling import DEFAULT_STEPS, Profile
@@ -60,7 +59,7 @@ class FleetEngine:
         """What all have counted."""
         return self._fleet.metrics
 
-    def model_of(self, lora_request: LoRARequest | None) -> ModelInfo:
+    def model_of(self, lora_request: object) -> ModelInfo:
         """Return the model; adapters are refused."""
         if lora_request is not None:
             raise combinations.refusal("lora_request", combinations.FLEET)
@@ -78,28 +77,14 @@ class FleetEngine:
         """Return nothing: the programs are in other processes."""
         return {}
 
-    def add_request(
-        self,
-        request_id: str,
-        prompt: Any,
-        params: Any = None,
-        priority: int = 0,
-        lora_request: LoRARequest | None = None,
-    ) -> None:
+    def add_request(self, request_id: str, prompt: Any, params: Any = None, priority: int = 0, **options: Any) -> None:
         """Queue a request."""
-        self.add([self.accept(request_id, prompt, params, priority, lora_request)])
+        self.add([self.accept(request_id, prompt, params, priority, **options)])
 
-    def accept(
-        self,
-        request_id: str,
-        prompt: Any,
-        params: Any = None,
-        priority: int = 0,
-        lora_request: LoRARequest | None = None,
-    ) -> Routed:
+    def accept(self, request_id: str, prompt: Any, params: Any = None, priority: int = 0, **options: Any) -> Routed:
         """Let a replica check a request."""
-        options = {} if lora_request is None else {"lora_request": lora_request}
-        return self._run(self._fleet.check_request(request_id, prompt, params, priority, options))
+        given = {name: value for name, value in options.items() if value is not None}
+        return self._run(self._fleet.check_request(request_id, prompt, params, priority, given))
 
     def add(self, requests: Sequence[Routed]) -> None:
         """Start requests that were accepted."""

@@ -8,7 +8,7 @@ Further letters: Hx, Kx and Vx are sizes on one shard, Vx with padding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -22,9 +22,8 @@ from jaxtyping import Float, Int
 import pallas_kernels
 from jaxllm.errors import UserError
 from jaxllm.model import fused, layers, mla, moe
-from jaxllm.model import pooler as pooling
+from jaxllm.model.head import Head
 from jaxllm.model.parameters import Part, Scheme, Weight
-from jaxllm.model.pooler import Pooler
 from jaxllm.model.quantized import Quantized, fitted
 from jaxllm.model.sharding import UNDIVIDED, Layout
 from jaxllm.model.spec import Latent, Rope, Spec, heads_per_shard
@@ -66,6 +65,20 @@ class Linear(Protocol):
         ...
 
 
+@runtime_checkable
+class RowWeights(Protocol):
+    """Weights of single rows, as those of adapters: arguments of a program are some sets of them."""
+
+    @property
+    def described(self) -> Any:
+        """The arrays of one set, described."""
+        ...
+
+    def linear(self, sets: Sequence[Any], token_set: Array) -> Linear:
+        """Return the products of tokens; `token_set`, int32[T], numbers each one's set, with their count for none."""
+        ...
+
+
 def plain_linear(layer: int, name: str, *product: Any) -> Array:
     return layers.linear(*product)
 
@@ -93,20 +106,20 @@ class Params(Generic[Leaf]):
 
 
 def declare(
-    spec: Spec, layout: Layout = UNDIVIDED, scheme: Scheme | None = None, pooler: Pooler | None = None
+    spec: Spec, layout: Layout = UNDIVIDED, scheme: Scheme | None = None, head: Head | None = None
 ) -> Params[Weight]:
     """List every weight of the decoder. Matrices are [out, in].
 
-    A model with a pooler has that in the place of a head. With a `scheme`, products have it, fitted to the devices;
-    embeddings have only as the head that they are tied to.
+    A model with a `head` has that instead of logits. With a `scheme`, products have it, fitted to the devices; an
+    embedding has it only if logits are computed with it.
     """
     vocabulary = layout.padded("vocab", spec.vocab_size)  # rows beyond the real ones are zero and are never sampled
-    head = None if pooler else "embed" if spec.tie_embeddings else "head"
+    of_logits = None if head else "embed" if spec.tie_embeddings else "head"
     top = {
         name: Weight(
-            (vocabulary, spec.width), ("vocab", "width"), (Part(name, spec.vocab_size),), is_product=name == head
+            (vocabulary, spec.width), ("vocab", "width"), (Part(name, spec.vocab_size),), is_product=name == of_logits
         )
-        for name in dict.fromkeys(("embed", head))
+        for name in dict.fromkeys(("embed", of_logits))
         if name is not None
     }
     rows = spec.max_position + spec.position_offset
@@ -118,7 +131,7 @@ def declare(
         top["relative_bias"] = Weight((spec.relative_buckets, spec.num_heads), (None, "heads"), (part,))
     for name, is_there in (("embed_norm", spec.embed_norm), ("final_norm", spec.final_norm)):
         top |= _norm_weights(spec, name) if is_there else {}
-    top |= pooling.declare(pooler, spec.width) if pooler else {}
+    top |= head.declare(spec.width) if head else {}
     attention = _attention_weights(spec, layout) if spec.latent is None else _latent_weights(spec, spec.latent)
     plain, routed = attention | _mlp_weights(spec), attention | _expert_weights(spec)
     has_experts = spec.experts.layers if spec.experts else (False,) * spec.num_layers

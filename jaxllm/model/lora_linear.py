@@ -7,6 +7,7 @@ product covers both. Further letters: r rank, U adapters.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial, reduce
 from operator import add
 from typing import Any
@@ -21,6 +22,18 @@ from jaxllm.model.decoder import Linear
 from jaxllm.model.lora import Adapter, Pair
 
 Pairs = tuple[Pair[Array], ...]  # one product, by adapter
+
+
+@dataclass(frozen=True)
+class AdapterWeights:
+    """The `RowWeights` of adapters."""
+
+    described: Adapter[jax.ShapeDtypeStruct]
+    joins: bool  # see `adapted_linear`
+
+    def linear(self, sets: Sequence[Adapter[Array]], token_set: Array) -> Linear:
+        """Return the product of a layer's weights for tokens with adapters."""
+        return adapted_linear(sets, token_set, self.joins)
 
 
 def adapted_linear(adapters: Sequence[Adapter[Array]], token_adapter: Array, joins: bool) -> Linear:

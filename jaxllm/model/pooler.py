@@ -58,30 +58,33 @@ class Pooler:
     def size(self, width: int) -> int:
         return self.layers[-1].size if self.layers else width
 
+    @property
+    def reads_last(self) -> bool:
+        """Whether the vector is that of the last token."""
+        return self.pooling == "last"
 
-def declare(pooler: Pooler, width: int) -> dict[str, Weight]:
-    """Return the dense layers' weights, float32 and replicated."""
-    weights: dict[str, Weight] = {}
-    for number, dense in enumerate(pooler.layers):
-        name = f"pool_{number}"
+    def declare(self, width: int) -> dict[str, Weight]:
+        """Return the dense layers' weights, float32 and replicated."""
+        weights: dict[str, Weight] = {}
+        for number, dense in enumerate(self.layers):
+            name = f"pool_{number}"
 
-        def vector(name: str, initial: Literal["zeros", "ones"], size: int = dense.size) -> dict[str, Weight]:
-            return {name: Weight((size,), (None,), (Part(name, size),), initial, is_wide=True)}
+            def vector(name: str, initial: Literal["zeros", "ones"], size: int = dense.size) -> dict[str, Weight]:
+                return {name: Weight((size,), (None,), (Part(name, size),), initial, is_wide=True)}
 
-        weights[name] = Weight((dense.size, width), (None, None), (Part(name, dense.size),), is_wide=True)
-        weights |= vector(f"{name}_bias", "zeros") if dense.bias else {}
-        weights |= vector(f"{name}_norm", "ones") if dense.norm else {}
-        width = dense.size
-    return weights
+            weights[name] = Weight((dense.size, width), (None, None), (Part(name, dense.size),), is_wide=True)
+            weights |= vector(f"{name}_bias", "zeros") if dense.bias else {}
+            weights |= vector(f"{name}_norm", "ones") if dense.norm else {}
+            width = dense.size
+        return weights
 
-
-def tensors(pooler: Pooler) -> dict[str, str]:
-    """Return the tensor name of each weight."""
-    names: dict[str, str] = {}
-    for number, dense in enumerate(pooler.layers):
-        stems = {"": f"{dense.stem}.weight", "_bias": f"{dense.stem}.bias", "_norm": f"{dense.norm_stem}.weight"}
-        names |= {f"pool_{number}{part}": tensor for part, tensor in stems.items()}
-    return names
+    def tensors(self) -> dict[str, str]:
+        """Return the tensor name of each weight."""
+        names: dict[str, str] = {}
+        for number, dense in enumerate(self.layers):
+            stems = {"": f"{dense.stem}.weight", "_bias": f"{dense.stem}.bias", "_norm": f"{dense.norm_stem}.weight"}
+            names |= {f"pool_{number}{part}": tensor for part, tensor in stems.items()}
+        return names
 
 
 def apply(pooler: Pooler, top: Mapping[str, Any], pooled: Float[Array, "R D"]) -> Float[Array, "R W"]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from jaxllm.compiling import aot_manifest
 from jaxllm.config import EngineConfig
 from jaxllm.metrics import Metrics
-from jaxllm.runner.pooling_runner import make_runner
+from jaxllm.runner.runners import RUNNERS
 from jaxllm.setup.model_setup import describe_programs, prepare
 
 
@@ -25,7 +25,7 @@ def compile_ahead(config: EngineConfig, folder: Path, progress: bool = False) ->
     folder.mkdir(parents=True, exist_ok=True)
     aot_manifest.path(folder, setup.spec).unlink(missing_ok=True)
     setup = prepare(config, needs_weights=False)
-    runner = make_runner(config, setup, Metrics(), progress, needs_weights=False)
+    runner = RUNNERS[type(setup.head)](config, setup, Metrics(), progress, needs_weights=False)
     try:
         record = describe_programs(config, setup, runner.memory_plan)
         aot_manifest.write(folder, setup.spec, record)

@@ -28,7 +28,7 @@ from jaxllm.compiling.program_digest import digest, digest_compiler, digest_sour
 from jaxllm.compiling.startup_timing import Compilations, Phases
 from jaxllm.config import EngineConfig
 from jaxllm.metrics import DeviceReport, Metrics
-from jaxllm.model import decoder, lora
+from jaxllm.model import decoder
 from jaxllm.runner import batch, device_state, results, scoring, small_programs, step
 from jaxllm.runner.compiled_programs import VARIANTS, Key, Programs
 from jaxllm.runner.profiling import span
@@ -46,6 +46,7 @@ from jaxllm.setup.memory_plan import MemoryPlan
 from jaxllm.setup.model_setup import (
     Setup,
     cache_window,
+    describe_adapters,
     describe_memory,
     describe_programs,
     describe_weights,
@@ -134,14 +135,13 @@ class Runner:
             self.num_logprobs = results.num_logprobs(config.max_logprobs, setup.spec.vocab_size)
             self._params_shapes = describe_weights(config, setup)
             self.drafting = draft_setup.with_cost(setup.drafting, self._params_shapes)
-            self._adapter_shapes = (
-                lora.abstract(setup.spec, setup.layout, setup.dtype, config.max_lora_rank) if config.enable_lora else ()
-            )
+            self._row_weights = describe_adapters(config, setup)
+            self._adapter_shapes = () if self._row_weights is None else self._row_weights.described
             self.adapters = ResidentAdapters(self._adapter_shapes)
             free = free_bytes(setup)
             plan = plan_memory(config, setup, free)
             if needs_weights and config.load_format != "dummy":
-                weights.check(setup.folder, setup.spec, setup.family, setup.layout, setup.pooler)
+                weights.check(setup.folder, setup.spec, setup.family, setup.layout, setup.head)
                 draft_setup.check(setup.drafting, setup.draft, setup.layout)
         self._params: Leaves = ()
         self._state: Leaves = ()
@@ -376,7 +376,7 @@ class Runner:
         self.adapters.forget()
 
     def _load(self, config: EngineConfig, progress: bool) -> decoder.Params[jax.Array]:
-        setup, options = self.setup, (config.quantization, self.setup.pooler)
+        setup, options = self.setup, (config.quantization, self.setup.head)
         seed = config.seed % 2**32 if config.load_format == "dummy" else None
         if seed is not None:
             params = weights.load_random(setup.spec, setup.layout, setup.dtype, seed, *options, setup.family)
@@ -410,9 +410,8 @@ class Runner:
             params=self._params_shapes,
             state=self._state_shapes,
             kernels=setup.kernels,
-            pooler=setup.pooler,
-            adapter=self._adapter_shapes,
-            joins_adapters=setup.platform != "cpu",
+            head=setup.head,
+            adapters=self._row_weights,
             drafting=self.drafting,
         )
         self.programs.platform = setup.platform

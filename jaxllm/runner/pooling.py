@@ -95,8 +95,8 @@ def _pool_chunks(
     model: StepModel, shape: Shape, params: Params[jax.Array], state: PoolState[jax.Array], buffer: jax.Array
 ) -> tuple[PoolState[jax.Array], jax.Array]:
     """Compute chunks of prompts through the cache. What a row gives is wanted where its prompt ends."""
-    own = model.pooler
-    assert own is not None and state.tables is not None
+    own = model.head
+    assert isinstance(own, Pooler) and state.tables is not None
     field = step.fields_of(batch.fields(shape), buffer)
     table, slots, last = field["table"], field["token_slot"], field["row_last"]
     tables = state.tables.at[table[:, 0], table[:, 1]].set(table[:, 2], mode="drop")
@@ -124,8 +124,8 @@ def _encode(
     model: StepModel, shape: Shape, params: Params[jax.Array], state: PoolState[jax.Array], buffer: jax.Array
 ) -> tuple[PoolState[jax.Array], jax.Array]:
     """Compute whole prompts, whose tokens see each other."""
-    own = model.pooler
-    assert own is not None
+    own = model.head
+    assert isinstance(own, Pooler)
     field = step.fields_of(encoder_batch.fields(shape), buffer)
     row, first, lengths = field["token_row"], field["row_first"], field["row_length"]
     context = decoder.Context(

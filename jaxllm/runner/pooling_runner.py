@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.model.pooler import Pooler
 from jaxllm.runner import batch, encoder_batch, pooling
 from jaxllm.runner.compiled_programs import Key
 from jaxllm.runner.model_runner import Runner
@@ -18,11 +19,6 @@ from jaxllm.runner.results import StepOutput
 from jaxllm.runner.small_programs import PATCH_ENTRIES
 from jaxllm.runner.step_input import StepInput
 from jaxllm.scheduler.state import Limits
-
-
-def make_runner(config: Any, setup: Any, *arguments: Any, **options: Any) -> Runner:
-    """Make the runner of a model, by what it does; arguments as of `Runner`."""
-    return (Runner if setup.pooler is None else PoolingRunner)(config, setup, *arguments, **options)
 
 
 class PooledInFlight(NamedTuple):
@@ -76,8 +72,8 @@ class PoolingRunner(Runner):
 
     def _describe_state(self) -> Any:
         setup = self.setup
-        assert setup.pooler is not None
-        return pooling.abstract(setup.spec, setup.pooler, self.geometry, setup.layout, setup.cache_dtype)
+        assert isinstance(setup.head, Pooler)
+        return pooling.abstract(setup.spec, setup.head, self.geometry, setup.layout, setup.cache_dtype)
 
     def _list_programs(self) -> PoolPrograms:  # pyright: ignore[reportIncompatibleMethodOverride]
         setup, slots = self.setup, self.geometry.num_slots

@@ -26,7 +26,6 @@ from jax.sharding import PartitionSpec
 import pallas_kernels
 from jaxllm.model import decoder, fused
 from jaxllm.model.decoder import Params
-from jaxllm.model.lora_linear import adapted_linear
 from jaxllm.model.sharding import Layout
 from jaxllm.runner import batch, draft_models, drafting
 from jaxllm.runner.attention import attention
@@ -34,7 +33,7 @@ from jaxllm.runner.batch import Shape
 from jaxllm.runner.device_state import DeviceState
 from jaxllm.runner.drafting import Places
 from jaxllm.runner.results import join, result_width
-from jaxllm.runner.step_model import Adapter, Leaves, StepModel, products_of
+from jaxllm.runner.step_model import Leaves, StepModel, products_of
 from jaxllm.sampling import sampler
 from jaxllm.sampling.sampler import Sampled, Variant
 from jaxllm.sampling.vocab_parallel import Vocabulary
@@ -48,7 +47,7 @@ def build(model: StepModel, shape: Shape, variant: Variant) -> Callable[..., tup
     """
 
     def run(
-        weights: Params[jax.Array], state: DeviceState[jax.Array], buffer: jax.Array, *adapters: Adapter
+        weights: Params[jax.Array], state: DeviceState[jax.Array], buffer: jax.Array, *adapters: Any
     ) -> tuple[DeviceState[jax.Array], jax.Array]:
         state, field = unpack(shape, state, buffer)
         following, logits, laid, aux = _forward(model, shape, variant is Variant.FULL, weights, state, field, adapters)
@@ -62,7 +61,7 @@ def build_forward(model: StepModel, shape: Shape) -> Callable[..., tuple[Leaves,
     """Return the first half of a step: (weights, state, buffer) -> (state, logits), f32[R, V] over the shards."""
 
     def run(
-        weights: Params[jax.Array], state: DeviceState[jax.Array], buffer: jax.Array, *adapters: Adapter
+        weights: Params[jax.Array], state: DeviceState[jax.Array], buffer: jax.Array, *adapters: Any
     ) -> tuple[DeviceState[jax.Array], jax.Array]:
         state, field = unpack(shape, state, buffer)
         following, logits, _, aux = _forward(model, shape, True, weights, state, field, adapters)
@@ -85,7 +84,8 @@ def on_shards(
 
     Behind the buffer it takes the leaves of adapters, or `further` arrays.
     """
-    params, state, adapter = model.params, model.state, model.adapter
+    params, state = model.params, model.state
+    adapter = () if model.adapters is None else model.adapters.described
     params_tree, state_tree, adapter_tree = map(jax.tree.structure, (params, state, adapter))
 
     def on_shard(
@@ -344,7 +344,7 @@ def _forward(
     params: Params[jax.Array],
     state: DeviceState[jax.Array],
     field: Mapping[str, jax.Array],
-    adapters: Sequence[Adapter],
+    adapters: Sequence[Any],
 ) -> tuple[DeviceState[jax.Array], jax.Array, Laid, Leaves]:
     """Compute a batch's tokens: the state behind it, logits, f32[R, Vx], and what drafting reads of it.
 
@@ -357,8 +357,8 @@ def _forward(
     attend = attention(spec, model.geometry, model.kernels, shape, kv, tables, field, laid.slots, laid.positions)
     context = decoder.Context(laid.positions, attend, layout=model.layout, fused=fused.chosen(model.kernels))
     context = replace(context, rounds_inner=fused.rounds_inner(model.kernels, shape.tokens))
-    if adapters:
-        linear = adapted_linear(adapters, field["token_adapter"], model.joins_adapters)
+    if model.adapters is not None and adapters:
+        linear = model.adapters.linear(adapters, field["token_adapter"])
         context = replace(context, linear=linear, fused=None)
     aux: Leaves = ()
     if model.drafting is not None and model.drafting.head is not None:

@@ -10,9 +10,8 @@ from typing import Any
 import jax
 
 import pallas_kernels
-from jaxllm.model import lora
-from jaxllm.model.decoder import Params
-from jaxllm.model.pooler import Pooler
+from jaxllm.model.decoder import Params, RowWeights
+from jaxllm.model.head import Head
 from jaxllm.model.sharding import Layout
 from jaxllm.model.spec import Spec
 from jaxllm.sampling.sampler import Extras, Processor
@@ -21,7 +20,6 @@ from jaxllm.setup.kv_cache import Geometry
 from pallas_kernels import Choice
 
 Leaves = tuple[jax.Array, ...]
-Adapter = lora.Adapter[jax.Array]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +35,8 @@ class StepModel:
     params: Params[jax.ShapeDtypeStruct]
     state: Any  # the device's state, described: a DeviceState, or a PoolState
     kernels: Mapping[str, Choice]
-    pooler: Pooler | None = None  # of a model that pools
-    adapter: lora.Adapter[jax.ShapeDtypeStruct] = ()  # each one, described; empty: no adapters
-    joins_adapters: bool = False  # see `adapted_linear`
+    head: Head | None = None  # of a model that generates nothing
+    adapters: RowWeights | None = None
     drafting: Drafting | None = None  # of an engine that verifies drafts
 
 

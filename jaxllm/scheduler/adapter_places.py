@@ -7,20 +7,13 @@ it; and it claims a place, so that it does not starve. Knows numbers of adapters
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
-from jaxllm.scheduler.state import Running
+from collections.abc import Set
 
 
-def idle_first(residents: tuple[int, ...], running: Iterable[Running | None]) -> tuple[int, ...]:
+def idle_first(residents: tuple[int, ...], in_use: Set[int]) -> tuple[int, ...]:
     """Order residents again after requests have left their slots: adapters that no running request has come first."""
-    in_use = _in_use(running)
     ordered = tuple(sorted(residents, key=in_use.__contains__))  # which keeps the order of equals
     return residents if ordered == residents else ordered
-
-
-def _in_use(running: Iterable[Running | None]) -> set[int]:
-    return {record.request.adapter for record in running if record is not None}
 
 
 class AdapterPlaces:
@@ -33,8 +26,7 @@ class AdapterPlaces:
     waits for it, and steps stay full. Without both, 200 adapters with 10 requests each ran 8 rows a step instead of 48.
     """
 
-    def __init__(self, residents: tuple[int, ...], running: Sequence[Running | None], most: int) -> None:
-        in_use = _in_use(running)
+    def __init__(self, residents: tuple[int, ...], in_use: Set[int], most: int) -> None:
         self.residents = residents
         self._most = most
         self._in_use = [adapter for adapter in residents if adapter in in_use]

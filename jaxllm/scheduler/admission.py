@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxllm.scheduler import gangs, occupancy, windowed
-from jaxllm.scheduler.adapter_places import AdapterPlaces
-from jaxllm.scheduler.state import Admission, Limits, State, StateEditor, Waiting
+from jaxllm.scheduler.state import Admission, Limits, StateEditor, Waiting
 from jaxllm.scheduler.windowed import Entering
 
 
@@ -31,9 +30,7 @@ def admit(
     budget -= sum(length for _, _, length in rows)
     free_slots = (editor.slots.epochs == 0).nonzero()[0].tolist()[::-1]
     num_running = limits.num_slots - len(free_slots)
-    places = None
-    if limits.max_adapters and free_slots:
-        places = AdapterPlaces(editor.adapters, editor.running, limits.max_adapters)
+    places = editor.places(limits) if free_slots else None
     skipped: list[Waiting] = []
     for place, entry in enumerate(editor.waiting):
         if place < len(skipped) + len(admitted):  # with its gang
@@ -95,14 +92,6 @@ def admit(
         editor.waiting = (*skipped, *rest) if skipped else rest
     if places is not None:
         editor.adapters = places.residents
-
-
-def num_deferred(state: State, limits: Limits) -> int:
-    """Count the waiting requests for which there is a slot, and no place for their adapters."""
-    if not limits.max_adapters or state.num_running == limits.num_slots:
-        return 0
-    places = AdapterPlaces(state.adapters, state.running, limits.max_adapters)
-    return sum(not places.admits(entry.request.adapter) for entry in state.waiting)
 
 
 def _admit_gang(

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxllm.scheduler import block_pool, drafting, gangs, windowed
-from jaxllm.scheduler.adapter_places import idle_first
 from jaxllm.scheduler.state import Limits, Request, Running, StateEditor, Waiting
 
 NO_TOKEN = np.iinfo(np.int32).max
@@ -66,8 +65,7 @@ def vacate(editor: StateEditor, limits: Limits, slots: Sequence[int], may_publis
         editor.running[slot], editor.tables[slot] = None, ()
     if editor.gangs:
         gangs.disband(editor, slots)
-    if editor.adapters:
-        editor.adapters = idle_first(editor.adapters, editor.running)
+    editor.rank_adapters()
     # A free slot has limit and length 0, so that no column test takes it for one with work to do.
     own = editor.own_slots
     columns = own.epochs, own.given, own.issued, own.length, own.known, own.turn, own.done, own.limit, own.capacity

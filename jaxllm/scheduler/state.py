@@ -12,7 +12,7 @@ While a step that verifies drafts is in flight, `issued` and `length` are what t
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxllm.outputs import FinishReason
 from jaxllm.scheduler import block_pool
+from jaxllm.scheduler.adapter_places import AdapterPlaces, idle_first
 from jaxllm.scheduler.block_pool import Pool, PoolEditor
 
 
@@ -185,6 +186,17 @@ class State(NamedTuple):
         if other is None:
             return used
         return max(used, -(-(other.num_blocks - other.num_available) * pool.num_blocks // other.num_blocks))
+
+    def num_deferred(self, limits: Limits) -> int:
+        """Count the waiting requests for which there is a slot, and no place for their adapters."""
+        if not limits.max_adapters or self.num_running == limits.num_slots:
+            return 0
+        places = AdapterPlaces(self.adapters, _adapters_of(self.running), limits.max_adapters)
+        return sum(not places.admits(entry.request.adapter) for entry in self.waiting)
+
+
+def _adapters_of(running: Iterable[Running | None]) -> set[int]:
+    return {record.request.adapter for record in running if record is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,6 +398,16 @@ class StateEditor:
         if record is None:
             raise RuntimeError(f"slot {slot} has a row in the columns and no record")
         return record
+
+    def places(self, limits: Limits) -> AdapterPlaces | None:
+        """Return the places for adapters of a plan that admits requests; None without adapters."""
+        most = limits.max_adapters
+        return AdapterPlaces(self.adapters, _adapters_of(self.running), most) if most else None
+
+    def rank_adapters(self) -> None:
+        """Order the resident adapters again after requests have left their slots."""
+        if self.adapters:
+            self.adapters = idle_first(self.adapters, _adapters_of(self.running))
 
     def enqueue(self, entries: Sequence[Waiting]) -> None:
         """Insert into the queue by rank."""

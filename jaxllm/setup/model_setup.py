@@ -21,18 +21,18 @@ import psutil
 import pallas_kernels
 from jaxllm import combinations
 from jaxllm.checkpoints import weights
-from jaxllm.checkpoints.pooler_files import most_tokens, read_pooler
-from jaxllm.checkpoints.stored_head import with_stored_head
+from jaxllm.checkpoints.described import describe
 from jaxllm.compiling import aot_manifest
 from jaxllm.compiling.program_digest import cpu_name
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
-from jaxllm.families.families import Family, read_spec
+from jaxllm.families.family import Family
 from jaxllm.families.stored_formats import Stored
 from jaxllm.model import lora
-from jaxllm.model.decoder import Params
+from jaxllm.model.decoder import Params, RowWeights
+from jaxllm.model.head import Head
+from jaxllm.model.lora_linear import AdapterWeights
 from jaxllm.model.parameters import Scheme
-from jaxllm.model.pooler import Pooler
 from jaxllm.model.sharding import Layout, make_layout
 from jaxllm.model.spec import Spec, heads_per_shard
 from jaxllm.sampling.logits_processors import processor_name
@@ -63,7 +63,7 @@ class Setup:
     folder: Path
     spec: Spec
     family: Family
-    pooler: Pooler | None  # None: the model generates
+    head: Head | None  # None: the model generates
     generation_config: dict[str, Any]
     platform: str
     devices: tuple[jax.Device, ...]  # pyright: ignore[reportInvalidTypeForm]
@@ -97,7 +97,7 @@ def choose_devices(config: EngineConfig) -> tuple[jax.Device, ...]:  # pyright: 
         ) from error
 
 
-def choose_dtype(config: EngineConfig, checkpoint: dict[str, Any], platform: str) -> jnp.dtype:
+def choose_dtype(config: EngineConfig, checkpoint: Mapping[str, Any], platform: str) -> jnp.dtype:
     """Return the type of weights and activations, and of the cache where none is set.
 
     "auto" is float32 on a CPU (without 16-bit instructions it is the fastest as well as the most exact); on a GPU it is
@@ -184,10 +184,8 @@ def kernel_reasons(config: EngineConfig, platform: str, kernels: Mapping[str, Ch
 def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
     """Choose everything that can be chosen without loading weights; `jaxllm doctor` prints it."""
     folder = weights.resolve(config.model, config.revision, tokenizer_only=not needs_weights)
-    checkpoint = weights.read_config(folder)
-    spec, family = read_spec(checkpoint, config.max_model_len)
-    spec = with_stored_head(folder, spec, family)
-    own_pooler = read_pooler(folder, checkpoint, spec, family, config.runner, config.pooler_config)
+    described = describe(folder, config.max_model_len, config.runner, config.pooler_config)
+    checkpoint, spec, family, head = described.config, described.spec, described.family, described.head
     devices = choose_devices(config)
     platform = devices[0].platform
     if spec.vocab_size > MOST_TOKENS:
@@ -201,7 +199,7 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
     if family.stored is not None:
         _check_stored(config, family.stored)
     is_cpu = platform == "cpu"
-    _check_combinations(config, spec, family.stored is None, own_pooler is not None, is_cpu)
+    _check_combinations(config, spec, family.stored is None, head is not None, is_cpu)
     dtype = choose_dtype(config, checkpoint, platform)
     cache_dtype, float8 = choose_cache_dtype(config, dtype, is_cpu)
     scheme = weights.at_load(config.quantization, is_cpu) if family.stored is None else family.stored.scheme
@@ -211,9 +209,9 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
             "kernels: paged_prefill does nothing in deterministic mode, where every token attends by paged_decode.",
             "kernels",
         )
-    most = spec.max_position if own_pooler is None else min(spec.max_position, most_tokens(folder) or spec.max_position)
+    most = described.most_tokens
     longest = config.max_model_len or recorded.get("max_model_len") or most
-    slots, tokens = step_sizes(config, recorded, is_cpu, own_pooler is not None)
+    slots, tokens = step_sizes(config, recorded, is_cpu, head is not None)
     if not spec.is_causal and tokens < longest:  # its prompts are computed whole
         if config.max_num_batched_tokens is not None:
             raise UserError(
@@ -233,7 +231,7 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
         folder=folder,
         spec=spec,
         family=family,
-        pooler=own_pooler,
+        head=head,
         # Older checkpoints name the end of a text in config.json only.
         generation_config={"eos_token_id": checkpoint.get("eos_token_id")} | weights.read_generation_config(folder),
         platform=platform,
@@ -326,7 +324,7 @@ def plan_memory(config: EngineConfig, setup: Setup, free: int | None, temporarie
     num_aux = 0 if head is None else len(head.aux_layers)
     is_cpu = setup.platform == "cpu"
     described = describe_weights(config, setup)
-    adapter = lora.abstract(spec, setup.layout, setup.dtype, config.max_lora_rank) if config.enable_lora else ()
+    adapters = describe_adapters(config, setup)
     device = memory_plan.Device(
         free=free,
         share=CPU_SHARE if is_cpu else GPU_SHARE,
@@ -337,7 +335,7 @@ def plan_memory(config: EngineConfig, setup: Setup, free: int | None, temporarie
     need = memory_plan.Need(
         weights=_bytes_on_one(described),
         # At most one is put there in a step, and two steps in flight may read ones that were let go.
-        adapters=(config.max_loras + 2) * _bytes_on_one(adapter),
+        adapters=0 if adapters is None else (config.max_loras + 2) * _bytes_on_one(adapters.described),
         temporaries=_guess(setup) if temporaries is None else temporaries,
         # Tables, tokens and extras of every slot, and a step's hidden states, see DeviceState.
         slots=4
@@ -363,13 +361,21 @@ def plan_memory(config: EngineConfig, setup: Setup, free: int | None, temporarie
 
 def describe_weights(config: EngineConfig, setup: Setup) -> Params[jax.ShapeDtypeStruct]:
     """Describe all weights that a step reads: those of the model, and of what drafts for it."""
-    described = weights.abstract(setup.spec, setup.layout, setup.dtype, config.quantization, setup.pooler, setup.family)
+    described = weights.abstract(setup.spec, setup.layout, setup.dtype, config.quantization, setup.head, setup.family)
     return replace(described, draft=draft_setup.abstract(setup.drafting, setup.layout, setup.dtype))
+
+
+def describe_adapters(config: EngineConfig, setup: Setup) -> RowWeights | None:
+    """Describe the adapters of rows; None without `enable_lora`."""
+    if not config.enable_lora:
+        return None
+    described = lora.abstract(setup.spec, setup.layout, setup.dtype, config.max_lora_rank)
+    return AdapterWeights(described, joins=setup.platform != "cpu")
 
 
 def cache_window(setup: Setup) -> int:
     """Return the tokens that windowed layers with a separate pool see; 0: the model has one pool."""
-    return kv_cache.window_of(setup.spec, setup.max_model_len) if setup.pooler is None else 0
+    return kv_cache.window_of(setup.spec, setup.max_model_len) if setup.head is None else 0
 
 
 def _block_bytes(config: EngineConfig, setup: Setup) -> int:
@@ -440,7 +446,7 @@ def describe_programs(config: EngineConfig, setup: Setup, plan: MemoryPlan) -> d
         "deterministic": config.deterministic,
         "speculative": repr(setup.drafting),
         "tensor_parallel_size": config.tensor_parallel_size,
-        "pools": setup.pooler is not None,
+        "pools": setup.head is not None,
         "block_size": config.block_size,
         "num_kv_blocks": plan.num_blocks,
         "max_model_len": plan.max_model_len,

@@ -85,7 +85,7 @@ def read_model(place: Path) -> None:
     for length in (None, 4096):
         spec, family = read_spec(config, length)
         decoder.check_shards(spec, UNDIVIDED)
-        declare(spec, pooler=read_pooler(place, config, spec, family, "pooling"))
+        declare(spec, head=read_pooler(place, config, spec, family, "pooling"))
 
 
 def read_modules(place: Path) -> None:

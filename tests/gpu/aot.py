@@ -25,6 +25,7 @@ from jaxllm.checkpoints import weights
 from jaxllm.families.families import read_spec
 from jaxllm.model import decoder, lora, quantized
 from jaxllm.model.decoder import Params
+from jaxllm.model.lora_linear import AdapterWeights
 from jaxllm.model.parameters import Scheme, Weight
 from jaxllm.model.sharding import RULES, Layout
 from jaxllm.model.spec import Spec, heads_per_shard
@@ -229,8 +230,7 @@ def compile_shape(
         params=params,
         state=state,
         kernels=chosen,
-        adapter=adapter,
-        joins_adapters=True,
+        adapters=AdapterWeights(adapter, joins=True),
         drafting=drafting,
     )
     run = step.build_forward(model, shape) if variant is None else step.build(model, shape, variant)

@@ -29,8 +29,8 @@ class PooledDriver:
         assert pooler is not None
         self.pooler: Pooler = pooler
         layout = sharding.make_layout(jax.devices("cpu"), shards)
-        self._params = weights.load(folder, self.spec, family, layout, "float32", pooler=pooler)
-        declared = decoder.declare(self.spec, layout, pooler=pooler)
+        self._params = weights.load(folder, self.spec, family, layout, "float32", head=pooler)
+        declared = decoder.declare(self.spec, layout, head=pooler)
         places = jax.tree.map(lambda weight: layout.spec(*weight.axes), declared)
         whole = layout.spec()
         self._run = jax.jit(

@@ -15,6 +15,7 @@ import pytest
 from jaxllm.checkpoints import weights
 from jaxllm.families.families import read_spec
 from jaxllm.model import lora, sharding
+from jaxllm.model.lora_linear import AdapterWeights
 from jaxllm.runner import batch, device_state, step
 from jaxllm.runner.step_model import StepModel
 from jaxllm.sampling.sampler import ROW_WIDTH, Extras, Variant
@@ -67,4 +68,4 @@ def texts(model: StepModel) -> dict[str, str]:
 def test_programs_without_adapters_are_those_of_an_engine_without(family: str):
     plain = plain_model(family)
     adapter = lora.abstract(plain.spec, plain.layout, jnp.float32, 8)
-    assert texts(replace(plain, adapter=adapter, joins_adapters=True)) == texts(plain)
+    assert texts(replace(plain, adapters=AdapterWeights(adapter, joins=True))) == texts(plain)

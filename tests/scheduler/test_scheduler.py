@@ -19,7 +19,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from jaxllm.errors import UserError
 from jaxllm.scheduler import block_pool, drafting, scheduler
-from jaxllm.scheduler.admission import num_deferred
 from jaxllm.scheduler.block_pool import PoolEditor, content_root
 from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm.scheduler.state import (
@@ -590,9 +589,9 @@ def test_who_finds_no_place_for_its_adapter_is_skipped_and_the_queue_behind_it_i
     state = scheduler.add(state, limits, [adapted(6, 7), adapted(7, 8), adapted(8, 0)])
     state, plan = run(state, limits=limits)
     assert admitted(plan) == [7, 8], "7 is the longest in use, and drains for 9"
-    assert [entry.request.sequence_id for entry in state.waiting] == [5, 6] and num_deferred(state, limits) == 2
+    assert [entry.request.sequence_id for entry in state.waiting] == [5, 6] and state.num_deferred(limits) == 2
     full = dataclasses.replace(limits, num_slots=state.num_running)
-    assert num_deferred(state, full) == 0, "they wait for slots"
+    assert state.num_deferred(full) == 0, "they wait for slots"
     state = scheduler.abort(state, limits, [1, 3])
     assert state.adapters == (7, 8)
     state, plan = run(state, limits=limits)

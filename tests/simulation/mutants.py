@@ -168,7 +168,7 @@ HISTORY = [
         "others[len(others) == self._most :]",
         "others[: self._most - 1]",
     ),
-    Mutant("adapters stay in use", "scheduler.occupancy.vacate", "if editor.adapters:", "if False:"),
+    Mutant("adapters stay in use", "scheduler.state.StateEditor.rank_adapters", "if self.adapters:", "if False:"),
     Mutant(
         "adapters stay resident when the device's state is lost, and the host may not have their weights",
         "scheduler.scheduler.reset",

@@ -31,7 +31,7 @@ def random_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarra
     """
     spec, family = read_spec(config)
     pooler = None if config["architectures"][0].endswith(GENERATING) else Pooler("cls")
-    declared, rng = declare(spec, pooler=pooler), np.random.default_rng(seed)
+    declared, rng = declare(spec, head=pooler), np.random.default_rng(seed)
     tensors: dict[str, np.ndarray] = {}
     for layer, own in [(None, declared.top), *enumerate(declared.layers)]:
         for weight in own.values():

@@ -28,6 +28,7 @@ from jaxllm.scheduler.state import Events, Plan
 from jaxllm.structured_output.constraint import Constraint
 from jaxllm.structured_output.grammars import Grammar, Grammars
 from jaxllm.structured_output.slow_masks import SlowMasks
+from jaxllm.structured_outputs_params import StructuredOutputsParams
 
 _log = logging.getLogger(__name__)
 LEAST_FORCED = 2  # fewest that are worth discarding the row in flight
@@ -44,6 +45,7 @@ class GrammarRows(Feature):
     """Constrains sequences by grammars. A request's state is one constraint per sequence."""
 
     name = "grammars"
+    sends = (StructuredOutputsParams,)
 
     def __init__(self, core: Core) -> None:
         super().__init__(core)

@@ -1,14 +1,18 @@
-"""The features that engines have."""
+"""The features that engines have: the factories, the calls that they add, and the data that a fleet sends for them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
+from jaxllm.engine.features.adapters import client as adapters
+from jaxllm.engine.features.adapters.calls import AdapterCalls
 from jaxllm.engine.features.adapters.rows import AdapterRows, AdapterTexts
 from jaxllm.engine.features.beams.rows import BeamSearches
 from jaxllm.engine.features.drafts import Drafts
 from jaxllm.engine.features.feature import Core, Feature
 from jaxllm.engine.features.grammars import GrammarRows
+from jaxllm.engine.features.pooling.client import PoolingClient
 from jaxllm.engine.features.pooling.rows import NoPooling, Pooling
 from jaxllm.engine.features.scoring import Scoring
 
@@ -44,3 +48,25 @@ FEATURES: Mapping[str, Factory] = {
     "grammars": _of_generators(GrammarRows),
     "scoring": _of_generators(Scoring),
 }
+
+SENT: tuple[type[Any], ...] = tuple(kind for each in (Pooling, BeamSearches, GrammarRows) for kind in each.sends)
+
+
+class ClientCalls(adapters.AdapterClient, PoolingClient, Protocol):
+    """The calls of an `EngineClient` that are about features."""
+
+
+class AsyncCalls(adapters.AsyncAdapterCalls, PoolingClient):
+    """`ClientCalls` of one engine."""
+
+
+class FleetCalls(adapters.NoAdapters, PoolingClient):
+    """`ClientCalls` of a fleet."""
+
+
+class SteppedClientCalls(adapters.SteppedAdapterClient, Protocol):
+    """The calls of a `SteppedEngine` that are about features."""
+
+
+class SteppedCalls(AdapterCalls):
+    """`SteppedClientCalls` of one engine, and vLLM's."""

@@ -15,7 +15,7 @@ from jaxllm_server.grpc.messages import refuse_unknown_fields
 from jaxllm_server.pooling.pool_calls import PoolCall, PoolResult
 
 if TYPE_CHECKING:
-    from jaxllm.model.pooler import Pooler
+    from jaxllm.model.head import Head
 
 PoolRequest: TypeAlias = inference_pb2.EmbedRequest | inference_pb2.ClassifyRequest | inference_pb2.ScoreRequest
 _POOLING_TASKS: Mapping[type[PoolRequest], PoolingTask] = {
@@ -85,7 +85,7 @@ def scores_of(request_id: str, model: str, results: Iterable[PoolResult]) -> inf
     )
 
 
-def pooling_of(pooler: Pooler, size: int) -> inference_pb2.Pooling:
+def pooling_of(pooler: Head, size: int) -> inference_pb2.Pooling:
     return inference_pb2.Pooling(
         size=size,
         takes_dimensions=pooler.dimensions is not None,

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from jaxllm import combinations
 from jaxllm.engine.features.adapters.calls import AdapterCalls
 from jaxllm.engine.features.adapters.store import Adapter, Known
+from jaxllm.engine.model_info import ModelInfo
 from jaxllm.lora_request import LoRARequest
 
 
@@ -41,6 +42,14 @@ class AdapterClient(Protocol):
 
     async def list_loras(self) -> set[int]:
         """Return the `lora_int_id` of adapters that were read and not removed."""
+        ...
+
+
+class SteppedAdapterClient(Protocol):
+    """The part of `SteppedEngine` that is about adapters."""
+
+    def model_of(self, lora_request: LoRARequest | None) -> ModelInfo:
+        """Return the model as a request sees it: with the tokenizer of its adapter, if that brings one."""
         ...
 
 

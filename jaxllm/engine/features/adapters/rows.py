@@ -14,7 +14,6 @@ from jaxllm.engine.features.adapters.store import Adapter, Adapters, weights_rea
 from jaxllm.engine.features.feature import Core, Feature
 from jaxllm.engine.sequence import Sequence, SequenceGroup
 from jaxllm.runner.step_input import StepInput
-from jaxllm.scheduler.admission import num_deferred
 from jaxllm.scheduler.state import State
 
 
@@ -89,7 +88,7 @@ class AdapterRows(AdapterTexts):
         return {
             "running_adapters": tuple(sorted(map(self.store.name_of, running - {0}))),
             "waiting_adapters": tuple(sorted(map(self.store.name_of, waiting - {0}))),
-            "deferred": num_deferred(state, self.core.scheduler.limits),
+            "deferred": state.num_deferred(self.core.scheduler.limits),
         }
 
 

@@ -58,6 +58,7 @@ class BeamSearches(Feature):
 
     name = "beams"
     takes = (BeamSearchParams,)
+    sends = (BeamSearchParams,)
 
     def __init__(self, core: Core) -> None:
         super().__init__(core)

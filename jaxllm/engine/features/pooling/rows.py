@@ -11,7 +11,7 @@ from jaxllm.engine.accepted import Accepted
 from jaxllm.engine.features.feature import Core, Feature
 from jaxllm.engine.features.pooling import prompts
 from jaxllm.engine.sequence import End, Sequence, SequenceGroup
-from jaxllm.model.pooler import Pooler, finish
+from jaxllm.model.pooler import Dense, Pooler, finish
 from jaxllm.outputs import CompletionOutput, FinishReason
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.runner.results import StepOutput
@@ -49,11 +49,13 @@ class Pooling(Feature):
 
     name = "pooling"
     takes = (PoolingParams,)
+    sends = (PoolingParams, Pooler, Dense)
 
     def __init__(self, core: Core) -> None:
         super().__init__(core)
-        assert core.language.model.pooler is not None
-        self._pooler = core.language.model.pooler
+        pooler = core.language.model.pooler
+        assert isinstance(pooler, Pooler)
+        self._pooler = pooler
 
     def claim(self, accepted: Accepted) -> None:
         """Read the prompt; refuse a request that is not to be pooled."""

@@ -1,0 +1,12 @@
+"""The runners of models, by the kinds of their heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import NoneType
+
+from jaxllm.model.pooler import Pooler
+from jaxllm.runner.model_runner import Runner
+from jaxllm.runner.pooling_runner import PoolingRunner
+
+RUNNERS: Mapping[type, type[Runner]] = {NoneType: Runner, Pooler: PoolingRunner}
