@@ -337,7 +337,7 @@ def test_warmups_that_fail_end_it(server: FakeOpenAI, capsys: pytest.CaptureFixt
 
 def test_a_process_that_ends_before_the_run_is_told(server: FakeOpenAI, capfd: pytest.CaptureFixture[str]) -> None:
     process = ClientProcess(Share(target(server, "plain"), (), (), max_concurrency=-1))  # an invalid semaphore
-    with pytest.raises(EngineError, match="a client process ended before the run; what it said is above"):
+    with pytest.raises(EngineError, match="a client process exited before the run; its output is above"):
         process.wait_ready()
     process.close()
     assert "ValueError: Semaphore initial value must be >= 0" in capfd.readouterr().err

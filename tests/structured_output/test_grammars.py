@@ -1,5 +1,6 @@
 """Constraints: compilation, refusals and their messages, masks, forced tokens, errors."""
 
+import gc
 import json
 import re
 import threading
@@ -453,7 +454,7 @@ def test_a_hostile_constraint_takes_bounded_time(drawing, name):
 def num_compiled(monkeypatch):
     """Return a function that counts compilations: a grammar from the cache is not compiled again."""
     threads, real = [], grammars_module.start_thread  # one thread per compilation
-    monkeypatch.setattr(grammars_module, "start_thread", lambda *given: threads.append(given) or real(*given))
+    monkeypatch.setattr(grammars_module, "start_thread", lambda *given: threads.append(None) or real(*given))
 
     def count(grammars, *asked):
         before = len(threads)
@@ -480,7 +481,7 @@ def test_grammars_are_kept_within_bounds_and_shared_by_what_begins_after_somethi
 
 
 @pytest.mark.parametrize(
-    ("count", "most"), [(5, 16 << 20), pytest.param(64, grammars_module.MAX_KEPT_BYTES, marks=pytest.mark.slow)]
+    ("count", "most"), [(12, 16 << 20), pytest.param(64, grammars_module.MAX_KEPT_BYTES, marks=pytest.mark.slow)]
 )
 def test_lexers_that_grow_hold_no_more_memory_than_their_bound(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, num_compiled: Any, count: int, most: int
@@ -499,8 +500,9 @@ def test_lexers_that_grow_hold_no_more_memory_than_their_bound(
                     constraint.consume(int(rng.choice(row)))
         assert bytes_kept_by(grammars) <= most
     del grammar, constraint
+    gc.collect()
     return_freed_memory()
-    assert process.memory_info().rss - before < 1.25 * most
+    assert process.memory_info().rss - before < 1.25 * most  # 5 MiB measured; without a bound, 51 MiB
     assert num_compiled(grammars, Params(regex="a"), Params(regex="a")) <= 1, "there is room for others"
 
 

@@ -76,7 +76,7 @@ def test_an_item_is_found_by_its_id_and_a_reference_is_replaced() -> None:
     for reference in ({"type": "item_reference", "id": kept["id"]}, {"id": kept["id"]}):
         assert references_of([reference, {"role": "user", "content": "a"}]) == {kept["id"]}
         assert items_of([reference], "r2", {kept["id"]: kept}) == [kept]
-        with pytest.raises(UserError, match="given before"):  # few bytes must not copy an item repeatedly
+        with pytest.raises(UserError, match="referenced twice"):  # few bytes must not copy an item repeatedly
             items_of([reference] * 2, "r2", {kept["id"]: kept})
     for id_without_parts in ("", "msg", "msg_", "_"):
         assert response_id_of(id_without_parts) == "resp_"
