@@ -66,7 +66,7 @@ def add(commands: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Return 130 after ^C; rows already written are kept."""
+    """Write or search embeddings; return 130 after ^C, keeping the rows written."""
     options["model"] = options["model"] or str(EMBEDDER_DIR)
     engine_config(options)
     output: Path | None = options["output"]
@@ -80,7 +80,7 @@ def run(options: dict[str, Any]) -> int:
         name = "standard input" if options["input"] == "-" else options["input"]
         lines = _reader(file, name, options["field"], options["skip_empty"])
         digest = hashlib.sha256()
-        count = sum(1 for _ in lines(digest.update))  # fails for an invalid line before the model loads
+        count = sum(1 for _ in lines(digest.update))  # raises for an invalid line before the model loads
         if not count:
             raise UserError(f"{name} holds no text.", "input")
         with open_llm(options) as llm:
@@ -96,7 +96,7 @@ def run(options: dict[str, Any]) -> int:
 
 @contextmanager
 def _opened(name: str) -> Iterator[IO[bytes]]:
-    """Standard input is copied, because it is read twice."""
+    """Open the input; standard input is copied to a file, because it is read twice."""
     if name != "-":
         with open(name, "rb") as file:
             yield file

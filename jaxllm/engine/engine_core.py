@@ -40,7 +40,7 @@ Stuck = list[tuple[Output, str]]  # cannot continue, and the reason
 
 
 class EngineCore:
-    """Continuous batching for one model. Use from one thread."""
+    """Continuous batching for one model. Not thread-safe."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class EngineCore:
         self.outputs.shows, self.outputs.forgets = self.features.show, self.features.forget
         self.inputs = InputProcessor(config, parts.language, limits, self.runner.extras, self.features)
         self._depth = 2 if config.async_scheduling else 1  # most steps in flight
-        # Of two steps in flight the second may be a `HeldStep` until the first is committed.
+        # The second of two steps may be a `HeldStep` until the first is committed.
         self._in_flight: deque[tuple[Plan, Flight]] = deque()
         self._planned: Plan | None = None  # the step being dispatched or awaited
         self._failed_steps = FailedSteps()
@@ -114,9 +114,9 @@ class EngineCore:
     def abort_request(
         self, request_ids: str | Iterable[str], reason: FinishReason = "abort"
     ) -> RequestOutput | list[RequestOutput] | None:
-        """Abort requests and free their blocks; return the last output.
+        """Abort requests and free their blocks; return the last output, or None for an unknown id.
 
-        Returns None for one unknown id; several ids give a list of known ones.
+        Several ids give a list, of the known ones.
         """
         if not isinstance(request_ids, str):
             return self.abort_requests([(request_id, reason) for request_id in request_ids])
@@ -124,11 +124,11 @@ class EngineCore:
         return outputs[0] if outputs else None
 
     def abort_requests(self, requests: Sequence[tuple[str, FinishReason]]) -> list[RequestOutput]:
-        """Abort requests by internal id, each with a reason; return the last outputs of known ids."""
+        """Abort requests, each an internal id and a reason; return the last outputs of known ids."""
         return self.outputs.abort(requests)
 
     def take_block_events(self) -> tuple[BlockEvent, ...]:
-        """Return the recorded prefix cache changes since the last call."""
+        """Return the prefix cache changes since the last call."""
         return self.scheduler.take_block_events()
 
     def load(self) -> Load:
@@ -151,14 +151,14 @@ class EngineCore:
         )
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has anything to do."""
+        """Whether `step` has work."""
         return bool(self.outputs.groups)
 
     def step(self) -> list[RequestOutput]:
         """Complete one step and return the due outputs (see `SamplingParams.output_kind`).
 
-        With `EngineConfig.async_scheduling` the next step is dispatched first, to overlap host and device work. Rows of
-        requests that end in between are dropped.
+        With `EngineConfig.async_scheduling` the next step is dispatched first, to overlap host and device work; its
+        rows of requests that end in this step are dropped.
         """
         self._check_open()
         if not self.has_unfinished_requests():
@@ -210,7 +210,7 @@ class EngineCore:
             self.metrics.generated_tokens += len(events.tokens)
             outputs += self.outputs.take_in(result, events)
             try:
-                ended += self._end_stuck(stuck)  # sequences still running after their text
+                ended += self._end_stuck(stuck)  # sequences that their text did not end
             except Exception as error:
                 outputs += self._recover(error)
             return [*outputs, *self.outputs.due(ended, self._clock())] if ended else outputs
@@ -335,13 +335,13 @@ class EngineCore:
         return True
 
     def start_profile(self, folder: str | Path, num_steps: int = DEFAULT_STEPS) -> Profile:
-        """Trace the next `num_steps` steps into `folder`; see profiling.py."""
+        """Trace the next `num_steps` steps into `folder`."""
         self._check_open()
         self._profile = Profile(folder, num_steps)
         return self._profile
 
     def program_texts(self, names: Collection[str]) -> dict[str, str]:
-        """Return the HLO texts of programs by their names in a trace."""
+        """Return the HLO of programs by their names in a trace."""
         return self.runner.program_texts(names)
 
     def close(self) -> None:

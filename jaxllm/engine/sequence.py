@@ -1,7 +1,4 @@
-"""A request in the engine.
-
-Methods that make text may raise; the caller ends the request.
-"""
+"""A request in the engine. Methods that make text may raise; the caller ends the request."""
 
 from __future__ import annotations
 
@@ -57,7 +54,6 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """The number of output tokens."""
         return len(self.tokens) - len(self.group.prompt_token_ids)
 
     @property
@@ -164,7 +160,7 @@ class Sequence:
 
     @property
     def has_news(self) -> bool:
-        """Whether `show` would return something new; an end is returned once."""
+        """Whether `show` would return anything new; an end is returned once."""
         return self.num_shown >= 0 and (self.num_tokens > self.num_shown or self.finish_reason is not None)
 
     def is_due(self, interval: int) -> bool:

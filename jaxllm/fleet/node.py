@@ -1,8 +1,8 @@
 """The replica process: runs one engine and serves a front end over one connection.
 
 A front end starts `python -m jaxllm.fleet.node` on its machine, with the settings on standard input; `jaxllm serve
---headless` runs the same on another machine. The node connects to the front end, sends a heartbeat every 0.25 s, and
-all outputs of a step in one frame. The process ends with its connection.
+--headless` runs the same elsewhere. The node connects to the front end, sends a heartbeat every 0.25 s, and all outputs
+of a step in one frame. The process ends with its connection.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ class Settings:
 
     engine: Mapping[str, Any]
     address: str  # of the front end: HOST:PORT, or the path of a Unix socket
-    number: int | None = None  # of a replica on the front end's machine; None: another machine
+    number: int | None = None  # of a local replica; None: on another machine
     key: str = ""
     ca: str | None = None
-    observes: bool = False  # whether to forward the engine's events to the front end's observers
+    observes: bool = False  # forward the engine's events to the front end's observers
     cores: tuple[int, ...] = ()
     hang_timeout: float = 8.0
     log_level: int = logging.WARNING
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Split HOST:PORT; raises UserError for other text."""
+    """Split HOST:PORT; raise UserError for other text."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port[:9]) < 65536:
         raise UserError(f"data_parallel_address must be HOST:PORT, got {address!r:.80}.", "data_parallel_address")
@@ -60,12 +60,9 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 async def run(settings: Settings, engine: AsyncLLM | None = None) -> bool:
-    """Load the engine, unless given, and serve the front end until it stops or disconnects.
+    """Load the engine, unless given, and serve the front end; return whether it sent "stop".
 
-    Return whether it sent "stop".
-
-    Raises:
-        UserError: if the front end cannot be reached or refuses this replica.
+    Raises UserError if the front end cannot be reached or refuses this replica.
     """
     if engine is None:
         bounds: dict[str, Any] = {"max_queued_requests": NO_BOUND, "max_queued_tokens": NO_BOUND}
@@ -129,7 +126,7 @@ class Node:
                 task.cancel()
 
     def leave(self) -> None:
-        """Request a drain: no new work, then "stop" once idle. A second call exits immediately."""
+        """Request a drain: no new requests, then "stop" once idle. A second call exits immediately."""
         if self._is_leaving:
             os._exit(SECOND_SIGNAL)
         self._is_leaving = True
@@ -169,7 +166,7 @@ class Node:
             self._say("failed", error)
             return
         known = {each.name: getattr(engine.model, each.name) for each in fields(engine.model)}
-        self._say(*self._condition())  # state "serving", so that requests are routed here at once
+        self._say(*self._condition())  # state "serving", so that the front end routes requests here at once
         self._say("ready", {name: own for name, own in known.items() if name not in _LOCAL})
         if engine.config.enable_kv_cache_events:
             with contextlib.suppress(EngineError):
@@ -220,15 +217,12 @@ class Node:
     # Methods of `Observer`.
 
     def step(self, report: StepReport) -> None:
-        """Forward a step's report."""
         self._say("step", report)
 
     def tokens(self, seconds: float, count: int, is_first: bool) -> None:
-        """Forward the latency of tokens."""
         self._say("tokens", seconds, count, is_first)
 
     def finished(self, output: RequestOutput, params: SamplingParams) -> None:
-        """Forward a finished request."""
         self._say("finished", output, params)
 
 
@@ -248,7 +242,7 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("jaxllm").setLevel(settings.log_level)
     if settings.cores and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, settings.cores)  # before any library counts the cores
+        os.sched_setaffinity(0, settings.cores)  # before libraries count the cores
     asyncio.run(run(settings))
     return 0
 

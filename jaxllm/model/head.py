@@ -1,6 +1,6 @@
-"""`Head`: the part of a model after its last layer, where that yields a vector instead of logits.
+"""`Head`: the part of a pooling model after its last layer.
 
-The decoder declares its weights, the loader reads them, front ends read its names; none of them calls it otherwise.
+Other modules only declare and load its weights and read its labels.
 """
 
 from __future__ import annotations
@@ -13,31 +13,29 @@ from jaxllm.model.parameters import Weight
 
 @runtime_checkable
 class Head(Protocol):
-    """A head. Plain data that never changes."""
+    """The head of a pooling model. Immutable."""
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The names of a vector's numbers; (): the vector is an embedding."""
+        """A classifier's labels, one per number of the vector; () for embeddings."""
         ...
 
     @property
     def dimensions(self) -> tuple[int, ...] | None:
-        """The lengths that an embedding may be cut to; (): any; None: it may not be cut."""
+        """The lengths to which embeddings may be cut; (): any; None: not."""
         ...
 
     @property
     def reads_last(self) -> bool:
-        """Whether a vector depends on the hidden state of the last token alone."""
+        """Whether a vector depends on the last token's hidden state only."""
         ...
 
     def size(self, width: int) -> int:
-        """Return the numbers of a vector, where hidden states have `width`."""
+        """Return the vector's size for hidden states of `width`."""
         ...
 
-    def declare(self, width: int) -> Mapping[str, Weight]:
-        """List the weights."""
-        ...
+    def declare(self, width: int) -> Mapping[str, Weight]: ...
 
     def tensors(self) -> Mapping[str, str]:
-        """Return the names of the weights' tensors; one in a folder within the model's begins with that and a "/"."""
+        """Return the tensor name of each weight, prefixed with its folder and "/" if in one."""
         ...

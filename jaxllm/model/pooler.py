@@ -42,7 +42,7 @@ class Dense:
 
 @dataclass(frozen=True)
 class Pooler:
-    """How a prompt's hidden states become one vector.
+    """Pools a prompt's hidden states to one vector.
 
     "cls" takes the first token's, "last" the last's, "mean" averages all. `labels` are a classifier's outputs; models
     without labels embed.
@@ -79,7 +79,6 @@ class Pooler:
         return weights
 
     def tensors(self) -> dict[str, str]:
-        """Return the tensor name of each weight."""
         names: dict[str, str] = {}
         for number, dense in enumerate(self.layers):
             stems = {"": f"{dense.stem}.weight", "_bias": f"{dense.stem}.bias", "_norm": f"{dense.norm_stem}.weight"}

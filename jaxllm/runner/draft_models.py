@@ -53,7 +53,7 @@ def keep(drafted: Drafted[jax.Array], aux: tuple[jax.Array, ...]) -> Drafted[jax
 
 
 def draft(model: StepModel, params: Params[jax.Array], state: DeviceState[jax.Array], own: Batch) -> Drafted[jax.Array]:
-    """Update the draft model's cache for a step; if the program drafts, also draft."""
+    """Update the draft model's cache for a step; return the drafts, new ones if the program drafts."""
     how, drafted, shape = model.drafting, state.drafted, own.shape
     assert how is not None and drafted is not None
     passes = None

@@ -1,7 +1,7 @@
-"""The packed input of encoder models: prompts in bins of fixed length.
+"""The packed input of encoder models: prompts in bins of fixed length. Pure.
 
-Encoder attention is bidirectional, so a prompt is computed in one step, in one bin, and attention is one product per
-bin. Pure. Letters: T flat tokens, R rows.
+Encoder attention is bidirectional, so a prompt is computed in one step and one bin, with one product of attention per
+bin. Letters: T flat tokens, R rows.
 """
 
 from __future__ import annotations
@@ -77,7 +77,6 @@ def place(lengths: np.ndarray, shape: Shape) -> np.ndarray | None:
 
 @lru_cache(maxsize=1024)
 def fields(shape: Shape) -> Mapping[str, tuple[int, tuple[int, ...]]]:
-    """Return each field's offset and shape."""
     tokens, rows = (shape.tokens,), (shape.rows,)
     return placed(
         {

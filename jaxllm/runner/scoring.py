@@ -1,4 +1,4 @@
-"""Programs that score single positions of the previous step from its hidden states.
+"""Programs that score positions of the previous step from its hidden states.
 
 Letters: Q positions, V vocabulary, Vx vocabulary of one shard.
 """

@@ -74,7 +74,6 @@ def choose(
 
 
 def by_lookup(own: SpeculativeConfig) -> Drafting:
-    """Return drafting by prompt lookup."""
     return Drafting(own.num_speculative_tokens, own.prompt_lookup_min, own.prompt_lookup_max)
 
 
@@ -96,7 +95,7 @@ def abstract(drafting: Drafting | None, layout: Layout, dtype: jnp.dtype) -> Par
 
 
 def check(drafting: Drafting | None, source: DraftFolder | None, layout: Layout) -> None:
-    """Check that the files hold the draft model's weights; reads headers only."""
+    """Check that the files have the draft model's weights; reads headers only."""
     if drafting is None or drafting.spec is None or source is None:
         return
     if drafting.head is not None:

@@ -58,9 +58,9 @@ class Yielded:
 
 
 class Feature:
-    """One feature of an engine, which calls the hooks that a subclass overrides.
+    """One feature of an engine, which calls the overridden hooks.
 
-    `thread_of`, `claim` and `accept` are thread-safe; the engine's thread calls the others.
+    `thread_of`, `claim` and `accept` are thread-safe; the others run on the engine's thread.
     """
 
     name: ClassVar[str]  # key in `Accepted.states` and `SequenceGroup.states`
@@ -78,7 +78,7 @@ class Feature:
         """Set the language, parameters or token ids of a request before its prompt is tokenized."""
 
     def accept(self, accepted: Accepted) -> None:
-        """Validate and prepare a tokenized request, for example compile a grammar. May raise UserError."""
+        """Validate and prepare a tokenized request, for example compile its grammar; may raise UserError."""
 
     def begin(self, accepted: Accepted, group: SequenceGroup) -> None:
         """Create the state of a request after its sequences."""
