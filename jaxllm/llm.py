@@ -285,7 +285,6 @@ class LLM:
         self.engine.close()
 
     def _check_generates(self) -> None:
-        """Raise UserError for a pooling model."""
         check_kind(None, self.engine.model, self.engine.config.model)
 
     def _params_for(

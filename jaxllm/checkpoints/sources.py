@@ -1,7 +1,4 @@
-"""Locate the parts of weights in a checkpoint's tensors, and read their rows piecewise.
-
-All shapes are checked before copying.
-"""
+"""Locate the parts of weights in a checkpoint's tensors, and read their rows piecewise."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ class Source:
     def whole(self, part: Part) -> np.ndarray:
         """Return a view of the part's rows; those of a comb by tooth, [teeth, rows of one, ...].
 
-        Heads that alternate with other parts' are copied.
+        Alternating heads are copied.
         """
         values, comb = self.view(), self.at.comb
         if comb is None:
@@ -59,7 +56,7 @@ class Source:
     ) -> int:
         """Pass `columns` of `count` rows from `start` to `store`, numbered from `row`; return the next row.
 
-        For a quantized matrix they are of one `side`, `width` columns wide. The pages read are released.
+        A quantized matrix has `side`s, `width` columns wide. Releases the pages read.
         """
         for rows in self.at.slices(start, count):
             if isinstance(self.tensor, Matrix):
@@ -96,7 +93,7 @@ Sources = dict[tuple[int | None, str], tuple[tuple[Source, ...], ...]]
 
 
 def open_sources(folder: Path, declared: Params[Weight], family: Family, head: Head | None) -> Sources:
-    """Return the tensors of every weight in a folder; raise UserError for missing, misshapen or unexpected ones."""
+    """Return the tensors of every weight; raise UserError for missing, misshapen or unexpected ones."""
     # A checkpoint of the bare model, without head, lacks the prefix.
     tensors = {_usual(name.removeprefix(family.prefix)): tensor for name, tensor in open_tensors(folder).items()}
     names = dict(family.tensors)
@@ -109,12 +106,11 @@ def open_sources(folder: Path, declared: Params[Weight], family: Family, head: H
 
 
 def _usual(name: str) -> str:
-    """Convert tensor names of early transformers checkpoints."""
+    """Convert names of early transformers checkpoints."""
     return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 
 def find_sources(declared: Params[Weight], family: Family, tensors: Mapping[str, Tensor | Matrix]) -> Sources:
-    """Return declared weights' tensors by name without the family's prefix; raise UserError for others."""
     sources: Sources = {}
     used: set[str] = set()
     for layer, weights in [(None, declared.top), *enumerate(declared.layers)]:
@@ -189,7 +185,6 @@ def _check_type(weight: Weight, tensor: Tensor | Matrix, stored: Stored | None, 
 
 
 def _check_scheme(weight: Weight, tensor: Tensor | Matrix, stored: Stored, name: str) -> None:
-    """Raise UserError for a matrix whose quantization contradicts config.json."""
     if isinstance(tensor, Matrix) == (weight.scheme is not None):
         return
     fault = "is quantized" if isinstance(tensor, Matrix) else "is not quantized"

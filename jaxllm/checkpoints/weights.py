@@ -1,7 +1,6 @@
 """Load parameters from a folder or hub id onto devices, or make random ones.
 
-Each weight is copied piecewise from the mapped file to its array, so that the peak of memory stays near the weights'
-size.
+Weights are copied piecewise from mapped files, so that the peak of memory stays near their size.
 """
 
 from __future__ import annotations
@@ -38,14 +37,13 @@ from jaxllm.model.sharding import Layout
 from jaxllm.model.spec import Spec
 
 _TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
-_QUANTIZED_BYTES = 2**20  # quantized at once, so that intermediates fit into a processor's cache
+_QUANTIZED_BYTES = 2**20  # at once, so that intermediates fit into a processor's cache
 
 
 def resolve(model: str, revision: str | None = None, tokenizer_only: bool = False) -> Path:
     """Return a model's folder: one included in jaxllm, a local one, or the hub's, downloaded.
 
-    The hub is queried for the newest commit of `revision`; without network the cached copy is used. Failures raise
-    UserError.
+    The hub is queried for the newest commit of `revision`; without network the cached copy is used. Raises UserError.
     """
     folder = SHIPPED.get(model) or Path(model).expanduser()
     if folder.is_dir():
@@ -84,7 +82,7 @@ def resolve(model: str, revision: str | None = None, tokenizer_only: bool = Fals
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return config.json; raise UserError if missing."""
+    """Raise UserError if missing."""
     config = read_object(folder, "config.json")
     if config is None:
         raise UserError(f"{folder} has no config.json.", "model")
@@ -92,7 +90,6 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
-    """Return generation_config.json, {} if missing."""
     return read_object(folder, "generation_config.json") or {}
 
 
@@ -118,8 +115,8 @@ def load(
 ) -> Params[Array]:
     """Read a checkpoint into arrays of `dtype`, or `Quantized` as declared.
 
-    Weights are quantized from the stored numbers, not from ones rounded to `dtype`. Shapes are checked before copying;
-    raises UserError naming a missing, unexpected or misshapen tensor.
+    Weights are quantized from the stored numbers, not from ones rounded to `dtype`. Raises UserError, before copying,
+    for a missing, unexpected or misshapen tensor.
     """
     decoder.check_shards(spec, layout)
     declared = _declare(spec, layout, at_load(quantization, _is_cpu(layout)), head, family)
@@ -162,7 +159,7 @@ def read(
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A stored part of a weight: a view [out, in] (or [out]) of the mapped file, and a function that releases it.
+    """A stored part of a weight: a view [out, in] (or [out]) of the mapped file, and its release.
 
     Rows of a comb are divided into teeth: [teeth, out, in].
     """
@@ -174,7 +171,6 @@ class StoredPart:
 def stored_parts(
     folder: Path, spec: Spec, family: Family, head: Head | None = None
 ) -> dict[orbax_checkpoint.Name, StoredPart]:
-    """Return the stored parts of all weights; raise as `load`."""
     if family.stored is not None:
         raise UserError(f"{folder} is quantized already ({family.stored.method}), and read as it is.", "model")
     declared = declare(spec, head=head)
@@ -197,10 +193,7 @@ def abstract(
     head: Head | None = None,
     family: Family | None = None,
 ) -> Params[jax.ShapeDtypeStruct]:
-    """Describe the parameters (shapes, types, shardings) without allocating.
-
-    `family` determines a stored quantization.
-    """
+    """Describe the parameters (shapes, types, shardings) without allocating."""
     decoder.check_shards(spec, layout)
     declared = _declare(spec, layout, at_load(quantization, _is_cpu(layout)), head, family)
     return jax.tree.map(lambda weight: quantized.describe(weight, layout, dtype), declared)
@@ -249,7 +242,6 @@ def _declare(
 
 
 def num_bytes(tree: Any) -> int:
-    """Return the bytes of all arrays, real or described, over all devices."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
@@ -342,7 +334,7 @@ def _load_stored(weight: Weight, sources: tuple[tuple[Source, ...], ...], layout
 def _load_side(
     side: Side, described: jax.ShapeDtypeStruct, weight: Weight, sources: tuple[tuple[Source, ...], ...], layout: Layout
 ) -> Array:
-    """Read one side of a weight into the described array: scales and zeros transposed, with groups as rows."""
+    """Read one side of a weight; scales and zeros are transposed, with groups as rows."""
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         if side in ("scales", "zeros"):
@@ -377,7 +369,7 @@ def fill(
 ) -> None:
     """Pass piece `index` of the `shape` that `parts` form, with rows in `shards`, to `store`.
 
-    A quantized matrix has several `side`s. `store` receives blocks of rows, each with its first row's number.
+    `store` receives blocks of rows, each with its first row's number.
     """
     filled = 0
     for number, first, count, padding in in_order(parts, shape[0], shards, index[0]):

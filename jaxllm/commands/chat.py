@@ -20,8 +20,8 @@ from jaxllm.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from jaxllm.llm import LLM
 
-CHAT_TOKENS = 1024  # default of `--max-tokens`: an answer should end by itself
-_NO_FLAGS = {"n", "logprobs", "prompt_logprobs", "logprob_token_ids"}  # a conversation prints one text and no numbers
+CHAT_TOKENS = 1024  # an answer should end by itself
+_NO_FLAGS = {"n", "logprobs", "prompt_logprobs", "logprob_token_ids"}  # one text, no numbers
 CHAT_HELP = """\
 /clear   forget the conversation (the system prompt stays)
 /exit    exit, as ^D does
@@ -41,7 +41,6 @@ def add(commands: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Chat until the input ends."""
     options, further = with_lora(options)
     engine_config(options)
     own = params_of(options, CHAT_TOKENS)
@@ -72,7 +71,6 @@ def run(options: dict[str, Any]) -> int:
 
 
 def _check_template(llm: LLM, system: list[dict[str, str]], further: Mapping[str, Any]) -> None:
-    """Refuse a model without a template, or whose template rejects the system prompt."""
     try:
         llm.chat_prompt([*system, {"role": "user", "content": "Hello"}], **further)
     except UserError as error:
@@ -87,7 +85,6 @@ def _enable_line_editing() -> None:
 
 
 def _read_line(is_terminal: bool) -> str | None:
-    """Return the next line; None at the end of the input."""
     while True:
         try:
             return input("> " if is_terminal else "")
@@ -104,7 +101,7 @@ def _read_line(is_terminal: bool) -> str | None:
 def _turn(
     llm: LLM, history: list[dict[str, str]], line: str, params: SamplingParams, further: Mapping[str, Any]
 ) -> list[dict[str, str]]:
-    """Answer one line; return the conversation with both, or unchanged without an answer."""
+    """Answer one line; return the conversation, unchanged without an answer."""
     try:
         messages, prompt = _fit(llm, [*history, {"role": "user", "content": line}], params.max_tokens, further)
         num_dropped = len(history) + 1 - len(messages)
@@ -131,9 +128,9 @@ def _turn(
 def _fit(
     llm: LLM, messages: list[dict[str, str]], max_tokens: int | None, further: Mapping[str, Any]
 ) -> tuple[list[dict[str, str]], dict[str, Any]]:
-    """Drop the oldest turns until the conversation leaves room for an answer; return it with its prompt.
+    """Drop the oldest turns until an answer fits; return the conversation and its prompt.
 
-    Room is `max_tokens`, but at most a quarter of the context: a truncated answer is better than a forgotten turn.
+    Reserves `max_tokens`, at most a quarter of the context: a truncated answer is better than a forgotten turn.
     """
     limit = llm.engine.model.max_model_len
     room = min(max_tokens or limit, limit // 4)

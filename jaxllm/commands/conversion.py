@@ -1,7 +1,4 @@
-"""`jaxllm convert`: copy a safetensors model to a folder with an Orbax checkpoint.
-
-Selects the other files and makes the folder complete or not at all; model/orbax_checkpoint.py writes the checkpoint.
-"""
+"""`jaxllm convert`: copy a safetensors model to a folder with an Orbax checkpoint."""
 
 from __future__ import annotations
 
@@ -26,8 +23,8 @@ _KEPT = (
 def convert(source: str, target: Path, revision: str | None = None, progress: bool = False) -> Path:
     """Write the model `source` (folder, hub id or included name) to the folder `target`; return its path.
 
-    `target` must be missing or empty, and is renamed into place when complete. Raises UserError for problems with
-    either, before writing where possible.
+    `target` must be missing or empty, and is renamed into place when complete. Raises UserError, before writing where
+    possible.
     """
     target = target.expanduser().absolute()
     _check_target(target)
@@ -72,11 +69,11 @@ def _check_target(target: Path) -> None:
 
 
 def _copy_files(source: Path, target: Path) -> None:
-    """Copy all files except weights: configuration, tokenizer, chat templates, licence."""
+    """Copy all files except weights."""
     for pattern in _KEPT:
         for path in source.glob(pattern):
             if path.is_file() and not path.name.endswith(INDEX.removeprefix("model")):
                 copy = target / path.relative_to(source)
                 copy.parent.mkdir(exist_ok=True)
-                # The content only: files in a hub's cache are links with restrictive modes.
+                # The content only: a hub's cache has links with restrictive modes.
                 shutil.copyfile(inside(source, path.relative_to(source).as_posix()), copy)

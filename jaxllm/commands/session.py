@@ -1,4 +1,4 @@
-"""Helpers of commands that load a model: the model, a trace of its steps, streamed output, ^C."""
+"""The model, traces, streamed output and ^C, for commands that load a model."""
 
 from __future__ import annotations
 
@@ -28,20 +28,19 @@ REQUEST_ID = "cli"
 
 
 def add_request_flags(parser: argparse.ArgumentParser, max_tokens: int, skipped: Collection[str] = ()) -> None:
-    """Add the flags of a request: `--lora`, sampling parameters except the skipped ones, and the form of the output."""
     parser.add_argument("--lora", metavar="PATH", help="a LoRA adapter of the model: its folder or hub id")
     add_sampling_flags(parser.add_argument_group("sampling"), max_tokens, skipped)
     add_constraint_flags(parser.add_argument_group("form of the output"))
 
 
 def params_of(options: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
-    """Validate and return the sampling parameters from flags; `max_tokens` is a default."""
+    """Validate and return the sampling parameters from flags."""
     build(SamplingParams, options, max_tokens=max_tokens)
     return {"max_tokens": max_tokens, **given(options, SamplingParams), **constraint_of(options)}
 
 
 def with_lora(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return options of an engine for the adapter of `--lora`, and further arguments of requests."""
+    """Return options of an engine for `--lora`, and further arguments of requests."""
     path = options["lora"]
     if path is None:
         return options, {}
@@ -65,7 +64,7 @@ def add_verbose(parser: argparse.ArgumentParser) -> None:
 def open_llm(options: Mapping[str, Any], **defaults: Any) -> Iterator[LLM]:
     """Load the model named by flags; errors name flags.
 
-    A terminal shows a progress bar. `defaults` apply to settings without a flag.
+    `defaults` apply to settings without a flag.
     """
     from jaxllm.llm import LLM
 
@@ -82,7 +81,6 @@ def open_llm(options: Mapping[str, Any], **defaults: Any) -> Iterator[LLM]:
 
 
 def profile(llm: LLM, options: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Trace the engine's steps if `--profile` was given."""
     from jaxllm.runner.profiling import profiled
 
     return profiled(llm.engine, options["profile"], options["profile_steps"])
@@ -111,10 +109,7 @@ def noting_interrupts() -> Iterator[threading.Event]:
 def stream(
     llm: LLM, prompt: Any, params: SamplingParams, further: Mapping[str, Any]
 ) -> tuple[RequestOutput | None, bool]:
-    """Print a request's text as it is generated; return its last output and whether ^C ended it.
-
-    `further` are arguments of `LLMEngine.add_request`.
-    """
+    """Print a request's text as it is generated; return its last output and whether ^C ended it."""
     output, num_shown = None, 0
     with noting_interrupts() as interrupt:
         llm.engine.add_request(REQUEST_ID, prompt, params, **further)

@@ -15,12 +15,12 @@ from jaxllm.sampling_params import SamplingParams
 
 @dataclass(slots=True, kw_only=True)
 class Accepted:
-    """A request, filled in by `InputProcessor.accept` and features, constant afterwards."""
+    """Filled in by `InputProcessor.accept` and features, constant afterwards."""
 
     request_id: str  # the caller's
     internal_id: str  # the engine's, unique among running requests
     name: str  # for logs and recordings
-    given: Prompt  # by the caller
+    given: Prompt
     asked: RequestParams | None  # parameters from the caller
     options: Mapping[str, Any]  # further arguments, named in `Feature.options`
     priority: int

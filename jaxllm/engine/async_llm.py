@@ -1,7 +1,6 @@
 """`AsyncLLM`: one engine in a thread, with async iterators of outputs for any number of readers.
 
-streaming_engine.py has the readers and the queue's bounds, life_cycle.py the states, engine_thread.py the thread. All
-methods belong to the event loop that called `start`.
+All methods belong to the event loop that called `start`.
 """
 
 from __future__ import annotations
@@ -126,10 +125,9 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
             engine.add_lora(request)
 
     async def close(self, timeout: float = 30.0) -> bool:
-        """Stop the engine and free the device's memory; unfinished requests fail.
+        """Stop the engine, failing unfinished requests, and free the device's memory.
 
-        Returns whether the engine's thread ended within `timeout` seconds: it does not wait longer for a step that
-        hangs.
+        Returns whether the engine's thread ended within `timeout` seconds; a hanging step is abandoned.
         """
         await super().close(timeout)
         closed = EngineDeadError("The engine was closed.")
@@ -197,8 +195,7 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
     async def kv_events(self, start_sequence: int = 0) -> AsyncGenerator[BlockBatch]:
         """Stream the changes of the prefix cache, from a batch's number on.
 
-        Raises FeatureDisabledError without `enable_kv_cache_events`, and OutOfRangeError for a batch that was
-        discarded.
+        Raises FeatureDisabledError without `enable_kv_cache_events`, OutOfRangeError for a discarded batch.
         """
         if not self.config.enable_kv_cache_events:
             raise FeatureDisabledError("start the engine with enable_kv_cache_events.", "enable_kv_cache_events")
@@ -217,7 +214,7 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
         client: str | None,
         timeout: float | None,
     ) -> Accepted:
-        """Check a request; long texts, grammars and adapters are prepared in a thread."""
+        """Check a request; a thread prepares long texts, grammars and adapters."""
         text = prompt.get("prompt") if isinstance(prompt, Mapping) and "prompt_token_ids" not in prompt else prompt
         is_slow = isinstance(text, str) and len(text) > LONG_TEXT
         is_slow |= isinstance(params, SamplingParams) and params.structured_outputs is not None
@@ -238,7 +235,6 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
             raise late(timeout) from error
 
     async def _call(self, function: Callable[[LLMEngine], Result]) -> Result:
-        """Run a function on the engine's thread, between two steps."""
         if not self._life.is_responsive(self._is_hung):
             raise self._unavailable() or EngineDeadError("The engine has stopped.")
         answer: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
@@ -297,7 +293,6 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
                 _log.exception("the observer failed")
 
     def _refused(self, internal_id: str, why: str = "The engine could not take the request in; others go on.") -> None:
-        """Fail a request that the engine could not queue, or whose output was lost."""
         stream = self._streams.of_internal_id(internal_id)
         if stream is not None:
             self._streams.fail(stream, RequestFailedError(why))

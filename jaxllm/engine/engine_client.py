@@ -36,7 +36,7 @@ class EngineView(Protocol):
 
     @property
     def model(self) -> ModelInfo:
-        """The model's tokenizer, limits and defaults; raises UnavailableError while it is loading."""
+        """Raises UnavailableError while the model is loading."""
         ...
 
     @property
@@ -45,7 +45,7 @@ class EngineView(Protocol):
     def get_load(self) -> Load: ...
 
     def device_report(self) -> DeviceReport | None:
-        """Return the compiled programs and the devices' memory; None if unknown."""
+        """None if unknown."""
         ...
 
 
@@ -59,9 +59,7 @@ class EngineClient(EngineView, ClientCalls, Protocol):
     max_queued_tokens: int | None
 
     @property
-    def drains_replicas(self) -> bool:
-        """Whether `drain_replica` is supported."""
-        ...
+    def drains_replicas(self) -> bool: ...
 
     @property
     def engines(self) -> Sequence[EngineView]:
@@ -72,21 +70,19 @@ class EngineClient(EngineView, ClientCalls, Protocol):
     def is_paused(self) -> bool: ...
 
     @property
-    def num_live(self) -> int:
-        """The number of unfinished requests."""
-        ...
+    def num_live(self) -> int: ...
 
     async def start(self) -> None:
-        """Load the model; raise an error if it cannot be loaded."""
+        """Load the model."""
 
     async def close(self, timeout: float = 30.0) -> bool:
-        """Stop and fail unfinished requests; return whether all threads or processes ended within `timeout` seconds."""
+        """Return whether all threads or processes ended within `timeout` seconds."""
         ...
 
     async def wait_dead(self) -> BaseException: ...
 
     def add_observer(self, observer: Observer, number: int = 0) -> None:
-        """Call an observer after each step and each finished request of one of `engines`."""
+        """Call an observer after each step and each finished request."""
 
     def generate(
         self,
@@ -103,11 +99,11 @@ class EngineClient(EngineView, ClientCalls, Protocol):
         name: str | None = None,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput]:
-        """Stream a request's outputs; closing the iterator aborts the request."""
+        """See `StreamingEngine.generate`."""
         ...
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
-        """Abort requests by id."""
+        """Abort requests."""
 
     async def check_health(self) -> None:
         """Raise EngineDeadError or UnavailableError unless requests are accepted."""
@@ -118,9 +114,7 @@ class EngineClient(EngineView, ClientCalls, Protocol):
     def check_queue(self, num_sequences: int, num_tokens: int, num_prompts: int = 1) -> None:
         """Raise OverloadedError if the queue would exceed its bounds."""
 
-    def preparing(self, num_sequences: int) -> AbstractContextManager[None]:
-        """Count a request as queued while its prompt is prepared."""
-        ...
+    def preparing(self, num_sequences: int) -> AbstractContextManager[None]: ...
 
     async def off_loop(
         self,
@@ -136,15 +130,13 @@ class EngineClient(EngineView, ClientCalls, Protocol):
         ...
 
     async def reset_prefix_cache(self) -> bool:
-        """Clear the prefix cache; return False, without clearing, while requests run."""
+        """Return False if requests run."""
         ...
 
     async def start_profile(self, folder: str, num_steps: int) -> None:
-        """Trace the next `num_steps` steps into `folder`."""
+        """Trace steps."""
 
-    def kv_events(self, start_sequence: int = 0) -> AsyncGenerator[BlockBatch]:
-        """Stream the blocks that enter and leave the prefix cache."""
-        ...
+    def kv_events(self, start_sequence: int = 0) -> AsyncGenerator[BlockBatch]: ...
 
     async def pause(self, mode: PauseMode = "abort", clear_cache: bool | None = None) -> None:
         """Refuse requests and stop computing until `resume`."""
@@ -156,11 +148,11 @@ class EngineClient(EngineView, ClientCalls, Protocol):
         """Report "not ready" but accept requests until `drain`."""
 
     async def drain(self, timeout: float | None = None) -> bool:
-        """Refuse new requests and wait for running ones; return whether all finished."""
+        """Return whether all requests finished."""
         ...
 
     async def drain_replica(self, number: int) -> None:
-        """Restart one of `engines` when it is idle; raise FeatureDisabledError unless `drains_replicas`."""
+        """Restart one of `engines` when it is idle."""
 
 
 class SteppedEngine(SteppedClientCalls, Protocol):
@@ -179,37 +171,29 @@ class SteppedEngine(SteppedClientCalls, Protocol):
     def accept(
         self, request_id: str, prompt: Prompt, params: RequestParams | None = None, priority: int = 0, **options: Any
     ) -> Any:
-        """Validate a request and return it for `add`, without queuing it; `options` are those of features."""
+        """Validate a request and return it for `add`."""
         ...
 
     def add_request(
         self, request_id: str, prompt: Prompt, params: RequestParams | None = None, priority: int = 0, **options: Any
     ) -> None:
-        """Queue a request; raise UserError if it is invalid. `options` are those of features."""
+        """Queue a request."""
 
     def add(self, requests: Sequence[Any]) -> None:
-        """Queue requests that `accept` returned."""
+        """Queue requests from `accept`."""
 
-    def has_unfinished_requests(self) -> bool:
-        """Whether `step` has work."""
-        ...
+    def has_unfinished_requests(self) -> bool: ...
 
     def step(self) -> list[RequestOutput]: ...
 
-    def abort_request(self, request_ids: str, reason: FinishReason = "abort") -> RequestOutput | None:
-        """Abort a request; return its last output, if any."""
-        ...
+    def abort_request(self, request_ids: str, reason: FinishReason = "abort") -> RequestOutput | None: ...
 
-    def start_profile(self, folder: str | Path, num_steps: int = DEFAULT_STEPS) -> Profile:
-        """Trace the next `num_steps` steps into `folder`."""
-        ...
+    def start_profile(self, folder: str | Path, num_steps: int = DEFAULT_STEPS) -> Profile: ...
 
-    def program_texts(self, names: Collection[str]) -> dict[str, str]:
-        """Return the HLO of programs by their names in a trace."""
-        ...
+    def program_texts(self, names: Collection[str]) -> dict[str, str]: ...
 
     def reset_prefix_cache(self) -> bool:
-        """Clear the prefix cache; return False, without clearing, while requests run."""
+        """Return False if requests run."""
         ...
 
     def close(self) -> None:

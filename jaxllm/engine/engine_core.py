@@ -80,17 +80,17 @@ class EngineCore:
         self._depth = 2 if config.async_scheduling else 1  # most steps in flight
         # The second of two steps may be a `HeldStep` until the first is committed.
         self._in_flight: deque[tuple[Plan, Flight]] = deque()
-        self._planned: Plan | None = None  # the step being dispatched or awaited
+        self._planned: Plan | None = None  # the dispatched or awaited step
         self._failed_steps = FailedSteps()
         self._profile: Profile | None = None
-        self._counted: tuple[Waiting, ...] = ()  # queue counted in `_waiting_tokens`
+        self._counted: tuple[Waiting, ...] = ()  # counted in `_waiting_tokens`
         self._waiting_tokens = 0
         self._is_closed = False
 
     def accept(
         self, request_id: str, prompt: Prompt, params: RequestParams | None = None, priority: int = 0, **options: Any
     ) -> Accepted:
-        """Validate and tokenize a request, without queuing it; see `InputProcessor.accept`."""
+        """Validate and tokenize a request; see `InputProcessor.accept`."""
         return self.inputs.accept(request_id, prompt, params, priority, options)
 
     def add(self, requests: Sequence[Accepted]) -> None:
@@ -124,15 +124,13 @@ class EngineCore:
         return outputs[0] if outputs else None
 
     def abort_requests(self, requests: Sequence[tuple[str, FinishReason]]) -> list[RequestOutput]:
-        """Abort requests, each an internal id and a reason; return the last outputs of known ids."""
+        """Abort (internal id, reason) requests; return the last outputs of known ids."""
         return self.outputs.abort(requests)
 
     def take_block_events(self) -> tuple[BlockEvent, ...]:
-        """Return the prefix cache changes since the last call."""
         return self.scheduler.take_block_events()
 
     def load(self) -> Load:
-        """Return the engine's load without speeds."""
         state, metrics = self.scheduler.state, self.metrics
         if state.waiting is not self._counted:  # few steps change the queue
             self._counted, self._waiting_tokens = state.waiting, sum(entry.known for entry in state.waiting)
@@ -157,8 +155,8 @@ class EngineCore:
     def step(self) -> list[RequestOutput]:
         """Complete one step and return the due outputs (see `SamplingParams.output_kind`).
 
-        With `EngineConfig.async_scheduling` the next step is dispatched first, to overlap host and device work; its
-        rows of requests that end in this step are dropped.
+        With `EngineConfig.async_scheduling` the next step is dispatched first, without knowing which requests this one
+        ends; their rows are dropped.
         """
         self._check_open()
         if not self.has_unfinished_requests():
@@ -231,7 +229,7 @@ class EngineCore:
         return ended
 
     def _issue(self) -> tuple[Plan, Flight] | None:
-        """Plan and dispatch a step; None if all requests wait for tokens in flight."""
+        """Plan and dispatch a step; return None if all requests wait for tokens in flight."""
         with span("plan"):
             plan = self._planned = self.scheduler.plan(self._clock())
             step = StepInput(plan, self._batch.rows)
@@ -267,7 +265,6 @@ class EngineCore:
         return ended
 
     def _admit(self, step: StepInput) -> None:
-        """Place admitted sequences in slots, and add their tokens and extras to the step."""
         plan = step.plan
         self.metrics.preemptions += len(plan.preempted)
         for sequence_id in plan.preempted:
@@ -318,7 +315,6 @@ class EngineCore:
         return self.outputs.due([group], self._clock())
 
     def _largest(self, plan: Plan) -> SequenceGroup | None:
-        """Return the unfinished request with the most tokens in a step."""
         rows = zip(plan.lengths.tolist(), range(len(plan.slots)), plan.slots.tolist(), strict=True)
         for _, _, slot in sorted(rows, reverse=True):
             sequence = self._batch.owner(slot)
@@ -341,7 +337,6 @@ class EngineCore:
         return self._profile
 
     def program_texts(self, names: Collection[str]) -> dict[str, str]:
-        """Return the HLO of programs by their names in a trace."""
         return self.runner.program_texts(names)
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ class Listeners:
 
     ready: Callable[[LLMEngine], None]
     deliver: Callable[[list[RequestOutput], StepReport | None], None]
-    refused: Callable[[str], None]  # internal id of a request that could not be added
+    refused: Callable[[str], None]  # internal id
     block_events: Callable[[float, int, tuple[BlockEvent, ...]], None]  # Unix time, block size, changes
     died: Callable[[BaseException], None]
 

@@ -1,7 +1,6 @@
 """A thread pool for slow work off the event loop, shared round-robin between clients.
 
-A client (or group) never occupies the last free thread. Tasks cancelled before they start never run. Belongs to one
-event loop.
+A client (or group) never occupies the last free thread. Belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ class FairThreads:
         return await asyncio.shield(work)  # a cancelled caller's thread runs on
 
     def shutdown(self) -> None:
-        """Start no further tasks; does not wait for running ones."""
         self._pool.shutdown(wait=False)
 
     def _hand_out(self) -> None:
@@ -86,7 +84,7 @@ class FairThreads:
                 del self._waiting[client]
 
     def _ended(self, client: Hashable, work: asyncio.Future[Any]) -> None:
-        work.exception()  # retrieved, or asyncio logs it for an abandoned task
+        work.exception()  # retrieved, or asyncio logs it
         self._give_back(client)
 
     def _give_back(self, client: Hashable) -> None:

@@ -63,7 +63,7 @@ class Inbox:
             self._changed.notify()
 
     def counts(self) -> tuple[int, int]:
-        """Return the number of unsettled sequences and of their prompts' tokens."""
+        """Return the unsettled sequences and their prompts' tokens."""
         return self._num_sequences, self._num_tokens
 
     def take(self, is_idle: bool) -> Taken:

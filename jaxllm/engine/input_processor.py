@@ -1,7 +1,6 @@
 """Converts prompts and parameters to queued requests: checks, token ids, sequences, packed parameters.
 
-Uses the model's tokenizer and limits, no queue and no device. `InputProcessor.accept` and the module's functions are
-thread-safe.
+Independent of queue and device. `InputProcessor.accept` and the module's functions are thread-safe.
 """
 
 from __future__ import annotations
@@ -83,7 +82,6 @@ class InputProcessor:
         return accepted
 
     def _check(self, params: object, priority: object) -> None:
-        """Check argument types of `accept`."""
         if params is not None and not isinstance(params, (SamplingParams, *self._features.takes)):
             raise UserError(f"Sampling parameters are a SamplingParams, not {type(params).__name__}.", "params")
         if isinstance(priority, bool) or not isinstance(priority, int | np.integer):
@@ -96,7 +94,6 @@ class InputProcessor:
             )
 
     def _read(self, accepted: Accepted) -> None:
-        """Check a request's sampling parameters and tokenize its prompt."""
         config, model, params = self._config, accepted.language.model, accepted.params
         validate_for_model(params, model.vocab_size, config.max_logprobs, model.eos_ids, self._extras.processors)
         if params.stop and config.skip_tokenizer_init:
@@ -113,7 +110,6 @@ class InputProcessor:
         accepted.limit = longest if params.max_tokens is None else min(longest, len(ids) + params.max_tokens)
 
     def make_group(self, accepted: Accepted, now: float) -> tuple[SequenceGroup, list[Request]]:
-        """Create a request's sequences and their scheduler requests."""
         params = accepted.params
         group = SequenceGroup(
             request_id=accepted.request_id,
@@ -158,10 +154,10 @@ class InputProcessor:
         return content_root(salt=f"{self._num_sequences}".encode()) if accepted.num_sequences > 1 else None
 
     def pack(self, accepted: Accepted, group: SequenceGroup) -> None:
-        """Choose the seeds of a request's sequences and pack their sampling parameters for the device.
+        """Choose a request's seeds and pack its sampling parameters for the device.
 
-        Separate from `make_group`, so that a request that fails there changes no later seed. Skips sequences that a
-        feature packed.
+        Separate from `make_group`, so that a failure there changes no later seed. Skips sequences that a feature
+        packed.
         """
         params, extras = accepted.packed or accepted.params, self._extras
         if all(own.row is not None for own in group.sequences):
@@ -214,8 +210,8 @@ def read_prompt(
 ) -> tuple[str | None, list[int], bytes]:
     """Return a prompt's text, checked token ids and cache salt; raise UserError if it is invalid.
 
-    `prompt` is text, token ids, or a mapping with "prompt" or "prompt_token_ids" and optionally "cache_salt". A prompt
-    must leave one token of `max_model_len`, unless `truncate_prompt_tokens` cuts it.
+    `prompt` is as in `InputProcessor.accept`. It must leave one token of `max_model_len`, unless
+    `truncate_prompt_tokens` cuts it.
     """
     text, ids, salt = parts_of(prompt)
     if ids is None:
@@ -234,7 +230,6 @@ def text_to_encode(text: str, params: SamplingParams, tokenizer: Tokenizer, max_
     """Return the text to tokenize: the whole prompt, or the end that `truncate_prompt_tokens` keeps.
 
     Tokenizing 8 MiB to keep 8 tokens took 5 s. Raises ContextLengthError for a text that must exceed the context.
-    `Tokenizer.end_of` describes when a cut could affect the tokens.
     """
     kept = num_kept(params, max_model_len)
     if kept is not None:
@@ -257,7 +252,7 @@ def num_kept(params: SamplingParams, max_model_len: int) -> int | None:
 def read_bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """Return the token sequences of forbidden words, each without and with a leading space.
 
-    vLLM drops the second where its number of tokens differs, and so allows such words.
+    vLLM drops the second if its number of tokens differs, and so allows such words.
     """
     most = MAX_BAD_WORD_TOKENS
     names = {word.lstrip(" ") for word in words}

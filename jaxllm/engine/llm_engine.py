@@ -33,6 +33,6 @@ class LLMEngine(SteppedCalls, EngineCore):
     ) -> None:
         """Queue a request; raise UserError, leaving the engine unchanged, if it is invalid.
 
-        `options` are those of features, for example `lora_request`, an adapter that is read unless in memory.
+        `options` are those of features, for example `lora_request`.
         """
         self.add([self.accept(request_id, prompt, params, priority, **options)])

@@ -1,7 +1,4 @@
-"""Loads the parts of an engine: tokenizer and defaults, runner with weights and programs, clock.
-
-A simulation passes other parts instead.
-"""
+"""Loads the parts of an engine; a simulation passes other parts."""
 
 from __future__ import annotations
 
@@ -34,11 +31,11 @@ class Parts:
     language: Language  # of requests without an adapter
     features: Mapping[str, Factory] = field(default_factory=lambda: FEATURES)
     clock: Callable[[], float] = time.monotonic  # seconds
-    start_phases: tuple[Phase, ...] = ()  # duration and cause of each phase of the start
+    start_phases: tuple[Phase, ...] = ()  # duration and cause of each
 
 
 def load_parts(config: EngineConfig, progress: bool, metrics: Metrics) -> Parts:
-    """Load a model onto its devices; raise UserError for an invalid model before the slow phases."""
+    """Load a model onto its devices; raise UserError for an invalid model before slow phases."""
     phases = Phases()
     with phases.phase("setup") as causes:
         setup = prepare(config)
@@ -77,7 +74,7 @@ def load_parts(config: EngineConfig, progress: bool, metrics: Metrics) -> Parts:
 def eos_ids_of(model_tokenizer: Tokenizer, generation_config: Mapping[str, Any], vocab_size: int) -> frozenset[int]:
     """Return the end tokens of the tokenizer and of generation_config.json.
 
-    Omits ids beyond the vocabulary, which cannot be sampled: derived models often keep those of their base model.
+    Omits ids beyond the vocabulary: derived models often keep those of their base model.
     """
     named = generation_config.get("eos_token_id")
     ids = named if isinstance(named, list) else [] if named is None else [named]

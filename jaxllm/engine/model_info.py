@@ -18,7 +18,7 @@ class ModelInfo:
     """A loaded model's properties."""
 
     tokenizer: Tokenizer
-    generation_config: Mapping[str, Any]  # generation_config.json
+    generation_config: Mapping[str, Any]
     default_params: SamplingParams  # of requests without parameters
     eos_ids: frozenset[int]
     vocab_size: int

@@ -59,7 +59,6 @@ class Stream:
         return taken
 
     def fail(self, error: BaseException) -> None:
-        """End the stream with an error unless finished."""
         if not self.is_finished and self._error is None:
             self._error = error
         self._wake()
@@ -126,7 +125,6 @@ class StreamTable:
         return self._by_internal_id.get(internal_id)
 
     def open(self, request_id: str, owner: str, params: SamplingParams, arrival: float) -> Stream:
-        """Open a stream; its request id must be free."""
         # A request id may be reused before the engine ends its first request.
         self._num_opened += 1
         stream = Stream(request_id, owner, f"{self._num_opened}", params, arrival)

@@ -1,4 +1,4 @@
-"""The forms of a prompt, and checks for all of them. Thread-safe."""
+"""The forms of a prompt, and their checks. Thread-safe."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 def parts_of(prompt: Prompt, also: str | None = None) -> tuple[str | None, Sequence[int] | np.ndarray | None, bytes]:
     """Return a prompt's text, token ids and cache salt; text and ids are not both None.
 
-    `prompt` is text, token ids, or a mapping with "prompt" or "prompt_token_ids", and optionally "cache_salt" and the
-    key `also`; else raises UserError.
+    `prompt` is text, token ids, or a mapping with "prompt" or "prompt_token_ids", optionally "cache_salt" and `also`;
+    else raises UserError.
     """
     salt = b""
     if isinstance(prompt, Mapping):

@@ -38,7 +38,7 @@ class Sequence:
     tokens: array[int]  # int32, prompt and output; append-only until the end
     detokenizer: Detokenizer
     matcher: StopMatcher
-    stop_tokens: Mapping[int, str] = field(default_factory=dict)  # special tokens that are stop strings
+    stop_tokens: Mapping[int, str] = field(default_factory=dict)  # stop strings
     seed: int = 0
     row: np.ndarray | None = None  # see sampling.pack_row
     extras: np.ndarray | None = None  # see sampling.Extras
@@ -75,7 +75,7 @@ class Sequence:
     def advance(self, tokenizer: Tokenizer, count: int, finish_reason: FinishReason | None) -> tuple[int, End | None]:
         """Process the newest `count` of `tokens`; return the number to keep, and how they end the sequence.
 
-        `finish_reason` is the scheduler's for the last token; stop strings and repetition can end earlier ones.
+        `finish_reason` is the scheduler's for the last token; stop strings and repetition can end earlier.
         """
         for end in range(len(self.tokens) - count + 1, len(self.tokens)):
             ended = self._check(tokenizer, end, None)
@@ -119,14 +119,13 @@ class Sequence:
             self._stop_at(tokenizer, self.stop_tokens[tokens[-1]])
 
     def _stop_at(self, tokenizer: Tokenizer, stop: str) -> None:
-        """Stop at a skipped special token, unless a stop string matched earlier."""
         self.flush(tokenizer)
         if self.matcher.matched is None:
             self.matcher = replace(self.matcher, matched=stop)
             self._append("")
 
     def flush(self, tokenizer: Tokenizer) -> None:
-        """Append text held back for a partial stop string or character, at the end."""
+        """Append text held back for a partial stop string or character."""
         if self.matcher.matched is not None or not self.params.detokenize:
             return
         delta = detokenizer.finish(self.detokenizer, tokenizer)
@@ -254,7 +253,7 @@ class SequenceGroup:
         )
 
     def show_failure(self, why: str) -> RequestOutput:
-        """Return a final output without text and tokens, after an exception."""
+        """Return a final output without tokens, after an exception."""
         for sequence in self.sequences:
             sequence.finish_reason, sequence.stop_reason = "error", why
         ends = [

@@ -1,7 +1,6 @@
 """`StreamingEngine`: the readers of outputs and the bounds of the queue, for `AsyncLLM` and `FleetLLM`.
 
-Subclasses start the computation, check requests and pass outputs to `_streams`. All methods belong to the event loop
-that called `start`.
+All methods belong to the event loop that called `start`.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 LEAST_SECONDS = 1e-9  # of a request: gRPC's durations have nanoseconds
 MAX_SECONDS = 10**9  # of a request: 30 years, the limit of timers
-_MOST_THREADS = 4  # for slow work off the event loop; more would wait for Python's lock
+_MOST_THREADS = 4  # for slow work; more would wait for Python's lock
 # Default bounds of the queue: 90 MB (measured with 4,000 prompts of 256 tokens).
 LEAST_QUEUED = 4096  # sequences, at least
 QUEUED_PER_SLOT = 4  # sequences for each slot, if that is more
@@ -51,20 +50,20 @@ class Queue(Protocol):
     """The queue of accepted requests."""
 
     def add(self, accepted: Any, /) -> None:
-        """Queue a request."""
+        """Queue."""
 
     def abort(self, internal_id: str, reason: FinishReason) -> None:
-        """End a request."""
+        """End."""
 
     def set_paused(self, is_paused: bool) -> None:
-        """Pause or resume the computation."""
+        """Pause or resume."""
 
     def stop(self) -> None:
-        """Refuse further requests."""
+        """Stop."""
 
 
 class StreamingEngine:
-    """The part of an `EngineClient` that does not depend on the computation of tokens."""
+    """The part of an `EngineClient` that is independent of the computation."""
 
     drains_replicas = False
 
@@ -104,7 +103,6 @@ class StreamingEngine:
 
     @property
     def state(self) -> EngineState:
-        """The engine's state; never waits."""
         return self._life.state(self._is_hung)
 
     @property
@@ -112,11 +110,9 @@ class StreamingEngine:
         return False
 
     def get_load(self) -> Load:
-        """Return the engine's load."""
         return Load()
 
     async def reset_prefix_cache(self) -> bool:
-        """Clear the prefix cache; return False, without clearing, while requests run."""
         return False
 
     async def _begin(self) -> None:
@@ -133,7 +129,7 @@ class StreamingEngine:
         client: str | None,
         timeout: float | None,
     ) -> Any:
-        """Check a request; return it for `_queue`: a dataclass with prompt_token_ids, num_sequences and params."""
+        """Check a request; return a dataclass with prompt_token_ids, num_sequences and params for `_queue`."""
         raise UnavailableError(NOT_STARTED)
 
     async def start(self) -> None:
@@ -173,12 +169,10 @@ class StreamingEngine:
 
     @property
     def is_paused(self) -> bool:
-        """Whether `pause` holds the engine."""
         return self._life.work == "paused"
 
     @property
     def num_live(self) -> int:
-        """The number of unfinished requests."""
         return len(self._streams)
 
     async def generate(
@@ -199,12 +193,12 @@ class StreamingEngine:
         """Stream a request's outputs; closing the iterator aborts the request.
 
         Outputs that a slow reader has not taken are merged. After `time_limit` seconds the request ends with its output
-        so far; after `timeout` it fails with DeadlineError. The iterator's first step raises UserError for an invalid
+        so far; after `timeout` it fails with DeadlineError. The first iteration raises UserError for an invalid
         request, OverloadedError if the queue is full, UnavailableError or EngineDeadError.
 
-        An id must be unique among the running requests of an `owner`. Threads that prepare requests serve `client`s in
-        turn. `arrival`, of the monotonic clock, is the request's time, by default now; `name` identifies it in logs and
-        recordings, by default its id. `options` are those of features, for example `lora_request`.
+        Running requests of an `owner` have unique ids; preparation serves `client`s in turn. `arrival` is on the
+        monotonic clock, by default now. Logs and recordings use `name`, by default the id. `options` are those of
+        features, for example `lora_request`.
         """
         arrival = self._clock() if arrival is None else arrival
         for limit, seconds in (("time_limit", time_limit), ("timeout", timeout)):
@@ -246,15 +240,11 @@ class StreamingEngine:
             self._close(stream)
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
-        """Abort requests by id, of all owners; unknown ids are ignored.
-
-        Their readers get the output so far, with the finish reason "abort".
-        """
+        """Abort requests by id, of all owners; unknown ids are ignored."""
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             self.end(request_id, "abort")
 
     def end(self, request_id: str, reason: FinishReason) -> None:
-        """End the requests of an id, of all owners, with a finish reason."""
         for stream in self._streams.of_id(request_id):
             self._queue.abort(stream.internal_id, reason)
 
@@ -263,18 +253,19 @@ class StreamingEngine:
         self._check_serving()
 
     def check_room(self) -> None:
-        """Raise an error if `generate` would refuse every request; called before a request's body is read.
+        """Raise an error if `generate` would refuse every request.
 
-        Refusals must be cheap, or an overload leaves no time for accepted requests.
+        Called before a request's body is read: refusals must be cheap, or an overload leaves no time for accepted
+        requests.
         """
         self._check_serving()
         self.check_queue(1, 0)
 
     def check_queue(self, num_sequences: int, num_tokens: int, num_prompts: int = 1) -> None:
-        """Raise OverloadedError if sequences would exceed the queue's bounds, without calling the engine.
+        """Raise OverloadedError if sequences would exceed the queue's bounds.
 
-        `num_sequences` and `num_tokens` are the sums over `num_prompts`. Raises UserError for more sequences than slots
-        and queue can hold, since a retry would not help.
+        `num_sequences` and `num_tokens` are sums over `num_prompts`. Raises UserError for more sequences than slots and
+        queue can hold: a retry would not help.
         """
         load = self.get_load()
         most = most_queued(self.max_queued_requests, load.max_running)
@@ -309,10 +300,10 @@ class StreamingEngine:
         client: str | None = None,
         language: bytes | None = None,
     ) -> Result:
-        """Run a slow function, for example tokenizing a long text, in a thread.
+        """Run a slow function, for example tokenization, in a thread.
 
-        Clients take turns by name, and one client never has all threads. `language` is the `confined` of the tokenizer
-        that the function uses, or b"" to read an adapter.
+        Clients take turns by name; one client never has all threads. `language` is the `confined` of the function's
+        tokenizer, or b"" to read an adapter.
         """
         if language is not None:
             if self._of_adapters is None:
@@ -384,7 +375,6 @@ class StreamingEngine:
         return await asyncio.shield(self._death)
 
     def _unavailable(self) -> Exception | None:
-        """Return the error for new requests; None if they are accepted."""
         return self._life.unavailable(self._is_hung, self._started is not None)
 
     def _check_serving(self) -> None:
@@ -393,7 +383,7 @@ class StreamingEngine:
             raise error
 
     def _close(self, stream: Stream) -> None:
-        """Remove a stream and abort its request if unfinished. Never waits: it runs while a task is cancelled."""
+        """Remove a stream and abort its request if unfinished. Must not wait: runs while a task is cancelled."""
         try:
             if not stream.is_finished:
                 self._queue.abort(stream.internal_id, "abort")
@@ -401,7 +391,6 @@ class StreamingEngine:
             self._streams.close(stream)
 
     def _died(self, error: BaseException) -> None:
-        """Fail all requests of an engine that died."""
         self._life.on("die")
         assert self._started is not None and self._death is not None
         if not self._started.done():
@@ -412,12 +401,10 @@ class StreamingEngine:
 
 
 def most_queued(bound: int | None, num_slots: int) -> int:
-    """Return the most sequences that may wait for a slot."""
     return max(LEAST_QUEUED, QUEUED_PER_SLOT * num_slots) if bound is None else bound
 
 
 def most_queued_tokens(bound: int | None, max_model_len: int) -> int:
-    """Return the most prompt tokens that may wait."""
     return max(LEAST_QUEUED_TOKENS, 16 * max_model_len) if bound is None else bound
 
 

@@ -1,4 +1,4 @@
-"""A row of the families table: a config.json reader and a checkpoint's tensor names, by default Llama's."""
+"""A row of the families table: a config.json reader and tensor names, by default Llama's."""
 
 from __future__ import annotations
 
@@ -53,10 +53,9 @@ class Family:
     """A row of the table.
 
     `prefix` is optional in tensor names. Parts with the same tensor are stored in it consecutively, `alternating` ones
-    by row or by head, `transposed` ones as [in, out]. An expert's (or head's) part whose name lacks the second {} is in
-    a tensor of all of them. Tensors whose names end with `ignored`, begin with `heads`, or with `has_layers_behind` are
-    in layers after the last, are not read. `head` is that of classifiers, None for those of decoders. `stored` is the
-    checkpoint's quantization, from config.json.
+    by row or by head, `transposed` ones as [in, out]. A part of an expert or head without a second {} is in a tensor of
+    all of them. Unread tensors end with `ignored`, begin with `heads` or, with `has_layers_behind`, are in layers after
+    the last. `head` is that of classifiers, None for those of decoders; `stored` is config.json's quantization.
     """
 
     architectures: tuple[str, ...]

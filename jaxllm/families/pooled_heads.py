@@ -13,7 +13,7 @@ def one_product(fields: Fields, width: int, labels: int) -> Pooler:
 
 
 def two_products(pooling: Pooling, inner: str, activation: Activation, outer: str) -> HeadReader:
-    """Return a head of two products with an activation between; `inner` and `outer` are tensor names."""
+    """Return a head of two products with an activation between, by tensor names."""
 
     def head(fields: Fields, width: int, labels: int) -> Pooler:
         return Pooler(pooling, (Dense(width, activation=activation, stem=inner), Dense(labels, stem=outer)))

@@ -1,7 +1,7 @@
 """`FleetLLM`: several engines with the interface of one, each a process on this machine or another.
 
-A supervisor restarts replicas; a router sends each request to the one that `choose` returns. Queues and their bounds
-cover all replicas.
+A supervisor restarts replicas; a router sends each request to one that `choose` returns. Queues and their bounds cover
+all replicas.
 """
 
 from __future__ import annotations
@@ -97,11 +97,10 @@ class FleetLLM(StreamingEngine, FleetCalls):
         return cls(engine_args, **bounds)
 
     async def _begin(self) -> None:
-        """Start the replicas; wait for local ones, or if none, for the first other."""
+        """Start the replicas; wait for local ones, or else for the first remote one."""
         await self._supervisor.start()
 
     async def close(self, timeout: float = 30.0) -> bool:
-        """End the replicas and fail unfinished requests."""
         await super().close(timeout)
         await self._supervisor.close()
         if self._death is not None:
@@ -111,14 +110,14 @@ class FleetLLM(StreamingEngine, FleetCalls):
     async def drain_replica(self, number: int) -> None:
         """Send a replica no more requests, restart it when idle, and return when it serves again.
 
-        A remote one exits, and is restarted there. Raises UnavailableError if it, or every other, takes no requests.
+        A remote one must be restarted there. Raises UnavailableError if it, or every other, accepts no requests.
         """
         if not 0 <= number < len(self.replicas):
             raise UserError(f"replica must be 0 to {len(self.replicas) - 1}, got {number}.", "replica", number)
         await self._supervisor.drain(self.replicas[number])
 
     def _settings_of(self, number: int, path: str) -> tuple[node.Settings, Mapping[str, str]]:
-        """Return the settings and environment of a local replica, including its visible GPUs."""
+        """Return the settings and environment, including visible GPUs, of a local replica."""
         config = self.config
         engine = asdict(config) | {
             "data_parallel_size": 1,
@@ -147,7 +146,6 @@ class FleetLLM(StreamingEngine, FleetCalls):
     # Called by the supervisor.
 
     def heard(self, replica: Replica, said: list[Any]) -> None:
-        """Handle a replica's messages."""
         for name, *given in said:
             if name == "output":
                 self._put(replica, *given)
@@ -177,7 +175,6 @@ class FleetLLM(StreamingEngine, FleetCalls):
             self._router.lost(replica, error)
 
     def hopeless(self, error: Exception) -> None:
-        """Fail the fleet."""
         self._died(error)
 
     def _observe(self, replica: Replica, name: str, given: list[Any]) -> None:
@@ -188,7 +185,6 @@ class FleetLLM(StreamingEngine, FleetCalls):
                 _log.exception("the observer failed")
 
     def _put(self, replica: Replica, name: str, output: RequestOutput) -> None:
-        """Pass an output to its reader."""
         replica.note_output(name, sum(len(each.token_ids) for each in output.outputs))
         if output.finished:
             self._router.forget(name)
@@ -206,14 +202,12 @@ class FleetLLM(StreamingEngine, FleetCalls):
             self._streams.note_over(stream)
 
     def _fail(self, name: str, error: Exception) -> None:
-        """Fail a request."""
         self._router.forget(name)
         stream = self._streams.of_internal_id(name)
         if stream is not None:
             self._streams.fail(stream, error)
 
     def _loaded(self, replica: Replica, known: Mapping[str, Any]) -> None:
-        """Record that a replica has loaded the model."""
         if self._model is None:
             try:
                 self._model = self._read_model(known)
@@ -234,7 +228,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
             self._started.set_result(None)
 
     def _read_model(self, known: Mapping[str, Any]) -> ModelInfo:
-        """Return the first replica's model with a tokenizer for this process."""
+        """Return the first replica's model with a local tokenizer."""
         config = self.config
         source = config.tokenizer or config.model
         tokenizer = NoTokenizer(source) if config.skip_tokenizer_init else load_tokenizer(source, config.revision)
@@ -252,16 +246,14 @@ class FleetLLM(StreamingEngine, FleetCalls):
 
     @property
     def engines(self) -> Sequence[EngineView]:
-        """The replicas by number."""
         return [ReplicaView(self, replica) for replica in self.replicas]
 
     def add_observer(self, observer: Observer, number: int = 0) -> None:
-        """Call an observer after each step and each finished request of a replica."""
         self._observers[number].append(observer)
 
     @property
     def state(self) -> EngineState:
-        """The fleet's state: "hung" while no replica accepts requests."""
+        """ "hung" while no replica accepts requests."""
         state = super().state
         return "hung" if state == "serving" and not any(each.takes_work for each in self.replicas) else state
 
@@ -272,7 +264,6 @@ class FleetLLM(StreamingEngine, FleetCalls):
         return error
 
     def get_load(self) -> Load:
-        """Return the load of all replicas together."""
         loads = [each.get_load() for each in self.replicas if each.model is not None]
         added: dict[str, Any] = {name: sum(getattr(load, name) for load in loads) for name in _ADDED}
         metrics = self.metrics
@@ -283,10 +274,9 @@ class FleetLLM(StreamingEngine, FleetCalls):
         )
 
     def device_report(self) -> None:
-        """Return None: each replica has its report."""
+        """None: replicas have reports."""
 
     async def reset_prefix_cache(self) -> bool:
-        """Clear the prefix caches; return False if requests run."""
         return all(await self._call_all("reset_prefix_cache"))
 
     async def kv_events(self, start_sequence: int = 0) -> AsyncGenerator[BlockBatch]:
@@ -300,7 +290,6 @@ class FleetLLM(StreamingEngine, FleetCalls):
         await asyncio.gather(*calls)
 
     async def resume(self) -> None:
-        """Continue after `pause`."""
         await super().resume()
         await self._call_all("resume")
 
@@ -309,7 +298,6 @@ class FleetLLM(StreamingEngine, FleetCalls):
         return [each for each in self.replicas if each.model is not None]
 
     async def _call_all(self, name: str) -> list[Any]:
-        """Call a method of every replica's engine."""
         return await asyncio.gather(*(each.call(name) for each in self._loaded_ones))
 
     async def _accept(
@@ -323,7 +311,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
         client: str | None,
         timeout: float | None,
     ) -> Routed:
-        """Return a request with the data that routing needs; its replica validates it."""
+        """Return a request with the data for routing; its replica validates it."""
         unknown = options.keys() - {"lora_request"}
         if unknown:
             raise TypeError(f"a request has no {', '.join(sorted(unknown))}")
@@ -364,7 +352,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
     async def check_request(
         self, request_id: str, prompt: Prompt, params: Any, priority: int, options: Mapping[str, Any]
     ) -> Routed:
-        """Let a replica validate a request, as it will again when running it."""
+        """Let a replica validate a request."""
         accepted = await self._accept(request_id, prompt, params, priority, options, client=None, timeout=None)
         replica = next((each for each in self.replicas if each.takes_work), None)
         if replica is None:
@@ -404,7 +392,6 @@ class ReplicaView:
 
     @property
     def metrics(self) -> Metrics:
-        """The counters of all its processes, added up."""
         return self._replica.metrics
 
     @property

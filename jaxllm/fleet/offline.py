@@ -1,4 +1,4 @@
-"""`FleetEngine`: a fleet for callers without an event loop, with the engine methods that `LLM` uses."""
+"""`FleetEngine`: a fleet without an event loop, for `LLM`."""
 
 from __future__ import annotations
 
@@ -51,22 +51,18 @@ class FleetEngine:
 
     @property
     def model(self) -> ModelInfo:
-        """The replicas' model."""
         return self._fleet.model
 
     @property
     def metrics(self) -> Metrics:
-        """The counters of all replicas, added up."""
         return self._fleet.metrics
 
     def model_of(self, lora_request: object) -> ModelInfo:
-        """Return the model; refuse adapters."""
         if lora_request is not None:
             raise combinations.refusal("lora_request", combinations.FLEET)
         return self.model
 
     def load(self) -> Load:
-        """Return the load of all replicas together."""
         return self._fleet.get_load()
 
     def start_profile(self, folder: str | Path, num_steps: int = DEFAULT_STEPS) -> Profile:
@@ -74,20 +70,17 @@ class FleetEngine:
         raise UserError("profile one engine: set data_parallel_size to 1.", "data_parallel_size")
 
     def program_texts(self, names: Collection[str]) -> dict[str, str]:
-        """Return {}: the programs are in other processes."""
         return {}
 
     def add_request(self, request_id: str, prompt: Any, params: Any = None, priority: int = 0, **options: Any) -> None:
         self.add([self.accept(request_id, prompt, params, priority, **options)])
 
     def accept(self, request_id: str, prompt: Any, params: Any = None, priority: int = 0, **options: Any) -> Routed:
-        """Return a request that a replica validated; raise UserError if it is invalid."""
+        """Return a request that a replica validated."""
         given = {name: value for name, value in options.items() if value is not None}
         return self._run(self._fleet.check_request(request_id, prompt, params, priority, given))
 
     def add(self, requests: Sequence[Routed]) -> None:
-        """Start accepted requests."""
-
         async def add() -> None:
             for each in requests:
                 task = self._tasks[each.request_id] = asyncio.ensure_future(self._answer(each))
@@ -114,11 +107,9 @@ class FleetEngine:
             del self._tasks[request_id]
 
     def has_unfinished_requests(self) -> bool:
-        """Whether any request is unfinished."""
         return bool(self._live)
 
     def step(self) -> list[RequestOutput]:
-        """Wait for an output of any request."""
         while True:
             request_id, output = self._told.get()
             if request_id not in self._live:
@@ -128,20 +119,19 @@ class FleetEngine:
             return [output]
 
     def abort_request(self, request_ids: str, reason: FinishReason = "abort") -> RequestOutput | None:
-        """Abort a request; none of its outputs is returned later."""
+        """Abort a request; later outputs are dropped."""
         request_id = request_ids
 
         async def end() -> None:
             task = self._tasks.pop(request_id, None)
             if task is not None:
                 task.cancel()
-                await asyncio.gather(task, return_exceptions=True)  # so that its id is free
+                await asyncio.gather(task, return_exceptions=True)  # frees its id
 
         self._live.discard(request_id)
         self._run(end())
 
     def reset_prefix_cache(self) -> bool:
-        """Clear the prefix caches; return False if requests run."""
         return self._run(self._fleet.reset_prefix_cache())
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """The decoder: the weights of a Spec (`declare`) and their computation, for one shard of a `Layout`.
 
 Call `embed`, `run_layers` and `head` inside the layout's `shard_map`; `forward` is all before the head. Shardings,
-abstract shapes, random values and loading follow from the declarations.
+abstract shapes, random values and loading follow from declarations.
 
 Further letters: Hx, Kx and Vx are sizes on one shard, Vx with padding.
 """
@@ -71,11 +71,11 @@ class RowWeights(Protocol):
 
     @property
     def described(self) -> Any:
-        """The described arrays of one set."""
+        """The arrays of one set."""
         ...
 
     def linear(self, sets: Sequence[Any], token_set: Array) -> Linear:
-        """Return the products of tokens; `token_set`, int32[T], indexes `sets`, their count for none."""
+        """Return the products of tokens; `token_set`, int32[T], indexes `sets`."""
         ...
 
 
@@ -108,10 +108,9 @@ class Params(Generic[Leaf]):
 def declare(
     spec: Spec, layout: Layout = UNDIVIDED, scheme: Scheme | None = None, head: Head | None = None
 ) -> Params[Weight]:
-    """Return the weights of the decoder; matrices are [out, in].
+    """Return the decoder's weights; matrices are [out, in].
 
-    A `head` replaces the logits. A `scheme` applies to products, fitted to the devices, and to an embedding only if it
-    computes logits.
+    A `head` replaces the logits. A `scheme` applies to products, and to an embedding only if it computes logits.
     """
     vocabulary = layout.padded("vocab", spec.vocab_size)  # padding rows are zero and never sampled
     of_logits = None if head else "embed" if spec.tie_embeddings else "head"
@@ -233,7 +232,6 @@ def _norm_weights(spec: Spec, name: str) -> dict[str, Weight]:
 
 
 def forward(spec: Spec, params: Params[Array], tokens: Int[Array, " T"], context: Context) -> Float[Array, "T D"]:
-    """Return the normed hidden states, equal on every shard."""
     return final_norm(spec, params, run_layers(spec, params, embed(spec, params, tokens, context), context))
 
 
@@ -340,7 +338,7 @@ def final_norm(spec: Spec, params: Params[Array], x: Float[Array, "T D"]) -> Flo
 
 
 def head(spec: Spec, params: Params[Array], hidden: Float[Array, "R D"]) -> Float[Array, "R Vx"]:
-    """Return logits of this shard's vocabulary piece for normed `hidden`: float32 [R, Vx].
+    """Return logits of this shard's vocabulary piece for normed `hidden`.
 
     The first column is token `shard * Vx`; columns beyond the vocabulary are padding.
     """
@@ -383,7 +381,6 @@ def _mixer(
 def attention(
     spec: Spec, weights: Arrays, layer: int, x: Array, turns: dict[Rope, tuple[Array, Array]], context: Context
 ) -> Array:
-    """Return a layer's attention of normed `x` [T, in]: [T, D]."""
     linear = partial(context.linear, layer)
     qkv = linear("qkv", x, weights["qkv"], weights.get("qkv_bias")).astype(x.dtype)
     return _row_parallel(_attend(spec, weights, layer, qkv, turns, context), weights, "out", linear, context.layout)
@@ -392,7 +389,6 @@ def attention(
 def _attend(
     spec: Spec, weights: Arrays, layer: int, qkv: Array, turns: dict[Rope, tuple[Array, Array]], context: Context
 ) -> Array:
-    """Return the attention of heads `qkv` [T, (Hx + 2 Kx) C]: [T, Hx C]."""
     heads, kv_heads = heads_per_shard(spec, context.layout.shards("heads"))
     qkv = qkv.reshape(len(qkv), heads + 2 * kv_heads, spec.head_size)  # [T, Hx + 2 Kx, C]
     if spec.qk_norm is not None:
@@ -422,7 +418,6 @@ def _qk_norm(spec: Spec, weights: Arrays, q: Array, k: Array, layout: Layout) ->
 
 
 def feed_forward(spec: Spec, weights: Arrays, layer: int, x: Array, context: Context) -> Array:
-    """Return a layer's feed-forward or experts of normed `x` [T, D]: [T, D]."""
     if spec.experts is not None and spec.experts.layers[layer]:
         mixed = moe.mix(spec, spec.experts, weights, x, context.layout).astype(x.dtype)
         return context.layout.total(mixed, "feed_forward")
@@ -433,7 +428,7 @@ def feed_forward(spec: Spec, weights: Arrays, layer: int, x: Array, context: Con
 
 @partial(jax.jit, static_argnames=("spec", "layout", "rounds"))
 def _mlp(spec: Spec, weights: Arrays, x: Array, layout: Layout, rounds: bool) -> Array:
-    """Traced once for all layers; other `linear`s may refer to their layer's arrays."""
+    """Traced once for all layers; other `linear`s may refer to a layer's arrays."""
 
     def linear(name: str, x: Array, weight: Array | Quantized[Array], bias: Array | None = None) -> Array:
         if rounds and name == "up" and bias is None and not isinstance(weight, Quantized):

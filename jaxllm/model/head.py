@@ -1,7 +1,4 @@
-"""`Head`: the part of a pooling model after its last layer.
-
-Other modules only declare and load its weights and read its labels.
-"""
+"""`Head`: the part of a pooling model after its last layer."""
 
 from __future__ import annotations
 
@@ -30,12 +27,10 @@ class Head(Protocol):
         """Whether a vector depends on the last token's hidden state only."""
         ...
 
-    def size(self, width: int) -> int:
-        """Return the vector's size for hidden states of `width`."""
-        ...
+    def size(self, width: int) -> int: ...
 
     def declare(self, width: int) -> Mapping[str, Weight]: ...
 
     def tensors(self) -> Mapping[str, str]:
-        """Return the tensor name of each weight, prefixed with its folder and "/" if in one."""
+        """Return each weight's tensor name, after its folder and "/" if in one."""
         ...

@@ -44,8 +44,7 @@ class Dense:
 class Pooler:
     """Pools a prompt's hidden states to one vector.
 
-    "cls" takes the first token's, "last" the last's, "mean" averages all. `labels` are a classifier's outputs; models
-    without labels embed.
+    "cls" takes the first token's, "last" the last's, "mean" averages all. Models without `labels` embed.
     """
 
     pooling: Pooling
@@ -60,7 +59,6 @@ class Pooler:
 
     @property
     def reads_last(self) -> bool:
-        """Whether the vector is that of the last token."""
         return self.pooling == "last"
 
     def declare(self, width: int) -> dict[str, Weight]:

@@ -1,6 +1,6 @@
 """Compiles all programs of a model into a folder in advance: `jaxllm compile`.
 
-Needs config.json and the device, no weights. Compiles the same programs as an engine (model_runner.py).
+Needs config.json and the device, no weights.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Attention of a step: writes keys and values to the cache and reads it by block tables.
 
-Draft models share the target's blocks. Traced inside the step. Letters: T flat tokens, R rows, Y tiles, M blocks per
-slot.
+Traced inside the step. Letters: T flat tokens, R rows, Y tiles, M blocks per slot.
 """
 
 from __future__ import annotations

@@ -41,7 +41,6 @@ class Shape:
 
     @property
     def sampled(self) -> int:
-        """The number of sampled tokens."""
         return self.tokens if self.drafts else self.rows
 
     @property
@@ -70,9 +69,9 @@ class Extent(NamedTuple):
 def decode_shapes(num_slots: int, smallest: int = 1, platform: str = "cpu") -> list[Shape]:
     """Return the decode programs: 1, 2, 4, 8, 12, 16, 24, 32 rows, then four sizes per doubling, up to all slots.
 
-    On a GPU 2, 16 and 64, then two per doubling: small steps take as long as reading the weights, and by H100 timings
-    padding costs 1 % of all decode steps, 8 % of the worst. All tables are the coarsest with less than 12 % of padding,
-    on a GPU of its time (benchmarks/padding.py; DECISIONS, "Programs have flat tokens and a coarse table of sizes").
+    On a GPU 2, 16 and 64, then two per doubling: small steps take as long as reading the weights, and padding costs 1 %
+    of all decode steps, 8 % of the worst (H100). All tables are the coarsest with less than 12 % of padding, on a GPU
+    of its time (benchmarks/padding.py; DECISIONS, "Programs have flat tokens and a coarse table of sizes").
     """
     if platform == "cpu":
         sizes = _sizes(1, num_slots, {1: 1, 8: 2, 32: 4})
@@ -128,8 +127,8 @@ def ragged_shapes(
 def uniform_shape(max_tokens: int, num_slots: int, block_size: int, sampling_fields: int, drafts: int = 0) -> Shape:
     """Return the ragged program of deterministic mode, which holds every plan and has no tiles.
 
-    A product's bits depend on its number of rows, tiled attention's on the start of chunks. With one size and no tiles
-    a token's bits depend only on the tokens before it.
+    A product's bits depend on its number of rows, tiled attention's on the start of chunks; here a token's bits depend
+    only on the tokens before it.
     """
     return Shape(
         tokens=max_tokens,
@@ -177,7 +176,7 @@ def extent(plan: Plan, num_adapters: int = 0) -> Extent:
 
 
 def fits(size: Extent, shape: Shape) -> bool:
-    """Whether a shape holds a plan, except excess block-table entries, which are sent separately."""
+    """Whether a shape holds a plan; excess block-table entries are sent separately."""
     if size.adapters > shape.adapters:
         return False
     if shape.is_decode:
@@ -214,7 +213,6 @@ def fields(shape: Shape) -> Mapping[str, tuple[int, tuple[int, ...]]]:
 
 
 def placed(sizes: Mapping[str, tuple[int, ...]]) -> Mapping[str, tuple[int, tuple[int, ...]]]:
-    """Return each field's aligned offset and shape."""
     table, offset = {}, 0
     for name, size in sizes.items():
         table[name] = (offset, size)
@@ -245,10 +243,10 @@ def pack(
     sampling: np.ndarray | None = None,
     adapters: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Pack a plan as int32[buffer_size(shape)].
+    """Pack a plan as int32[buffer_size(shape)]; padding has slot S, which is dropped.
 
     `chunks`: token ids of the rows after the decode rows; `sampling`: int32[S, F]; `adapters`: int32[R], numbers in the
-    program, `shape.adapters` for no adapter. Padding has slot S, which is dropped.
+    program, or `shape.adapters`.
     """
     buffer = np.zeros(buffer_size(shape), np.int32)
     view = views(buffer, fields(shape))
@@ -305,7 +303,7 @@ def pack_masks(
 ) -> np.ndarray:
     """Pack the input of a step's second part, int32[num_places, columns + V / 32].
 
-    `masks`, int32[R, V / 32], have a bit for each token that a row may sample; valid where `is_masked`, bool[R].
+    `masks`, int32[R, V / 32], have a bit per allowed token; valid where `is_masked`, bool[R].
     """
     at = places(plan, of_tokens)
     buffer = np.zeros((num_places, len(MASK_COLUMNS) + masks.shape[1]), np.int32)

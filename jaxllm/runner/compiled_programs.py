@@ -2,8 +2,8 @@
 
 A step is one program, or a forward and a sampling program if the host makes masks in between. An engine serves once its
 *covering* programs are compiled, which can run any plan: the two parts of the largest decode step and of the largest
-ragged step, with the widest sampling. On a CPU others are compiled in the background when plans would use them; on a
-GPU first, because loading one disturbs the others. In deterministic mode two programs run every plan.
+ragged step, with the widest sampling. On a CPU others are compiled in the background on demand; on a GPU first, because
+loading one disturbs the others. In deterministic mode two programs run every plan.
 """
 
 from __future__ import annotations
@@ -121,19 +121,14 @@ class ProgramTable:
 
     @property
     def num_compiling(self) -> int:
-        """The number of background threads."""
         return self._followers
 
     @property
     def num_all(self) -> int:
-        """The number of possible programs."""
         return len(self.covering) + len(self.rest)
 
     def first_ready(self, ways: Iterable[Way]) -> Way | None:
-        """Return the first ready way of `ways`, ordered by cost, or None.
-
-        Queues a cheaper way that is not ready.
-        """
+        """Return the first ready way of `ways`, ordered by cost, or None; queue a cheaper one."""
         self._last_step = time.monotonic()
         is_wanted = True
         for way in ways:
@@ -263,7 +258,6 @@ class ProgramTable:
                 return_freed_memory()
 
     def _note_failure(self, key: Key, failure: Exception) -> None:
-        """Log a failed background compilation and retry it later."""
         if self._is_over:
             return  # it failed because the process ends
         self._metrics.programs_failed += 1
@@ -342,8 +336,7 @@ class Programs(ProgramTable):
     ) -> None:
         """Without `decode` shapes ragged programs run every plan. `variants` apply to one-program steps.
 
-        `verifying` shapes verify or make drafts, in one program. Rare variants have decode sizes of powers of
-        `coarse_factor`.
+        `verifying` shapes verify or make drafts. Rare variants have decode sizes of powers of `coarse_factor`.
         """
         widest = VARIANTS[-1]
         # The widest sampling, two-part steps and adapters are rare and get fewer sizes; except verifying shapes, which
@@ -400,7 +393,7 @@ def _join(join: weakref.WeakMethod[Callable[..., bool]]) -> None:
 def with_adapters(shapes: Sequence[Shape], most: int, only_most: bool) -> list[Shape]:
     """Add shapes with 1, 2, 4, … `most` distinct adapters, the largest last.
 
-    With `only_most`, or without adapters, give all shapes `most`.
+    With `only_most`, or without adapters, all shapes get `most`.
     """
     if only_most or not most or not shapes:
         return [replace(shape, adapters=most) for shape in shapes]

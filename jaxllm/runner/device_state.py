@@ -46,10 +46,9 @@ def abstract(
     cache_dtype: jnp.dtype | None = None,
     batch_size: int = 0,
 ) -> DeviceState[jax.ShapeDtypeStruct]:
-    """Describe the state (shapes, types, shardings) without allocating; `max_tokens` per step, T.
+    """Describe the state (shapes, types, shardings) without allocating; `max_tokens` is T.
 
-    `cache_dtype` applies to all caches, by default `dtype`; `batch_size` is the largest packed batch in int32, if
-    stored.
+    `cache_dtype` applies to all caches; `batch_size` is the largest packed batch in int32, if stored.
     """
 
     def array(shape: tuple[int, ...], kind: jnp.dtype, *axes: str) -> jax.ShapeDtypeStruct:
@@ -93,5 +92,4 @@ def lower_allocation(state: Any) -> jax.stages.Lowered:
 
 
 def nbytes(state: DeviceState[jax.ShapeDtypeStruct]) -> int:
-    """Return the bytes over all devices."""
     return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))

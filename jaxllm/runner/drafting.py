@@ -4,8 +4,7 @@ Verification by coupling (Daliri, Musco, Suresh 2024, arXiv:2408.07978): after e
 the request's noise for the position, and drafts are accepted while they equal the samples. So drafts never change a
 request's tokens.
 
-Traced inside the step. Letters: S slots, T tokens of a step, R sequences, K drafts per row, L capacity of a slot in
-tokens.
+Traced inside the step. Letters: S slots, T tokens of a step, R sequences, K drafts per row, L capacity of a slot.
 """
 
 from __future__ import annotations

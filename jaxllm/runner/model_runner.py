@@ -1,6 +1,6 @@
 """Owns the device's data: weights, the donated state, and the programs that compute the next state.
 
-Its choices are a `Setup` (model_setup.py). Handles plans and arrays; no requests, text or queues.
+Handles plans and arrays; no requests, text or queues.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ class StepInFlight(NamedTuple):
 
 
 class PendingResult(Protocol):
-    """A step that was dispatched whole."""
+    """A step dispatched whole."""
 
     def result(self) -> StepOutput:
-        """Wait for the step's result; raise its failure on the device, as every later step does."""
+        """See `StepInFlight.result`."""
         ...
 
 
@@ -120,10 +120,7 @@ class Runner:
         needs_weights: bool = True,
         phases: Phases | None = None,
     ) -> None:
-        """Load the weights and compile, adding the times to `phases`.
-
-        Without weights (`jaxllm compile`) no step can run.
-        """
+        """Load the weights, unless not needed (`jaxllm compile`), and compile, adding the times to `phases`."""
         phases = Phases() if phases is None else phases
         self.setup = setup
         self.metrics = metrics
@@ -196,7 +193,6 @@ class Runner:
 
     @property
     def limits(self) -> Limits:
-        """The budgets of plans."""
         return Limits(
             num_slots=self.geometry.num_slots,
             num_blocks=self.geometry.num_blocks,
@@ -224,7 +220,7 @@ class Runner:
 
     @property
     def _keeps_batch(self) -> bool:
-        """Whether each batch is copied to a fixed address, for CUDA graphs."""
+        """Whether batches are copied to a fixed address, for CUDA graphs."""
         return self.setup.platform == "gpu"
 
     @property
@@ -236,9 +232,9 @@ class Runner:
         """Dispatch one step without waiting; it runs after the previous one.
 
         For a held step this is the first half, and `sample` must precede the next step. `given.side` may have "scored",
-        a list of `Scored` positions of this step, which needs the widest variant, and "adapters", int64[R], each row's
-        adapter number in `hold_adapters`, or 0. After an exception the state may be lost: call `renew`, and recompute
-        all running requests.
+        a list of `Scored` positions, which need the widest variant, and "adapters", int64[R], numbers in
+        `hold_adapters` or 0. After an exception the state may be lost: call `renew`, and recompute all running
+        requests.
         """
         with self._compilations_counted():
             with span("pack"):
@@ -327,7 +323,7 @@ class Runner:
         return StepInFlight(joined, plan, has_drafts, self.num_logprobs, width, scores)
 
     def _with_room(self, buffer: np.ndarray, key: Key) -> np.ndarray:
-        """Extend a packed batch for the results that its program returns in it on a GPU."""
+        """Extend a packed batch for results returned in it, on a GPU."""
         if self._state_shapes.batch is None:
             return buffer
         size = step.sent_size(self._step_model, key.shape, key.variant)
@@ -353,7 +349,6 @@ class Runner:
         return {name: program.as_text() for name, program in named.items() if name in names}
 
     def report(self) -> DeviceReport:
-        """Return the compiled programs and the devices' memory use."""
         memory = {str(device.id): device.memory_stats() or {} for device in self.setup.devices}
         programs = self.programs
         return DeviceReport(len(programs), programs.num_compiling, programs.num_all, memory)
@@ -384,7 +379,7 @@ class Runner:
         return replace(params, draft=draft)
 
     def _start_programs(self, plan: MemoryPlan) -> None:
-        """Start compiling the covering programs for a memory plan, while the weights are read."""
+        """Start compiling the covering programs for a memory plan, while weights are read."""
         setup = self.setup
         self.memory_plan = plan
         self.geometry = geometry = Geometry(
@@ -449,7 +444,6 @@ class Runner:
 
     @cached_property
     def _sampled_leaves(self) -> list[int]:
-        """Indices of the state's arrays that a second half reads."""
         return [device_state.leaf_index(self._state_shapes, name) for name in ("tokens", "sampling", "extras")]
 
     def _describe_state(self) -> Any:
@@ -511,12 +505,9 @@ class Runner:
 
     @property
     def _num_columns(self) -> int:
-        """Columns of the logits over all devices: the padded vocabulary."""
         return self.setup.layout.padded("vocab", self.setup.spec.vocab_size)
 
     def _compile_small(self) -> None:
-        """Compile the small programs, while other threads compile steps."""
-
         def make(name: str, run: Callable[..., Any], donated: Sequence[int], *described: Any) -> Any:
             options = self._options if name.startswith("score") else None
             jitted = jax.jit(run, donate_argnums=donated, compiler_options=options)
@@ -555,7 +546,6 @@ class Runner:
         )
 
     def _describe_second(self, num_places: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        """Describe the logits and masks that a second half reads."""
         width = len(batch.MASK_COLUMNS) + -(-self.setup.spec.vocab_size // 32)
         layout = self.setup.layout
         masks = jax.ShapeDtypeStruct((num_places, width), jnp.int32, sharding=layout.sharding())
@@ -564,7 +554,6 @@ class Runner:
         return logits, masks
 
     def note_compilation(self) -> None:
-        """Count a compilation on the dispatching thread, where it delays requests."""
         if threading.get_ident() == self._running_thread:
             self.metrics.compilations_after_ready += 1
 

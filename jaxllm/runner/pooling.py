@@ -1,7 +1,7 @@
-"""A step of a pooling model as a traced function: the layers over whole prompts or chunks, then one vector per prompt.
+"""A step of a pooling model as a traced function: layers over whole prompts or chunks, then one vector per prompt.
 
-A causal model uses KV blocks as in generation: prompts are computed in chunks, and prefixes are shared. A model with
-bidirectional attention has no cache: see encoder_batch.py.
+Causal models use KV blocks as in generation: chunks of prompts, shared prefixes. Models with bidirectional attention
+have no cache: see encoder_batch.py.
 
 Letters: T flat tokens, R rows, S slots, D width, W numbers of a result, L tokens of a bin, H heads on one shard.
 """
@@ -71,7 +71,6 @@ class PoolPrograms(ProgramTable):
         super().__init__([Key(shape, None, "pool") for shape in first], (key for (key,) in self._ways), lower, metrics)
 
     def choose(self, plan: Plan) -> Key:
-        """Return the cheapest ready program that holds a plan."""
         way = self.first_ready(way for way in self._ways if _fits(plan, way[0].shape))
         if way is None:
             raise RuntimeError(f"no program holds {len(plan.slots)} prompts of {plan.num_tokens} tokens")
@@ -123,7 +122,6 @@ def _pool_chunks(
 def _encode(
     model: StepModel, shape: Shape, params: Params[jax.Array], state: PoolState[jax.Array], buffer: jax.Array
 ) -> tuple[PoolState[jax.Array], jax.Array]:
-    """Compute whole prompts with bidirectional attention."""
     own = model.head
     assert isinstance(own, Pooler)
     field = step.fields_of(encoder_batch.fields(shape), buffer)

@@ -1,4 +1,4 @@
-"""The runner of a pooling model, which returns a vector per prompt; pooling.py has its steps."""
+"""The runner of a pooling model; pooling.py has its steps."""
 
 from __future__ import annotations
 
@@ -28,20 +28,19 @@ class PooledInFlight(NamedTuple):
     num_rows: int
 
     def result(self) -> StepOutput:
-        """Wait for the step's result; raise its failure on the device, as every later step does."""
+        """See `StepInFlight.result`."""
         pooled = np.asarray(self.rows)[: self.num_rows]
         tokens, is_finite = np.zeros(self.num_rows, np.int32), np.asarray(np.isfinite(pooled).all(axis=1))
         return StepOutput(tokens, is_finite, side={"pooled": pooled})
 
 
 class PoolingRunner(Runner):
-    """Runs plans of prompts on the device. Not thread-safe: one thread calls `dispatch`."""
+    """Runs plans of prompts. Not thread-safe: one thread calls `dispatch`."""
 
     programs: PoolPrograms  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @property
     def limits(self) -> Limits:
-        """The budgets of plans."""
         whole = not self.setup.spec.is_causal
         limits = super().limits
         return replace(limits, whole_prompts=True, max_step_chunks=limits.num_slots) if whole else limits

@@ -1,7 +1,7 @@
 """The adapters on the devices: separate arrays, passed to a step as arguments.
 
-Adding or removing one compiles nothing and changes no array of a step in flight. The scheduler decides which stay
-(`State.adapters`). Letters: R rows of a plan, U adapters of a program.
+Changes compile nothing and spare arrays of steps in flight. The scheduler chooses the adapters (`State.adapters`).
+Letters: R rows of a plan, U adapters of a program.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ResidentAdapters:
         return tuple(jax.device_put(jax.tree.leaves(weights), shardings))
 
     def _zeros(self) -> Leaves:
-        """Return a zero adapter, whose layers share arrays."""
+        """Return a zero adapter; layers share its arrays."""
         if not self._nothing:
 
             @cache

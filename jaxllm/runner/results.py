@@ -1,7 +1,4 @@
-"""Results of a step: joined into one array by the program, and split on the host.
-
-Letters: R rows, W columns, V vocabulary.
-"""
+"""Results of a step: joined into one array by the program, and split on the host."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ class Scored:
     position: int
     index: int  # of the previous token in the step
     token: int  # 0 if not yet sampled
-    is_whole: bool  # whether to score the whole vocabulary
+    is_whole: bool  # score the whole vocabulary
 
 
 class Score(NamedTuple):

@@ -1,6 +1,6 @@
 """The small programs of a runner: changes of the state before a step, and log-probabilities after it.
 
-Each is compiled at the start in one size and called repeatedly for more. The state is a tuple of arrays, donated.
+Each has one size and is called repeatedly for more. The state is a tuple of arrays, donated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Make = Callable[..., Any]  # (name, function, donated arguments, *descriptions) 
 
 
 def compile_all(model: StepModel, make: Make) -> dict[str, Any]:
-    """Compile the small programs of a generating engine, by name in a trace."""
+    """Compile the small programs of a generating engine, by name."""
     shapes, everywhere = model.state, model.layout.sharding()
 
     def described(*size: int) -> jax.ShapeDtypeStruct:
@@ -80,7 +80,6 @@ class SmallPrograms:
         return state
 
     def patch_extras(self, state: Leaves, extras: Sequence[tuple[int, np.ndarray]]) -> Leaves:
-        """Write the extras of admitted requests, by slot."""
         for start in range(0, len(extras), PATCH_EXTRAS):
             changes = np.full((PATCH_EXTRAS, 1 + self._num_extras), self._num_slots, np.int32)
             for target, (slot, packed) in zip(changes, extras[start : start + PATCH_EXTRAS], strict=False):

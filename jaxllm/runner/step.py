@@ -1,7 +1,7 @@
-"""One engine step as a traced function: forward, attention, logits, sampling, slot update.
+"""One engine step as a traced function: forward, attention, logits, sampling, slot update. Pure.
 
-Pure: a step takes weights, the donated state and the packed batch, and returns the next state and one array of results.
-A step can also run as two programs: `build_forward` ends with logits, which `build_sample` or `build_finish` reads.
+Takes weights, the donated state and the packed batch; returns the next state and one array of results. Two programs can
+share a step: `build_forward` ends with logits, which `build_sample` or `build_finish` reads.
 
 Letters: T flat tokens, R rows, Y tiles, S slots, M blocks per slot, P tokens per block, N blocks, Vx vocabulary of one
 shard.
@@ -40,7 +40,7 @@ from jaxllm.sampling.vocab_parallel import Vocabulary
 def build(model: StepModel, shape: Shape, variant: Variant) -> Callable[..., tuple[Leaves, jax.Array]]:
     """Return a program's step: (weights, state, buffer, leaves of each adapter) -> (state, results).
 
-    Arguments are flat tuples, because flattening trees in every call costs other engines 17 to 34 ms a step.
+    Arguments are flat tuples: flattening trees in every call costs other engines 17 to 34 ms a step.
     """
 
     def run(
@@ -79,7 +79,7 @@ def on_shards(
 ) -> Callable[..., tuple[Leaves, jax.Array]]:
     """Return a function of trees as one of flat tuples over the mesh.
 
-    `result` is the sharding of its second result. The leaves of adapters, or `further` arrays, follow the buffer.
+    `result` is the sharding of its second result. Leaves of adapters, or `further` arrays, follow the buffer.
     """
     params, state = model.params, model.state
     adapter = () if model.adapters is None else model.adapters.described
@@ -94,8 +94,7 @@ def on_shards(
             following, returned = run(weights, jax.tree.unflatten(state_tree, state_leaves), buffer, *trees)
         return tuple(jax.tree.leaves(following)), returned
 
-    # The name of the program in traces and in the compilation cache, whose keys omit scopes: a cached program has the
-    # scopes of the code that compiled it.
+    # The name in traces and in the compilation cache. Cache keys omit scopes: a cached program has those of its origin.
     on_shard.__name__ = name
     params_specs, state_specs, adapter_specs = (
         tuple(leaf.sharding.spec for leaf in jax.tree.leaves(tree)) for tree in (params, state, adapter)
@@ -150,7 +149,6 @@ def build_finish(model: StepModel, shape: Shape, variant: Variant) -> Callable[.
 
 
 def _of_halves(model: StepModel) -> tuple[PartitionSpec, PartitionSpec]:
-    """Return the shardings of logits and masks, the inputs of a second half."""
     return model.layout.spec(None, "vocab"), model.layout.spec()
 
 
@@ -162,11 +160,11 @@ def _read_masks(masks: jax.Array) -> tuple[dict[str, jax.Array], tuple[jax.Array
 def compiler_options(platform: str, is_deterministic: bool = False) -> dict[str, str]:
     """Return XLA's compiler options for steps.
 
-    On a GPU, CUDA graphs include collectives: otherwise a decode step over four devices is 65 graphs for 32 layers, one
-    per sum. The list is XLA's default with COLLECTIVES appended; a list in XLA_FLAGS overrides it.
+    On a GPU, CUDA graphs include collectives: else a decode step over four devices is 65 graphs for 32 layers. The list
+    is XLA's default and COLLECTIVES; a list in XLA_FLAGS overrides it.
 
     In deterministic mode a row's bits must not depend on its index in a product. Libraries do not guarantee that:
-    "stream-K" kernels split the sums of some tiles only. XLA's Triton products sum each tile in order if not split.
+    "stream-K" kernels split the sums of some tiles. XLA's Triton products sum each tile in order if not split.
     """
     if platform != "gpu":
         return {}
@@ -184,10 +182,7 @@ def compiler_options(platform: str, is_deterministic: bool = False) -> dict[str,
 
 
 def program_name(shape: Shape, variant: Variant | None, part: str = "forward") -> str:
-    """Return a program's name, for example decode_64_greedy, which traces prefix with `jit_`.
-
-    Without a variant it ends with its `part` of a step, as decode_64_forward.
-    """
+    """Return a program's name, for example decode_64_greedy, or decode_64_forward for a `part` without variant."""
     kind = "decode" if shape.is_decode else "ragged"
     if shape.bin_tokens:
         kind = f"encode_{shape.bin_tokens}"
@@ -214,8 +209,8 @@ def build_copy(
 ) -> Callable[[Leaves, jax.Array], Leaves]:
     """Return a function that copies blocks of a group before a step: (KV leaves, copies) -> KV leaves.
 
-    `kv` describes the leaves. `copies` is int32[C, 2] of source and target; targets are distinct, and those of N or
-    more are dropped.
+    `kv` describes the leaves. `copies` is int32[C, 2] of source and target; targets are distinct, and dropped from N
+    on.
     """
 
     def on_shard(leaves: Leaves, copies: jax.Array) -> Leaves:
@@ -236,7 +231,6 @@ def patch_extras(extras: jax.Array, changes: jax.Array) -> jax.Array:
 
 
 def fields_of(table: Mapping[str, tuple[int, tuple[int, ...]]], buffer: jax.Array) -> dict[str, jax.Array]:
-    """Return the fields of a packed batch as views, by name."""
     return {
         name: lax.slice_in_dim(buffer, offset, offset + int(np.prod(size))).reshape(size)
         for name, (offset, size) in table.items()
@@ -246,12 +240,11 @@ def fields_of(table: Mapping[str, tuple[int, tuple[int, ...]]], buffer: jax.Arra
 def unpack(
     shape: Shape, state: DeviceState[jax.Array], buffer: jax.Array
 ) -> tuple[DeviceState[jax.Array], dict[str, jax.Array]]:
-    """Return the state and the fields of a packed batch, which is first copied into the state if that has an array for
-    it.
+    """Return the state and the fields of a packed batch, copied into the state if that stores batches.
 
-    XLA records a CUDA graph's command again when one of its buffers moves, and captures a Triton call again for new
-    addresses. The state never moves, while each batch is a new array, so only the copy reads it. Without the barrier
-    XLA would read the new array everywhere.
+    XLA records a CUDA graph's command again when a buffer moves, and captures a Triton call again for new addresses.
+    The state never moves, while each batch is a new array, read by the copy alone. Without the barrier XLA would read
+    it everywhere.
     """
     table = batch.fields(shape)
     if state.batch is not None:
@@ -264,17 +257,17 @@ def unpack(
 
 
 def _into(state: DeviceState[jax.Array], buffer: jax.Array, joined: jax.Array) -> jax.Array:
-    """Return the results, written into the donated batch array if the state stores the batch.
+    """Return the results, written into the donated batch array if the state stores batches.
 
-    XLA would place temporary values in a separate array for results, and their addresses would change at every step.
+    XLA would place temporary values in a separate array for results, whose address changes at every step.
     """
     return joined if state.batch is None else lax.dynamic_update_slice(buffer, joined.ravel(), (0,))
 
 
 def sent_size(model: StepModel, shape: Shape, variant: Variant | None) -> int:
-    """Return the int32 of a program's batch argument: more than the results, if it also returns them.
+    """Return the int32 of a program's batch argument, larger than the results if it returns them.
 
-    XLA would place temporary values in an array that the results overwrite entirely.
+    XLA would place temporary values in an array that results overwrite entirely.
     """
     packed = batch.buffer_size(shape)
     if model.state.batch is None or variant is None:
@@ -283,7 +276,7 @@ def sent_size(model: StepModel, shape: Shape, variant: Variant | None) -> int:
 
 
 def donated(model: StepModel, variant: Variant | None) -> tuple[int, ...]:
-    """Return the indices of a step's donated arguments: the state, and the batch if it returns the results."""
+    """Return the donated arguments' indices: the state, and the batch if it returns the results."""
     return (1,) if model.state.batch is None or variant is None else (1, 2)
 
 
@@ -300,7 +293,6 @@ class Laid(NamedTuple):
 
 
 def _lay_out(model: StepModel, shape: Shape, state: DeviceState[jax.Array], field: Mapping[str, jax.Array]) -> Laid:
-    """Return the slots, positions and tokens of a batch."""
     known, rows, drafted, offsets = state.tokens, state.sampling, state.drafted, field.get("row_offset")
     row_slot = field["row_slot"]
     if shape.is_decode:
@@ -341,9 +333,7 @@ def _forward(
     field: Mapping[str, jax.Array],
     adapters: Sequence[Any],
 ) -> tuple[DeviceState[jax.Array], jax.Array, Laid, Leaves]:
-    """Compute a batch's tokens; return the next state, logits f32[R, Vx], the batch, and an EAGLE-3 head's hidden
-    states.
-    """
+    """Return the next state, logits f32[R, Vx], the batch, and an EAGLE-3 head's hidden states."""
     spec, table = model.spec, field["table"]
     tables = state.tables.at[table[:, 0], table[:, 1]].set(table[:, 2], mode="drop")
     laid = _lay_out(model, shape, state, field)
@@ -372,7 +362,7 @@ def _forward(
 def _logits(model: StepModel, shape: Shape, params: Params[jax.Array], hidden: jax.Array) -> jax.Array:
     """Return the logits of a step's places, f32[R, Vx].
 
-    In deterministic mode products have the same number of rows with and without drafts, since their bits depend on it.
+    In deterministic mode products have equally many rows with and without drafts: bits depend on it.
     """
     if shape.is_decode or not shape.drafts:
         return decoder.head(model.spec, params, hidden)
@@ -395,7 +385,7 @@ def _finish(
     logits: jax.Array,
     mask: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[DeviceState[jax.Array], jax.Array]:
-    """Sample after a batch's places and draft for the next step; return the next state and the results for the host."""
+    """Sample after a batch's places and draft for the next step; return the next state and the results."""
     at, ends, drafted = laid.at, laid.at.positions + 1, state.drafted
     sampled = _sample(model, variant, state.tokens, state.sampling, state.extras, logits, at, ends, mask)
     if drafted is None or model.drafting is None:
@@ -413,7 +403,7 @@ def _finish(
 
 
 def _append(model: StepModel, tokens: jax.Array, at: Places, ends: jax.Array, sampled: Sampled) -> jax.Array:
-    """Write each wanted place's token into its slot's tokens, int32[S, M * P], at `ends`."""
+    """Write each wanted place's token into int32[S, M * P] at `ends`."""
     with named_scope("sampling"):
         slots = jnp.where(at.samples, at.slots, model.geometry.num_slots)
         return tokens.at[slots, ends].set(sampled.tokens, mode="drop")
@@ -430,7 +420,6 @@ def _sample(
     ends: jax.Array,
     mask: tuple[jax.Array, jax.Array] | None = None,
 ) -> Sampled:
-    """Sample each place's token for position `ends`."""
     with named_scope("sampling"):
         here = sampler.unpack_rows(sampling.at[at.slots].get(mode="clip"))
         history, own = None, None

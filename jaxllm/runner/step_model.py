@@ -24,7 +24,7 @@ Leaves = tuple[jax.Array, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepModel:
-    """The data that all programs of an engine share."""
+    """The data of all programs."""
 
     spec: Spec
     geometry: Geometry

@@ -49,7 +49,6 @@ class Geometry:
         return self.num_window_blocks + 1 if group else self.num_blocks
 
     def group_of(self, window: int | None) -> int:
-        """Return the group of a layer with this window."""
         return int(self.window > 0 and window is not None)
 
     def of_group(self, group: int) -> Geometry:
@@ -69,7 +68,7 @@ class KvLayer(NamedTuple, Generic[Leaf]):
 def window_of(spec: Spec, max_model_len: int) -> int:
     """Return the most tokens that layers of the second group attend to; 0 for one group.
 
-    A window of `max_model_len` or more never frees a block. A model with windowed layers only also has one group.
+    A window of `max_model_len` or more frees no block. A model with windowed layers only has one group.
     """
     windows = [window for window in spec.windows if window is not None]
     is_mixed = 0 < len(windows) < spec.num_layers
@@ -77,7 +76,7 @@ def window_of(spec: Spec, max_model_len: int) -> int:
 
 
 def leaves_by_group(spec: Spec, geometry: Geometry, kv: Sequence[KvLayer[Any]]) -> list[list[int]]:
-    """Return each group's indices of the cache's leaves."""
+    """Return each group's indices of leaves."""
     groups = [
         geometry.group_of(window)
         for window, layer in zip(spec.windows, kv, strict=True)
@@ -99,7 +98,6 @@ def block_bytes(spec: Spec, num_layers: int, block_size: int, dtype: jnp.dtype, 
 def abstract_kv(
     spec: Spec, geometry: Geometry, layout: Layout, dtype: jnp.dtype
 ) -> tuple[KvLayer[jax.ShapeDtypeStruct], ...]:
-    """Describe each layer's KV blocks, with scales for 8-bit numbers."""
     heads = heads_per_shard(spec, layout.shards("kv_heads"))[1] * layout.shards("kv_heads")
 
     def described(group: int) -> KvLayer[jax.ShapeDtypeStruct]:

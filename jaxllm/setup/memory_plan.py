@@ -1,7 +1,7 @@
-"""Divides a device's memory among weights, temporaries of programs, slots and KV blocks, before large allocations.
+"""Divides a device's memory among weights, temporaries of programs, slots and KV blocks.
 
-Takes numbers that the caller measured (model_setup.py) and returns a plan, or raises a UserError with the missing bytes
-and a remedy. Independent of devices, models and JAX.
+Takes measured numbers (model_setup.py), before large allocations; returns a plan, or raises a UserError with the
+missing bytes and a remedy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Knob = Literal["gpu_memory_utilization", "kv_cache_memory_bytes"]
 class Device:
     """The memory of one device."""
 
-    free: int | None  # bytes before the engine allocates; None if the device does not report it
+    free: int | None  # before the engine allocates; None if not reported
     share: float  # of the memory left by weights and programs, for KV blocks
     ceiling: int | None = None  # most bytes of KV blocks, unless the user set a number
     knob: Knob = "gpu_memory_utilization"  # the engine argument that increases KV blocks
@@ -38,11 +38,11 @@ class Windowed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """The memory that a model and its limits need on each device, in bytes unless noted."""
+    """The memory that a model needs on each device, in bytes unless noted."""
 
     weights: int
     temporaries: int  # of the largest program
-    is_measured: bool  # `temporaries` was read from compiled programs; else it is a high estimate
+    is_measured: bool  # `temporaries` was read from programs; else a high estimate
     slots: int  # block tables, tokens and sampling numbers
     block: int  # of one KV block of all layers, or all without windows
     block_size: int  # tokens
@@ -54,8 +54,8 @@ class Need:
     def window_blocks(self, num_blocks: int) -> int:
         """Return the number of blocks of windowed layers for `num_blocks` of the others.
 
-        They suffice for the requests that the others hold at the expected length, and, as far as cheap, for the prompts
-        of a step. A request no longer than its window needs equally many of both.
+        They suffice for the requests that the others hold at the expected length and, as far as cheap, for a step's
+        prompts. Requests no longer than the window need equally many of both.
         """
         if self.windowed is None:
             return 0
@@ -65,13 +65,12 @@ class Need:
         return min(num_blocks, requests * self.windowed.most + chunks)
 
     def kv_bytes(self, num_blocks: int) -> int:
-        """Return the bytes of `num_blocks` blocks with those of windowed layers."""
+        """Return the bytes of `num_blocks` blocks and the windowed ones."""
         if self.windowed is None:
             return num_blocks * self.block
         return num_blocks * self.block + (self.window_blocks(num_blocks) + 1) * self.windowed.block
 
     def blocks_within(self, num_bytes: int) -> int:
-        """Return the most blocks that `num_bytes` hold."""
         most = num_bytes // self.block
         if self.windowed is None:
             return most
@@ -85,7 +84,7 @@ class Asked:
     max_model_len: int | None = None
     kv_bytes: int | None = None
     num_blocks: int | None = None
-    # From the manifest of prepared programs, which are compiled for this number: used if it fits.
+    # From the manifest of prepared programs, compiled for this number: used if it fits.
     prepared_blocks: int | None = None
 
 
@@ -100,20 +99,18 @@ class MemoryPlan:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of all KV blocks on one device."""
         return self.need.kv_bytes(self.num_blocks)
 
     @property
     def num_window_blocks(self) -> int:
-        """Blocks of windowed layers with a separate pool."""
         return self.need.window_blocks(self.num_blocks)
 
 
 def share_out(device: Device, need: Need, asked: Asked) -> MemoryPlan:
     """Plan a device's memory: KV blocks get the user's number, else a share of the rest.
 
-    Raises UserError if the weights do not fit, or the blocks cannot hold one sequence of the user's `max_model_len`.
-    The default is the model's length, or as much as the blocks hold.
+    Raises UserError if the weights do not fit, or the blocks cannot hold the user's `max_model_len`. By default the
+    length is the model's, or as much as the blocks hold.
     """
     _check_weights(device, need)
     room = None if device.free is None else device.free - need.weights - need.adapters - need.slots - need.temporaries
@@ -146,15 +143,14 @@ def share_out(device: Device, need: Need, asked: Asked) -> MemoryPlan:
 def coarse(num_blocks: int) -> int:
     """Round down to a multiple of an eighth of a power of two.
 
-    The number of blocks is in every program's shape, so it must not vary with free memory between starts, or the
-    compilation cache would miss.
+    Programs' shapes have the number of blocks: variation with free memory would miss the compilation cache.
     """
     step = 1 << max(0, num_blocks.bit_length() - 4)
     return num_blocks // step * step
 
 
 def _rounded(num_blocks: int, longest: int, asked: Asked) -> int:
-    """Round a number of blocks down, but not below the sequence that they must hold."""
+    """Round down, but not below one sequence."""
     if num_blocks < longest and asked.max_model_len is None:
         return coarse(num_blocks)
     return max(coarse(num_blocks), min(num_blocks, longest))
@@ -185,7 +181,7 @@ def describe(plan: MemoryPlan, where: str, host: str) -> str:
 
 
 def _requests(plan: MemoryPlan) -> float:
-    """Return the number of longest requests that the blocks hold."""
+    """Return the number of longest requests that fit."""
     need = plan.need
     count = plan.num_blocks * need.block_size / plan.max_model_len
     if need.windowed is None:
@@ -224,7 +220,6 @@ def _check_weights(device: Device, need: Need) -> None:
 
 
 def _check_pool(device: Device, need: Need, num_blocks: int, most: int | None, parameter: str) -> None:
-    """Raise UserError if the user's number of blocks exceeds the device's memory."""
     if most is not None and need.kv_bytes(num_blocks) > most:
         programs = need.slots + (need.temporaries if need.is_measured else 0)
         raise UserError(
@@ -236,7 +231,7 @@ def _check_pool(device: Device, need: Need, num_blocks: int, most: int | None, p
 
 
 def _length(device: Device, need: Need, asked: Asked, num_blocks: int) -> int:
-    """Return the longest sequence served; raise UserError if it is empty or shorter than the user's `max_model_len`."""
+    """Return the longest sequence served; raise UserError if 0 or below the user's `max_model_len`."""
     wanted = asked.max_model_len or need.model_len
     holds = num_blocks * need.block_size
     if holds >= wanted:

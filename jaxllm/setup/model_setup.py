@@ -1,6 +1,6 @@
-"""Chooses devices, types, sizes, kernels and their memory before large allocations.
+"""Chooses devices, types, sizes, kernels and their memory, before large allocations.
 
-Inputs are the configuration, config.json and the devices' reports; `jaxllm doctor` prints the choices.
+`jaxllm doctor` prints the choices.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Setup:
 
 
 def choose_devices(config: EngineConfig) -> tuple[jax.Device, ...]:  # pyright: ignore[reportInvalidTypeForm]
-    """Return the devices to run on; raise UserError if JAX finds none of the configured kind."""
+    """Return the devices to run on; raise UserError if JAX finds none."""
     # Read when the back end starts; without it XLA takes 75 % of a GPU.
     if not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & os.environ.keys():
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(config.gpu_memory_utilization)
@@ -113,10 +113,10 @@ def choose_dtype(config: EngineConfig, checkpoint: Mapping[str, Any], platform: 
 
 
 def choose_cache_dtype(config: EngineConfig, dtype: jnp.dtype, is_cpu: bool) -> tuple[jnp.dtype, str | None]:
-    """Return the type of the cache's arrays, and the type of 8-bit floats that they store as bytes, if any.
+    """Return the type of the cache's arrays, and of 8-bit floats that they store as bytes, if any.
 
-    On a CPU they are bytes: with arrays of 8-bit floats XLA converts the whole pool in every layer, and a step of the
-    embedded model took 72 MiB of temporaries for a pool of 32 (jax 0.12).
+    On a CPU XLA would convert the whole pool of 8-bit floats in every layer: a step of the embedded model took 72 MiB
+    of temporaries for a pool of 32 (jax 0.12).
     """
     if config.kv_cache_dtype == "auto":
         return dtype, None
@@ -134,7 +134,7 @@ def choose_kernels(
     cache_dtype: jnp.dtype,
     scheme: Scheme | None,
 ) -> dict[str, Choice]:
-    """Return an implementation for each operation of a step: the configured one, or the best available.
+    """Return an implementation for each operation: the configured one, or the best available.
 
     `scheme` is that of quantized matrices. Raises UserError if a configured one cannot run here.
     """
@@ -170,7 +170,6 @@ def choose_kernels(
 
 
 def kernel_reasons(config: EngineConfig, platform: str, kernels: Mapping[str, Choice]) -> dict[str, str]:
-    """Return the reason for each operation's implementation."""
     return {
         operation: "asked for"
         if f"{operation}={chosen.name}" in config.kernels
@@ -261,9 +260,7 @@ def _check_stored(config: EngineConfig, stored: Stored) -> None:
 
 
 def _check_combinations(config: EngineConfig, spec: Spec, rounds: bool, pools: bool, is_cpu: bool) -> None:
-    """Raise UserError for settings that exclude each other or the model; `rounds`: this engine would quantize its
-    weights.
-    """
+    """Raise UserError for incompatible settings; `rounds`: this engine would quantize the weights."""
     asked = {
         "speculative_config": config.speculative_config is not None,
         "enable_lora": config.enable_lora,
@@ -285,8 +282,8 @@ def _check_combinations(config: EngineConfig, spec: Spec, rounds: bool, pools: b
 def step_sizes(config: EngineConfig, recorded: Mapping[str, Any], is_cpu: bool, pools: bool = False) -> tuple[int, int]:
     """Return the number of slots and the tokens of a step.
 
-    A deterministic step always computes its full size, which is therefore small; `recorded` sizes apply only within the
-    same mode.
+    A deterministic step always computes its full size, which is therefore small; `recorded` sizes must have the same
+    mode.
     """
     if recorded.get("deterministic", False) != config.deterministic:
         recorded = {}
@@ -315,7 +312,7 @@ def free_bytes(setup: Setup) -> int | None:
 def plan_memory(config: EngineConfig, setup: Setup, free: int | None, temporaries: int | None = None) -> MemoryPlan:
     """Divide the memory of one device; raise UserError if a part does not fit.
 
-    `free` are its bytes before any allocation; `temporaries` those of its largest program, None before compilation.
+    `free`: bytes before any allocation; `temporaries`: of the largest program, None before compilation.
     """
     spec = setup.spec
     longest = -(-setup.max_model_len // config.block_size)
@@ -359,13 +356,11 @@ def plan_memory(config: EngineConfig, setup: Setup, free: int | None, temporarie
 
 
 def describe_weights(config: EngineConfig, setup: Setup) -> Params[jax.ShapeDtypeStruct]:
-    """Describe the weights of the model and of its draft model."""
     described = weights.abstract(setup.spec, setup.layout, setup.dtype, config.quantization, setup.head, setup.family)
     return replace(described, draft=draft_setup.abstract(setup.drafting, setup.layout, setup.dtype))
 
 
 def describe_adapters(config: EngineConfig, setup: Setup) -> RowWeights | None:
-    """Describe the adapters of rows; None without `enable_lora`."""
     if not config.enable_lora:
         return None
     described = lora.abstract(setup.spec, setup.layout, setup.dtype, config.max_lora_rank)
@@ -373,15 +368,12 @@ def describe_adapters(config: EngineConfig, setup: Setup) -> RowWeights | None:
 
 
 def cache_window(setup: Setup) -> int:
-    """Return the tokens that windowed layers with a separate pool attend to; 0 for one pool."""
+    """Return the window of layers with a separate pool; 0 for one pool."""
     return kv_cache.window_of(setup.spec, setup.max_model_len) if setup.head is None else 0
 
 
 def _block_bytes(config: EngineConfig, setup: Setup) -> int:
-    """Return a block's bytes on one device, including the draft model's cache.
-
-    Omits windowed layers with a separate pool.
-    """
+    """Return a block's bytes on one device, with the draft model's cache, without windowed layers."""
     if not setup.spec.is_causal:
         return 0
     others = setup.spec.windows.count(None) if cache_window(setup) else setup.spec.num_layers
@@ -393,7 +385,6 @@ def _block_bytes(config: EngineConfig, setup: Setup) -> int:
 
 
 def _windowed(config: EngineConfig, setup: Setup) -> memory_plan.Windowed:
-    """Return the needs of windowed layers with a separate pool."""
     spec, window, size = setup.spec, cache_window(setup), config.block_size
     num_layers = spec.num_layers - spec.windows.count(None)
     return memory_plan.Windowed(
@@ -405,18 +396,15 @@ def _windowed(config: EngineConfig, setup: Setup) -> memory_plan.Windowed:
 
 
 def _bytes_on_one(described: Any) -> int:
-    """Return the bytes of described arrays on one device."""
     leaves = jax.tree.leaves(described)
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def extras_of(config: EngineConfig, spec: Spec) -> Extras:
-    """Return the layout of requests' extras in the device's state."""
     return Extras(spec.vocab_size, tuple(map(processor_name, config.logits_processors)))
 
 
 def describe_memory(plan: MemoryPlan, setup: Setup) -> str:
-    """Return a memory plan and the host's memory as a small table."""
     host = psutil.virtual_memory()
     own = psutil.Process().memory_info().rss
     where = "the host" if setup.platform == "cpu" else setup.devices[0].device_kind
@@ -428,7 +416,7 @@ def describe_memory(plan: MemoryPlan, setup: Setup) -> str:
 
 
 def describe_programs(config: EngineConfig, setup: Setup, plan: MemoryPlan) -> dict[str, Any]:
-    """Return the manifest: the inputs of compiled programs besides the model's shapes (see aot_manifest.py)."""
+    """Return the manifest: the inputs of programs besides the model's shapes (see aot_manifest.py)."""
     return {
         "jaxllm": __version__,
         "jax": jax.__version__,
@@ -457,7 +445,7 @@ def describe_programs(config: EngineConfig, setup: Setup, plan: MemoryPlan) -> d
 
 
 def _guess(setup: Setup) -> int:
-    """Return a high estimate of the largest program's temporaries, checked after compilation."""
+    """Return a high estimate of the largest program's temporaries."""
     spec = setup.spec
     widest = max(2 * spec.ffn_width, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size, spec.width)
     if spec.experts is not None:  # outputs of each token's experts, twice

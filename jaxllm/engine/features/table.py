@@ -1,4 +1,4 @@
-"""The features of engines: factories, the calls that they add, and the data types that a fleet sends for them."""
+"""The features of engines: factories, calls, and data types that a fleet sends."""
 
 from __future__ import annotations
 

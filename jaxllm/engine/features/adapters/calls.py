@@ -12,7 +12,7 @@ from jaxllm.lora_request import LoRARequest
 
 
 class AdapterCalls:
-    """Adapter methods of an engine. Adapters are read on the calling thread."""
+    """Adapter methods of an engine; reads on the calling thread."""
 
     features: Features
     model: ModelInfo

@@ -1,4 +1,4 @@
-"""Adapter calls for servers: the protocol, and its implementations for one engine and for a fleet."""
+"""Adapter calls for servers: a protocol, implemented by one engine and by a fleet."""
 
 from __future__ import annotations
 
@@ -32,17 +32,11 @@ class AdapterClient(Protocol):
         """Read an adapter, slowly; raise UserError if it is invalid. Thread-safe."""
         ...
 
-    async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Read an adapter in advance; raise UserError if it is invalid."""
-        ...
+    async def add_lora(self, lora_request: LoRARequest) -> bool: ...
 
-    async def remove_lora(self, lora_id: int) -> bool:
-        """Forget an adapter, which its running requests keep; return whether it was known."""
-        ...
+    async def remove_lora(self, lora_id: int) -> bool: ...
 
-    async def list_loras(self) -> set[int]:
-        """Return the `lora_int_id` of adapters that were read and not removed."""
-        ...
+    async def list_loras(self) -> set[int]: ...
 
 
 class SteppedAdapterClient(Protocol):
@@ -63,34 +57,27 @@ class AsyncAdapterCalls(ABC):
 
     @abstractmethod
     async def off_loop(self, function: Callable[..., Any], *arguments: Any, language: bytes | None = None) -> Any:
-        """Run a slow function in a thread, as `EngineClient.off_loop`."""
+        """See `EngineClient.off_loop`."""
 
     def find_adapter(self, lora_request: LoRARequest) -> Adapter | None:
-        """Return an adapter that is in memory; None if it must be read."""
         return self.engine.adapters.find(lora_request)
 
     def known_adapter(self, lora_request: LoRARequest) -> Known | None:
-        """Return the record of an adapter that was read, in memory or not."""
         return self.engine.adapters.known(lora_request)
 
     def forget_adapter(self, lora_id: int) -> bool:
-        """Forget an adapter, which its running requests keep; return whether it was known."""
         return self.engine.remove_lora(lora_id)
 
     def read_adapter(self, lora_request: LoRARequest) -> Adapter:
-        """Read an adapter, slowly; raise UserError if it is invalid. Thread-safe."""
         return self.engine.adapters.get(lora_request)
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Read an adapter in advance; raise UserError if it is invalid."""
         return await self.off_loop(self.engine.add_lora, lora_request, language=b"")
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """Forget an adapter, which its running requests keep; return whether it was known."""
         return self.forget_adapter(lora_id)
 
     async def list_loras(self) -> set[int]:
-        """Return the `lora_int_id` of adapters that were read and not removed."""
         return self.engine.list_loras()
 
 
@@ -98,28 +85,22 @@ class NoAdapters:
     """`AdapterClient` for a fleet, which has no adapters."""
 
     def find_adapter(self, lora_request: LoRARequest) -> Adapter | None:
-        """Raise UserError."""
         raise combinations.refusal("lora_request", combinations.FLEET)
 
     def known_adapter(self, lora_request: LoRARequest) -> Known | None:
         """Return None."""
 
     def forget_adapter(self, lora_id: int) -> bool:
-        """Return False."""
         return False
 
     def read_adapter(self, lora_request: LoRARequest) -> Adapter:
-        """Raise UserError."""
         raise combinations.refusal("lora_request", combinations.FLEET)
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Raise UserError."""
         raise combinations.refusal("lora_request", combinations.FLEET)
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """Return False."""
         return False
 
     async def list_loras(self) -> set[int]:
-        """Return an empty set."""
         return set()

@@ -44,7 +44,6 @@ class AdapterTexts(Feature):
             accepted.states[self.name] = adapter
 
     def close(self) -> None:
-        """End the processes of tokenizers and templates."""
         self.store.close()
 
 
@@ -54,35 +53,31 @@ class AdapterRows(AdapterTexts):
     def __init__(self, core: Core, make_store: Callable[[Core], Adapters] | None = None) -> None:
         super().__init__(core, make_store)
         self._numbers = np.zeros(core.runner.limits.num_slots, np.int64)  # by slot; 0 without an adapter
-        self._placed: dict[int, Adapter] = {}  # by number, of sequences placed since the last step with adapters
+        self._placed: dict[int, Adapter] = {}  # by number, placed since the last step with adapters
 
     def begin(self, accepted: Accepted, group: SequenceGroup) -> None:
-        """Keep the adapter until its request ends."""
         if self.name in accepted.states:
             group.states[self.name] = accepted.states[self.name]
 
     def schedule(self, own: Sequence, fields: dict[str, Any]) -> None:
-        """Set the adapter's number, by which the scheduler admits requests."""
         adapter: Adapter | None = own.group.states.get(self.name)
         if adapter is not None:
             fields["adapter"] = adapter.number
 
     def place(self, slot: int, own: Sequence) -> None:
-        """Record a slot's adapter, whose weights the next step may need."""
         adapter: Adapter | None = own.group.states.get(self.name)
         self._numbers[slot] = 0 if adapter is None else adapter.number
         if adapter is not None:
             self._placed[adapter.number] = adapter
 
     def inputs(self, step: StepInput) -> None:
-        """Copy a step's adapters to the devices, and add each row's adapter to its inputs."""
+        """Copy a step's adapters to the devices, and add each row's to its inputs."""
         if step.plan.adapters:
             self.core.runner.hold_adapters(step.plan.adapters, lambda number: self._placed[number].weights)
             step.side["adapters"] = self._numbers[step.plan.slots]
             self._placed.clear()
 
     def load(self, state: State) -> Mapping[str, Any]:
-        """Return the adapters of requests, and the number of requests deferred for one."""
         running = {record.request.adapter for record in state.running if record is not None}
         waiting = {entry.request.adapter for entry in state.waiting}
         return {

@@ -1,7 +1,7 @@
-"""An engine's adapters, read from folders and cached in host memory with tokenizers and templates. Thread-safe.
+"""An engine's adapters, cached in host memory with tokenizers and templates. Thread-safe.
 
-The scheduler, devices and prefix cache identify an adapter's content by its digest and a number, never reused. Running
-requests keep an adapter that is forgotten.
+Scheduler, devices and prefix cache identify an adapter's content by digest and number, never reused. Running requests
+keep an adapter that is forgotten.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Adapters:
             return self._names.get(number, f"adapter {number}")
 
     def remove(self, lora_int_id: int) -> bool:
-        """Forget adapters by the caller's number; return whether any existed. Requests keep theirs."""
+        """Forget adapters by the caller's number; return whether any existed."""
         with self._lock:
             gone = [request for request in self._known if request.lora_int_id == lora_int_id]
             self._readers.pop(lora_int_id, None)
@@ -134,11 +134,10 @@ class Adapters:
             return {request.lora_int_id for request in self._known}
 
     def close(self) -> None:
-        """End the tokenizer and template processes; idempotent."""
         self._confinement.close()
 
     def _end(self, request: LoRARequest, reader: object) -> bool:
-        """End a reader; return False if its adapter was removed during the read. The lock is held."""
+        """End a reader; return False if its adapter was removed during the read. Requires the lock."""
         readers = self._readers.get(request.lora_int_id, set())
         is_wanted = reader in readers
         readers.discard(reader)
@@ -171,7 +170,7 @@ class Adapters:
         return adapter
 
     def _forget_names(self) -> None:
-        """Keep the names of known and of recently read adapters."""
+        """Keep the names of known and recent adapters."""
         if len(self._names) > NAMES_KEPT + len(self._known):
             numbers = {known.number for known in self._known.values()}
             kept = range(self._num_read - NAMES_KEPT // 2, self._num_read + 1)
@@ -184,7 +183,7 @@ class Adapters:
             self._kept.popitem(last=False)
 
     def _language_of(self, folder: Path) -> Language:
-        """Return the language of an adapter's folder; folders with equal files share one."""
+        """Return the language of an adapter's folder, shared by folders with equal files."""
         templates = read_chat_templates(folder)
         brings = not self._config.skip_tokenizer_init and has_tokenizer(folder)
         if not brings and not templates:

@@ -15,7 +15,7 @@ class PoolingClient(Protocol):
     """The pooling call of `EngineClient`, inherited by engines and fleets."""
 
     def generate(self, prompt: Prompt, *arguments: Any, **options: Any) -> AsyncGenerator[RequestOutput]:
-        """Stream a request's outputs, as `EngineClient.generate`."""
+        """See `EngineClient.generate`."""
         ...
 
     async def encode(

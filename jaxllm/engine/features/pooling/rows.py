@@ -32,13 +32,11 @@ class PooledOutput(Sequence):
     def take_in(
         self, result: StepOutput, row: int, count: int, finish_reason: FinishReason | None
     ) -> tuple[int, End | None]:
-        """Store the vector of a row of a step."""
         assert self.pooler is not None and self.pooling is not None
         self.pooled = finish(self.pooler, result.side["pooled"][row], self.pooling)
         return len(self.tokens), ("stop", None)
 
     def show(self, is_delta: bool) -> CompletionOutput:
-        """Return the whole output."""
         output = Sequence.show(self, is_delta)
         output.pooled = self.pooled
         return output
@@ -58,7 +56,6 @@ class Pooling(Feature):
         self._pooler = pooler
 
     def claim(self, accepted: Accepted) -> None:
-        """Read the prompt; refuse a request for generation."""
         model, asked = self.core.language.model, accepted.asked
         prompts.check_kind(asked, model, self.core.config.model)
         if not isinstance(asked, PoolingParams):
@@ -70,7 +67,6 @@ class Pooling(Feature):
         accepted.states[self.name] = asked, read.token_types
 
     def begin(self, accepted: Accepted, group: SequenceGroup) -> None:
-        """Set the sequence's pooling parameters and token types."""
         (own,) = group.sequences
         assert isinstance(own, PooledOutput)
         own.pooler, own.row = self._pooler, prompts.ROW
@@ -82,7 +78,6 @@ class Pooling(Feature):
         fields["reads_cache"] &= self._pooler.pooling == "last"
 
     def inputs(self, step: StepInput) -> None:
-        """Add the prompts' token types to the inputs."""
         owners = [self.core.batch.owner(slot) for slot in step.plan.slots.tolist()]
         step.side["token_types"] = [own.token_types for own in owners if isinstance(own, PooledOutput)]
 
