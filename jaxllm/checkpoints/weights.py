@@ -43,7 +43,8 @@ _QUANTIZED_BYTES = 2**20  # at once, so that intermediates fit into a processor'
 def resolve(model: str, revision: str | None = None, tokenizer_only: bool = False) -> Path:
     """Return a model's folder: one included in jaxllm, a local one, or the hub's, downloaded.
 
-    The hub is queried for the newest commit of `revision`; without network the cached copy is used. Raises UserError.
+    The hub is queried for the newest commit of `revision`; without network the cached copy is used. Raises
+    UserError on failure.
     """
     folder = SHIPPED.get(model) or Path(model).expanduser()
     if folder.is_dir():
@@ -82,7 +83,7 @@ def resolve(model: str, revision: str | None = None, tokenizer_only: bool = Fals
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Raise UserError if missing."""
+    """Return config.json; raise UserError if missing."""
     config = read_object(folder, "config.json")
     if config is None:
         raise UserError(f"{folder} has no config.json.", "model")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jaxllm.llm import LLM
 
 CHAT_TOKENS = 1024  # an answer should end by itself
-_NO_FLAGS = {"n", "logprobs", "prompt_logprobs", "logprob_token_ids"}  # one text, no numbers
+_NO_FLAGS = {"n", "logprobs", "prompt_logprobs", "logprob_token_ids"}  # a conversation prints one text and no numbers
 CHAT_HELP = """\
 /clear   forget the conversation (the system prompt stays)
 /exit    exit, as ^D does

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Line(NamedTuple):
-    """A numbered text."""
+    """A text and its line number."""
 
     number: int
     text: str
@@ -80,7 +80,7 @@ def run(options: dict[str, Any]) -> int:
         name = "standard input" if options["input"] == "-" else options["input"]
         lines = _reader(file, name, options["field"], options["skip_empty"])
         digest = hashlib.sha256()
-        count = sum(1 for _ in lines(digest.update))  # raises before the model loads
+        count = sum(1 for _ in lines(digest.update))  # raises for invalid lines before the model loads
         if not count:
             raise UserError(f"{name} holds no text.", "input")
         with open_llm(options) as llm:
@@ -96,7 +96,7 @@ def run(options: dict[str, Any]) -> int:
 
 @contextmanager
 def _opened(name: str) -> Iterator[IO[bytes]]:
-    """Standard input is copied, because it is read twice."""
+    """Open a file to read twice; standard input is copied."""
     if name != "-":
         with open(name, "rb") as file:
             yield file

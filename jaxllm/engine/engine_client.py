@@ -45,7 +45,7 @@ class EngineView(Protocol):
     def get_load(self) -> Load: ...
 
     def device_report(self) -> DeviceReport | None:
-        """None if unknown."""
+        """Return compiled programs and memory use; None if unknown."""
         ...
 
 
@@ -76,7 +76,7 @@ class EngineClient(EngineView, ClientCalls, Protocol):
         """Load the model."""
 
     async def close(self, timeout: float = 30.0) -> bool:
-        """Return whether all threads or processes ended within `timeout` seconds."""
+        """Stop; return whether all threads or processes ended within `timeout` seconds."""
         ...
 
     async def wait_dead(self) -> BaseException: ...
@@ -130,11 +130,11 @@ class EngineClient(EngineView, ClientCalls, Protocol):
         ...
 
     async def reset_prefix_cache(self) -> bool:
-        """Return False if requests run."""
+        """Clear the prefix cache; return False if requests run."""
         ...
 
     async def start_profile(self, folder: str, num_steps: int) -> None:
-        """Trace steps."""
+        """Trace the next `num_steps` steps."""
 
     def kv_events(self, start_sequence: int = 0) -> AsyncGenerator[BlockBatch]: ...
 
@@ -148,7 +148,7 @@ class EngineClient(EngineView, ClientCalls, Protocol):
         """Report "not ready" but accept requests until `drain`."""
 
     async def drain(self, timeout: float | None = None) -> bool:
-        """Return whether all requests finished."""
+        """Refuse new requests and wait for others; return whether all finished."""
         ...
 
     async def drain_replica(self, number: int) -> None:
@@ -193,7 +193,7 @@ class SteppedEngine(SteppedClientCalls, Protocol):
     def program_texts(self, names: Collection[str]) -> dict[str, str]: ...
 
     def reset_prefix_cache(self) -> bool:
-        """Return False if requests run."""
+        """Clear the prefix cache; return False if requests run."""
         ...
 
     def close(self) -> None:

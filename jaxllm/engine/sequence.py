@@ -38,7 +38,7 @@ class Sequence:
     tokens: array[int]  # int32, prompt and output; append-only until the end
     detokenizer: Detokenizer
     matcher: StopMatcher
-    stop_tokens: Mapping[int, str] = field(default_factory=dict)  # stop strings
+    stop_tokens: Mapping[int, str] = field(default_factory=dict)  # special tokens that are stop strings
     seed: int = 0
     row: np.ndarray | None = None  # see sampling.pack_row
     extras: np.ndarray | None = None  # see sampling.Extras

@@ -50,16 +50,16 @@ class Queue(Protocol):
     """The queue of accepted requests."""
 
     def add(self, accepted: Any, /) -> None:
-        """Queue."""
+        """Queue a request."""
 
     def abort(self, internal_id: str, reason: FinishReason) -> None:
-        """End."""
+        """End a request."""
 
     def set_paused(self, is_paused: bool) -> None:
-        """Pause or resume."""
+        """Pause or resume the computation."""
 
     def stop(self) -> None:
-        """Stop."""
+        """Refuse further requests."""
 
 
 class StreamingEngine:

@@ -253,7 +253,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
 
     @property
     def state(self) -> EngineState:
-        """ "hung" while no replica accepts requests."""
+        """The fleet's state: "hung" while no replica accepts requests."""
         state = super().state
         return "hung" if state == "serving" and not any(each.takes_work for each in self.replicas) else state
 
@@ -274,7 +274,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
         )
 
     def device_report(self) -> None:
-        """None: replicas have reports."""
+        """Return None: each replica has a report."""
 
     async def reset_prefix_cache(self) -> bool:
         return all(await self._call_all("reset_prefix_cache"))

@@ -226,7 +226,7 @@ def buffer_size(shape: Shape) -> int:
 
 
 def size_of(table: Mapping[str, tuple[int, tuple[int, ...]]]) -> int:
-    """Return the int32 of a buffer of these fields."""
+    """Return the length of a buffer of these fields, in int32."""
     offset, size = list(table.values())[-1]
     return offset + math.prod(size)
 

@@ -1,7 +1,7 @@
 """The adapters on the devices: separate arrays, passed to a step as arguments.
 
-Changes compile nothing and spare arrays of steps in flight. The scheduler chooses the adapters (`State.adapters`).
-Letters: R rows of a plan, U adapters of a program.
+Adding or removing one compiles nothing and changes no array of a step in flight. The scheduler chooses them
+(`State.adapters`). Letters: R rows of a plan, U adapters of a program.
 """
 
 from __future__ import annotations

@@ -209,8 +209,8 @@ def build_copy(
 ) -> Callable[[Leaves, jax.Array], Leaves]:
     """Return a function that copies blocks of a group before a step: (KV leaves, copies) -> KV leaves.
 
-    `kv` describes the leaves. `copies` is int32[C, 2] of source and target; targets are distinct, and dropped from N
-    on.
+    `kv` describes the leaves. `copies` is int32[C, 2] of source and target; targets are distinct; those from N on
+    are dropped.
     """
 
     def on_shard(leaves: Leaves, copies: jax.Array) -> Leaves:
@@ -265,7 +265,7 @@ def _into(state: DeviceState[jax.Array], buffer: jax.Array, joined: jax.Array) -
 
 
 def sent_size(model: StepModel, shape: Shape, variant: Variant | None) -> int:
-    """Return the int32 of a program's batch argument, larger than the results if it returns them.
+    """Return the length, in int32, of a program's batch argument; longer than the results if it returns them.
 
     XLA would place temporary values in an array that results overwrite entirely.
     """

@@ -24,7 +24,7 @@ Leaves = tuple[jax.Array, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepModel:
-    """The data of all programs."""
+    """The data that programs share."""
 
     spec: Spec
     geometry: Geometry

@@ -20,7 +20,7 @@ Knob = Literal["gpu_memory_utilization", "kv_cache_memory_bytes"]
 class Device:
     """The memory of one device."""
 
-    free: int | None  # before the engine allocates; None if not reported
+    free: int | None  # bytes before the engine allocates; None if not reported
     share: float  # of the memory left by weights and programs, for KV blocks
     ceiling: int | None = None  # most bytes of KV blocks, unless the user set a number
     knob: Knob = "gpu_memory_utilization"  # the engine argument that increases KV blocks
