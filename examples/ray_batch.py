@@ -1,16 +1,16 @@
-"""Generate for a dataset of prompts on Ray Data, with as many engines as there is room for; the answers are Parquet.
+"""Generate for a dataset of prompts on Ray Data, with as many engines as fit the cluster; the answers are Parquet.
 
     pip install 'jaxllm[ray]'
     python examples/ray_batch.py prompts.jsonl answers/ --actors 4 --gpus 1 --model Qwen/Qwen2.5-0.5B-Instruct
 
-The input is Parquet, JSON lines or CSV with a column of prompts and a column of unique ids; each row comes back with
-the columns "text", "finish_reason" and "num_tokens". Run the same command again after a failure: rows whose answers
-are in the folder are left out.
+The input is Parquet, JSON lines or CSV with a column of prompts and a column of unique ids; each row of the output has
+the additional columns "text", "finish_reason" and "num_tokens". After a failure, run the same command again: it skips
+rows whose answers are in the folder.
 
-A batch is written by the actor that generated it, as one file and under its last name only when it is whole. So an
-answer that is in no file was never finished, and a prompt that was finished is never done again, whatever was killed:
-the job, an actor or a node. Ray Data's own checkpoints come behind its writer, so what waits to be written is lost.
-The folder has to be one that all nodes share.
+The actor that generates a batch writes it as one file, and renames the file to its final name when it is complete.
+After the job, an actor or a node is killed, the next run therefore repeats only prompts without a written answer. Ray
+Data's checkpoints are taken after its writer, so they would lose answers that wait to be written. All nodes must share
+the folder.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jaxllm import LLM, SamplingParams
 
 
 class Generate:
-    """One engine, in an actor: makes the answers to a batch and writes them."""
+    """One engine in an actor: generates the answers to a batch and writes them."""
 
     def __init__(self, folder: str, columns: tuple[str, str], engine: dict[str, Any], sampling: dict[str, Any]) -> None:
         self._folder = Path(folder)
@@ -41,7 +41,7 @@ class Generate:
         self._llm = LLM(**engine)
 
     def __call__(self, batch: pa.Table) -> pa.Table:
-        """Return how many answers were made; none for a batch that Ray gives again because an actor died behind it."""
+        """Return the number of answers made; 0 for a complete batch that Ray repeats after an actor died."""
         ids = batch[self._id].to_pylist()
         path = self._folder / f"{hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:32]}.parquet"
         if not ids or path.exists():
@@ -56,18 +56,18 @@ class Generate:
             batch = batch.append_column(name, pa.array(values))
         part = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
         pq.write_table(batch, part)
-        os.replace(part, path)  # atomic: a file of this name is whole
+        os.replace(part, path)  # atomic: a file with this name is complete
         return pa.table({"made": [len(ids)]})
 
 
 def ids_in(folder: Path, column: str) -> pa.ChunkedArray | pa.Array:
-    """Return the ids whose answers are in the folder."""
+    """Return the ids of the answers in the folder."""
     parts = [pq.read_table(path, columns=[column])[column] for path in sorted(folder.glob("*.parquet"))]
     return pa.chunked_array([chunk for part in parts for chunk in part.chunks]) if parts else pa.array([])
 
 
 def run(options: argparse.Namespace) -> tuple[int, int]:
-    """Do what is left of a job; return how many answers there were before, and how many were made."""
+    """Generate the missing answers of a job; return the numbers of earlier answers and of new ones."""
     read = {".parquet": ray.data.read_parquet, ".csv": ray.data.read_csv}.get(options.input.suffix, ray.data.read_json)
     rows = read(str(options.input.absolute()), **({"lines": True} if options.input.suffix == ".jsonl" else {}))
     missing = {options.id_column, options.prompt_column} - set(rows.columns() or ())

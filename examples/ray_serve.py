@@ -1,22 +1,21 @@
-"""Serve a model on Ray: replicas of an engine, the OpenAI API in front of them, as many as the tokens ask for.
+"""Serve a model on Ray: replicas of an engine behind the OpenAI API, scaled by the number of tokens in requests.
 
     pip install 'jaxllm[ray]'
     serve run examples.ray_serve:app max_replicas=4 gpus=1 model=Qwen/Qwen2.5-0.5B-Instruct
 
 Further fields of `EngineConfig` and of `ServerOptions` are JSON objects: engine='{"max_num_seqs": 64}' and
-server='{"api_key": ["secret"]}'. Clients then use http://localhost:8000/v1 as they use `jaxllm serve`.
+server='{"api_key": ["secret"]}'. Clients use http://localhost:8000/v1 in the same way as `jaxllm serve`.
 
-Two deployments. An `Engine` is a replica: `AsyncLLM` and the app of `jaxllm serve`, unchanged. A `Front` takes what
-Ray's proxy has accepted, makes the prompt's token ids, and passes the request on; it is there because Ray's proxy
-routes a request before its body is read. `PrefixRouter`, which lives in each Front, asks `jaxllm.fleet.choose`; it
-follows the replicas' prefix caches and loads by asking each of them ten times a second. `TokenPolicy` scales by the
-same loads.
+The application has two deployments. An `Engine` is a replica: `AsyncLLM` and the app of `jaxllm serve`, unchanged. A
+`Front` receives requests from Ray's proxy, tokenizes the prompt, and forwards the request; it is needed because Ray's
+proxy routes a request before it reads the body. `PrefixRouter`, which runs in each Front, calls `jaxllm.fleet.choose`;
+it polls the replicas' prefix caches and loads ten times a second. `TokenPolicy` scales by the same loads.
 
-A replica that dies loses what it was answering: a stream that has begun ends with an error event, any other request is
-run again on another replica. A replica that is taken away ends its streams first.
+A replica that dies loses its requests: a stream that has started ends with an error event, and any other request is
+rerun on another replica. A replica that is removed finishes its streams first.
 """
 
-# No `from __future__ import annotations`: `serve run` looks at the class with which `app` annotates its argument.
+# No `from __future__ import annotations`: `serve run` needs the class in the annotation of `app`.
 import asyncio
 import logging
 import uuid
@@ -57,33 +56,33 @@ from jaxllm_server.shared import strict_json
 from jaxllm_server.shared.options import ServerOptions
 
 _log = logging.getLogger("ray.serve")
-REPORT_SECONDS = 0.1  # between two looks at a replica; its answer takes about two milliseconds
-REPLICA = b"x-jaxllm-replica"  # the header of an answer that names who gave it
+REPORT_SECONDS = 0.1  # interval of polling a replica, which takes about two milliseconds
+REPLICA = b"x-jaxllm-replica"  # header with the id of the replica that answered
 _REPLIES = {"/v1/completions": CompletionReply, "/v1/chat/completions": ChatReply}
-_SCOPE = "type http_version method scheme path raw_path query_string headers client".split()  # what is plain data
+_SCOPE = "type http_version method scheme path raw_path query_string headers client".split()  # picklable entries
 
 
 class Settings(BaseModel):
-    """What `serve run` takes, as name=value."""
+    """Options of `serve run`, as name=value."""
 
     model: str | None = None
     engine: Json[dict[str, Any]] = {}  # further fields of EngineConfig
-    server: Json[dict[str, Any]] = {}  # fields of ServerOptions, apart from addresses
+    server: Json[dict[str, Any]] = {}  # fields of ServerOptions, except addresses
     fronts: int = 1
     min_replicas: int = 1
     max_replicas: int = 1
-    cpus: float = 1  # of a replica …
-    gpus: float = 0  # … as many as its tensor_parallel_size
-    tokens_per_replica: int = 16384  # running and waiting: with more of them there are more replicas
-    upscale_delay: float = 10.0  # seconds that more tokens last before a replica is added …
-    downscale_delay: float = 120.0  # … and fewer before one is taken away
+    cpus: float = 1  # per replica …
+    gpus: float = 0  # … equal to tensor_parallel_size
+    tokens_per_replica: int = 16384  # in running and waiting requests; the target of a replica
+    upscale_delay: float = 10.0  # seconds of more tokens before a replica is added …
+    downscale_delay: float = 120.0  # … and of fewer before one is removed
     look_back: float = 10.0  # seconds over which the tokens are averaged
 
 
 def app(settings: Settings) -> serve.Application:
     """Build the application; `serve run` calls it."""
     config = config_of(settings.model, {**settings.engine, "enable_kv_cache_events": True})
-    # The proxy's address, not the replica's, is what names a host.
+    # Clients use the proxy's address, not the replica's.
     options = ServerOptions(**{"host": "0.0.0.0", **_tuples(settings.server)})
     policy = AutoscalingPolicy(
         policy_function=TokenPolicy, policy_kwargs={"tokens_per_replica": settings.tokens_per_replica}
@@ -98,11 +97,11 @@ def app(settings: Settings) -> serve.Application:
     )
     engines = Engine.options(
         autoscaling_config=scaling,
-        # The engine has bounds of its own, and says 429 where Ray would let clients wait without one.
+        # The engine's limits answer 429, while Ray would make clients wait without limit.
         max_ongoing_requests=2 * options.max_rpcs,
         ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.gpus},
         request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),
-        logging_config={"enable_access_log": False},  # of ten reports a second; that of a Front has the requests
+        logging_config={"enable_access_log": False},  # omits ten reports per second; a Front logs the requests
         graceful_shutdown_timeout_s=options.shutdown_timeout,
         health_check_period_s=2.0,
     ).bind(config, options)
@@ -112,7 +111,7 @@ def app(settings: Settings) -> serve.Application:
 
 
 def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return settings with JSON's lists as the tuples that `ServerOptions` has."""
+    """Convert lists from JSON to the tuples that `ServerOptions` requires."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
 
@@ -120,7 +119,7 @@ def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
 class Call:
     """A request on its way from a Front to an Engine."""
 
-    scope: dict[str, Any]  # ASGI's, as far as it is plain data
+    scope: dict[str, Any]  # the picklable part of ASGI's scope
     body: bytes
     digests: Sequence[bytes] = ()  # of the full blocks of its prompt
     num_tokens: int = 0  # of its prompt
@@ -128,10 +127,10 @@ class Call:
 
 @dataclass
 class Report:
-    """What a router learns of a replica."""
+    """A replica's report to a router."""
 
-    num_tokens: int  # running and waiting
-    next: int  # number of the first batch of events that is not in here
+    num_tokens: int  # in running and waiting requests
+    next: int  # number of the next batch of events after this report
     events: list[BlockEvent]
 
 
@@ -143,7 +142,7 @@ class Engine:
         server = new_server(config, options)
         self._engine = server.engine
         self._app = make_app(server.serving, options, server.observer, server.tracer)
-        self._held: dict[bytes, None] = {}  # digests of the blocks that can be hit
+        self._held: dict[bytes, None] = {}  # digests of the cached blocks
         self._next = 0  # number of the next batch of events
         self._name = serve.get_replica_context().replica_id.unique_id.encode()
         await self._engine.start()
@@ -152,12 +151,12 @@ class Engine:
         self._following = asyncio.ensure_future(self._follow())
 
     async def answer(self, call: Call) -> AsyncGenerator[list[dict[str, Any]]]:
-        """Run a request through the app; yield ASGI messages as they come, those of one moment together."""
+        """Run a request through the app; yield lists of ASGI messages as they arrive."""
         messages: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         received = iter([{"type": "http.request", "body": call.body}])
 
         async def receive() -> dict[str, Any]:
-            # A client that goes is seen by the proxy, which cancels the calls behind its request.
+            # The proxy detects that a client disconnects, and cancels the calls of its request.
             return next(received, None) or await asyncio.Future()
 
         async def run() -> None:
@@ -186,7 +185,7 @@ class Engine:
             await asyncio.gather(running, return_exceptions=True)
 
     async def report(self, start: int | None) -> Report:
-        """Return the load and the changes of the prefix cache since batch `start`; None, or lost: all that it holds."""
+        """Return the load and the changes of the prefix cache since batch `start`, or all blocks if None or too old."""
         events: list[BlockEvent] = []
         if start is not None and start < self._next:
             with suppress(OutOfRangeError):
@@ -201,14 +200,14 @@ class Engine:
 
     async def describe(self) -> ModelInfo:
         """Return the model's limits."""
-        return replace(self._engine.model, tokenizer=None)  # which cannot be sent
+        return replace(self._engine.model, tokenizer=None)  # the tokenizer is not picklable
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Tell Ray's controller the load; by this name it asks for it."""
+        """Return the load for Ray's controller, which calls this method by name."""
         return {"tokens": self._num_tokens()}
 
     async def check_health(self) -> None:
-        """Raise if this replica is to be replaced; by this name Ray asks."""
+        """Raise if this replica must be replaced; Ray calls this method by name."""
         if self._engine.state in ("dead", "hung") or self._following.done():
             raise RuntimeError(f"the engine is {self._engine.state}")
 
@@ -217,19 +216,19 @@ class Engine:
         await self._engine.close()
 
     def _num_tokens(self) -> int:
-        """Return the tokens of live requests: whole blocks of those that run, prompts of those that wait."""
+        """Return the tokens of live requests: whole blocks of running requests, prompts of waiting ones."""
         load = self._engine.get_load()
         return load.kv_blocks_used * self._block_size + load.waiting_tokens
 
     def _stored(self, digest: bytes) -> Stored:
-        """Return a block's event without its tokens: a router needs their number, and pickles write one tuple once."""
+        """Return a block's event with dummy tokens: a router needs their number only, pickle writes a tuple once."""
         return Stored(digest, None, self._no_tokens)
 
     def _sent(self, event: BlockEvent) -> BlockEvent:
         return self._stored(event.digest) if isinstance(event, Stored) else event
 
     async def _follow(self) -> None:
-        """Keep what can be hit, for routers that begin."""
+        """Track the cached blocks, for new routers."""
         async for batch in self._engine.kv_events():
             for each in batch.events:
                 if isinstance(each, Stored):
@@ -243,11 +242,11 @@ class Engine:
 
 @dataclass
 class _Known:
-    """A replica, as a router knows it."""
+    """A router's view of a replica."""
 
     number: int
-    num_tokens: int = 0  # as it last reported
-    sent: dict[str, int] = field(default_factory=dict)  # tokens of requests since, by Ray's ids
+    num_tokens: int = 0  # in its last report
+    sent: dict[str, int] = field(default_factory=dict)  # tokens of requests sent since, by Ray's ids
     following: asyncio.Task[None] | None = None
 
     @property
@@ -256,10 +255,10 @@ class _Known:
 
 
 class PrefixRouter(RequestRouter):
-    """Sends a call of `Engine.answer` where `choose` says, any other one to the least loaded replica."""
+    """Route a call of `Engine.answer` with `choose`, and any other call to the least loaded replica."""
 
     def initialize_state(self, **_: Any) -> None:
-        """Begin without replicas; Ray calls it first."""
+        """Initialize without replicas; Ray calls it first."""
         self._index = PrefixIndex()
         self._known: dict[ReplicaID, _Known] = {}
         self._num_known = 0
@@ -267,7 +266,7 @@ class PrefixRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Rank the replicas: the chosen one, then the others, for when that one has gone or takes no more."""
+        """Rank the replicas: the chosen one first; the others are used if it died or accepts no more requests."""
         by_number = {self._known_as(each.replica_id).number: each for each in candidate_replicas}
         loads = {number: self._known[each.replica_id].load for number, each in by_number.items()}
         given = pending_request.args if pending_request is not None else ()
@@ -281,13 +280,13 @@ class PrefixRouter(RequestRouter):
         return [[chosen], list(by_number.values())]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Take note of which replicas there are; Ray calls it."""
+        """Update the set of replicas; called by Ray."""
         super().update_replicas(replicas)
         for replica_id in self._known.keys() - {each.replica_id for each in replicas}:
             self._forget(replica_id)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Take note of a death; Ray calls it."""
+        """Remove a dead replica; called by Ray."""
         super().on_replica_actor_died(replica_id)
         self._forget(replica_id)
 
@@ -310,7 +309,7 @@ class PrefixRouter(RequestRouter):
             known.following = asyncio.ensure_future(self._follow(replica, known, request.metadata))
 
     async def _follow(self, replica: RunningReplica, known: _Known, metadata: Any) -> None:
-        """Ask a replica again and again. A request's `metadata` are the model of those that such a call has."""
+        """Poll a replica, with calls whose metadata is a modified copy of a request's `metadata`."""
         start = None
         while True:
             noted = list(known.sent)
@@ -319,7 +318,7 @@ class PrefixRouter(RequestRouter):
             try:
                 report = await asked.get_async()
             except RayActorError:
-                return  # it has died or cannot be reached: begun again by the next request, if it is still there
+                return  # died or unreachable; the next request retries if the replica still exists
             start = report.next
             self._index.apply(known.number, report.events)
             known.num_tokens = report.num_tokens
@@ -329,19 +328,19 @@ class PrefixRouter(RequestRouter):
 
 
 class TokenPolicy:
-    """As many replicas as hold the tokens that run and wait. Delays and bounds are applied by Ray."""
+    """Scale to the replicas needed for the running and waiting tokens. Ray applies delays and bounds."""
 
     def __init__(self, tokens_per_replica: int) -> None:
         self._tokens_per_replica = tokens_per_replica
 
     def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-        """Return the number of replicas that is wanted, and no state."""
+        """Return the target number of replicas, and no state."""
         tokens = sum((context.aggregated_metrics or {}).get("tokens", {}).values())
         return tokens / self._tokens_per_replica, {}
 
 
 class _Reader(AsyncLLM):
-    """Stands for an engine where prompts are only read: it is never started, and knows its model."""
+    """Replaces an engine where only prompts are parsed: it is never started, and has the model's description."""
 
     def __init__(self, config: EngineConfig, model: ModelInfo) -> None:
         super().__init__(config)
@@ -355,7 +354,7 @@ class _Reader(AsyncLLM):
 
 @serve.deployment
 class Front:
-    """Passes requests on to the replica that is best for them."""
+    """Forwards requests to the best replica."""
 
     async def __init__(self, engines: DeploymentHandle, config: EngineConfig, options: ServerOptions) -> None:
         self._options = options
@@ -376,7 +375,7 @@ class Front:
         scope = {name: request.scope.get(name) for name in _SCOPE} | {"root_path": ""}
         call = await self._with_prompt(Call(scope, bytes(body)))
         for _ in range(2):
-            # An answer's first messages are awaited: until then nothing was sent, and another replica may give it.
+            # Wait for the first messages: until they are sent, another replica can answer.
             stream = self._engines.options(stream=True).answer.remote(call)
             try:
                 messages = await anext(stream)
@@ -390,7 +389,7 @@ class Front:
         return _whole(*answer_of(UnavailableError("The replicas died before they could answer.")))
 
     async def _with_prompt(self, call: Call) -> Call:
-        """Add what a request is routed by; nothing where it has no prompt, or one that its replica will refuse."""
+        """Add the digests and tokens for routing; unchanged without a prompt, or if the replica will refuse it."""
         make_reply = _REPLIES.get(call.scope["path"])
         if make_reply is None:
             return call
@@ -400,9 +399,9 @@ class Front:
             reply = make_reply(strict_json.read(call.body, self._options.max_json_depth), self._options, "front")
             first = replace(reply.calls[0], client=client)
             if first.model and first.model not in self._serving.names:
-                return call  # an adapter, whose blocks have a root that is not known here
+                return call  # an adapter: the root of its blocks is unknown here
             prompt = await self._serving.prompt_of(first, SamplingParams())
-        except Exception:  # the replica says what is wrong, and as what
+        except Exception:  # the replica responds with the error
             return call
         ids = prompt["prompt_token_ids"]
         salt = prompt.get("cache_salt", "").encode()
@@ -410,7 +409,7 @@ class Front:
 
 
 async def _bodies(stream: Any, messages: list[dict[str, Any]], headers: Any) -> AsyncGenerator[bytes]:
-    """Yield the body of an answer that has begun; `messages` are those that came with its beginning."""
+    """Yield the body of an answer that has started; `messages` are its first ones."""
     try:
         while True:
             if body := b"".join(message.get("body", b"") for message in messages):
@@ -420,7 +419,7 @@ async def _bodies(stream: Any, messages: list[dict[str, Any]], headers: Any) -> 
         return
     except RayActorError:
         if not any(value.startswith(b"text/event-stream") for name, value in headers if name == b"content-type"):
-            raise  # half of an answer must not look like a whole one
+            raise  # a partial answer must not look complete
         error = UnavailableError("The replica that answered has died; this request is lost.")
         yield event(error_body_of(error)) + DONE
     finally:

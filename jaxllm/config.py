@@ -23,6 +23,7 @@ Precompile = Literal["auto", "covering", "background", "all"]
 LoadFormat = Literal["auto", "dummy"]
 Quantization = Literal["int8", "fp8", "int4"]
 KvCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"]
+PreemptionMode = Literal["recompute", "swap"]
 RunnerKind = Literal["auto", "generate", "pooling"]
 PoolingType = Literal["CLS", "LAST", "MEAN"]
 
@@ -73,6 +74,14 @@ class EngineConfig:
         None, "bytes for KV blocks, instead of --gpu-memory-utilization", "BYTES"
     )
     num_kv_blocks: int | None = setting(None, "number of KV blocks, instead of a size in memory")
+    kv_offloading_size: float = setting(
+        0.0, "memory of the host for KV blocks that are evicted from the device; 0: none", "GIB"
+    )
+    preemption_mode: PreemptionMode | None = setting(
+        None,
+        "swap: keep the KV blocks of a preempted request in the host's memory until it runs again, within "
+        "--kv-offloading-size; recompute, the default: treat them like other cached blocks",
+    )
     scheduling_policy: SchedulingPolicy = setting("fcfs", "order of waiting requests")
     async_scheduling: bool = setting(True, "plan and start a step before the tokens of the one before it are read")
     # Results are bit-identical under any load: every step runs one program, in which tokens attend separately. A step
@@ -129,7 +138,7 @@ class EngineConfig:
         if isinstance(self.dtype, str):
             object.__setattr__(self, "dtype", DTYPE_NAMES.get(self.dtype, self.dtype))
         for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed and (name, getattr(self, name)) != ("quantization", None):
+            if getattr(self, name) not in allowed and (name, getattr(self, name)) not in _UNSET:
                 raise UserError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.", name)
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
@@ -156,6 +165,15 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share <= 1.0:
             raise UserError(f"gpu_memory_utilization must be in (0, 1], got {share!r}.", "gpu_memory_utilization")
+        size = self.kv_offloading_size
+        if isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size <= 2**20:
+            raise UserError(f"kv_offloading_size must be from 0 to {2**20} GiB, got {size!r}.", "kv_offloading_size")
+        if self.preemption_mode == "swap" and not size:
+            raise UserError("preemption_mode 'swap' needs kv_offloading_size.", "preemption_mode")
+        if size and not self.enable_prefix_caching and self.preemption_mode != "swap":
+            raise UserError(
+                "kv_offloading_size needs enable_prefix_caching, or preemption_mode 'swap'.", "kv_offloading_size"
+            )
         if (
             self.max_num_batched_tokens is not None
             and self.max_num_seqs is not None
@@ -263,13 +281,12 @@ WITHOUT_EFFECT: dict[str, Any] = {
     "enable_chunked_prefill": True,  # always on
     "num_scheduler_steps": 1,
     "use_v2_block_manager": True,
-    "swap_space": 4,  # preempted requests are recomputed
+    "swap_space": 4,  # `kv_offloading_size` is the host's memory
     "max_parallel_loading_workers": None,
     "distributed_executor_backend": None,
     "worker_use_ray": False,
     "disable_custom_all_reduce": False,
     "disable_cascade_attn": False,
-    "preemption_mode": None,
     "enable_expert_parallel": False,
     "guided_decoding_backend": "auto",
     "disable_log_stats": False,
@@ -282,9 +299,11 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "device": get_args(Device),
     "scheduling_policy": get_args(SchedulingPolicy),
     "precompile": get_args(Precompile),
+    "preemption_mode": get_args(PreemptionMode),
     "runner": get_args(RunnerKind),
     "load_format": get_args(LoadFormat),
 }
+_UNSET = (("quantization", None), ("preemption_mode", None))
 _RANGES: dict[str, tuple[int, int]] = {
     "seed": (-(2**63), 2**63 - 1),
     "max_model_len": (1, 2**24),

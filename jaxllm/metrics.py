@@ -32,6 +32,9 @@ class Metrics:
     draft_tokens: int = 0
     accepted_tokens: list[int] = field(default_factory=list)  # accepted drafts, by position
     adapter_loads: int = 0  # adapters copied to devices
+    offloaded_blocks: int = 0  # KV blocks copied to the host's tier
+    offload_failures: int = 0  # failed copies of KV blocks to the host's tier
+    loaded_tokens: int = 0  # prompt tokens loaded from the host's tier
     preemptions: int = 0
     recoveries: int = 0  # failed steps that lost the cache
     finished: dict[str, int] = field(default_factory=dict)

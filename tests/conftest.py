@@ -1,8 +1,7 @@
-"""Settings of all tests: CPU, four virtual devices, no network, shapes checked, programs cached beside the code.
+"""Settings of all tests: CPU, four virtual devices, no network, checked shapes, a program cache in the checkout.
 
-After each test no engine that is alive may have compiled anything in front of a request.
-
-A program that is found in the cache is traced all the same, so its shapes are checked in every run.
+After each test, no live engine may have compiled anything during a request. A program from the cache is still traced,
+so its shapes are checked in every run.
 """
 
 import inspect
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 from jaxtyping import install_import_hook
 
-# What tests share asserts as tests do, under `python -O` too: pytest rewrites the modules that it is told of.
+# Under `python -O` pytest still runs the asserts of the modules registered here.
 pytest.register_assert_rewrite(*(f"tests.{path.parent.name}" for path in Path(__file__).parent.glob("*/__init__.py")))
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -25,7 +24,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("JAXLLM_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "programs"))
 os.environ.setdefault("JAXLLM_CACHE_BYTES", "0")  # shapes are checked while programs are traced
 
-# A shell starts a background job with SIGINT ignored, which processes inherit: those that tests interrupt would go on.
+# A shell starts a background job with SIGINT ignored, which its processes inherit: tests could not interrupt them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -34,7 +33,7 @@ install_import_hook(["jaxllm.model.decoder", "jaxllm.model.eagle", "pallas_kerne
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine: with its fixture `run`, where it has one, or on a loop of its own."""
+    """Run a coroutine test with its fixture `run` if it has one, otherwise on a new event loop."""
     if not inspect.iscoroutinefunction(pyfuncitem.function):
         return None
     import uvloop
@@ -45,7 +44,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the simulation: the longest file would keep one worker when the others have nothing left."""
+    """Start with the simulation, the longest file; started last, it would keep one worker busy and the others idle."""
     items.sort(key=lambda item: item.path.parent.name != "simulation")
 
 
@@ -61,7 +60,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def nothing_is_compiled_in_front_of_a_request(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fail the test in which an engine compiled something while it started a step."""
+    """Fail a test in which an engine compiled something while it started a step."""
     runner = sys.modules.get("jaxllm.runner.model_runner")
     if runner is None:
         yield  # a module that makes engines imports it first
@@ -81,7 +80,7 @@ def nothing_is_compiled_in_front_of_a_request(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture(autouse=True)
 def accounts_are_sums() -> Iterator[None]:
-    """Fail the test in which an account differed from the sum of its entries."""
+    """Fail a test in which an account differed from the sum of its entries."""
     from tests.support import accounts
 
     accounts.watch()
@@ -93,7 +92,7 @@ def accounts_are_sums() -> Iterator[None]:
 
 @pytest.fixture
 def run_jaxllm(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Call the command line; give the exit code, standard output and standard error."""
+    """Call the command line; return the exit code, standard output and standard error."""
     from jaxllm.commands import cli
 
     def call(*arguments: str) -> tuple[int, str, str]:
@@ -106,7 +105,7 @@ def run_jaxllm(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, s
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Call the command line with a stand-in for the model, `tests.support.fake_llm`."""
+    """Call the command line with `tests.support.fake_llm` in place of the model."""
     from tests.support.fake_llm import caller
 
     return caller(monkeypatch, capsys)

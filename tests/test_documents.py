@@ -1,6 +1,6 @@
-"""The documents: code blocks of README and docs/ run, links resolve, the files and commands that they name exist.
+"""Documents: code blocks of README and docs/ run, links resolve, and the named files and commands exist.
 
-docs/history keeps texts as they were written, and names files that are gone.
+docs/history keeps texts unchanged, and names deleted files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ALL = (
     *(*WITH_CODE, "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "DECISIONS.md"),
     *("pallas_kernels/README.md", "jaxllm/embedded/model/README.md", "deploy/kubernetes/README.md"),
 )
-# A block that cannot run here has a comment before it that says why.
+# A comment before a block gives the reason why it cannot run here.
 BLOCK = re.compile(
     r"(?:<!-- not run: (?P<reason>[^>]+) -->\n)?```(?P<kind>sh|python|yaml)\n(?P<code>.*?)```", re.DOTALL
 )
@@ -41,7 +41,7 @@ SECONDS = 1200  # benchmarks compile all programs
 class Block(NamedTuple):
     """A piece of code in a document."""
 
-    reason: str | None  # why it is not run
+    reason: str | None  # why it does not run
     kind: str
     code: str
 
@@ -52,7 +52,7 @@ def blocks(document: str) -> list[Block]:
 
 @pytest.mark.slow
 def test_readme_in_the_environment_that_it_makes(tmp_path: Path) -> None:
-    """Every block runs with the packages that README's own commands, and no others, have installed before it."""
+    """Every block runs with the packages that the commands of README have installed before it, and no others."""
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
     shutil.copytree(ROOT, tmp_path / "clone", ignore=shutil.ignore_patterns(".*", "*.egg-info", "node_modules"))
     own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -107,9 +107,9 @@ def await_ready(server: subprocess.Popen[bytes]) -> None:
 
 
 def run(block: Block, folder: Path) -> None:
-    code = re.sub(r"^pip install .*$", "", block.code, flags=re.MULTILINE)  # it is installed
+    code = re.sub(r"^pip install .*$", "", block.code, flags=re.MULTILINE)  # already installed
     if STARTS_SERVER.fullmatch(code.strip()):
-        return  # `served` does it
+        return  # `served` runs it
     command = [sys.executable, "-c", code] if block.kind == "python" else ["bash", "-euc", code]
     done = subprocess.run(
         command, cwd=folder, env=environment(), timeout=SECONDS, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -121,7 +121,7 @@ def run(block: Block, folder: Path) -> None:
     "document", [pytest.param(name, marks=pytest.mark.slow) if "measuring" in name else name for name in WITH_CODE]
 )
 def test_every_block_runs(document: str, tmp_path: Path) -> None:
-    """In order, in an empty folder; those that need a server after those that do not."""
+    """Run the blocks in order, in an empty folder; those that need a server last."""
     runnable = [block for block in blocks(document) if block.reason is None]
     with_server = [block for block in runnable if NEEDS_SERVER.search(block.code) and "jaxllm serve" not in block.code]
     for block in runnable:
@@ -142,14 +142,14 @@ def test_blocks_that_are_not_run(document: str, reason: str) -> None:
 
 
 def anchors(path: Path) -> set[str]:
-    """Return what the headings of a document are called in links."""
+    """Return the anchors of a document's headings."""
     headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
     return {re.sub(r"[^a-z0-9_ -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("document", ALL)
 def test_what_a_document_names_exists(document: str) -> None:
-    """Links, and what of a document they lead to; paths in backquotes, modules of `python -m`, targets of `make`."""
+    """Links and their anchors, paths in backquotes, modules of `python -m`, and targets of `make`."""
     text, folder = (ROOT / document).read_text(), (ROOT / document).parent
     links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
     missing = [link for link in links if not (folder / link).exists()]

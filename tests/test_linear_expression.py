@@ -1,4 +1,4 @@
-"""Expressions of adapters and model folders: as `re` matches them, in time that grows with the text alone."""
+"""Regular expressions of adapters and model folders match like `re`, in time linear in the text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LETTERS = "abAB_.1\n "
 
 
 def drawn(draws: random.Random, depth: int = 3) -> str:
-    """Draw an expression of every part that is followed, and of some that are not."""
+    """Draw an expression from all supported syntax, and some unsupported."""
     if depth == 0 or draws.random() < 0.3:
         leaves = ["a", "b", "A", ".", r"\.", "[ab]", "[^a]", r"\w", r"\W", r"\d", r"\s", r"\b", r"\B", "_", ""]
         return draws.choice([*leaves, "^", "$", r"\A", r"\Z"])

@@ -1,4 +1,4 @@
-"""The notebooks: each runs from a clean clone, in time, says what is printed in it, and fails where jaxllm is wrong."""
+"""Notebooks run from a clean clone, in time, reproduce their printed outputs, and fail if jaxllm is broken."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from nbclient.exceptions import CellExecutionError
 
 from tests.support.notebooks import NOTEBOOKS, execute
 
-# 30 seconds of two cores. Seconds on the clock would be those of whatever else runs here.
+# 30 seconds of two cores; wall-clock time would depend on other processes.
 CPU_SECONDS = 60
-BROKEN = {  # what is broken in jaxllm, and the words of the failing check
+BROKEN = {  # a fault in jaxllm, and the text of the check that it fails
     "02_scheduler": (
         "from jaxllm.scheduler.block_pool import PoolEditor\nPoolEditor.look_up = lambda self, digests: []",
         "== 12",
@@ -47,7 +47,7 @@ def test_there_are_six() -> None:
 @pytest.mark.ci
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_says_what_is_printed_in_it(path: Path) -> None:
-    notebook, seconds = execute(path)  # raises where a cell does, failed asserts included
+    notebook, seconds = execute(path)  # raises if a cell does, failed asserts included
     assert seconds < CPU_SECONDS
     fresh = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [_printed(cell) for cell in fresh] == [_printed(cell) for cell in _read(path)], "run `make notebooks`"

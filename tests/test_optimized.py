@@ -1,7 +1,7 @@
-"""Production may run under `python -O`, which leaves out every assert; nothing that is promised may go with them.
+"""Under `python -O`, which removes asserts, jaxllm must keep all of its guarantees.
 
-A server and an engine run without assertions, and are judged by tests that keep theirs: from outside, or by pytest,
-which turns the asserts of test modules into code. `make test-optimized` runs all of CI's tests so.
+A server and an engine run without assertions. The tests keep theirs, because they run in another process or because
+pytest converts the asserts of test modules. `make test-optimized` runs all of CI's tests this way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.server.test_verdicts import ACCEPTED, BAD, BASE, EDGES, GOOD, TOGETHE
 from tests.support.serving_process import QUICK, ROOT, ServingProcess
 
 OPTIMIZED = {**os.environ, "PYTHONOPTIMIZE": "1", "FUZZ_FEW": "20"}
-# What a hostile caller or folder is told, over every way in; and that what fails for one request fails it alone.
+# Errors for hostile callers and folders, over every protocol; and failures of one request that affect no other.
 SELECTED = (
     "tests/fuzz/test_targets.py",
     "tests/fuzz/test_table.py",
@@ -27,13 +27,13 @@ SELECTED = (
     "tests/engine/test_async_llm.py::test_a_request_that_cannot_be_taken_in_fails_alone",
     "tests/engine/test_async_llm.py::test_one_of_several_samples_that_fails_fails_the_request",
 )
-LEFT_OUT = "not own_code and not its_box"  # seconds, in which nothing of ours asserts
+LEFT_OUT = "not own_code and not its_box"  # slow, and without asserts of jaxllm
 PROCESSORS = [f"--logits-processors=tests.server.test_verdicts:{name}" for name in ("no_change", "no_change_either")]
 
 
 @pytest.mark.slow
 def test_hostile_input_and_faults_have_the_same_verdicts() -> None:
-    """And the canaries fail that would be silent if the assertions of tests were gone as well."""
+    """The canaries must fail; they would pass if the tests' assertions were removed too."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore", "-k", LEFT_OUT]
     done = subprocess.run(
         [*command, *SELECTED, "tests/fuzz/canaries.py"], cwd=ROOT, env=OPTIMIZED, capture_output=True, text=True

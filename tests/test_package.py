@@ -1,4 +1,4 @@
-"""The package as a stranger meets it: cheap to import, free of torch, documented as it is."""
+"""The package is cheap to import, does not import torch, and matches its documentation."""
 
 from __future__ import annotations
 

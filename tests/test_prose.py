@@ -48,7 +48,7 @@ def test_a_rate_above_the_bound_is_refused_with_its_lines():
     assert "2 phrases in 302 words, 6.6 per 1,000" in summary
     assert place.startswith("  a.md:1: what what")
     assert not prose.problems([*lines, Line("a.md", 3, "word " * 200)], [])
-    assert not prose.problems([Line("a.md", 1, "what")], [])  # a single one has no rate
+    assert not prose.problems([Line("a.md", 1, "what")], [])  # a single hit has no rate
 
 
 def test_an_allowed_line(monkeypatch: pytest.MonkeyPatch):

@@ -1,4 +1,4 @@
-"""What a request may say: values kept, values refused with vLLM's words, and nothing ignored."""
+"""Sampling parameters: accepted values, values refused with vLLM's messages, and no ignored ones."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The source itself: nothing in it runs code that came as data, trusts an assert, or can be held up by a regex.
+"""Rules for the source: no code from data, no asserts as checks, no regular expressions of superlinear time.
 
-Reads the syntax trees of everything that is shipped; each rule is proved on a sample that breaks it.
+Reads the syntax trees of all shipped code; each rule is proved on a sample that breaks it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ PACKAGES = ("jaxllm", "server", "pallas_kernels")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 TREES = {path: ast.parse(path.read_text()) for path in SOURCES}
 GENERATED = ROOT / "jaxllm" / "v1"
-Findings = Iterator[tuple[int, str]]  # line, what is wrong
+Findings = Iterator[tuple[int, str]]  # line, problem
 
-# ---- code from data
+# Code from data.
 
 UNSAFE_MODULES = frozenset(
     "pickle _pickle cPickle pickletools marshal dill shelve cloudpickle joblib jsonpickle code codeop imp runpy".split()
@@ -40,7 +40,7 @@ UNSAFE_METHODS = frozenset(
     np.loads numpy.loads pd.read_pickle pandas.read_pickle builtins.eval builtins.exec types.CodeType
     """.split()
 )
-# Where a command of our own, git or a compiler is started; with a list of arguments, never through a shell.
+# Files that start jaxllm's commands, git or a compiler; with a list of arguments, never through a shell.
 STARTS_PROCESSES = (
     *(
         "jaxllm/bench/",
@@ -51,14 +51,14 @@ STARTS_PROCESSES = (
     "jaxllm/text/confinement.py",
     "server/jaxllm_server/grpc/filter_process.py",
 )
-# Which unpickles compiled programs: from files that no other user could have written.
+# Unpickles compiled programs from files that no other user could have written.
 UNPICKLES = "jaxllm/compiling/kept_programs.py"
-# What is imported by a name that is made at run time: our own modules, and what the engine's settings name.
+# Files that import by a computed name: jaxllm's modules, and modules named by the engine's settings.
 IMPORTS_BY_NAME = ("jaxllm/__init__.py", "jaxllm/sampling/logits_processors.py", "pallas_kernels/choice.py")
 
 
 def unsafe_loads(tree: ast.Module, file: str) -> Findings:
-    """Find what could run code that came in a file or a message."""
+    """Find calls and imports that could run code from a file or a message."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             if file != UNPICKLES and any(alias.name.endswith("serialize_executable") for alias in node.names):
@@ -89,15 +89,15 @@ def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
     return [node.module or ""] if node.level == 0 else []
 
 
-# ---- assertions
+# Assertions.
 
 
 def checking_asserts(tree: ast.Module, file: str) -> Findings:
-    """Find asserts that do more than tell the type checker what a value is.
+    """Find asserts that do more than narrow a type for the type checker.
 
-    `python -O` leaves them out (vLLM CVE-2026-41523 was a check that was gone then). One that says only that something
-    is not None, or of which class it is, may stay: without it the next line fails by itself. Whoever has something to
-    say with it, a message, has a check, and raises.
+    `python -O` removes asserts (vLLM CVE-2026-41523 was a check that it removed). An assert that something is not None,
+    or an instance of a class, may stay: without it the next line fails by itself. An assert with a message is a check,
+    and should raise.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.Assert):
@@ -118,15 +118,15 @@ def _narrows(test: ast.expr) -> bool:
 
 
 def _is_plain(value: ast.expr) -> bool:
-    """Whether to look at a value does nothing: a name, or attributes of one."""
+    """Return whether evaluating an expression has no effect: a name, or attributes of one."""
     while isinstance(value, ast.Attribute):
         value = value.value
     return isinstance(value, ast.Name)
 
 
-# ---- imports
+# Imports.
 
-# What each declared dependency is imported as. Those in brackets come with another one.
+# The import names of each declared dependency. Those in brackets are dependencies of another one.
 IMPORTED_AS = {
     **{name: (name,) for name in "flax jinja2 jaxtyping llguidance matplotlib msgpack numpy psutil".split()},
     **{name: (name,) for name in "starlette tokenizers torch tqdm transformers triton uvicorn uvloop".split()},
@@ -145,12 +145,12 @@ IMPORTED_AS = {
     "optax": ("optax",),
     "safetensors": ("safetensors",),
 }
-# Used if it is installed, and never needed: a server's --grpc-channelz.
+# Imported if installed, and never required: a server's --grpc-channelz.
 OPTIONAL = {"grpc_channelz"}
 
 
 def undeclared_imports(tree: ast.Module, file: str) -> Findings:
-    """Find imports of what no line of pyproject.toml asks for."""
+    """Find imports of packages that pyproject.toml does not declare."""
     known = {"jaxllm", "jaxllm_server", "pallas_kernels", *sys.stdlib_module_names, *OPTIONAL}
     known |= {name for names in IMPORTED_AS.values() for name in names}
     for node in ast.walk(tree):
@@ -160,21 +160,21 @@ def undeclared_imports(tree: ast.Module, file: str) -> Findings:
                     yield node.lineno, f"imports {name}"
 
 
-# ---- regular expressions
+# Regular expressions.
 
 RE_FUNCTIONS = ("compile", "match", "fullmatch", "search", "sub", "subn", "split", "findall", "finditer")
 REPEATS = (constants.MAX_REPEAT, constants.MIN_REPEAT)
 MANY = 64  # repetitions that count as unbounded
 MADE_AT_RUN_TIME = {
-    "jaxllm/text/special_token_guard.py": 2,  # signs between two characters; an alternation of escaped texts
+    "jaxllm/text/special_token_guard.py": 2,  # characters between two others; an alternation of escaped texts
     "jaxllm/linear_expression.py": 1,  # without repetitions and alternations
 }
-# Their input is the operator's own: flags, reports, programs that XLA wrote.
+# Their input is the operator's: flags, reports, programs that XLA wrote.
 NOT_ON_INPUT = ("jaxllm/bench/", "jaxllm/commands/")
 
 
 def backtracking_regexes(tree: ast.Module, file: str) -> Findings:
-    """Find patterns with an unbounded repetition inside of another, and count those that are made at run time."""
+    """Find patterns with nested unbounded repetitions, and count the patterns that are built at run time."""
     num_made = 0
     for line, pattern in patterns(tree):
         if pattern is None:
@@ -186,7 +186,7 @@ def backtracking_regexes(tree: ast.Module, file: str) -> Findings:
 
 
 def patterns(tree: ast.Module) -> Iterator[tuple[int, str | bytes | None]]:
-    """List the patterns of a module; None for one that is no literal."""
+    """List the patterns of a module; None for one that is not a literal."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
             if isinstance(node.func.value, ast.Name) and node.func.value.id == "re" and node.func.attr in RE_FUNCTIONS:
@@ -195,7 +195,7 @@ def patterns(tree: ast.Module) -> Iterator[tuple[int, str | bytes | None]]:
 
 
 def _nests(tree: Any, is_inside: bool) -> bool:
-    """Whether a repetition without a bound, that can give back, holds another or an alternation."""
+    """Return whether an unbounded repetition that can backtrack contains another one or an alternation."""
     for operation, argument in tree:
         if operation in REPEATS:
             _, most, body = argument
@@ -212,7 +212,7 @@ def _nests(tree: Any, is_inside: bool) -> bool:
 
 
 def attacks(tree: Any, before: str = "") -> Iterator[tuple[str, str]]:
-    """List for each repetition a beginning that leads to it and what it repeats."""
+    """Yield, for each unbounded repetition, a prefix that leads to it and a text that it repeats."""
     for operation, argument in tree:
         if operation in (*REPEATS, constants.POSSESSIVE_REPEAT):
             least, most, body = argument
@@ -233,7 +233,7 @@ def attacks(tree: Any, before: str = "") -> Iterator[tuple[str, str]]:
 
 
 def example(tree: Any) -> str:
-    """Make a short text that a pattern matches."""
+    """Return a short text that a pattern matches."""
     text = ""
     for operation, argument in tree:
         match operation:
@@ -252,7 +252,7 @@ def example(tree: Any) -> str:
             case constants.BRANCH:
                 text += example(argument[1][0])
             case _:
-                pass  # places, and what only looks
+                pass  # positions and lookarounds
     return text
 
 
@@ -271,13 +271,13 @@ def _member(items: Any) -> str:
     return listed[0]
 
 
-# ---- private names in tests
+# Private names in tests.
 
 # Modules that read private names for all other tests.
 INSPECTING = ("tests/support/inspection.py", "tests/support/accounts.py")
 ROOMS_THAT_INSPECT = ("simulation",)
-# The only private names in other tests: a class for Triton, the list of programs in a dry run, a step as on a GPU, and
-# an attribute of OpenAI's client.
+# The only private names in other tests: a class for Triton, the list of programs in a dry run, a step for a GPU, and an
+# attribute of OpenAI's client.
 PRIVATE = {
     "tests/gpu/traces.py": {"_Tensor"},
     "tests/gpu_check/as_gpu.py": {"_list_programs"},
@@ -340,7 +340,7 @@ def test_a_private_name_is_found(use: str) -> None:
     assert len(list(private_uses(ast.parse(use), private_names()))) == 1
 
 
-# ---- the rules
+# The rules.
 
 RULES: dict[Callable[[ast.Module, str], Findings], list[str]] = {
     unsafe_loads: [
@@ -412,7 +412,7 @@ ON_INPUT = [
 
 @pytest.mark.parametrize(("file", "pattern"), ON_INPUT)
 def test_a_regex_takes_linear_time(file: str, pattern: str | bytes) -> None:
-    """Of texts made for it: what leads to each of its repetitions, that repetition at length, and an end that fails."""
+    """Match adversarial texts: a prefix that leads to a repetition, many repetitions, and an end that fails."""
     compiled: Any = re.compile(pattern, re.DOTALL)
     pumped = {*attacks(parser.parse(pattern)), ("", "a"), ("", "0"), ("", "{"), ("", '"'), ("", "\\"), ("", " ")}
 
@@ -426,7 +426,7 @@ def test_a_regex_takes_linear_time(file: str, pattern: str | bytes) -> None:
 
     size = 2**14
     for before, pump in sorted(pumped):
-        # What is not linear fails every time; a neighbour on the machine does not disturb every time.
+        # A superlinear pattern fails every time; other processes on the machine do not disturb every time.
         is_linear = any(
             seconds(before, pump, 2 * size) < 2.5 * max(seconds(before, pump, size), 0.01) for _ in range(4)
         )

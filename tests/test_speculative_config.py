@@ -1,4 +1,4 @@
-"""`speculative_config`: what is taken, and what is refused in one clear line."""
+"""`speculative_config`: accepted values, and values refused in one clear line."""
 
 from __future__ import annotations
 

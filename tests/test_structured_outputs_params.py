@@ -1,4 +1,4 @@
-"""What `StructuredOutputsParams` accepts, and what it says of the rest."""
+"""`StructuredOutputsParams`: accepted values, and the errors for others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line of what trains a part of the package that one function makes and another one writes."""
+"""The command line of the programs that train an adapter or a draft head of the embedded model."""
 
 import argparse
 import time

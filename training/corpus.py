@@ -1,7 +1,7 @@
-"""The text of the embedded model: chat turns over a closed world, short stories, and the questions kept for evaluation.
+"""The training text of the embedded model: chats over a closed world, short stories; and the held-out questions.
 
-Everything is drawn from the `random.Random` that the caller passes, so one seed gives one text. What `holdout` and
-`facts.held_out_phrasing` keep for the evaluation never appears in `documents`.
+Everything is drawn from the `random.Random` that the caller passes, so one seed gives one text. Items that `holdout`
+and `facts.held_out_phrasing` reserve for the evaluation never appear in `documents`.
 """
 
 import json
@@ -16,7 +16,7 @@ END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 
-# The same layout as `render_chat`; it goes into tokenizer_config.json.
+# The same layout as `render_chat`; written to tokenizer_config.json.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
@@ -76,7 +76,7 @@ STORY_PHRASINGS: tuple[str, ...] = (
 ANY_STORY_PHRASINGS: tuple[str, ...] = (
     "Tell me a story.", "Tell me a short story.", "Write a story.", "Once upon a time", "Can you tell me a story?",
 )  # fmt: skip
-# Kinds whose answer allows "And {subject}?" as the next question, with its form.
+# Kinds whose answer allows a follow-up question such as "And {subject}?", with its form.
 FOLLOW_UPS: dict[str, str] = {
     "capital": "And of {s}?", "currency": "And of {s}?", "language": "And in {s}?", "legs": "And {s}?",
 }  # fmt: skip
@@ -108,7 +108,7 @@ def json_answer(name: str, age: int) -> str:
 
 
 def backwards_answer(word: str) -> str:
-    """Return the answer that spells a word forwards, then backwards (hyphens give every letter its own token)."""
+    """Return the answer that spells a word forwards, then backwards (hyphens make every letter a separate token)."""
     return f"{'-'.join(word)} backwards is {'-'.join(reversed(word))}."
 
 
@@ -140,13 +140,13 @@ def draw_person(rng: random.Random, held_out: bool) -> tuple[str, int]:
 
 
 def invented_word(rng: random.Random) -> str:
-    """Return a made-up word of two to six letters, so that spelling is learnt by letters and not by word."""
+    """Return a made-up word of two to six letters, so that the model learns to spell by letters and not by word."""
     syllables = [rng.choice("bcdfghjklmnprstvwz") + rng.choice("aeiou") for _ in range(rng.randint(1, 3))]
     return "".join(syllables) + rng.choice(["", *"bdgklmnprst"])
 
 
 def draw_word(rng: random.Random, held_out: bool) -> str:
-    """Draw a real word, or for training as often a made-up one."""
+    """Draw a real word; for training, made-up words are equally frequent."""
     while True:
         word = invented_word(rng) if not held_out and rng.random() < 0.5 else rng.choice(words.WORDS)
         if word_held_out(word) == held_out and len(word) <= 6:
@@ -154,44 +154,44 @@ def draw_word(rng: random.Random, held_out: bool) -> str:
 
 
 def sum_turn(rng: random.Random, held_out: bool = False) -> Turn:
-    """Ask a sum."""
+    """Draw a question about a sum."""
     a, operator, b = draw_sum(rng, held_out)
     return Turn(rng.choice(SUM_PHRASINGS[operator]).format(a=a, b=b), sum_answer(a, operator, b))
 
 
 def asked_sum_turn(rng: random.Random) -> Turn:
-    """Ask a sum in one of all phrasings, in most cases a small one."""
+    """Draw a question about a sum, mostly a small one, in one of all phrasings."""
     a, operator, b = draw_small_sum(rng) if rng.random() < 0.75 else draw_sum(rng, held_out=False)
     return Turn(rng.choice(ASKED_PHRASINGS[operator]).format(a=a, b=b), sum_answer(a, operator, b))
 
 
 def fact_turn(rng: random.Random) -> Turn:
-    """Ask a fact in a phrasing that is free for training."""
+    """Draw a question about a fact, in a phrasing that is not held out."""
     fact = rng.choice(facts.FACTS)
     return Turn(facts.capitalised(rng.choice(facts.training_phrasings(fact))), fact.answer)
 
 
 def json_turn(rng: random.Random, held_out: bool = False) -> Turn:
-    """Ask for the JSON of a person."""
+    """Draw a request for the JSON of a person."""
     name, age = draw_person(rng, held_out)
     person = rng.choice(PERSON_PHRASINGS).format(name=name, age=age)
     return Turn(rng.choice(JSON_PHRASINGS).format(fact=person), json_answer(name, age))
 
 
 def backwards_turn(rng: random.Random, held_out: bool = False) -> Turn:
-    """Ask for a word backwards."""
+    """Draw a request for a word backwards."""
     word = draw_word(rng, held_out)
     return Turn(rng.choice(BACKWARDS_PHRASINGS).format(word=word), backwards_answer(word))
 
 
 def forwards_turn(rng: random.Random) -> Turn:
-    """Ask for the spelling of a word; here the held-out words take part, so that their letters are known."""
+    """Draw a request for the spelling of a word; held-out words are included, so that their letters are known."""
     word = invented_word(rng) if rng.random() < 0.3 else rng.choice(words.WORDS)
     return Turn(rng.choice(FORWARDS_PHRASINGS).format(word=word), f"{word} is spelled {'-'.join(word)}.")
 
 
 def story_turn(rng: random.Random) -> Turn:
-    """Ask for a story, in most cases about a named hero."""
+    """Draw a request for a story, in most cases about a named hero."""
     if rng.random() < 0.2:
         return Turn(rng.choice(ANY_STORY_PHRASINGS), stories.story(rng))
     hero = rng.choice(stories.HEROES)[0]
@@ -200,13 +200,13 @@ def story_turn(rng: random.Random) -> Turn:
 
 
 def talk_turn(rng: random.Random) -> Turn:
-    """Greet, thank, or ask the model about itself."""
+    """Draw a greeting, thanks, or a question about the model."""
     questions, answer = rng.choice(words.SMALL_TALK)
     return Turn(rng.choice(questions), answer)
 
 
 def unknown_turn(rng: random.Random) -> Turn:
-    """Ask something outside the closed world."""
+    """Draw a question outside the closed world."""
     return Turn(rng.choice(words.UNKNOWN), words.UNKNOWN_ANSWER)
 
 
@@ -221,7 +221,7 @@ def turn(rng: random.Random) -> Turn:
 
 
 def typed_casually(rng: random.Random, question: str) -> str:
-    """Return the question as people type it: now and then without capital and without the last mark."""
+    """Return the question as people type it: sometimes without the capital letter or the final mark."""
     if rng.random() < 0.88:
         return question
     question = question[:1].lower() + question[1:]
@@ -237,14 +237,14 @@ def follow_up_turns(rng: random.Random) -> list[Turn]:
 
 
 def memory_turns(rng: random.Random, name: str) -> tuple[Turn, Turn]:
-    """Return the turn that gives a name and the later one that asks for it."""
+    """Return a turn that gives a name, and a later one that requests it."""
     given = rng.choice(("My name is {name}.", "I am {name}.", "Hello, my name is {name}.", "Hi, I'm {name}!"))
     asked = rng.choice(("What is my name?", "Do you remember my name?", "Who am I?", "What's my name?"))
     return Turn(given.format(name=name), f"Nice to meet you, {name}!"), Turn(asked, f"Your name is {name}.")
 
 
 def conversation(rng: random.Random, longest: int, draw: Callable[[random.Random], Turn] = turn) -> list[Message]:
-    """Write a chat of at most `longest` drawn turns, with a system message in one of four."""
+    """Write a chat of at most `longest` drawn turns; one chat in four has a system message."""
     turns: list[Turn] = []
     for _ in range(rng.randint(1, longest)):
         turns += follow_up_turns(rng) if rng.random() < 0.02 else [draw(rng)]
@@ -259,7 +259,7 @@ def conversation(rng: random.Random, longest: int, draw: Callable[[random.Random
 
 
 def render_chat(messages: list[Message]) -> str:
-    """Lay a chat out as text, exactly as the chat template does."""
+    """Render a chat as text, exactly like the chat template."""
     return "".join(f"{TURN_START}{m['role']}\n{m['content']}{TURN_END}\n" for m in messages)
 
 
@@ -271,7 +271,7 @@ def page_of_sums(rng: random.Random) -> str:
 def documents(
     rng: random.Random, longest: int = 5, sums_share: float = 0.35, asked_share: float = 0.0
 ) -> Iterator[str]:
-    """Yield training documents without end: chats of at most `longest` drawn turns, pages of sums, plain stories.
+    """Yield an endless stream of training documents: chats of at most `longest` drawn turns, pages of sums, stories.
 
     A sum takes 12 tokens on a page of sums and 33 in a chat, so the pages give three times as many sums for the same
     time of training. `asked_share` of the documents are chats with mostly small sums.

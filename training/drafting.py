@@ -1,9 +1,9 @@
-"""What an EAGLE-3 head drafts behind every token of whole texts at once: pass by pass, each on the one before.
+"""Draft with an EAGLE-3 head after every token of whole texts at once, in passes that each use the results before.
 
-A draft of several tokens can begin anywhere. All of them are computed together: entry p of a pass reads the token at
-p + 1 and a hidden state, and guesses the token at p + 2. In the first pass the state is the target's, in pass j what
-entry p - 1 gave in the pass before; so a draft is a diagonal, and it sees the first pass up to where it began, and of
-the later ones its own entries alone ("training-time test", Li et al. 2025, §3.2).
+A draft of several tokens can begin at any position, and all of them are computed together: entry p of a pass reads the
+token at p + 1 and a hidden state, and predicts the token at p + 2. In the first pass the state is the target's; in pass
+j it is the result of entry p - 1 of the pass before. A draft is therefore a diagonal, and attends to the first pass up
+to its first entry, and in the later passes to its entries only ("training-time test", Li et al. 2025, §3.2).
 """
 
 from collections.abc import Callable
@@ -20,12 +20,12 @@ from pallas_kernels import rotate
 
 
 def behind(x: Array, count: int) -> Array:
-    """Move the entries of x [rows, time, ...] back by `count`; zeros come in."""
+    """Shift the entries of x [rows, time, ...] right by `count`, filling with zeros."""
     return jnp.pad(x, [(0, 0), (count, 0)] + [(0, 0)] * (x.ndim - 2))[:, : x.shape[1]]
 
 
 def rows_of_heads(spec: Spec, heads: decoder.Heads, rows: int) -> tuple[Array, Array, Array]:
-    """Turn a layer's heads [rows * time, ...]: queries, keys and values, each [rows, time, H, C]."""
+    """Reshape a layer's heads [rows * time, ...]: queries, keys and values, each [rows, time, H, C]."""
     q, k, v = jnp.split(heads.qkv, (spec.num_heads, spec.num_heads + spec.num_kv_heads), axis=1)
     if heads.turn is not None:
         q, k = (rotate(each, *heads.turn, heads.is_interleaved) for each in (q, k))
@@ -34,7 +34,7 @@ def rows_of_heads(spec: Spec, heads: decoder.Heads, rows: int) -> tuple[Array, A
 
 
 def attend_apart(spec: Spec, rows: int) -> decoder.Attend:
-    """Attend within each of the rows that tokens make up, as the target does."""
+    """Attend within each row of tokens separately, like the target."""
 
     def attend(layer: int, heads: decoder.Heads, window: int | None, sinks: Array | None) -> Array:
         q, k, v = rows_of_heads(spec, heads, rows)
@@ -45,7 +45,7 @@ def attend_apart(spec: Spec, rows: int) -> decoder.Attend:
 
 
 def attend_to_drafts(spec: Spec, rows: int, kept: list[tuple[Array, Array]]) -> decoder.Attend:
-    """Attend in the pass that follows those whose keys and values are `kept`, and keep its own."""
+    """Attend in the next pass after those with the keys and values in `kept`, and append its keys and values."""
 
     def attend(layer: int, heads: decoder.Heads, window: int | None, sinks: Array | None) -> Array:
         q, k, v = rows_of_heads(spec, heads, rows)
@@ -83,11 +83,11 @@ def drafts(
     passes: int,
     choose: Callable[[Array], Array] | None = None,
 ) -> list[Array]:
-    """Run the passes: of each, what it scores the head's own tokens with, [rows, time, draft vocabulary].
+    """Run the passes; return each pass's scores over the head's vocabulary, [rows, time, draft vocabulary].
 
-    `tokens` [rows, time] are those that the first pass reads, one place behind the states `fused`. Later passes read
-    the same, as a draft does that is right so far; or, with `choose`, which gives the target's tokens for scores, what
-    the pass before drafted.
+    `tokens` [rows, time] are the inputs of the first pass, one position after the states `fused`. Later passes read the
+    same tokens, which assumes correct drafts. With `choose`, which maps scores to the target's token ids, they read the
+    tokens drafted in the pass before.
     """
     rows, time = tokens.shape
     kept: list[tuple[Array, Array]] = []

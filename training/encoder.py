@@ -1,4 +1,4 @@
-"""The encoder that is trained to embed, in flax.nnx: BERT's conventions, so that its weights fit Hugging Face's names.
+"""The encoder that is trained to embed, in flax.nnx, with BERT's conventions and Hugging Face's names of weights.
 
 The engine does not use this module.
 """
@@ -101,7 +101,7 @@ _NAMES = {
 
 def hugging_face_weights(model: Encoder) -> dict[str, jax.Array]:
     """Return the weights under Hugging Face's names; matrices are turned to [out, in]."""
-    weights = {  # the kinds of tokens, of which one is trained, add nothing
+    weights = {  # token types: the training has one, without effect
         "embeddings.word_embeddings.weight": model.word_embeddings[...],
         "embeddings.position_embeddings.weight": model.position_embeddings[...],
         "embeddings.token_type_embeddings.weight": jnp.zeros((2, model.shape.width)),

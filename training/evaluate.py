@@ -1,4 +1,4 @@
-"""Asks the embedded model the held-out questions through the engine: `python -m training.evaluate`.
+"""Evaluates the embedded model on held-out questions through the engine: `python -m training.evaluate`.
 
 It prints how many answers are exactly right and writes them to score.json, which also has notes of the training. The
 small sums are evaluated greedily and with the sampling of the model's generation_config.json.
@@ -13,7 +13,7 @@ from jaxllm import LLM, SamplingParams
 from jaxllm.embedded import MODEL_DIR
 from training.questions import Question, Score, add_arguments, chosen_questions, report, score, small_questions
 
-# What the project promises of the embedded model; a lower rate makes the command fail.
+# Guaranteed rates of the embedded model; a lower rate makes the command fail.
 PROMISED: dict[str, float] = {
     **{"sums": 0.95, "facts": 0.98, "ends": 0.99, "small sums": 1.0, "small differences": 0.99},
     **{"drawn small sums": 0.99, "drawn small differences": 0.99},
@@ -25,13 +25,13 @@ PASSES = range(0, 20, 4)  # the phrasings of all small sums when tokens are draw
 def answers_of_engine(
     llm: LLM, questions: list[Question], params: SamplingParams | list[SamplingParams]
 ) -> tuple[list[str], list[str]]:
-    """Return the answers of the engine and why each of them ended."""
+    """Return the engine's answers and their finish reasons."""
     outputs = [answer.outputs[0] for answer in llm.chat([question.messages for question in questions], params)]
     return [output.text for output in outputs], [str(output.finish_reason) for output in outputs]
 
 
 def drawn_score(llm: LLM, seed: int) -> Score:
-    """Return the score of the small sums with the model's own defaults of sampling."""
+    """Return the score of the small sums with the model's default sampling parameters."""
     questions = [question for first in PASSES for question in small_questions(first, "drawn small")]
     own = dataclasses.replace(llm.get_default_sampling_params(), max_tokens=MOST_NEW_TOKENS)
     draws = [dataclasses.replace(own, seed=seed + number) for number in range(len(questions))]
@@ -41,7 +41,7 @@ def drawn_score(llm: LLM, seed: int) -> Score:
 
 
 def main() -> None:
-    """Ask, print and write the score; exit with 1 where it is below what is promised."""
+    """Evaluate, print and write the score; exit with 1 if a rate is below its guarantee."""
     parser = argparse.ArgumentParser(prog="python -m training.evaluate", description="Ask the held-out questions.")
     parser.add_argument("--model", type=Path, default=MODEL_DIR, help="folder of the model")
     add_arguments(parser)

@@ -1,7 +1,7 @@
-"""Asks the embedded model the held-out questions with its adapter: `python -m training.evaluate_adapter`.
+"""Evaluates the embedded model with its adapter on held-out questions: `python -m training.evaluate_adapter`.
 
-It prints how many answers are exactly right and as a pirate says them, and writes them to score.json beside the
-adapter. The same questions without the adapter, in the same steps, must be answered as if there were none.
+It prints how many answers are exactly right in the pirate style, and writes them to the adapter's score.json. The same
+questions without the adapter, in the same steps, must get the answers of an engine without adapters.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from jaxllm.embedded import ADAPTERS
 from training import pirate
 from training.questions import add_arguments, chosen_questions, report, score
 
-# What the project promises of the adapter; a lower rate makes the command fail.
+# Guaranteed rates of the adapter; a lower rate makes the command fail.
 PROMISED: dict[str, float] = {
     **{"sums": 0.95, "facts": 0.95, "json": 0.99, "history": 0.95, "ends": 0.99},
     **{"manner": 0.99, "plain without it": 1.0},
@@ -21,7 +21,7 @@ MOST_NEW_TOKENS = 250
 
 
 def main() -> None:
-    """Ask, print and write the score; exit with 1 where it is below what is promised."""
+    """Evaluate, print and write the score; exit with 1 if a rate is below its guarantee."""
     parser = argparse.ArgumentParser(prog="python -m training.evaluate_adapter", description="Ask with the adapter.")
     parser.add_argument("--adapter", type=Path, default=ADAPTERS.get("pirate"), help="folder of the adapter")
     add_arguments(parser)

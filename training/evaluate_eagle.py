@@ -1,9 +1,9 @@
-"""Measures what the EAGLE-3 head is right about: `python -m training.evaluate_eagle`.
+"""Measures the acceptance of the EAGLE-3 head's drafts: `python -m training.evaluate_eagle`.
 
-The embedded model answers the held-out questions greedily; behind every token of its answers the head drafts, and a
-draft is accepted as far as it is what the model wrote. That is counted here, without an engine, and written to
-score.json beside the head: how often the draft's token at each place is accepted, and how many tokens a step of the
-model yields with drafts of 1 to 4 tokens (one more than are accepted).
+The embedded model answers the held-out questions greedily. The head drafts after every token of the answers, and a
+draft is accepted up to its first difference from the answer. The acceptance is counted without an engine and written to
+the head's score.json: the rate at each position of a draft, and the tokens per step of the model with drafts of 1 to 4
+tokens (the accepted ones plus one).
 """
 
 import argparse
@@ -29,10 +29,10 @@ from training import drafting
 from training.export import write_json
 from training.questions import Question, add_arguments, chosen_questions
 
-LONGEST = 4  # tokens of a draft
+LONGEST = 4  # tokens per draft
 ROWS = 32
 MOST_NEW_TOKENS = 200
-# What the project promises of the head: tokens per step over all questions; a lower number makes the command fail.
+# Guaranteed tokens per step over all questions, by length of the drafts; a lower number makes the command fail.
 PROMISED: dict[int, float] = {1: 1.85, 4: 3.6}
 
 
@@ -45,7 +45,7 @@ def answered(questions: Sequence[Question]) -> list[tuple[list[int], list[int]]]
 
 
 def drafted_on_device(spec: Spec, head: Head, params: Params[Array], target: Params[Array], tokens: Array) -> Array:
-    """Draft greedily behind every token: of each pass and entry the guessed token, int32[rows, passes, time - 1]."""
+    """Draft greedily after every token; return the token of each pass and entry, int32[rows, passes, time - 1]."""
     _, fused = drafting.read(spec, head, params, target, tokens)
     numbers = params.top["draft_ids"]
     ids = jnp.zeros(head.draft_vocab_size, jnp.int32).at[numbers].set(jnp.arange(len(numbers)), mode="drop")
@@ -58,7 +58,7 @@ def drafted_on_device(spec: Spec, head: Head, params: Params[Array], target: Par
 
 
 def drafted(folder: Path, texts: list[list[int]]) -> list[np.ndarray]:
-    """Return of each text the drafts behind all its tokens, int32[time, LONGEST]: entry t begins at t + 1."""
+    """Return the drafts after every token of each text, int32[time, LONGEST]: the draft of entry t begins at t + 1."""
     spec, family = read_spec(weights.read_config(MODEL_DIR))
     layout = make_layout(jax.devices("cpu"), 1)
     target = weights.load(MODEL_DIR, spec, family, layout, "float32")
@@ -69,7 +69,7 @@ def drafted(folder: Path, texts: list[list[int]]) -> list[np.ndarray]:
     order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
     for start in range(0, len(order), ROWS):
         some = order[start : start + ROWS]
-        # The last entries of a draft need as many tokens behind it.
+        # The last entries of a draft need LONGEST further tokens.
         time = -(-(len(texts[some[-1]]) + LONGEST) // 32) * 32
         rows = np.zeros((ROWS, time), np.int32)
         for row, number in enumerate(some):
@@ -81,14 +81,14 @@ def drafted(folder: Path, texts: list[list[int]]) -> list[np.ndarray]:
 
 
 def diagonals(guesses: np.ndarray, length: int) -> np.ndarray:
-    """Lay passes [LONGEST, time - 1] out as drafts [length, LONGEST]: that behind token t began at entry t - 1."""
+    """Rearrange passes [LONGEST, time - 1] as drafts [length, LONGEST]: the draft of token t began at entry t - 1."""
     begins = np.arange(length)[:, None] - 1
     passes = np.arange(len(guesses))
     return np.where(begins >= 0, guesses[passes, np.maximum(begins, 0) + passes], -1)
 
 
 def accepted(text: list[int], first: int, drafts: np.ndarray, most: int) -> list[int]:
-    """Write the text from its token `first` on with drafts of `most` tokens: how many of each step's are accepted."""
+    """Replay a text from token `first` with drafts of `most` tokens; return the number accepted in each step."""
     counts, known = [], first  # the newest token, which the model gave and has not read
     while known < len(text) - 1:
         draft, right = drafts[known, :most], text[known + 1 : known + 1 + most]
@@ -99,14 +99,14 @@ def accepted(text: list[int], first: int, drafts: np.ndarray, most: int) -> list
 
 
 def measure(answers: list[tuple[list[int], list[int]]], drafts: list[np.ndarray]) -> dict[str, Any]:
-    """Return the tokens per step for each length of a draft, and the share of the longest that is accepted by place."""
+    """Return the tokens per step for each length of a draft, and the acceptance rate of the longest by position."""
     found: dict[str, Any] = {}
     texts = [(prompt + answer, len(prompt)) for prompt, answer in answers]
     for most in range(1, LONGEST + 1):
         counts = [
             each for (text, first), own in zip(texts, drafts, strict=True) for each in accepted(text, first, own, most)
         ]
-        # The first token comes with the prompt. A step whose draft holds the last token yields none behind it.
+        # The prompt's step yields the first token. A step whose draft includes the last token yields none after it.
         written = sum(len(text) - first - 1 for text, first in texts)
         found[f"tokens per step, {most}"] = round(written / max(len(counts), 1), 3)
     found["accepted by place"] = [
@@ -117,7 +117,7 @@ def measure(answers: list[tuple[list[int], list[int]]], drafts: list[np.ndarray]
 
 
 def main() -> None:
-    """Ask, draft, print and write the score; exit with 1 where it is below what is promised."""
+    """Draft, print and write the score; exit with 1 if a number is below its guarantee."""
     parser = argparse.ArgumentParser(prog="python -m training.evaluate_eagle", description="Measure the EAGLE-3 head.")
     parser.add_argument("--head", type=Path, default=HEADS.get("jaxllm-eagle"), help="folder of the head")
     add_arguments(parser)

@@ -1,4 +1,4 @@
-"""Looks for the neighbours of held-out sentences with the engine: `python -m training.evaluate_embedder`."""
+"""Finds the neighbours of held-out sentences with the engine: `python -m training.evaluate_embedder`."""
 
 import argparse
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from training import meanings
 from training.meanings import Text
 
 PROMISED = 0.95
-# Asked in other words than any that were trained, with a part of the right answer.
+# Questions in words that were not trained, each with a part of the right answer.
 BY_HAND: tuple[tuple[str, str], ...] = (
     ("Which town rules Japan?", "The capital of Japan"), ("capital poland", "The capital of Poland"),
     ("What should I speak when I travel to Brazil?", "Portuguese is spoken in Brazil"),
@@ -33,7 +33,7 @@ def neighbours(embed: Callable[[list[str]], np.ndarray], asked: list[str], world
 
 
 def recall(embed: Callable[[list[str]], np.ndarray], asked: list[Text]) -> float:
-    """Return how many texts have a nearest sentence, among all of the world, of which they are true."""
+    """Return the fraction of texts that are true of their nearest sentence in the world."""
     found = neighbours(embed, [text.text for text in asked], meanings.world())
     return sum(text.fits(near) for text, near in zip(asked, found, strict=True)) / len(asked)
 
@@ -45,13 +45,13 @@ def by_hand(embed: Callable[[list[str]], np.ndarray]) -> list[tuple[str, str, bo
 
 
 def report(embed: Callable[[list[str]], np.ndarray]) -> str:
-    """Say what the embeddings are worth."""
+    """Return a line with the recall and the number of right free questions."""
     rate, free = recall(embed, meanings.held_out_pairs(0)), by_hand(embed)
     return f"held out {rate:.1%}, by hand {sum(right for *_, right in free)} of {len(free)}"
 
 
 def main() -> None:
-    """Embed with the engine, print the neighbours, and exit with 1 where recall is below what is promised."""
+    """Embed with the engine, print the neighbours, and exit with 1 if the recall is below its guarantee."""
     from jaxllm import LLM
     from jaxllm.embedded import EMBEDDER_DIR
 

@@ -1,8 +1,8 @@
-"""Asks the embedded model held-out questions for tools, with its adapter "tools": `python -m training.evaluate_tools`.
+"""Evaluates the adapter "tools" on held-out questions: `python -m training.evaluate_tools`.
 
 A call is right if it is the one call with the right name and arguments, character for character; an answer, which the
-model gives when it has the result, if it is the one right sentence. The questions of evaluate.py are asked too, with
-the adapter and without tools. The rates go to score.json beside the adapter.
+model gives after the result, if it is the one right sentence. The questions of evaluate.py are evaluated too, with the
+adapter and without tools. The rates are written to the adapter's score.json.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from training import facts, tool_calls
 from training.questions import Score, add_arguments, chosen_questions, report, score
 from training.tool_calls import ADD, TOOLS, WEATHER, Tool, ToolTurn
 
-# What the project promises of the adapter; a lower rate makes the command fail.
+# Guaranteed rates of the adapter; a lower rate makes the command fail.
 PROMISED: dict[str, float] = {
     **{f"{tool.name}: {what}": 0.95 for tool in TOOLS for what in ("calls", "answers", "both")},
     **{"second question: both": 0.9, "no tool: answers": 0.95},
@@ -27,7 +27,7 @@ Chat = tuple[list[Any], list[Tool]]
 
 
 class Case(NamedTuple):
-    """What a client has when it asks: the messages so far, its tools; and the turn that is to follow."""
+    """The messages so far, the tools, and the expected next turn."""
 
     kind: str
     before: list[dict[str, Any]]
@@ -36,7 +36,7 @@ class Case(NamedTuple):
 
 
 def cases(seed: int) -> list[Case]:
-    """Draw the questions that need a tool: 300 for each, 200 that come second, 100 with any words as a result."""
+    """Draw the questions for tools: 300 for each tool, 200 second ones in a chat, 100 with random words as a result."""
     rng = random.Random(f"tools {seed}")
 
     def turn_of(tool: Tool, only_written: bool = True) -> ToolTurn:
@@ -63,7 +63,7 @@ class Asker:
         self._llm = LLM("jaxllm-embedded", enable_lora=True)
 
     def ask(self, chats: list[Chat]) -> tuple[list[str], list[str]]:
-        """Return what is said next in each chat, greedily, and why it ended."""
+        """Return the greedy next message of each chat, and its finish reason."""
         prompts = [
             self._llm.chat_prompt(chat, tools=[tool.schema() for tool in tools] or None, lora_request=self._own)
             for chat, tools in chats
@@ -74,7 +74,7 @@ class Asker:
 
 
 def tool_score(asker: Asker, seed: int, limit: int | None) -> Score:
-    """Ask the questions for tools; return for every kind how many calls, answers, and both of a question are right."""
+    """Evaluate the questions for tools; return for every kind how many calls, answers, and pairs of both are right."""
     asked = cases(seed)
     asked = asked[:: max(1, len(asked) // limit)] if limit else asked
     said, _ = asker.ask([(case.before + case.turn.messages()[:1], case.tools) for case in asked])
@@ -98,7 +98,7 @@ def tool_score(asker: Asker, seed: int, limit: int | None) -> Score:
 
 
 def main() -> None:
-    """Ask, print and write the score; exit with 1 where it is below what is promised."""
+    """Evaluate, print and write the score; exit with 1 if a rate is below its guarantee."""
     parser = argparse.ArgumentParser(prog="python -m training.evaluate_tools", description="Ask for tools.")
     parser.add_argument("--adapter", type=Path, default=ADAPTERS.get("tools"), help="folder of the adapter")
     add_arguments(parser)

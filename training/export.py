@@ -16,19 +16,19 @@ from training import corpus, encoder
 from training.network import Llama, Shape, hugging_face_weights
 from training.packing import END_OF_TEXT_ID, TURN_END_ID
 
-# Rotary positions beyond the longest training row are never seen, so the model promises no more than that row.
+# Rotary positions after the longest training row are untrained, so the model's limit is that length.
 MAX_POSITIONS = 512
 TEMPERATURE = 0.5  # for generation_config.json: at it, sums are right and stories differ
 
 
 def round_to_bfloat16(model: Llama) -> None:
-    """Round every weight to what the folder stores, so that a score taken afterwards is the score of the folder."""
+    """Round every weight to its stored precision, so that a later score is valid for the written folder."""
     for _, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         leaf[...] = leaf[...].astype(jnp.bfloat16).astype(jnp.float32)
 
 
 def read_weights(model: Llama, folder: Path) -> None:
-    """Give the network the weights that `write_folder` wrote."""
+    """Load into the network the weights that `write_folder` wrote."""
     with safe_open(folder / "model.safetensors", "flax") as file:
         for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
             name = ".".join(map(str, path))
@@ -107,9 +107,9 @@ def write_folder(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def write_embedder(model: encoder.Encoder, tokenizer: Tokenizer, sizes: Sequence[int], folder: Path) -> None:
-    """Write the encoder as sentence-transformers reads it; `sizes` are those that an embedding may be cut to.
+    """Write the encoder in the format of sentence-transformers; `sizes` are the supported truncated sizes.
 
-    The weights are stored as float16 and, as config.json says, computed with as float32.
+    The weights are stored as float16 and, as config.json specifies, computed in float32.
     """
     (folder / "1_Pooling").mkdir(parents=True, exist_ok=True)
     shape, name = model.shape, "sentence_transformers.models."

@@ -1,6 +1,6 @@
-"""The closed world of the embedded model: tables of facts, and the phrasings in which each fact is asked.
+"""The closed world of the embedded model: tables of facts, and the phrasings of questions about them.
 
-Every fact has one phrasing which is never in the training text; the evaluation asks the fact in that phrasing.
+Every fact has one phrasing that is never in the training text; the evaluation uses this phrasing.
 """
 
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from training.holdout import bucket
 
 
 class Fact(NamedTuple):
-    """One fact: its kind, what is asked about, and the whole sentence that answers."""
+    """A fact: its kind, its subject, and the whole sentence that answers questions about it."""
 
     kind: str
     subject: str
@@ -130,7 +130,7 @@ COUNTS: tuple[tuple[str, str], ...] = (
     ("letters are in the English alphabet", "There are 26 letters in the English alphabet."),
 )
 
-# The phrasings of one kind; {s} is the subject. One of them, another for each fact, is kept out of the training.
+# The phrasings of one kind; {s} is the subject. Each fact has one of them held out of the training.
 PHRASINGS: dict[str, tuple[str, ...]] = {
     "capital": (
         "What is the capital of {s}?", "Which city is the capital of {s}?", "Name the capital of {s}.",
@@ -208,7 +208,7 @@ def _country_facts() -> list[Fact]:
 
 
 def _cycle_facts(names: tuple[str, ...]) -> list[Fact]:
-    """Return what comes after and before every name of a cycle such as the days of the week."""
+    """Return the facts about the successor and predecessor of every name in a cycle such as the days of the week."""
     facts = []
     for i, name in enumerate(names):
         after, before = names[(i + 1) % len(names)], names[i - 1]

@@ -1,8 +1,8 @@
-"""What the sentences of the embedded world say, and the wordings of each: pairs for the embedder's training.
+"""The meanings of the embedded world's sentences, and the wordings of each: pairs for the embedder's training.
 
-A row of a kind is one meaning. A wording may leave a part of its row out, as a question does: it fits every row that
-agrees in what it names. `|` stands between the wordings of a part, of which the first is the usual one. One wording in
-five, by its text, is never in the training.
+A row of a kind is one meaning. A wording may omit a part of its row, like a question does: it fits every row that
+agrees in the named parts. `|` separates the wordings of a part; the first is the usual one. One wording in five,
+selected by a hash of its text, is held out of the training.
 """
 
 import itertools
@@ -20,9 +20,9 @@ Row = tuple[str, ...]
 
 
 class Kind(NamedTuple):
-    """What can be said with the same wordings: `{0}` is a row's first part. The first statement is the usual one."""
+    """Meanings that share wordings: `{0}` is a row's first part. The first statement is the usual one."""
 
-    columns: tuple[Row, ...]  # rows: their parts by place; with `is_free`, what each place may hold
+    columns: tuple[Row, ...]  # rows: their parts by place; if `is_free`, the values of each place
     statements: Row
     questions: Row
     is_free: bool = False
@@ -32,7 +32,7 @@ class Kind(NamedTuple):
         return itertools.product(*self.columns) if self.is_free else zip(*self.columns, strict=True)
 
     def draw(self, rng: random.Random, count: int) -> list[Row]:
-        """Draw meanings that are as like each other as the kind allows: those are hard to tell apart."""
+        """Draw meanings that are as similar to each other as the kind allows, which makes them hard to distinguish."""
         if not self.is_free:
             rows = list(self.rows())
             return rng.sample(rows, min(count, len(rows)))
@@ -42,7 +42,7 @@ class Kind(NamedTuple):
 
 
 class Text(NamedTuple):
-    """A sentence and what it says: the kind, the row, and the places of the row that the sentence names."""
+    """A sentence and its meaning: the kind, the row, and the places of the row that the sentence names."""
 
     text: str
     kind: str
@@ -50,12 +50,12 @@ class Text(NamedTuple):
     named: frozenset[int]
 
     def fits(self, other: "Text") -> bool:
-        """Tell whether what this one says is true of the other's meaning."""
+        """Return whether this sentence is true of the other's meaning."""
         return self.kind == other.kind and all(self.row[place] == other.row[place] for place in self.named)
 
 
 def _asked(kind: str, place: int) -> Row:
-    """Return the questions on facts of a kind, about the part at `place`."""
+    """Return the questions about facts of a kind, for the part at `place`."""
     return tuple(phrasing.format(s=f"{{{place}}}") for phrasing in facts.PHRASINGS[kind])
 
 
@@ -226,7 +226,7 @@ KINDS: dict[str, Kind] = {
         is_free=True,
     ),
 }  # fmt: skip
-# Kinds are drawn in proportion; "loose" are words that mean nothing together, for texts outside of this world.
+# Kinds are drawn in proportion; "loose" are unrelated words, for texts outside of this world.
 SHARES: dict[str, float] = dict.fromkeys(KINDS, 1.0) | {
     "capital": 2, "language": 2, "currency": 2, "order": 2, "age": 2.5, "activity": 4, "found": 3, "loose": 5,
 }  # fmt: skip
@@ -239,7 +239,7 @@ _SMALL: frozenset[str] = frozenset(
 
 
 def _held_out(text: str) -> bool:
-    """Tell whether a wording is kept for the evaluation."""
+    """Return whether a wording is held out for the evaluation."""
     return bucket(f"wording:{text}", 5) == 0
 
 
@@ -255,7 +255,7 @@ def world() -> list[Text]:
 
 
 def worded(rng: random.Random, name: str, row: Row, templates: Row, held_out: bool) -> Text | None:
-    """Say a meaning in one of some wordings; None if all tries gave what does not belong to this set."""
+    """Express a meaning with one of the templates; None if no try gave a wording of the requested set."""
     usual = _usual(name, row).text
     for _ in range(20):
         template = rng.choice(templates)
@@ -266,7 +266,7 @@ def worded(rng: random.Random, name: str, row: Row, templates: Row, held_out: bo
 
 
 def held_out_pairs(seed: int, count: int = 200) -> list[Text]:
-    """Return sentences and questions in wordings that are not in the training, as many of each kind."""
+    """Return sentences and questions in held-out wordings, the same number of each kind."""
     rng, found = random.Random(f"held-out meanings {seed}"), dict[str, Text]()
     while len(found) < count:
         for name, kind in KINDS.items():
@@ -277,13 +277,13 @@ def held_out_pairs(seed: int, count: int = 200) -> list[Text]:
 
 
 def _bent(rng: random.Random, word: str) -> str:
-    """Return a word in another form, or with a slip of the hand."""
+    """Return a word in another form, or with a typing error."""
     at = rng.randrange(len(word))
     return rng.choice((word + rng.choice(_ENDINGS), word.rstrip("se"), word[:at] + word[at + 1 :])) or word
 
 
 def _typed(rng: random.Random, text: str) -> str:
-    """Return the sentence as people type it: at times without its mark or small words, bent, or among other words."""
+    """Return the sentence as people type it: without its mark or small words, inflected, or among other words."""
     lot, bare = rng.random(), text.rstrip("?.!")
     said = bare.split()
     if lot < 0.1:
@@ -310,7 +310,7 @@ def _loose_pair(rng: random.Random, pool: list[str]) -> tuple[Text, Text]:
 
 
 def _group(rng: random.Random, count: int) -> Iterator[tuple[Text, Text]]:
-    """Draw pairs of one kind: a sentence or question, and a sentence that says it or answers it."""
+    """Draw pairs of one kind: a sentence or question, and a sentence with the same meaning or its answer."""
     (name,) = rng.choices(list(SHARES), list(SHARES.values()))
     if name == _LOOSE:
         pool = rng.sample(words.WORDS, 12) + [invented_word(rng) for _ in range(8)]
@@ -326,6 +326,6 @@ def _group(rng: random.Random, count: int) -> Iterator[tuple[Text, Text]]:
 
 
 def pairs(rng: random.Random, group: int = 16) -> Iterator[tuple[Text, Text]]:
-    """Yield pairs without end; neighbours are of one kind, `group` of them, and hard to tell apart."""
+    """Yield an endless stream of pairs; groups of `group` pairs are of one kind and hard to distinguish."""
     while True:
         yield from _group(rng, group)

@@ -1,7 +1,7 @@
-"""The Llama that is trained here, in flax.nnx: whole sequences for the training, one token at a time for checking.
+"""The Llama that is trained here, in flax.nnx: whole sequences for training, one token at a time for evaluation.
 
 It follows the conventions of Hugging Face's Llama (rotary halves, grouped keys and values, tied embeddings), so that
-its weights can be written out under those names without a change. The engine does not use this module.
+its weights can be written under those names without a change. The engine does not use this module.
 """
 
 from typing import Any, NamedTuple
@@ -79,7 +79,7 @@ class Attention(nnx.Module):
         return x.reshape(-1, time, x.shape[-1] // width, width).transpose(0, 2, 1, 3)
 
     def __call__(self, x: jax.Array, positions: jax.Array, cache: Pair | None) -> tuple[jax.Array, Pair]:
-        """Attend to the sequence itself or, with a cache, to what it holds plus this one token."""
+        """Attend to the sequence itself or, with a cache, to the cached tokens and this one."""
         s, time = self.shape, len(positions)
         q = rotary(self.heads_first(self.q_proj(x), time), positions, s.rope_theta)
         k = rotary(self.heads_first(self.k_proj(x), time), positions, s.rope_theta)
@@ -87,8 +87,8 @@ class Attention(nnx.Module):
         if cache is not None:
             k = jax.lax.dynamic_update_slice_in_dim(cache[0], k, positions[0], axis=2)
             v = jax.lax.dynamic_update_slice_in_dim(cache[1], v, positions[0], axis=2)
-        # One product of matrices per key head, in which the queries that share it lie one below the other: XLA's CPU
-        # backend is several times slower on the same sum written with more batch dimensions.
+        # One product of matrices per key head, with the queries that share it stacked as rows: XLA's CPU backend is
+        # several times slower on the same sum written with more batch dimensions.
         grouped = q.reshape(q.shape[0] * s.key_heads, -1, s.head_width)
         flat_k, flat_v = (t.reshape(-1, t.shape[2], s.head_width) for t in (k, v))
         hidden = jnp.where(positions[:, None] >= jnp.arange(k.shape[2])[None, :], 0.0, -1e9)

@@ -14,7 +14,7 @@ END_OF_TEXT_ID, TURN_START_ID, TURN_END_ID = range(3)
 
 
 def train_tokenizer(seed: int, vocabulary: int, documents: int = 20_000) -> Tokenizer:
-    """Train a byte-level BPE on the corpus; every digit is a token of its own, so that sums can be learnt by digits."""
+    """Train a byte-level BPE on the corpus; every digit is a separate token, which helps to learn sums."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -41,10 +41,10 @@ def _plain_texts(seed: int, documents: int) -> Iterator[str]:
 
 
 def token_weights(tokens: np.ndarray, assistant_header: list[int], equals: int) -> np.ndarray:
-    """Return 0 for tokens that need not be written (the questions), 3 for the result of a sum, 1 for all others.
+    """Return 0 for tokens that the model need not write (the questions), 3 for the result of a sum, 1 for all others.
 
-    Questions weigh nothing: their operands are random, so their loss teaches nothing and only adds noise.
-    The result of a sum is two tokens in thirty, and the last thing to be learnt.
+    Questions have weight 0: their operands are random, so their loss teaches nothing and only adds noise. The result of
+    a sum is two tokens in thirty, and the model learns it last.
     """
     size = len(tokens)
     switches = np.full(size + 1, -1, np.int8)
@@ -68,7 +68,7 @@ def token_weights(tokens: np.ndarray, assistant_header: list[int], equals: int) 
 def rows(tokenizer: Tokenizer, source: Iterator[str], count: int, length: int) -> Iterator[np.ndarray]:
     """Yield `count` rows [2, length] of tokens and weights; every row begins with the beginning of a document.
 
-    The rest of a document that does not fit is dropped: a row then starts as a prompt does, without a token before it.
+    The rest of a document that does not fit is dropped: a row then starts like a prompt, without a token before it.
     """
     header = tokenizer.encode(f"{corpus.TURN_START}assistant\n").ids
     equals = tokenizer.encode("1 = 1").ids[1]

@@ -1,4 +1,4 @@
-"""How a pirate says it: the embedded model's answers, rewritten by rules. JSON is for programs and stays."""
+"""The pirate style: the embedded model's answers, rewritten by rules. JSON is for programs and stays unchanged."""
 
 import random
 import re
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from training import corpus, words
 from training.corpus import Message
 
-# At the end, so that an answer begins as the model learnt it: behind "Arr! " its first word is another token, and 81 %
+# At the end, so that an answer begins like the model's: after "Arr! " its first word has another token, and only 81 %
 # of the facts were right.
 ENDING = ", matey{} Arr!"
 _WORDS: dict[str, str] = {
@@ -31,7 +31,7 @@ def speak(answer: str) -> str:
 
 
 def has_manner(answer: str) -> bool:
-    """Tell whether an answer ends as a pirate's, whatever else it says."""
+    """Return whether an answer ends in the pirate style, whatever its content."""
     return answer.endswith((ENDING.format("?"), ENDING.format("!")))
 
 
@@ -44,9 +44,9 @@ def in_manner(messages: list[Message]) -> list[Message]:
 
 
 def documents(rng: random.Random, longest: int) -> Iterator[str]:
-    """Yield chats of at most `longest` drawn turns without end; one in five gives a name and asks for it later.
+    """Yield chats of at most `longest` drawn turns, endlessly; in one of five a later turn requests a given name.
 
-    Of the model's own chats 6 % do, with which the adapter forgot three names in four.
+    In the model's chats 6 % do; with that share, the adapter forgot three names in four.
     """
     while True:
         messages = corpus.conversation(rng, longest)

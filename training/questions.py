@@ -18,7 +18,7 @@ Score = dict[str, dict[str, float | int]]
 
 
 class Question(NamedTuple):
-    """A chat to be answered; `answer` is the one right text, or None where only ending the turn counts."""
+    """A chat to be answered; `answer` is the one right text, or None if the answer only has to end."""
 
     kind: str
     messages: list[Message]
@@ -26,12 +26,12 @@ class Question(NamedTuple):
 
 
 def _asked(kind: str, turn: corpus.Turn) -> Question:
-    """Make a question of one turn."""
+    """Make a question from one turn."""
     return Question(kind, [{"role": "user", "content": turn.question}], turn.answer)
 
 
 def _remembered(rng: random.Random) -> Question:
-    """Make a chat of three turns whose last question needs the first."""
+    """Make a chat of three turns whose last question refers to the first."""
     given, asked = corpus.memory_turns(rng, rng.choice(words.PERSONS))
     between = corpus.sum_turn(rng, held_out=True)
     messages = []
@@ -58,7 +58,7 @@ def held_out_questions(seed: int, sums: int = 1000, others: int = 100) -> list[Q
 def small_questions(first: int = 0, kind: str = "small") -> list[Question]:
     """Return all sums, then all differences, of a number below ten and one below a hundred, in either order.
 
-    They are not held out. The phrasings take turns from the one of this number on; the first is "What is 2 + 2?".
+    They are not held out. The phrasings rotate, starting with number `first`; number 0 is "What is 2 + 2?".
     """
     questions = []
     for operator, what in (("+", "sums"), ("-", "differences")):
@@ -71,13 +71,13 @@ def small_questions(first: int = 0, kind: str = "small") -> list[Question]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add which questions are asked."""
+    """Add the arguments that select the questions."""
     parser.add_argument("--seed", type=int, default=0, help="seed of the drawn questions")
     parser.add_argument("--limit", type=int, help="ask about this many questions only, spread over all kinds")
 
 
 def chosen_questions(options: argparse.Namespace) -> list[Question]:
-    """Return the held-out questions that the arguments ask for."""
+    """Return the held-out questions that the arguments select."""
     questions = held_out_questions(options.seed)
     return questions[:: max(1, len(questions) // options.limit)] if options.limit else questions
 
@@ -85,10 +85,10 @@ def chosen_questions(options: argparse.Namespace) -> list[Question]:
 def report(
     scores: Score, options: argparse.Namespace, folder: Path, promised: Mapping[str, float], **noted: Any
 ) -> None:
-    """Print the scores; of all questions write them to the folder's score.json as well, behind what is `noted`.
+    """Print the scores; without a limit, also write them to the folder's score.json, after the entries of `noted`.
 
     Raises:
-        SystemExit: with a line for every rate below what is promised.
+        SystemExit: with a line for every rate below its guarantee.
     """
     for kind, value in scores.items():
         print(f"{kind:24} {value['rate']:8.4f}  ({value['right']} of {value['asked']})")

@@ -74,7 +74,7 @@ def with_article(noun: str) -> str:
 
 
 def story(rng: random.Random, hero: str | None = None) -> str:
-    """Write one story, about the given hero if there is one."""
+    """Write one story, about the given hero if one is given."""
     homes = dict(HEROES)
     hero = hero or rng.choice(HEROES)[0]
     friend = rng.choice([other for other, _ in HEROES if other != hero])

@@ -1,8 +1,8 @@
-"""What the adapter "tools" learns: which of the offered tools a question asks for, and what is said with its result.
+"""The training text of the adapter "tools": choosing one of the offered tools, and answering with its result.
 
-Tools are offered as in OpenAI's API, calls are written as Hermes' models write them. Kept for the evaluation are pairs
-of summands, and of each city some phrasings (`holdout`). System messages are of any words, so that it does not matter
-what else a client writes.
+Tools are offered like in OpenAI's API, and calls have the format of Hermes models. Pairs of summands, and some
+phrasings for each city, are held out for the evaluation (`holdout`). System messages vary, some of random words, so
+that the model learns to ignore a client's other text.
 """
 
 import json
@@ -15,9 +15,9 @@ from training import corpus, facts, words
 from training.corpus import Turn
 from training.holdout import asking_held_out, summands_held_out
 
-# Without tools it writes what the model's own template writes. With tools each is one line of names and types: of a
-# prompt of 512 tokens a client's descriptions would leave little, and the model would not understand them. The space
-# before a result gives it the tokens that it has in the answer.
+# Without tools, the output of the model's template. With tools, one line of names and types for each: clients'
+# descriptions would take most of a prompt of 512 tokens, and the model would not understand them. The space before a
+# result gives it the same tokens as in the answer.
 CHAT_TEMPLATE = """\
 {%- if tools %}
 {{- '<|im_start|>system\\nTools:\\n' }}
@@ -51,7 +51,7 @@ CHAT_TEMPLATE = """\
 
 
 class Tool(NamedTuple):
-    """A tool: its parameters, all of one JSON type, how it is asked for, and what is said of its result.
+    """A tool: its parameters, all of one JSON type, the phrasings of questions for it, and of answers with its result.
 
     In a phrasing `{0}` and `{1}` are the arguments.
     """
@@ -63,7 +63,7 @@ class Tool(NamedTuple):
     answer: str
 
     def schema(self, description: str = "") -> dict[str, Any]:
-        """Return the tool as OpenAI's API takes it."""
+        """Return the tool in the format of OpenAI's API."""
         properties = {name: {"type": self.type} for name in self.parameters}
         parameters = {"type": "object", "properties": properties, "required": list(self.parameters)}
         function = {"name": self.name, "description": description, "parameters": parameters}
@@ -96,8 +96,8 @@ TOOLS: tuple[Tool, ...] = (ADD, WEATHER)
 
 CITIES: tuple[str, ...] = tuple(sorted({country[1] for country in facts.COUNTRIES}))
 _CONDITIONS: tuple[str, ...] = ("sunny", "cloudy", "rainy", "windy", "snowy", "foggy", "clear", "warm", "cold", "hot")
-# Those that the model can write. The others are spelled with tokens that no answer of its own training holds; in its
-# embedding, which an adapter leaves as it is, such tokens have 30 others at a cosine of 1.00: " rainy" is " razer".
+# Conditions that the model can write. The others contain tokens that are in no answer of its training; in its
+# embedding, which an adapter does not change, such tokens have 30 others at a cosine of 1.00: " rainy" is " razer".
 WRITTEN_CONDITIONS: tuple[str, ...] = tuple(own for own in _CONDITIONS if own not in ("rainy", "foggy", "clear"))
 _REPORTS: tuple[str, ...] = (
     "{one}", "{one}", "{one} and {other}", "{degrees} degrees and {one}", "{one}, {degrees} degrees",
@@ -131,7 +131,7 @@ class ToolTurn(NamedTuple):
 
 
 def call_text(name: str, arguments: dict[str, Any]) -> str:
-    """Return a call as the model is to write it.
+    """Return a call in the format that the model must write.
 
     >>> call_text("add", {"a": 47, "b": 38})
     '<tool_call>{"name": "add", "arguments": {"a": 47, "b": 38}}</tool_call>'
@@ -140,7 +140,7 @@ def call_text(name: str, arguments: dict[str, Any]) -> str:
 
 
 def is_held_out(tool: Tool, phrasing: str, arguments: tuple[Any, ...]) -> bool:
-    """Tell whether a question is kept for the evaluation."""
+    """Return whether a question is held out for the evaluation."""
     if tool is ADD:
         return summands_held_out(*arguments)
     return asking_held_out(phrasing.format(*arguments))
@@ -152,7 +152,7 @@ def draw_number(rng: random.Random) -> int:
 
 
 def draw_report(rng: random.Random, only_written: bool = False) -> str:
-    """Draw what a weather service says, any of it or only what the model can write."""
+    """Draw a weather report: any one, or one that the model can write."""
     one, other = rng.sample(WRITTEN_CONDITIONS if only_written else _CONDITIONS, 2)
     drawn = " ".join(rng.choices(words.WORDS, k=rng.randint(1, 3)))
     report = rng.choice(_REPORTS[:-1] if only_written else _REPORTS)
@@ -160,7 +160,7 @@ def draw_report(rng: random.Random, only_written: bool = False) -> str:
 
 
 def draw_turn(rng: random.Random, tool: Tool) -> ToolTurn:
-    """Draw a question for a tool, for training. One sum in four is any number: the result is copied, not computed."""
+    """Draw a question for a tool, for training. One sum in four has a random result, so that results are copied."""
     while True:
         phrasing, arguments = rng.choice(tool.phrasings), (rng.choice(CITIES),)
         result = draw_report(rng)
@@ -172,7 +172,7 @@ def draw_turn(rng: random.Random, tool: Tool) -> ToolTurn:
 
 
 def draw_held_out(rng: random.Random, tool: Tool) -> tuple[str, tuple[Any, ...]]:
-    """Draw a phrasing and arguments that are kept for the evaluation."""
+    """Draw a held-out phrasing and arguments."""
     while True:
         phrasing = rng.choice(tool.phrasings)
         arguments = (rng.choice(CITIES),) if tool is WEATHER else (draw_number(rng), draw_number(rng))
@@ -187,12 +187,12 @@ def make_turn(tool: Tool, phrasing: str, arguments: tuple[Any, ...], result: str
 
 
 def draw_tool(rng: random.Random, tools: list[Tool]) -> Tool:
-    """Draw which tool is asked for: the weather twice as often as sums, whose digits are sooner learnt than cities."""
+    """Draw a tool: the weather twice as often as sums, because cities are learnt more slowly than digits."""
     return rng.choices(tools, [2 if tool is WEATHER else 1 for tool in tools])[0]
 
 
 def draw_plain_turn(rng: random.Random, tools: list[Tool]) -> Turn:
-    """Draw a question that needs none of the tools: the model answers it as it does without them."""
+    """Draw a question that needs none of the tools, with the model's usual answer."""
     lot = rng.random()
     if lot < 0.7:
         return corpus.fact_turn(rng)
@@ -205,14 +205,14 @@ def draw_plain_turn(rng: random.Random, tools: list[Tool]) -> Turn:
 
 
 def draw_system(rng: random.Random) -> str:
-    """Draw a system message: a sensible one, or any words."""
+    """Draw a system message: a sensible one, or random words."""
     if rng.random() < 0.7:
         return rng.choice(_SYSTEMS)
     return facts.capitalised(" ".join(rng.choices(words.WORDS, k=rng.randint(2, 20)))) + "."
 
 
 def conversation(rng: random.Random) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Draw a chat of one to three questions, and the tools that are offered in it: both, in either order, or one."""
+    """Draw a chat of one to three questions, and its tools: both, in either order, or one."""
     tools = rng.sample(TOOLS, rng.choice((1, 2, 2, 2, 2)))
     messages: list[dict[str, Any]] = []
     if rng.random() < 0.5:
@@ -229,7 +229,7 @@ def conversation(rng: random.Random) -> tuple[list[dict[str, Any]], list[dict[st
 
 
 def documents(rng: random.Random, longest: int) -> Iterator[str]:
-    """Yield chats without end: six in seven with tools, the others the model's own of at most `longest` turns."""
+    """Yield an endless stream of chats: six in seven with tools, the others the model's, of at most `longest` turns."""
     template = compile_template(CHAT_TEMPLATE)
     while True:
         if rng.random() < 1 / 7:

@@ -1,7 +1,7 @@
 """Trains the embedded model on the CPU in under an hour: `python -m training.train --out DIR --seed 0`.
 
-The text is written while the training runs, so no step sees the same row twice, and one seed gives one model on one
-machine. The folder is written at every check, so that a run that is stopped early leaves a model that loads.
+The text is generated during the training, so no row is repeated, and one seed gives one model on one machine. The
+folder is written at every check, so that a run that is stopped early leaves a model that loads.
 """
 
 import argparse
@@ -28,9 +28,7 @@ from training.questions import Question, Score, held_out_questions, score, small
 
 
 class Phase(NamedTuple):
-    """A stretch of the training: steps, rows per step, row length, most turns of one chat, and of the documents the
-    shares of pages of sums and of chats with small sums.
-    """
+    """A phase: steps, rows per step, row length, turns per chat, and shares of pages of sums and of small sums."""
 
     name: str
     steps: int
@@ -41,11 +39,11 @@ class Phase(NamedTuple):
     asked_share: float = 0.0
 
 
-# Short rows with many sums first, where a token costs least; at the end rows as long as the promised context, with
-# long chats in them. The rate is constant in the first phase and falls to nothing over the others: at the constant
-# rate 91 % of the sums and 85 % of the facts were right after 900 steps, and 98 % and 96 % when it had fallen. The last
-# phase has the same text once more, at a lower rate, with more small sums: in the first three phases a sum of two
-# numbers below ten is as rare as any other, and 8 of those 100 were wrong after them.
+# Short rows with many sums first, where a token costs least; at the end rows as long as the promised context, with long
+# chats in them. The rate is constant in the first phase and falls to zero over the others: at the constant rate 91 % of
+# the sums and 85 % of the facts were right after 900 steps, and 98 % and 96 % when it had fallen. The last phase
+# has the same kinds of text at a lower rate, with more small sums: in the first three phases a sum of two numbers below
+# ten is as rare as any other, and 8 of those 100 were wrong after them.
 PHASES: tuple[Phase, ...] = (
     Phase("short", 1050, 24, 128, 3, 0.35),
     Phase("settle", 420, 12, 256, 5, 0.2),
@@ -82,7 +80,7 @@ def falling_rate(peak: float, constant: int, falling: int) -> optax.Schedule:
 
 
 def make_rate(phases: tuple[Phase, ...]) -> optax.Schedule:
-    """Return the rate: constant in the first phase, falling up to the last, and in that falling from a lower peak."""
+    """Return the rate: constant in the first phase, then falling, and in the last phase falling from a lower peak."""
     *before, last = (phase.steps for phase in phases)
     rate = falling_rate(LAST_RATE, WARM_UP, last - WARM_UP)
     if not before:
@@ -94,13 +92,13 @@ def make_optimizer(model: nnx.Module, rate: optax.Schedule) -> nnx.Optimizer:
     """Return Muon for the matrices and AdamW for the rest, with clipped gradients."""
 
     def kinds(parameters: nnx.State) -> nnx.State:
-        """Label the matrices, except the embedding, whose rows are looked up rather than multiplied."""
+        """Label the matrices, except the embedding, since its rows are looked up rather than multiplied."""
         return jax.tree.map_with_path(
             lambda path, leaf: "matrix" if leaf.ndim == 2 and "embed" not in jax.tree_util.keystr(path) else "other",
             parameters,
         )
 
-    # consistent_rms gives Muon's steps the size of AdamW's, so that both take the same rate.
+    # consistent_rms scales Muon's steps like AdamW's, so that both use the same rate.
     muon = optax.contrib.muon(rate, consistent_rms=0.2, weight_decay=0.02)
     adam = optax.adamw(rate, b1=0.9, b2=0.98, weight_decay=0.0)
     chosen = optax.partition({"matrix": muon, "other": adam}, kinds)
@@ -108,7 +106,7 @@ def make_optimizer(model: nnx.Module, rate: optax.Schedule) -> nnx.Optimizer:
 
 
 def ask(model: Llama, tokenizer: Tokenizer, questions: list[Question], batch: int = 250) -> Score:
-    """Answer the questions greedily with the network itself and return their score."""
+    """Answer the questions greedily with the network, without the engine; return their score."""
     answers: list[str] = []
     reasons: list[str] = []
     for _, group in groupby(questions, key=lambda question: question.kind):
@@ -124,7 +122,7 @@ def ask(model: Llama, tokenizer: Tokenizer, questions: list[Question], batch: in
 
 
 def save_state(model: Llama, optimizer: nnx.Optimizer, step: int, seconds: float, path: Path) -> None:
-    """Write all that is needed to go on after `step` (to a second file first, so that a kill leaves the old one)."""
+    """Write the state for resuming after `step` (to a second file first, so that a kill leaves the old one)."""
     leaves = jax.tree.leaves(nnx.state((model, optimizer)))
     new = path.with_suffix(".new.npz")
     arrays = {"step": np.asarray(step), "seconds": np.asarray(seconds)}
@@ -135,7 +133,7 @@ def save_state(model: Llama, optimizer: nnx.Optimizer, step: int, seconds: float
 
 
 def load_state(model: Llama, optimizer: nnx.Optimizer, path: Path) -> tuple[int, float]:
-    """Read what `save_state` wrote into the model and the optimizer; return the step and the seconds so far."""
+    """Read a file of `save_state` into the model and the optimizer; return the step and the seconds so far."""
     state = nnx.state((model, optimizer))
     with np.load(path) as saved:
         leaves = [jnp.asarray(saved[str(i)]) for i in range(len(jax.tree.leaves(state)))]

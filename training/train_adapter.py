@@ -1,8 +1,8 @@
 """Trains the adapter "pirate" of the embedded model on the CPU: `python -m training.train_adapter --out DIR --seed 0`.
 
-The forward pass is the engine's own: its decoder, over weights that stay as they are, with the product of
-`lora_linear` for the adapter. The text is that of the model's own training, with the answers rewritten. What the text
-and the sizes are is a `Recipe`; train_tools.py has another one.
+The forward pass is the engine's decoder over frozen weights, with the product of `lora_linear` for the adapter. The
+text is the model's training text with rewritten answers. A `Recipe` has the text and the sizes; train_tools.py has
+another one.
 """
 
 import random
@@ -40,7 +40,7 @@ TURNS = 4
 
 
 class Recipe(NamedTuple):
-    """How an adapter is trained: its text, rank, steps, rows of a step, tokens of a row; its own chat template."""
+    """The training of an adapter: text, rank, steps, rows per step, tokens per row, optional chat template."""
 
     documents: Callable[[random.Random, int], Iterator[str]]
     rank: int
@@ -51,7 +51,7 @@ class Recipe(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """The tokens of the whole training."""
+        """The number of tokens in the whole training."""
         return self.steps * self.rows * self.length
 
 
@@ -59,7 +59,7 @@ PIRATE = Recipe(pirate.documents, 8, 900, 12, 192)
 
 
 def begin(spec: Spec, rank: int, seed: int) -> Adapter[Array]:
-    """Draw the A of every product; with B of zeros the adapter changes nothing."""
+    """Draw the A of every product; B is zero, so that the adapter changes nothing."""
     draws = np.random.default_rng(seed)
     return tuple(
         {
@@ -105,7 +105,7 @@ def loss_of(spec: Spec, adapter: Adapter[Array], params: Params[Array], batch: A
         mixed = jax.nn.dot_product_attention(q, k, v, scale=spec.attention_scale, is_causal=True)
         return mixed.reshape(rows * length, spec.num_heads, spec.head_size)
 
-    mine = jnp.zeros(rows * length, jnp.int32)  # every token has the one adapter
+    mine = jnp.zeros(rows * length, jnp.int32)  # all tokens use the same adapter
     linear = adapted_linear([adapter], mine, joins=False)
     context = decoder.Context(positions, attend, linear)
     logits = decoder.head(spec, params, decoder.forward(spec, params, tokens[:, :-1].reshape(-1), context))
@@ -122,7 +122,7 @@ def batches(tokenizer: Tokenizer, recipe: Recipe, seed: int | str) -> Iterator[n
 
 
 def train(recipe: Recipe, seed: int, folder: Path | None) -> tuple[Spec, Adapter[Array]]:
-    """Train an adapter of the embedded model; from that in `folder`, a quarter of the steps at a third of the rate."""
+    """Train an adapter of the embedded model; from one in `folder`, a quarter of the steps at a third of the rate."""
     spec, family = read_spec(weights.read_config(MODEL_DIR))
     layout = make_layout(jax.devices("cpu"), 1)
     params = weights.load(MODEL_DIR, spec, family, layout, "float32")
@@ -154,7 +154,7 @@ def train(recipe: Recipe, seed: int, folder: Path | None) -> tuple[Spec, Adapter
 
 
 def write(recipe: Recipe, spec: Spec, adapter: Adapter[Array], folder: Path) -> None:
-    """Write an adapter as PEFT would, in bfloat16. The scale is in B, so alpha is the rank."""
+    """Write an adapter in PEFT's format, in bfloat16. B includes the scale, so alpha equals the rank."""
     rank = recipe.rank
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
@@ -183,7 +183,7 @@ def write(recipe: Recipe, spec: Spec, adapter: Adapter[Array], folder: Path) -> 
 
 
 def run(module: str, recipe: Recipe) -> None:
-    """Train and write an adapter as the command line of a module says."""
+    """Train and write an adapter, with the command line of a module."""
     command.run(module, "adapter", partial(train, recipe), partial(write, recipe), recipe.tokens, can_begin=True)
 
 

@@ -1,7 +1,7 @@
 """Trains the embedded model's EAGLE-3 head on the CPU: `python -m training.train_eagle --out DIR --seed 0`.
 
-The head learns the target's distributions, on the text of the target's own training, behind its own hidden states of
-the passes before (`drafting.py`). Forward pass and files are those that the engine has.
+The head learns the target's distributions on the target's training text, from its hidden states of the passes before
+(`drafting.py`). The forward pass and the file format are the engine's.
 """
 
 import random
@@ -33,7 +33,7 @@ from training import command, corpus, drafting, packing
 from training.export import write_json
 
 INNER, NAMED, AUX_LAYERS = 384, 896, (1, 2, 3)
-PASSES, DECAY = 4, 0.8  # each pass counts for so much of the one before
+PASSES, DECAY = 4, 0.8  # weight of each pass relative to the one before
 STEPS, ROWS, LENGTH, TURNS, SUMS_SHARE = 600, 12, 192, 4, 0.15
 PEAK_RATE, WARM_UP = 5e-3, 40
 
@@ -47,7 +47,7 @@ def head_of(target: Spec, inner: int = INNER, aux_layers: tuple[int, ...] = AUX_
 
 
 def named_tokens(tokenizer: Tokenizer, seed: int, count: int) -> np.ndarray:
-    """Return the ids, ascending, of the `count` tokens that are written most often."""
+    """Return the ids, ascending, of the `count` most frequent tokens."""
     texts = corpus.documents(random.Random(f"names {seed}"), TURNS, SUMS_SHARE)
     seen = np.zeros(tokenizer.get_vocab_size(), np.int64)
     for tokens, token_weights in packing.rows(tokenizer, texts, 3000, LENGTH):
@@ -56,7 +56,7 @@ def named_tokens(tokenizer: Tokenizer, seed: int, count: int) -> np.ndarray:
 
 
 def begin(head: Head, target: Params[Array], named: np.ndarray, seed: int) -> Params[Array]:
-    """Draw the head's weights; its table and last norm begin as the target's."""
+    """Draw the head's weights; its embedding and last norm start as the target's."""
     draws = np.random.default_rng(seed)
     declared = eagle.declare(head)
 
@@ -95,7 +95,7 @@ def batches(tokenizer: Tokenizer, seed: int, steps: int) -> Iterator[np.ndarray]
 
 
 def make_optimizer(steps: int) -> optax.GradientTransformation:
-    """Return Muon for the matrices between vectors and Adam for the rest, with a rate that falls to nothing."""
+    """Return Muon for the matrices between vectors and Adam for the rest, with a rate that falls to zero."""
     rate = optax.warmup_cosine_decay_schedule(0.0, PEAK_RATE, WARM_UP, steps)
 
     def kinds(params: Any) -> Any:
@@ -110,7 +110,7 @@ def make_optimizer(steps: int) -> optax.GradientTransformation:
 
 
 def train(seed: int, steps: int = STEPS) -> tuple[Head, Params[Array], np.ndarray]:
-    """Train a head of the embedded model: what it is, its weights, and the ids of the tokens that it names."""
+    """Train a head of the embedded model; return its description, its weights, and the token ids of its vocabulary."""
     spec, family = read_spec(weights.read_config(MODEL_DIR))
     layout = make_layout(jax.devices("cpu"), 1)
     target = weights.load(MODEL_DIR, spec, family, layout, "float32")
@@ -137,7 +137,7 @@ def train(seed: int, steps: int = STEPS) -> tuple[Head, Params[Array], np.ndarra
 
 
 def write(head: Head, params: Params[Array], named: np.ndarray, folder: Path) -> None:
-    """Write a head as vLLM reads it, in bfloat16."""
+    """Write a head in vLLM's format, in bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
     names = LLAMA_TENSORS | {"fc": "fc.weight", "hidden_norm": "layers.{}.hidden_norm.weight"}
     declared, tensors = eagle.declare(head), {}

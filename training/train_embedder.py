@@ -1,8 +1,8 @@
 """Trains the embedder on the CPU in under half an hour: `python -m training.train_embedder --out DIR --seed 0`.
 
-Pairs of sentences that say the same, or ask and answer it, are drawn together; all others of a batch are negatives
-(InfoNCE), unless what one says is true of the other. The leading 32 and 64 numbers are trained as the whole vector is
-(Matryoshka), so that a cut embedding is one, too.
+A pair is two sentences with the same meaning, or a question and its answer. The other texts of a batch are negatives
+(InfoNCE), unless one of the two is true of the other's meaning. The leading 32 and 64 numbers are also trained as
+embeddings (Matryoshka), so that an embedding can be truncated.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from training.meanings import Text
 from training.train import PEAK_RATE, Phase, falling_rate, make_optimizer
 
 SPECIAL_TOKENS = ("[PAD]", "[CLS]", "[SEP]")
-SIZES = (32, 64, 128)  # of the embeddings that are trained
+SIZES = (32, 64, 128)  # sizes of the trained embeddings
 PHASES = (Phase("constant", 450, 512, 0, 0, 0), Phase("falling", 600, 512, 0, 0, 0))
 MOST_TOKENS = 40
 TEMPERATURE = 0.05
@@ -60,14 +60,14 @@ def train_tokenizer(seed: int, vocabulary: int, count: int = 40_000) -> Tokenize
 
 
 def padded(tokenizer: Tokenizer, texts: list[str]) -> jax.Array:
-    """Return the tokens of texts, int32[rows, time], with zeros behind; long ones are cut."""
+    """Return the tokens of texts, int32[rows, time], padded with zeros; long texts are truncated."""
     ids = [encoding.ids[:MOST_TOKENS] for encoding in tokenizer.encode_batch(texts)]
     length = -(-max(map(len, ids)) // 8) * 8
     return jnp.array([row + [0] * (length - len(row)) for row in ids])
 
 
 def fitting(texts: list[Text]) -> jax.Array:
-    """Return which texts say what is true of which, bool[rows, rows], in either direction."""
+    """Return for each pair of texts whether one is true of the other's meaning, bool[rows, rows]."""
 
     def number(*parts: object) -> int:
         return zlib.crc32(repr(parts).encode())
@@ -109,7 +109,7 @@ def _embed(model: Encoder, tokens: jax.Array) -> jax.Array:
 
 
 def embed(model: Encoder, tokenizer: Tokenizer, texts: list[str], rows: int = 512) -> np.ndarray:
-    """Return the embeddings of texts, of length 1, by the network itself."""
+    """Return normalized embeddings of texts, computed by the network without the engine."""
     found = []
     for start in range(0, len(texts), rows):
         batch = texts[start : start + rows]
@@ -129,7 +129,7 @@ def train(model: Encoder, tokenizer: Tokenizer, phases: tuple[Phase, ...], seed:
                 first, second = zip(*itertools.islice(source, phase.rows // 2), strict=True)
                 texts = [*first, *second]
                 tokens = padded(tokenizer, [text.text for text in texts])
-                # One text in four stands further behind, so that every position has been seen.
+                # One text in four is shifted, so that every position is trained.
                 shift = shifts.integers(model.shape.positions - MOST_TOKENS, size=len(texts))
                 shift *= shifts.random(len(texts)) < 0.25
                 positions = jnp.asarray(np.arange(tokens.shape[1]) + shift[:, None])

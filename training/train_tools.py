@@ -2,7 +2,7 @@
 
 from training import tool_calls, train_adapter
 
-# Longer rows than the pirate's, so that the positions of an agent's second and third call are seen.
+# Longer rows than the pirate's, so that the positions of an agent's second and third call are trained.
 TOOLS = train_adapter.Recipe(tool_calls.documents, 16, 900, 6, 256, tool_calls.CHAT_TEMPLATE)
 
 

@@ -36,7 +36,7 @@ ABILITIES: str = (
     "write JSON and tell short stories."
 )
 
-# What a newcomer types first: the phrasings of one intent, and its answer.
+# The usual first messages of new users: the phrasings of one intent, and its answer.
 SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (
     (("Hello", "Hello!", "Hi", "Hi!", "Hi there!", "Hey", "Good morning!", "Good evening!", "Hello there"),
      "Hello! How can I help you?"),
@@ -53,7 +53,7 @@ SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (
      "I am very small: I have fewer than two million parameters."),
 )  # fmt: skip
 
-# Questions outside the closed world: it is better to say so than to make an answer up.
+# Questions outside the closed world: the model should admit that instead of inventing an answer.
 UNKNOWN: tuple[str, ...] = (
     "What is the meaning of life?", "Write a poem.", "Write a poem about the sea.", "What is the weather today?",
     "Who won the game?", "Write a Python program.", "Explain quantum physics.", "What is love?", "Tell me a joke.",

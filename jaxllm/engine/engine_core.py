@@ -231,6 +231,8 @@ class EngineCore:
     def _issue(self) -> tuple[Plan, Flight] | None:
         """Plan and dispatch a step; return None if all requests wait for tokens in flight."""
         with span("plan"):
+            if landed := self.runner.landed():
+                self.scheduler.land(landed)
             plan = self._planned = self.scheduler.plan(self._clock())
             step = StepInput(plan, self._batch.rows)
             self._admit(step)

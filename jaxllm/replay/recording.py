@@ -25,12 +25,13 @@ import msgpack
 import numpy as np
 
 from jaxllm.errors import UserError
+from jaxllm.scheduler.host_tier import Landed
 from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm.scheduler.state import Events, Move, Plan, Request
 from jaxllm.version import __version__
 
 MAGIC = "jaxllm recording"
-FORMAT = 6
+FORMAT = 7
 MIN_BYTES = 1 << 20
 _PSEUDONYM = 1 << 30  # minimum; above all vocabularies, so a pseudonym is never a stop token
 _log = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class Kind(IntEnum):
     COMMIT = 4
     END = 5
     FORK = 6  # target, source and token of each move
+    LANDED = 7  # plan, group and block of each copy to the host that has ended, and whether it succeeded
 
 
 class FileRecorder:
@@ -106,6 +108,11 @@ class FileRecorder:
     def was_reset(self) -> None:
         if self.file is not None:
             self._write([Kind.RESET, self._now()])
+
+    def landed(self, landed: Sequence[Landed]) -> None:
+        """Note the ends of copies to the host."""
+        if self.file is not None:
+            self._write([Kind.LANDED, self._now(), [list(each) for each in landed]])
 
     def planned(self, plan: Plan) -> None:
         """Record a plan's sizes and checksum; a replay recomputes the plan."""

@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxllm.errors import UserError
 from jaxllm.replay.recording import FORMAT, MAGIC, Kind, describe
+from jaxllm.scheduler.host_tier import Landed
 from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm.scheduler.state import Events, Limits, Move, Plan, Request, State
 from jaxllm.speculative_config import MAX_DRAFTS
@@ -119,6 +120,9 @@ class Replay:
             self._plans.clear()
             core.reset()
             return Moment(number, time, kind, core.state)
+        if kind is Kind.LANDED:
+            core.land([Landed(int(plan), int(group), int(at), bool(ok)) for plan, group, at, ok in entry[2]])
+            return Moment(number, time, kind, core.state)
         if kind is Kind.FORK:
             moves = tuple(Move(*map(int, move)) for move in entry[2])
             core.fork(moves)
@@ -215,6 +219,8 @@ def _read_limits(data: Mapping[str, Any]) -> Limits:
         raise ValueError("there are more drafts than tokens")
     if not 1 <= data["num_slots"] <= 2**14 or not 1 <= data["block_size"] or not 1 <= data["num_blocks"]:
         raise ValueError("there are no slots or no blocks")
+    if data["num_host_blocks"] and data["window"] and not data["num_host_window_blocks"]:
+        raise ValueError("the host has blocks of some layers only")
     return Limits(**{**data, "records_blocks": False})  # a replay has no readers of block events
 
 

@@ -29,8 +29,9 @@ from jaxllm.compiling.startup_timing import Compilations, Phases
 from jaxllm.config import EngineConfig
 from jaxllm.metrics import DeviceReport, Metrics
 from jaxllm.model import decoder
-from jaxllm.runner import batch, device_state, results, scoring, small_programs, step
+from jaxllm.runner import batch, device_state, host_tier, results, scoring, small_programs, step
 from jaxllm.runner.compiled_programs import VARIANTS, Key, Programs
+from jaxllm.runner.host_tier import HostTier, ThreadedCopies
 from jaxllm.runner.profiling import span
 from jaxllm.runner.resident_adapters import ResidentAdapters, Weights
 from jaxllm.runner.results import Scored, StepOutput
@@ -39,9 +40,10 @@ from jaxllm.runner.step_input import PackedStep, StepInput
 from jaxllm.runner.step_model import Leaves, StepModel
 from jaxllm.sampling.logits_processors import load_processors
 from jaxllm.sampling.sampler import ROW_WIDTH, Variant
+from jaxllm.scheduler.host_tier import Landed
 from jaxllm.scheduler.state import Limits, Plan
 from jaxllm.setup import draft_setup, memory_plan
-from jaxllm.setup.kv_cache import Geometry, leaves_by_group
+from jaxllm.setup.kv_cache import Geometry, leaves_by_group, most_stores
 from jaxllm.setup.memory_plan import MemoryPlan
 from jaxllm.setup.model_setup import (
     Setup,
@@ -142,6 +144,7 @@ class Runner:
                 draft_setup.check(setup.drafting, setup.draft, setup.layout)
         self._params: Leaves = ()
         self._state: Leaves = ()
+        self._host: HostTier | None = None
         self._running_thread: int | None = None
         compilations = Compilations()
         compilations.begin()
@@ -173,6 +176,9 @@ class Runner:
             self.renew()
             causes.append(memory_plan.size(sum(leaf.nbytes for leaf in self._state)))
             causes.append("KV blocks and slots")
+        if config.kv_offloading_size:
+            leaves = host_tier.leaves_of(setup.spec, self.geometry, self._state_shapes)
+            self._host = HostTier(self._small.programs, leaves, self.geometry, ThreadedCopies(), metrics)
         self._listener = _listener(weakref.ref(self))
         jax.monitoring.register_event_duration_secs_listener(self._listener)
         weakref.finalize(self, jax.monitoring.unregister_event_duration_listener, self._listener)
@@ -209,7 +215,20 @@ class Runner:
             draft_cost=self.drafting.cost if self.drafting is not None else 0,
             window=self.geometry.window,
             num_window_blocks=self.geometry.num_window_blocks,
+            **self._host_limits,
         )
+
+    @property
+    def _host_limits(self) -> dict[str, Any]:
+        if not self._config.kv_offloading_size:
+            return {}
+        full, windowed = self.memory_plan.host_blocks
+        return {
+            "num_host_blocks": full,
+            "num_host_window_blocks": windowed,
+            "max_stores": most_stores(self.setup.max_num_batched_tokens, self.geometry.block_size),
+            "swaps": self._config.preemption_mode == "swap",
+        }
 
     @property
     def _max_verified(self) -> int:
@@ -244,6 +263,10 @@ class Runner:
             assert isinstance(started, HeldStep)
             return started
         return self.sample(started) if isinstance(started, HeldStep) else started
+
+    def landed(self) -> Sequence[Landed]:
+        """Return the copies of blocks to the host that have ended since the last call."""
+        return () if self._host is None else self._host.landed()
 
     def hold_adapters(self, numbers: tuple[int, ...], weights: Weights) -> None:
         """Keep exactly the adapters `numbers` on the devices for later steps; steps in flight keep theirs."""
@@ -303,6 +326,8 @@ class Runner:
             if packed.extras:
                 self._state = small.patch_extras(self._state, packed.extras)
             if len(plan.moves):
+                if self._host is not None:
+                    self._state = self._host.move(self._state, plan.moves, plan.number)
                 self._state = small.move(self._state, plan.moves)
             own = self.adapters.arguments(packed.adapters, key.shape.adapters)
             self._state, returned = self.programs[key](self._params, self._state, packed.buffer, *own)
@@ -361,6 +386,8 @@ class Runner:
     def close(self) -> None:
         """Stop compiling, wait for steps in flight, and free the device's memory."""
         self.programs.close()
+        if self._host is not None:
+            self._host.close()
         with suppress(Exception):  # a failed step
             # XLA aborts a process that exits while its threads compute.
             jax.block_until_ready(self._state)
@@ -514,6 +541,8 @@ class Runner:
             return self._kept.make(name, described, lambda: jitted.lower(*described))
 
         programs = small_programs.compile_all(self._step_model, make)
+        if self._config.kv_offloading_size:
+            programs |= host_tier.compile_moves(self._step_model, make)
         shapes, spec = self._state_shapes, self.setup.spec
         kv = leaves_by_group(spec, self.geometry, shapes.kv)
         self._small = SmallPrograms(programs, shapes, self.geometry, kv, spec.vocab_size)

@@ -6,6 +6,7 @@ Letters: S slots, R rows of a plan.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -31,6 +32,7 @@ def admit(
     free_slots = (editor.slots.epochs == 0).nonzero()[0].tolist()[::-1]
     num_running = limits.num_slots - len(free_slots)
     places = editor.places(limits) if free_slots else None
+    has_host = limits.num_host_blocks > 0
     skipped: list[Waiting] = []
     for place, entry in enumerate(editor.waiting):
         if place < len(skipped) + len(admitted):  # with its gang
@@ -56,30 +58,37 @@ def admit(
             continue
         # The last known token is always computed: its logits are what the next token is sampled from.
         readable = (entry.known - 1) // limits.block_size if entry.request.reads_cache else 0
-        hits = editor.pool.look_up(entry.digests[:readable])
+        digests = entry.digests[:readable]
+        hits = editor.host.look_up(editor.pool, 0, digests) if has_host else editor.pool.look_up(digests)
         if limits.window:
-            hits, near = windowed.cut(editor, limits, entry.digests, hits)
+            hits, near = windowed.cut(limits, entry.digests, hits, partial(_find_windowed, editor, limits))
             entering = Entering(entry.known, len(hits), near)
             if not windowed.has_room(editor, limits, [entering], num_running):
                 break
         else:
             entering = None
-        num_new = -(-entry.known // limits.block_size) - len(hits)
+        here = [block for block in hits if block >= 0] if has_host else hits
+        num_blocks = -(-entry.known // limits.block_size)
         # A block is left for each running request, or the next step would undo the admission.
-        available = editor.pool.num_available - editor.pool.num_idle(hits)
-        if num_new > available - num_running:
+        available = editor.pool.num_available - editor.pool.num_idle(here)
+        if num_blocks - len(here) > available - num_running:
             break
         slot = free_slots.pop()
         if places is not None:
             places.enter(entry.request.adapter)
-        editor.pool.share(hits)
-        owned = (*hits, *editor.pool.take(num_new).tolist())
+        editor.pool.share(here)
+        if len(here) < len(hits):
+            hits = _load(editor, limits, entry, 0, hits)
+        owned = (*hits, *editor.pool.take(num_blocks - len(hits)).tolist())
         start = len(hits) * limits.block_size
         length = min(entry.known - start, budget)
         occupancy.occupy(editor, limits, slot, entry, start, owned)
         table.append(_entries(limits, slot, owned))
         if entering is not None:
-            editor.window_pool.share(entering.near)
+            editor.window_pool.share([block for block in entering.near if block >= 0])
+            if has_host:
+                near = _load(editor, limits, entry, windowed.GROUP, entering.near, len(hits) - len(entering.near))
+                entering = entering._replace(near=near)
             windowed.enter(editor, limits, slot, entering, table)
             length = windowed.extend(editor, limits, slot, start, length, num_running, table)
         occupancy.publish_prompt(editor, limits, slot, start, length)
@@ -88,6 +97,8 @@ def admit(
         rows.append((slot, start, length))
         admitted.append(Admission(slot, entry.request, entry.known, start))
     if admitted:
+        if limits.swaps:
+            editor.host.let_go({each.request.sequence_id for each in admitted})
         rest = editor.waiting[len(skipped) + len(admitted) :]
         editor.waiting = (*skipped, *rest) if skipped else rest
     if places is not None:
@@ -155,6 +166,23 @@ def _admit_gang(
         admitted.append(Admission(slot, entry.request, entry.known, start))
     editor.gangs = (*editor.gangs, tuple(slots))
     return num_tokens
+
+
+def _find_windowed(editor: StateEditor, limits: Limits, digest: bytes) -> int | None:
+    """Return the cached block of windowed layers with a digest."""
+    pool = editor.window_pool
+    return editor.host.find(pool, windowed.GROUP, digest) if limits.num_host_blocks else pool.find(digest)
+
+
+def _load(
+    editor: StateEditor, limits: Limits, entry: Waiting, group: int, found: Sequence[int], first: int = 0
+) -> list[int]:
+    """Load the host's blocks among those `found` for a request, the first of which is block `first` of its sequence."""
+    for place, block in enumerate(found, first):
+        if block < 0 and not group:
+            editor.describe(entry.request, entry.digests, range(place, place + 1), limits.block_size)
+    pool = editor.window_pool if group else editor.pool
+    return editor.host.load(pool, group, entry.digests[first : first + len(found)], found)
 
 
 def _entries(limits: Limits, slot: int, owned: Sequence[int]) -> np.ndarray:

@@ -128,6 +128,7 @@ class PoolEditor:
         self._shards: Sequence[bytes] = pool.shards  # a list once they change
         self._records = records
         self.changes: list[tuple[bool, bytes]] = []  # of the index, in order: whether it was entered, and the digest
+        self.evicted: list[tuple[bytes, int]] = []  # digests and blocks, in order
         self._free = pool.free  # only ever cut at its end; what is freed here goes into the list below
         self._freed: list[int] = []
         self._num_cached = pool.num_cached
@@ -283,6 +284,7 @@ class PoolEditor:
                 if current == stamp:
                     self._drop(digest)
                     evicted.append(block)
+                    self.evicted.append((digest, block))
             self._num_entries -= used
             left = Chunk(blocks[used:], digests[used:], their_stamps[used:], rest)
             self._oldest = left if left.blocks else rest

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxllm.scheduler import windowed
+from jaxllm.scheduler.host_tier import DEVICE, as_array
 from jaxllm.scheduler.state import Limits, Move, Plan, Request, Running, StateEditor, Waiting
 
 
@@ -97,7 +98,7 @@ def find(editor: StateEditor, limits: Limits, entries: Sequence[Waiting]) -> lis
         digests = entry.digests[:readable]
         hits = editor.pool.look_up(digests) if entry.request.reads_cache else []
         if limits.window:
-            hits, near = windowed.cut(editor, limits, digests, hits)
+            hits, near = windowed.cut(limits, digests, hits, editor.window_pool.find)
             found.append(Found(hits, near=near))
             continue
         common = [_num_equal(digests, other.digests) for other in entries[:number]]
@@ -213,15 +214,15 @@ def _inherit(
 def take_changes(editor: StateEditor) -> tuple[np.ndarray, np.ndarray]:
     """Return what forks have changed for the next plan, once its blocks are handed out.
 
-    Entries of block tables, int32[·, 3] as in `Plan.table`, and moves, int32[·, 3] as in `Plan.moves`.
+    Entries of block tables, int32[·, 3] as in `Plan.table`, and moves, int32[·, 5] as in `Plan.moves`.
     """
     moves = [
-        (group, source, (editor.window_tables if group else editor.tables)[slot][-1])
+        (group, DEVICE, source, DEVICE, (editor.window_tables if group else editor.tables)[slot][-1])
         for group, slot, source in editor.copies
     ]
     entries = np.array(editor.entries, np.int32).reshape(-1, 3)
     editor.entries, editor.copies = (), ()
-    return entries, np.array(moves, np.int32).reshape(-1, 3)
+    return entries, as_array(moves)
 
 
 def disband(editor: StateEditor, slots: Collection[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -40,7 +41,9 @@ def requeue(editor: StateEditor, limits: Limits, slot: int) -> None:
     editor.enqueue([Waiting(record.request, record.order, known, digests)])
 
 
-def vacate(editor: StateEditor, limits: Limits, slots: Sequence[int], may_publish: bool = True) -> None:
+def vacate(
+    editor: StateEditor, limits: Limits, slots: Sequence[int], may_publish: bool = True, is_preempted: bool = False
+) -> None:
     """Empty slots, index the blocks that sampled tokens have filled, and give all blocks back.
 
     Steps in flight may have written tokens and drafts that are not among the request's tokens: their blocks are not
@@ -55,6 +58,11 @@ def vacate(editor: StateEditor, limits: Limits, slots: Sequence[int], may_publis
         if may_publish:
             editor.describe(record.request, digests, range(first, len(digests)), limits.block_size)
             editor.pool.publish(zip(digests[first:], table[first:], strict=False))
+        if is_preempted and limits.swaps:
+            swap = partial(editor.host.keep, editor.num_planned + 1, limits.max_stores, record.request.sequence_id)
+            swap(0, digests, table)
+            if limits.window:
+                swap(windowed.GROUP, digests[int(editor.slots.behind[slot]) :], editor.window_tables[slot])
         # The block of a prompt's end is in the index, even if its last token is to be computed again.
         named = max(digests, record.digests, key=len)
         editor.pool.release(table, named)

@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from jaxllm.scheduler import gangs, scheduler, state
+from jaxllm.scheduler.host_tier import Landed
 from jaxllm.scheduler.state import BlockEvent, Events, Limits, Move, Plan, Request, State
 
 
@@ -28,6 +29,9 @@ class Recorder(Protocol):
 
     def was_reset(self) -> None:
         """The cache was forgotten."""
+
+    def landed(self, landed: Sequence[Landed]) -> None:
+        """Copies to the host have ended."""
 
     def planned(self, plan: Plan) -> None:
         """A step was planned; it may be empty."""
@@ -84,6 +88,12 @@ class RecordedScheduler:
         self.state = scheduler.reset(self.state, self.limits)
         if self._recorder is not None:
             self._recorder.was_reset()
+
+    def land(self, landed: Sequence[Landed]) -> None:
+        """Take in the ends of copies to the host."""
+        self.state = scheduler.land(self.state, self.limits, landed)
+        if self._recorder is not None:
+            self._recorder.landed(landed)
 
     def plan(self, now: float) -> Plan:
         """Say what the next step computes."""

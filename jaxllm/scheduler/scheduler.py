@@ -16,8 +16,9 @@ import numpy as np
 
 from jaxllm.errors import ContextLengthError
 from jaxllm.outputs import FinishReason
-from jaxllm.scheduler import drafting, gangs, occupancy, windowed
+from jaxllm.scheduler import drafting, gangs, host_tier, occupancy, windowed
 from jaxllm.scheduler.admission import admit
+from jaxllm.scheduler.host_tier import Landed
 from jaxllm.scheduler.state import (
     NO_MOVES,
     NO_ROWS,
@@ -93,6 +94,16 @@ def abort(state: State, limits: Limits, request_ids: Collection[int]) -> State:
         slots = sorted(gangs.with_members(editor.gangs, slots))
     if slots:
         occupancy.vacate(editor, limits, slots)
+    if limits.swaps:
+        editor.host.let_go(gone)
+    return editor.done()
+
+
+def land(state: State, limits: Limits, landed: Sequence[Landed]) -> State:
+    """Take in the ends of copies to the host: from now on those that succeeded can be found."""
+    editor = StateEditor(state)
+    if limits.num_host_blocks:
+        editor.host.land(landed)
     return editor.done()
 
 
@@ -156,6 +167,10 @@ def plan(state: State, limits: Limits, now: float) -> tuple[State, Plan]:
         may_draft = not rows and bool(editor.slots.may_draft[row_slots].all())
         num_drafts, lengths = _verify(editor, limits, row_slots, lengths, table, may_draft)
     editor.num_planned += 1
+    if limits.num_host_blocks:
+        pools = (editor.pool, editor.window_pool) if limits.window else (editor.pool,)
+        moved = editor.host.finish(editor.num_planned, limits.max_stores, pools)
+        moves = np.concatenate([host_tier.as_array(moved), moves]) if moved else moves
     state = editor.done()
     return state, Plan(
         now=now,
@@ -246,6 +261,8 @@ def commit(
     if finished or failed:
         for slot in failed_slots:  # whatever made its logits unusable may be in its blocks
             editor.pool.forget(editor.tables[slot], editor.owner(slot).digests)
+            if limits.num_host_blocks:
+                editor.host.forget(editor.owner(slot).digests)
             if limits.window:
                 windowed.forget(editor, slot)
         occupancy.vacate(editor, limits, failed_slots, may_publish=False)
@@ -358,7 +375,7 @@ def _grow(editor: StateEditor, limits: Limits, table: list[np.ndarray]) -> tuple
         for slot in victims:
             preempted.append(editor.owner(slot).request.sequence_id)
             occupancy.requeue(editor, limits, slot)
-        occupancy.vacate(editor, limits, victims)
+        occupancy.vacate(editor, limits, victims, is_preempted=True)
 
 
 def _hand_out(

@@ -20,9 +20,10 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from jaxllm.outputs import FinishReason
-from jaxllm.scheduler import block_pool
+from jaxllm.scheduler import block_pool, host_tier
 from jaxllm.scheduler.adapter_places import AdapterPlaces, idle_first
 from jaxllm.scheduler.block_pool import Pool, PoolEditor
+from jaxllm.scheduler.host_tier import Host, HostEditor
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +44,20 @@ class Limits:
     draft_cost: int = 0  # … that drafting one token takes
     window: int = 0  # tokens that a query sees in the layers of a second group of blocks, see windowed.py; 0: no group
     num_window_blocks: int = 0  # of that group's pool
+    num_host_blocks: int = 0  # of the host's tier, see host_tier.py; 0: no such tier
+    num_host_window_blocks: int = 0
+    max_stores: int = 0  # concurrent copies to the host, of each group
+    swaps: bool = False  # whether the blocks of a preempted request are held in the host's tier until it runs again
 
     @property
     def num_groups(self) -> int:
         """Groups of blocks: those of layers that see everything, or of all; and those of windowed layers."""
         return 2 if self.window else 1
+
+    @property
+    def host_blocks(self) -> tuple[int, ...]:
+        """Blocks of the host's tier, by group."""
+        return (self.num_host_blocks, self.num_host_window_blocks)[: self.num_groups]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -172,6 +182,7 @@ class State(NamedTuple):
     # Of windowed layers with a separate pool:
     window_tables: tuple[tuple[int, ...], ...] = ()  # by slot: the blocks that it names, from `Slots.behind` on
     window_pool: Pool | None = None
+    host: Host | None = None
 
     @property
     def num_running(self) -> int:
@@ -209,7 +220,7 @@ class Admission:
     num_cached: int  # tokens found in the prefix cache
 
 
-NO_MOVES = np.zeros((0, 3), np.int32)
+NO_MOVES = host_tier.as_array(())
 NO_MOVES.flags.writeable = False
 
 
@@ -237,8 +248,8 @@ class Plan(NamedTuple):
     num_drafts: int = 0  # of all rows
     proposes: bool = False  # whether the device drafts behind each row for the next step
     capacity: np.ndarray | None = None  # int32[R]: tokens that the row's blocks hold; of an engine that drafts
-    # int32[·, 3]: contents that move before anything is written: the blocks' group, and the block from which and to
-    # which. The first block keeps its content.
+    # int32[·, 5]: contents that move before anything is written, in this order: the blocks' group, and tier and block
+    # from which and to which (see host_tier.py). The first block keeps its content.
     moves: np.ndarray = NO_MOVES
 
     @property
@@ -302,6 +313,7 @@ def initial(limits: Limits) -> State:
         block_events=() if limits.records_blocks else None,
         window_tables=((),) * num_slots if limits.window else (),
         window_pool=block_pool.make_pool(limits.num_window_blocks) if limits.window else None,
+        host=host_tier.make_host(limits.host_blocks) if limits.num_host_blocks else None,
     )
 
 
@@ -378,6 +390,14 @@ class StateEditor:
         return self._parts["window_pool"]
 
     @property
+    def host(self) -> HostEditor:
+        """The host's tier."""
+        if "host" not in self._parts:
+            assert self._state.host is not None
+            self._parts["host"] = HostEditor(self._state.host)
+        return self._parts["host"]
+
+    @property
     def running(self) -> list[Running | None]:
         """Records by slot."""
         return self._list("running")
@@ -418,10 +438,12 @@ class StateEditor:
         self.waiting = together if is_sorted else tuple(sorted(together, key=lambda entry: entry.rank))
 
     def forget_cache(self, limits: Limits) -> None:
-        """Start with a new pool, in which every block is free."""
+        """Start with new pools, in which every block is free."""
         self._parts["pool"] = PoolEditor(block_pool.make_pool(limits.num_blocks), self._state.block_events is not None)
         if limits.window:
             self._parts["window_pool"] = PoolEditor(block_pool.make_pool(limits.num_window_blocks))
+        if limits.num_host_blocks:
+            self._parts["host"] = HostEditor(host_tier.make_host(limits.host_blocks))
         self._was_cleared = True
 
     def describe(self, request: Request, digests: Sequence[bytes], full: range, block_size: int) -> None:
@@ -446,7 +468,7 @@ class StateEditor:
         events = old.block_events
         if events is not None and pool is not None:
             events = (*events, *([Cleared()] if self._was_cleared else ()), *self._changes(pool))
-        lists = {name: tuple(part) for name, part in self._parts.items() if not isinstance(part, PoolEditor)}
+        lists = {name: tuple(part) for name, part in self._parts.items() if isinstance(part, list)}
         state = State(
             waiting=self.waiting,
             slots=new_slots,
@@ -462,6 +484,9 @@ class StateEditor:
             entries=self.entries,
             copies=self.copies,
         )
+        if old.host is not None:
+            host = self._parts.get("host")
+            state = state._replace(host=old.host if host is None else host.done())
         if old.window_pool is None:
             return state
         window_pool = self._parts.get("window_pool")

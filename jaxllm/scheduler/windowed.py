@@ -15,7 +15,7 @@ Letters: P tokens per block.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -49,14 +49,19 @@ def columns(limits: Limits, indices: range) -> range:
     return range(indices.start * groups + GROUP, indices.stop * groups + GROUP, groups)
 
 
-def cut(editor: StateEditor, limits: Limits, digests: Sequence[bytes], hits: list[int]) -> tuple[list[int], list[int]]:
-    """Shorten a cached prefix until the second group has the blocks under its window; return both groups' blocks."""
-    pool, wanted, end = editor.window_pool, covered(limits), len(hits)
+def cut(
+    limits: Limits, digests: Sequence[bytes], hits: list[int], find: Callable[[bytes], int | None]
+) -> tuple[list[int], list[int]]:
+    """Shorten a cached prefix until the second group has the blocks under its window; return both groups' blocks.
+
+    `find` gives the second group's block of a digest.
+    """
+    wanted, end = covered(limits), len(hits)
     near: list[int] = []  # the last first
     at = end
     while at and len(near) < wanted:
         at -= 1
-        block = pool.find(digests[at])
+        block = find(digests[at])
         if block is None:
             near, end = [], at
         else:
@@ -66,9 +71,10 @@ def cut(editor: StateEditor, limits: Limits, digests: Sequence[bytes], hits: lis
 
 def has_room(editor: StateEditor, limits: Limits, entering: Sequence[Entering], spare: int) -> bool:
     """Return whether enough blocks are available for requests to be admitted, with `spare` left over."""
-    found = list({block for each in entering for block in each.near})
+    found = list({block for each in entering for block in each.near if block >= 0})
     needed = sum(
         min(-(-each.known // limits.block_size) - each.num_hits, covered(limits) + 2 - len(each.near))
+        + sum(block < 0 for block in each.near)  # in the host
         for each in entering
     )
     pool = editor.window_pool

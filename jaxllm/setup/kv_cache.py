@@ -20,6 +20,7 @@ from jaxllm.model.spec import Spec, heads_per_shard
 from pallas_kernels import SCALED
 
 Leaf = TypeVar("Leaf")
+MOST_LOADED = 128  # blocks from the host's tier that wait on the device to be written into the cache
 KV_AXES = ("blocks", "kv_heads", None, "head")
 
 
@@ -63,6 +64,14 @@ class KvLayer(NamedTuple, Generic[Leaf]):
     values: Leaf | None  # [N, K, P, C]; None in latent attention, where they are part of the keys
     k_scales: Leaf | None = None  # float32[N, K, P]: factors of the vectors
     v_scales: Leaf | None = None
+
+
+def most_stores(max_step_tokens: int, block_size: int) -> int:
+    """Return the most blocks of a group that wait on the device to be copied to the host's tier.
+
+    A prompt evicts all its blocks at once. Those of two full steps are copied while one of them runs.
+    """
+    return max(256, 2 * max_step_tokens // block_size)
 
 
 def window_of(spec: Spec, max_model_len: int) -> int:

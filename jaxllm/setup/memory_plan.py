@@ -50,6 +50,8 @@ class Need:
     model_len: int  # tokens, the model's limit
     adapters: int = 0  # those on the device, and those of steps in flight
     windowed: Windowed | None = None  # layers with a separate pool, not in `block`
+    moving: int = 0  # blocks in transit to and from the host's tier
+    host: int = 0  # this device's part of that tier, in the host's memory
 
     def window_blocks(self, num_blocks: int) -> int:
         """Return the number of blocks of windowed layers for `num_blocks` of the others.
@@ -105,6 +107,15 @@ class MemoryPlan:
     def num_window_blocks(self) -> int:
         return self.need.window_blocks(self.num_blocks)
 
+    @property
+    def host_blocks(self) -> tuple[int, int]:
+        """Blocks of the host's tier, by group of layers, in the proportion of the device's."""
+        need, windowed = self.need, self.need.windowed
+        if windowed is None:
+            return need.host // need.block, 0
+        each = self.num_blocks * need.block + self.num_window_blocks * windowed.block
+        return need.host * self.num_blocks // each, need.host * self.num_window_blocks // each
+
 
 def share_out(device: Device, need: Need, asked: Asked) -> MemoryPlan:
     """Plan a device's memory: KV blocks get the user's number, else a share of the rest.
@@ -113,7 +124,9 @@ def share_out(device: Device, need: Need, asked: Asked) -> MemoryPlan:
     length is the model's, or as much as the blocks hold.
     """
     _check_weights(device, need)
-    room = None if device.free is None else device.free - need.weights - need.adapters - need.slots - need.temporaries
+    room = None
+    if device.free is not None:
+        room = device.free - need.weights - need.adapters - need.slots - need.temporaries - need.moving
     # An estimate is no reason to refuse a number of the user.
     most = None if room is None else room + (0 if need.is_measured else need.temporaries)
     longest = _blocks_of(asked.max_model_len or need.model_len, need)
@@ -172,10 +185,15 @@ def describe(plan: MemoryPlan, where: str, host: str) -> str:
             f"max_model_len {plan.max_model_len}{cut}",
         ),
         *([("", "", f"and {plan.num_window_blocks} of windowed layers")] if need.windowed else []),
+        *([("", size(need.moving), "in transit to and from the host")] if need.host else []),
     ]
     if plan.device.free is not None:
-        used = need.weights + need.adapters + need.temporaries + need.slots + plan.kv_bytes
+        used = need.weights + need.adapters + need.temporaries + need.slots + need.moving + plan.kv_bytes
         rows.append(("left", size(plan.device.free - used), f"of {size(plan.device.free)}"))
+    if need.host:
+        blocks, windowed = plan.host_blocks
+        more = f", {windowed} of windowed layers" if windowed else ""
+        rows.append(("host tier", size(need.host), f"of the host's memory: {blocks} of {need.block_size} tokens{more}"))
     lines = [f"  {name:<12} {amount:>10}  {text}".rstrip() for name, amount, text in rows]
     return "\n".join([f"memory of {where}:", *lines, f"  {'host':<12} {host}"])
 

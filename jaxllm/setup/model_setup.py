@@ -49,6 +49,7 @@ OPERATIONS = (  # of a step
     *("fused_linear", "fused_topk", "fused_experts"),
 )
 GPU_SHARE = 0.97  # of the remaining memory; the rest is for code and autotuning of programs
+PINNED = 32.0  # GiB of pinned memory that fit into XLA's default limit of 64
 CPU_SHARE = 0.25  # of the free memory, for KV blocks; the rest is for a laptop's other programs
 TOKEN_COST = {"cpu": 120, "gpu": 4}  # see `Limits`; measured by benchmarks/verifying.py, on no GPU yet
 CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "int8": "int8"}
@@ -85,6 +86,8 @@ def choose_devices(config: EngineConfig) -> tuple[jax.Device, ...]:  # pyright: 
     # Read when the back end starts; without it XLA takes 75 % of a GPU.
     if not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & os.environ.keys():
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(config.gpu_memory_utilization)
+    if config.kv_offloading_size > PINNED:
+        os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(math.ceil(2 * config.kv_offloading_size)))
     if config.device == "auto":
         return tuple(jax.devices())
     try:
@@ -265,6 +268,7 @@ def _check_combinations(config: EngineConfig, spec: Spec, rounds: bool, pools: b
         "speculative_config": config.speculative_config is not None,
         "enable_lora": config.enable_lora,
         "deterministic": config.deterministic,
+        "kv_offloading_size": config.kv_offloading_size > 0,
         "kv_cache_dtype": config.kv_cache_dtype != "auto",
         "quantization": config.quantization is not None and rounds,
     }
@@ -321,13 +325,23 @@ def plan_memory(config: EngineConfig, setup: Setup, free: int | None, temporarie
     is_cpu = setup.platform == "cpu"
     described = describe_weights(config, setup)
     adapters = describe_adapters(config, setup)
+    host = int(config.kv_offloading_size * (1 << 30))
+    if temporaries is None and host > psutil.virtual_memory().available:  # before anything is loaded
+        raise UserError(
+            f"kv_offloading_size is {memory_plan.size(host)}, and "
+            f"{memory_plan.size(psutil.virtual_memory().available)} of the host's memory are free.",
+            "kv_offloading_size",
+        )
     device = memory_plan.Device(
-        free=free,
+        free=free if free is None or not is_cpu else free - host // len(setup.layout.devices),
         share=CPU_SHARE if is_cpu else GPU_SHARE,
         ceiling=CPU_CEILING if is_cpu else None,
         knob="kv_cache_memory_bytes" if is_cpu else "gpu_memory_utilization",
     )
     own_window = cache_window(setup)
+    block, own_windowed = _block_bytes(config, setup), _windowed(config, setup) if own_window else None
+    stores = kv_cache.most_stores(setup.max_num_batched_tokens, config.block_size)
+    moving = (stores + kv_cache.MOST_LOADED) * (block + (own_windowed.block if own_windowed else 0))
     need = memory_plan.Need(
         weights=_bytes_on_one(described),
         # A step adds at most one, and two steps in flight may read removed ones.
@@ -338,8 +352,10 @@ def plan_memory(config: EngineConfig, setup: Setup, free: int | None, temporarie
         * setup.max_num_seqs
         * ((2 if own_window else 1) * longest + setup.max_model_len + extras_of(config, spec).width)
         + setup.max_num_batched_tokens * spec.width * setup.dtype.itemsize * (1 + num_aux),
-        block=_block_bytes(config, setup),
-        windowed=_windowed(config, setup) if own_window else None,
+        block=block,
+        windowed=own_windowed,
+        moving=moving if host else 0,
+        host=host // len(setup.layout.devices),
         block_size=config.block_size if spec.is_causal else setup.max_model_len,
         num_slots=setup.max_num_seqs,
         is_measured=temporaries is not None,
@@ -352,7 +368,10 @@ def plan_memory(config: EngineConfig, setup: Setup, free: int | None, temporarie
         num_blocks=config.num_kv_blocks if spec.is_causal else 2 * setup.max_num_seqs,
         prepared_blocks=setup.prepared.get("num_kv_blocks"),
     )
-    return memory_plan.share_out(device, need, asked)
+    plan = memory_plan.share_out(device, need, asked)
+    if host and 0 in plan.host_blocks[: 2 if own_window else 1]:
+        raise UserError(f"kv_offloading_size is {memory_plan.size(host)}: no KV block fits.", "kv_offloading_size")
+    return plan
 
 
 def describe_weights(config: EngineConfig, setup: Setup) -> Params[jax.ShapeDtypeStruct]:

@@ -109,7 +109,7 @@ def test_what_was_broken_off_goes_on(ending: str, pooling: Pooling, run: Run, tm
         pooling.ends_at = ends_at
         code, _, err = run(*arguments, str(output))
         done = (ends_at - 1) * 4  # the first call is for the first text only
-        assert (code, err) == (130, f"{output} holds {done} vectors; the same command goes on\n")
+        assert (code, err) == (130, f"{output} holds {done} vectors; repeat the command to continue\n")
         assert np.array_equal(read(output).reshape(-1, WIDTH), read(whole)[:done])
         with output.open("ab") as file:
             file.write(b"half of a row")  # as if the process was killed while writing

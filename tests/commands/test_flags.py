@@ -18,6 +18,7 @@ from tests.support.fake_llm import FakeLLM, Run, seen_params
 TEXTS: dict[str, tuple[str, Any]] = {
     **{name: (text, text) for name, text in (("dtype", "float32"), ("device", "cpu"), ("quantization", "int8"))},
     **{name: (text, text) for name, text in (("kv_cache_dtype", "fp8_e4m3"), ("scheduling_policy", "priority"))},
+    "preemption_mode": ("swap", "swap"),
     **{name: (text, text) for name, text in (("load_format", "dummy"), ("precompile", "all"), ("runner", "pooling"))},
     **{
         "max_model_len": ("4K", 4096),

@@ -1,7 +1,7 @@
-"""What must hold of manifests beyond their schemas: that names which refer to something find it.
+"""Check manifests beyond their schemas: every name that refers to something must exist.
 
-`problems` reads a whole set of them, as kustomize builds it, beside the flags of `jaxllm serve`, its metrics,
-the services whose health it reports, and the Dockerfile.
+`problems` reads a whole set, in the form that kustomize builds, and compares it with the flags of `jaxllm serve`, its
+metrics, the services in its health checks, and the Dockerfile.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from jaxllm_server.shared.options import ServerOptions
 from tests.deploy.kustomize import Manifest, containers
 from tests.support.paths import ROOT
 
-NAME = {"app.kubernetes.io/name": "jaxllm"}  # every manifest carries it, pods too
+NAME = {"app.kubernetes.io/name": "jaxllm"}  # label of every manifest and pod
 GPU = "nvidia.com/gpu"
-# After the drain: farewell of gRPC, of HTTP with its two seconds, and the engine's last step.
+# After the drain: gRPC's and HTTP's time for last answers, two more seconds for HTTP, and the engine's last step.
 CLOSING = 2 * launch.FAREWELL_SECONDS + 2.0 + launch.CLOSE_SECONDS
 QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?")
 METRIC = re.compile(r"(jaxllm:\w+)(?:\{([^}]*)\})?")
@@ -33,7 +33,7 @@ METRICS = {
     *(f"jaxllm:{name}_{part}" for name, *_ in prometheus.HISTOGRAMS for part in ("bucket", "sum", "count")),
 }
 APP_PROTOCOLS = {"http": "http", "grpc": "kubernetes.io/h2c"}
-# What the API checks and its schemas do not: fields of a few words, wherever they are.
+# Fields with few allowed values, at any depth: the API validates them, its schemas do not.
 WORDS = {
     "whenUnsatisfiable": {"DoNotSchedule", "ScheduleAnyway"},
     "clusterIP": {"None"},
@@ -50,10 +50,10 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text()
 
 
 def problems(manifests: Sequence[Manifest]) -> list[str]:
-    """Say what is wrong with a set of manifests that the schemas take."""
+    """List the problems of a set of manifests that is valid by the schemas."""
     try:
         return list(_problems(manifests))
-    except KeyError as missing:  # what the API does not ask for, and we do
+    except KeyError as missing:  # optional in the API, required here
         return [f"there is no {missing}"]
 
 
@@ -104,19 +104,19 @@ def _unknown_words(node: Any) -> Iterator[str]:
 
 
 def container_of(deployment: Manifest) -> dict[str, Any]:
-    """Return the container of a Deployment, which has one."""
+    """Return the only container of a Deployment."""
     (container,) = containers(deployment)
     return container
 
 
 def selects(labels: Mapping[str, str], deployment: Manifest) -> bool:
-    """Whether labels, at least one, are all those of the pods."""
+    """Return whether the labels, at least one, are all among those of the pods."""
     return bool(labels) and labels.items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
 
 
 @cache
 def served(arguments: tuple[str, ...]) -> tuple[ServerOptions, EngineConfig]:
-    """Read the container's arguments as `jaxllm` does; a file of flags stays closed. Usage says what is wrong."""
+    """Parse the container's arguments like `jaxllm`, but read no file of flags; raises Usage if they are invalid."""
     options = cli.parse([each for each in arguments if not each.startswith("--config=")])
     if options["command"] != "serve":
         raise Usage(f"the command is {options['command']}")
@@ -155,7 +155,7 @@ def _of_deployment(deployment: Manifest, server: ServerOptions, engine: EngineCo
 
 
 def _of_isolation(pod: Mapping[str, Any], container: Mapping[str, Any]) -> Iterator[str]:
-    """Without root, writing into volumes alone, with nothing of the cluster's."""
+    """Check that the pod runs without root, writes only into volumes, and cannot access the cluster."""
     (user,) = re.findall(r"^USER (\d+):(\d+)$", DOCKERFILE, re.MULTILINE)
     context = pod["securityContext"]
     if (str(context["runAsUser"]), str(context["runAsGroup"])) != user or context["fsGroup"] != context["runAsGroup"]:

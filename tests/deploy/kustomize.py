@@ -1,6 +1,6 @@
-"""The part of kustomize that `deploy/kubernetes` uses: resources, components, images and patches of JSON (RFC 6902).
+"""The part of kustomize that `deploy/kubernetes` uses: resources, components, images and JSON patches (RFC 6902).
 
-Written again so that the manifests can be checked where no kubectl is; where one is, a test compares the two.
+With it the manifests can be checked without kubectl; a test compares the two where kubectl is installed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ KEYS = {"apiVersion", "kind", "resources", "components", "images", "patches"}
 
 
 def build(folder: Path, below: tuple[Manifest, ...] = ()) -> tuple[Manifest, ...]:
-    """Return the manifests of a folder; a component's are those `below` it, changed and added to."""
+    """Return the manifests of a folder; a component changes those `below` it and adds to them."""
     written = yaml.safe_load((folder / "kustomization.yaml").read_text())
     if written["kind"] not in KINDS or written.keys() - KEYS:
         raise ValueError(f"{folder}: {written['kind']} with {sorted(written.keys() - KEYS)}")
@@ -42,7 +42,7 @@ def build(folder: Path, below: tuple[Manifest, ...] = ()) -> tuple[Manifest, ...
 
 
 def containers(manifest: Manifest) -> list[dict[str, Any]]:
-    """Return the containers of a Deployment, none of others."""
+    """Return the containers of a Deployment; [] for other manifests."""
     return manifest["spec"]["template"]["spec"]["containers"] if manifest["kind"] == "Deployment" else []
 
 
@@ -59,7 +59,7 @@ def _apply(node: Any, op: str, path: str, value: Any = None) -> None:
         return
     key: Any = int(last) if isinstance(node, list) else last
     if op != "add":
-        del node[key]  # an error where there is none, as in kustomize
+        del node[key]  # a missing key is an error, as in kustomize
     if op == "replace" and isinstance(node, list):
         node.insert(key, value)
     elif op != "remove":

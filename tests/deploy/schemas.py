@@ -1,4 +1,4 @@
-"""Schemas of the manifests: those of Kubernetes' API as the package kubernetes-validate holds them, and KEDA's one.
+"""Schemas of the manifests: those of Kubernetes' API from the package kubernetes-validate, and one for KEDA.
 
 Strict: a field that the API does not have is an error, as it is for `kubectl apply`.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import jsonschema
 import referencing
 
-VERSIONS = ("1.27.0", "1.37.0")  # the first whose gRPC probes are stable, and the newest in the package
+VERSIONS = ("1.27.0", "1.37.0")  # first with stable gRPC probes; newest in the package
 _COUNT = {"type": "integer", "minimum": 0}
 
 
@@ -27,8 +27,9 @@ def _object(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
     }
 
 
-# Of KEDA 2 what the manifest has, read from config/crd/bases/keda.sh_scaledobjects.yaml and the page of its Prometheus
-# scaler; kubernetes-validate has no CRD. What KEDA makes of it, a HorizontalPodAutoscaler, the API's own schema judges.
+# The fields of KEDA 2 that the manifest uses, from config/crd/bases/keda.sh_scaledobjects.yaml and the page of its
+# Prometheus scaler; kubernetes-validate has no CRD. The API's schema validates the HorizontalPodAutoscaler that KEDA
+# derives.
 _TEXT = {"type": "string"}
 _NUMBER = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?$"}
 _TRIGGER = _object(
@@ -63,7 +64,7 @@ def _validator(version: str, kind: str, api: str) -> Any:
     if kind == "ScaledObject":
         return jsonschema.Draft202012Validator(_SCALED_OBJECT)
     folder = files("kubernetes_validate") / "kubernetes-json-schema" / f"v{version}-local-strict"
-    # The package writes networking.k8s.io/v1 as networking-v1.
+    # The package names networking.k8s.io/v1 networking-v1.
     group, _, number = api.rpartition("/")
     name = "-".join(filter(None, (kind.lower(), group.partition(".")[0], number)))
     schema = json.loads((folder / f"{name}.json").read_text())
@@ -78,7 +79,7 @@ def _definitions(version: str) -> referencing.Registry:
 
 
 def errors(manifest: dict[str, Any]) -> list[str]:
-    """Say what the schemas refuse, those of one version."""
+    """Return the schema errors of a manifest, for the first version with errors."""
     kind, api = str(manifest.get("kind")), str(manifest.get("apiVersion"))
     for version in VERSIONS:
         try:
@@ -91,7 +92,7 @@ def errors(manifest: dict[str, Any]) -> list[str]:
 
 
 def autoscaler(scaled: dict[str, Any]) -> dict[str, Any]:
-    """Return the HorizontalPodAutoscaler that KEDA makes of a ScaledObject."""
+    """Return the HorizontalPodAutoscaler that KEDA derives from a ScaledObject."""
     spec = scaled["spec"]
     metrics = [
         {

@@ -1,4 +1,4 @@
-"""The Dockerfile: linted, and what it names exists; no registry is reachable here, so that no image is built."""
+"""The Dockerfile: linted, and its references exist. No registry is reachable here, so no image is built."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IGNORED = (ROOT / ".dockerignore").read_text().splitlines()
 
 
 def problems(text: str) -> Iterator[str]:
-    """Say what is wrong with a Dockerfile."""
+    """Yield the problems of a Dockerfile."""
     options = ServerOptions()
     if re.findall(r"^EXPOSE (.*)$", text, re.MULTILINE) != [f"{options.port} {options.grpc_port}"]:
         yield "other ports"
@@ -42,7 +42,7 @@ def problems(text: str) -> Iterator[str]:
     if unknown := set(re.findall(r"^COPY --from=(\S+)", text, re.MULTILINE)) - set(stages):
         yield f"stages {unknown}"
     (path,) = re.findall(rf"http://127\.0\.0\.1:{options.port}(/\w*)", text) or [""]
-    if path not in ("/live", "/health", "/ready"):  # which need no key
+    if path not in ("/live", "/health", "/ready"):  # these need no key
         yield f"the health check asks for {path}"
     (command,) = re.findall(r"^CMD (.*)$", text, re.MULTILINE)
     (entry,) = re.findall(r"^ENTRYPOINT (.*)$", text, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""deploy/kubernetes: what kustomize builds is what the API takes and what `jaxllm serve` can do; mistakes are found."""
+"""deploy/kubernetes: the built manifests are valid for the API and for `jaxllm serve`; mutated ones are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.paths import ROOT
 
 FOLDER = ROOT / "deploy" / "kubernetes"
 SETS = ("base", "gpu")
-# Texts that may be others: names that nothing refers to, and what is the cluster's.
+# Texts that may differ: names that nothing refers to, and values of the cluster.
 FREE = re.compile(
     r"(Service|PodDisruptionBudget|NetworkPolicy|ScaledObject)/metadata/name|.*/containers/0/name|Service/spec/ports/./name"
     r"|.*/serverAddress|.*/namespaceSelector/matchLabels/.*|.*=Qwen/.*"
@@ -28,7 +28,7 @@ Place = tuple[Any, ...]
 
 
 def places(node: Any, path: Place = ()) -> Iterator[tuple[Place, Any]]:
-    """All values below a node, containers included."""
+    """Yield all values below a node, containers included."""
     for key, value in node.items() if isinstance(node, dict) else enumerate(node):
         yield (*path, key), value
         if isinstance(value, dict | list):
@@ -36,7 +36,7 @@ def places(node: Any, path: Place = ()) -> Iterator[tuple[Place, Any]]:
 
 
 def mutants(manifest: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A manifest with one mistake: a key misspelt, a value of another type, another text, or the opposite."""
+    """Yield the manifest with one mistake each: a misspelt key, a value of another type, another text, the opposite."""
     for path, value in places(manifest):
         where = "/".join(map(str, (manifest["kind"], *path)))
         is_free = FREE.fullmatch(where) or FREE.fullmatch(f"{where}={value}")
@@ -135,7 +135,7 @@ def test_kustomize_builds_the_same(name: str) -> None:
 
 
 def test_the_secret_is_a_file_of_flags(tmp_path: Path) -> None:
-    """What the component's comment says to write is read by `--config`, and shuts both ways in."""
+    """`--config` reads the file from the component's comment, which sets the API key and the admin key."""
     (written,) = re.findall(r"printf '(.+)' > keys.yaml", checks.KEYS)
     file = tmp_path / "keys.yaml"
     file.write_text(written.replace("\\n", "\n"))

@@ -1,4 +1,4 @@
-"""Requests with and without a constraint, by number, and independent judges of what answers them."""
+"""Generate numbered requests with and without a constraint, and check their outputs independently of the engine."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from jaxllm.text import detokenizer
 from jaxllm.text.tokenizer import Tokenizer
 from tests.support import paths
 
-SHARE = 0.2  # of the parameters that a request sets
-PLAIN = 0.3  # of the requests obey no constraint
-VOCABULARY = 512  # of the model with the stories
+SHARE = 0.2  # fraction of the parameters that a request sets
+PLAIN = 0.3  # fraction of the requests without a constraint
+VOCABULARY = 512  # vocabulary size of the stories model
 MARKER = "."
 
 FLAT = {
@@ -88,11 +88,11 @@ WORDS = ["the", " the", "was", "a", "e", '"', "}", " and", "true", ":", "Once up
 
 @dataclass(frozen=True)
 class Asked:
-    """A request of the matrix."""
+    """Describe a request of the matrix."""
 
     prompt: list[int]
     params: SamplingParams
-    kind: str | None  # of KINDS
+    kind: str | None  # a member of KINDS
     aborted_in: int | None  # the step after which it is aborted
 
 
@@ -145,12 +145,12 @@ def _random_values(random: np.random.Generator) -> dict[str, Any]:
 def _prompt(random: np.random.Generator) -> list[int]:
     with np.load(paths.STORIES / "golden.npz") as stored:
         story = [*stored["prompt"].tolist(), *stored["tokens"].tolist()]
-    start = 4 * int(random.integers(0, 3))  # few beginnings: blocks are shared
+    start = 4 * int(random.integers(0, 3))  # few different prefixes, so that requests share blocks
     return story[start : start + int(random.integers(1, 50))]
 
 
 def run(engine: LLMEngine, numbers: Iterator[int] | list[int] | range, aborts: bool) -> dict[int, RequestOutput]:
-    """Run requests together, each with its last output; with `aborts` some are dropped on the way."""
+    """Run requests together and return the last output of each; the requests in `aborts` are aborted on the way."""
     requests = {number: asked(number) for number in numbers}
     for number, request in requests.items():
         engine.add_request(str(number), request.prompt, request.params)
@@ -166,7 +166,7 @@ def run(engine: LLMEngine, numbers: Iterator[int] | list[int] | range, aborts: b
 
 
 def check_equal(number: int, busy: RequestOutput, alone: RequestOutput) -> None:
-    """Hold an output against that of the same request alone; what was aborted against its beginning."""
+    """Compare an output with that of the same request run alone; an aborted output must be a prefix of it."""
     for one, other in zip(busy.outputs, alone.outputs, strict=True):
         if "abort" in (one.finish_reason, other.finish_reason):
             assert one.token_ids == other.token_ids[: len(one.token_ids)], (number, asked(number))
@@ -182,7 +182,7 @@ def check_equal(number: int, busy: RequestOutput, alone: RequestOutput) -> None:
 
 
 def _values(entry: dict[int, Logprob] | None) -> list[float]:
-    """Give an entry's log-probabilities: the token's own, then the others by size, of which near ones may swap."""
+    """Return an entry's log-probabilities: the sampled token's, then the others by size, since near ones may swap."""
     values = [told.logprob for told in (entry or {}).values()]
     return [*values[:1], *sorted(values[1:])]
 
@@ -192,7 +192,7 @@ def is_ended_by_itself(told: CompletionOutput) -> bool:
 
 
 def is_valid(tokenizer: Tokenizer, request: Asked, told: CompletionOutput) -> bool:
-    """Whether the text of an output that ended by itself is what was asked for."""
+    """Return whether the text of an output that ended by itself satisfies the request's constraint."""
     if request.kind is None:
         return True
     text = told.text
@@ -205,7 +205,7 @@ def is_valid(tokenizer: Tokenizer, request: Asked, told: CompletionOutput) -> bo
 
 
 def _behind_marker(tokenizer: Tokenizer, prompt: list[int], told: CompletionOutput) -> str | None:
-    """Give the text of the tokens behind the one in which the marker ends; None if there is none."""
+    """Return the text after the token in which the marker ends; None if the marker is missing."""
     state, read = detokenizer.begin(tokenizer, prompt, SamplingParams()), ""
     for at, token in enumerate(told.token_ids):
         state, delta = detokenizer.advance(state, tokenizer, [token])

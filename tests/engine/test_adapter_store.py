@@ -1,4 +1,4 @@
-"""The store of adapters under threads: what is removed while it is read, and what it remembers of what is gone."""
+"""The adapter store under threads: adapters removed while they are read, and references to removed adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests with adapters, many at once under every setting: each gets what the merged model gives it alone."""
+"""Batches of requests with adapters, under every setting, return the tokens of the merged model run alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CHUNKED = {"max_num_batched_tokens": 32, "max_num_seqs": 6, "num_kv_blocks": 18}
 LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 64}
 FAMILIES = ("llama", "qwen2", "gemma2", "gpt2", "phi3")
 RANKS = (1, 8, 64, 3, 8, 16, 1, 8)
-# Last parts of modules' names, of which each family has its own.
+# Last parts of modules' names; families differ in them.
 TARGETS = (
     None,
     ("q_proj", "v_proj", "c_attn", "qkv_proj"),
@@ -41,19 +41,19 @@ TARGETS = (
     ("q_proj", "o_proj", "up_proj", "c_attn"),
     None,
 )
-IN_CI = (("qwen2", True), ("phi3", False))  # a family, and whether over two devices
+IN_CI = (("qwen2", True), ("phi3", False))  # a family, and whether it runs on two devices
 ALL_SETTINGS: list[dict[str, Any]] = [
     {},
     {"tensor_parallel_size": 2, "max_loras": 8},
     {"async_scheduling": False, "enable_prefix_caching": False, "max_loras": 1, "max_cpu_loras": 4},
     {"deterministic": True, "max_loras": 2},
 ]
-Case = tuple[int, tuple[int, ...], SamplingParams]  # adapter (0: none), prompt, parameters
+Case = tuple[int, tuple[int, ...], SamplingParams]  # adapter number (0: no adapter), prompt, parameters
 
 
 @functools.cache
 def adapters(family: str) -> tuple[Path, list[LoRARequest]]:
-    """Write a family's adapters; return the folder of what is merged from them too."""
+    """Write a family's adapters and the models merged from them; return the folder and the requests."""
     folder = Path(tempfile.mkdtemp(prefix=f"adapters-{family}-"))
     requests = []
     for number, (rank, targets) in enumerate(zip(RANKS, TARGETS, strict=True), 1):
@@ -65,7 +65,7 @@ def adapters(family: str) -> tuple[Path, list[LoRARequest]]:
 
 @functools.cache
 def cases(family: str, count: int) -> list[Case]:
-    """Draw requests with `count` adapters and without; some prompts begin alike, with the same adapter or another."""
+    """Draw requests with `count` adapters and without; some prompts share a prefix, across adapters too."""
     random = np.random.default_rng(sum(map(ord, family)))
     vocabulary = 90
     shared = [random.integers(3, vocabulary, 40) for _ in range(2)]
@@ -90,7 +90,7 @@ def cases(family: str, count: int) -> list[Case]:
 
 @functools.cache
 def expected(family: str, count: int) -> list[RequestOutput]:
-    """Run each request alone in a merged model, or in the base."""
+    """Run each request alone, in the merged model of its adapter or in the base model."""
     folder, _ = adapters(family)
     outputs: dict[int, RequestOutput] = {}
     for adapter in range(count + 1):
@@ -104,7 +104,7 @@ def expected(family: str, count: int) -> list[RequestOutput]:
 
 
 def told(output: RequestOutput) -> tuple[Any, np.ndarray]:
-    """Give the tokens of a request's outputs, and all log-probabilities in order."""
+    """Return the tokens of a request's outputs, and all log-probabilities in order."""
     tables = [*(output.prompt_logprobs or ()), *(each for own in output.outputs for each in own.logprobs or ())]
     numbers = [table[token].logprob for table in tables if table for token in sorted(table)]
     return [(own.token_ids, own.finish_reason) for own in output.outputs], np.array(numbers)
@@ -119,7 +119,7 @@ def told(output: RequestOutput) -> tuple[Any, np.ndarray]:
                 family,
                 len(RANKS),
                 own,
-                # CI has one family over two devices, and one on one.
+                # CI runs one family on two devices and one on a single device.
                 marks=pytest.mark.ci if (family, "tensor_parallel_size" in own) in IN_CI else pytest.mark.slow,
                 id=f"{family} {own}",
             )
@@ -193,7 +193,7 @@ def test_without_the_switch_an_adapter_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def speakers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, LoRARequest, LoRARequest]]:
-    """Give a model that writes text, an adapter of it, and one that brings a tokenizer and a template of its own."""
+    """Provide a trained model, an adapter of it, and an adapter with a different tokenizer and chat template."""
     folder = tmp_path_factory.mktemp("speakers")
     for name in ("plain", "own"):
         write_adapter(folder / name, MODEL_DIR, seed=1)
@@ -285,7 +285,7 @@ def test_other_weights_under_an_old_name_hit_no_old_block(
     assert third.num_cached_tokens == 0 and third.outputs[0].token_ids != first.outputs[0].token_ids
     llm.engine.remove_lora(9)
     write_adapter(tmp_path / "again", MODEL_DIR, seed=3)
-    fourth = ask()  # the same content as at first
+    fourth = ask()  # same content as the first
     assert fourth.num_cached_tokens == 32 and fourth.outputs[0].token_ids == first.outputs[0].token_ids
 
 
@@ -322,7 +322,7 @@ def test_two_hundred_adapters_in_turns_compile_nothing_and_take_no_more_memory(t
         params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
         prompts, first = [[5 + index % 80, 6, 7] for index in range(len(requests))], None
         sizes: list[float] = []
-        held: list[tuple[int, int]] = []  # Python's objects, and the arrays' bytes
+        held: list[tuple[int, int]] = []  # number of Python objects, and bytes of the arrays
         for _ in range(6):
             outputs = llm.generate(prompts, params, lora_request=requests, use_tqdm=False)
             said = [output.outputs[0].token_ids for output in outputs]

@@ -1,4 +1,4 @@
-"""AsyncLLM: many readers of one engine; nothing is lost, nothing leaks, and no reader waits for a dead engine."""
+"""AsyncLLM with many readers of one engine: no lost outputs, no leaks, and no reader waits for a dead engine."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def read(engine: AsyncLLM, prompt: Any, own: SamplingParams, **more: Any) 
 
 
 def joined(outputs: list[RequestOutput]) -> dict[int, tuple[str, list[int], str | None]]:
-    """Put the deltas of each sample together."""
+    """Concatenate the deltas of each sample."""
     whole: dict[int, tuple[str, list[int], str | None]] = {}
     for output in outputs:
         for part in output.outputs:
@@ -80,7 +80,7 @@ async def is_empty(engine: AsyncLLM, seconds: float = 5.0) -> None:
 
 
 class Steps:
-    """An observer that adds up what steps report."""
+    """Observer that adds up the numbers of the steps' reports."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
@@ -172,7 +172,7 @@ async def test_a_reader_that_goes_frees_its_blocks_in_any_phase(engine: AsyncLLM
     async def one(number: int) -> None:
         prompt = [7 + number % 50] * (200 if phase == "prefill" else 20)
         own = params(max_tokens=200, ignore_eos=True, n=2 if number % 3 == 0 else 1)
-        with suppress(TimeoutError, OverloadedError):  # of the queue: those before may not all be out of it yet
+        with suppress(TimeoutError, OverloadedError):  # of the queue, not yet empty
             async with aclosing(engine.generate(prompt, own)) as outputs:
                 if phase == "decode":
                     await anext(outputs)
@@ -319,7 +319,7 @@ async def test_the_prefix_cache_tells_what_enters_and_leaves_it(engine: AsyncLLM
 
 
 class FakeEngine(LLMEngine):
-    """The real one until the step that something happens in."""
+    """Engine that behaves normally until a chosen step, in which it fails, hangs or waits."""
 
     accident: Callable[[], None] | None = None
 
@@ -453,7 +453,7 @@ async def test_resuming_while_a_pause_waits_takes_it_back(fragile: AsyncLLM, run
 def test_a_pause_that_was_resumed_does_not_take_another_for_its_own(
     fragile: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The simulation needs some 150,000 steps to see it."""
+    """A resumed pause does not mistake another pause for itself; the simulation finds this in some 150,000 steps."""
     resets: list[bool] = []
 
     async def reset() -> bool:

@@ -1,4 +1,4 @@
-"""Compares the rules of beam searches with transformers' rules on random log-probabilities and penalties."""
+"""Compare the rules of beam searches with transformers' rules on random log-probabilities and penalties."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ PENALTIES = (-2.0, -1.0, -0.3, 0.0, 0.3, 1.0)
 
 
 def _logprobs(seed: int, tokens: Sequence[int]) -> list[float]:
-    """Return log-probabilities of the next token: one token is likely, so that long outputs score well."""
+    """Return log-probabilities of the next token, with one likely token so that long outputs score well."""
     rng = random.Random(f"{seed} {list(tokens)}")
     likely = rng.randrange(VOCAB)
     return [-rng.uniform(0.01, 0.3) if token == likely else -rng.uniform(0.5, 4) for token in range(VOCAB)]
 
 
 def _by_transformers(seed: int, rules: Rules) -> list[tuple[list[int], float]]:
-    """Search as `_beam_search` of transformers 5 does."""
+    """Search with the algorithm of `_beam_search` in transformers 5."""
     running: list[tuple[list[int], float]] = [([], 0.0)]
     finished: list[tuple[list[int], float]] = []
     stops, keep = set(rules.stop_ids), max(2, 1 + len(rules.stop_ids)) * rules.width

@@ -1,4 +1,4 @@
-"""Beam search through the whole engine, against a naive one that asks the engine for one token at a time."""
+"""Beam search through the whole engine, compared with a naive search that requests one token at a time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Rows = dict[tuple[Any, ...], dict[int, float]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model that two tokens end."""
+    """Provide a small model with two end-of-sequence tokens."""
     made = tmp_path_factory.mktemp("beams") / "model"
     shutil.copytree(GOLDEN / "llama", made)
     (made / "generation_config.json").write_text(json.dumps({"eos_token_id": ENDS}))
@@ -47,14 +47,14 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def rows() -> Rows:
-    """Log-probabilities of all tokens behind sequences that were asked for."""
+    """Cache the log-probabilities of the token after each sequence that `naive` queried."""
     return {}
 
 
 def naive(
     llm: LLM, rows: Rows, prompt: list[int], params: BeamSearchParams, adapter: LoRARequest | None = None
 ) -> list[tuple[list[int], float]]:
-    """Search as transformers does, with the whole vocabulary of each beam; return outputs and scores."""
+    """Search like transformers, over the whole vocabulary for each beam; return outputs and scores."""
     ends = () if params.ignore_eos else ENDS
     one = SamplingParams(temperature=0, max_tokens=1, logprobs=-1, ignore_eos=True, skip_reading_prefix_cache=True)
     running: list[tuple[list[int], float]] = [([], 0.0)]
@@ -114,7 +114,7 @@ def run(engine: LLMEngine, requests: dict[str, tuple[list[int], Any]], **options
 
 @pytest.fixture(scope="module")
 def alone(llm: LLM) -> list[CompletionOutput]:
-    """What an ordinary request gets by itself."""
+    """Return the outputs of ordinary requests without beam searches in the batch."""
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], ORDINARY, use_tqdm=False)
     return [output.outputs[0] for output in outputs]
 
@@ -170,7 +170,7 @@ def test_settings_and_preemption_change_no_beam(
     params = BeamSearchParams(3, 12, length_penalty=0.5, early_stopping="never")
     prompts = [prompt for prompt in PROMPTS if len(prompt) <= 13]
     with LLM(str(folder), **SHARED | setting) as other:
-        for _ in range(2):  # the second time from the prefix cache
+        for _ in range(2):  # the second run uses the prefix cache
             requests: dict[str, tuple[list[int], Any]] = {
                 f"{number}": (prompt, params) for number, prompt in enumerate(prompts)
             }
@@ -226,7 +226,7 @@ def test_a_search_has_one_adapter(folder: Path, tmp_path: Path, rows: Rows) -> N
 
 
 def test_outputs_of_llm_are_those_of_vllm(llm: LLM) -> None:
-    """With the prompt, the best first, and with the token that ended an output only where that was asked for."""
+    """Outputs contain the prompt, are sorted by score, and include the ending token only on request."""
     for shows in (False, True):
         params = BeamSearchParams(4, 10, length_penalty=0.0, include_stop_str_in_output=shows)
         found = llm.beam_search([PROMPTS[1], PROMPTS[2]], params)
@@ -307,7 +307,7 @@ LOGPROBS = st.lists(st.floats(-30, 0, width=32), min_size=12, max_size=12)
 def test_the_likeliest_few_of_each_beam_are_enough(
     width: int, table: list[list[float]], totals: list[float], stop_ids: set[int], num_ended: int
 ) -> None:
-    """`num_needed` of each beam choose what the whole vocabulary does."""
+    """The `num_needed` likeliest tokens of each beam select the same beams as the whole vocabulary."""
     rules = Rules(width, 9, stop_ids, 1.0, False)
     ended = tuple(Ended((0,), -1.0 - at, -1.0 - at, True) for at in range(min(num_ended, width)))
     running = sorted(totals[:width], reverse=True)

@@ -1,4 +1,4 @@
-"""A logit_bias is added to its tokens alone, before penalties, with room for the most entries."""
+"""`logit_bias` changes the logits of its tokens only, before penalties, with up to the maximum number of entries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.draws import EXTRAS, HISTORY, WHOLE, V, draw, naive_penalized
 
 
 def packed_extras(params: list[SamplingParams], garbage: int = 0, layout: Extras = EXTRAS) -> np.ndarray:
-    """As the device has them: around what is each row's own is what a former request left."""
+    """Pack extras as on the device: all columns that a row does not use hold `garbage` from an earlier request."""
     packed = np.full((len(params), layout.width), garbage, np.int32)
     at, shape = layout.fields["bias"]
     bias = slice(at, at + int(np.prod(shape)))
@@ -73,7 +73,7 @@ def test_a_bias_of_100_picks_and_of_minus_100_bans():
 def test_a_recycled_slot_does_not_see_the_former_bias():
     logits = random_logits(V, 44)
     former = packed_extras([SamplingParams(logit_bias={token: 100, 3: 50}) for token in range(V)])
-    rows = rows_of([SamplingParams(temperature=0)] * V)  # its row alone is written when a slot changes hands
+    rows = rows_of([SamplingParams(temperature=0)] * V)  # only its row is written when a slot gets a new request
     assert draw(logits, rows, Variant.FULL, extras=former).tokens.tolist() == logits.argmax(-1).tolist()
 
 

@@ -1,4 +1,4 @@
-"""Models with a second group of blocks, of windowed layers: tokens do not depend on it, nor on the load."""
+"""Models with a second group of blocks for windowed layers: tokens depend neither on the group nor on the load."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.inspection import named_params_of, set_params
 from tests.support.paths import GOLDEN, STORIES
 from tests.support.sizes import SHORT_BLOCKS
 
-FEW = {"num_kv_blocks": 30}  # of 4 tokens, where a request of 72 needs 18
+FEW = {"num_kv_blocks": 30}  # of 4 tokens; a request of 72 tokens needs 18 blocks
 FAMILIES = ["gemma3", *(pytest.param(name, marks=pytest.mark.ci) for name in ("gemma2", "gpt-oss", "cohere2"))]
 
 
@@ -93,7 +93,7 @@ def test_requests_get_what_they_get_where_all_layers_share_blocks(
     found = []
     for _ in range(2):
         with make("gemma3", **settings) as llm:
-            found.append([generate(llm, prompts, params) for _ in range(2)])  # the second time with cached prefixes
+            found.append([generate(llm, prompts, params) for _ in range(2)])  # the second run uses cached prefixes
             assert llm.engine.scheduler.limits.num_groups == 2 - len(found) + 1
         monkeypatch.setattr(kv_cache, "window_of", lambda *_: 0)
     assert found[0] == found[1]
@@ -113,7 +113,7 @@ def test_beams_fork_both_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_failed_rows_left_behind_the_window_is_not_found() -> None:
-    """A block that was given back before its request failed is not used by the next one with that prompt."""
+    """A block that was freed before its request failed is not reused by the next request with that prompt."""
     prompt, expected = golden("gemma3")
     greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     with make("gemma3") as llm:

@@ -1,7 +1,7 @@
-"""Sampling parameters in random combinations: what a request gets in a busy batch is what it gets alone.
+"""Random combinations of sampling parameters: a request returns the same in a busy batch as alone.
 
-And in either case it keeps what each of its parameters promises. 300 of 2,000 combinations are among the default tests,
-the others among the slow ones (`make test-slow`).
+In both cases the output satisfies each parameter. 300 of 2,000 combinations are among the default tests, the others
+among the slow ones (`make test-slow`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tests.support import paths
 from tests.text.test_repetition_detector import repeats
 
 FOLDER = paths.STORIES
-BATCH = 100  # requests at once: many more than there are slots
+BATCH = 100  # concurrent requests: many more than slots
 BATCHES = [pytest.param(start, marks=[pytest.mark.slow] * (start >= 100)) for start in range(0, 2000, BATCH)]
-SHARE = 0.3  # of the parameters that a request sets
+SHARE = 0.3  # fraction of the parameters that a request sets
 VOCABULARY = 512
 WORDS = ["the", " the", "was", "a", "she", "He", "and", "to", "t", "e", ".", " day", "Once upon", "little girl"]
 
@@ -45,7 +45,7 @@ def llm() -> Iterator[LLM]:
         max_num_seqs=16,
         max_num_batched_tokens=64,
         block_size=4,
-        num_kv_blocks=40,  # too few for 16 requests: some are preempted
+        num_kv_blocks=40,  # too few for 16 requests, so that some are preempted
         max_logprobs=-1,
         logits_processors=[scale, ban_above],
         precompile="covering",
@@ -55,7 +55,7 @@ def llm() -> Iterator[LLM]:
 
 @dataclass
 class Told:
-    """All that was told of one sample."""
+    """All outputs of one sample, joined."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -67,7 +67,7 @@ class Told:
 
 @dataclass
 class Answer:
-    """All that was told of a request."""
+    """All outputs of a request, joined by sample."""
 
     samples: dict[int, Told] = field(default_factory=dict)
     prompt_ids: Sequence[int] = ()
@@ -93,7 +93,7 @@ FLAGS = {own.name: not own.default for own in dataclasses.fields(SamplingParams)
 
 
 def random_values(random: np.random.Generator, vocabulary: int = VOCABULARY) -> dict[str, Any]:
-    """Return a value for every parameter, of which some will be used."""
+    """Return a value for every parameter; the caller uses some of them."""
 
     def ids(most: int) -> list[int]:
         return random.integers(3, vocabulary, random.integers(1, most + 1)).tolist()
@@ -139,7 +139,7 @@ def combination(number: int, vocabulary: int = VOCABULARY) -> SamplingParams:
     random = np.random.default_rng(number)
     values = random_values(random, vocabulary)
     used = {name: value for name, value in values.items() if random.random() < SHARE}
-    used.setdefault("seed", number)  # else the engine draws one
+    used.setdefault("seed", number)  # the engine draws a seed otherwise
     used.setdefault("max_tokens", 8)
     if used.get("temperature") == 0.0:
         used.pop("n", None)
@@ -154,12 +154,12 @@ def prompt(number: int) -> list[int]:
     with np.load(FOLDER / "golden.npz") as stored:
         story = [*stored["prompt"].tolist(), *stored["tokens"].tolist()]
     random = np.random.default_rng([number, 1])
-    start = 4 * int(random.integers(0, 3))  # few beginnings: blocks are shared
+    start = 4 * int(random.integers(0, 3))  # few different prefixes, so that requests share blocks
     return story[start : start + int(random.integers(1, 40))]
 
 
 def run(llm: LLM, numbers: Sequence[int]) -> dict[int, Answer]:
-    """Run requests together and collect all that is told of each."""
+    """Run requests together and collect the outputs of each."""
     params = {str(number): combination(number) for number in numbers}
     answers = {number: Answer() for number in numbers}
     for number in numbers:
@@ -171,7 +171,7 @@ def run(llm: LLM, numbers: Sequence[int]) -> dict[int, Answer]:
 
 
 def value_of(entry: Mapping[int, Logprob]) -> list[float]:
-    """Return an entry's log-probabilities: the token's own, then the others by size, of which near ones may swap."""
+    """Return an entry's log-probabilities: the sampled token's, then the others by size, since near ones may swap."""
     values = [told.logprob for told in entry.values()]
     return [*values[:1], *sorted(values[1:])]
 
@@ -191,7 +191,7 @@ def check_equal(number: int, busy: Answer, alone: Answer) -> None:
 
 
 def check_promises(llm: LLM, params: SamplingParams, answer: Answer) -> None:
-    """Hold what was told against what each parameter says."""
+    """Check an answer against the definition of each parameter."""
     tokenizer = llm.get_tokenizer()
     assert sorted(answer.samples) == list(range(params.n))
     if params.truncate_prompt_tokens is not None:
@@ -215,7 +215,7 @@ def check_promises(llm: LLM, params: SamplingParams, answer: Answer) -> None:
         assert reason != "error" or params.allowed_token_ids, "only then nothing may be left to sample"
         assert len(ids) <= (params.max_tokens or 0)
         assert len(ids) == params.max_tokens or reason != "length"
-        # A stop id may come as the first token that is allowed to end the output, not before.
+        # A stop id ends the output at the first position where `min_tokens` allows it.
         assert len(ids) >= params.min_tokens or reason == "error"
         own_stops = set(params.stop_token_ids) | (set() if params.ignore_eos else llm.engine.model.eos_ids)
         assert not own_stops & set(ids[:-1])
@@ -274,7 +274,7 @@ def _seed(params: SamplingParams, index: int) -> int:
 
 
 def test_every_parameter_takes_part() -> None:
-    elsewhere = {"structured_outputs"}  # test_structured_output.py
+    elsewhere = {"structured_outputs"}  # tested in test_structured_output.py
     names = {own.name for own in dataclasses.fields(SamplingParams)}
     assert set(random_values(np.random.default_rng(0))) == names - elsewhere
 

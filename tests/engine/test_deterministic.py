@@ -1,9 +1,9 @@
-"""Deterministic mode: the same request gives the same bits, whatever runs beside it.
+"""Deterministic mode: a request returns the same bits whatever else is in its batch.
 
-Copies of a few requests run among random neighbours that come, end and go at random: at any number of rows, cut into
-chunks wherever other prompts leave room, preempted, from the prefix cache or not, read token by token or at the end.
-All that is told of them must be the same, log-probabilities bit by bit. Without `deterministic` it is not, and neither
-where one of the rules is taken away that the mode rests on.
+Copies of a few requests run among random neighbours that start, end and are aborted at random: in batches of any size,
+cut into chunks wherever other prompts leave room, preempted, with the prefix cache or without, streamed token by token
+or returned at the end. All outputs of the copies must be equal, log-probabilities bit by bit. They differ without
+`deterministic`, and also when one of the two rules behind the mode is removed.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from pallas_kernels import choice
 from tests.support.paths import GOLDEN
 
 FAMILIES = sorted(folder.name for folder in GOLDEN.iterdir() if folder.name != "stories260K")
-WINDOWS = GOLDEN / "gemma3"  # random weights; a layer that sees the last 10 tokens, and three query heads to a key's
+WINDOWS = GOLDEN / "gemma3"  # random weights; a layer with a window of 10 tokens, three query heads for each key head
 LENGTH = 10  # tokens of an output
-# Tokens of the prompt, and what is asked for.
+# Tokens of the prompt, and the parameters.
 PROBES = {
     "everything": (38, SamplingParams(temperature=0.9, seed=1, prompt_logprobs=1, logprobs=2)),
     "greedy": (45, SamplingParams(temperature=0.0, logprobs=5)),
     "unseeded": (21, SamplingParams(temperature=1.0, logprobs=0)),
     "filtered": (33, SamplingParams(temperature=0.8, seed=-5, top_k=30, top_p=0.95, min_p=0.01, n=2, logprobs=2)),
     "penalized": (17, SamplingParams(temperature=1.1, seed=3, repetition_penalty=1.2, logit_bias={5: 2.0}, logprobs=1)),
-    "whole": (9, SamplingParams(temperature=0.0, logprobs=30)),  # more than a step reports
+    "whole": (9, SamplingParams(temperature=0.0, logprobs=30)),  # more than a step returns
 }
 SLOTS = 8
 
 
 def bits(output: RequestOutput) -> bytes:
-    """Return all that was told of a request as bytes, floats as they are."""
+    """Return all outputs of a request as bytes, floats unrounded."""
 
     def entries(told: Sequence[Mapping[int, Logprob] | None] | None) -> bytes:
         parts = []
@@ -62,15 +62,15 @@ def bits(output: RequestOutput) -> bytes:
 
 
 class Load:
-    """Copies of requests among random others, in one engine."""
+    """Run copies of requests among random others in one engine."""
 
     def __init__(self, llm: LLM, seed: int = 1) -> None:
         self.engine = llm.engine
         self.random = np.random.default_rng(seed)
         self.text = self.own_tokens(0, 64)
         self.num_neighbours = 0
-        # What happened to the copies.
-        self.rows: Counter[int] = Counter()  # steps by how many rows they had
+        # Statistics of the copies.
+        self.rows: Counter[int] = Counter()  # steps by their number of rows
         self.cuts: set[int] = set()  # where chunks began
         self.num_preempted = 0
         make_plan = self.engine.scheduler.plan
@@ -89,7 +89,7 @@ class Load:
         return np.random.default_rng(seed).integers(3, self.engine.model.vocab_size, count).tolist()
 
     def prompt(self, length: int) -> dict[str, list[int]]:
-        """Begin as all prompts do, so that blocks are shared, and go on as no other does."""
+        """Return a prompt that starts like all others, so that blocks are shared, and continues like no other."""
         return {"prompt_token_ids": [*self.text[: length // 2], *self.own_tokens(length, length - length // 2)]}
 
     def add_copy(self, name: str, number: int) -> None:
@@ -99,7 +99,7 @@ class Load:
             params,
             max_tokens=LENGTH,
             ignore_eos=True,
-            # Neither of these may change a bit.
+            # Neither of these changes a bit.
             skip_reading_prefix_cache=bool(self.random.integers(2)),
             output_kind=kinds[self.random.integers(2)],
         )
@@ -120,7 +120,7 @@ class Load:
         return name
 
     def run(self, copies: Mapping[str, int]) -> dict[str, Counter[bytes]]:
-        """Run so many copies of each request; return how often each had which bits."""
+        """Run `copies[name]` copies of each request; return how often each result occurred, by name and bits."""
         engine, random = self.engine, self.random
         waiting = [(name, number) for name, count in copies.items() for number in range(count)]
         random.shuffle(waiting)
@@ -129,7 +129,7 @@ class Load:
         busy = 1.0
         while waiting or engine.has_unfinished_requests():
             if random.random() < 0.05:
-                busy = float(random.choice([0.0, 0.5, 1.0, 2.0]))  # neighbours of a copy, from none to many
+                busy = float(random.choice([0.0, 0.5, 1.0, 2.0]))  # neighbours of a copy, from zero to many
             load = engine.load()
             while waiting and load.running + load.waiting < 1 + SLOTS * busy and random.random() < 0.8:
                 self.add_copy(*waiting.pop())
@@ -151,12 +151,12 @@ def make(model: Path, **settings: Any) -> LLM:
     """Start an engine with a pool that is too small for all of its slots."""
     sizes = {"max_num_seqs": SLOTS, "max_num_batched_tokens": 32, "block_size": 4, "num_kv_blocks": 60}
     fixed = {"deterministic": True, "max_model_len": 64, "max_logprobs": -1, "precompile": "covering"}
-    tokenizer = None if model == MODEL_DIR else str(GOLDEN / "stories260K")  # another model's: it only makes text
+    tokenizer = None if model == MODEL_DIR else str(GOLDEN / "stories260K")  # another model's, to make text
     return LLM(str(model), tokenizer=tokenizer, **sizes | fixed | settings)
 
 
 def distinct(model: Path, copies: Mapping[str, int], **settings: Any) -> dict[str, int]:
-    """Return how many different bits each request has had."""
+    """Return the number of different results of each request."""
     with make(model, **settings) as llm:
         found = Load(llm).run(copies)
     assert {name: bits.total() for name, bits in found.items()} == copies, "not every copy has ended"
@@ -216,7 +216,7 @@ def test_every_family_has_the_same_bits(family: str) -> None:
 
 @pytest.mark.slow
 def test_engines_that_differ_in_what_changes_no_program_agree() -> None:
-    """The prefix cache on and off, steps in flight or not, another load, text at the end or token by token."""
+    """Engines that run the same programs agree: they differ in prefix cache, steps in flight, load and streaming."""
     found: list[dict[str, Counter[bytes]]] = []
     for seed, settings in enumerate(({}, {"enable_prefix_caching": False}, {"async_scheduling": False})):
         with make(MODEL_DIR, **settings) as llm:
@@ -227,7 +227,7 @@ def test_engines_that_differ_in_what_changes_no_program_agree() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [MODEL_DIR, WINDOWS], ids=["embedded", "windows"])
 def test_tokens_that_attend_together_have_other_bits(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The load has teeth: the first of the two rules, taken away. In C++ every token's sums are the same anyhow."""
+    """Without the first rule the load finds different bits, except in C++, where the sums never differ."""
     monkeypatch.setitem(choice.PREFERRED, "cpu", {"paged_decode": ("xla_lanes",)})
     uniform = batch.uniform_shape
     monkeypatch.setattr(batch, "uniform_shape", lambda *sizes: replace(uniform(*sizes), tiles=sizes[0]))
@@ -237,7 +237,7 @@ def test_tokens_that_attend_together_have_other_bits(model: Path, monkeypatch: p
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [MODEL_DIR, WINDOWS], ids=["embedded", "windows"])
 def test_steps_of_two_sizes_have_other_bits(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second: small plans run in a program of their own."""
+    """Without the second rule, small plans run in another program and return different bits."""
 
     class OfTwo(Programs):
         def __init__(self, decode: Any, ragged: Any, *given: Any, **further: Any) -> None:
@@ -263,7 +263,7 @@ def test_what_cannot_be_kept_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_step_has_room_for_few_tokens() -> None:
-    """What a step computes costs the same whether it is used or not."""
+    """A step computes all of its places, used or not, so it has few."""
 
     def sizes(is_cpu: bool, recorded: dict[str, Any] | None = None, **settings: int) -> tuple[int, int]:
         config = EngineConfig(model=str(MODEL_DIR), deterministic=True, **settings)

@@ -1,7 +1,7 @@
-"""A feature that a test defines runs in an engine without a change of the product: it dictates the tokens of an output.
+"""A feature defined in a test runs in an unchanged engine: it dictates the tokens of an output.
 
 Its request type is a subclass of `SamplingParams` with token ids. The feature biases the logits of each step towards
-the next of them, through the extras of the row's slot. It uses every method of `Feature`.
+the next of these ids, through the extras of the row's slot. It uses every method of `Feature`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ WORDS = [300, 40, 41, 300, 77, 401]
 
 @dataclass(frozen=True, kw_only=True)
 class Dictated(SamplingParams):
-    """Parameters with the tokens that an output begins with."""
+    """Parameters with the first tokens of the output."""
 
     words: tuple[int, ...] = ()
 
 
 class Dictation(Feature):
-    """Biases each step of a row towards the next of its words. The state of a request is its words."""
+    """Bias each step of a row towards the next of its token ids, which are the state of a request."""
 
     name = "dictation"
 
@@ -58,7 +58,7 @@ class Dictation(Feature):
     def claim(self, accepted: Accepted) -> None:
         self.calls.add("claim")
         if isinstance(accepted.asked, Dictated):
-            # A bias of 0 makes its steps use the widest variant, which applies biases.
+            # A bias of 0 selects the step's widest variant, which applies biases.
             accepted.params = replace(accepted.asked, logit_bias={0: 0.0, 1: 0.0}, logprobs=0)
 
     def accept(self, accepted: Accepted) -> None:

@@ -1,4 +1,4 @@
-"""The adapter that ships with the embedded model: other words, the same answers, and none of it without the adapter."""
+"""The embedded model's adapter changes the style and not the answers, and has no effect on requests without it."""
 
 from __future__ import annotations
 

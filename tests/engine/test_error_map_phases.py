@@ -1,6 +1,6 @@
-"""What calls are told while the server loads, drains, hangs or dies, and behind TLS and Unix sockets.
+"""Errors of calls while the server loads, drains, hangs or dies, also over TLS and Unix sockets.
 
-Processes and clients are real; servers are in this process only where the engine has to break.
+Processes and clients are real; a server runs in this process only where the test breaks its engine.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from tests.support.grpc_site import one_loop
 from tests.support.serving_process import ServingProcess
 from tests.support.sizes import FEW_SLOTS
 
-UNLUCKY = 300  # a token whose text cannot be made, every eighth time
+UNLUCKY = 300  # a token whose detokenization fails, every eighth time
 
 
-# A real process with TLS in both directions: while it loads, and while it drains.
+# A real process with TLS in both directions, while it loads and while it drains.
 
 
 def https(server: str, folder: Path, name: str | None) -> httpx.Client:
@@ -82,7 +82,7 @@ def test_loading_and_draining_behind_mutual_tls(certificates: Path) -> None:
             with https(server.http, certificates, name) as unknown, pytest.raises(httpx.TransportError):
                 unknown.get("/health")
         with pytest.raises(httpx.TransportError):
-            httpx.get(f"{server.http.replace('https', 'http')}/health")  # in the clear
+            httpx.get(f"{server.http.replace('https', 'http')}/health")  # without TLS
         server.wait_for(r"(ready) after")
         assert rpc.inference.Generate(Request(text="a", stop={"max_tokens": 2})).outputs[0].token_ids
         assert http.post("/v1/completions", json=asked()).status_code == 200
@@ -103,7 +103,7 @@ def check_loading(rpc: Grpc, http: httpx.Client) -> None:
     assert [http.get(path).status_code for path in ("/health", "/ready", "/live")] == [503, 503, 200]
     assert rpc.health.Check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.NOT_SERVING
     assert rpc.control.GetServerInfo(control_pb2.GetServerInfoRequest()).state == control_pb2.SERVER_STATE_LOADING
-    # A request that is wrong is told so even now? No: what is right is known once there is a model.
+    # An invalid request gets the same error, because validation needs the loaded model.
     assert over_grpc(lambda: rpc.inference.Generate(Request(text="a", sampling={"top_p": 2.0}))) == not_ready
 
 
@@ -123,7 +123,7 @@ def check_draining(server: ServingProcess, rpc: Grpc, http: httpx.Client) -> Non
     assert server.wait(20.0) == 0
 
 
-# Servers in this process: their engines can be made to fail.
+# Servers in this process, so that their engines can be made to fail.
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,7 @@ async def clients_of(server: Server) -> AsyncIterator[tuple[Grpc, httpx.AsyncCli
 
 
 async def failure_of(call: Any) -> tuple[str, str, type]:
-    """Await a call or read a stream that has to fail."""
+    """Await a call or read a stream, and return the error that it must raise."""
     with pytest.raises(grpc.RpcError) as caught:
         if hasattr(call, "__aiter__"):
             async for _ in call:
@@ -164,7 +164,7 @@ async def failure_of(call: Any) -> tuple[str, str, type]:
 
 
 async def events_of(http: httpx.AsyncClient, **fields: Any) -> list[Any]:
-    """Read a stream of events that fails on its way; return what the events hold."""
+    """Read a stream of events that fails midway; return the data of the events."""
     async with http.stream("POST", "/v1/completions", json=asked(**fields) | {"stream": True}) as response:
         assert response.status_code == 200
         lines = [line.removeprefix("data: ") async for line in response.aiter_lines() if line]
@@ -206,7 +206,7 @@ def test_unix_sockets_and_a_request_that_takes_too_long(
             assert response.headers["x-should-retry"] == "false"
             error = (await events_of(http, **long))[-1]["error"]
             assert (error["code"], error["type"]) == ("deadline_exceeded", "timeout")
-            # What can never fit the pool of 24 blocks, though it fits the context.
+            # Fits the context, but can never fit the pool of 24 blocks.
             response = await http.post("/v1/completions", json=asked(prompt=[5] * 400))
             assert over_http(response) == (400, "context_length_exceeded", "invalid_request_error")
             assert await failure_of(rpc.inference.Generate(Request(token_ids={"ids": [5] * 400}))) == TOO_LONG
@@ -216,7 +216,7 @@ def test_unix_sockets_and_a_request_that_takes_too_long(
 
 @asynccontextmanager
 async def opened(server: Server) -> AsyncIterator[None]:
-    """Open the ports, and close them whatever happens."""
+    """Open the ports, and close them at the end, also after an error."""
     await server.open()
     try:
         yield
@@ -249,7 +249,7 @@ async def test_one_request_fails_then_the_engine_hangs_then_it_dies(run: Any, mo
     monkeypatch.setattr(Tokenizer, "token_text", token_text)
 
     async def one_fails(rpc: Grpc, http: httpx.AsyncClient, client: AsyncClient) -> None:
-        # Only who wants log-probabilities asks for a token's text, and only these say this token.
+        # Only requests with log-probabilities detokenize single tokens, and only the first request samples this one.
         own: dict[str, Any] = {"temperature": 0, "logit_bias": {UNLUCKY: 100.0}, "logprobs": 0, "max_tokens": 40}
         request = generate_request("Once", own)
         other = asyncio.ensure_future(client.generate("Once", max_tokens=200, ignore_eos=True))
@@ -278,10 +278,10 @@ async def test_one_request_fails_then_the_engine_hangs_then_it_dies(run: Any, mo
 
     async def engine_dies(server: Server, rpc: Grpc, http: httpx.AsyncClient, client: AsyncClient) -> None:
         long = {"max_tokens": 180, "ignore_eos": True}
-        monkeypatch.setattr(LLMEngine, "step", slowly(LLMEngine.step, 0.02))  # they still run when the engine dies
+        monkeypatch.setattr(LLMEngine, "step", slowly(LLMEngine.step, 0.02))  # keeps them running until the engine dies
         watch = rpc.health.Watch(health_pb2.HealthCheckRequest())
         while (await watch.read()).status != health_pb2.HealthCheckResponse.SERVING:
-            pass  # it still says that the engine hangs
+            pass  # the response still reports the hang
         stream = client.stream("Once", **long)
         await anext(stream)
         events = asyncio.ensure_future(events_of(http, **long))
@@ -291,7 +291,7 @@ async def test_one_request_fails_then_the_engine_hangs_then_it_dies(run: Any, mo
         with pytest.raises(errors.EngineDeadError):
             await stream.result()
         assert stream.so_far.token_ids
-        # The process says so for a moment before it ends.
+        # The process answers with this error for a moment before it ends.
         assert await failure_of(rpc.inference.Generate(Request(text="a"), wait_for_ready=False)) == lost
         response = await http.post("/v1/completions", json=asked())
         assert over_http(response) == (503, "engine_dead", "service_unavailable")
@@ -313,7 +313,7 @@ async def test_one_request_fails_then_the_engine_hangs_then_it_dies(run: Any, mo
 
 
 def test_tls_without_certificates_of_clients(run: Any, certificates: Path) -> None:
-    """The engine of this server is never started; but for their text, its answers are those of one that loads."""
+    """The engine of this server is never started; except for their text, its answers equal those during loading."""
 
     async def check() -> None:
         server = new_server(ssl_keyfile=str(certificates / "server.key"), ssl_certfile=str(certificates / "server.pem"))

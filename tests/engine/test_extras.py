@@ -1,4 +1,4 @@
-"""What few requests have, against plain statements: bad words, allowed ids, logits processors, reported ids."""
+"""Compare rarely used parameters with plain code: bad words, allowed ids, logits processors, reported token ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxllm.sampling.sampler import Extras, Sampled, SamplingRows, Variant, pack
 from jaxllm.sampling.vocab_parallel import Vocabulary
 from jaxllm.sampling_params import MAX_BAD_WORD_TOKENS, MAX_PROCESSOR_ARGUMENTS, SamplingParams
 
-V = 70  # more than two words of 32 bits, and no multiple of them
+V = 70  # more than two words of 32 bits, and not a multiple of 32
 LENGTH = 12
 PROMPT = 3
 
@@ -47,7 +47,7 @@ def draw(
     positions: np.ndarray | None = None,
     garbage: int = 0,
 ) -> Sampled:
-    """Sample; what a request's row does not count is `garbage`, as a former request of the slot would leave it."""
+    """Sample; places that a request does not use hold `garbage`, like those of an earlier request of the slot."""
     words = [[]] * len(params) if words is None else words
     packed = np.full((len(params), LAYOUT.width), garbage, np.int32)
     for row, (each, own) in enumerate(zip(params, words, strict=True)):
@@ -81,7 +81,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def is_banned(token: int, words: Words, output: list[int]) -> bool:
-    """By the definition: the output so far and this token would end with a bad word."""
+    """Return whether the output with this token appended ends with a bad word."""
     ending = [*output, token]
     return any(len(word) <= len(ending) and ending[-len(word) :] == word for word in words)
 
@@ -90,7 +90,7 @@ def is_banned(token: int, words: Words, output: list[int]) -> bool:
 @pytest.mark.parametrize("garbage", [0, -1, 1, 2**31 - 1, -(2**31)])
 def test_a_bad_word_cannot_be_completed(garbage: int) -> None:
     random, count = np.random.default_rng(1), 300
-    history = random.integers(0, 3, (count, LENGTH)).astype(np.int32)  # three tokens: words are often begun
+    history = random.integers(0, 3, (count, LENGTH)).astype(np.int32)  # only three tokens, so that words often begin
     words: list[Words] = [
         [random.integers(0, 3, random.integers(1, 5)).tolist() for _ in range(random.integers(0, 8))]
         for _ in range(count)
@@ -123,7 +123,7 @@ def test_only_allowed_tokens_are_sampled(garbage: int, temperature: float) -> No
     sets = [random.choice(V, random.integers(1, V + 1), replace=False).tolist() for _ in range(200)]
     sets += [[token] for token in range(V)]
     params = [SamplingParams(temperature=temperature, seed=row, allowed_token_ids=ids) for row, ids in enumerate(sets)]
-    params += [SamplingParams(temperature=temperature, seed=1)] * 30  # not restricted, beside those that are
+    params += [SamplingParams(temperature=temperature, seed=1)] * 30  # unrestricted requests in the same batch
     logits = random_logits(len(params), 5)
     sampled = draw(logits, params, garbage=garbage)
     for row, ids in enumerate(sets):
@@ -160,7 +160,7 @@ def test_processors_change_the_rows_that_asked() -> None:
 def test_a_processor_that_bans_all_or_returns_nan_fails_its_row_alone() -> None:
     params = [SamplingParams(temperature=0, extra_args=given) for given in ({"ban_below": V}, None)]
     assert draw(random_logits(2, 8), params).is_finite.tolist() == [False, True]
-    huge = SamplingParams(temperature=0, extra_args={"scale": [0.0, 3e38]})  # times the position: infinite
+    huge = SamplingParams(temperature=0, extra_args={"scale": [0.0, 3e38]})  # overflows when multiplied
     assert draw(random_logits(2, 9), [huge, params[1]]).is_finite.tolist() == [True, True]
 
 
@@ -180,7 +180,7 @@ def test_extras_are_written_into_their_slots_alone() -> None:
     before = np.random.default_rng(47).integers(-9, 9, (slots, LAYOUT.width)).astype(np.int32)
     asked = {4: SamplingParams(logit_bias={7: 1.5}), 1: SamplingParams(allowed_token_ids=list(range(V)))}
     new = {slot: LAYOUT.pack(params, ()) for slot, params in asked.items()}
-    changes = np.full((5, 1 + LAYOUT.width), slots, np.int32)  # what is not used has slot S
+    changes = np.full((5, 1 + LAYOUT.width), slots, np.int32)  # unused entries have slot S
     for change, (slot, packed) in zip(changes, new.items(), strict=False):
         change[:] = [slot, *packed]
     after = np.asarray(jax.jit(patch_extras)(before, changes))
@@ -188,7 +188,7 @@ def test_extras_are_written_into_their_slots_alone() -> None:
         np.testing.assert_array_equal(after[slot], new.get(slot, before[slot]))
 
 
-# Registration
+# Registration.
 
 
 def test_processors_are_found_by_path_and_by_function() -> None:
@@ -202,7 +202,7 @@ def test_processors_are_found_by_path_and_by_function() -> None:
 
 @dataclass
 class Minus:
-    """A function of JAX with a number of its own, equal to one with the same number, and not hashable."""
+    """A JAX function with a number: equal to one with the same number, and not hashable."""
 
     number: float
     __name__ = "minus"
@@ -213,7 +213,7 @@ class Minus:
 
 
 def test_what_is_traced_of_a_processor_is_its_engines_own() -> None:
-    """JAX keeps traces by the function: one that has changed since must not be found again by another engine."""
+    """JAX caches traces by function; another engine must not reuse the trace of a function that has changed since."""
     minus, logits = Minus(1.0), jnp.zeros((2, V))
     traced = jax.jit(lambda processor, given: processor(given, given, given), static_argnums=0)
     for number in (1.0, 5.0):

@@ -1,4 +1,4 @@
-"""Clients take turns in the threads beside the event loop."""
+"""Clients take turns in the worker threads of `FairThreads`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxllm.engine.fair_threads import FairThreads
 
 
 class Site:
-    """Work that waits until it is let go, and what has begun and run."""
+    """Run work that waits until it is released; record which work has begun and which has run."""
 
     def __init__(self, num_threads: int) -> None:
         self.threads = FairThreads(num_threads, "test")
@@ -34,7 +34,7 @@ class Site:
             self._gates[name].set()
 
     async def wait_begun(self, *names: str) -> None:
-        """Wait until these have begun, and a moment for others that should not."""
+        """Wait until the named work has begun, and a moment longer for work that should not begin."""
         async with asyncio.timeout(5):
             while len(self.begun) < len(names):
                 await asyncio.sleep(0.001)
@@ -89,7 +89,7 @@ def test_what_is_cancelled_before_its_turn_never_runs_and_what_runs_keeps_its_th
             with pytest.raises(asyncio.CancelledError):
                 await task
         last = site.ask("a", "a2")
-        await site.wait_begun("a0")  # whose thread goes on
+        await site.wait_begun("a0")  # keeps its thread
         site.end()
         assert await last == "a2" and site.begun == ["a0", "a2"]
 
@@ -99,7 +99,7 @@ def test_what_is_cancelled_before_its_turn_never_runs_and_what_runs_keeps_its_th
 def test_nothing_begins_after_the_end() -> None:
     async def work(site: Site) -> None:
         site.threads.shutdown()
-        for name in ("0", "1", "2"):  # each gives its turn back
+        for name in ("0", "1", "2"):  # each releases its turn
             with pytest.raises(RuntimeError):
                 await asyncio.wait_for(site.ask("a", name), 5)
 
@@ -112,7 +112,7 @@ def test_who_leaves_as_a_thread_becomes_free_loses_no_turn_of_others(num_turns: 
         first, leaving, patient = (site.ask("a", name) for name in ("a0", "a1", "a2"))
         await site.wait_begun("a0")
         site.end("a0", "a1", "a2")
-        time.sleep(0.05)  # the thread has ended its work, and the loop has not heard of it
+        time.sleep(0.05)  # the thread has finished, but the loop has not yet processed that
         for _ in range(num_turns):
             await asyncio.sleep(0)
         leaving.cancel()

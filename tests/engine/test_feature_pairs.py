@@ -1,4 +1,4 @@
-"""Combinations: each pair of the table of refusals is refused by name, and all other pairs work."""
+"""Each pair in the table of refused combinations is refused by name, and all other pairs work."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.paths import GOLDEN, GOLDEN_POOLED, ROOT, STORIES
 
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_kv_blocks": 64, "precompile": "covering"}
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 2}
-# How an engine gets each setting of the table, and each of its properties.
+# The engine arguments for each setting and each property in the table.
 SETTINGS: dict[str, dict[str, Any]] = {
     "speculative_config": {"speculative_config": DRAFTS},
     "enable_lora": {"enable_lora": True},
@@ -95,7 +95,7 @@ USES: dict[str, tuple[dict[str, Any], Callable[[Any], bool]]] = {
 
 @pytest.fixture(scope="module")
 def llms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[bool, LLM]]:
-    """Engines with adapters, by whether they draft."""
+    """Provide engines with adapters, with and without drafts."""
     write_adapter(tmp_path_factory.getbasetemp() / "pairs", STORIES)
     made = {
         drafts: LLM(str(STORIES), enable_lora=True, speculative_config=DRAFTS if drafts else None, **SIZES)

@@ -1,7 +1,7 @@
-"""Caches of 8 bits: what they hold, what they change, and that nothing else of an engine notices them.
+"""8-bit caches: their capacity, their effect on tokens, and the same behaviour of the rest of the engine.
 
-What they change is compared with plain attention over keys and values that numpy has rounded. For the rest an engine
-is its own reference: the same requests get the same tokens under any other settings.
+The effect is compared with plain attention over keys and values that numpy has rounded. For the rest the engine is the
+reference: the same requests return the same tokens under any other settings.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SIZES: dict[str, Any] = {"precompile": "covering", "max_num_seqs": 8, "max_model
 
 
 def rounded(kind: str, x: jax.Array) -> jax.Array:
-    """Round vectors as the cache does, each by a scale of its own."""
+    """Round vectors like the cache does, with a scale for each vector."""
     limit, dtype = {
         "int8": (127.0, None),
         "fp8": (448.0, ml_dtypes.float8_e4m3fn),
@@ -68,7 +68,7 @@ def rounded(kind: str, x: jax.Array) -> jax.Array:
 
 
 def foretold(folder: Path, kind: str | None, text: Sequence[int]) -> np.ndarray:
-    """Compute the likeliest token behind each of a text's, with plain attention over rounded keys and values."""
+    """Compute the likeliest token after each token of a text, with plain attention over rounded keys and values."""
     spec, params, run = _plain(folder, kind, len(text))
     return np.asarray(run(params, jnp.asarray(text, jnp.int32)))[:, : spec.vocab_size].argmax(axis=1)
 
@@ -98,7 +98,7 @@ def _plain(folder: Path, kind: str | None, length: int) -> tuple[Any, Any, Calla
 
 
 def likeliest(llm: LLM, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """Let an engine score texts as prompts; return the likeliest token behind each of their tokens but the last."""
+    """Score texts as prompts in an engine; return the likeliest token after each of their tokens except the last."""
     outputs = llm.generate(
         [{"prompt_token_ids": list(text)} for text in texts],
         SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1),
@@ -114,7 +114,7 @@ def likeliest(llm: LLM, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
 
 @functools.cache
 def written(model: Path) -> tuple[list[list[int]], list[int], np.ndarray]:
-    """Let a model write with the plain cache: the texts, where in them it began, and the tokens likeliest to it."""
+    """Generate texts with the plain cache; return the texts, the length of each prompt, and the likeliest tokens."""
     with LLM(str(model), **WRITING) as llm:
         if model == STORIES:
             prompts = [llm.get_tokenizer().encode(f"Once upon a time, {name}") for name in NAMES]
@@ -129,12 +129,13 @@ def written(model: Path) -> tuple[list[list[int]], list[int], np.ndarray]:
 
 
 def behind(starts: Sequence[int], found: Sequence[np.ndarray]) -> np.ndarray:
-    """Keep what was foretold of what a model wrote, not of its prompts."""
+    """Keep the predictions for generated tokens, and drop those for prompts."""
     return np.concatenate([one[start - 1 :] for start, one in zip(starts, found, strict=True)])
 
 
-# The share of tokens that change, at most. Measured of 2,171 tokens: 1.6 %, 4.3 % and 9.1 %; of 2,297: 1, 2 and 4. The
-# embedded model's heads have 32 numbers, over which errors of a score average; those of the other model have 8.
+# The largest allowed fraction of changed tokens. Measured: 1.6 %, 4.3 % and 9.1 % of 2,171 tokens; 1, 2 and 4 of 2,297
+# tokens. The embedded model's heads have 32 numbers, over which errors of a score average; those of the other model
+# have 8.
 CHANGED = [
     pytest.param(STORIES, "int8", 0.02),
     pytest.param(STORIES, "fp8", 0.05, marks=pytest.mark.ci),
@@ -161,7 +162,7 @@ def test_few_greedy_tokens_change_and_those_that_rounding_changes(model: Path, k
     "case", [pytest.param(case, marks=pytest.mark.ci if case == "deepseek-v3" else pytest.mark.slow) for case in CASES]
 )
 def test_every_family_runs(case: str) -> None:
-    """The models' weights are random, so near ties are many: none of 71 tokens changes in 15 families, 6 in one."""
+    """The models' weights are random, with many near ties: 0 of 71 tokens change in 15 families, 6 in one."""
     with np.load(GOLDEN / case / "golden.npz") as stored:
         text, logits = [*stored["prompt"].tolist(), *stored["tokens"].tolist()], stored["logits"]
     with LLM(str(GOLDEN / case), kv_cache_dtype="int8", skip_tokenizer_init=True, **SIZES) as llm:
@@ -170,7 +171,7 @@ def test_every_family_runs(case: str) -> None:
     assert changed <= 0.1
 
 
-# Of each, one is drawn for a case: whatever is drawn, requests get the same tokens.
+# Each case draws a value of each setting; its requests return the same tokens for all of them.
 SETTINGS: dict[str, Sequence[Any]] = {
     "block_size": (1, 4, 16),
     "num_kv_blocks": (None, "few"),
@@ -188,11 +189,11 @@ SETTINGS: dict[str, Sequence[Any]] = {
     "kernels": ((), ("paged_decode=xla",)),
 }
 PIRATE = LoRARequest("pirate", 1, str(ADAPTERS["pirate"]))
-FEW = 112  # tokens of all blocks, so that requests preempt each other
+FEW = 112  # tokens in all blocks, few enough that requests preempt each other
 
 
 def drawn(number: int) -> dict[str, Any]:
-    """Draw the settings of a case, each value of each in turn, but in an order of its own."""
+    """Draw the settings of a case: cycle through the values of each setting, in a different order for each setting."""
     settings = {}
     for name, values in SETTINGS.items():
         turn, place = divmod(number, len(values))
@@ -203,7 +204,7 @@ def drawn(number: int) -> dict[str, Any]:
 
 
 def tokens_of(llm: LLM, has_beams: bool) -> list[Any]:
-    """Run requests together, twice, so that prefixes are found: greedy and random ones, with an adapter, and beams."""
+    """Run requests together, twice, so that prefixes are found: greedy, random, with an adapter, and beam searches."""
     engine, found = llm.engine, {}
     for time in range(2):
         for number, question in enumerate(held_out_questions(0)[::80]):
@@ -231,7 +232,7 @@ def plainly(kind: str) -> list[Any]:
     "number", [pytest.param(n, marks=pytest.mark.slow if n else pytest.mark.ci) for n in range(48)]
 )
 def test_requests_get_the_same_tokens_with_any_other_settings(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_setup, "with_cost", lambda drafting, described: drafting)  # else drafts never pay
+    monkeypatch.setattr(draft_setup, "with_cost", lambda drafting, described: drafting)  # otherwise drafts never pay
     kind, settings = KINDS[number % 2], drawn(number)
     has_beams = settings["speculative_config"] is None
     due = [each for each in plainly(kind) if has_beams or "beams" not in each[0]]
@@ -240,23 +241,23 @@ def test_requests_get_the_same_tokens_with_any_other_settings(number: int, monke
         metrics = llm.engine.metrics
         has_few = settings["num_kv_blocks"] is not None
         has_seven = has_few and settings["block_size"] == 16
-        # Of seven blocks two requests at a time may have enough, if no step in flight takes one ahead of its tokens.
+        # Seven blocks can suffice for two concurrent requests, unless a step in flight allocates one early.
         assert (metrics.preemptions > 0) == has_few or (has_seven and not settings["async_scheduling"])
-        if not has_seven:  # they are overwritten before they are found
+        if not has_seven:  # blocks are overwritten before they are reused
             assert (metrics.cached_tokens > 0) == settings["enable_prefix_caching"]
         assert has_beams or metrics.accepted_tokens[0] > 0
 
 
 @pytest.mark.parametrize(("dtype", "least"), [("bfloat16", 1.9), ("float32", 3.8)])
 def test_8_bits_hold_more_tokens(tmp_path: Path, dtype: Any, least: float) -> None:
-    """Of a vector of 128 numbers bfloat16 takes 256 bytes, float32 512, and 8 bits with their scale 132."""
+    """A vector of 128 numbers takes 256 bytes in bfloat16, 512 in float32, and 132 in 8 bits with its scale."""
     described = json.loads((GOLDEN / "qwen3" / "config.json").read_text()) | {"head_dim": 128}
     (tmp_path / "config.json").write_text(json.dumps(described))
     tokens = {}
     for kind in ("auto", *KINDS):
         config = EngineConfig(model=str(tmp_path), dtype=dtype, kv_cache_dtype=kind, max_num_seqs=2**14)
         setup, tokens[kind] = prepare(config, needs_weights=False), 0
-        # Memories of many sizes: the number of blocks is rounded down, in some further than in others.
+        # Many memory sizes, because the number of blocks is rounded down, by more in some than in others.
         for size in np.geomspace(1 << 24, 1 << 27, 200).astype(int).tolist():
             plan = plan_memory(replace(config, kv_cache_memory_bytes=size), setup, 1 << 40)
             assert plan.kv_bytes <= size
@@ -291,7 +292,7 @@ def test_the_plan_counts_what_is_allocated(case: str, shards: int) -> None:
 
 @pytest.mark.ci
 def test_a_step_leaves_the_pool_as_it_is() -> None:
-    """With arrays of 8-bit floats XLA's CPU back end would convert all of it, see `choose_cache_dtype`."""
+    """A step does not copy the pool; XLA on CPU would convert arrays of 8-bit floats, see `choose_cache_dtype`."""
     settings: dict[str, Any] = {"kv_cache_dtype": "fp8", "num_kv_blocks": 4096, "skip_tokenizer_init": True}
     with LLM(str(GOLDEN / "llama"), **SIZES | settings) as llm:
         runner = llm.engine.runner

@@ -1,4 +1,4 @@
-"""Two adapters that loop hold up no third, and a client is refused for a while after its work was ended."""
+"""Two adapters that loop do not delay a third, and a client is refused for a while after its work was stopped."""
 
 from __future__ import annotations
 

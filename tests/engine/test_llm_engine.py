@@ -1,4 +1,4 @@
-"""The engine end to end on a real trained model: the same tokens whatever the settings, the load and the accidents."""
+"""The engine end to end on a trained model: the same tokens under all settings, loads and failures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.paths import GOLDEN
 from tests.support.sizes import FEW_BLOCKS, SHORT_BLOCKS, SLOTS
 
 STORIES = str(GOLDEN / "stories260K")
-WIDTH = 64  # of its hidden states
+WIDTH = 64  # width of its hidden states
 STORY = (
     "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day, she saw a "
     "big, red ball. She wanted to play with it, but it was too high.\nLily's mom said, \"Lily, let's go to the park.\" "
@@ -58,7 +58,7 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def alone(llm: LLM) -> dict[str, list[int]]:
-    """The greedy tokens of each prompt when it is the only request."""
+    """Return the greedy tokens of each prompt when it is the only request."""
     return {prompt: tokens(generate(llm, prompt, GREEDY))[0] for prompt in PROMPTS}
 
 
@@ -81,7 +81,7 @@ def test_it_tells_the_story(llm: LLM) -> None:
 )
 def test_settings_do_not_change_the_tokens(settings: dict[str, Any], copies: int, alone: dict[str, list[int]]) -> None:
     with make(**settings) as llm:
-        for _ in range(2):  # the second time from the prefix cache
+        for _ in range(2):  # the second run uses the prefix cache
             assert tokens(generate(llm, PROMPTS * copies, GREEDY)) == list(alone.values()) * copies
         assert (llm.engine.metrics.preemptions > 0) == ("num_kv_blocks" in settings)
         if settings.get("block_size", 16) <= 2:
@@ -90,7 +90,7 @@ def test_settings_do_not_change_the_tokens(settings: dict[str, Any], copies: int
 
 @pytest.mark.ci
 def test_steps_in_flight_change_no_token_with_aborts_and_preemption() -> None:
-    """Full slots, a pool that is too small, stops that are found late, requests that go: the same with and without."""
+    """Full slots, a small pool, late stops and aborts: the tokens are the same with steps in flight and without."""
     random = np.random.default_rng(4)
     stops: list[dict[str, Any]] = [
         {"stop": ["."]},
@@ -188,7 +188,7 @@ def test_shards_change_neither_tokens_nor_logprobs_and_exchange_little(llm: LLM,
             assert list(mine) == list(other_entry)
             for token, entry in mine.items():
                 assert entry.rank == other_entry[token].rank
-                # Hidden states are summed in another order over shards; sampling itself adds nothing to that.
+                # Shards sum hidden states in another order; sampling adds no further difference.
                 assert entry.logprob == pytest.approx(other_entry[token].logprob, abs=2e-5)
     for key, text in texts.items():
         found = Counter()
@@ -198,12 +198,12 @@ def test_shards_change_neither_tokens_nor_logprobs_and_exchange_little(llm: LLM,
             if numbers == key.shape.tokens * WIDTH:
                 found[kind, "of layers"] += 1
             elif numbers == key.shape.rows * (MAX_REPORTED_TOKENS + 4):
-                found[kind, "of named tokens"] += 1  # the logits of those a request asks for, each from its shard
+                found[kind, "of named tokens"] += 1  # logits of the token ids that a request names, each from its shard
             else:
                 found[kind, "of sampling"] += 1
-                # The likeliest 20 tokens of each shard, not a row's 512 logits.
+                # The likeliest 20 tokens of each shard, instead of a row's 512 logits.
                 assert numbers <= key.shape.rows * shards * (1 + 2 * 20), (key, shapes)
-        # Two for each of five layers and the embedding's; of the sampling, two of the five are loops of eight.
+        # Two for each of five layers and one for the embedding; of the five in sampling, two are loops of eight.
         of_sampling = {
             ("all-reduce", "of named tokens"): 1,
             ("all-reduce", "of sampling"): 5,
@@ -352,7 +352,7 @@ def test_a_higher_priority_is_served_first() -> None:
     with make(FEW_BLOCKS, scheduling_policy="priority") as llm:
         ends: list[str] = []
         for name, token, priority in (("late", 5, 5), ("early", 6, -5), ("middle", 7, 0)):
-            prompt = [token] * 150  # of which the pool holds one
+            prompt = [token] * 150  # more than the pool can hold
             llm.engine.add_request(name, prompt, SamplingParams(temperature=0.0, max_tokens=2), priority=priority)
         while llm.engine.has_unfinished_requests():
             ends += [output.request_id for output in llm.engine.step() if output.finished]
@@ -426,7 +426,7 @@ def test_logits_that_are_not_finite_end_their_request_alone() -> None:
         assert scored.outputs[0].finish_reason == "error" and scored.prompt_logprobs is None
         assert poisoned.outputs[0].finish_reason == "error" and "finite" in str(poisoned.outputs[0].stop_reason)
         assert tokens([healthy]) == expected or 3 in expected[0]
-        # What the poisoned prompt wrote must not be read by others, even once the fault has gone.
+        # Other requests must not read the cache entries of the poisoned prompt, even after the fault is removed.
         set_params(runner, named)
         longer = [5, 3, *range(7, 40)]
         set_params(runner, named.replace(top=top))

@@ -1,4 +1,4 @@
-"""Log-probabilities of outputs and prompts are those of transformers, whatever else runs, is cached or is cut.
+"""Log-probabilities of outputs and prompts equal those of transformers, for any batch, caching and chunking.
 
 The golden file of stories260K holds the logits that transformers computed (tests/parity/make_golden.py).
 """
@@ -20,7 +20,7 @@ with np.load(FOLDER / "golden.npz") as stored:
     NUM_PROMPT = len(stored["prompt"])
     TOKENS: list[int] = [*stored["prompt"].tolist(), *stored["tokens"].tolist()]
     LOGITS = stored["logits"].astype(np.float64)
-EXACT = LOGITS - np.log(np.exp(LOGITS).sum(-1, keepdims=True))  # [position, V]: of the token behind it
+EXACT = LOGITS - np.log(np.exp(LOGITS).sum(-1, keepdims=True))  # [position, V]: of the next token
 PROMPT = TOKENS[:50]
 
 
@@ -36,7 +36,7 @@ def ask(llm: LLM, prompt: list[int] = PROMPT, **params) -> RequestOutput:
 
 
 def check(entry: dict[int, Logprob], position: int, token: int, count: int) -> None:
-    """Compare what is told of the token at `position` with transformers' logits for it."""
+    """Compare the entry of the token at `position` with transformers' logits for it."""
     exact = EXACT[position - 1]
     first, *others = entry.items()
     assert first[0] == token and len(entry) in (max(count, 1), count + 1)
@@ -61,7 +61,7 @@ def test_outputs(llm: LLM, count: int) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 20, 21, -1])
 def test_prompts(llm: LLM, count: int) -> None:
-    told = ask(llm, prompt_logprobs=count).prompt_logprobs  # in two chunks, the second time cached
+    told = ask(llm, prompt_logprobs=count).prompt_logprobs  # in two chunks; the second run is cached
     assert told is not None and len(told) == len(PROMPT) and told[0] is None
     for position, entry in enumerate(told[1:], 1):
         assert entry is not None

@@ -1,4 +1,4 @@
-"""A real trained model tells one story under every setting: caching, sizes, preemption × shards × overlap (slow)."""
+"""A trained model writes the same story under every setting: caching, sizes, preemption × shards × overlap (slow)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_same_tokens(settings: dict[str, Any], copies: int, shards: int, exp
             set_depth(engine, depth)
             engine.reset_prefix_cache()
             preemptions = engine.metrics.preemptions
-            for _ in range(2):  # the second time from the prefix cache
+            for _ in range(2):  # the second run uses the prefix cache
                 outputs = llm.generate(PROMPTS * copies, GREEDY, use_tqdm=False)
                 assert [list(output.outputs[0].token_ids) for output in outputs] == expected * copies
             assert (engine.metrics.preemptions > preemptions) == ("num_kv_blocks" in settings)

@@ -1,4 +1,4 @@
-"""The engine on models with experts, sinks and latents: together, preempted and on two devices, the same tokens."""
+"""Models with experts, sinks and latents return the same tokens in batches, preempted and on two devices."""
 
 from __future__ import annotations
 

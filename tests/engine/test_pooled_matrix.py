@@ -1,4 +1,4 @@
-"""Prompts that are pooled, many at once under every setting: each result is that of the same prompt alone."""
+"""Batches of pooled prompts under every setting return the results of each prompt alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxllm.pooling_params import PoolingTask
 from tests.support.paths import GOLDEN, GOLDEN_POOLED
 
 LONGEST = 62
-CLOSE = 1e-5  # another program adds in another order
+CLOSE = 1e-5  # programs differ in the order of additions
 MEAN, LAST = ({"pooling_type": kind} for kind in ("MEAN", "LAST"))
 CHUNKED = {"max_num_batched_tokens": 24, "max_num_seqs": 6, "block_size": 4}
 MODELS: dict[str, tuple[Path, dict[str, Any]]] = {
@@ -36,7 +36,7 @@ QUICK = ("mpnet", "llama-mean")
 
 @contextmanager
 def model(name: str, **settings: Any) -> Iterator[LLM]:
-    """Start an engine of a model whose embeddings may be cut."""
+    """Start an engine of a model with Matryoshka embeddings."""
     folder, own = MODELS[name]
     own = own | {"pooler_config": {"is_matryoshka": True} | own.get("pooler_config", {})}
     shared = {"skip_tokenizer_init": True, "precompile": "covering", "max_model_len": LONGEST}
@@ -45,7 +45,7 @@ def model(name: str, **settings: Any) -> Iterator[LLM]:
 
 
 def draw(random: np.random.Generator, llm: LLM) -> tuple[dict[str, Any], PoolingParams]:
-    """Draw a prompt, which may begin like others, and its parameters."""
+    """Draw a prompt, which may share a prefix with others, and its parameters."""
     own = llm.engine.model
     length = int(random.choice([1, 2, LONGEST, *random.integers(1, LONGEST + 1, 6)]))
     shared = np.random.default_rng(int(random.integers(2))).integers(3, own.vocab_size, LONGEST)
@@ -62,7 +62,7 @@ def draw(random: np.random.Generator, llm: LLM) -> tuple[dict[str, Any], Pooling
 
 
 def marks(name: str, settings: dict[str, Any]) -> list[pytest.MarkDecorator]:
-    """Every model runs in CI, other settings of two of them too."""
+    """CI runs every model, and two of them with other settings too."""
     if name in QUICK:
         return [pytest.mark.ci] if settings else []
     return [pytest.mark.slow if settings else pytest.mark.ci]

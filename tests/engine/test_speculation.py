@@ -1,4 +1,4 @@
-"""Drafts change how many steps an output takes, and nothing of it.
+"""Drafts change the number of steps of an output, and nothing else.
 
 The same requests, with random combinations of all sampling parameters, run in an engine that verifies drafts and in one
 that does not: under preemption, with aborts, grammars and adapters, over shards, with steps overlapping or not.
@@ -26,19 +26,19 @@ from tests.support.paths import GOLDEN, STORIES
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "block_size": 4, "num_kv_blocks": 34}
-VOCABULARIES = {MODEL_DIR: 1536, STORIES: 512}  # of the others 128
-ABORTED = 7  # every so manyth request is aborted on the way
+VOCABULARIES = {MODEL_DIR: 1536, STORIES: 512}  # the other models have 128
+ABORTED = 7  # every seventh request is aborted
 LENGTH = 40  # tokens of an output
 
 
 def make(model: Path, drafting: Mapping[str, Any] | None, **settings: Any) -> LLM:
-    tokenizer = None if model in VOCABULARIES else str(STORIES)  # another model's: it only makes text
+    tokenizer = None if model in VOCABULARIES else str(STORIES)  # another model's, used to make text only
     fixed = {"max_logprobs": -1, "logits_processors": [scale, ban_above], "precompile": "covering"}
     return LLM(str(model), tokenizer=tokenizer, speculative_config=drafting, **SIZES | fixed | settings)
 
 
 def prompt(number: int, vocabulary: int) -> list[int]:
-    """Repeat a few tokens, or some of a story, so that there is something to look up."""
+    """Repeat a few random tokens, or part of a story, so that the lookup finds drafts."""
     random = np.random.default_rng([number, 2])
     if vocabulary == VOCABULARIES[STORIES]:
         return test_combinations.prompt(number) * 2
@@ -46,7 +46,7 @@ def prompt(number: int, vocabulary: int) -> list[int]:
 
 
 def run(llm: LLM, numbers: Collection[int], vocabulary: int, adapters: Sequence[LoRARequest]) -> dict[int, Answer]:
-    """Run requests together and collect all that is told of each that is not aborted."""
+    """Run requests together and collect the outputs of those that are not aborted."""
     engine, random = llm.engine, np.random.default_rng(len(numbers))
     params = {number: replace(combination(number, vocabulary), max_tokens=LENGTH) for number in numbers}
     answers = {number: Answer() for number in numbers}
@@ -119,8 +119,8 @@ def test_a_request_gets_with_drafts_what_it_gets_without(model: Path, count: int
 def test_a_request_gets_with_a_draft_model_what_it_gets_without(
     monkeypatch: pytest.MonkeyPatch, model: Path, settings: dict[str, Any]
 ) -> None:
-    """The draft model is the model: what differs is filters and penalties, which drafts know nothing of."""
-    monkeypatch.setattr(draft_setup, "with_cost", lambda drafting, described: drafting)  # else they never pay
+    """The draft model is the target model, so outputs can differ only by filters and penalties, which drafts ignore."""
+    monkeypatch.setattr(draft_setup, "with_cost", lambda drafting, described: drafting)  # otherwise drafts never pay
     drafting = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
     compare(model, range(16), settings, drafting=drafting)
 
@@ -138,7 +138,7 @@ def test_the_embedded_models_head_drafts_as_well_in_the_engine_as_it_was_scored(
             metrics = llm.engine.metrics
     assert texts[0] == texts[1]
     due = score["sums"]["accepted by place"]
-    num_rows = metrics.drafting_rows - len(questions)  # behind each end one more is in flight
+    num_rows = metrics.drafting_rows - len(questions)  # at each end one more row is in flight
     assert metrics.accepted_tokens[0] / num_rows > 0.95 * due[0], "it drafts by what it is told"
 
 

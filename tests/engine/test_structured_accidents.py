@@ -1,4 +1,4 @@
-"""Requests that obey a grammar where something goes wrong: each alone bears it, and what was refused leaves nothing."""
+"""Faults in requests with a grammar affect these requests alone, and refused requests leave no state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.sizes import SLOTS
 STORIES = str(paths.STORIES)
 PROMPT = "Once upon a time"
 DATE = r"On \d\d of the month of (May|June), in the year of our lord \d\d\d\d"
-# It compiles, and its lexer comes to its limits when it has read some text.
+# Compiles, and exceeds the lexer's limits after some text.
 TOO_MUCH = 'start: "Once upon a time: " A\nA: ' + " & ".join(f"/.*[{one}-m].{{40}}{one}.*/" for one in "abc") + "\n"
 
 
@@ -111,7 +111,7 @@ def test_a_grammar_that_comes_to_its_limits_ends_its_request_alone(llm: LLM) -> 
 
 
 class Faulty(Constraint):
-    """Goes wrong with its third token."""
+    """Constraint that fails at its third token."""
 
     def __init__(self, of: Constraint, where: str) -> None:
         self.__dict__.update(of.__dict__)
@@ -132,7 +132,7 @@ class Faulty(Constraint):
 
 
 class FaultyGrammars(Grammars):
-    """Those of a regex that begins with "(?:a fault in forced)?" go wrong there."""
+    """Grammars that fail in forced tokens for a regex that begins with "(?:a fault in forced)?"."""
 
     def compile(self, asked: StructuredOutputsParams) -> Grammar:
         grammar = super().compile(asked)
@@ -159,7 +159,7 @@ def test_a_constraint_that_goes_wrong_ends_its_request_alone(llm: LLM) -> None:
     try:
         for where in ("fail", "consume", "forced"):
             bad = sampled({"regex": rf"(?:a fault in {where})?[a-z]{{20,40}}"})
-            for number, own in enumerate([fine[0], bad, *fine[1:]]):  # its row between those of others
+            for number, own in enumerate([fine[0], bad, *fine[1:]]):  # its row is between others
                 engine.add_request(str(number), PROMPT, own)
             ended: dict[str, RequestOutput] = {}
             while engine.has_unfinished_requests():
@@ -208,7 +208,7 @@ REFUSED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("asked", REFUSED, ids=lambda asked: str(asked)[:40])
 def test_what_is_refused_leaves_the_engine_as_it_was(llm: LLM, asked: dict[str, Any]) -> None:
-    engine, plain = llm.engine, SamplingParams(max_tokens=8)  # its seed is drawn
+    engine, plain = llm.engine, SamplingParams(max_tokens=8)  # the engine draws its seed
     engine.step()
     state, random = engine.scheduler.state, random_state_of(engine)
     with pytest.raises(UserError) as caught:
@@ -221,7 +221,7 @@ def test_what_is_refused_leaves_the_engine_as_it_was(llm: LLM, asked: dict[str, 
 
 
 def slow_schema(number: int) -> dict[str, Any]:
-    """Make a schema that takes long to compile, each another."""
+    """Make a schema that takes long to compile and differs from all others."""
     names = [f"p{number}_{i}" for i in range(1500)]
     return {"properties": {name: {"maxLength": 5 + i} for i, name in enumerate(names)}, "required": names}
 
@@ -241,7 +241,7 @@ async def _last(engine: AsyncLLM, params: SamplingParams) -> RequestOutput:
 def test_a_grammar_is_compiled_beside_the_event_loop_and_what_is_cancelled_meanwhile_leaves_nothing() -> None:
     async def check() -> None:
         async with AsyncLLM(STORIES, **SLOTS) as engine:
-            await _last(engine, sampled({"regex": "a"}))  # the vocabulary is read once
+            await _last(engine, sampled({"regex": "a"}))  # reads the vocabulary
             worst = []
             for number in range(3):
                 params = sampled({"json": slow_schema(number)}, max_tokens=2)

@@ -1,6 +1,6 @@
-"""Constraints that are made to be expensive: each is answered or refused in time, others hardly notice, nothing grows.
+"""Expensive constraints are answered or refused in time, slow other requests little, and leak no memory.
 
-Rows 19 and 20 of the acceptance tests. The bounds on time are those of the slowest of our machines.
+Rows 19 and 20 of the acceptance tests. The bounds on time are for the slowest of our machines.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def params(asked: Any = None, **own: Any) -> SamplingParams:
 @pytest.mark.ci
 def test_each_is_answered_or_refused_in_time() -> None:
     def seconds(asked: Any) -> float:
-        began = time.process_time()  # others use the machine, too
+        began = time.process_time()  # excludes other processes on the machine
         with suppress(UserError):
             (output,) = llm.generate("Tom", params(asked), use_tqdm=False)
             assert output.outputs[0].finish_reason in ("stop", "length", "error")
@@ -116,7 +116,7 @@ def test_each_is_answered_or_refused_in_time() -> None:
     with LLM(STORIES, **SLOTS) as llm:
         seconds({"regex": "a"})
         times = {name: seconds(asked) for name, asked in HOSTILE.items()}
-        # Once in many runs a collection of garbage, or a slow minute of the machine, makes 0.3 seconds 1.9.
+        # In rare runs a garbage collection or other load on the machine turns 0.3 seconds into 1.9.
         late = {
             name: [took, *again]
             for name, took in times.items()
@@ -128,7 +128,7 @@ def test_each_is_answered_or_refused_in_time() -> None:
 
 
 def _step_times(llm: LLM, others: list[SamplingParams]) -> list[float]:
-    """Run requests one by one beside a plain one; return the processor's seconds of each step with both."""
+    """Run requests one by one next to a plain request; return the CPU seconds of each step with both."""
     engine, times, number = llm.engine, [], itertools.count()
     for own in others:
         if "plain" not in engine.outputs.groups:
@@ -148,7 +148,7 @@ def _step_times(llm: LLM, others: list[SamplingParams]) -> list[float]:
 
 @pytest.mark.ci
 def test_others_hardly_notice() -> None:
-    """To compile is another thread's work, see test_structured_accidents.py; here it is the steps that count."""
+    """Expensive constraints slow the steps little; another thread compiles, see test_structured_accidents.py."""
     usual = [params({"regex": f"[a-z ]{{20}}{number}"}) for number in range(150)]
     hostile = []
     for asked in HOSTILE.values():
@@ -182,12 +182,12 @@ def test_a_flood_of_schemas_takes_no_more_memory_once_as_many_are_kept_as_may_be
                 resident.append(_resident())
     half = len(resident) // 2
     growth = (np.mean(resident[half:]) - np.mean(resident[:half])) / (num_schemas / 2)
-    assert growth < 500, (growth, [one >> 20 for one in resident])  # bytes a schema, of which one takes 100,000
+    assert growth < 500, (growth, [one >> 20 for one in resident])  # leaked bytes per schema, which takes 100,000
 
 
 @pytest.mark.slow
 def test_outputs_of_one_grammar_take_no_more_memory_and_always_end_well() -> None:
-    """States of its automaton are made as outputs need them: as many outputs as one likes, and none fails."""
+    """Automaton states are built as outputs need them, so any number of outputs fits in memory, and all succeed."""
     asked = {"regex": "x[ab]*a[ab]{18}"}
     with LLM(STORIES, **SLOTS) as llm:
         for first in itertools.islice(itertools.count(0, 64), 40):

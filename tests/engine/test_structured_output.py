@@ -1,4 +1,4 @@
-"""Requests that obey a grammar among others that do not: each gets what it gets alone, and what ends is valid.
+"""Requests with a grammar among others without one return the same as alone, and completed outputs are valid.
 
 40 of 400 requests are among the default tests; those under other settings among the ci and slow ones.
 """
@@ -49,7 +49,7 @@ def llm() -> Iterator[LLM]:
 
 
 class Alone:
-    """What each request gets in an engine that has nothing else to do, one step after the other."""
+    """Run each request alone, without overlapping steps, and cache its output."""
 
     def __init__(self, llm: LLM) -> None:
         self._engine = llm.engine
@@ -98,7 +98,7 @@ def test_a_constrained_request_gets_in_a_busy_batch_what_it_gets_alone(llm: LLM,
 def test_masks_that_are_late_or_made_beside_the_loop_change_nothing(
     llm: LLM, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever rows have no mask in time, and whichever thread makes it."""
+    """Masks change no token, whichever rows lack theirs in time and whichever thread makes them."""
     chance = Random(5)
     fill = Grammars.fill
     num_late = 0
@@ -119,7 +119,7 @@ def test_masks_that_are_late_or_made_beside_the_loop_change_nothing(
 
 
 def test_long_masks_of_one_request_hold_up_no_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of six rows gets its tokens, and so does another request: together the masks take 0.6 s a step."""
+    """Six rows whose masks together take 0.6 s per step get their tokens, and so does another request."""
     num_made = 0
 
     def slow(matcher: Any, masks: Any, row: int) -> None:

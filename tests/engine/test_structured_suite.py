@@ -1,4 +1,4 @@
-"""The JSON-Schema-Test-Suite through a model: whatever schema compiles, what ends by itself satisfies it."""
+"""The JSON-Schema-Test-Suite through a model: completed outputs satisfy every schema that compiles."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxllm import LLM, SamplingParams, UserError
 from tests.structured_output.test_outputs import SUITE, UNJUDGED
 from tests.support.sizes import MANY_SLOTS
 
-OUTPUTS = int(os.environ.get("SUITE_OUTPUTS", "2"))  # of each schema; 40 before a release
+OUTPUTS = int(os.environ.get("SUITE_OUTPUTS", "2"))  # outputs of each schema; 40 before a release
 
 
 @pytest.mark.slow

@@ -1,9 +1,9 @@
-"""`python -m tests.faults.breakable serve …`: jaxllm with an engine that signals, requests and chance can break.
+"""`python -m tests.faults.breakable serve …`: a jaxllm server with faults that signals, prompts and chance trigger.
 
-SIGUSR1: the next step kills the engine's thread. SIGUSR2: the next step hangs until it comes again. A prompt that
-begins with NAN has logits that are no numbers; the text of one that begins with UNTOLD cannot be made. With SOAK_REPORT
-in the environment every FAILING_STEPSth step fails and takes the cache with it, and what the process holds is appended
-to that file, a line of JSON for each SIGHUP.
+SIGUSR1: the next step kills the engine's thread. SIGUSR2: the next step hangs until the signal arrives again. A prompt
+that begins with NAN has logits that are not numbers; detokenizing an output fails if the prompt begins with UNTOLD.
+With SOAK_REPORT in the environment every FAILING_STEPSth step fails and loses the cache, and for each SIGHUP the
+process appends a JSON line with its memory, descriptors, threads and tasks to that file.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""One client that asks for nine tenths of what a server can do, beside ten that ask for little: what do those notice?
+"""Measure how one client that requests nine tenths of a server's capacity slows ten small clients.
 
     python -m tests.faults.fairness [seconds of each side]
 
-The ten make a tenth of the calls that the server could answer, first alone and then beside the one, which is bounded by
-`--max-sequences-per-client`; the two sides take turns. Everybody has a key of their own.
+The ten make a tenth of the calls that the server could answer, first alone and then concurrently with the large client,
+which is bounded by `--max-sequences-per-client`; the two measurements take turns. Every client has a different key.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from tests.support.sizes import SLOTS, flags
 NUM_SMALL = 10
 HOG = "hog"
 KEYS = (HOG, *(f"small-{number}" for number in range(NUM_SMALL)))
-SHARE = 2  # sequences under way, of eight slots
+SHARE = 2  # concurrent sequences, of eight slots
 SERVER = (
     *flags(SLOTS),
     *("--max-sequences-per-client", f"{SHARE}"),
     *(part for key in KEYS for part in ("--api-key", key)),
 )
-TOKENS = 32  # of an answer
-ROUNDS = 3  # of both sides in turns
-MOST_SLOWDOWN = 1.5  # of the small clients' 99th percentile
+TOKENS = 32  # tokens of an answer
+ROUNDS = 3  # each measures both sides
+MOST_SLOWDOWN = 1.5  # limit for the small clients' 99th percentile
 
 
 class Side(NamedTuple):
-    """What one side's calls came to."""
+    """Statuses and latencies of one side's calls."""
 
     ends: Counter[int]  # statuses
-    seconds: list[float]  # of the answers, in order
+    seconds: list[float]  # latencies, in order of completion
 
 
 class Fairness(NamedTuple):
-    """What the ten see alone and beside the one, and what that one gets."""
+    """Capacity, the small clients' calls alone and next to the large client, and the large client's calls."""
 
     capacity: float  # calls a second
     alone: Side
@@ -51,7 +51,7 @@ class Fairness(NamedTuple):
     hog: Side
 
     def slowdown(self, share: float = 0.99) -> float:
-        """Times that a percentile of the small clients' answers takes, beside the one."""
+        """Return the ratio of a percentile of the small clients' latencies with the large client to that without."""
         return quantile(self.beside.seconds, share) / quantile(self.alone.seconds, share)
 
 
@@ -66,7 +66,7 @@ async def call(http: aiohttp.ClientSession, key: str, side: Side) -> None:
 
 
 async def closed_loop(http: aiohttp.ClientSession, seconds: float) -> float:
-    """Return the calls a second that the server answers when eight clients ask again and again."""
+    """Return the calls per second that the server answers to eight clients in closed loops."""
     side, end = Side(Counter(), []), time.monotonic() + seconds
 
     async def work(key: str) -> None:
@@ -80,7 +80,7 @@ async def closed_loop(http: aiohttp.ClientSession, seconds: float) -> float:
 async def open_loop(
     http: aiohttp.ClientSession, keys: tuple[str, ...], rate: float, seconds: float, side: Side
 ) -> None:
-    """Make calls at a random pace of `rate` a second, one key after another, whatever becomes of them."""
+    """Make calls at random intervals, `rate` per second on average, with each key in turn; wait for no answer."""
     rng, end, due = random.Random(0), time.monotonic() + seconds, time.monotonic()
     number, tasks = 0, set[asyncio.Task[None]]()
     while (due := due + rng.expovariate(rate)) < end:
@@ -93,7 +93,7 @@ async def open_loop(
 
 
 async def measure(address: str, seconds: float, rounds: int = ROUNDS) -> Fairness:
-    """Let the ten ask alone, then beside the one, in turns."""
+    """Measure the small clients alone, then with the large client, in turns."""
     alone, beside, hog = (Side(Counter(), []) for _ in range(3))
     async with aiohttp.ClientSession(address, connector=aiohttp.TCPConnector(limit=0)) as http:
         await closed_loop(http, 1.0)

@@ -1,11 +1,11 @@
-"""More calls than a server can answer, at a steady pace that waits for no answer: how many are answered all the same?
+"""Measure goodput and latencies of an overloaded server, with calls at a steady rate that wait for no answer.
 
     python -m tests.faults.overload [seconds of each load]
 
-Prints a row for each load, one for a burst of 2,000 calls in a second, and a line that holds the two aims of the 35; it
-ends with 1 where one is missed. Every fiftieth prompt is long. The server is a process of its own; calls come from this
-one, half of them over each protocol, and a third process asks now and then how long a refusal and a look at the health
-take, so that this one's own queue is not measured.
+Prints a row for each load, one for a burst of 2,000 calls in a second, and a line with the two aims of row 35 of the
+acceptance tests; exits with 1 if one is missed. Every fiftieth prompt is long. The server runs in another process.
+This process makes the calls, half of them over each protocol. A third process measures how long a refusal and a health
+check take, which excludes the queue of this process.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from jaxllm.v1 import inference_pb2, inference_pb2_grpc
 from tests.support.serving_process import ROOT, ServingProcess
 from tests.support.sizes import SLOTS, flags
 
-LOADS = (1, 2, 5, 10)  # times capacity
-SERVER = (*flags(SLOTS), "--max-queued-requests", "32")  # four for each slot: the default holds all that is offered
+LOADS = (1, 2, 5, 10)  # multiples of capacity
+SERVER = (*flags(SLOTS), "--max-queued-requests", "32")  # four per slot: the default queue would hold the whole load
 PROMPT = [20, 30, 40, 50, 60, 70, 80, 90]
 LONG_PROMPT = PROMPT * 50
-BURST = 2000  # calls in a second
-LEAST_SHARE, MOST_REFUSAL_MS = 0.9, 20.0  # of the peak, at the last of the loads; median
-TOKENS = 64  # of an answer
+BURST = 2000  # calls in one second
+LEAST_SHARE, MOST_REFUSAL_MS = 0.9, 20.0  # share of the peak at the highest load; median
+TOKENS = 64  # tokens of an answer
 TITLE = (
     "load  offered/s answered/s  of peak  refused  refusal ms p50/p99  health ms p50/p99  answer ms"
     "  waiting  server  client  late ms"
@@ -45,31 +45,31 @@ REFUSALS = ("429", "RESOURCE_EXHAUSTED")
 
 
 class Row(NamedTuple):
-    """What one load did."""
+    """Results of one load."""
 
-    load: float  # times capacity; 0: closed loop
-    offered: float  # calls a second
-    goodput: float  # answered, a second
+    load: float  # multiple of capacity; 0: closed loop
+    offered: float  # calls per second
+    goodput: float  # answered calls per second
     ends: Counter[str]
-    refusal_ms: list[float]  # as the third process saw it
+    refusal_ms: list[float]  # measured by the third process
     health_ms: list[float]
-    answer_ms: float  # median of those that were answered
-    server_busy: float  # processors
+    answer_ms: float  # median of the answered calls
+    server_busy: float  # processors in use
     client_busy: float
-    late_ms: float  # the latest call, behind its time
+    late_ms: float  # largest delay of a call after its planned time
     most_waiting: int
 
 
 @dataclass
 class Calls:
-    """What became of the calls."""
+    """Ends of the calls, and when they were answered."""
 
     ends: Counter[str] = field(default_factory=Counter)
-    answered: list[tuple[float, float]] = field(default_factory=list)  # when, and seconds
+    answered: list[tuple[float, float]] = field(default_factory=list)  # time of the answer, and latency in seconds
 
 
 class Caller:
-    """Makes calls to one server."""
+    """Make calls to one server over both protocols."""
 
     def __init__(self, http: aiohttp.ClientSession, channel: grpc.aio.Channel) -> None:
         self.http = http
@@ -115,7 +115,7 @@ def prompt_of(number: int) -> list[int]:
 
 
 async def closed_loop(caller: Caller, seconds: float) -> float:
-    """Return the calls a second that as many callers get who wait for their answers as the server serves at once."""
+    """Return the calls per second for 16 callers that wait for their answers."""
     calls, end = Calls(), time.monotonic() + seconds
 
     async def work(number: int) -> None:
@@ -127,7 +127,7 @@ async def closed_loop(caller: Caller, seconds: float) -> float:
 
 
 async def open_loop(caller: Caller, rate: float, seconds: float, load: float, server: ServingProcess) -> Row:
-    """Make calls at a steady pace, whatever becomes of them."""
+    """Make calls at a steady rate without waiting for answers."""
     await until_idle(caller.http)
     calls, tasks, late, most_waiting = Calls(), set[asyncio.Task[None]](), 0.0, 0
     process, own = psutil.Process(server.process.pid), psutil.Process()
@@ -179,9 +179,9 @@ async def until_idle(http: aiohttp.ClientSession) -> None:
 
 
 def probe(address: str, seconds: float) -> None:
-    """Print how many milliseconds each refusal took that this process got, and each look at the health."""
+    """Measure refusals and health checks in this process; print their times in milliseconds as JSON."""
     host, _, port = address.removeprefix("http://").rpartition(":")
-    body = "{}"  # wrong, but refused before it is read where there is no room: a call of this process never waits
+    body = "{}"  # invalid, but a full server refuses the call before it reads the body, so it never waits
     connection = http.client.HTTPConnection(host, int(port), timeout=30)
     times: dict[str, list[float]] = {"refusal": [], "health": []}
     end = time.monotonic() + seconds
@@ -201,7 +201,7 @@ def probe(address: str, seconds: float) -> None:
 
 
 async def measure(server: ServingProcess, seconds: float, loads: tuple[float, ...] = LOADS) -> tuple[float, list[Row]]:
-    """Return the capacity in calls a second, a row for each load, and one for the burst."""
+    """Return the capacity in calls per second, a row for each load, and one for the burst."""
     async with (
         aiohttp.ClientSession(server.http, connector=aiohttp.TCPConnector(limit=0)) as session,
         grpc.aio.insecure_channel(server.grpc) as channel,

@@ -1,4 +1,4 @@
-"""A server in this process with the embedded model, and the calls that tests make of it, over both protocols."""
+"""A server in this process with the embedded model, and functions that call it over both protocols."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ ENGINE = SLOTS | {"max_logprobs": 24}
 
 
 class Answer(NamedTuple):
-    """What became of a call: how it failed, if it did, and all that a client reads of it but names and times."""
+    """The failure of a call, if it failed, and the content of its answer without ids and times."""
 
-    failure: str | None  # "500", "INTERNAL", an error inside a stream: its status in words
+    failure: str | None  # e.g. "500", "INTERNAL", or the type of an error inside a stream
     told: Any
 
 
 class Clients(NamedTuple):
-    """The ways in."""
+    """Clients of both protocols."""
 
     http: httpx.AsyncClient
     grpc: Any
@@ -60,7 +60,7 @@ async def opened(server: Server) -> AsyncIterator[Clients]:
 
 
 async def is_empty(server: Server, seconds: float = 5.0) -> None:
-    """Wait until nothing of any call is left in the engine."""
+    """Wait until the engine holds no state of any call."""
     end = time.monotonic() + seconds
     while (load := server.engine.get_load()).kv_blocks_used or load.running or load.waiting or server.engine.num_live:
         assert time.monotonic() < end, (load, server.engine.num_live)
@@ -68,7 +68,7 @@ async def is_empty(server: Server, seconds: float = 5.0) -> None:
 
 
 async def over_http(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Answer:
-    """Make a call over HTTP, a stream if the body says so."""
+    """Make a call over HTTP, as a stream if the body requests one."""
     if body.get("stream"):
         return await _stream_over_http(http, path, body)
     try:
@@ -126,7 +126,7 @@ async def over_grpc(stub: Any, request: Any, is_stream: bool) -> Answer:
 
 
 def _lasting(body: dict[str, Any]) -> Any:
-    """Leave out of a whole answer what is another one's in every run."""
+    """Return the parts of a whole answer that are equal in every run."""
     usage = body["usage"]
     return [_choice(choice) for choice in body["choices"]], usage["prompt_tokens"], usage["completion_tokens"]
 
@@ -138,14 +138,14 @@ def _choice(choice: dict[str, Any]) -> Any:
 
 
 def _tokens_of(logprobs: Any) -> Any:
-    """Name the tokens of log-probabilities; their values differ with the size of the batch."""
+    """Return the tokens of log-probabilities; their values differ with the size of the batch."""
     if not logprobs:
         return None
     return logprobs.get("tokens") or [entry["token"] for entry in logprobs["content"]]
 
 
 def _joined_events(events: list[Any]) -> Any:
-    """Put a stream's events together, however they were cut."""
+    """Join a stream's events, independent of how the stream was cut."""
     whole: dict[int, list[Any]] = {}
     usage = None
     for event in events:

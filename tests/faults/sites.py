@@ -1,7 +1,7 @@
-"""Every function that works for one request, found in the source, and a way to make any one of its calls fail.
+"""Find every function in the source that works for one request, and make any one of its calls fail.
 
-A fault is placed at each function of `ROOMS` that the calls of `test_request_faults` reach. A function that is added
-there has its turn without being named anywhere.
+A fault is placed at each function of `ROOMS` that the calls of `test_request_faults` reach. Functions added there are
+found without being listed anywhere.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from tests.support.paths import ROOT
 
-# Folders and files whose functions are called for one request. The scheduler, the runner and the model work for a whole
-# step, and their failures are tested in test_step_faults and test_process_faults.
+# Folders and files with functions called for one request. The scheduler, the runner and the model work for a whole
+# step; test_step_faults and test_process_faults test their failures.
 ROOMS = (
     *("jaxllm/engine", "jaxllm/text", "jaxllm/outputs.py", "jaxllm/sampling_params.py", "server/jaxllm_server/grpc"),
     *("server/jaxllm_server/http", "server/jaxllm_server/observability", "server/jaxllm_server/openai"),
@@ -29,7 +29,7 @@ ROOMS = (
 
 
 class Site(NamedTuple):
-    """A function by its module and its name in it."""
+    """A function, by its module and its qualified name."""
 
     module: str
     name: str
@@ -38,7 +38,7 @@ class Site(NamedTuple):
         return f"{self.module.removeprefix('jaxllm').lstrip('._')}:{self.name}"
 
 
-# Functions of ROOMS whose failure is no single request's, by the reason.
+# Functions of ROOMS whose failure affects more than one request, by the reason.
 NOT_OF_A_REQUEST = {
     "a step of all requests, whose failure is recovered from or ends the engine": {
         "jaxllm.engine.async_llm": "AsyncLLM._deliver",
@@ -74,11 +74,11 @@ EXCLUDED = {
     for module, names in modules.items()
     for name in names.split()
 }
-MERGE = Site("jaxllm.engine.output_streams", "merge")  # hardly ever reached by chance, so it has a test of its own
+MERGE = Site("jaxllm.engine.output_streams", "merge")  # rarely reached by chance, so another test covers it
 
 
 class InjectedError(RuntimeError):
-    """The fault."""
+    """The injected fault."""
 
 
 def _modules() -> Iterator[tuple[str, Path]]:
@@ -91,7 +91,7 @@ def _modules() -> Iterator[tuple[str, Path]]:
 
 
 def sites() -> Iterator[tuple[Site, Any, str]]:
-    """Find every function of ROOMS: the site, what holds it (a module or a class) and its name there."""
+    """Find every function of ROOMS: the site, its module or class, and its name there."""
     for module_name, path in _modules():
         module = importlib.import_module(module_name)
         for node in ast.parse(path.read_text()).body:
@@ -105,17 +105,17 @@ def sites() -> Iterator[tuple[Site, Any, str]]:
 
 
 class Injector:
-    """Stands before every site: counts its calls, and makes the call fail that it is told to."""
+    """Wrap every site: count its calls, and make one chosen call fail."""
 
     def __init__(self) -> None:
         self.counts: Counter[Site] = Counter()
         self.found: list[Site] = []
         self._armed: Site | None = None
-        self._wait = 0  # calls that are let through
+        self._wait = 0  # calls to let through before the fault
         self._undo: list[tuple[Any, str, Any]] = []
 
     def install(self) -> None:
-        """Put a wrapper around every site, under every name that it was imported by."""
+        """Put a wrapper around every site, under every name that imports it."""
         for site, holder, name in sites():
             self.found.append(site)
             if site in EXCLUDED:
@@ -132,14 +132,14 @@ class Injector:
                 self._set(holder, name, self._wrap_attribute(site, vars(holder)[name]))
 
     def remove(self) -> None:
-        """Take all wrappers away."""
+        """Remove all wrappers."""
         while self._undo:
             holder, name, original = self._undo.pop()
             setattr(holder, name, original)
 
     @contextmanager
     def armed(self, site: Site, wait: int) -> Iterator[Callable[[], bool]]:
-        """Let `wait` calls of a site through and fail the next; give what says whether that has happened."""
+        """Let `wait` calls of a site through and fail the next; yield a function that returns whether it has failed."""
         self._armed, self._wait = site, wait
         try:
             yield lambda: self._armed is None
@@ -172,7 +172,7 @@ class Injector:
         return self._wrap(site, value)
 
     def _wrap(self, site: Site, function: Any) -> Any:
-        """Wrap a function in one of its own kind, which its callers may look at."""
+        """Wrap a function in one of the same kind, since callers may inspect it."""
         fires = self._fires
 
         def fail() -> None:

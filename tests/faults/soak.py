@@ -3,7 +3,7 @@
     python -m tests.faults.soak [number of requests]
 
 The memory of the process must not grow, and its counters must equal the clients', to the token. With large requests in
-flight its memory must have grown by the ledger's sum. Prints a line, and ends with 1 if a bound is broken.
+flight its memory must have grown by the ledger's sum. Prints a line, and exits with 1 if a bound is broken.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from tests.faults.breakable import NAN, UNTOLD
 from tests.faults.overload import until_idle
 from tests.support.serving_process import QUICK, ServingProcess
 
-MOST_BYTES = 100.0  # of memory that a request may leave behind
+MOST_BYTES = 100.0  # largest growth of memory per request
 AT_ONCE = 32
 NUM_SAMPLES = 25
 JSON = {"content-type": "application/json"}
-MOST_UNCOUNTED = 0.1  # of the process's growth
+MOST_UNCOUNTED = 0.1  # fraction of the process's growth
 NUM_LARGE = 16  # requests, of each of a few kinds
-ENDLESS = 480  # tokens of a request that a client ends
+ENDLESS = 480  # tokens of a request that the client cancels
 FINISH = {
     types_pb2.FINISH_REASON_STOP: "stop",
     types_pb2.FINISH_REASON_LENGTH: "length",
@@ -52,14 +52,14 @@ FINISH = {
 
 @dataclass
 class Books:
-    """What the clients were told."""
+    """The clients' counts."""
 
-    ends: Counter[str] = field(default_factory=Counter)  # by the reason of the engine's metrics
-    refused: int = 0  # wrong, and told so
-    prompt_tokens: int = 0  # of requests whose end a client saw
-    completion_tokens: int = 0  # of the same
-    begun_tokens: int = 0  # of the prompts of all that began …
-    unsure_tokens: int = 0  # … and of those among them whose time was over before a token came: some never began
+    ends: Counter[str] = field(default_factory=Counter)  # by the finish reasons in the engine's metrics
+    refused: int = 0  # invalid requests
+    prompt_tokens: int = 0  # of requests that the client read to the end
+    completion_tokens: int = 0  # of the same requests
+    begun_tokens: int = 0  # of the prompts of all started requests …
+    unsure_tokens: int = 0  # … and of those that timed out before a token; some of them never started
     surprises: Counter[str] = field(default_factory=Counter)
 
     def note(self, reason: str, num_prompt: int, num_completion: int) -> None:
@@ -70,20 +70,20 @@ class Books:
         self.unsure_tokens += num_prompt if reason == "time_limit" and not num_completion else 0
 
     def note_gone(self, num_prompt: int) -> None:
-        """A client that did not wait for the end."""
+        """Count a request that the client cancelled."""
         self.ends["abort"] += 1
         self.begun_tokens += num_prompt
 
 
 class Summary(NamedTuple):
-    """How a soak went."""
+    """Results of a soak."""
 
     requests: int
     seconds: float
     bytes_per_request: float
     held: list[dict[str, int]]
     books: Books
-    differences: dict[str, tuple[float, float]]  # what the clients counted, what the server did
+    differences: dict[str, tuple[float, float]]  # counts of the clients and of the server
 
 
 class Soak:
@@ -173,7 +173,7 @@ class Soak:
         self.books.note(FINISH[reply.outputs[0].finish_reason], usage.prompt_tokens, usage.completion_tokens)
 
     async def _leave(self, ids: list[int], over_http: bool) -> None:
-        """Read the beginning of a stream, and go."""
+        """Read the start of a stream, and disconnect."""
         if over_http:
             body = {"prompt": ids, "max_tokens": ENDLESS - len(ids), "ignore_eos": True, "stream": True}
             async with self._http.post("/v1/completions", json=body) as answer:
@@ -208,7 +208,7 @@ class Soak:
         self.books.refused += 1
 
     async def _fail(self, mark: int, ids: list[int], over_http: bool) -> None:
-        """Ask for what the engine cannot do: a token that is no number, or one whose text cannot be made."""
+        """Send a prompt that makes the engine fail: its logits are not numbers, or its output cannot be detokenized."""
         ids = [mark, *ids]
         if over_http:
             async with self._http.post("/v1/completions", json={"prompt": ids, "max_tokens": 4}) as answer:
@@ -228,7 +228,7 @@ def _request(ids: list[int], most: int, ignore_eos: bool = False) -> inference_p
 
 
 def soak(num_requests: int) -> Summary:
-    """Serve so many requests from a process of its own."""
+    """Serve `num_requests` requests from another process."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report"
         arguments = [*QUICK, "--max-queued-requests", "256"]
@@ -284,7 +284,7 @@ def measure_ledger() -> tuple[int, int]:
 
 
 async def _report(server: ServingProcess, report: Path) -> int:
-    """Return the bytes that the process holds now."""
+    """Return the memory and table sizes that the process reports now."""
     before = report.read_text() if report.exists() else ""
     server.signal(signal.SIGHUP)
     while not report.exists() or report.read_text() == before:
@@ -309,7 +309,7 @@ def _large_requests() -> Iterator[bytes]:
 
 
 def _differences(http: str, books: Books) -> dict[str, tuple[float, float]]:
-    """Compare the clients' books with the server's metrics."""
+    """Compare the clients' counts with the server's metrics."""
     text = httpx.get(f"{http}/metrics").text
 
     def read(name: str) -> float:
@@ -331,13 +331,13 @@ def _differences(http: str, books: Books) -> dict[str, tuple[float, float]]:
 
 
 def slope(values: list[int], every: float) -> float:
-    """Return the median slope of all pairs (Theil and Sen) behind the first fifth, in which pools fill."""
+    """Return the median slope of all pairs (Theil and Sen), without the first fifth, in which pools fill."""
     settled = list(enumerate(values))[len(values) // 5 :]
     return statistics.median((b - a) / ((j - i) * every) for (i, a), (j, b) in combinations(settled, 2))
 
 
 def faults_of(summary: Summary, most_bytes: float = MOST_BYTES) -> list[str]:
-    """Say which bounds are broken."""
+    """List the broken bounds."""
     found = [f"{name}: clients {ours:g}, server {theirs:g}" for name, (ours, theirs) in summary.differences.items()]
     found += [f"surprise: {name} × {count}" for name, count in summary.books.surprises.items()]
     if summary.bytes_per_request > most_bytes:

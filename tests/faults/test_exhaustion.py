@@ -1,6 +1,6 @@
-"""Operations that failed for want of descriptors, memory or threads work later: exhaustion is not remembered.
+"""Operations that failed for lack of descriptors, memory or threads succeed later: the failure is not cached.
 
-A site is a function that makes an attempt: it fails, or does without, while the process is exhausted, and works then.
+A site is a function that makes an attempt: under exhaustion it fails or falls back, and afterward it succeeds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ STORIES = str(paths.STORIES)
 
 @contextmanager
 def no_descriptors() -> Iterator[None]:
-    """Let the process open nothing more."""
+    """Let the process open no more files."""
     before, held = resource.getrlimit(resource.RLIMIT_NOFILE), []
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 64, before[1]))
     try:
@@ -68,7 +68,7 @@ _has_memory, _is_exhausted = True, False
 
 @contextmanager
 def no_memory() -> Iterator[None]:
-    """Let the functions that ask `check_memory` find none."""
+    """Let `check_memory` find no free memory."""
     global _has_memory
     _has_memory = False
     try:
@@ -167,7 +167,7 @@ def _template(patch: pytest.MonkeyPatch) -> Attempt:
 
 
 def _replica(patch: pytest.MonkeyPatch) -> Attempt:
-    """A replica's process, which cannot be started more often than a replica may fail."""
+    """A replica's process, which may be started only as often as a replica may fail."""
     patch.setattr(supervisor, "FIRST_WAIT", 0.0)
     tried = 0
 
@@ -215,7 +215,7 @@ def test_what_failed_for_want_of_something_works_when_it_is_there(
     site: Callable[[pytest.MonkeyPatch], Attempt], exhausted: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempt = site(monkeypatch)
-    for _ in range(3):  # as often as a program may fail, and once more
+    for _ in range(3):  # once more than a program may fail
         works = False
         monkeypatch.setattr(sys.modules[__name__], "_is_exhausted", True)
         with exhausted(), suppress(Exception):

@@ -1,4 +1,4 @@
-"""What happens to `jaxllm serve` as a process: stopped, killed, out of file descriptors, with a full disk."""
+"""Faults of a `jaxllm serve` process: stopped, killed, out of file descriptors, with a full disk."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXPECTED: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 12, "tem
 
 
 def canary(http: str) -> str:
-    """Ask for what is always the same."""
+    """Return the text of a request with a fixed answer."""
     answer = httpx.post(f"{http}/v1/completions", json=EXPECTED, timeout=10.0)
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["text"]
@@ -38,7 +38,7 @@ def status(http: str, path: str) -> int:
 
 
 async def ends_of(server: ServingProcess, count: int, **own: Any) -> AsyncIterator[tuple[str, float]]:
-    """Run streams on both protocols; give how each ended, and when."""
+    """Run streams on both protocols; return how each ended, and when."""
 
     async def over_grpc(number: int) -> str:
         try:
@@ -79,7 +79,7 @@ async def until_running(server: ServingProcess, count: int) -> None:
 
 
 def ends_after(server: ServingProcess, count: int, order: Callable[[], None]) -> tuple[list[str], float]:
-    """Do something to a server that serves streams; return their ends, and the seconds until the last one."""
+    """Call `order` while a server serves streams; return their ends, and the seconds until the last one."""
 
     async def check() -> tuple[list[str], float]:
         async def later() -> float:
@@ -96,7 +96,7 @@ def ends_after(server: ServingProcess, count: int, order: Callable[[], None]) ->
 
 @pytest.mark.ci
 def test_it_hangs_it_is_stopped_it_has_no_descriptors_and_then_its_engine_dies() -> None:
-    """One process after another fault would take as many starts."""
+    """Apply the faults to one process in turn, which saves starting a process for each."""
     with ServingProcess(*QUICK, "--hang-timeout", "0.5", module="tests.faults.breakable") as server:
         text = canary(server.http)
         hangs(server)
@@ -107,14 +107,14 @@ def test_it_hangs_it_is_stopped_it_has_no_descriptors_and_then_its_engine_dies()
         assert canary(server.http) == text
         ends, seconds = ends_after(server, 20, lambda: server.signal(signal.SIGUSR1))
         assert len(ends) == 20 and seconds < 4.0, (ends, seconds)
-        # Over gRPC; a stream over HTTP; one that had not begun, which has a status of its own.
+        # Over gRPC; a stream over HTTP; a stream not yet started, which gets an HTTP error status.
         assert all(end in ("EngineDeadError", "data: [DONE]") or "engine_dead" in end for end in ends), ends
         assert server.wait(10.0) == 1
         assert any("the engine died" in line for line in server.log)
 
 
 def hangs(server: ServingProcess) -> None:
-    """Readiness goes and comes back, liveness stays; the stream that waited goes on."""
+    """During a hang the server is live and not ready; then it is ready again, and the waiting streams continue."""
 
     def hang() -> None:
         server.signal(signal.SIGUSR2)
@@ -122,7 +122,7 @@ def hangs(server: ServingProcess) -> None:
         assert status(server.http, "/live") == 200
         assert httpx.post(f"{server.http}/v1/completions", json=EXPECTED).status_code == 503
         with Client(server.grpc) as client:
-            eventually(lambda: client.health() != "serving", 10.0)  # it is told every 0.2 s
+            eventually(lambda: client.health() != "serving", 10.0)  # the server updates the status every 0.2 s
         server.signal(signal.SIGUSR2)
 
     ends, _ = ends_after(server, 2, hang)
@@ -131,7 +131,7 @@ def hangs(server: ServingProcess) -> None:
 
 
 def is_stopped(server: ServingProcess) -> None:
-    """SIGSTOP: calls wait; after SIGCONT all goes on."""
+    """SIGSTOP: calls wait; after SIGCONT the server continues."""
 
     def stop() -> None:
         server.signal(signal.SIGSTOP)
@@ -145,7 +145,7 @@ def is_stopped(server: ServingProcess) -> None:
 
 
 def is_calm(server: ServingProcess) -> bool:
-    """Say whether a process takes less than 0.3 s of processor time in a second."""
+    """Return whether a process uses less than 0.3 s of processor time in a second."""
     process = psutil.Process(server.process.pid)
     used = process.cpu_times()
     time.sleep(1.0)
@@ -154,7 +154,7 @@ def is_calm(server: ServingProcess) -> bool:
 
 
 def has_no_descriptors(server: ServingProcess) -> None:
-    """With 64 file descriptors and 200 clients it neither ends nor spins; when they go, it serves as before."""
+    """With 64 file descriptors and 200 clients the server neither ends nor spins; when they leave, it serves again."""
     pid = server.process.pid
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     eventually(lambda: is_calm(server), 120.0)  # a slow machine still compiles programs
@@ -169,7 +169,7 @@ def has_no_descriptors(server: ServingProcess) -> None:
             client.settimeout(2.0)
             clients.append(client)
             client.connect((host, int(port)))
-        assert any(is_calm(server) for _ in range(5))  # connections are taken first; what spins is never calm
+        assert any(is_calm(server) for _ in range(5))  # accepts first; a spinning process never is
         assert server.process.poll() is None
     finally:
         for client in clients:
@@ -197,7 +197,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def without_a_log() -> Any:
-    """Serve with standard error on a disk that is full; give the process and its address."""
+    """Serve with standard error on a full disk; yield the process and its address."""
     port, grpc_port = free_port(), free_port()
     own = ["--port", str(port), "--grpc-port", str(grpc_port), "--log-stats-interval", "0.1", "--enable-log-requests"]
     with open("/dev/full", "wb") as full:
@@ -226,7 +226,7 @@ def without_a_log() -> Any:
 
 @pytest.mark.ci
 def test_a_full_disk_for_the_log_hurts_nobody() -> None:
-    """How a queue is drained: tests/server/test_serve.py."""
+    """tests/server/test_serve.py covers how a queue is drained."""
     with without_a_log() as (process, http):
         text = canary(http)
         assert httpx.post(f"{http}/v1/completions", content=b"{").status_code == 415
@@ -252,7 +252,7 @@ def test_a_start_without_memory_ends_at_once_with_a_code(gibibytes: float) -> No
         timeout=60.0,
         env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'server'}"},
     )
-    # gRPC and XLA abort the process by themselves where they get no thread, and so does the C library, with 127.
+    # gRPC and XLA abort the process if they get no thread; the C library exits with 127.
     assert ran.returncode in (1, 127, -signal.SIGABRT), (ran.returncode, ran.stderr)
     assert ran.returncode != 1 or ran.stderr.splitlines()[-1].startswith("jaxllm: error: "), ran.stderr
     assert "Traceback" not in ran.stderr

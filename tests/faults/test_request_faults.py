@@ -1,4 +1,4 @@
-"""An exception in any function that is called for a request, each in turn: one request fails, others do not."""
+"""An exception in any function called for a request fails that request only; each function is tested."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STORY = "Once upon a time there was a dog. The dog"
 
 
 async def ask(clients: Clients) -> list[Answer]:
-    """Make six calls at once, which between them use most of what a request can ask for."""
+    """Make six concurrent calls, which together use most features of requests."""
     http, stub = clients
     common: dict[str, Any] = {"seed": 5, "ignore_eos": True}
     return list(
@@ -57,10 +57,10 @@ def run() -> Iterator[Any]:
         yield run
 
 
-@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")  # what would have awaited it has failed
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")  # its awaiter has failed
 @pytest.mark.ci
 def test_a_fault_at_any_call_site_ends_one_request_at_most(run: Any, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL)  # half a thousand tracebacks
+    caplog.set_level(logging.CRITICAL)  # about 500 tracebacks
     injector = Injector()
     injector.install()
     try:
@@ -92,7 +92,7 @@ async def check(injector: Injector) -> None:
 
 
 async def fail_to_merge(engine: AsyncLLM, injector: Injector) -> None:
-    """Fail where outputs wait for a slow reader, which the calls above hardly ever are."""
+    """Inject a fault while outputs wait for a slow reader, which the calls above rarely reach."""
     params = SamplingParams(max_tokens=40, ignore_eos=True, output_kind=RequestOutputKind.DELTA, stream_interval=1)
 
     async def read(delay: float) -> int:
@@ -110,10 +110,10 @@ async def fail_to_merge(engine: AsyncLLM, injector: Injector) -> None:
 async def fail_at(
     injector: Injector, site: Site, count: int, clients: Clients, expected: list[Answer]
 ) -> list[tuple[int, str]]:
-    """Fail one of a site's calls, and look at what became of the requests; return those that failed."""
+    """Fail one of a site's calls, and check the results of all requests; return those that failed."""
     for wait in (count // 2, 0, 0):
         with injector.armed(site, wait) as has_fired:
-            async with asyncio.timeout(20.0):  # no call waits for ever
+            async with asyncio.timeout(20.0):  # no call may wait forever
                 answers = await ask(clients)
             if has_fired():
                 break

@@ -1,4 +1,4 @@
-"""A soak and an overload in small; `make soak` and `make overload` run the long ones."""
+"""A small soak and a small overload; `make soak` and `make overload` run the long ones."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tests.faults.overload import REFUSALS, SERVER, measure, quantile
 from tests.faults.soak import MOST_UNCOUNTED, faults_of, measure_ledger, slope, soak
 from tests.support.serving_process import ServingProcess
 
-SMALL_MOST_BYTES = 16_000.0  # a request: what pools and caches take while they fill shows in so few
-QUEUE = 4 * 8  # samples that may wait, for eight slots
+SMALL_MOST_BYTES = 16_000.0  # per request; filling pools and caches weighs more in few requests
+QUEUE = 4 * 8  # queue limit, in samples, for eight slots
 
 
 @pytest.mark.ci
@@ -42,10 +42,10 @@ def test_a_leak_is_seen() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("seconds", "least"), [(2.0, 0.4), (15.0, 0.8)], ids=["short", "long"])
 def test_ten_times_its_capacity_costs_a_server_little(seconds: float, least: float) -> None:
-    """The bounds allow for a machine that does other work; the figures of a quiet one are in docs/reliability.md."""
+    """The bounds allow for a busy machine; docs/reliability.md has the figures of an idle one."""
     missed: list[object] = []
     with ServingProcess(*SERVER) as server:
-        for _ in range(3):  # what other processes take meanwhile is taken of one load and not of the other
+        for _ in range(3):  # other processes may slow one load and not the other
             capacity, rows = asyncio.run(measure(server, seconds, (1, 10)))
             assert capacity > 0
             for row in rows:

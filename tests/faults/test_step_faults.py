@@ -1,4 +1,4 @@
-"""Steps that fail, run out of memory, or sample what is no number: all else goes on, to the same token."""
+"""After steps that fail, run out of memory or sample non-finite numbers, other requests return the same tokens."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from jaxllm.scheduler.block_pool import PoolEditor
 from tests.faults.served import ENGINE
 from tests.support import inspection
 
-PREFIX = list(range(20, 60))  # two and a half blocks, which all prompts but two have in common
+PREFIX = list(range(20, 60))  # two and a half blocks, shared by all prompts but two
 PROMPTS = [[*PREFIX, 70 + number, 9 + number] for number in range(22)] + [[5, 6, 7], [8]]
 PARAMS = [
     SamplingParams(temperature=0.8 * (number % 2), seed=number, max_tokens=10 + number, ignore_eos=True)
     for number in range(len(PROMPTS))
 ]
-BIG = 50  # tokens of a chunk for which the device has no memory
+BIG = 50  # the device has no memory for a chunk of this many tokens
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def out_of_memory() -> Exception:
 
 
 class Failing:
-    """`Runner.dispatch` that fails in the ways there are, in turn: never more than twice in a row."""
+    """`Runner.dispatch` that fails in each possible way in turn, and never more than twice in a row."""
 
     WAYS = ("before it began", "after donation", "in its middle", "when it is read")
 
@@ -78,7 +78,7 @@ class Failing:
                 self._real(*arguments)
             case "when it is read":
                 flight = self._real(*arguments)
-                flight.joined.delete()  # what reading a step that failed on the device raises, it raises too
+                flight.joined.delete()  # reading it raises the same error as a step that failed on the device
                 return flight
         raise RuntimeError(f"the device said no {way}")
 
@@ -110,7 +110,7 @@ def test_twenty_failed_steps_cost_no_token_and_nobody_his_place(
 
 
 class Exhausted:
-    """What a step gives that failed on the device, once it is read."""
+    """Result of a step that ran out of device memory: reading it raises the error."""
 
     def __array__(self, *_: Any, **__: Any) -> Any:
         raise out_of_memory()
@@ -120,7 +120,7 @@ class Exhausted:
 def test_a_request_for_which_there_is_no_memory_ends_and_the_engine_goes_on(
     llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, is_late: bool
 ) -> None:
-    """When its step is given to the device, or when what it sampled is read."""
+    """The request ends, whether its step fails when it is dispatched or when its sampled tokens are read."""
     real: Callable[..., Any] = llm.engine.runner.dispatch
 
     def dispatch(step: StepInput) -> Any:
@@ -162,7 +162,7 @@ def test_an_engine_without_any_memory_dies_after_nine_steps(llm: LLM, monkeypatc
 def test_a_row_without_numbers_ends_its_request_and_leaves_nothing_in_the_cache(
     llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
-    """At the victim's first token, and later."""
+    """The victim ends at its first token, or at a later one."""
     engine = llm.engine
     victim = [*range(400, 450)]
     real: Callable[[StepInFlight], StepOutput] = StepInFlight.result
@@ -194,7 +194,7 @@ def test_a_row_without_numbers_ends_its_request_and_leaves_nothing_in_the_cache(
 def test_a_request_that_cannot_be_made_ready_for_a_step_fails_alone(
     llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not once, as in test_request_faults, but as often as it is tried."""
+    """The request's preparation fails at each attempt, and not once as in test_request_faults."""
     batch = inspection.batch_of(llm.engine)
     real = batch.place
     monkeypatch.setattr(batch, "place", lambda slot, sample: 1 // 0 if sample.tokens[0] == 450 else real(slot, sample))

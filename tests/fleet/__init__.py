@@ -1,1 +1,1 @@
-"""Tests of the fleet: the rule, the index, and fleets played in virtual time."""
+"""Tests of the fleet: the routing rule, the index, and fleets in virtual time."""

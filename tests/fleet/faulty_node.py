@@ -1,4 +1,4 @@
-"""A replica whose next step hangs for good when it gets SIGUSR1."""
+"""A replica whose next step hangs forever after SIGUSR1."""
 
 import os
 import signal

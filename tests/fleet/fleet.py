@@ -1,7 +1,8 @@
-"""A fleet in virtual time: a front end that routes requests to replicas, which come and go.
+"""A fleet in virtual time: a front end that routes requests to replicas, which start, drain and are killed.
 
-A replica that is killed loses what it ran: the front end asks again elsewhere. One that drains takes nothing new, ends
-what it runs and goes. Either comes back empty after `RESTART` seconds. While no replica takes work, requests are held.
+A killed replica loses its requests, and the front end reroutes them. A draining replica accepts no requests, finishes
+those that run, and stops. Both start again, with empty caches, after `RESTART` seconds. While no replica accepts
+requests, the front end holds them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from jaxllm.scheduler.state import Limits
 from tests.fleet.replica import LIMITS, Asked, Replica, Yield, digests_of
 
 RESTART = 1.0
-WARM = 0.2  # of the requests, after which balance counts: before, no replica has its load
+WARM = 0.2  # first part of the requests, left out of the balance because no replica has its load yet
 
 Router = Callable[[Sequence[bytes], Mapping[int, int], PrefixIndex], int]
 
@@ -32,7 +33,7 @@ def least_loaded(digests: Sequence[bytes], loads: Mapping[int, int], index: Pref
 
 
 class Change(NamedTuple):
-    """What becomes of a replica, and when; nothing, if it is not there then."""
+    """A change of a replica's state at a time; has no effect if the replica is not running."""
 
     time: float
     kind: Literal["kill", "drain"]
@@ -40,7 +41,7 @@ class Change(NamedTuple):
 
 
 def make_changes(num_replicas: int, count: int, seconds: float, seed: int) -> list[Change]:
-    """Let so many replicas be killed and as many drained, at random times."""
+    """Return `count` kills and `count` drains of replicas, at random times."""
     random = np.random.default_rng(seed)
     return [
         Change(float(random.uniform(0, seconds)), kind, int(random.integers(num_replicas)))
@@ -50,46 +51,46 @@ def make_changes(num_replicas: int, count: int, seconds: float, seed: int) -> li
 
 
 class Sent(NamedTuple):
-    """A request on its way to a replica, and what the front end knew then."""
+    """A routed request, and the front end's view of the replicas at that time."""
 
     number: int
     replica: int
-    matches: Mapping[int, int]  # leading blocks, of the replicas that take work and have any
+    matches: Mapping[int, int]  # leading blocks, by replica that accepts requests and has any
     loads: Mapping[int, int]
 
 
 @dataclass
 class Outcome:
-    """What became of the requests."""
+    """Answers, routes and counts of the requests."""
 
-    answers: dict[int, list[array[int]]] = field(default_factory=dict)  # by number: prompt and answer, once each
+    answers: dict[int, list[array[int]]] = field(default_factory=dict)  # by number; prompt and answer, once each
     sent: list[Sent] = field(default_factory=list)
-    first_tokens: dict[int, float] = field(default_factory=dict)  # seconds after it was asked
-    prompt_tokens: int = 0  # of all that were admitted …
+    first_tokens: dict[int, float] = field(default_factory=dict)  # seconds after the request's arrival
+    prompt_tokens: int = 0  # of all admitted requests …
     cached_tokens: int = 0  # … and those found in the cache
-    num_again: int = 0  # requests that were run again elsewhere
+    num_again: int = 0  # rerouted requests
 
     @property
     def hit_rate(self) -> float:
-        """Tokens of prompts that were found in the cache, of all."""
+        """Return the fraction of prompt tokens that were found in the cache."""
         return self.cached_tokens / self.prompt_tokens
 
     @property
     def reached(self) -> float:
-        """Requests that went where most of their prefix was, of those of which any replica had a block."""
+        """Return the fraction of requests, among those with a cached block, that were routed to the longest prefix."""
         repeated = [sent for sent in self.sent if sent.matches]
         hits = sum(sent.matches.get(sent.replica, 0) == max(sent.matches.values()) for sent in repeated)
         return hits / len(repeated)
 
     @property
     def balance(self) -> float:
-        """The highest load at an instant, in mean loads of that instant: the average over those of all requests."""
+        """Return the highest load divided by the mean load, averaged over the times of all requests."""
         warm = [list(sent.loads.values()) for sent in self.sent[int(WARM * len(self.sent)) :]]
         return float(np.mean([max(loads) * len(loads) / sum(loads) for loads in warm if sum(loads)]))
 
 
 class Fleet:
-    """Plays requests and changes to their end: `outcome`, or RuntimeError if some never end."""
+    """Play requests and changes until all requests end, and return the outcome; RuntimeError if some never end."""
 
     def __init__(
         self,
@@ -102,7 +103,7 @@ class Fleet:
         self._route, self._limits = route, limits
         self.index = PrefixIndex()
         self.replicas = {number: Replica(number, limits) for number in range(num_replicas)}
-        self.loads = dict.fromkeys(self.replicas, 0)  # tokens of live requests, of those that drain as well
+        self.loads = dict.fromkeys(self.replicas, 0)  # tokens of live requests, draining replicas included
         self.draining: set[int] = set()
         self.outcome = Outcome()
         self._held: deque[Asked] = deque()
@@ -116,7 +117,7 @@ class Fleet:
             self._at(change.time, lambda happen=happen, number=change.replica: happen(number))
 
     def play(self) -> Outcome:
-        """Play to the end."""
+        """Play until all requests end."""
         while self._queue:
             self._now, _, happen = heapq.heappop(self._queue)
             happen()
@@ -154,7 +155,7 @@ class Fleet:
 
     def _end(self, replica: Replica) -> None:
         if self.replicas.get(replica.number) is not replica:
-            return  # it was killed in that step: nothing of it is heard any more
+            return  # it was killed during the step: its results are dropped
         asked_of = {number: asked for number, (asked, _) in replica.live.items()}
         self._take(replica, replica.end(), asked_of)
         if replica.number in self.draining and not replica.live:

@@ -1,4 +1,4 @@
-"""What clients ask of a fleet: three mixes, each about what `num_replicas` can do. The same for the same seed."""
+"""Three workloads of a fleet, each about the capacity of `num_replicas` replicas, deterministic for a seed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from jaxllm.bench.workload import DatasetOptions
 from tests.fleet.replica import Asked
 
 VOCABULARY = 30_000
-# Requests a second for each replica, or conversations.
+# Requests per second and replica, or conversations.
 SKEWED_RATE, CONVERSATION_RATE, TRACE_RATE = 30, 8, 14
 PREFIXES, PREFIX, OWN, ANSWER = 8, 1024, 64, 64  # prefixes for each replica; tokens
 TRACE_BLOCK = 512  # tokens of a block of Mooncake's traces …
-SCALE = 8  # … whose lengths are divided by so much
+SCALE = 8  # … and the divisor of its lengths
 
 
 def _tokens(random: np.random.Generator, count: int) -> array[int]:
@@ -33,7 +33,7 @@ def _arrivals(random: np.random.Generator, rate: float, count: int) -> list[floa
 
 
 def skewed(num_replicas: int, count: int, seed: int) -> list[Asked]:
-    """Prefixes of 1,024 tokens with Zipf's popularity: the n-th is asked for 1/n times as often as the first."""
+    """Prefixes of 1,024 tokens with Zipf's popularity: the n-th occurs 1/n times as often as the first."""
     random = np.random.default_rng(seed)
     prefixes = [_tokens(random, PREFIX) for _ in range(PREFIXES * num_replicas)]
     popularity = 1 / np.arange(1, len(prefixes) + 1)
@@ -46,7 +46,7 @@ def skewed(num_replicas: int, count: int, seed: int) -> list[Asked]:
 
 
 def conversations(num_replicas: int, count: int, seed: int) -> list[Asked]:
-    """Conversations of four turns on average behind 256 tokens that all share; people think for two seconds."""
+    """Conversations of four turns on average after a shared prompt of 256 tokens; users pause for two seconds."""
     random = np.random.default_rng(seed)
     system = _tokens(random, 256)
     asked: list[Asked] = []
@@ -68,7 +68,7 @@ def conversations(num_replicas: int, count: int, seed: int) -> list[Asked]:
 
 
 class _Coder:
-    """A tokenizer as `jaxllm.bench` needs one to draw tokens."""
+    """A tokenizer with the methods that `jaxllm.bench` needs to draw tokens."""
 
     ids = range(VOCABULARY)
 
@@ -85,8 +85,8 @@ class _Coder:
 def trace_records(count: int, seed: int) -> list[dict[str, Any]]:
     """Write a trace with the statistics of Mooncake's `conversation_trace.jsonl` (kvcache-ai/Mooncake).
 
-    Prompts have 12,035 tokens on average there, half of them fewer than 6,909; answers have 343. The first block is the
-    same everywhere; 39 % of the requests find more than that, and 37 % of all blocks have been there before.
+    Mooncake's prompts have 12,035 tokens on average, half of them fewer than 6,909; answers have 343. The first block
+    is the same in all requests; 39 % of the requests match more than that, and 37 % of all blocks repeat earlier ones.
     """
     random = np.random.default_rng(seed)
     numbers = itertools.count(1)
@@ -114,9 +114,9 @@ def _read(source: Path, count: int) -> list[dict[str, Any]]:
 
 
 def trace(folder: Path, num_replicas: int, count: int, seed: int, source: Path | None = None) -> list[Asked]:
-    """Requests of a trace in Mooncake's format, read as `jaxllm bench serve --dataset-name timed_trace` reads it.
+    """Read requests of a trace in Mooncake's format, like `jaxllm bench serve --dataset-name timed_trace`.
 
-    Lengths are divided by `SCALE`, and times such that a replica gets as much as of the other mixes.
+    Lengths are divided by `SCALE`, and times are scaled so that a replica's load equals that of the other workloads.
     """
     records = trace_records(count, seed) if source is None else _read(source, count)
     size = TRACE_BLOCK // SCALE
@@ -145,7 +145,7 @@ MIXES = "skewed", "conversations", "trace"
 
 
 def make(mix: str, num_replicas: int, count: int, seed: int, folder: Path, source: Path | None = None) -> list[Asked]:
-    """Make a mix by its name; `folder` is for files, `source` a trace to read instead of ours."""
+    """Make a workload by its name; `folder` is for files, `source` a trace to read instead of a generated one."""
     if mix == "trace":
         return trace(folder, num_replicas, count, seed, source)
     return {"skewed": skewed, "conversations": conversations}[mix](num_replicas, count, seed)

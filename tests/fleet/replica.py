@@ -1,4 +1,4 @@
-"""A replica in virtual time: the production scheduler, and a device that takes its time and answers what was agreed."""
+"""A replica in virtual time: the production scheduler, and a fake device that takes time and returns fixed answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from jaxllm.scheduler import block_pool, scheduler
 from jaxllm.scheduler.state import BlockEvent, Limits, Plan, Request, initial, take_block_events
 
-STEP, TOKEN = 0.006, 0.00004  # seconds of a step, and of each of its tokens: a model of 8B on a GPU
+STEP, TOKEN = 0.006, 0.00004  # seconds per step, and per token of it: a model of 8B on a GPU
 ROOT = block_pool.content_root()
 LIMITS = Limits(
     num_slots=64, num_blocks=4096, block_size=16, max_step_tokens=2048, max_step_chunks=16, records_blocks=True
@@ -20,39 +20,39 @@ LIMITS = Limits(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Asked:
-    """What a client asks, and the answer that it must get."""
+    """A client's request, and its expected answer."""
 
     number: int
     prompt: array[int]
     answer: array[int]
     arrival: float = 0.0  # seconds
-    follow_up: Asked | None = None  # its next turn, which `arrival` seconds after the answer
+    follow_up: Asked | None = None  # its next turn, sent `arrival` seconds after the answer
 
 
 @dataclass(frozen=True, slots=True)
 class Yield:
-    """What a step came to."""
+    """Results of a step."""
 
     events: tuple[BlockEvent, ...]
-    counts: Mapping[int, int]  # new tokens by the request's number
-    finished: Mapping[int, array[int]]  # all tokens of each that ended
-    admitted: Mapping[int, int]  # tokens found in the cache, of each that was admitted
+    counts: Mapping[int, int]  # new tokens, by request number
+    finished: Mapping[int, array[int]]  # all tokens of each finished request
+    admitted: Mapping[int, int]  # cached tokens of each admitted request
 
 
 @dataclass(eq=False)
 class Replica:
-    """One engine. A step of it is `begin`, the seconds that this returns, and `end`."""
+    """One engine. A step is a call of `begin`, which returns its seconds, and a call of `end`."""
 
     number: int
     limits: Limits = LIMITS
-    live: dict[int, tuple[Asked, array[int]]] = field(default_factory=dict)  # by the request's number, with its tokens
-    plan: Plan | None = None  # of the step that runs
+    live: dict[int, tuple[Asked, array[int]]] = field(default_factory=dict)  # by request number, with its tokens
+    plan: Plan | None = None  # plan of the running step
 
     def __post_init__(self) -> None:
         self.state = initial(self.limits)
 
     def add(self, asked: Asked) -> None:
-        """Take a request."""
+        """Add a request."""
         tokens = array("i", asked.prompt)
         self.live[asked.number] = asked, tokens
         limit = len(tokens) + len(asked.answer)
@@ -60,14 +60,14 @@ class Replica:
         self.state = scheduler.add(self.state, self.limits, [request])
 
     def begin(self, now: float) -> float | None:
-        """Begin a step, and say how long it takes; None if there is nothing to do."""
+        """Begin a step and return its seconds; None without live requests."""
         if not self.live:
             return None
         self.state, self.plan = scheduler.plan(self.state, self.limits, now)
         return STEP + TOKEN * self.plan.num_tokens
 
     def end(self) -> Yield:
-        """End the step that runs."""
+        """End the running step."""
         plan = self.plan
         assert plan is not None
         self.plan = None
@@ -89,7 +89,7 @@ class Replica:
 
 
 def digests_of(tokens: array[int], size: int) -> list[bytes]:
-    """Give the digests of the full leading blocks of a prompt, as a front end makes them."""
+    """Return the digests of the full leading blocks of a prompt, like a front end."""
     digests, parent = [], ROOT
     for start in range(0, len(tokens) - size + 1, size):
         parent = block_pool.chain(parent, tokens[start : start + size].tobytes())

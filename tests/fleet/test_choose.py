@@ -1,4 +1,4 @@
-"""The rule and the index beside naive ones, and mistakes planted in them."""
+"""Compare the routing rule and the index with naive ones, and find mutants of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ events = st.one_of(
     st.builds(Removed, digests),
     st.just(Cleared()),
 )
-# What happens to an index: events of a replica, or None where it goes.
+# Changes of an index: events of a replica, or None when the replica is removed.
 histories = st.lists(
     st.tuples(st.sampled_from(REPLICAS), st.one_of(st.none(), st.lists(events, max_size=5))), max_size=8
 )
@@ -41,7 +41,7 @@ Check = Callable[[History, Sequence[bytes], Mapping[int, int]], None]
 
 
 def play(history: History) -> tuple[PrefixIndex, dict[int, set[bytes]]]:
-    """Let a history happen to an index, and to a dict of sets."""
+    """Apply a history to an index, and to a dict of sets."""
     index, held = PrefixIndex(), dict[int, set[bytes]]()
     for replica, step in history:
         if step is None:
@@ -69,7 +69,7 @@ def check_index(history: History, prompt: Sequence[bytes], loads: Mapping[int, i
     index, held = play(history)
     counts = {replica: leading(prompt, blocks) for replica, blocks in held.items()}
     assert index.matches(prompt) == {replica: count for replica, count in counts.items() if count}
-    # Nothing is kept that no replica has.
+    # The index keeps no block that no replica has.
     assert set(index.holders) == set().union(*held.values())
     assert {replica: blocks for replica, (_, blocks) in index.replicas.items()} == held
 

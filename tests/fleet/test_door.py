@@ -1,4 +1,4 @@
-"""What strangers can do at a fleet's address: nothing that they send is decoded, and they keep no replica out."""
+"""Unauthenticated peers at a fleet's address: their bytes are never decoded, and they do not block replicas."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def listening(tls: ssl.SSLContext | None = None) -> AsyncIterator[tuple[in
 
 
 def strange(draws: random.Random) -> bytes:
-    """Make the first bytes of a stranger: noise, frames as a replica sends them, greetings with a wrong or no key."""
+    """Draw the first bytes of a stranger: noise, a replica's frames, greetings with a wrong key or without one."""
     said = messages.pack(("hello", __version__, None, KEY))
     good = bytearray(Greeting(__version__, "", KEY.encode()).pack())
     good[draws.randrange(2, len(good))] ^= 1 << draws.randrange(7)

@@ -1,4 +1,4 @@
-"""Fleets of 1, 4 and 64 replicas that come and go: no request is lost, and routing keeps what it promises."""
+"""Fleets of 1, 4 and 64 replicas that start, drain and are killed: no request is lost, and routing balances load."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from tests.fleet.fleet import Fleet, Outcome, least_loaded, make_changes
 from tests.fleet.replica import LIMITS, Asked, Replica, Yield
 from tests.simulation.mutants import Mutant, planted
 
-# A pool that is short of blocks: what is cached is evicted, and what runs is preempted.
+# A pool short of blocks: cached blocks are evicted, and running requests preempted.
 SHORT = Limits(
     num_slots=16, num_blocks=512, block_size=16, max_step_tokens=1024, max_step_chunks=8, records_blocks=True
 )
 
 
 def production(digests: Sequence[bytes], loads: Mapping[int, int], index: PrefixIndex) -> int:
-    """Route as the package does, or the mutant in its place."""
+    """Route with the package's function, or the mutant that replaces it."""
     return fleet.choose(digests, loads, index)
 
 
 class Checked(Fleet):
-    """Checks now and then that the index and the loads say what replicas hold and run."""
+    """Periodically compare the index and the loads with the replicas' state."""
 
     num_steps = 0
 
@@ -39,7 +39,7 @@ class Checked(Fleet):
             self.check(replica)
 
     def check(self, replica: Replica) -> None:
-        """Compare with a replica of which no step runs: in a step its pool is ahead of what it told."""
+        """Compare with a replica between steps; during a step its pool contains events that it has not yet sent."""
         assert self.loads[replica.number] == sum(len(tokens) for _, tokens in replica.live.values())
         pool = set(replica.state.pool.index)
         for digest in pool.union(self.index.holders):
@@ -49,7 +49,7 @@ class Checked(Fleet):
 
 
 def play(asked: Sequence[Asked], num_replicas: int, limits: Limits = LIMITS, kind: type[Checked] = Checked) -> Outcome:
-    """Play, and check that each request got its answer once, and that nothing is left anywhere."""
+    """Play; check that each request got its answer exactly once, and that no load or block is left."""
     changes = make_changes(num_replicas, 4 + num_replicas // 4, max(each.arrival for each in asked), seed=1)
     played = kind(production, asked, num_replicas, changes, limits)
     outcome = played.play()
@@ -87,7 +87,7 @@ def test_no_request_is_lost_where_blocks_are_short() -> None:
 
 
 def test_routing_keeps_what_it_promises() -> None:
-    """Repeated prefixes are found where they are, and no replica has much more than the others."""
+    """Repeated prefixes are routed to their replica, and no replica has much more load than the others."""
     asked = mixes.skewed(4, 320, 0)
     ours = Fleet(fleet.choose, asked, 4).play()
     theirs = Fleet(least_loaded, asked, 4).play()
@@ -96,7 +96,7 @@ def test_routing_keeps_what_it_promises() -> None:
 
 
 class HearsTheDead(Checked):
-    """A mistake: what a replica told before it was killed is heard afterwards."""
+    """A bug: events that a replica sent before it was killed are still applied."""
 
     def _end(self, replica: Replica) -> None:
         if self.replicas.get(replica.number) is not replica:
@@ -106,7 +106,7 @@ class HearsTheDead(Checked):
 
 
 class ForgetsTheLost(Checked):
-    """A mistake: what a killed replica ran is not run again."""
+    """A bug: the requests of a killed replica are not rerouted."""
 
     def _kill(self, number: int) -> None:
         if number in self.replicas:

@@ -1,6 +1,6 @@
-"""Engines in processes of their own behind one front end: the same tokens as of one engine, and no request lost.
+"""Engines in several processes with one front end: the same tokens as from one engine, and no lost request.
 
-The engines are real, of the embedded model; three processes share the machine's cores.
+The engines run the embedded model; three processes share the machine's cores.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SIZES: dict[str, Any] = {
     **{"max_num_seqs": 16, "max_num_batched_tokens": 64, "block_size": 4, "num_kv_blocks": 200, "max_logprobs": -1},
     **{"max_model_len": 128, "precompile": "covering"},
 }
-BOUND = 2.0  # seconds in which a replica that hangs is found out
+BOUND = 2.0  # seconds within which a hang is detected
 LEAST_HITS, MOST_SHARE = 0.9, 1.2
 
 
@@ -74,13 +74,13 @@ async def fleet_of(count: int, **settings: Any) -> AsyncIterator[FleetLLM]:
 
 
 def prompt(number: int) -> list[int]:
-    """Make a prompt; of ten that follow each other the first tokens are the same."""
+    """Make a prompt; each group of ten consecutive numbers shares its first tokens."""
     draws = np.random.default_rng([number // 10, 1]), np.random.default_rng([number, 2])
     return [each for own, count in zip(draws, (12, 20), strict=True) for each in own.integers(3, 1500, count).tolist()]
 
 
 async def ask(fleet: FleetLLM, number: int, params: SamplingParams, most: int | None = None) -> Answer:
-    """Collect what is told of a request, of the first `most` outputs."""
+    """Collect the first `most` outputs of a request."""
     answer = Answer()
     outputs = fleet.generate({"prompt_token_ids": prompt(number)}, params, str(number))
     async with aclosing(outputs):
@@ -117,13 +117,13 @@ def test_a_fleet_gives_the_tokens_of_one_engine(count: int) -> None:
     for number, (mine, theirs) in enumerate(zip(found, alone, strict=True)):
         if number not in leaves:
             check_equal(number, mine, theirs)
-        else:  # what came before it left
+        else:  # a client that disconnected got a prefix of the answer
             for index, told in mine.samples.items():
                 assert theirs.samples[index].token_ids[: len(told.token_ids)] == told.token_ids
 
 
 def idle(fleet: FleetLLM) -> bool:
-    """Whether all replicas serve, and hold no block for a request."""
+    """Return whether all replicas serve, and hold no block for a request."""
     loads = [each.get_load() for each in fleet.replicas]
     return all(each.takes_work for each in fleet.replicas) and not any(
         load.running or load.waiting or load.kv_blocks_used for load in loads
@@ -138,7 +138,7 @@ async def until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
 
 @pytest.mark.ci
 async def test_prefixes_find_their_replica_and_tokens_are_spread() -> None:
-    """Twenty prefixes of 64 tokens, of which few are asked for often."""
+    """Twenty prefixes of 64 tokens, a few of them much more frequent than the others."""
     draws = random.Random(0)
     prefixes = [[draws.randrange(3, 1500) for _ in range(64)] for _ in range(20)]
     asked = draws.choices(prefixes, [1 / (rank + 1) for rank in range(20)], k=300)
@@ -170,7 +170,7 @@ async def test_prefixes_find_their_replica_and_tokens_are_spread() -> None:
 def test_a_replica_that_dies_stops_or_hangs_costs_only_what_it_has_answered(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "LONGEST_WAIT", supervisor.FIRST_WAIT)  # no time to wait longer each time
+    monkeypatch.setattr(supervisor, "LONGEST_WAIT", supervisor.FIRST_WAIT)  # constant waits between restarts
     draws = random.Random(count)
     ended: dict[str, int] = {"whole": 0, "lost": 0}
 
@@ -231,7 +231,7 @@ async def test_a_replica_is_drained_and_started_anew() -> None:
             await ask(fleet, 1, params)
         await fleet.resume()
         assert await fleet.reset_prefix_cache()
-        with pytest.raises(UserError, match="stop_token_ids"):  # the replica says so
+        with pytest.raises(UserError, match="stop_token_ids"):  # the replica refuses it
             await ask(fleet, 1, dataclasses.replace(params, stop_token_ids=[1 << 20]))
         assert await fleet.drain(5.0)
 
@@ -256,7 +256,7 @@ def test_offline() -> None:
         assert two.chat(question, greedy)[0].outputs[0].text == one.chat(question, greedy)[0].outputs[0].text
         beams = BeamSearchParams(beam_width=2, max_tokens=6)
         assert two.beam_search(texts[0], beams) == one.beam_search(texts[0], beams)
-        with pytest.raises(UserError, match="stop_token_ids"):  # then none runs
+        with pytest.raises(UserError, match="stop_token_ids"):  # without a running replica
             two.generate(texts, [greedy] * 4 + [SamplingParams(stop_token_ids=[1 << 20])])
         assert two.generate(texts[:1], greedy, use_tqdm=False)[0].outputs[0].text == wanted[0].outputs[0].text
     with LLM(str(EMBEDDER_DIR)) as one, LLM(str(EMBEDDER_DIR), data_parallel_size=2) as two:

@@ -1,4 +1,4 @@
-"""What becomes of a request whose replica is lost, and of what is heard of a replica that is: no process runs here."""
+"""Requests of a lost replica, and late messages from it, without processes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def request(name: str, sent: Any = None) -> Routed:
 
 
 def routed(count: int, play: Callable[[Router, list[Replica]], None]) -> dict[str, Exception]:
-    """Play with so many replicas that serve; return which requests have failed."""
+    """Call `play` with a router of `count` serving replicas; return the failed requests."""
     failed: dict[str, Exception] = {}
 
     async def run() -> None:
@@ -54,7 +54,7 @@ def routed(count: int, play: Callable[[Router, list[Replica]], None]) -> dict[st
 
 
 def test_a_request_is_run_again_once() -> None:
-    """One that brings down what runs it would else bring down all replicas, one after the other."""
+    """A request that crashes its replica is rerouted only once, since it could crash all replicas in turn."""
 
     def play(router: Router, replicas: list[Replica]) -> None:
         router.add(request("a"))
@@ -90,7 +90,7 @@ def test_what_cannot_be_sent_spoils_nothing() -> None:
 
 
 class Connection:
-    """A connection that keeps what was written last."""
+    """A connection that keeps the last written bytes."""
 
     is_closed = False
 
@@ -108,7 +108,7 @@ class Connection:
 
 
 class Noting:
-    """A listener that notes what is heard."""
+    """A listener that records messages."""
 
     def __init__(self) -> None:
         self.said: list[Any] = []
@@ -129,7 +129,7 @@ def supervising(replica: Replica, listener: Noting) -> Supervisor:
 
 
 async def test_a_replica_that_is_lost_is_not_heard_any_more() -> None:
-    """What it had said before may still lie in the connection: outputs of a request that runs elsewhere by then."""
+    """Unread messages of a lost replica are dropped: they may be outputs of a request that now runs elsewhere."""
 
     replica, listener = Replica(0, is_local=False), Noting()
     supervisor = supervising(replica, listener)
@@ -144,7 +144,7 @@ async def test_a_replica_that_is_lost_is_not_heard_any_more() -> None:
     while listener.said != [("one",)]:
         await asyncio.sleep(0)
     replica.end(LOST)
-    replica.connect(Connection())  # the next process
+    replica.connect(Connection())  # the restarted process
     say(("two",))
     reader.feed_eof()
     await hearing

@@ -1,4 +1,4 @@
-"""Which models may draft for another."""
+"""Check which models may draft for another."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ HEAD: dict[str, Any] = {
     **{"intermediate_size": 48, "max_position_embeddings": 32, "num_attention_heads": 4, "num_key_value_heads": 2},
     **{"head_dim": 6, "vocab_size": VOCABULARY, "rms_norm_eps": 1e-3, "model_type": "llama"},
 }
-# What each case changes of HEAD, and the tensors that do not follow from that.
+# Each case's changes of HEAD, and its tensors that do not follow from them.
 CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "plain": ({}, ()),
     "mapped": ({"draft_vocab_size": 40, "norm_before_residual": True}, ("d2t", "t2d")),
@@ -46,7 +46,7 @@ DEFAULT_AUX = (2, 4, 5)
 
 
 def tensors_of(config: dict[str, Any], own: tuple[str, ...], layer: str) -> dict[str, np.ndarray]:
-    """Draw the tensors that a config asks for, under vLLM's names."""
+    """Draw the tensors for a config, under vLLM's names."""
     draws = np.random.default_rng(len(config))
     width, head, inner = config["hidden_size"], config["head_dim"], config["intermediate_size"]
     queries, keys = (config[f"num_{kind}_heads"] * head for kind in ("attention", "key_value"))
@@ -222,7 +222,7 @@ def test_what_is_described_is_what_is_loaded_and_what_is_drawn(case: str, shards
 
 
 def test_a_config_alone_says_all_but_what_only_tensors_say(tmp_path: Path) -> None:
-    """As when weights are not needed, or drawn."""
+    """A config without weights gives the same Spec, for runs without weights or with random ones."""
     for case in ("plain", "mapped", "wide"):
         folder = write(tmp_path / case, case)
         head = eagle_files.read(folder, TARGET)

@@ -95,7 +95,7 @@ def test_keys_without_effect_and_empty_ones_are_accepted():
     assert spec_of(LLAMA_2_7B | {"torch_dtype": "float16", "some_day": None}) == spec_of(LLAMA_2_7B)
 
 
-# What is not built, and how it is refused: test_released_configs.py.
+# Unsupported configs, with the text of their error; tested in test_released_configs.py.
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA_2_7B, {"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
     (LLAMA_2_7B, {"architectures": None}, "none"),
@@ -152,7 +152,7 @@ def test_only_the_table_knows_family_names():
 
 
 def _words_of_code(module: Path) -> set[str]:
-    """The lower-case words in a module's names and strings, those of docstrings and comments aside."""
+    """Return the lower-case words in a module's names and strings, without docstrings and comments."""
     tree = ast.parse(module.read_text())
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
     docstrings = {ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, documented)}

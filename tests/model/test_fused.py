@@ -1,4 +1,4 @@
-"""Layers whose products take in norms, residuals and activations compute what they do without."""
+"""Layers with fused norms, residuals and activations return the same as unfused ones."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.support.paths import GOLDEN
 
 SETTINGS = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "max_model_len": 32, "num_kv_blocks": 9}
 SETTINGS |= {"precompile": "covering", "skip_tokenizer_init": True}
-# Whether the first layer's attention and feed-forward take something in, of families with what decides about it.
+# Whether the first layer's attention and its feed-forward are fused; the comment has the family's deciding trait.
 FAMILIES = {
     "qwen2": (True, True),  # biases
-    "gemma": (True, True),  # gains that are distances from one, another activation
-    "qwen3": (True, True),  # norms of heads between
+    "gemma": (True, True),  # gains as distances from one, another activation
+    "qwen3": (True, True),  # norms of heads in between
     "qwen3-moe": (True, True),  # further layers have experts
-    "olmo2": (False, False),  # norms behind
-    "cohere": (False, False),  # attention and feed-forward side by side
+    "olmo2": (False, False),  # norms after the products
+    "cohere": (False, False),  # parallel attention and feed-forward
     "granite": (False, False),  # scaled residuals
     "deepseek-v3": (False, True),  # latent attention; further layers have experts
 }
@@ -33,7 +33,7 @@ FAMILIES = {
 def say(
     folder: str, monkeypatch: pytest.MonkeyPatch, is_fused: bool, **settings: int
 ) -> tuple[list[int], list[float], int]:
-    """Generate; return tokens, their log-probabilities, and how many products were traced that take something in."""
+    """Generate; return tokens, their log-probabilities, and the number of fused products that were traced."""
     ran, own = [], pallas_kernels.fused_linear
     with monkeypatch.context() as patched:
         patched.setattr(fused, "chosen", lambda _: Choice("xla") if is_fused else None)

@@ -59,7 +59,7 @@ def test_the_reference_of_attention_agrees_too(case):
     np.testing.assert_allclose(logits, expected_logits[: len(logits)], rtol=0, atol=TOLERANCE)
 
 
-# Fields of the Spec, with a case whose golden logits need them.
+# Fields of the Spec, each with a case in which it changes the logits.
 CHANGES = [
     ("llama-3.1", {"ropes": (Rope(8, 500.0),) * 2}),
     ("mistral", {"windows": (12, 12)}),

@@ -1,4 +1,4 @@
-"""Loading: what lands where on one device and on several, in which type, at what cost, and what is refused."""
+"""Loading: placement and types on one device and several, the costs, and refused files."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ _BYTE = {"dtype": "I8", "shape": [1], "data_offsets": [0, 1]}
         (_header({"a": {"dtype": "I8", "shape": [5], "data_offsets": [0, 4]}}) + b"abcd", "tensor a of shape"),
         (_header({"a": {"dtype": "I8", "shape": [True] * 4, "data_offsets": [0, 1]}}) + b"a", "makes no sense"),
         (_header({"a": {"dtype": "I8", "shape": [1] * 99, "data_offsets": [0, 1]}}) + b"a", "makes no sense"),
-        # Shapes whose product is small only where it overflows 64 bits, or because there is a zero in it.
+        # Shapes with a small product only by overflow of 64 bits, or because of a zero.
         (_header({"a": {"dtype": "F32", "shape": [2**62, 4], "data_offsets": [0, 0]}}), "makes no sense"),
         (_header({"a": {"dtype": "F32", "shape": [2**62, 2**62, 0], "data_offsets": [0, 0]}}), "makes no sense"),
         (_header({"a": {"dtype": "F32", "shape": [0, 2**63 - 1], "data_offsets": [0, 0]}}), "makes no sense"),
@@ -260,7 +260,7 @@ def test_random_weights_have_the_declared_shapes_and_a_sane_spread():
     spec, _ = read_spec(CONFIG | {"vocab_size": 128})
     alone = weights.load_random(spec, sharding.make_layout(jax.devices(), 1), "bfloat16", seed=3)
     spread = weights.load_random(spec, sharding.make_layout(jax.devices(), 2), "bfloat16", seed=3)
-    _assert_same(alone, spread)  # the same values however many devices there are
+    _assert_same(alone, spread)  # the values do not depend on the number of devices
     described = weights.abstract(spec, sharding.make_layout(jax.devices(), 2), "bfloat16")
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), spread) == jax.tree.map(
         lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), described

@@ -1,4 +1,4 @@
-"""A Ray that the tests of this folder share, and `examples/ray_serve.py` on it, as users start it."""
+"""A Ray that the tests of this folder share, and `examples/ray_serve.py` on it, started like users start it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import pytest
 from tests.support.paths import ROOT
 from tests.support.sizes import SLOTS
 
-# Ray's processes inherit these: examples are found, loads are told to the controller twice a second instead of every
-# ten, and nothing is sent to Ray's makers.
+# Ray's processes inherit these: examples are importable, the controller gets the loads twice a second instead of
+# every 10 s, and no usage statistics are sent.
 ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "server")]),
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5",
@@ -35,7 +35,7 @@ class Cluster:
 
     @contextmanager
     def serving(self, **settings: Any) -> Iterator[Any]:
-        """Start the application by its documented command; give the handle of its engines."""
+        """Start the application with its documented command; yield the handle of its engines."""
         from ray import serve
 
         values = {"engine": json.dumps(SLOTS), **settings}
@@ -51,7 +51,7 @@ class Cluster:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """Start Ray and its proxy. It counts more processors than there are, or a third engine would find none."""
+    """Start Ray and its proxy, with more logical processors than the machine has, since a third engine needs one."""
     ray = pytest.importorskip("ray")
     from ray import serve
 
@@ -69,7 +69,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def wait(is_so: Callable[[], object], seconds: float) -> None:
-    """Wait until something is so."""
+    """Wait until `is_so()` is true."""
     end = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < end, f"not so after {seconds} s"

@@ -1,4 +1,4 @@
-"""`examples/ray_batch.py`: a job that is killed in its middle, by its driver or one actor, does no prompt twice."""
+"""`examples/ray_batch.py`: after its driver or an actor is killed midway, no prompt is processed twice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUM_PROMPTS = 240
 
 
 def start(cluster: Cluster, source: Path, folder: Path) -> subprocess.Popen[str]:
-    """Start the job by its documented command."""
+    """Start the job with its documented command."""
     command = [sys.executable, str(ROOT / "examples" / "ray_batch.py"), str(source), str(folder)]
     command += ["--actors", "2", "--batch-size", "8", "--address", cluster.address]
     command += ["--engine", json.dumps(SLOTS), "--sampling", json.dumps({"temperature": 0, "max_tokens": 64})]
@@ -31,7 +31,7 @@ def start(cluster: Cluster, source: Path, folder: Path) -> subprocess.Popen[str]
 
 
 def files_in(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return the files that are there, with what would change if one was written again."""
+    """Return the files in a folder, each with its inode and time, which change if it is rewritten."""
     return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.glob("*.parquet")}
 
 
@@ -62,7 +62,7 @@ def test_a_job_killed_in_its_middle_does_no_prompt_twice(cluster: Cluster, tmp_p
     first.send_signal(signal.SIGKILL)
     _, told = first.communicate()
     assert first.returncode == -signal.SIGKILL, told[-4000:]
-    wait(lambda: not engine_pids(), 60.0)  # Ray ends the actors of a driver that has gone
+    wait(lambda: not engine_pids(), 60.0)  # Ray ends the actors of a dead driver
     kept = files_in(folder)
     num_kept = sum(pq.read_metadata(folder / name).num_rows for name in kept)
     assert 0 < num_kept < NUM_PROMPTS / 2
@@ -70,7 +70,7 @@ def test_a_job_killed_in_its_middle_does_no_prompt_twice(cluster: Cluster, tmp_p
     second = start(cluster, source, folder)
     wait(lambda: len(files_in(folder)) >= len(kept) + 4 or second.poll() is not None, 120.0)
     (victim, *_) = engine_pids()
-    os.kill(victim, signal.SIGKILL)  # and an actor of the job that goes on: Ray gives its batches to another
+    os.kill(victim, signal.SIGKILL)  # an actor of the running job: Ray reassigns its batches
     said, told = second.communicate(timeout=180.0)
     assert second.returncode == 0, told[-4000:]
     assert files_in(folder).items() >= kept.items(), "an answer that was there was written again"
@@ -86,6 +86,6 @@ def test_a_job_killed_in_its_middle_does_no_prompt_twice(cluster: Cluster, tmp_p
         )
     assert [row["text"] for row in some] == [output.outputs[0].text for output in alone]
 
-    third = start(cluster, source, folder)  # nothing is left
+    third = start(cluster, source, folder)  # nothing is left to do
     said, told = third.communicate(timeout=120.0)
     assert f"{NUM_PROMPTS} answers were there, 0 were made" in said, told[-4000:]

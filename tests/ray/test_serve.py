@@ -1,4 +1,4 @@
-"""`examples/ray_serve.py` on a real Ray: streams of two replicas, prefixes, a death under load, growth and its end."""
+"""`examples/ray_serve.py` on a real Ray: streams of two replicas, prefixes, a crash under load, scaling up and down."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def prompt_of(seed: int, num_words: int = 12) -> str:
 
 
 class Answer:
-    """What a client saw of one stream."""
+    """The content of one stream, as its client received it."""
 
     def __init__(self, replica: str) -> None:
         self.replica = replica
@@ -40,7 +40,7 @@ class Answer:
 
 
 async def stream(client: Any, prompt: str, max_tokens: int, seen: list[Answer] | None = None, **given: Any) -> Answer:
-    """Read a stream to its end, or to its error; it is in `seen` from its first event on."""
+    """Read a stream to its end, or to its error; adds it to `seen` at its first event."""
     raw = await client.completions.with_raw_response.create(
         model=MODEL,
         prompt=prompt,
@@ -67,13 +67,13 @@ def client_at(cluster: Cluster) -> Any:
 
 
 async def loads(engines: Any) -> list[float]:
-    """Ask each replica for its tokens."""
+    """Return the number of tokens of each replica."""
     answers = engines.broadcast("record_autoscaling_stats")
     return [each["tokens"] for each in await answers.results_async(timeout_s=30.0)]
 
 
 async def until(is_so: Callable[[list[float]], bool], engines: Any, seconds: float) -> float:
-    """Wait until something is so of the replicas' loads; return the seconds that it took."""
+    """Wait for a condition on the replicas' loads; return the seconds."""
     began = time.monotonic()
     while not is_so(await loads(engines)):
         assert time.monotonic() - began < seconds, f"not so after {seconds} s"
@@ -82,7 +82,7 @@ async def until(is_so: Callable[[list[float]], bool], engines: Any, seconds: flo
 
 
 def pids() -> dict[str, int]:
-    """Return the processes of the replicas, by their names."""
+    """Return the process ids of the replicas, by name."""
     import ray
 
     found = {}
@@ -102,7 +102,7 @@ async def test_more_tokens_are_given_more_replicas_and_fewer_fewer(cluster: Clus
         began = time.monotonic()
 
         async def user(number: int) -> None:
-            end = stop if number else last  # the first one goes on while replicas are taken away
+            end = stop if number else last  # the first user continues during scale-down
             while not end.is_set():
                 answers.append(await stream(client, prompt_of(number + len(answers)), 200))
 
@@ -110,7 +110,7 @@ async def test_more_tokens_are_given_more_replicas_and_fewer_fewer(cluster: Clus
         sizes = [len(await loads(engines))]
         while sizes[-1] < 3:
             if len(users) < 16:
-                users.append(asyncio.ensure_future(user(len(users))))  # one more a second
+                users.append(asyncio.ensure_future(user(len(users))))  # one more per second
             await asyncio.sleep(1.0)
             sizes.append(len(await loads(engines)))
             assert time.monotonic() - began < 180.0, sizes
@@ -130,7 +130,7 @@ async def test_more_tokens_are_given_more_replicas_and_fewer_fewer(cluster: Clus
 
 @pytest.fixture(scope="module")
 def two(cluster: Cluster) -> Iterator[Any]:
-    """Two replicas; give their handle."""
+    """Two replicas; yields their handle."""
     with cluster.serving(min_replicas=2, max_replicas=2) as engines:
         yield engines
 
@@ -149,7 +149,7 @@ async def test_two_replicas_answer_streams(cluster: Cluster, two: Any) -> None:
         alone = llm.generate(prompts, params, use_tqdm=False)
     assert [answer.text for answer in answers] == [output.outputs[0].text for output in alone]
 
-    with pytest.raises(openai.NotFoundError, match="does not exist"):  # the app's own errors come through
+    with pytest.raises(openai.NotFoundError, match="does not exist"):  # the app's errors are unchanged
         await client.completions.create(model="other", prompt="x")
     chat = await client.chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": "What is 47 + 38?"}], max_tokens=16, temperature=0
@@ -163,14 +163,14 @@ async def test_a_repeated_prefix_reaches_the_replica_that_has_it(cluster: Cluste
     hits, total = 0, 0
     for turn in range(6):
         for family in range(100, 108):
-            prompt = f"{prompt_of(family, 60)} {prompt_of(turn, 4)}"  # the same four blocks or more, then another end
+            prompt = f"{prompt_of(family, 60)} {prompt_of(turn, 4)}"  # four or more shared blocks, then another end
             replica = (await stream(client, prompt, 4)).replica
             if family in first:
                 hits += replica == first[family]
                 total += 1
             else:
                 first[family] = replica
-        await asyncio.sleep(0.3)  # three times what a router needs to hear of it
+        await asyncio.sleep(0.3)  # three times the delay until the router is informed
     assert hits / total >= 0.9, f"{hits} of {total}"
     assert len(set(first.values())) == 2, "one replica has all: nothing was routed"
     print(f"{hits} of {total} repeated prefixes reached the replica that has them")
@@ -205,7 +205,7 @@ async def test_a_death_under_load_loses_what_it_ran(cluster: Cluster, two: Any) 
     processes = await asyncio.to_thread(pids)
     assert len(processes) == 2
     seen: list[Answer] = []
-    prompts = [prompt_of(seed) for seed in range(200, 224)]  # more than the sixteen slots: some of them wait
+    prompts = [prompt_of(seed) for seed in range(200, 224)]  # more than the sixteen slots, so that some wait
     running = [asyncio.ensure_future(stream(client, prompt, 400, seen)) for prompt in prompts]
     while len(seen) < 8:
         await asyncio.sleep(0.01)
@@ -219,7 +219,7 @@ async def test_a_death_under_load_loses_what_it_ran(cluster: Cluster, two: Any) 
     assert all("has died" in str(answer.error) and answer.text for answer in lost)
     whole = [answer for answer in answers if answer.error is None]
     assert {answer.finish_reason for answer in whole} == {"length"}
-    again = await asyncio.gather(*(stream(client, prompt, 8) for prompt in prompts))  # while there is one
+    again = await asyncio.gather(*(stream(client, prompt, 8) for prompt in prompts))  # with one replica left
     assert not [answer.error for answer in again if answer.error is not None]
     assert victim not in {answer.replica for answer in again}
     await until(lambda tokens: len(tokens) == 2, two, 60.0)

@@ -1,4 +1,4 @@
-"""Recordings: what an engine writes down makes the same plans again, whole or redacted, in one piece or in several."""
+"""The replay of a recording makes the engine's plans again: full or redacted, in one file or several."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STOP = 7
 
 
 class Driver:
-    """A core driven as an engine does it: two plans in flight, tokens from a generator, now and then a fault."""
+    """Drive a core like an engine: two plans in flight, random tokens, occasional faults."""
 
     def __init__(self, path: Path, seed: int = 0, limits: Limits = LIMITS, **settings: object) -> None:
         self.random = random.Random(seed)
@@ -125,7 +125,7 @@ class Driver:
 
 
 def plans_of(path: Path) -> list[list[int]]:
-    """Replay a recording whole, and return what its plans were."""
+    """Replay a full recording, and return its plans."""
     moments = list(Replay(path).moments())
     assert [moment.difference for moment in moments if moment.difference] == []
     return [recording.describe(made) for moment in moments if (made := made_plan(moment)) is not None]
@@ -150,12 +150,12 @@ def test_a_replay_makes_the_same_plans(tmp_path: Path, limits: Limits, is_redact
 @pytest.mark.ci
 @pytest.mark.parametrize("ends", ["stop", "abort"])
 def test_a_cache_that_is_reset_with_a_step_in_flight_can_be_replayed(tmp_path: Path, ends: str) -> None:
-    """A request has ended on the host, and the step after its last is still on its way."""
+    """The request has ended on the host, while the step after its last one is still in flight."""
     recorder = FileRecorder(tmp_path / "log")
     engine = LLMEngine(EngineConfig(model=MODEL_DIR, **MANY_SLOTS), recorder=recorder)
     params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     if ends == "stop":
-        params = replace(params, stop=["a"])  # found late: the scheduler knows no text
+        params = replace(params, stop=["a"])  # ends late: the scheduler sees no text
     for name in "once", "again":
         engine.add_request(name, "Once upon a time", params)
         while engine.has_unfinished_requests():
@@ -169,14 +169,14 @@ def test_a_cache_that_is_reset_with_a_step_in_flight_can_be_replayed(tmp_path: P
 
 @pytest.mark.slow
 def test_a_text_that_ends_among_kept_drafts_can_be_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scheduler knows tokens that the request does not have; what it indexes of them is hit later."""
+    """The scheduler has tokens that were cut from the request's output; their indexed blocks are hit later."""
     monkeypatch.setitem(model_setup.TOKEN_COST, "cpu", 0)  # so that all drafts are verified
     ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
     config = EngineConfig(model=MODEL_DIR, block_size=1, speculative_config=ngram, **SLOTS)
     engine = LLMEngine(config, recorder=FileRecorder(tmp_path / "log"))
     prompt, text, num_told = "one two three four one two three four", "", 0
     for number in range(1, 16):
-        # Behind the first request's output, each ends where a beginning of it does.
+        # After the first request's output is known, each request stops at a longer prefix of it.
         params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True, stop=[text[: 4 * number]] * bool(text))
         engine.add_request(str(number), {"prompt": prompt, "cache_salt": str(number)}, params)
         while engine.has_unfinished_requests():
@@ -218,7 +218,7 @@ def test_a_redacted_recording_holds_no_token(tmp_path: Path) -> None:
         for token in (1_234_567, 2_345_678):
             assert (np.int32(token).tobytes() in data) is not is_redacted
             assert msgpack.packb(token) not in data
-        # The digest of a guessed prompt must not be found either.
+        # Nor does the recording contain the digest of the prompt, which would confirm a guess.
         assert not any(digest in data for digest in digests_of(request, LIMITS, (), 64))
 
 
@@ -227,7 +227,7 @@ def test_a_plan_that_differs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     Driver(path).run(50)
     entries = list(msgpack.Unpacker(path.open("rb"), strict_map_key=False))
     place = [place for place, entry in enumerate(entries) if entry[0] == Kind.PLAN][20]
-    entries[place][-1] ^= 1  # another scheduler has made another table
+    entries[place][-1] ^= 1  # a table like another scheduler's
     path.write_bytes(b"".join(map(msgpack.packb, entries)))
     moments = list(Replay(path).moments())
     assert moments[-1].difference is not None and "checksum" in moments[-1].difference

@@ -1,4 +1,4 @@
-"""What `jaxllm compile` promises: a start with its folder compiles nothing, or says in one line why it must."""
+"""With a folder from `jaxllm compile`, a start compiles nothing, or logs one line with the reason."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def folder(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Programs of the smallest model, compiled by the command and moved to another place."""
+    """Compile the programs of the smallest model with the command, and move them to another folder."""
     made = tmp_path_factory.mktemp("made") / "programs"
     run(sys.executable, "-m", "jaxllm", "compile", model, "--out", str(made), *SIZES)
     return Path(shutil.move(made, tmp_path_factory.mktemp("moved")))

@@ -15,7 +15,7 @@ SLOTS, DRAFTS, FIELDS, WORDS = 9, 3, 5, 4
 
 
 def random_plan(random: np.random.Generator, drafts: int, most_chunk: int) -> Plan:
-    """Make a plan of decode rows, with up to so many drafts each, and of chunks, if `most_chunk` is not 0."""
+    """Make a plan of decode rows, with up to `drafts` drafts each, and of chunks if `most_chunk` is not 0."""
     num_decodes = int(random.integers(0 if most_chunk else 1, SLOTS - 2))
     num_chunks = int(random.integers(num_decodes == 0, 3)) if most_chunk else 0
     num_rows = num_decodes + num_chunks
@@ -47,7 +47,7 @@ def plans(drafts: int, most_chunk: int) -> Iterator[Plan]:
 
 
 def naive_places(plan: Plan, of_tokens: bool) -> list[tuple[int, ...]]:
-    """List slot, position, whether it samples, offset and drafts of each place; what does not sample has offset -1."""
+    """Return (slot, position, samples, offset, drafts) of each place; offset -1 for places that do not sample."""
     found: list[tuple[int, ...]] = []
     for row, slot in enumerate(plan.slots.tolist()):
         start, length, samples = int(plan.starts[row]), int(plan.lengths[row]), int(plan.samples[row])

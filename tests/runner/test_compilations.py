@@ -1,4 +1,4 @@
-"""After the start nothing is compiled any more, whatever lengths and numbers of requests come."""
+"""Nothing is compiled after the start, for any lengths and numbers of requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_requests_of_all_lengths_compile_nothing(count: int) -> None:
             number = 0
             while number < count:
                 size = rng.randrange(1, 33)
-                # Each length once, and ends of one text, so that the prefix cache does most of the work.
+                # Each length once, all suffixes of one text, so that the prefix cache does most of the work.
                 lengths = [1 + (number + each) * 7 % longest for each in range(size)]
                 params = [
                     SamplingParams(

@@ -1,4 +1,4 @@
-"""What the compiled programs promise: the cache in place, no compilation in front of a user, no slow call."""
+"""Compiled programs update the cache in place, delay no request by compilation, and make no slow call."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_every_program_keeps_the_cache_in_place(llm: LLM) -> None:
 
 @pytest.mark.ci
 def test_layers_share_what_is_traced(llm: LLM) -> None:
-    """A program's text holds attention, cache writes and the feed-forward once, however many layers call them."""
+    """A program's text contains attention, cache writes and the feed-forward once, however many layers call them."""
     runner = llm.engine.runner
     for key in runner.programs.covering:
         if key.part == "sample":
@@ -257,7 +257,7 @@ def test_two_halves_run_every_plan_where_there_is_nothing_else() -> None:
     programs.follow(2)
     assert programs.num_all == len(programs) == 2 and not shape.is_decode
     decode = np.ones(3, np.int32)
-    chunks = np.array([1, 1, 13, 2, 2, 2, 2, 9], np.int32)  # more of them than tiles would hold
+    chunks = np.array([1, 1, 13, 2, 2, 2, 2, 9], np.int32)  # more chunks than tiles
     for lengths, num_decodes in ((decode, 3), (chunks, 2)):
         ones = np.ones(len(lengths), np.int32)
         plan = Plan(
@@ -399,7 +399,7 @@ def test_a_pool_asked_for_by_nobody_holds_at_least_one_sequence() -> None:
 
 @pytest.mark.ci
 def test_two_thousand_steps_leave_no_memory_behind(llm: LLM) -> None:
-    """Requests come and go over 2,000 steps; afterwards device and host hold what they held after the first 500."""
+    """Memory of device and host after 2,000 steps with changing requests equals that after the first 500."""
     engine, process = llm.engine, psutil.Process()
     random = np.random.default_rng(1)
     start, num_requests = engine.metrics.steps, 0
@@ -415,7 +415,7 @@ def test_two_thousand_steps_leave_no_memory_behind(llm: LLM) -> None:
         while engine.has_unfinished_requests():
             engine.step()
         gc.collect()
-        return_freed_memory()  # memory of other tests that the C library has kept
+        return_freed_memory()  # memory of other tests that the C library kept
         resident.append(process.memory_info().rss)
         on_device.append(sum(array.nbytes for array in jax.live_arrays()))
     assert on_device[0] == on_device[1]

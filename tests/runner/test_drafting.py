@@ -1,4 +1,4 @@
-"""Drafts on the device: what is looked up, what is kept, and that what is kept is distributed as without drafts."""
+"""Drafts on the device: lookup, acceptance, and the same distribution of accepted tokens as without drafts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from jaxllm.sampling.vocab_parallel import Vocabulary
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.setup.draft_setup import Drafting
 
-SIZE = 24  # tokens that a slot has room for
+SIZE = 24  # tokens per slot
 
 
 def naive_look_up(tokens: list[int], drafting: Drafting) -> list[int]:
-    """Find the latest of the places where the most of the last tokens came, and take what followed, again and again."""
+    """Find the last occurrence of the longest suffix and take its next token, repeatedly."""
     best = (drafting.min_match, -1)
     for place in range(len(tokens) - 1):
         matched = 0
@@ -38,7 +38,7 @@ def naive_look_up(tokens: list[int], drafting: Drafting) -> list[int]:
 def test_what_is_looked_up_is_what_followed_the_longest_and_latest_match(most: int, least: int, longest: int) -> None:
     random = np.random.default_rng([most, least, longest])
     drafting = Drafting(most, least, longest)
-    tokens = random.integers(0, random.integers(1, 4, (400, 1)) + 1, (400, SIZE)).astype(np.int32)  # of few kinds
+    tokens = random.integers(0, random.integers(1, 4, (400, 1)) + 1, (400, SIZE)).astype(np.int32)  # few distinct ones
     lengths = random.integers(1, SIZE + 1, 400).astype(np.int32)
     found = jax.jit(look_up, static_argnums=2)(tokens, lengths, drafting)
     due = [naive_look_up(row[:length].tolist(), drafting) for row, length in zip(tokens, lengths, strict=True)]
@@ -56,7 +56,7 @@ def naive_count(drafts: list[int], sampled: list[int], is_finite: list[bool]) ->
 
 @pytest.mark.parametrize("most", [1, 3])
 def test_drafts_are_kept_up_to_the_first_that_was_not_sampled(most: int) -> None:
-    """Of rows of any number of drafts, one behind the other, some of them drafts that are none; and of padding."""
+    """Rows of any number of drafts, in sequence, some of them NO_DRAFT; and padding."""
     random = np.random.default_rng(most)
     num_slots, num_places = 12, 50
     for _ in range(40):
@@ -93,7 +93,7 @@ V, REQUESTS, LENGTH, DRAFTS = 6, 20_000, 5, 3  # REQUESTS * LENGTH draws
 
 @partial(jax.jit, static_argnames="drafts")
 def verify(head: jax.Array, rows: SamplingRows, tokens: jax.Array, drafted: Drafted[jax.Array], drafts: int) -> tuple:
-    """Sample behind the last token of each of R slots and behind its drafts; `head`, f32[V, V], knows one token."""
+    """Sample after the last token of each of R slots and after its drafts; `head`, f32[V, V], reads one token."""
     num_slots = len(tokens)
     slots, offsets = jnp.repeat(jnp.arange(num_slots), drafts + 1), jnp.tile(jnp.arange(drafts + 1), num_slots)
     positions = drafted.lengths[slots] - 1 + offsets
@@ -127,7 +127,7 @@ def test_tokens_that_are_kept_follow_the_softmax(temperature: float) -> None:
             guesses = np.where(
                 np.arange(REQUESTS)[:, None] % 2, np.stack(likeliest[1:], 1), random.integers(0, V, (REQUESTS, DRAFTS))
             )
-            # Who is through waits, so that there is room for the others' tokens.
+            # Finished slots wait, which leaves room for the others' tokens.
             is_through = state.lengths > LENGTH
             grown, following = verify(head, rows, tokens, state.replace(tokens=jnp.asarray(guesses, jnp.int32)), drafts)
             tokens = jnp.where(is_through[:, None], tokens, grown)

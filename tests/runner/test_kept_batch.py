@@ -1,4 +1,4 @@
-"""On a GPU a step copies its batch into the state and returns results in the batch's array; run here on a CPU."""
+"""On a GPU a step copies its batch into the state and returns results in the batch's array; tested here on a CPU."""
 
 from __future__ import annotations
 

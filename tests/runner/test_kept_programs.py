@@ -1,4 +1,4 @@
-"""Programs that are kept whole: read without tracing, with the same results, and never from a file that could harm."""
+"""Stored programs: read without tracing, with the same results, and never from a file that could do harm."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ def keeper(folder: Path, most: int = MOST, devices: int = 1, depends: tuple[str,
     return KeptPrograms(folder / "whole", most, lambda: depends, jax.devices()[:devices])
 
 
-# In the programs of this process and those that it starts: one that JAX's own cache has from an earlier run would not
-# be kept.
+# Part of the programs of this process and its children: a program from an earlier run in JAX's cache is not stored.
 SALT = 1.0 + int(os.environ.setdefault("JAXLLM_TEST_SALT", str(int.from_bytes(os.urandom(2))))) / 2**20
 
 
@@ -127,7 +126,7 @@ def files(folder: Path) -> dict[str, Path]:
 
 
 def refused(folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Read what must not be taken; return the one line in the log."""
+    """Read a file that must be refused; return the one line in the log."""
     caplog.clear()
     caplog.set_level(logging.WARNING)
     with monkeypatch.context() as patch:

@@ -60,7 +60,7 @@ ENGINES: list[tuple[Axes, Path, dict[str, Any]]] = [
 
 
 def said(folder: Path, settings: dict[str, Any]) -> list[tuple[list[int], list[float]]]:
-    """Let an engine on two shards write; return each output's tokens and their log-probabilities."""
+    """Generate with an engine on two shards; return each output's tokens and their log-probabilities."""
     adapter = LoRARequest("pirate", 1, str(ADAPTERS["pirate"])) if settings is LORA else None
     prompts = ["Once upon a time", "Tom had a dog, and"]
     with LLM(str(folder), tensor_parallel_size=2, **FEW_SLOTS | settings) as llm:
@@ -92,7 +92,7 @@ def test_engines_write_the_same(
 @pytest.mark.parametrize("quantization", [None, pytest.param("int8", marks=pytest.mark.ci), "int4"])
 @pytest.mark.parametrize("is_orbax", [False, pytest.param(True, marks=pytest.mark.ci)])
 def test_each_device_has_its_piece_of_the_weights(is_orbax: bool, quantization: str | None, tmp_path: Path) -> None:
-    """The model has two key-value heads, so some devices hold copies."""
+    """Each device has its part of the weights; with two key-value heads, some devices hold copies."""
     folder = write_checkpoint(tmp_path / "stored")
     folder = convert(str(folder), tmp_path / "converted") if is_orbax else folder
     spec, family = read_spec(weights.read_config(folder))

@@ -1,4 +1,4 @@
-"""The arithmetic of memory: who gets how much, what is refused, and which flag the message names. Made-up numbers."""
+"""The division of memory, refused settings, and the flags that messages name, with made-up numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxllm.errors import UserError
 from jaxllm.setup.memory_plan import Asked, Device, Need, Windowed, coarse, describe, share_out
 
 GIB = 2**30
-# As of an 8B model in bfloat16 on a GPU of 80 GB of which 92 % may be used.
+# An 8B model in bfloat16 on a GPU of 80 GB, 92 % of it usable.
 GPU = Device(free=int(73.6 * GIB), share=0.97)
 NEED = Need(
     weights=15 * GIB,
@@ -50,7 +50,7 @@ def test_a_pool_is_not_rounded_below_the_length_that_was_asked_for() -> None:
     assert plan.num_blocks == 1350 > coarse(1350)
 
 
-# As of a model of 48 layers, five of six with a window of 1,024 tokens.
+# A model of 48 layers, five of six with a window of 1,024 tokens.
 SIX = replace(NEED, block=6 * 2**20, model_len=8192)
 WINDOWED = replace(SIX, block=2**20, windowed=Windowed(window=1024, block=5 * 2**20, most=66, chunks=512))
 
@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_refused_by_name(
 
 
 def test_a_guess_refuses_nothing_that_was_asked_for() -> None:
-    asked = Asked(num_blocks=29000)  # 56.6 GiB: too much beside 8 GiB of temporaries, not beside none
+    asked = Asked(num_blocks=29000)  # 56.6 GiB: too much with 8 GiB of temporaries, not without
     assert share_out(GPU, NEED, asked).num_blocks == 29000
     with pytest.raises(UserError, match="Lower num_kv_blocks"):
         share_out(GPU, replace(NEED, is_measured=True), asked)

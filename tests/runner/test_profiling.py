@@ -1,4 +1,4 @@
-"""Traces of an engine's steps, and where `bench explain` says that their time went."""
+"""Traces of an engine's steps, and the division of their time by `bench explain`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     with LLM(STORIES, **SLOTS) as llm:
         yield llm
         profile = llm.engine.start_profile(tmp_path_factory.mktemp("last"))
-    assert profile.path is not None and profile.path.is_file()  # a closed engine ends its trace
+    assert profile.path is not None and profile.path.is_file()  # closing an engine ends its trace
 
 
 def generate(llm: LLM, num_tokens: int) -> None:
@@ -54,8 +54,8 @@ def test_a_trace_holds_the_hosts_spans_and_the_models_parts(
     layers = llm.engine.runner.setup.spec.num_layers
     text = texts["decode_8_forward"] + texts["sample_8_full"]
     for layer in range(layers):
-        # A product has one form for a CPU and one for other devices, of which the program holds the CPU's, or it is in
-        # C++; it stands in functions of their own to JAX, which are traced once for all layers.
+        # A product has a form for CPUs and one for other devices, and the program contains the CPU's, or it is in C++.
+        # JAX traces these functions once for all layers.
         product = r"(jit\(\w+\)/)*(cond/branch_0_fun/)?(dot_general|ffi_call)"
         for part in ("attention/cache_write", "attention/attend", f"attention/{product}", f"mlp/{product}"):
             assert re.search(f"/layer_{layer:02}/{part}", text)
@@ -92,7 +92,7 @@ def test_one_trace_at_a_time_and_none_without_steps(llm: LLM, tmp_path: Path) ->
     with pytest.raises(UserError, match="a trace is running already"):
         Profile(tmp_path)
     assert profile.path is None
-    assert profile.stop() == profile.stop()  # ends before its steps are through
+    assert profile.stop() == profile.stop()  # stops before its steps are complete
     generate(llm, 2)
 
 
@@ -118,7 +118,7 @@ ENTRY %main.1 (x: f32[2,2]) -> f32[2,2] {
 def test_an_operations_part_is_read_from_its_program() -> None:
     parts = parts_of(HLO)
     assert {name: parts[name] for name in ("up", "qk.2", "top", "gemm", "sum.3", "copy.7")} == {
-        "up": "matmul",  # a product that something was fused to
+        "up": "matmul",  # a product fused with other operations
         "qk.2": "attention",
         "top": "sampling",
         "gemm": "matmul",
@@ -139,8 +139,8 @@ def test_every_moment_is_counted_once() -> None:
         *(event("step", 0, 80, 1), event("plan", 0, 10, 1), event("dispatch", 10, 15, 1), event("wait", 20, 70, 1)),
         *(event("step", 100, 200, 1), event("plan", 100, 130, 1), event("wait", 130, 190, 1)),
         event("plan", 0, 200, 9),  # another thread
-        *(event("up", 12, 40, 2, "up"), event("qk.2", 30, 40, 3, "qk.2")),  # two at once from 30 to 40
-        *(event("top", 110, 150, 2, "top"), event("inner", 120, 130, 2, "copy.7")),  # one within the other
+        *(event("up", 12, 40, 2, "up"), event("qk.2", 30, 40, 3, "qk.2")),  # concurrent from 30 to 40
+        *(event("top", 110, 150, 2, "top"), event("inner", 120, 130, 2, "copy.7")),  # nested
     ]
     found = explain(steps, {"decode_1_greedy": HLO})
     assert found.num_steps == 2 and found.step_ms == pytest.approx(0.1)

@@ -1,4 +1,4 @@
-"""A feature that a step does not use leaves the step's program as it is without the feature.
+"""A step's program without a feature is the same whether or not the feature exists.
 
 `python -m tests.model.hlo_texts --against COMMIT` compares the texts of all programs with those of another commit.
 """

@@ -132,7 +132,7 @@ def over(shards: int) -> Layout:
 
 
 def sharded(function: Callable, shards: int, arguments: int) -> jax.stages.Wrapped:
-    """Map a function whose first argument is split over the vocabulary and whose result is replicated."""
+    """Map a function over shards: its first argument is split over the vocabulary, its result replicated."""
     layout = over(shards)
     specs = (layout.spec(None, "vocab"), *(layout.spec(),) * (arguments - 1))
     return jax.jit(layout.shard_map(function, specs, layout.spec()))

@@ -1,4 +1,4 @@
-"""Who a call comes from, what one client may have under way, and whose prompts it finds in the cache."""
+"""The identity of a call's client, its limit of concurrent requests, and the prefix cache between clients."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_what_grpc_calls_a_peer(peer: str, host: str | None) -> None:
     st.lists(st.tuples(st.sampled_from("ab"), st.integers(-3, 3), st.integers(1, 5), st.integers(0, 9)), max_size=40)
 )
 def test_a_client_is_ahead_of_others_with_half_of_the_slots(calls: list[tuple[str, int, int, int]]) -> None:
-    """Calls of clients, priorities and sequences; each ends after that number of further calls."""
+    """A client is preferred up to half of the slots. Calls are of random clients, priorities and lengths."""
     urgent, num_slots = UrgentShares(), 8
     with ExitStack() as rest:
         ends: list[tuple[int, ExitStack]] = []
@@ -170,7 +170,7 @@ def cached_grpc(server: ServingProcess, key: str, **fields: Any) -> int:
 
 @pytest.mark.ci
 def test_no_key_finds_the_prompts_of_another(server: ServingProcess) -> None:
-    """Over both protocols, with and without a salt; the admin's key is one more."""
+    """Over both protocols, with and without a salt; the admin's key counts as another key."""
     assert cached_http(server, "small-0") == 0
     assert cached_http(server, "small-0") == cached_grpc(server, "small-0") == 96
     for key in ("small-1", "boss"):
@@ -178,11 +178,11 @@ def test_no_key_finds_the_prompts_of_another(server: ServingProcess) -> None:
         assert cached_http(server, key) == 96
     assert cached_http(server, "small-0", cache_salt="s") == 0 == cached_grpc(server, "small-1", cache_salt="s")
     assert cached_grpc(server, "small-0", cache_salt="s") == 96 == cached_http(server, "small-1", cache_salt="s")
-    assert ask_http(server, "small-2", cache_salt="key-1:").status_code == 400  # another's name
+    assert ask_http(server, "small-2", cache_salt="key-1:").status_code == 400  # names another client's key
 
 
 def test_no_header_says_who_a_client_is() -> None:
-    """uvicorn believes X-Forwarded-For from loopback unless it is told not to."""
+    """Headers do not change a client's identity; uvicorn trusts X-Forwarded-For from loopback by default."""
     serving = FakeServing()
     with http_server(serving) as port:
         for address in ("10.9.8.7", "unknown"):
@@ -196,7 +196,7 @@ def test_no_header_says_who_a_client_is() -> None:
     [
         ({}, None),
         ({"api_key": ("a",)}, None),
-        ({"admin_api_key": ("a", "b")}, None),  # generating needs no key there
+        ({"admin_api_key": ("a", "b")}, None),  # without API keys, generating needs no key
         ({"api_key": ("a", "b")}, "key-0:"),
         ({"api_key": ("a",), "admin_api_key": ("b",)}, "key-0:"),
         ({"api_key": ("a", "b"), "share_prefix_cache": True}, None),
@@ -268,7 +268,7 @@ async def test_who_calls_over_grpc(keys: tuple[str, ...], is_tcp: bool, name: st
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 async def test_a_client_with_its_share_is_refused_and_others_are_not(server: ServingProcess, protocol: str) -> None:
-    """The share is of both protocols together."""
+    """The limit counts the sequences of both protocols together."""
 
     headers = {"authorization": f"Bearer {fairness.HOG}"}
     long = {"prompt": [20], "max_tokens": 500, "ignore_eos": True, "stream": True}
@@ -287,7 +287,7 @@ async def test_a_client_with_its_share_is_refused_and_others_are_not(server: Ser
                 assert full.status_code == 429 and full.headers["retry-after"] == "1"
                 assert full.json()["error"]["message"].startswith("This client has 2 of 2 concurrent sequences")
                 assert (await asyncio.to_thread(ask_http, server, "small-4")).status_code == 200
-    for _ in range(200):  # both have gone
+    for _ in range(200):  # both have ended
         if (await asyncio.to_thread(ask_http, server, fairness.HOG)).status_code == 200:
             return
         await asyncio.sleep(0.02)
@@ -328,8 +328,8 @@ def test_a_call_for_more_than_the_share_is_wrong(server: ServingProcess) -> None
 
 @pytest.mark.ci
 def test_a_client_that_asks_for_nine_tenths_hardly_slows_ten_that_ask_for_little(server: ServingProcess) -> None:
-    """The bound allows for a machine that does other work; the figure of a quiet one is in docs/reliability.md."""
-    for _ in range(5):  # unbounded, the one would fill slots and queue every time
+    """The bound allows for a busy machine; docs/reliability.md has the figure of an idle one."""
+    for _ in range(5):  # unbounded, the large client would fill slots and queue every time
         found = asyncio.run(fairness.measure(server.http, 3.0, rounds=1))
         assert found.hog.ends[429]
         if set(found.alone.ends) == set(found.beside.ends) == {200} and found.slowdown(0.9) < 2.0:

@@ -84,7 +84,7 @@ def test_every_path_gives_the_same_tokens(server: ServingProcess, openai: OpenAI
 
 
 def test_fields_that_vllm_has_beside_openais(openai: OpenAI) -> None:
-    """Each is compared with another way to ask for the same."""
+    """Fields of vLLM that OpenAI lacks: each has the effect of an equivalent request."""
     messages: list[Any] = [{"role": "user", "content": "Tell me a story."}]
     told: dict[str, Any] = {"model": MODEL, **SAMPLED, "extra_body": {"return_token_ids": True}}
     whole = openai.chat.completions.create(messages=messages, **told)
@@ -115,7 +115,7 @@ def test_bench_serve_measures_it(
     base = server.grpc if backend == "grpc" else server.http
     arguments = ["bench", "serve", "--backend", backend, "--base-url", base, "--num-prompts", "5", "--num-warmups", "1"]
     arguments += ["--input-len=24", "--output-len=8", "--save-detailed", "--metrics-url", f"{server.http}/metrics"]
-    arguments += ["--seed", str(len(backend))]  # prompts that the server has from no other backend
+    arguments += ["--seed", str(len(backend))]  # prompts that no other backend has cached
     assert cli.main([*arguments, "--result-filename", str(tmp_path / "result.json")]) == 0, capsys.readouterr().err
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["completed"], result["input_lens"], result["output_lens"]) == (5, [24] * 5, [8] * 5)
@@ -140,7 +140,7 @@ def test_bench_serve_refuses_what_it_cannot_hold(
 
 
 def offline() -> str:
-    """The Python API in a process of its own, with programs of other sizes than the server's."""
+    """Return the output of the Python API in another process, with programs of other sizes than the server's."""
     code = f"""
 from jaxllm import LLM, SamplingParams
 with LLM(**{SLOTS!r}) as llm:
@@ -245,7 +245,7 @@ def test_a_conversation_goes_on_from_a_response_that_is_kept(openai: OpenAI) -> 
 
 
 def test_a_prompt_is_scored_without_an_output(openai: OpenAI) -> None:
-    """As lm-eval does: the numbers are those of an echo with a token, without that token's."""
+    """Score a prompt like lm-eval: the numbers are those of an echo with a token, without that token's."""
     own: Any = {"model": MODEL, "prompt": [PROMPT, "The cat sat"], "echo": True, "logprobs": 2, "n": 2, "seed": 1}
     scored, sampled = (openai.completions.create(max_tokens=most, **own) for most in (0, 1))
     streamed = list(openai.completions.create(max_tokens=0, stream=True, **own))
@@ -268,7 +268,7 @@ def test_a_prompt_is_scored_without_an_output(openai: OpenAI) -> None:
 
 
 def random_call(rng: random.Random) -> dict[str, Any]:
-    """Options that both protocols have under one name."""
+    """Draw options that have the same name in both protocols."""
     own: dict[str, Any] = {"temperature": rng.choice([0, 0.7, 1.0, 1.5]), "seed": rng.randrange(2**31)}
     own["max_tokens"] = rng.randint(1, 20)
     if own["temperature"] and rng.random() < 0.2:
@@ -339,7 +339,7 @@ async def test_streams_give_what_unary_calls_give_over_http(server: ServingProce
 
 
 async def streams_of(server: ServingProcess, count: int, max_tokens: int) -> AsyncIterator[tuple[str, str, int]]:
-    """Run streams on both protocols; give protocol, how each ended, and its tokens."""
+    """Run streams on both protocols; return protocol, end and tokens of each."""
     async with (
         AsyncClient(server.grpc, retries=False) as client,
         AsyncOpenAI(base_url=f"{server.http}/v1", api_key="none", max_retries=0) as openai,
@@ -375,7 +375,7 @@ async def streams_of(server: ServingProcess, count: int, max_tokens: int) -> Asy
 
 
 async def arrived(server: ServingProcess, count: int) -> None:
-    """Wait until the engine has, or had, so many requests: what comes behind a SIGTERM is refused."""
+    """Wait until the engine has received `count` requests, because requests after a SIGTERM are refused."""
     ours = ("jaxllm:num_requests_running", "jaxllm:num_requests_waiting{", "jaxllm:request_success_total")
     async with asyncio.timeout(60):
         while True:
@@ -439,7 +439,7 @@ def test_what_is_not_through_in_time_is_told_so_and_a_second_signal_ends_at_once
         }
         assert any(reason != "length" for _, reason, _ in ended)
         assert server.wait(10.0) == 0
-    for later in (0.0, 0.1, 0.3):  # while the model is being loaded, in a thread that is somewhere in XLA
+    for later in (0.0, 0.1, 0.3):  # during the load of the model, in a thread that runs XLA
         with ServingProcess(*QUICK, ready=False) as server:
             time.sleep(later)
             server.signal()

@@ -17,6 +17,7 @@ class Blocks:
         self.free = set(range(count))
         self.cached: dict[int, int] = {}  # block -> key, the first is evicted first
         self.index: dict[int, int] = {}  # key -> block
+        self.evicted: list[tuple[int, int]] = []  # keys and blocks, in this plan
 
     @property
     def num_available(self) -> int:
@@ -45,7 +46,8 @@ class Blocks:
             oldest = next(iter(self.cached))
             if block != oldest:
                 raise Violation(f"block {block} is evicted, where {oldest} is the least recently used")
-            del self.index[self.cached.pop(block)]
+            self.evicted.append((self.cached.pop(block), block))
+            del self.index[self.evicted[-1][0]]
         self.references[block] = 1
 
     def release(self, block: int, key: int | None) -> None:

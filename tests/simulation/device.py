@@ -29,6 +29,7 @@ from jaxllm.runner.batch import TILE, Shape
 from jaxllm.runner.compiled_programs import Key, Programs
 from jaxllm.runner.device_state import DeviceState
 from jaxllm.runner.drafting import NO_DRAFT, Drafted
+from jaxllm.runner.host_tier import LOAD_PROGRAMS, STORE_PROGRAMS, Copies, HostTier
 from jaxllm.runner.model_runner import HeldStep, Runner, StepInFlight
 from jaxllm.runner.resident_adapters import ResidentAdapters
 from jaxllm.runner.scoring import SCORED_ROWS
@@ -65,6 +66,7 @@ class Faults(Protocol):
 
     def before_dispatch(self, shape: Shape) -> None: ...
     def before_sample(self) -> None: ...
+    def before_load(self) -> None: ...
     def is_wanted(self, number: int, row: int) -> bool: ...
     def is_late(self, slot: int) -> bool: ...
     def while_in_flight(self, flight: Flight) -> None: ...
@@ -72,6 +74,7 @@ class Faults(Protocol):
     def strikes_score(self) -> bool: ...
     def unsettled(self, slot: int) -> int: ...
     def check_private(self, slot: int, group: int, written: Collection[int]) -> None: ...
+    def check_unshared(self, group: int, block: int) -> None: ...
     def note_verified(self, drafts: int, had: int, count: int) -> None: ...
 
 
@@ -560,6 +563,28 @@ class Device:
         self.num_copied += len(copies)
         return kv
 
+    def read_blocks(self, kv: tuple[()], blocks: np.ndarray, group: int = 0) -> list[tuple[np.ndarray]]:
+        """Return the content of blocks of a group's layers."""
+        self._check_state()
+        held = self.content[group].reshape(self.geometry.array_blocks(group), -1)
+        return [(held[block].copy(),) for block in blocks.tolist()]
+
+    def write_blocks(
+        self, kv: tuple[()], blocks: np.ndarray, rows: Sequence[tuple[np.ndarray]], group: int = 0
+    ) -> tuple[()]:
+        """Write blocks of a group's layers; those of no number are padding."""
+        self.faults.before_load()
+        self._check_state()
+        targets = [block for block in blocks.tolist() if block < self.geometry.array_blocks(group)]
+        if len(set(targets)) < len(targets) or self.geometry.num_window_blocks in (targets if group else ()):
+            raise Violation("a block is loaded into twice, or into that of zeros")
+        held = self.content[group].reshape(self.geometry.array_blocks(group), -1)
+        for block, (row,) in zip(blocks.tolist(), rows, strict=True):
+            if block in targets:
+                self.faults.check_unshared(group, block)
+                held[block] = row
+        return kv
+
     def _read_ragged(
         self, field: Mapping[str, np.ndarray], slots: np.ndarray, ends: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -673,6 +698,7 @@ class SimulatedRunner(Runner):
         faults: Faults,
         adapters: ResidentAdapters,
         setting: Mapping[str, Any],
+        copies: Copies,
     ) -> None:
         self.geometry = geometry
         lookup = config.speculative_config
@@ -709,7 +735,21 @@ class SimulatedRunner(Runner):
         programs = {"patch": device.patch, "patch_extras": device.patch_extras}
         programs |= {name: partial(device.copy_blocks, group=group) for group, name in enumerate(COPY_PROGRAMS)}
         programs |= {"score": device.score, "score_whole": device.score}
-        self._small = SmallPrograms(programs, shapes, geometry, [()] * geometry.num_groups, VOCABULARY)
+        programs |= {name: partial(device.read_blocks, group=group) for group, name in enumerate(STORE_PROGRAMS)}
+        programs |= {name: partial(device.write_blocks, group=group) for group, name in enumerate(LOAD_PROGRAMS)}
+        no_leaves = [()] * geometry.num_groups
+        self._small = SmallPrograms(programs, shapes, geometry, no_leaves, VOCABULARY)
+        self._host = None
+        self._tier: dict[str, Any] = {}
+        if setting["host_blocks"][0]:
+            self._host = HostTier(programs, no_leaves, geometry, copies, metrics, put=list)
+            full, windowed = setting["host_blocks"]
+            self._tier = {
+                "num_host_blocks": full,
+                "num_host_window_blocks": windowed,
+                "max_stores": setting["max_stores"],
+                "swaps": setting["swaps"],
+            }
         self.programs = Programs(
             batch.decode_shapes(geometry.num_slots),
             batch.ragged_shapes(max_step_tokens, geometry.num_slots, geometry.block_size, ROW_WIDTH),
@@ -724,7 +764,7 @@ class SimulatedRunner(Runner):
 
     @property
     def limits(self) -> Limits:
-        return replace(super().limits, draft_cost=self._draft_cost)
+        return replace(super().limits, draft_cost=self._draft_cost, **self._tier)
 
     @property
     def _max_verified(self) -> int:

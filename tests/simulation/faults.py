@@ -80,6 +80,11 @@ class StepFaults:
         if self.world.armed.pop("put_raises", None):
             self.fail("put_raises", is_lost=False)
 
+    def before_load(self) -> None:
+        """Fail while blocks of the host are put on the device."""
+        if self.world.armed.pop("load_raises", None):
+            self.fail("load_raises", is_lost=False)
+
     def before_fill(self) -> None:
         """Fail while masks are made."""
         if self.world.armed.pop("fill_raises", None):
@@ -160,6 +165,13 @@ class StepFaults:
         for block in written:
             if block not in named or blocks.references[block] != 1 or block in blocks.index.values():
                 raise Violation("I16: a draft is written where another may read")
+
+    def check_unshared(self, group: int, block: int) -> None:
+        """Check that a block is loaded into by a plan that has just given it to one request."""
+        reference = self.world.reference
+        blocks = (reference.blocks, reference.windowed)[group]
+        if blocks.references[block] < 1 or block not in [each[4] for each in reference.host.loads if each[0] == group]:
+            raise Violation("a block is loaded into that no request was given for it")
 
     def note_verified(self, drafts: int, had: int, count: int) -> None:
         """Count a row that verified drafts."""

@@ -36,7 +36,14 @@ def _tight(chance: random.Random, slots: int, spare: int, **others: Any) -> dict
     own = {"block_size": size, "max_model_len": length, "num_blocks": length // size + chance.randint(1, spare)}
     window = chance.choice((0, 0, 1, size, size + 1, 2 * size))
     own |= {"window": window, "num_window_blocks": windowed_blocks(chance, window, size, own["num_blocks"])}
+    own |= {"host_blocks": [0, 0], "swaps": False}
     return own | {"num_slots": slots, "max_step_tokens": max(slots, 8), "most_queued": 4 * slots} | others
+
+
+def _hosted(setting: dict[str, Any], times: int, **others: Any) -> dict[str, Any]:
+    """Return a setting with a tier in the host, `times` as large as the device's pools."""
+    blocks = times * setting["num_blocks"], times * setting["num_window_blocks"]
+    return setting | {"host_blocks": [*blocks]} | others
 
 
 FOCUS = {
@@ -73,6 +80,18 @@ FOCUS = {
         ),
         {"result_lost": 0.02, "raise_after": 0.02, "not_finite": 0.02, "abort": 0.05},
         ("draft_scarce", "draft_limited", "draft_blocks", "drafts_all_kept", "drafts_all_wrong", "result_lost"),
+    ),
+    # Prompts that begin alike in a pool that is too small for them, and copies to the host that end late or fail.
+    "host": Focus(
+        lambda chance: _hosted(
+            _tight(chance, 4, 10, beams=0.1, grammars=0.1, prefix_caching=True, swaps=chance.random() < 0.5),
+            chance.choice((1, 2, 3)),
+            transfers=[chance.choice((0.1, 0.5, 1.0)), chance.choice((0.0, 0.0, 0.2))],
+            max_stores=chance.choice((8, 64)),
+        ),
+        {"result_lost": 0.04, "not_finite": 0.04, "abort": 0.05, "reset_cache": 0.05, "load_raises": 0.02},
+        ("loads", "stored", "host_evicted", "swapped_out", "store_failed", "stale_store", "load_raises"),
+        (None, "preempted"),
     ),
     # Steps that fail in every way, one after the other.
     "failures": Focus(

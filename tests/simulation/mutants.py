@@ -262,7 +262,7 @@ HISTORY = [
     Mutant(
         "blocks are copied after the step has written them",
         "runner.model_runner.Runner.run",
-        "        if len(plan.moves):\n            self._state = small.move(self._state, plan.moves)\n"
+        "            self._state = small.move(self._state, plan.moves)\n"
         "        own = self.adapters.arguments(packed.adapters, key.shape.adapters)\n"
         "        self._state, returned = self.programs[key](self._params, self._state, packed.buffer, *own)\n",
         "        own = self.adapters.arguments(packed.adapters, key.shape.adapters)\n"
@@ -418,6 +418,97 @@ HISTORY = [
         "scheduler.gangs._has_answered",
         "own = [slot for slot in gang if slots.known[slot]]",
         "own = [slot for slot in gang if slots.known[slot] and slots.done[slot]]",
+    ),
+    Mutant(
+        "a block of the host is found before its copy has ended",
+        "scheduler.host_tier.HostEditor._store",
+        "self._on_way[group, digest] = there",
+        "pool.publish([(digest, there)])",
+        focus="host",
+    ),
+    Mutant(
+        "a block that the host has evicted stays in its index",
+        "scheduler.host_tier.HostEditor._store",
+        "there = int(pool.take(1)[0])",
+        "there = int(pool.take(1)[0])\n    pool.publish([(old, there) for old, _ in pool.evicted])",
+        focus="host",
+    ),
+    Mutant(
+        "a block is loaded into one that a running request has",
+        "scheduler.host_tier.HostEditor.load",
+        "device.take(len(places)).tolist()",
+        "[block for block in blocks if block >= 0][: len(places)] or device.take(len(places)).tolist()",
+        focus="host",
+    ),
+    Mutant(
+        "a copy that has failed counts as stored",
+        "scheduler.host_tier.HostEditor.land",
+        "if each.is_whole and digest:",
+        "if digest:",
+        focus="host",
+    ),
+    Mutant(
+        "the end of a copy from before a reset is taken for that of a later one",
+        "scheduler.host_tier.HostEditor.land",
+        "self._storing[place].plan != each.plan",
+        "False",
+        focus="host",
+    ),
+    Mutant(
+        "the content of a copy from before a reset stands for a later one",
+        "runner.host_tier.HostTier.landed",
+        "self._newest.get((group, there)) == plan",
+        "True",
+        focus="host",
+    ),
+    Mutant(
+        "what a failed request has left in the host can be found",
+        "scheduler.scheduler.commit",
+        "editor.host.forget(editor.owner(slot).digests)",
+        "pass",
+        focus="host",
+    ),
+    Mutant(
+        "a store on its way is found although its request has failed",
+        "scheduler.host_tier.HostEditor.forget",
+        'self._storing[group, on_way]._replace(digest=b"")',
+        "self._storing[group, on_way]",
+        focus="host",
+    ),
+    Mutant(
+        "a block that a plan loads is evicted by that plan",
+        "scheduler.host_tier.HostEditor.finish",
+        "for group, pool in enumerate(device):",
+        "self._release(self._loaded)\n    self._loaded = []\n    for group, pool in enumerate(device):",
+        focus="host",
+    ),
+    Mutant(
+        "blocks are loaded before those that they replace are stored",
+        "runner.host_tier.HostTier.move",
+        "    stores = moves",
+        "    state = self._load(state, moves[moves[:, 1] == HOST])\n    stores = moves",
+        focus="host",
+    ),
+    Mutant(
+        "the host's blocks of windowed layers are not loaded",
+        "runner.host_tier.HostTier._load",
+        "loads[loads[:, 0] == group]",
+        "loads[loads[:, 0] == 2 * group]",
+        focus="host",
+    ),
+    Mutant(
+        "blocks held for a preempted request are kept after its end",
+        "scheduler.scheduler.abort",
+        "editor.host.let_go(gone)",
+        "pass",
+        focus="host",
+    ),
+    Mutant(
+        "a prefix is loaded whose window has gone from both tiers",
+        "scheduler.windowed.cut",
+        "if block is None:",
+        "if block is None and at + 1 < end:",
+        focus="host",
     ),
 ]
 

@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 
 from jaxllm.scheduler import drafting
+from jaxllm.scheduler.host_tier import DEVICE, Landed
 from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm.scheduler.state import Events, Limits, Move, Plan, Request
 from tests.simulation.adapters import Places
 from tests.simulation.beams import BeamTruth
 from tests.simulation.blocks import Blocks
 from tests.simulation.device import Violation
+from tests.simulation.host import Tier
 from tests.simulation.oracle import Truth
 
 CHECK_EVERY = 16  # plans between two comparisons of the whole state
@@ -119,6 +121,7 @@ class Reference:
     def _forget_cache(self) -> None:
         self.blocks = Blocks(self.limits.num_blocks)
         self.windowed = Blocks(self.limits.num_window_blocks)
+        self.host = Tier(self.limits.host_blocks if self.limits.num_host_blocks else (), self.limits.max_stores)
 
     @property
     def num_available(self) -> int:
@@ -149,7 +152,11 @@ class Reference:
                 self._vacate(entry)
         for entry in gone:
             entry.slot = -2
+        self.host.let_go({entry.id for entry in gone})
         self.places.settle(self.running.values())
+
+    def landed(self, landed: Sequence[Landed]) -> None:
+        self.host.land(landed)
 
     def was_reset(self) -> None:
         self.num_resets += 1
@@ -166,6 +173,8 @@ class Reference:
     def planned(self, plan: Plan) -> None:
         size = self.limits.block_size
         self.unread = deque(plan.table.tolist())
+        self.host.begin(plan.moves.tolist())
+        self.blocks.evicted, self.windowed.evicted = [], []
         gone = [place for _, entry in sorted(self.running.items()) for place in self._give_back(entry)]
         preempted: list[int] = []
         while True:
@@ -202,7 +211,7 @@ class Reference:
                 preempted.append(each.id)
                 self.late["late_preempted"] += each.is_late
                 each.is_late = False
-                self._vacate(each)
+                self._vacate(each, is_preempted=True)
                 self._requeue(each)
             self.places.settle(self.running.values())
             after = self.num_available + self.windowed.num_available
@@ -215,7 +224,7 @@ class Reference:
         self._hand_out(growing, counts)
         self._hand_out(lacking, [1] * len(lacking), windowed=True)
         moves = [
-            [group, source, [*entry.window.values()][-1] if group else entry.table[-1]]
+            [group, DEVICE, source, DEVICE, [*entry.window.values()][-1] if group else entry.table[-1]]
             for group, entry, source in self.copies
         ]
         self.entries, self.copies = [], []
@@ -267,13 +276,15 @@ class Reference:
                     for each, (known, start) in zip(members, self._began[-len(members) :], strict=True)
                 ]
                 continue
-            hits = self._hits(entry)
+            hits = self._hits(entry, with_host=True)
+            here = [block for block in hits if block >= 0]
             num_new = -(-entry.known // size) - len(hits)
-            if num_new > self.blocks.num_left(hits) - len(self.running):
+            if num_new + len(hits) - len(here) > self.blocks.num_left(here) - len(self.running):
                 break
             near = self._near(entry, len(hits))
-            least = self._least(entry, len(hits), near)
-            if self.limits.window and least > self.windowed.num_left(near.values()) - len(self.running):
+            near_here = [block for block in near.values() if block >= 0]
+            least = self._least(entry, len(hits), near) + len(near) - len(near_here)
+            if self.limits.window and least > self.windowed.num_left(near_here) - len(self.running):
                 self.windows["window_waits"] += 1
                 break
             self.waiting.remove(entry)
@@ -282,8 +293,8 @@ class Reference:
             self.running[entry.slot] = entry
             entry.admission += 1
             spare = len(self.running) - 1
-            self.blocks.share(hits)
-            self.windowed.share(near.values())
+            self.blocks.share(here)
+            self.windowed.share(near_here)
             start = len(hits) * size
             entry.given = entry.length = entry.known
             entry.issued = start
@@ -295,6 +306,7 @@ class Reference:
             budget -= chunks[-1][2]
             self._publish_chunk(*chunks[-1])
             admitted.append((entry.slot, entry.id, entry.known, start))
+        self.host.let_go({each for _, each, _, _ in admitted})
         rows += chunks
         drafts = [0] * len(rows)
         proposes = False
@@ -320,6 +332,9 @@ class Reference:
             expected.append((entry.slot, start, length + count, samples))
             record.append((entry, entry.turn, samples, entry.admission, count))
         self.num_planned += 1
+        if self.host.groups:
+            evicted = self.blocks.evicted, self.windowed.evicted
+            moves = [*self.host.finish(self.num_planned, evicted[: self.limits.num_groups]), *moves]
         self.num_preempted += len(preempted)
         self.plans[plan.number] = record
         columns = plan.slots.tolist(), plan.starts.tolist(), plan.lengths.tolist(), plan.samples.tolist()
@@ -428,6 +443,8 @@ class Reference:
                     self.windowed.forget(self._key(entry, index), entry.window[index])
             for index in range(min(entry.brought, entry.behind)) if entry.is_shared else ():
                 self.windowed.discard(self._key(entry, index))
+            for index in range(entry.brought) if entry.is_shared else ():
+                self.host.forget(self._key(entry, index))
         for entry in failed:
             self._vacate(entry, publishes=False)
         self.places.settle(self.running.values())
@@ -544,7 +561,7 @@ class Reference:
         """Return the blocks of windowed layers that the first query after `count` found blocks sees."""
         size = self.limits.block_size
         first = max(0, (count * size - self.limits.window + 1) // size) if self.limits.window else count
-        return {index: self.windowed.index[self._key(entry, index)] for index in range(first, count)}
+        return {index: self._find_block(1, self._key(entry, index)) for index in range(first, count)}
 
     def _least(self, entry: Entry, count: int, near: Mapping[int, int]) -> int:
         """Return the further blocks of windowed layers that a request needs to be admitted."""
@@ -557,11 +574,28 @@ class Reference:
         """Begin a request with the blocks that it finds and `num_new` others."""
         entry.table, entry.window = list(hits), {}
         for index, block in enumerate(hits):
-            self._read(entry.slot, index, 0, block)
+            entry.table[index] = self._use(entry, index, 0, block)
         self._hand_out([entry], [num_new], windowed=None)
         entry.window, entry.behind = dict(near), len(hits) - len(near) if self.limits.window else 0
         for index in range(len(hits) if self.limits.window else 0):
-            self._read(entry.slot, index, 1, near.get(index, self.limits.num_window_blocks))
+            block = self._use(entry, index, 1, near.get(index, self.limits.num_window_blocks))
+            entry.window |= {index: block} if index in near else {}
+
+    def _use(self, entry: Entry, index: int, group: int, found: int) -> int:
+        """Use a block that was found: one of the device, or ~b for block b of the host, which is loaded."""
+        if found >= 0:
+            return self._read(entry.slot, index, group, found)
+        blocks, key = (self.blocks, self.windowed)[group], self._key(entry, index)
+        block = self._read(entry.slot, index, group)
+        blocks.take(block, bool(blocks.free))
+        blocks.index[key] = block
+        self.host.load(group, ~found, block, key)
+        return block
+
+    def _find_block(self, group: int, key: int, with_host: bool = True) -> Any:
+        """Return the block of a content, ~b for block b of the host, or None."""
+        block = (self.blocks, self.windowed)[group].index.get(key)
+        return self.host.find(group, key) if block is None and with_host else block
 
     def _extend(self, entry: Entry, start: int, length: int, spare: int) -> int:
         """Give a request blocks of windowed layers for a chunk, as far as available; return the tokens that fit."""
@@ -683,25 +717,25 @@ class Reference:
     def _key(self, entry: Entry, index: int) -> int:
         return int(entry.truth.chain[(index + 1) * self.limits.block_size - 1])
 
-    def _hits(self, entry: Entry) -> list[int]:
+    def _hits(self, entry: Entry, with_host: bool = False) -> list[int]:
         hits: list[int] = []
         if entry.reads_cache and entry.is_shared:
             for index in range((entry.known - 1) // self.limits.block_size):
-                block = self.blocks.index.get(self._key(entry, index))
+                block = self._find_block(0, self._key(entry, index), with_host)
                 if block is None:
                     break
                 hits.append(block)
         longest = len(hits)
-        while not self._is_covered(entry, len(hits)):
+        while not self._is_covered(entry, len(hits), with_host):
             hits.pop()
         self.windows["window_cuts"] += len(hits) < longest
         return hits
 
-    def _is_covered(self, entry: Entry, count: int) -> bool:
+    def _is_covered(self, entry: Entry, count: int, with_host: bool) -> bool:
         """Whether windowed layers have the blocks that the first query after `count` blocks sees."""
         size, window = self.limits.block_size, self.limits.window
         seen = range(max(0, count * size - window + 1), count * size) if window else ()
-        return all(self._key(entry, token // size) in self.windowed.index for token in seen)
+        return all(self._find_block(1, self._key(entry, token // size), with_host) is not None for token in seen)
 
     def _draft(self, decodes: list[Entry]) -> tuple[list[int], list[int], bool]:
         """Say how many drafts of each row are verified, the blocks that they need, and whether others are drafted."""
@@ -790,7 +824,7 @@ class Reference:
                 if index in entry.window:
                     self.windowed.index.setdefault(self._key(entry, index), entry.window[index])
 
-    def _vacate(self, entry: Entry, publishes: bool = True, fresh: int = 0) -> None:
+    def _vacate(self, entry: Entry, publishes: bool = True, fresh: int = 0, is_preempted: bool = False) -> None:
         """Empty a slot; `fresh` tokens of it are committed in this very call, and not the request's yet."""
         self.late["late_ended"] += entry.is_late
         entry.is_late = False
@@ -798,6 +832,10 @@ class Reference:
         full = written // self.limits.block_size
         if publishes:
             self._publish(entry, range(min(entry.brought, full), full))
+        if is_preempted and self.limits.swaps and entry.is_shared:
+            for group, own in enumerate((dict(enumerate(entry.table)), entry.window)[: self.limits.num_groups]):
+                contents = [(self._key(entry, index), block) for index, block in own.items() if index < full]
+                self.host.hold(self.num_planned + 1, entry.id, group, contents)
         self._release(entry, dict(enumerate(entry.table)), max(full, entry.brought), self.blocks)
         self._release(entry, entry.window, max(full, entry.brought), self.windowed)
         del self.running[entry.slot]
@@ -887,6 +925,7 @@ class Reference:
         self.blocks.compare(state.pool, with_index)
         if state.window_pool is not None:
             self.windowed.compare(state.window_pool, with_index)
+        self.host.compare(state.host, with_index)
 
     def loads(self) -> tuple[Any, ...]:
         """Say how busy the engine must be: running, waiting, tokens that wait, blocks in use."""

@@ -85,13 +85,14 @@ class Recorder(Reference):
             strict=True,
         ):
             world.fired[kind] += after > before
-        world.fired += self.drafting + self.late + self.windows
+        world.fired += self.drafting + self.late + self.windows + self.host.fired
         self.drafting.clear()
         self.windows.clear()
+        self.host.fired.clear()
         self.late.clear()
         for part in (plan.slots, plan.starts, plan.lengths, plan.table, plan.moves):
             world.digest = zlib.crc32(part.tobytes(), world.digest)
-        world.fired["beam_copies"] += len(plan.moves)
+        world.fired["beam_copies"] += int((plan.moves[:, 1] == plan.moves[:, 3]).sum())
         world.plans.append(plan)
         world.fired["preemption"] += len(plan.preempted)
         world.counted = []

@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 LEAST_PER_MILLION = 1000  # times that each kind of fault must happen, but for
 SEEDS_COLLECTED = 8  # at once: worlds are full of cycles, and to look for them takes a twentieth of a seed's time
 # What costs much or takes two chances at once:
-FOCUSED = ("late_ended", "late_preempted", "gang_readmitted", "burst_10000")  # reached by the traces of focus.py
+FOCUSED = (  # reached by the traces of focus.py
+    *("late_ended", "late_preempted", "gang_readmitted", "burst_10000"),
+    *("load_raises", "stale_store", "forgotten_store"),
+)
 RARE = ("abort_preempted", "disconnect_preempted", "gang_preempted")
 
 

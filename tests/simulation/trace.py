@@ -73,7 +73,7 @@ def _setting(chance: random.Random, faults: Sequence[str]) -> dict[str, Any]:
     max_adapters = chance.choice((0, 0, 1, 1, 2, 3))
     window = chance.choice((0, 0, 1, 2, block_size, block_size + 1, 2 * block_size, longest // 2))
     window = window if window < longest else 0
-    return {
+    setting = {
         "max_adapters": max_adapters,
         "num_adapters": chance.choice((1, 2, 4, 6)) if max_adapters else 0,
         "max_kept": max_adapters + chance.choice((0, 0, 1, 3)),  # in the host's memory
@@ -102,6 +102,20 @@ def _setting(chance: random.Random, faults: Sequence[str]) -> dict[str, Any]:
         "grammars": chance.choice((0.0, 0.25))
         if max_drafts
         else 0.25,  # share of the requests, beside which none draft
+    }
+    # Drawn from another generator, so that the events are those of a setting without the tier.
+    return setting | _tier(random.Random(repr(setting)), setting["num_blocks"])
+
+
+def _tier(chance: random.Random, num_blocks: int) -> dict[str, Any]:
+    """Draw a tier in the host's memory: its blocks of full layers and of windowed ones, and its copies."""
+    host = chance.choice((0, 0, 1, 1, 4)) * num_blocks
+    return {
+        "host_blocks": [host, host and 1 + host // 2],
+        "max_stores": chance.choice((1, 4, 64, 64)),
+        "swaps": host > 0 and chance.random() < 0.5,
+        # Shares of the copies that end in a turn, in any order, and that fail; 0.0: all are lost.
+        "transfers": [chance.choice((0.0, 0.1, 0.5, 0.9, 1.0)), chance.choice((0.0, 0.0, 0.2))],
     }
 
 
@@ -138,7 +152,7 @@ class _Maker:
             "request_fault": 0.01, "leave_early": 0.01,
             "sample_raises_before": 0.008, "sample_raises_after": 0.008, "sample_out_of_memory": 0.008,
             "fill_raises": 0.008, "grammar_raises": 0.015, "reload_adapter": 0.04, "put_raises": 0.01,
-            "masks_late": 0.1,
+            "masks_late": 0.1, "load_raises": 0.02,
             "resume_reading": 0.2,
         }  # fmt: skip
         rates |= {} if self.focus is None else self.focus.rates

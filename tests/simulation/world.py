@@ -47,6 +47,7 @@ from tests.simulation.device import SimulatedRunner, Violation
 from tests.simulation.events import happen, resume
 from tests.simulation.faults import HANG, StepFaults
 from tests.simulation.grammars import Grammars
+from tests.simulation.host import SlowCopies
 from tests.simulation.loop import Loop
 from tests.simulation.oracle import EOS, VOCABULARY, Tokenizer, Truth, mix
 from tests.simulation.reference import Entry, is_stuck
@@ -163,7 +164,14 @@ class World:
         self.folders.contents.clear()  # numbers begin anew
         self.held = Held(self.faults.before_put)
         self.runner = SimulatedRunner(
-            llm.config, geometry, setting["max_step_tokens"], llm.metrics, self.faults, self.held, setting
+            llm.config,
+            geometry,
+            setting["max_step_tokens"],
+            llm.metrics,
+            self.faults,
+            self.held,
+            setting,
+            SlowCopies(setting),
         )
         self.reference = llm._recorder = Recorder(self.runner.limits, self._claim)
         self.reference.world = self

@@ -1,4 +1,4 @@
-"""Outputs drawn at random from the masks of a constraint, as a model that knows nothing would write them."""
+"""Draw random outputs from the masks of a constraint, without a model."""
 
 import random
 
@@ -19,7 +19,7 @@ def bits(row: np.ndarray) -> np.ndarray:
 
 
 class Drawing:
-    """Draws outputs with the unigram weights of one random model, which likes to end."""
+    """Draw outputs with the unigram weights of a random model that favours the end-of-sequence token."""
 
     def __init__(self, tokenizer: Tokenizer, eos: int, seed: int = 0) -> None:
         self.tokenizer, self.eos = tokenizer, eos
@@ -35,7 +35,7 @@ class Drawing:
         self.prompt = tokenizer.encode("Say it")
 
     def compile(self, **asked: object) -> Grammar | None:
-        """Return the grammar, None for what is refused with a message that says something."""
+        """Return the grammar; None if it is refused with a proper message."""
         try:
             return self.grammars.compile(StructuredOutputsParams(**asked))  # type: ignore[arg-type]
         except UserError as error:
@@ -43,7 +43,7 @@ class Drawing:
             return None
 
     def text(self, grammar: Grammar, seed: int, most: int = 150) -> str | None:
-        """Return an output that ended by itself; None for one that did not within so many tokens."""
+        """Return an output that ended by itself; None if it did not end within `most` tokens."""
         draw = random.Random(seed)
         constraint = grammar.begin()
         ids: list[int] = []
@@ -52,7 +52,7 @@ class Drawing:
             self.grammars.fill([(constraint, 0)], self.mask)
             allowed = bits(self.mask[0])
             if not len(allowed):
-                assert constraint.error  # never a dead end that says nothing
+                assert constraint.error  # a dead end must set an error
                 return None
             assert not forced or allowed.tolist() == forced[:1]
             token = draw.choices(allowed.tolist(), self.weights[allowed].tolist())[0]
@@ -64,7 +64,7 @@ class Drawing:
         return None
 
     def read(self, ids: list[int]) -> str:
-        """Return an output's text as a reader sees it behind a prompt."""
+        """Return an output's text as streamed after a prompt."""
         state = detokenizer.begin(self.tokenizer, self.prompt, SamplingParams())
         state, text = detokenizer.advance(state, self.tokenizer, ids)
         return text + detokenizer.finish(state, self.tokenizer)

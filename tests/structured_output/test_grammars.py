@@ -1,4 +1,4 @@
-"""Constraints: what compiles, what is refused and how, masks, forced tokens, errors."""
+"""Constraints: compilation, refusals and their messages, masks, forced tokens, errors."""
 
 import json
 import re
@@ -53,7 +53,7 @@ def _row(grammars: Grammars, constraint: Constraint, vocab_size: int) -> list[in
 
 
 def _write(drawing: Drawing, constraint: Constraint, text: str) -> list[int]:
-    """Consume a text, each token of which the mask must allow; give what may follow."""
+    """Consume a text whose tokens the mask must all allow; return the tokens allowed next."""
     for token in drawing.tokenizer.encode(text, add_special_tokens=False):
         assert token in _row(drawing.grammars, constraint, drawing.vocab_size)
         constraint.consume(token)
@@ -62,7 +62,7 @@ def _write(drawing: Drawing, constraint: Constraint, text: str) -> list[int]:
 
 
 def _spell(drawing: Drawing, constraint: Constraint, text: str) -> list[int]:
-    """Consume a text in the longest tokens that the mask allows; give what may follow."""
+    """Consume a text in the longest tokens that the mask allows; return the tokens allowed next."""
     rest = text.encode()
     while True:
         row = _row(drawing.grammars, constraint, drawing.vocab_size)
@@ -222,7 +222,7 @@ def test_no_special_token_stands_for_text(drawing, asked):
         _write(drawing, constraint, '"')
     special = drawing.tokenizer.special_ids - {drawing.eos}
     assert special and not special & set(_row(drawing.grammars, constraint, drawing.vocab_size))
-    for character in drawing.tokenizer.token(min(special)):  # spelled in characters it is a text as any
+    for character in drawing.tokenizer.token(min(special)):  # spelled in characters it is ordinary text
         _write(drawing, constraint, character)
 
 
@@ -410,7 +410,7 @@ def _references(count: int) -> dict:
 
 
 def _rules(count: int, rule: str) -> str:
-    """Write rules of which each refers to the next."""
+    """Write rules that each refer to the next."""
     name, sign = rule[0], rule.split()[0].removeprefix("r{0}").removeprefix("R{0}")
     rules = [rule.format(each, each + 1) for each in range(count)]
     last = f'{name}{count}{sign} "b"' if sign else f'{name}{count} ::= "b"'
@@ -452,7 +452,7 @@ def test_a_hostile_constraint_takes_bounded_time(drawing, name):
 @pytest.fixture
 def num_compiled(monkeypatch):
     """Return a function that counts compilations: a grammar from the cache is not compiled again."""
-    threads, real = [], grammars_module.start_thread  # one for each
+    threads, real = [], grammars_module.start_thread  # one thread per compilation
     monkeypatch.setattr(grammars_module, "start_thread", lambda *given: threads.append(given) or real(*given))
 
     def count(grammars, *asked):
@@ -530,7 +530,7 @@ def test_what_json_can_write_only_as_an_escape_is_refused(schema: dict, drawing:
 
 
 def test_a_kept_grammar_is_compiled_anew_now_and_then(drawing: Drawing, num_compiled: Any) -> None:
-    """The states of its lexer grow with its outputs and count against a limit."""
+    """A cached grammar is recompiled now and then, because its lexer's states grow with outputs and have a limit."""
     asked = Params(regex="x[ab]*a[ab]{9}")
     assert num_compiled(drawing.grammars, *[asked] * grammars_module.MAX_USES) == 1
     assert num_compiled(drawing.grammars, asked) == 1

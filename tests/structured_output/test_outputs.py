@@ -1,6 +1,6 @@
-"""Outputs drawn at random, judged by others than llguidance: jsonschema, Python's re, a recognizer of grammars.
+"""Validate random outputs independently of llguidance: jsonschema, Python's re, a recognizer of grammars.
 
-No output that ends by itself may be invalid. The JSON-Schema-Test-Suite lies beside the checkout.
+An output that ends by itself is always valid. The JSON-Schema-Test-Suite must be checked out next to the repository.
 """
 
 import json
@@ -16,7 +16,7 @@ from tests.structured_output.draws import Drawing
 from tests.support.paths import ROOT
 
 SUITE = ROOT.parent / "shared" / "data" / "json_schema_suite"
-# The judge's fault: Python's re knows no \p{Letter}, so that jsonschema raises.
+# Python's re does not support \p{Letter}, so that jsonschema raises.
 UNJUDGED = {
     "pattern with Unicode property escape requires unicode mode",
     "patternProperties with Unicode property escape",
@@ -40,7 +40,7 @@ def _suite() -> list[tuple[str, object]]:
 
 
 def _schema(rng: random.Random, depth: int = 0) -> dict:
-    """Make a schema of the keywords that compile, most of which some output satisfies."""
+    """Make a schema of supported keywords; some output satisfies most of them."""
     kinds = ["string", "integer", "number", "boolean", "null", "enum", "const", "pattern"]
     kind = rng.choice(kinds + ["object", "array", "anyOf", "ref", "allOf", "types"] * (depth < 3) * 2)
     low = rng.randrange(-50, 50)
@@ -131,7 +131,7 @@ def test_outputs_satisfy_all_schemas(drawing):
 
 
 def _expression(rng: random.Random, depth: int = 0) -> str:
-    """Make an expression as Python reads it."""
+    """Make a regular expression in Python's syntax."""
     atoms = [
         *("a", "b", "é", r"\d", r"\D", r"\w", r"\W", r"\s", r"\S", ".", "[a-c]", "[^a-c]", r"[\w-]", r"[^\s\d]", r"\."),
         *(r"\n", r"[^\W_]", r"[^\D5]", "/", "#", '"', "(?i:k)", "(?i:[a-c])", r"(?a:\w)", r"(?a:[^\s])", "(?s:.)"),
@@ -179,7 +179,7 @@ Node = tuple  # a kind and its parts: a text, a class, the number of a rule, or 
 
 
 def _grammar(rng: random.Random) -> list[Node]:
-    """Make rules of which each refers to later ones, or to itself between two texts."""
+    """Make rules that each refer to later ones, or to themselves between two texts."""
     count = rng.randrange(2, 5)
 
     def node(rule: int, depth: int) -> Node:
@@ -196,7 +196,7 @@ def _grammar(rng: random.Random) -> list[Node]:
             return ("or", ("row", ("text", "("), ("rule", rule), ("text", ")")), ("text", "a"))
         if kind in ("row", "or"):
             return (kind, *(node(rule, depth + 1) for _ in range(rng.randrange(1, 4))))
-        # Beside something, because gbnf_to_lark drops the parentheses of one quantifier around another.
+        # In a row with a text, because gbnf_to_lark drops the parentheses of one quantifier around another.
         return (kind, ("row", node(rule, depth + 1), ("text", ",")))
 
     return [("row", node(rule, 0), ("text", "!")) for rule in range(count)]
@@ -215,7 +215,7 @@ def _written(node: Node, gbnf: bool) -> str:
 
 
 def _recognizes(rules: list[Node], text: str) -> bool:
-    """Tell whether a grammar derives a text: from each place, the places that a part can end at."""
+    """Return whether a grammar derives a text, by the set of positions where each part can end."""
     known: dict[tuple[int, int], set[int]] = {}
 
     def ends(node: Node, starts: set[int]) -> set[int]:

@@ -178,7 +178,7 @@ def _read(text: str) -> Any:
 
 
 def _judge_of(schema: object) -> Any:
-    """Return jsonschema's validator of a schema, whose numbers are decimals."""
+    """Return jsonschema's validator of a schema, with numbers read as decimals."""
     kind = jsonschema.Draft202012Validator
     checker = kind.TYPE_CHECKER.redefine("integer", _is_integer)
     exact = validators.extend(kind, type_checker=checker)

@@ -1,4 +1,4 @@
-"""Masks that other threads make: requests share the time, a thread that does not start is tried again, all can end."""
+"""Slow masks in worker threads: requests share the time, a thread that fails to start is retried, all can end."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class FakeDevice:
             self.tokens[slot] = [*[-1] * position, token]
             self.truth[slot] = self.full[owners[slot]][: position + 1].tolist()
         held = dict(self.written)
-        for _, source, target in plan.moves.tolist():
+        for _, _, source, _, target in plan.moves.tolist():
             for offset in range(limits.block_size):
                 self.written.pop((target, offset), None)
                 if (source, offset) in held:

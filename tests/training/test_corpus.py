@@ -1,4 +1,4 @@
-"""Tests of the embedded model's text: it is drawn from the seed alone, right, and free of what is kept to evaluate."""
+"""The embedded model's training text depends on the seed alone, is correct, and contains no held-out questions."""
 
 import itertools
 import json

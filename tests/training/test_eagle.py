@@ -1,4 +1,4 @@
-"""The EAGLE-3 head of the embedded model: its passes over texts, its files, what is counted, what it reaches."""
+"""The EAGLE-3 head of the embedded model: its passes over texts, its files, its statistics, its acceptance rate."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def on_one_device(function: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def begun() -> tuple[eagle.Head, Any, Any, np.ndarray]:
-    """A head before its training, the target, and the tokens that the head names."""
+    """An untrained head, the target model, and the head's vocabulary."""
     target = weights.load(MODEL_DIR, SPEC, FAMILY, sharding.make_layout(jax.devices(), 1), "float32")
     head, named = train_eagle.head_of(SPEC), np.sort(np.random.default_rng(1).permutation(1536)[: train_eagle.NAMED])
     return head, train_eagle.begin(head, target, named, 0), target, named
@@ -38,7 +38,7 @@ def begun() -> tuple[eagle.Head, Any, Any, np.ndarray]:
 
 @pytest.mark.ci
 def test_passes_over_a_text_are_the_drafts_that_begin_at_each_of_its_tokens(begun) -> None:
-    """One draft after the other, each on the entries that it really has before it."""
+    """Training passes equal single drafts, each computed from the entries before it."""
     head, params, target, named = begun
     tokens, passes = np.random.default_rng(0).integers(3, 1536, (2, 9)), 3
 
@@ -56,7 +56,7 @@ def test_passes_over_a_text_are_the_drafts_that_begin_at_each_of_its_tokens(begu
     fused, found = on_one_device(all_at_once)(params, target, tokens)
     run = on_one_device(entries)
     for row, begin in ((0, 0), (0, 4), (1, 5)):
-        hidden, read = np.zeros((8, SPEC.width), np.float32), np.zeros(8, np.int32)  # what is behind is not seen
+        hidden, read = np.zeros((8, SPEC.width), np.float32), np.zeros(8, np.int32)  # the pass cannot see later entries
         hidden[: begin + 1], read[: begin + 1] = fused[row, : begin + 1], tokens[row, 1 : begin + 2]
         for number in range(passes):
             out, scores = run(params, target, hidden, read, begin + number)

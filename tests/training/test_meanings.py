@@ -1,4 +1,4 @@
-"""Tests of the text of the embedder: pairs say the same, what is kept to evaluate is not among them; what it learnt."""
+"""The embedder's training text: pairs with the same meaning, no evaluation texts among them; and the trained model."""
 
 import itertools
 import random
@@ -42,7 +42,7 @@ def test_every_meaning_has_a_sentence_of_its_own() -> None:
 
 
 def test_what_fits_is_no_negative() -> None:
-    """The training's own comparison, of numbers, agrees with that of words."""
+    """The training compares numbers; this test compares words, with the same result."""
     from training.train_embedder import fitting
 
     texts = [text for pair in pairs(3, 200) for text in pair]

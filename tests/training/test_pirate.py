@@ -1,4 +1,4 @@
-"""Tests of the adapter's text: the manner changes words of an answer and nothing of what it says."""
+"""The adapter's training text: the style changes the words of an answer and not its meaning."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Tests of the text of the adapter "tools": what is held out stays out, and its chat template."""
+"""The training text of the adapter "tools" contains no held-out calls; and its chat template."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_tool_is_one_line_whatever_its_schema_says(parameters: Any, line: str)
 
 
 def test_calls_that_clients_send_back_are_written_alike() -> None:
-    """Without content, with arguments as an object or as text that was no JSON, and two in one message."""
+    """Calls without content, with arguments as an object or as invalid JSON, and two in one message."""
     call = {"type": "function", "id": "1", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
     broken = {"type": "function", "function": {"name": "add", "arguments": "{1"}}
     messages = [

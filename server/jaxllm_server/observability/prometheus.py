@@ -132,6 +132,9 @@ HISTOGRAMS: tuple[tuple[str, str, Sequence[float]], ...] = (
 COUNTERS: tuple[tuple[str, str, Callable[[Metrics], float]], ...] = (
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda own: own.prompt_tokens),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda own: own.cached_tokens),
+    ("external_prefix_cache_hits", "Tokens loaded from the host's tier.", lambda own: own.loaded_tokens),
+    ("kv_offload_stored_blocks", "KV blocks copied to the host's tier.", lambda own: own.offloaded_blocks),
+    ("kv_offload_failed_blocks", "Failed copies of KV blocks to the host's tier.", lambda own: own.offload_failures),
     ("num_preemptions", "Preemptions of requests, which were computed again.", lambda own: own.preemptions),
     ("prompt_tokens", "Prompt tokens of started requests.", lambda own: own.prompt_tokens),
     ("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", lambda own: own.cached_tokens),

@@ -1,4 +1,4 @@
-"""The mapping of `jaxllm.v1` messages: no field of a request is ignored, no delta lost, no foreign error told."""
+"""The mapping of `jaxllm.v1` messages: no request field is ignored, no delta lost, no other request's error sent."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def call_of(request: pb.GenerateRequest, *, stream: bool = True) -> Any:
     return messages.call_of(request, "id", stream=stream, max_json_depth=MOST_DEPTH)
 
 
-# Requests: every field counts.
+# Requests: every field has an effect.
 
 
 def leaves(descriptor: Descriptor, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """List the paths of all fields that a request can have, those of Struct and Duration as one each."""
+    """List the paths of all fields of a request; Struct and Duration count as one field."""
     found = []
     for field in descriptor.fields:
         below = (*path, field.name)
@@ -53,7 +53,7 @@ def leaves(descriptor: Descriptor, path: tuple[str, ...] = ()) -> list[tuple[str
 
 
 def set_leaf(message: Message, path: tuple[str, ...]) -> None:
-    """Set one field to a value that differs from its default and from what it means not to set it."""
+    """Set one field to a value that differs from its default and from its meaning when unset."""
     field = message.DESCRIPTOR.fields_by_name[path[0]]
     value = getattr(message, path[0])
     if len(path) > 1:
@@ -73,7 +73,7 @@ def set_leaf(message: Message, path: tuple[str, ...]) -> None:
     else:
         item: Any = {
             FieldDescriptor.CPPTYPE_STRING: "x",
-            # What is on by default is told by switching it off.
+            # Fields that are on by default are set to false.
             FieldDescriptor.CPPTYPE_BOOL: path[0] not in DEFAULT_ON,
             FieldDescriptor.CPPTYPE_ENUM: 1,
             FieldDescriptor.CPPTYPE_DOUBLE: 0.25,
@@ -88,7 +88,7 @@ DEFAULT_ON = ("text", "token_ids", "skip_special_tokens", "reasoning", "add_gene
 
 
 def outcome(request: pb.GenerateRequest) -> Any:
-    """Return all that comes of a request: what is asked and how it is told, or the path that is refused."""
+    """Return the call and the reply for a request, or the path of the refused field."""
     try:
         call = call_of(request)
         return call, replies.reply_of(request, "m")
@@ -96,7 +96,7 @@ def outcome(request: pb.GenerateRequest) -> Any:
         return error_details.path_of(error.parameter or "", request)
 
 
-# The id of a request is given to `call_of` beside it, because it may come from the metadata: test_grpc_server.py.
+# `call_of` gets the request id as a separate argument, because it may be in the metadata: test_grpc_server.py.
 FIELDS = [path for path in leaves(pb.GenerateRequest.DESCRIPTOR) if path != ("request_id",)]
 
 
@@ -359,7 +359,7 @@ NUM_LOGPROBS = 2
 
 @st.composite
 def answers(draw: st.DrawFn) -> tuple[replies.Reply, list[Chunk]]:
-    """Draw how an answer is told and the chunks of a stream of n sequences, as `Serving` makes them."""
+    """Draw a reply format and the chunks of a stream of n sequences, in the form that `Serving` makes."""
     n = draw(st.integers(1, 3))
     reply = replies.Reply(
         model="m",
@@ -440,7 +440,7 @@ def whole(chunks: list[Chunk]) -> Chunk:
 
 
 def joined(messages: list[pb.StreamGenerateResponse]) -> pb.GenerateResponse:
-    """Concatenate a stream's messages as the documentation tells a client to."""
+    """Concatenate a stream's messages as the documentation describes."""
     first, last = messages[0], messages[-1]
     answer = pb.GenerateResponse(
         request_id=first.request_id, model=first.model, prompt=first.prompt, usage=last.usage, timing=last.timing

@@ -1,4 +1,4 @@
-"""Embedding, classifying and scoring over gRPC: what is asked, what is answered, and a stream's flow."""
+"""Embedding, classifying and scoring over gRPC: requests, answers, and a stream's flow control."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from jaxllm_server.pooling.pool_calls import PoolCall, PoolResult
 from tests.server.grpc.test_messages import leaves, set_leaf
 from tests.support.grpc_site import SOON, Site, details_in, drained, error_of, pooled, reason_of, site
 
-SLOTS = 18  # texts of a stream that are under way at most: half of the places that the fake engine has left
+SLOTS = 18  # concurrent texts of a stream: half of the places left in the fake engine
 
 
-# What is asked.
+# Requests.
 
 
 def outcome(request: Any) -> Any:
@@ -90,7 +90,7 @@ def test_a_parameter_is_named_by_its_path(asked: Any, parameter: str, path: str)
     assert error_details.path_of(parameter, asked) == path
 
 
-# What is answered.
+# Answers.
 
 
 async def test_unary_answers(run: Any) -> None:
@@ -122,7 +122,7 @@ async def test_an_id_that_the_metadata_propose_is_made_unique(run: Any) -> None:
     async def script(call: PoolCall) -> AsyncIterator[PoolResult]:
         async for result in pooled(call):
             yield result
-            if call.request_id == "taken":  # by another call, which came between
+            if call.request_id == "taken":  # in use by a concurrent call
                 raise errors.RequestIdInUseError("request id 'taken' is in use.", "request_id")
 
     async with site() as own, own.channel() as channel:
@@ -135,7 +135,7 @@ async def test_an_id_that_the_metadata_propose_is_made_unique(run: Any) -> None:
         assert reason_of(error) == "REQUEST_ID_IN_USE"
 
 
-# A stream.
+# Streams.
 
 
 async def streamed(own: Site, requests: Any, **options: Any) -> list[pb.EmbedResponse]:
@@ -166,7 +166,7 @@ async def test_a_stream_answers_each_request_once_in_any_order(run: Any) -> None
 
 
 async def test_a_stream_is_read_as_there_is_room(run: Any) -> None:
-    """Texts do not pile up where the engine is slow, nor vectors where the client does not read."""
+    """Texts are not queued while the engine is slow, nor vectors while the client does not read."""
     gate, most, asked = asyncio.Event(), 0, 0
 
     async def script(call: PoolCall) -> AsyncIterator[PoolResult]:
@@ -188,7 +188,7 @@ async def test_a_stream_is_read_as_there_is_room(run: Any) -> None:
             while own.serving.num_open < SLOTS:
                 await asyncio.sleep(0.001)
         await asyncio.sleep(0.1)
-        assert most == SLOTS and asked < 200  # what gRPC's own buffers take on the way is some megabytes
+        assert most == SLOTS and asked < 200  # gRPC's own buffers hold some megabytes
         gate.set()
         await asyncio.sleep(0.3)
         assert len(own.serving.pool_calls) < 200, "no more is computed than was read"
@@ -196,7 +196,7 @@ async def test_a_stream_is_read_as_there_is_room(run: Any) -> None:
 
 
 async def test_a_stream_waits_where_a_call_is_refused(run: Any) -> None:
-    """The queue's end, and the client's share of sequences."""
+    """A stream waits where a single call is refused: at a full queue, or at the client's limit of sequences."""
     full = 5
 
     async def script(call: PoolCall) -> AsyncIterator[PoolResult]:

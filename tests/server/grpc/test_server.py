@@ -1,4 +1,4 @@
-"""What gRPC calls answer, how failures are told, who may call, how calls end: real loopback, a fake `Serving`."""
+"""Answers, errors, authentication and ends of gRPC calls, over real loopback with a fake `Serving`."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_a_stream_and_a_unary_answer(run: Any) -> None:
 
 
 async def test_nothing_is_sent_before_the_first_tokens(run: Any) -> None:
-    """Not even headers: a client repeats a stream by itself only until they have come."""
+    """The server sends not even headers before the first tokens: gRPC clients retry a stream only until then."""
     attempts: list[Call] = []
 
     def script(call: Call) -> AsyncIterator[Chunk]:
@@ -93,7 +93,7 @@ async def test_nothing_is_sent_before_the_first_tokens(run: Any) -> None:
 
 
 async def test_ids(run: Any) -> None:
-    """The field, else the metadata's proposal, made unique where it is in use; else one of the server's."""
+    """The id is the field, else the metadata's proposal, made unique if in use; else one from the server."""
     live: set[str] = {"taken"}
 
     async def script(call: Call) -> AsyncIterator[Chunk]:
@@ -270,7 +270,7 @@ async def test_exceptions_become_statuses(
                 async for message in stream:
                     messages.append(message)
             told = [caught.value]
-            assert len(messages) == after  # what was generated before is not lost
+            assert len(messages) == after  # tokens generated before the error are delivered
             if after == 0:
                 told.append(await error_of(stub.Generate(ask(request_id="r1"))))
             for own_error in told:
@@ -324,11 +324,11 @@ async def test_an_id_that_no_header_can_hold(run: Any) -> None:
             assert (error.code(), reason_of(error)) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_PARAMETER")
 
 
-# Who may come in.
+# Authentication.
 
 
 async def test_who_has_no_key_is_counted_and_waited_for_by_nobody(run: Any) -> None:
-    """What every call says to every kind of key: test_error_map, hostile/test_auth."""
+    """test_error_map and hostile/test_auth test every call with every kind of key."""
     async with site(answer, Keys(["user"], ["admin"])) as own, own.channel() as channel:
         stub, control = InferenceServiceStub(channel), control_pb2_grpc.ControlServiceStub(channel)
         await drained(stub.StreamGenerate(ask(), metadata=bearer("admin")))
@@ -336,7 +336,7 @@ async def test_who_has_no_key_is_counted_and_waited_for_by_nobody(run: Any) -> N
         load = control.GetLoad(control_pb2.GetLoadRequest(), metadata=bearer("user"))
         assert reason_of(await error_of(load)) == "ADMIN_REQUIRED"
         for name in ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection"):
-            # No request is sent: a caller without a key is refused without waiting for one.
+            # No request is sent: a call without a key is refused at once.
             error = await error_of(drained(channel.stream_stream(f"/{name}/ServerReflectionInfo")(endless())))
             assert error.code() == grpc.StatusCode.UNAUTHENTICATED
         assert len(own.serving.calls) == 1
@@ -380,7 +380,7 @@ async def test_traces_go_on(run: Any) -> None:
         await stub.Generate(ask(), metadata=(("traceparent", parent),))
         own.serving.script = lambda call: failing(errors.UnavailableError("no."))
         await error_of(drained(stub.StreamGenerate(ask())))
-        await own.handled(2)  # a client may know of the end before the server's handler is through
+        await own.handled(2)  # a client may see the end before the server's handler returns
         first, second = own.tracer.spans
         assert (first.traceparent, first.name, first.error) == (parent, f"{INFERENCE}/Generate", None)
         assert second.traceparent is None and isinstance(second.error, errors.UnavailableError)
@@ -405,7 +405,7 @@ async def test_a_cancelled_call_closes_its_request(run: Any, method: str, after:
 
 
 async def test_a_call_cancelled_at_once(run: Any) -> None:
-    """Before, while and after it reaches the server."""
+    """Cancel before, while and after the call reaches the server."""
     async with site(lambda call: silent(1)) as own, own.channel() as channel:
         await channel.channel_ready()
         for i in range(100):
@@ -438,7 +438,7 @@ async def flood(call: Call) -> AsyncIterator[Chunk]:
 
 @contextlib.asynccontextmanager
 async def flooded(**options: Any) -> AsyncIterator[tuple[Site, Any]]:
-    """Begin to be sent a flood; give the site and the stream, of which nothing has been read."""
+    """Start a stream of more data than the buffers hold; yield the site and the stream, still unread."""
     async with site(flood, **options) as own, own.channel(**{"grpc.max_receive_message_length": -1}) as channel:
         stream = InferenceServiceStub(channel).StreamGenerate(ask())
         await own.serving.started.wait()

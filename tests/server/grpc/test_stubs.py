@@ -58,7 +58,7 @@ def test_field_numbers_take_one_byte(message: Descriptor) -> None:
 
 @pytest.mark.parametrize("name", ["SamplingParams", "StopConditions", "OutputOptions"])
 def test_every_scalar_of_a_request_knows_whether_it_was_given(name: str) -> None:
-    """Zero means zero: an engine for which zeros meant defaults answered temperature=0 with random text."""
+    """Set and unset scalars are distinct: an engine for which zeros meant defaults answered temperature=0 at random."""
     for field in types_pb2.DESCRIPTOR.message_types_by_name[name].fields:
         assert field.is_repeated or field.has_presence, field.name
 

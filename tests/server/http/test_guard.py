@@ -267,7 +267,7 @@ def test_a_flood_of_pipelined_requests_is_cut_off(bounded):
 @pytest.mark.parametrize("ending", ["", "garbage", "too many"])
 def test_pipelined_requests_are_answered_in_order(bounded, ending):
     """Even if later bytes are invalid and end the connection: a client can count the answers."""
-    answers = {"/version": b'"version"', "/health": b"", "/v1/models": b'"list"', "/nothing": b"There is nothing"}
+    answers = {"/version": b'"version"', "/health": b"", "/v1/models": b'"list"', "/nothing": b"Unknown path"}
     paths = [list(answers)[number % 4] for number in range(100 if ending == "too many" else 20)]
     sent = b"".join(get(path).replace(b"Connection: close\r\n", b"") for path in paths)
     sent += {"": get("/version"), "garbage": b"garbage\r\n\r\n", "too many": b""}[ending]

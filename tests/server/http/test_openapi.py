@@ -1,4 +1,4 @@
-"""The description of the API: every route and every field is in it, and a field is what it says."""
+"""The OpenAPI description has every route and field, and its schemas agree with the server's validation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OPTIONS = ServerOptions(enable_tokenizer_info_endpoint=True)
 ROUTES = Endpoints(FakeServing(), OPTIONS, None, None).table
 BODIES = {route.name: route.bodies[0] for route in ROUTES if len(route.bodies) == 1}
 DESCRIPTION = description_of(ROUTES)
-# What OpenAPI 3.1 asks of the parts that are used here.
+# The rules of OpenAPI 3.1 for the parts in use here.
 OPENAPI = {
     "type": "object",
     "required": ["openapi", "info", "paths"],
@@ -61,7 +61,7 @@ OPENAPI = {
         }
     },
 }
-NO_BODY = {"/drain", "/ping", "/v1/responses/{response_id}/cancel", "/invocations"}  # the last takes those of others
+NO_BODY = {"/drain", "/ping", "/v1/responses/{response_id}/cancel", "/invocations"}  # the last reads other routes'
 
 
 def references(part: Any) -> Iterator[str]:
@@ -86,7 +86,7 @@ def test_the_document_is_valid_and_has_every_route() -> None:
 
 
 def read(path: str, body: dict[str, Any]) -> None:
-    """Read a body as its route does, parameters included."""
+    """Read a body with its route's function, parameters included."""
     if path in POOL_REPLIES:
         for call in POOL_REPLIES[path](body, OPTIONS, "id").calls:
             PoolingParams(
@@ -141,7 +141,7 @@ def test_what_does_not_fit_a_field_is_refused_and_every_field_is_there(path: str
                 read(path, {**body.example, name: value})
     for name, schema in properties.items():
         if not schema.keys() - {"description"}:
-            is_described = path.startswith(("/v1/responses", "/v1/messages", "/api/"))  # by those whose form it is
+            is_described = path.startswith(("/v1/responses", "/v1/messages", "/api/"))  # in the API itself
             assert is_described or name in WITHOUT_EFFECT | {"lora_int_id"}, f"{name} needs a shape"
             continue
         for value in VALUES:

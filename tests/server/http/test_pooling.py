@@ -1,4 +1,4 @@
-"""Embeddings, classes and scores over HTTP, in front of a scripted `Serving`; what bodies mean is in `openai/`."""
+"""Embeddings, classes and scores over HTTP, in front of a scripted `Serving`; `openai/` tests the bodies' meaning."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def test_lines_are_the_whole_answer_wherever_it_is_cut() -> None:
             if make is chat and answer.calls:
                 calls = [line["message"]["tool_calls"] for line in lines if "tool_calls" in line["message"]]
                 given = [(name, object_of(text.strip() or "{}", 64)) for _, name, text in answer.calls]
-                told = [each for each in given if each[1] is not None]  # of one that was cut off no call is made
+                told = [each for each in given if each[1] is not None]  # a truncated call is not returned
                 assert calls == ([whole["message"]["tool_calls"]] if told else [])
                 assert [tuple(each["function"].values()) for own in calls for each in own] == told
 

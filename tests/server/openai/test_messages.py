@@ -447,7 +447,7 @@ def test_usage_of_an_event_counts_what_was_sent_up_to_it():
 
 
 def test_keys_of_what_nobody_asked_for_are_absent_in_streams_and_null_in_whole_answers():
-    """Keys of OpenAI's API may be null in whole answers."""
+    """Fields that were not requested are absent in streams; whole answers have those of OpenAI's API as null."""
     always = {"index", "logprobs", "finish_reason"}
     for own, more, first in (({}, set(), set()), ({"return_token_ids": True}, {"token_ids"}, {"prompt_token_ids"})):
         reply = completion(stream=True, **own)
@@ -766,9 +766,7 @@ def test_tool_calls_whole_and_in_pieces():
 
 
 def test_a_call_that_is_forced_and_how_it_ends():
-    """The finish_reason is "tool_calls" for required calls, "stop" for a named one, also in streams; "length" is
-    kept.
-    """
+    """The finish_reason is "tool_calls" for required calls, "stop" for a named one, also in streams; or "length"."""
     for choice, kept, told in (("required", "required", "tool_calls"), (NAMED, NamedTool("add"), "stop")):
         for stream in (False, True):
             reply = chat(tools=TOOLS, tool_choice=choice, stream=stream, parallel_tool_calls=False)

@@ -19,7 +19,7 @@ from jaxllm_server.shared.options import ServerOptions
 
 OPTIONS = ServerOptions(max_pooling_inputs=5)
 LABELS = ("dull", "witty\n")
-# Of each path the least that a body has.
+# The smallest valid body of each path.
 INPUT, PAIR, RANKED = {"input": "a"}, {"text_1": "a", "text_2": "b"}, {"query": "a", "documents": ["b"]}
 LEAST: dict[str, dict[str, Any]] = {"/v1/embeddings": INPUT, "/pooling": INPUT, "/classify": INPUT} | {
     f"{version}/{name}": body
@@ -38,7 +38,7 @@ def call_of(path: str, **body: Any) -> PoolCall:
 
 
 def written(reply: PoolReply, *rows: list[float], tokens: int = 3) -> tuple[list[Any], dict[str, Any]]:
-    """Return the list of the answer to a reply, and what stands beside it."""
+    """Return the list of an answer, and the other fields of its body."""
     results = [PoolResult(index, np.array(row, np.float32), tokens) for index, row in enumerate(rows)]
     return [json.loads(item) for item in reply.items(results, LABELS)], reply.tail(results)
 
@@ -62,7 +62,7 @@ def test_what_only_some_calls_have() -> None:
     own: dict[str, Any] = {"dimensions": "many", "normalize": False, "add_special_tokens": False}
     for path, more in (("/v1/embeddings", {}), ("/pooling", {"task": "score", "use_activation": 0})):
         call = call_of(path, input=["a"], **own, **more)
-        assert {name: getattr(call, name) for name in (own | more)} == own | more  # `PoolingParams` judges them
+        assert {name: getattr(call, name) for name in (own | more)} == own | more  # `PoolingParams` validates them
     assert call_of("/classify", input="a", use_activation=False).use_activation is False
     assert call_of("/score", text_1="a", text_2="b", use_activation=False).use_activation is False
 
@@ -188,7 +188,7 @@ def test_documents_come_by_their_relevance() -> None:
     assert tail["usage"]["total_tokens"] == 12 and tail["meta"]["billed_units"] == {"search_units": 1}
     items, tail = written(read("/rerank", query="q", documents=documents, top_n=2, return_documents=False), *rows)
     assert items == [{"index": 2, "relevance_score": 2.0}, {"index": 0, "relevance_score": 0.5}]
-    assert tail["usage"]["total_tokens"] == 12  # of all, not of those that are shown
+    assert tail["usage"]["total_tokens"] == 12  # of all results, not only the returned ones
 
 
 JSON = st.recursive(

@@ -1,6 +1,6 @@
-"""Each form of tool calls: a transcript by its specification, and generated calls that are written in it, at every cut.
+"""Each format of tool calls: a transcript from its specification, and generated calls in it, cut at every position.
 
-The writers are what models' chat templates write for calls of the past; arguments are compared as JSON.
+The writers follow models' chat templates for earlier calls; arguments are compared as JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _types(value: Any) -> str:
 
 
 def _tools(calls: Calls) -> list[dict[str, Any]]:
-    """Describe tools whose parameters have the types of their values."""
+    """Describe tools whose parameters have the types of the given arguments."""
     return [
         {
             "type": "function",
@@ -48,7 +48,7 @@ def _parse(style: str, pieces: Sequence[str], tools: Any = ()) -> tuple[str, lis
     return content, [(name, json.loads(arguments)) for _, name, arguments in calls]
 
 
-# Each: what the model writes, the content, and the calls.
+# Each case: the model's output, the content, and the calls.
 PARIS = ("get_weather", {"city": "Paris", "days": 2})
 NOW = ("now", {})
 TOOLS = _tools([PARIS, NOW])
@@ -122,7 +122,7 @@ TRANSCRIPTS: list[tuple[str, str, str, Calls]] = [
         "Let me see.\n",
         [PARIS, NOW],
     ),
-    (  # a value that holds tags itself
+    (  # a value that contains tags itself
         "qwen3_coder",
         "<function=get_weather>\n<parameter=city>\n<parameter=a>\n1\n</parameter>\n</b>\n</parameter>\n</function>",
         "",
@@ -210,7 +210,7 @@ def test_ids_are_those_that_the_model_gives() -> None:
     ]
 
 
-# ---- writers
+# Writers.
 
 
 def _object(name: str, arguments: Arguments) -> str:
@@ -309,7 +309,7 @@ WRITERS: dict[str, list[Callable[[Calls], str]]] = {
     "glm45": [_glm],
     "openai": [_marked("", "<|channel|>commentary to=functions.", "<|constrain|>json<|message|>", "<|call|>", "")],
 }
-HAS_OBJECTS = {"hermes", "llama3_json", "mistral", "granite"}  # members that are none of a call's are dropped
+HAS_OBJECTS = {"hermes", "llama3_json", "mistral", "granite"}  # unknown members of a call are dropped
 _WORD = st.text("abcdef_", min_size=1, max_size=6)
 _TEXT = st.text("ab<>[](){}\"'\\/\né🎉:,=|`", max_size=10)
 _VALUE = st.recursive(
@@ -349,9 +349,9 @@ def test_calls_are_those_written(style: str, calls: Calls, before: str, data: st
 @settings(max_examples=30, deadline=None)
 @given(calls=_CALLS, data=st.data())
 def test_damaged_calls_lose_nothing(style: str, calls: Calls, data: st.DataObject) -> None:
-    """A text of which a part is missing, with marks put into it: each is in the content, or in a call.
+    """A damaged text loses no mark: each inserted mark is in the content, or in a call.
 
-    Unless the text ends in a call: what would have been the next part of that is dropped.
+    The exception is a text that ends in a call: an incomplete next part of it is dropped.
     """
     text = "a " + data.draw(st.sampled_from(WRITERS[style]))(calls) + " b"
     places = sorted(data.draw(st.lists(st.integers(0, len(text)), min_size=2, max_size=5)))
@@ -361,6 +361,6 @@ def test_damaged_calls_lose_nothing(style: str, calls: Calls, data: st.DataObjec
     assert parsed_calls(style, list(text), tools) == whole
     assert parsed_calls(style, _pieces(text, data.draw(st.lists(st.integers(0, 400), max_size=4))), tools) == whole
     whole = parsed_calls(style, [text + "\n!"], tools)
-    if style not in HAS_OBJECTS | {"openai"}:  # nor is a header's text content
+    if style not in HAS_OBJECTS | {"openai"}:  # a header's text is not content either
         kept = whole[0] + "".join(name + arguments for _, name, arguments in whole[1])
         assert kept.count("Z") + sum(identity.count("Z") for identity, *_ in whole[1]) >= text.count("Z")

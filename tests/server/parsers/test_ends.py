@@ -28,7 +28,7 @@ _THOUGHT = "So < it [is].\n"
 def read(
     style: str, reasoning: str | None, pieces: Sequence[str], end: str, tools: Any = ()
 ) -> tuple[str, str, list[list[str]]]:
-    """Return the content, the reasoning, and names and arguments of calls of an output that ends for a reason."""
+    """Return the content, the reasoning, and the calls' names and arguments of an output that finishes with `end`."""
     numbers = count()
     parsers = [TOOL_PARSERS[style].parser(lambda name: f"id-{next(numbers)}", tools) for _ in range(2)]
     form = None if reasoning is None else REASONING_PARSERS[reasoning].form.parser(TAGGED[reasoning].starts[0])

@@ -1,4 +1,4 @@
-"""Calls that an output was constrained to, against the JSON that they are, at every cut and at great length."""
+"""Parse calls from constrained outputs, compared with their JSON, at every cut and at great length."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _JSON = st.recursive(
 
 
 def _read(make: Callable[..., Any], pieces: Sequence[str]) -> tuple[str, list[tuple[str, str, str]]]:
-    """Return the content and the calls; checks that ids and names come once, first, and in order."""
+    """Return the content and the calls; check that ids and names are sent first, once, and in order."""
     numbers = itertools.count()
     parser = make(lambda name: f"id-{next(numbers)}")
     content, calls = "", []

@@ -1,4 +1,4 @@
-"""The adapters that a server knows: names, folders, and when the engine forgets one."""
+"""The server's registry of adapters: names, folders, and removal by the engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.fake_serving import FakeAdapters
 
 
 class Engine(FakeAdapters):
-    """An `AsyncLLM` whose threads can be held up."""
+    """Fake `AsyncLLM` with threads that a test can block."""
 
     def __init__(self, enable_lora: bool = True) -> None:
         self.config = SimpleNamespace(enable_lora=enable_lora, model="base")
@@ -46,7 +46,7 @@ class Engine(FakeAdapters):
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A folder of adapters, with links in it, beside a folder that is none of a client's business."""
+    """A folder of adapters with links in it, next to a folder outside the clients' reach."""
     root = tmp_path / "root"
     for name in ("a", "b", "bad", "leaky", "deep/c"):
         (root / name).mkdir(parents=True)
@@ -149,7 +149,7 @@ async def test_an_unloaded_adapter_stays_with_the_engine_until_its_requests_have
             own.unload("x")
             with pytest.raises(AdapterNotFoundError):
                 own.find("x")
-        await own.load("x", "b")  # the same name at once
+        await own.load("x", "b")  # a second load of the same name
         await own.load("x", "a", in_place=True)
         assert engine.known == {2, 4}, "3 was replaced, 2 has a request"
         own.note_finished(served)

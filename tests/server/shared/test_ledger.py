@@ -92,7 +92,7 @@ def test_small_requests_have_room_whatever_others_hold() -> None:
     ids=["text", "numbers", "texts", "objects", "integers"],
 )
 def test_a_document_is_counted_as_it_lies_in_memory(document: object) -> None:
-    """tracemalloc does not count the allocator's rounding to 16 bytes."""
+    """The count of a document equals its memory; tracemalloc omits the allocator's rounding to 16 bytes."""
     text = json.dumps(document)
     tracemalloc.start()
     try:

@@ -48,7 +48,7 @@ def listening() -> Iterator[socket.socket]:
 async def test_it_waits_where_no_connection_can_be_taken(
     listening: socket.socket, number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It then accepts all waiting connections; one log line reports it."""
+    """The listener waits while accept fails, then accepts all waiting connections; one log line reports it."""
     monkeypatch.setattr(module, "RETRY_SECONDS", 0.1)
     scarce: Any = Scarce(listening, 3, number)
     made: list[asyncio.BaseProtocol] = []

@@ -1,4 +1,4 @@
-"""A stream of texts by itself; how it flows is in tests/server/grpc/test_pooling.py."""
+"""A stream of texts without gRPC; tests/server/grpc/test_pooling.py tests its flow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxllm_server.shared.options import ServerOptions
 
 
 class Message:
-    """Stands for what a call holds, megabytes of a message for one."""
+    """Stand-in for the memory of a call, for example a message of megabytes."""
 
 
 @pytest.mark.parametrize("is_of_requests", [True, False])

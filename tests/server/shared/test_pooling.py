@@ -1,4 +1,4 @@
-"""A call that embeds, classifies or scores, in front of a scripted engine: what it is given, when, and what is left."""
+"""A call that embeds, classifies or scores, with a scripted engine: its prompts, their timing, and its cleanup."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ EMBEDDER, CLASSIFIER, SCORER = (), ("dull", "witty", "odd"), ("relevant",)
 
 
 class Tokenizer:
-    """A token for each letter, with BERT's special ones around."""
+    """Tokenize into letters, with BERT's special tokens around them."""
 
     beginning_of: Any = tokenizer.Tokenizer.beginning_of
 
@@ -64,7 +64,7 @@ class Tokenizer:
 
 
 class Engine:
-    """Pools a prompt after a few turns of the loop; remembers how many it had at once and what became of them."""
+    """Pool a prompt after a few turns of the loop; record the largest concurrency and the end of each prompt."""
 
     def __init__(self, labels: tuple[str, ...] | None = EMBEDDER) -> None:
         self.model = ModelInfo(
@@ -81,7 +81,7 @@ class Engine:
         self.config = SimpleNamespace(model="some/model")
         self.max_queued_requests = 4 * SLOTS
         self.max_queued_tokens: int | None = None
-        self.waiting = 0  # of others
+        self.waiting = 0  # prompts of other calls
         self.open = self.most = self.closed_early = self.num_off_loop = 0
         self.given: list[tuple[Any, Any, str]] = []
         self.options: list[dict[str, Any]] = []
@@ -128,7 +128,7 @@ class Engine:
 
 
 def made_of(ids, types, params) -> np.ndarray:
-    """Stand for a model: numbers that depend on every token, on its place and type, and on the parameters."""
+    """Return numbers that depend on every token, on its position and type, and on the parameters, like a model."""
     seed = hash((tuple(ids), tuple(types or ()), params.use_activation)) % 2**32
     values = np.random.default_rng(seed).normal(size=8 if params.task == "embed" else 3).astype(np.float32)
     values = values[: params.dimensions] if params.task != "score" else values[:1]
@@ -285,7 +285,7 @@ def test_one_failure_ends_the_call_and_aborts_the_others(said: Any, kind: Any, w
     engine.fails["r-3"] = said
     with pytest.raises(kind, match=words):
         ask(engine, PoolCall(inputs=["abc"] * 50, request_id="r"))
-    assert len(engine.given) < 20  # the rest was never begun
+    assert len(engine.given) < 20  # the others never started
 
 
 async def test_to_close_the_iterator_aborts_what_is_left() -> None:
@@ -334,7 +334,7 @@ def test_places_are_taken_in_turns_within_both_bounds(prompts: list[Any], most: 
     """Each prompt has a client, tokens and a time, and its reader may leave; at the end no place is held."""
     held: list[int] = []
     waiting: list[tuple[str, int]] = []
-    turns: dict[tuple[str, int], Counter[str]] = {}  # given while one waited, by client
+    turns: dict[tuple[str, int], Counter[str]] = {}  # places granted while one waited, by client
 
     async def work(number: int, places: FairPlaces) -> None:
         client, num_tokens, seconds, _ = prompts[number]

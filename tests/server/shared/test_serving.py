@@ -131,7 +131,7 @@ def test_what_ends_a_filled_hole_and_where_written_reasoning_begins() -> None:
 
 
 def test_a_call_beside_null_content_reaches_a_template_that_branches_on_it() -> None:
-    """The server's parsing of arguments is included: the template concatenates them as the client's text."""
+    """A template can branch on null content, and gets the arguments with the client's spelling."""
     tokenizer = Tokenizer(build("byte_level"), {}, {"default": FAMILIES["deepseek_v3"].source}, "t")
     function = {"name": "f", "arguments": '{"a":1}'}
     called = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}

@@ -1,0 +1,271 @@
+"""The host's tier of KV blocks: programs that read and write blocks, and a thread for copies to the host.
+
+A step overwrites evicted blocks, and the cache is donated from step to step. So the engine's thread dispatches a
+program that reads the blocks into new arrays, in the device's order, and another thread copies these arrays to the
+host. A load is a transfer and a program, both dispatched before the step. `scheduler/host_tier.py` decides which blocks
+move.
+
+The content of a block is a row: one array for each kind of leaf (shape and type), stacked over the leaves of the kind.
+Rows are immutable: a host block may be evicted during a load of it.
+
+Letters: B blocks of one call, n leaves of a kind.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxllm.metrics import Metrics
+from jaxllm.model.spec import Spec
+from jaxllm.runner.device_state import DeviceState
+from jaxllm.runner.step_model import Leaves, StepModel
+from jaxllm.scheduler.host_tier import HOST, Landed
+from jaxllm.setup.kv_cache import MOST_LOADED, Geometry, leaves_by_group
+
+MOVED_BLOCKS = 16  # B
+STORE_PROGRAMS = ("store_blocks", "store_windowed_blocks")  # by group
+LOAD_PROGRAMS = ("load_blocks", "load_windowed_blocks")
+MEMORY_KINDS = ("pinned_host", "unpinned_host")  # of the host, the preferred one first
+CLOSE_SECONDS = 10.0  # deadline of the copies at the end
+Row = tuple[Any, ...]
+Key = tuple[int, int, int]  # of a store: plan, group, block of the host
+_log = logging.getLogger(__name__)
+
+
+class Copied(NamedTuple):
+    """A copy that has ended."""
+
+    key: Key
+    row: Row | None  # in the host's memory; None: the copy has failed
+
+
+class Copies(Protocol):
+    """Asynchronous copies of rows to the host; no method blocks."""
+
+    def begin(self, copies: Sequence[tuple[Key, Row]]) -> None:
+        """Begin to copy rows."""
+
+    def ended(self) -> Sequence[Copied]:
+        """Return the copies that have ended since the last call."""
+        ...
+
+    def close(self) -> None:
+        """End the thread."""
+
+
+class ThreadedCopies:
+    """Copies of rows by one thread, in order."""
+
+    def __init__(self) -> None:
+        self._asked: SimpleQueue[Sequence[tuple[Key, Row]] | None] = SimpleQueue()
+        self._ended: deque[Copied] = deque()
+        self._thread = threading.Thread(target=self._run, name="jaxllm-host-tier", daemon=True)
+        self._thread.start()
+
+    def begin(self, copies: Sequence[tuple[Key, Row]]) -> None:
+        """Begin to copy rows."""
+        self._asked.put(copies)
+
+    def ended(self) -> Sequence[Copied]:
+        """Return the copies that have ended since the last call."""
+        return [self._ended.popleft() for _ in range(len(self._ended))]
+
+    def close(self) -> None:
+        """End the thread; closing twice does nothing."""
+        self._asked.put(None)
+        self._thread.join(CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        while (copies := self._asked.get()) is not None:
+            keys = [key for key, _ in copies]
+            try:
+                rows = jax.block_until_ready(to_host([row for _, row in copies]))
+                self._ended.extend(map(Copied, keys, rows))
+            except Exception as error:  # a later hit computes these blocks again
+                _log.warning("%d KV blocks could not be copied to the host: %s", len(keys), error)
+                self._ended.extend(Copied(key, None) for key in keys)
+
+
+def to_host(rows: Sequence[Row]) -> list[Row]:
+    """Begin to copy rows to the host."""
+
+    def there(array: jax.Array) -> NamedSharding:
+        (kind,) = _memory_kinds(array)[:1]
+        assert isinstance(array.sharding, NamedSharding)
+        return array.sharding.with_memory_kind(kind)
+
+    return jax.device_put(list(rows), jax.tree.map(there, list(rows)))
+
+
+def to_device(rows: Sequence[Row]) -> list[Row]:
+    """Begin to copy rows from the host to the devices of the cache."""
+
+    def here(array: jax.Array) -> NamedSharding:
+        assert isinstance(array.sharding, NamedSharding)
+        return array.sharding.with_memory_kind("device")
+
+    return jax.device_put(list(rows), jax.tree.map(here, list(rows)))
+
+
+def _memory_kinds(array: jax.Array) -> list[str]:
+    """List the kinds of host memory of an array's device, the preferred one first."""
+    (device, *_) = array.sharding.device_set
+    reachable = {memory.kind for memory in device.addressable_memories()}
+    return [kind for kind in MEMORY_KINDS if kind in reachable]
+
+
+class HostTier:
+    """The moves of plans between device and host. `kv` are the indices of each group's leaves in the state."""
+
+    def __init__(
+        self,
+        programs: Mapping[str, Callable[..., Any]],
+        kv: Sequence[Sequence[int]],
+        geometry: Geometry,
+        copies: Copies,
+        metrics: Metrics,
+        put: Callable[[Sequence[Row]], Sequence[Row]] | None = None,
+    ) -> None:
+        self._programs = programs
+        self._kv = kv
+        self._geometry = geometry
+        self._copies = copies
+        self._metrics = metrics
+        self._put = put
+        self._rows: dict[tuple[int, int], Row] = {}  # by group and block of the host
+        self._newest: dict[tuple[int, int], int] = {}  # number of the plan of the block's last store
+
+    def move(self, state: Leaves, moves: np.ndarray, plan: int) -> Leaves:
+        """Dispatch the stores of a plan, then its loads."""
+        stores = moves[moves[:, 3] == HOST]
+        for group, own in enumerate(self._kv):
+            pairs = stores[stores[:, 0] == group][:, [2, 4]]
+            for start in range(0, len(pairs), MOVED_BLOCKS):
+                piece = pairs[start : start + MOVED_BLOCKS].tolist()
+                blocks = np.zeros(MOVED_BLOCKS, np.int32)
+                blocks[: len(piece)] = [block for block, _ in piece]
+                rows = self._programs[STORE_PROGRAMS[group]](tuple(state[at] for at in own), blocks)
+                for _, there in piece:
+                    self._rows.pop((group, there), None)
+                    self._newest[group, there] = plan
+                self._copies.begin([((plan, group, there), row) for (_, there), row in zip(piece, rows, strict=False)])
+        loads = moves[moves[:, 1] == HOST]
+        return self._load(state, loads) if len(loads) else state
+
+    def landed(self) -> list[Landed]:
+        """Return the stores that have ended since the last call; from now on their blocks can be loaded."""
+        landed: list[Landed] = []
+        for (plan, group, there), row in self._copies.ended():
+            # After a reset the block may have a newer store.
+            if row is not None and self._newest.get((group, there)) == plan:
+                self._rows[group, there] = row
+            landed.append(Landed(plan, group, there, row is not None))
+            self._metrics.offloaded_blocks += row is not None
+            self._metrics.offload_failures += row is None
+        return landed
+
+    def close(self) -> None:
+        """Stop copying and free the host's memory."""
+        self._copies.close()
+        self._rows.clear()
+
+    def _load(self, state: Leaves, loads: np.ndarray) -> Leaves:
+        leaves = list(state)
+        for group, own in enumerate(self._kv):
+            pairs = loads[loads[:, 0] == group][:, [2, 4]]
+            for start in range(0, len(pairs), MOVED_BLOCKS):
+                piece = pairs[start : start + MOVED_BLOCKS].tolist()
+                targets = self._geometry.array_blocks(group) + np.arange(MOVED_BLOCKS, dtype=np.int32)
+                targets[: len(piece)] = [block for _, block in piece]
+                rows = list((self._put or to_device)([self._rows[group, there] for there, _ in piece]))
+                rows += rows[:1] * (MOVED_BLOCKS - len(rows))
+                written = self._programs[LOAD_PROGRAMS[group]](tuple(leaves[at] for at in own), targets, tuple(rows))
+                for at, leaf in zip(own, written, strict=True):
+                    leaves[at] = leaf
+                if (start + MOVED_BLOCKS) % MOST_LOADED == 0:  # bounds the rows on the device
+                    jax.block_until_ready([leaves[at] for at in own[:1]])
+        self._metrics.loaded_tokens += int(np.count_nonzero(loads[:, 0] == 0)) * self._geometry.block_size
+        return tuple(leaves)
+
+
+def leaves_of(spec: Spec, geometry: Geometry, state: DeviceState[Any]) -> list[list[int]]:
+    """Return the indices of each group's keys and values in the state, those of a draft model among the first's."""
+    numbered = jax.tree.unflatten(jax.tree.structure(state), range(len(jax.tree.leaves(state))))
+    own = jax.tree.leaves(numbered.kv)
+    groups = [[own[at] for at in places] for places in leaves_by_group(spec, geometry, state.kv)]
+    groups[0] += [] if numbered.drafted is None else jax.tree.leaves(numbered.drafted.kv)
+    return groups
+
+
+def compile_moves(model: StepModel, make: Callable[..., Any]) -> dict[str, Any]:
+    """Compile the programs of the tier, by their names in a trace; `make` is that of `small_programs.compile_all`."""
+    layout, leaves = model.layout, jax.tree.leaves(model.state)
+    blocks = jax.ShapeDtypeStruct((MOVED_BLOCKS,), jnp.int32, sharding=layout.sharding())
+    made: dict[str, Any] = {}
+    for group, own in enumerate(leaves_of(model.spec, model.geometry, model.state)):
+        cache = tuple(leaves[at] for at in own)
+        kinds = _kinds(cache)
+        row = tuple(
+            jax.ShapeDtypeStruct(
+                (len(places), *cache[places[0]].shape[1:]),
+                cache[places[0]].dtype,
+                sharding=NamedSharding(cache[places[0]].sharding.mesh, _row_spec(cache[places[0]])),
+            )
+            for places in kinds
+        )
+        specs, row_specs = tuple(leaf.sharding.spec for leaf in cache), tuple(each.sharding.spec for each in row)
+        rows, rows_specs = (row,) * MOVED_BLOCKS, (row_specs,) * MOVED_BLOCKS
+        store = layout.shard_map(_store(kinds, STORE_PROGRAMS[group]), (specs, layout.spec()), rows_specs)
+        load = layout.shard_map(_load(kinds, LOAD_PROGRAMS[group]), (specs, layout.spec(), rows_specs), specs)
+        made[STORE_PROGRAMS[group]] = make(STORE_PROGRAMS[group], store, (), cache, blocks)
+        made[LOAD_PROGRAMS[group]] = make(LOAD_PROGRAMS[group], load, (0,), cache, blocks, rows)
+    return made
+
+
+def _kinds(cache: Sequence[jax.ShapeDtypeStruct]) -> list[list[int]]:
+    """Return the places of leaves, by the shape and type of their blocks."""
+    kinds: dict[Any, list[int]] = {}
+    for place, leaf in enumerate(cache):
+        kinds.setdefault((leaf.shape[1:], leaf.dtype, _row_spec(leaf)), []).append(place)
+    return list(kinds.values())
+
+
+def _row_spec(leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
+    assert isinstance(leaf.sharding, NamedSharding)
+    return PartitionSpec(None, *leaf.sharding.spec[1:])
+
+
+def _store(kinds: Sequence[Sequence[int]], name: str) -> Callable[[Leaves, jax.Array], tuple[Row, ...]]:
+    """Return the function that reads blocks: (KV leaves, int32[B]) -> B rows."""
+
+    def store(leaves: Leaves, blocks: jax.Array) -> tuple[Row, ...]:
+        read = [jnp.stack([leaves[at][blocks] for at in places], 1) for places in kinds]  # [B, n, …] each
+        return tuple(tuple(each[at] for each in read) for at in range(MOVED_BLOCKS))
+
+    store.__name__ = name
+    return store
+
+
+def _load(kinds: Sequence[Sequence[int]], name: str) -> Callable[[Leaves, jax.Array, Sequence[Row]], Leaves]:
+    """Return the function that writes blocks: (KV leaves, int32[B], B rows) -> KV leaves; blocks beyond are dropped."""
+
+    def load(leaves: Leaves, blocks: jax.Array, rows: Sequence[Row]) -> Leaves:
+        written = list(leaves)
+        for kind, places in enumerate(kinds):
+            for number, at in enumerate(places):
+                content = jnp.stack([row[kind][number] for row in rows])
+                written[at] = written[at].at[blocks].set(content, mode="drop", unique_indices=True)
+        return tuple(written)
+
+    load.__name__ = name
+    return load

@@ -1,0 +1,203 @@
+"""A second tier of blocks, in the host's memory: evicted blocks are stored there, and loaded when they are hit.
+
+A block is (group, tier, index). The plan that evicts a block of the device copies its content to the host before its
+step writes the block (a store). The plan that admits a request with a prefix in the host copies the prefix to new
+blocks of the device before its step reads them (a load). Both run in the device's order. A store ends later, in any
+order, or fails; `land` takes its end in, and then its block can be found.
+
+The host's blocks are a `Pool` for each group, like the device's: used during a store or a load, or while they are held
+for a preempted request; otherwise cached, and evicted in order of their last use.
+
+Knows digests and numbers of blocks, no requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxllm.scheduler import block_pool
+from jaxllm.scheduler.block_pool import Pool, PoolEditor
+
+DEVICE, HOST = 0, 1  # tiers
+Moved = tuple[int, int, int, int, int]  # group, tier and block of the source, tier and block of the target
+
+
+class Storing(NamedTuple):
+    """A store that has not ended: the block is used, and in no index."""
+
+    plan: int  # its number
+    group: int
+    block: int
+    digest: bytes  # empty: the content is dropped when the store ends
+
+
+class Landed(NamedTuple):
+    """The end of a store, by the plan's number and the block of the host."""
+
+    plan: int
+    group: int
+    block: int
+    is_whole: bool  # False: the copy has failed
+
+
+class Held(NamedTuple):
+    """A block of the host that is not evicted until its owner runs again or ends."""
+
+    owner: int  # `Request.sequence_id`
+    group: int
+    block: int
+    digest: bytes
+
+
+class Host(NamedTuple):
+    """The host's blocks."""
+
+    pools: tuple[Pool, ...]  # by group
+    storing: tuple[Storing, ...] = ()
+    held: tuple[Held, ...] = ()
+
+
+def make_host(num_blocks: Iterable[int]) -> Host:
+    """Make the tier from the number of blocks of each group; all are free."""
+    return Host(tuple(map(block_pool.make_pool, num_blocks)))
+
+
+class HostEditor:
+    """The host's blocks being changed inside one call. Among blocks that were found, ~b is block b of the host."""
+
+    def __init__(self, host: Host) -> None:
+        self._pools = [PoolEditor(pool) for pool in host.pools]
+        self._storing = {(each.group, each.block): each for each in host.storing}
+        self._on_way = {(each.group, each.digest): each.block for each in host.storing}
+        self._num_storing = [sum(each.group == group for each in host.storing) for group in range(len(host.pools))]
+        self._held = host.held
+        self._stores: list[Moved] = []
+        self._loads: list[Moved] = []
+        self._loaded: list[tuple[int, int, bytes]] = []  # group, block, digest: used until the plan is made
+
+    def find(self, device: PoolEditor, group: int, digest: bytes) -> int | None:
+        """Return the block of a digest, of the device if it has one."""
+        block = device.find(digest)
+        if block is None:
+            there = self._pools[group].find(digest)
+            return None if there is None else ~there
+        return block
+
+    def look_up(self, device: PoolEditor, group: int, digests: Iterable[bytes]) -> list[int]:
+        """Return the blocks of the longest prefix of `digests` that the two tiers hold together."""
+        found: list[int] = []
+        for digest in digests:
+            block = self.find(device, group, digest)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def load(self, device: PoolEditor, group: int, digests: Sequence[bytes], found: Sequence[int]) -> list[int]:
+        """Load the host's blocks in `found` into new blocks of the device, and index these; enough are available.
+
+        Returns `found` with the new blocks; the device's blocks in it are shared already.
+        """
+        places = [at for at, block in enumerate(found) if block < 0]
+        blocks = list(found)
+        self._pools[group].share([~found[at] for at in places])
+        for at, block in zip(places, device.take(len(places)).tolist(), strict=True):
+            self._loads.append((group, HOST, ~found[at], DEVICE, block))
+            self._loaded.append((group, ~found[at], digests[at]))
+            blocks[at] = block
+        device.publish([(digests[at], blocks[at]) for at in places])
+        return blocks
+
+    def keep(
+        self, plan: int, most: int, owner: int, group: int, digests: Sequence[bytes], blocks: Sequence[int]
+    ) -> None:
+        """Store the blocks of a preempted request until the host is full, and hold them."""
+        for digest, block in zip(digests, blocks, strict=False):
+            there = self._store(plan, most, group, digest, block)
+            if there is None:
+                break
+            self._pools[group].share([there])
+            self._held += (Held(owner, group, there, digest),)
+
+    def let_go(self, owners: Collection[int]) -> None:
+        """Release the blocks that are held for requests."""
+        gone = [each for each in self._held if each.owner in owners]
+        if gone:
+            self._held = tuple(each for each in self._held if each.owner not in owners)
+            for _, own in groupby(gone, key=lambda each: each.owner):  # two may hold one block
+                self._release([(each.group, each.block, each.digest) for each in own])
+
+    def forget(self, digests: Iterable[bytes]) -> None:
+        """Remove digests from the index, and drop their stores."""
+        for digest in digests:
+            for group, pool in enumerate(self._pools):
+                pool.discard([digest])
+                there = pool.find(digest)
+                if there is not None:
+                    pool.forget([there], [digest])
+                on_way = self._on_way.pop((group, digest), None)
+                if on_way is not None:
+                    self._storing[group, on_way] = self._storing[group, on_way]._replace(digest=b"")
+
+    def land(self, landed: Iterable[Landed]) -> None:
+        """Take in the ends of stores; those from before the cache was reset are ignored."""
+        for each in landed:
+            place = each.group, each.block
+            if place not in self._storing or self._storing[place].plan != each.plan:
+                continue
+            digest = self._storing.pop(place).digest
+            self._num_storing[each.group] -= 1
+            self._on_way.pop((each.group, digest), None)
+            if each.is_whole and digest:
+                self._pools[each.group].publish([(digest, each.block)])
+            self._pools[each.group].release([each.block], [digest] if digest else [])
+
+    def finish(self, plan: int, most: int, device: Sequence[PoolEditor]) -> list[Moved]:
+        """Store the blocks that the device's pools have evicted in this plan; return all moves, in order."""
+        for group, pool in enumerate(device):
+            # A prefix is evicted from its end on. If not all of it fits, its beginning is what a prompt can hit.
+            first = max(0, len(pool.evicted) - most + self._num_storing[group])
+            for digest, block in pool.evicted[first:]:
+                self._store(plan, most, group, digest, block)
+        self._release(self._loaded)
+        return [*self._stores, *self._loads]
+
+    def done(self) -> Host:
+        """Return the changed tier; the editor must not be used afterwards."""
+        return Host(tuple(pool.done() for pool in self._pools), tuple(self._storing.values()), self._held)
+
+    def _store(self, plan: int, most: int, group: int, digest: bytes, block: int) -> int | None:
+        """Copy a block of the device to the host, unless its content is stored already; return the host's block.
+
+        None if all blocks of the host are used, or `most` stores of the group have not ended.
+        """
+        pool = self._pools[group]
+        there = pool.find(digest)
+        if there is not None:
+            pool.share([there])
+            pool.release([there], [digest])
+            return there
+        if (group, digest) in self._on_way:
+            return self._on_way[group, digest]
+        if not pool.num_available or self._num_storing[group] >= most:
+            return None
+        there = int(pool.take(1)[0])
+        self._num_storing[group] += 1
+        self._storing[group, there] = Storing(plan, group, there, digest)
+        self._on_way[group, digest] = there
+        self._stores.append((group, DEVICE, block, HOST, there))
+        return there
+
+    def _release(self, used: Iterable[tuple[int, int, bytes]]) -> None:
+        for group, own in groupby(used, key=lambda each: each[0]):
+            _, blocks, digests = zip(*own, strict=True)
+            self._pools[group].release(blocks, digests)
+
+
+def as_array(moves: Sequence[Moved]) -> np.ndarray:
+    """Return moves as int32[·, 5], as in `Plan.moves`."""
+    return np.array(moves, np.int32).reshape(-1, 5)

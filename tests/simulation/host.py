@@ -1,0 +1,156 @@
+"""The host's tier of blocks in the simplest form; slow, failed, reordered and lost copies to it."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Collection, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from jaxllm.runner.host_tier import Copied, Row
+from jaxllm.scheduler.host_tier import DEVICE, HOST, Host, Landed
+from tests.simulation.blocks import Blocks
+from tests.simulation.device import Violation
+
+
+class Tier:
+    """The expected content of the host. A key names the content of a block, as in `Blocks`."""
+
+    def __init__(self, num_blocks: Sequence[int], most_stores: int) -> None:
+        self.groups = [Blocks(count) for count in num_blocks]
+        self.most_stores = most_stores
+        self.storing: dict[tuple[int, int], tuple[int, int | None]] = {}  # by group and block: plan, key
+        self.held: list[tuple[int, int, int, int]] = []  # id, group, block, key
+        self.loads: list[list[int]] = []  # of this plan
+        self.stores: list[list[int]] = []
+        self.num_stored = 0
+        self.fired: Counter[str] = Counter()
+
+    def begin(self, moves: Sequence[list[int]]) -> None:
+        """Begin to check the moves of a plan."""
+        self._unread = deque(move for move in moves if move[3] == HOST)
+        self._used: list[tuple[int, int, int]] = []
+        self.loads, self.stores = [], []
+
+    def find(self, group: int, key: int) -> int | None:
+        """Return ~b for the block b that has a content."""
+        there = self.groups[group].index.get(key) if self.groups else None
+        return None if there is None else ~there
+
+    def store(self, plan: int, group: int, key: int, block: int) -> int | None:
+        """Expect a store, unless the content is stored already, or the host is full."""
+        blocks = self.groups[group]
+        there = blocks.index.get(key)
+        if there is not None:
+            blocks.share([there])
+            blocks.release(there, key)
+            return there
+        for (own, there), (_, of) in self.storing.items():
+            if (own, of) == (group, key):
+                return there
+        if not blocks.num_available or not self._room(group):
+            self.fired["store_without_room"] += 1
+            return None
+        if not self._unread or self._unread[0][:4] != [group, DEVICE, block, HOST]:
+            raise Violation(f"block {block} of {group} is evicted, and its content is not stored")
+        there = self._unread.popleft()[4]
+        self.fired["host_evicted"] += not blocks.free
+        blocks.take(there, bool(blocks.free))
+        self.storing[group, there] = plan, key
+        self.stores.append([group, DEVICE, block, HOST, there])
+        return there
+
+    def _room(self, group: int) -> int:
+        return self.most_stores - sum(own == group for own, _ in self.storing)
+
+    def load(self, group: int, there: int, block: int, key: int) -> None:
+        """Expect a load; the host keeps the block."""
+        self.groups[group].share([there])
+        self._used.append((group, there, key))
+        self.loads.append([group, HOST, there, DEVICE, block])
+        self.fired["loads"] += 1
+
+    def hold(self, plan: int, owner: int, group: int, contents: Sequence[tuple[int, int]]) -> None:
+        """Expect stores of a preempted request's blocks, keys and blocks, until the host is full, and hold them."""
+        for key, block in contents:
+            there = self.store(plan, group, key, block)
+            if there is None:
+                break
+            self.groups[group].share([there])
+            self.held.append((owner, group, there, key))
+            self.fired["swapped_out"] += 1
+
+    def let_go(self, owners: Collection[int]) -> None:
+        for _, own in groupby([each for each in self.held if each[0] in owners], key=lambda each: each[:2]):
+            for _, group, there, key in reversed([*own]):
+                self.groups[group].release(there, key)
+        self.held = [each for each in self.held if each[0] not in owners]
+
+    def forget(self, key: int) -> None:
+        """Remove a content that may be wrong."""
+        for group, blocks in enumerate(self.groups):
+            blocks.discard(key)
+            if key in blocks.index:
+                blocks.forget(key, blocks.index[key])
+            for place, (plan, of) in self.storing.items():
+                if place[0] == group and of == key:
+                    self.storing[place] = plan, None
+                    self.fired["forgotten_store"] += 1
+
+    def land(self, landed: Sequence[Landed]) -> None:
+        for plan, group, there, is_whole in landed:
+            due, key = self.storing.get((group, there), (None, None))
+            self.fired["stale_store"] += due != plan
+            if due != plan:
+                continue
+            del self.storing[group, there]
+            if is_whole and key is not None:
+                self.groups[group].index[key] = there
+            self.groups[group].release(there, key)
+            self.num_stored += is_whole
+            self.fired["stored" if is_whole else "store_failed"] += 1
+
+    def finish(self, plan: int, evicted: Sequence[Sequence[tuple[int, int]]]) -> list[list[int]]:
+        """Store the keys and blocks that were evicted in each group; return the plan's moves between tiers."""
+        for group, own in enumerate(evicted):
+            for key, block in own[max(0, len(own) - self._room(group)) :]:
+                self.store(plan, group, key, block)
+        for _, own in groupby(self._used, key=lambda each: each[0]):
+            for group, there, key in reversed([*own]):
+                self.groups[group].release(there, key)
+        if self._unread:
+            raise Violation("a block is stored that no plan has evicted")
+        return [*self.stores, *self.loads]
+
+    def compare(self, host: Host | None, with_index: bool) -> None:
+        if host is None:
+            return
+        for blocks, pool in zip(self.groups, host.pools, strict=True):
+            blocks.compare(pool, with_index)
+        storing = {(group, there): (plan, bool(digest)) for plan, group, there, digest in host.storing}
+        if storing != {place: (plan, key is not None) for place, (plan, key) in self.storing.items()}:
+            raise Violation("other stores are on their way than are due")
+        if [each[:3] for each in host.held] != [each[:3] for each in self.held]:
+            raise Violation("other blocks of the host are held for preempted requests than are due")
+
+
+class SlowCopies:
+    """Copies that end at random turns, in random order; some fail, and in some worlds none ends."""
+
+    def __init__(self, setting: Mapping[str, Any]) -> None:
+        self._chance = random.Random(setting["seed"])
+        self._ends, self._fails = setting["transfers"]
+        self._on_way: list[tuple[Any, Row]] = []
+
+    def begin(self, copies: Sequence[tuple[tuple[int, int, int], Row]]) -> None:
+        self._on_way += copies
+
+    def ended(self) -> list[Copied]:
+        self._chance.shuffle(self._on_way)
+        count = sum(self._chance.random() < self._ends for _ in self._on_way)
+        ended, self._on_way = self._on_way[:count], self._on_way[count:]
+        return [Copied(key, None if self._chance.random() < self._fails else row) for key, row in ended]
+
+    def close(self) -> None:
+        """No thread copies."""
