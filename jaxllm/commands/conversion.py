@@ -75,5 +75,5 @@ def _copy_files(source: Path, target: Path) -> None:
             if path.is_file() and not path.name.endswith(INDEX.removeprefix("model")):
                 copy = target / path.relative_to(source)
                 copy.parent.mkdir(exist_ok=True)
-                # The content only: a hub's cache has links with restrictive modes.
+                # The content only, without the links and modes of a hub's cache.
                 shutil.copyfile(inside(source, path.relative_to(source).as_posix()), copy)

@@ -110,7 +110,8 @@ class FleetLLM(StreamingEngine, FleetCalls):
     async def drain_replica(self, number: int) -> None:
         """Send a replica no more requests, restart it when idle, and return when it serves again.
 
-        A remote one must be restarted there. Raises UnavailableError if it, or every other, accepts no requests.
+        A remote one exits, to be restarted on its machine. Raises UnavailableError if it, or every other, accepts no
+        requests.
         """
         if not 0 <= number < len(self.replicas):
             raise UserError(f"replica must be 0 to {len(self.replicas) - 1}, got {number}.", "replica", number)

@@ -441,7 +441,7 @@ class Runner:
             self._digest,
             setup.layout.devices,
         )
-        # Programs from JAX's cache cannot be serialized, so another folder is its cache.
+        # Programs from JAX's cache cannot be serialized again, so its folder has other programs.
         use_compilation_cache(self._config.cache_dir() / ("small" if self._kept.is_on else ""))
         text = describe_memory(plan, setup)
         differs = aot_manifest.difference(setup.prepared, describe_programs(self._config, setup, plan))
