@@ -107,8 +107,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue each prompt; return outputs in order.
 
-        A prompt is text, a list of token ids, or a mapping (see `LLMEngine.add_request`). Parameters and adapters are
-        one for all or one each; default parameters are the model's. If one prompt is refused, none runs.
+        A prompt is text, token ids, or a mapping (see `LLMEngine.add_request`). Parameters and adapters are one for all
+        or one each; the model has default parameters. If one prompt is refused, none runs.
         """
         items = _as_list(prompts)
         params = self._params_for(len(items), sampling_params)
@@ -277,15 +277,14 @@ class LLM:
         return self.engine.model.default_params
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prompts; return False if impossible now."""
+        """Clear the prefix cache; return False, without clearing, while requests run."""
         return self.engine.reset_prefix_cache()
 
     def close(self) -> None:
-        """Release the model and its memory."""
+        """Free the model's memory."""
         self.engine.close()
 
     def _check_generates(self) -> None:
-        """Refuse a pooling model, before other checks."""
         check_kind(None, self.engine.model, self.engine.config.model)
 
     def _params_for(
@@ -305,7 +304,7 @@ class LLM:
         sorts: bool = False,
         adapters: Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """Run requests to their ends; `sorts`: longest prompts first."""
+        """Run requests until they end; `sorts`: longest prompts first."""
         accepted = []
         for index, (prompt, own) in enumerate(zip(items, params, strict=True)):
             rank = 0 if priority is None else priority[index]
@@ -320,7 +319,7 @@ class LLM:
         try:
             return self._run(ids, use_tqdm)
         finally:
-            for request_id in ids:  # no effect on requests that have ended
+            for request_id in ids:  # no effect on finished requests
                 self.engine.abort_request(request_id)
 
     def _run(self, ids: Sequence[str], use_tqdm: bool) -> list[RequestOutput]:

@@ -1,4 +1,4 @@
-"""`RequestParams`: the base of all parameters that a request may have. Standard library only."""
+"""`RequestParams`: the base class of request parameters. Standard library only."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import ClassVar
 
 
 class RequestParams:
-    """The parameters of one request: plain data that never changes."""
+    """The parameters of one request. Immutable."""
 
-    generates: ClassVar[bool] = True  # whether it continues its prompt with tokens
+    generates: ClassVar[bool] = True  # continues its prompt with tokens
 
     @property
     def num_sequences(self) -> int:
-        """The number of sequences that run for it."""
+        """The number of its sequences."""
         return 1

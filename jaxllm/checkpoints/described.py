@@ -1,4 +1,4 @@
-"""Reads the description of a model from the files of its folder: the decoder, its family, and how it ends."""
+"""Reads a model's description from its folder: decoder, family and head."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxllm.model.spec import Spec
 
 @dataclass(frozen=True)
 class Described:
-    """A model as its folder describes it."""
+    """A model's description."""
 
     folder: Path
     config: Mapping[str, Any]  # config.json
@@ -28,7 +28,7 @@ class Described:
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens of a prompt, if no setting limits them further."""
+        """The most tokens of a prompt, unless a setting is lower."""
         longest = self.spec.max_position
         return longest if self.head is None else min(longest, most_tokens(self.folder) or longest)
 

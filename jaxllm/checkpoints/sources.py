@@ -1,7 +1,4 @@
-"""Locate the parts of weights in a checkpoint's tensors, and read their rows piecewise.
-
-Every tensor's shape is checked before the first byte is copied.
-"""
+"""Locate the parts of weights in a checkpoint's tensors, and read their rows piecewise."""
 
 from __future__ import annotations
 
@@ -21,17 +18,14 @@ from jaxllm.model.head import Head
 from jaxllm.model.parameters import Part, Weight
 from jaxllm.model.rows import Rows, in_tensors
 
-_PIECE_BYTES = 32 * 2**20  # bytes copied before the read pages are released
+_PIECE_BYTES = 32 * 2**20  # copied before the pages read are released
 
-Store = Callable[[int, np.ndarray], None]  # takes rows and the number of the first
+Store = Callable[[int, np.ndarray], None]  # takes rows and the first one's number
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where the rows of a part are: `at` places of the [out, in] (or [out]) view of a tensor.
-
-    `expert` is the index in a tensor of all experts.
-    """
+    """The location of a part's rows: `at` of the [out, in] (or [out]) view of a tensor, or of its `expert`."""
 
     tensor: Tensor | Matrix
     at: Rows
@@ -46,9 +40,9 @@ class Source:
         return values.T if self.is_transposed else values
 
     def whole(self, part: Part) -> np.ndarray:
-        """View all rows of the part; those of a comb by tooth, [teeth, rows of one, ...].
+        """Return a view of the part's rows; those of a comb by tooth, [teeth, rows of one, ...].
 
-        Heads that alternate with other parts' heads are copied.
+        Alternating heads are copied.
         """
         values, comb = self.view(), self.at.comb
         if comb is None:
@@ -60,10 +54,9 @@ class Source:
     def give(
         self, side: Side, width: int, start: int, count: int, columns: tuple[slice, ...], store: Store, row: int
     ) -> int:
-        """Pass `columns` of `count` rows of the part, from `start`, to `store`, numbered from `row`; return the next
-        row.
+        """Pass `columns` of `count` rows from `start` to `store`, numbered from `row`; return the next row.
 
-        For a quantized matrix they are of one `side`, `width` columns wide. Read pages are released.
+        A quantized matrix has `side`s, `width` columns wide. Releases the pages read.
         """
         for rows in self.at.slices(start, count):
             if isinstance(self.tensor, Matrix):
@@ -88,20 +81,20 @@ def _steps(rows: slice, row_bytes: int) -> Iterator[slice]:
 def give_columns(source: np.ndarray, row: int, store: Store, tensor: Tensor) -> None:
     """Pass `source`, a view of `tensor`, to `store` from `row` on; release its pages."""
     rows = len(source)
-    if source.flags.c_contiguous and source.size:  # a row of a transposed tensor is on all of its pages
+    if source.flags.c_contiguous and source.size:  # a row of a transposed tensor is on all its pages
         rows = max(1, _PIECE_BYTES * len(source) // source.nbytes)
     for start in range(0, len(source), max(1, rows)):
         store(row + start, source[start : start + rows])
         tensor.release()
 
 
-# For each weight, the parts of each piece along axis 0 (one, unless experts are stacked).
+# By weight: the parts of each piece along axis 0 (one unless experts are stacked).
 Sources = dict[tuple[int | None, str], tuple[tuple[Source, ...], ...]]
 
 
 def open_sources(folder: Path, declared: Params[Weight], family: Family, head: Head | None) -> Sources:
-    """Look up the tensors behind every weight of a folder; refuse missing, misshapen and unexpected ones."""
-    # A checkpoint saved from the bare model, without the head, lacks the prefix.
+    """Return the tensors of every weight; raise UserError for missing, misshapen or unexpected ones."""
+    # A checkpoint of the bare model, without head, lacks the prefix.
     tensors = {_usual(name.removeprefix(family.prefix)): tensor for name, tensor in open_tensors(folder).items()}
     names = dict(family.tensors)
     if head is not None:
@@ -113,12 +106,11 @@ def open_sources(folder: Path, declared: Params[Weight], family: Family, head: H
 
 
 def _usual(name: str) -> str:
-    """Convert tensor names of early transformers checkpoints."""
+    """Convert names of early transformers checkpoints."""
     return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 
 def find_sources(declared: Params[Weight], family: Family, tensors: Mapping[str, Tensor | Matrix]) -> Sources:
-    """Find declared weights' tensors by name without the family's prefix; refuse others."""
     sources: Sources = {}
     used: set[str] = set()
     for layer, weights in [(None, declared.top), *enumerate(declared.layers)]:
@@ -129,9 +121,9 @@ def find_sources(declared: Params[Weight], family: Family, tensors: Mapping[str,
                 pieces.append(found)
                 used.update(names)
             sources[layer, name] = tuple(pieces)
-    # A stored head next to the embedding that it is tied to is a copy.
+    # A head tied to the embedding may be stored as a copy.
     copies = set() if "head" in declared.top else {family.tensors["head"]}
-    behind = f"layers.{len(declared.layers)}."  # multi-token prediction layers, which are not built
+    behind = f"layers.{len(declared.layers)}."  # multi-token prediction layers, not built
     for name in sorted(set(tensors) - used - copies):
         is_behind = family.has_layers_behind and name.startswith(behind)
         if not name.endswith(family.ignored) and not name.startswith(family.heads) and not is_behind:
@@ -154,7 +146,7 @@ def _find_parts(
     places, rows = in_tensors(weight.parts, names, family.alternating)
     found = []
     for part, pattern, name, at in zip(weight.parts, patterns, names, places, strict=True):
-        which = expert if pattern.count("{}") == 1 else None  # the tensor holds all experts
+        which = expert if pattern.count("{}") == 1 else None  # the tensor has all experts
         is_transposed = part.name in family.transposed and isinstance(tensors[name], Tensor)
         found.append(Source(tensors[name], at, which, is_transposed))
     for source, name in zip(found, names, strict=True):
@@ -174,7 +166,7 @@ def _check_shape(tensor: Tensor | Matrix, shape: tuple[int, ...]) -> None:
             "model",
         )
     if isinstance(tensor, Tensor):
-        tensor.values()  # refuses a type that cannot be read
+        tensor.values()  # raises for an unsupported type
 
 
 def _check_type(weight: Weight, tensor: Tensor | Matrix, stored: Stored | None, name: str) -> None:
@@ -193,7 +185,6 @@ def _check_type(weight: Weight, tensor: Tensor | Matrix, stored: Stored | None, 
 
 
 def _check_scheme(weight: Weight, tensor: Tensor | Matrix, stored: Stored, name: str) -> None:
-    """Refuse a matrix whose quantization contradicts config.json."""
     if isinstance(tensor, Matrix) == (weight.scheme is not None):
         return
     fault = "is quantized" if isinstance(tensor, Matrix) else "is not quantized"

@@ -1,7 +1,6 @@
 """Load parameters from a folder or hub id onto devices, or make random ones.
 
-Weights are copied one at a time, piecewise, from the mapped file to their array's memory, so that the peak stays near
-the weights' size.
+Weights are copied piecewise from mapped files, so that the peak of memory stays near their size.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ from jaxllm.model.sharding import Layout
 from jaxllm.model.spec import Spec
 
 _TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
-_QUANTIZED_BYTES = 2**20  # quantized at once: intermediates fit into a processor's cache
+_QUANTIZED_BYTES = 2**20  # at once, so that intermediates fit into a processor's cache
 
 
 def resolve(model: str, revision: str | None = None, tokenizer_only: bool = False) -> Path:
     """Return a model's folder: one included in jaxllm, a local one, or the hub's, downloaded.
 
-    The hub is queried for the newest commit of `revision`; without network the cached copy is used. Any failure is a
-    UserError of one line.
+    The hub is queried for the newest commit of `revision`; without network the cached copy is used. Raises
+    UserError on failure.
     """
     folder = SHIPPED.get(model) or Path(model).expanduser()
     if folder.is_dir():
@@ -84,7 +83,7 @@ def resolve(model: str, revision: str | None = None, tokenizer_only: bool = Fals
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Raises UserError if missing."""
+    """Return config.json; raise UserError if missing."""
     config = read_object(folder, "config.json")
     if config is None:
         raise UserError(f"{folder} has no config.json.", "model")
@@ -92,12 +91,11 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
-    """Return {} if missing."""
     return read_object(folder, "generation_config.json") or {}
 
 
 def check(folder: Path, spec: Spec, family: Family, layout: Layout, head: Head | None = None) -> None:
-    """Refuse a checkpoint whose files are broken or do not hold the weights of `spec`; reads headers only."""
+    """Raise UserError if the files are broken or lack the weights of `spec`; reads headers only."""
     decoder.check_shards(spec, layout)
     declared = _declare(spec, layout, None, head, family)
     if orbax_checkpoint.is_here(folder):
@@ -118,8 +116,8 @@ def load(
 ) -> Params[Array]:
     """Read a checkpoint into arrays of `dtype`, or `Quantized` as declared.
 
-    Each device's piece is quantized from the stored numbers, not from ones rounded to `dtype`. Shapes are checked
-    before the first byte is copied; a UserError names a missing, unexpected or misshapen tensor.
+    Weights are quantized from the stored numbers, not from ones rounded to `dtype`. Raises UserError, before copying,
+    for a missing, unexpected or misshapen tensor.
     """
     decoder.check_shards(spec, layout)
     declared = _declare(spec, layout, at_load(quantization, _is_cpu(layout)), head, family)
@@ -162,7 +160,7 @@ def read(
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A part of a weight as stored: a view [out, in] (or [out]) of the mapped file, and a function to release it.
+    """A stored part of a weight: a view [out, in] (or [out]) of the mapped file, and its release.
 
     Rows of a comb are divided into teeth: [teeth, out, in].
     """
@@ -174,7 +172,6 @@ class StoredPart:
 def stored_parts(
     folder: Path, spec: Spec, family: Family, head: Head | None = None
 ) -> dict[orbax_checkpoint.Name, StoredPart]:
-    """Raises as `load`."""
     if family.stored is not None:
         raise UserError(f"{folder} is quantized already ({family.stored.method}), and read as it is.", "model")
     declared = declare(spec, head=head)
@@ -197,10 +194,7 @@ def abstract(
     head: Head | None = None,
     family: Family | None = None,
 ) -> Params[jax.ShapeDtypeStruct]:
-    """Describe the parameters (shapes, types, shardings) without allocating.
-
-    `family` determines a stored quantization.
-    """
+    """Describe the parameters (shapes, types, shardings) without allocating."""
     decoder.check_shards(spec, layout)
     declared = _declare(spec, layout, at_load(quantization, _is_cpu(layout)), head, family)
     return jax.tree.map(lambda weight: quantized.describe(weight, layout, dtype), declared)
@@ -249,7 +243,6 @@ def _declare(
 
 
 def num_bytes(tree: Any) -> int:
-    """Count the bytes of all arrays, real or described, over all devices."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
@@ -262,7 +255,7 @@ def load_random(
     head: Head | None = None,
     family: Family | None = None,
 ) -> Params[Array]:
-    """Return parameters without a checkpoint: standard deviation 0.02, norms neutral."""
+    """Return random parameters: standard deviation 0.02, norms neutral."""
     decoder.check_shards(spec, layout)
     return draw(_declare(spec, layout, at_load(quantization, _is_cpu(layout)), head, family), layout, dtype, seed)
 
@@ -292,7 +285,7 @@ def _load_rounded(weight: Weight, sources: tuple[tuple[Source, ...], ...], layou
     scheme = weight.scheme
     assert scheme is not None
     shapes = quantized.describe(weight, layout, np.float32)
-    kept: dict[tuple[int, int], np.ndarray] = {}  # by the piece's number on each axis
+    kept: dict[tuple[int, int], np.ndarray] = {}  # by the piece's indices
 
     def place(index: tuple[slice, ...] | None, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> tuple[int, int]:
         each = zip(index or (), shape, axes, strict=True)
@@ -321,7 +314,7 @@ def _load_rounded(weight: Weight, sources: tuple[tuple[Source, ...], ...], layou
         return kept[rows, piece]
 
     def packed_values(index: tuple[slice, ...] | None) -> np.ndarray:
-        # With several values per byte the array is narrower than the weight; the number of pieces is the same.
+        # With several values per byte the array is narrower than the weight, in equally many pieces.
         rows, of = index or (slice(None), slice(None))
         width = weight.shape[1] // shapes.values.shape[1]
         return values((rows, slice((of.start or 0) * width, (of.stop or shapes.values.shape[1]) * width)))
@@ -342,7 +335,7 @@ def _load_stored(weight: Weight, sources: tuple[tuple[Source, ...], ...], layout
 def _load_side(
     side: Side, described: jax.ShapeDtypeStruct, weight: Weight, sources: tuple[tuple[Source, ...], ...], layout: Layout
 ) -> Array:
-    """Read one side of a weight into the described array: scales and zeros transposed, with groups as rows."""
+    """Read one side of a weight; scales and zeros are transposed, with groups as rows."""
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         if side in ("scales", "zeros"):
@@ -353,7 +346,7 @@ def _load_side(
     def read_rows(shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
         bounds = [piece.indices(length) for piece, length in zip(index, shape, strict=True)]
         out = _aligned(tuple(stop - start for start, stop, _ in bounds), np.dtype(described.dtype))
-        # Experts are never divided among devices.
+        # Experts are never sharded.
         one, inner = (shape, index) if weight.stack is None else (shape[1:], index[1:])
         for piece, parts in zip([out] if weight.stack is None else out, sources, strict=True):
 
@@ -375,10 +368,9 @@ def fill(
     shards: int,
     index: tuple[slice, ...],
 ) -> None:
-    """Pass piece `index` of the `shape` that `parts` make up, with rows in `shards`, to `store`.
+    """Pass piece `index` of the `shape` that `parts` form, with rows in `shards`, to `store`.
 
-    For quantized matrices it is of one `side`. `store` copies rows block by block, each with the number of its first
-    row.
+    `store` receives blocks of rows, each with its first row's number.
     """
     filled = 0
     for number, first, count, padding in in_order(parts, shape[0], shards, index[0]):
@@ -389,7 +381,7 @@ def fill(
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Allocate an array that XLA on a CPU uses without copying: aligned to 64 bytes."""
+    """Allocate an array aligned to 64 bytes, which XLA on a CPU uses without copying."""
     num_bytes = math.prod(shape) * dtype.itemsize
     buffer = np.empty(num_bytes + 64, np.uint8)
     start = -buffer.ctypes.data % 64

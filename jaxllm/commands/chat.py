@@ -1,6 +1,6 @@
-"""`jaxllm chat`: a conversation, a line a turn, in the terminal or from a pipe.
+"""`jaxllm chat`: a conversation in the terminal or from a pipe, one line per turn.
 
-Keeps the conversation and forgets its oldest turns when the context is full.
+Drops the oldest turns when the context is full.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from jaxllm.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from jaxllm.llm import LLM
 
-CHAT_TOKENS = 1024  # default of `--max-tokens`: an answer should end by itself
-_NO_FLAGS = {"n", "logprobs", "prompt_logprobs", "logprob_token_ids"}  # a conversation shows one text and no numbers
+CHAT_TOKENS = 1024  # an answer should end by itself
+_NO_FLAGS = {"n", "logprobs", "prompt_logprobs", "logprob_token_ids"}  # a conversation prints one text and no numbers
 CHAT_HELP = """\
 /clear   forget the conversation (the system prompt stays)
 /exit    exit, as ^D does
@@ -30,7 +30,6 @@ CHAT_HELP = """\
 
 
 def add(commands: Subparsers) -> None:
-    """Describe the command."""
     parser = new_command(commands, "chat", run, "talk with a model")
     parser.description = "Talk with a model.\n\n" + CHAT_HELP
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -42,7 +41,6 @@ def add(commands: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Talk until the input ends."""
     options, further = with_lora(options)
     engine_config(options)
     own = params_of(options, CHAT_TOKENS)
@@ -50,7 +48,7 @@ def run(options: dict[str, Any]) -> int:
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         _enable_line_editing()
-    with open_llm(options, precompile="background") as llm:  # a GPU's programs take a minute
+    with open_llm(options, precompile="background") as llm:  # compiling for a GPU takes a minute
         params = replace(llm.get_default_sampling_params(), **own)
         _check_template(llm, system, further)
         history = list(system)
@@ -73,7 +71,6 @@ def run(options: dict[str, Any]) -> int:
 
 
 def _check_template(llm: LLM, system: list[dict[str, str]], further: Mapping[str, Any]) -> None:
-    """Refuse a model without a template, or with one that does not take the system prompt."""
     try:
         llm.chat_prompt([*system, {"role": "user", "content": "Hello"}], **further)
     except UserError as error:
@@ -83,12 +80,11 @@ def _check_template(llm: LLM, system: list[dict[str, str]], further: Mapping[str
 def _enable_line_editing() -> None:
     try:
         import readline  # noqa: F401 - importing it gives input() a history and editing keys
-    except ImportError:  # Windows has none, and edits lines by itself
+    except ImportError:  # Windows has none; its console edits lines
         pass
 
 
 def _read_line(is_terminal: bool) -> str | None:
-    """Read what the user says; None at the end of the input."""
     while True:
         try:
             return input("> " if is_terminal else "")
@@ -105,7 +101,7 @@ def _read_line(is_terminal: bool) -> str | None:
 def _turn(
     llm: LLM, history: list[dict[str, str]], line: str, params: SamplingParams, further: Mapping[str, Any]
 ) -> list[dict[str, str]]:
-    """Answer one line; return the conversation with both, or as it was where there is no answer."""
+    """Answer one line; return the conversation, unchanged without an answer."""
     try:
         messages, prompt = _fit(llm, [*history, {"role": "user", "content": line}], params.max_tokens, further)
         num_dropped = len(history) + 1 - len(messages)
@@ -132,9 +128,9 @@ def _turn(
 def _fit(
     llm: LLM, messages: list[dict[str, str]], max_tokens: int | None, further: Mapping[str, Any]
 ) -> tuple[list[dict[str, str]], dict[str, Any]]:
-    """Drop the oldest questions and answers until the conversation leaves room for an answer; give it and its prompt.
+    """Drop the oldest turns until an answer fits; return the conversation and its prompt.
 
-    Room is `max_tokens`, but at most a quarter of the context: to forget costs more than an answer that is cut off.
+    Reserves `max_tokens`, at most a quarter of the context: a truncated answer is better than a forgotten turn.
     """
     limit = llm.engine.model.max_model_len
     room = min(max_tokens or limit, limit // 4)

@@ -1,8 +1,4 @@
-"""`jaxllm convert`: a safetensors model becomes a folder with an Orbax checkpoint and all its other files.
-
-Decides what goes into that folder, and that it is there whole or not at all; the checkpoint is written by
-model/orbax_checkpoint.py.
-"""
+"""`jaxllm convert`: copy a safetensors model to a folder with an Orbax checkpoint."""
 
 from __future__ import annotations
 
@@ -20,15 +16,15 @@ from jaxllm.errors import UserError
 
 _KEPT = (
     *("*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*.jinja", "LICENSE*", "README*"),
-    "[0-9]_*/config.json",  # of sentence-transformers' modules
+    "[0-9]_*/config.json",  # modules of sentence-transformers
 )
 
 
 def convert(source: str, target: Path, revision: str | None = None, progress: bool = False) -> Path:
-    """Write the model `source` (folder, hub id or name of a shipped one) into the folder `target`; return its path.
+    """Write the model `source` (folder, hub id or included name) to the folder `target`; return its path.
 
-    `target` may be an empty folder; it appears under its name once all is written. Whatever is wrong with either is a
-    UserError of one line, found before the first byte is written where possible.
+    `target` must be missing or empty, and is renamed into place when complete. Raises UserError, before writing where
+    possible.
     """
     target = target.expanduser().absolute()
     _check_target(target)
@@ -58,7 +54,7 @@ def convert(source: str, target: Path, revision: str | None = None, progress: bo
             _copy_files(folder, unfinished)
             orbax_checkpoint.write(unfinished, {name: part.values for name, part in parts.items()}, count)
         if target.is_dir():
-            target.rmdir()  # Windows renames onto nothing, not even an empty folder
+            target.rmdir()  # Windows does not rename onto an empty folder
         unfinished.rename(target)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -73,11 +69,11 @@ def _check_target(target: Path) -> None:
 
 
 def _copy_files(source: Path, target: Path) -> None:
-    """Copy what is not weights: configuration, tokenizer, chat templates, licence."""
+    """Copy all files except weights."""
     for pattern in _KEPT:
         for path in source.glob(pattern):
             if path.is_file() and not path.name.endswith(INDEX.removeprefix("model")):
                 copy = target / path.relative_to(source)
                 copy.parent.mkdir(exist_ok=True)
-                # Not its link, nor its mode: a hub's cache has both.
+                # The content only, without the links and modes of a hub's cache.
                 shutil.copyfile(inside(source, path.relative_to(source).as_posix()), copy)

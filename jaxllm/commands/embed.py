@@ -66,7 +66,7 @@ def add(commands: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Return 130 after ^C; rows already written are kept."""
+    """Write or search embeddings; return 130 after ^C, keeping the rows written."""
     options["model"] = options["model"] or str(EMBEDDER_DIR)
     engine_config(options)
     output: Path | None = options["output"]
@@ -80,7 +80,7 @@ def run(options: dict[str, Any]) -> int:
         name = "standard input" if options["input"] == "-" else options["input"]
         lines = _reader(file, name, options["field"], options["skip_empty"])
         digest = hashlib.sha256()
-        count = sum(1 for _ in lines(digest.update))  # fails for an invalid line before the model loads
+        count = sum(1 for _ in lines(digest.update))  # raises for invalid lines before the model loads
         if not count:
             raise UserError(f"{name} holds no text.", "input")
         with open_llm(options) as llm:
@@ -96,7 +96,7 @@ def run(options: dict[str, Any]) -> int:
 
 @contextmanager
 def _opened(name: str) -> Iterator[IO[bytes]]:
-    """Standard input is copied, because it is read twice."""
+    """Open a file to read twice; standard input is copied."""
     if name != "-":
         with open(name, "rb") as file:
             yield file
@@ -111,7 +111,7 @@ Lines = Callable[..., Iterator[Line]]
 
 
 def _reader(file: IO[bytes], name: str, field: str | None, skip_empty: bool) -> Lines:
-    """Return a function that yields the lines from the beginning, passing each raw line to `see`."""
+    """Return a function that yields the lines, passing each raw line to `see`."""
     file.seek(0)
     is_json = field is not None or name.endswith(".jsonl") or file.readline().lstrip().startswith(b"{")
 
@@ -171,7 +171,6 @@ class _Embed:
         return np.stack([output.outputs.data for output in outputs])
 
     def batches(self, lines: Iterator[Line], done: int = 0) -> Iterator[tuple[list[Line], np.ndarray]]:
-        """Yield lines with vectors, skipping the first `done`."""
         from tqdm import tqdm
 
         lines = islice(lines, done, None)
@@ -198,7 +197,6 @@ def _write(embed: _Embed, lines: Lines, path: Path, job: Mapping[str, Any]) -> i
 
 
 def _show_nearest(embed: _Embed, lines: Iterator[Line], query: str, most: int = 5) -> None:
-    """Print the lines with the highest cosine similarity."""
     import numpy as np
 
     (asked,) = embed.vectors([Line(0, query)])

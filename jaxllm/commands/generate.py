@@ -25,7 +25,6 @@ _IN_JSON = ("logprobs", "prompt_logprobs", "logprob_token_ids")
 
 
 def add(commands: Subparsers) -> None:
-    """Add the command."""
     parser = new_command(commands, "generate", run, "continue prompts")
     parser.description = (
         "Continue each prompt. Without PROMPT and --file, standard input is one prompt, and so is the PROMPT '-'."
@@ -45,7 +44,7 @@ def add(commands: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Continue the prompts and write the outputs; 1 if an output failed, 130 after ^C."""
+    """Return 1 if an output failed, 130 after ^C."""
     options, further = with_lora(options)
     engine_config(options)
     own = params_of(options, GENERATE_TOKENS)

@@ -1,7 +1,4 @@
-"""What commands that load a model share: the model, a trace of its steps, a request's text written as it comes.
-
-Knows terminals and ^C.
-"""
+"""The model, traces, streamed output and ^C, for commands that load a model."""
 
 from __future__ import annotations
 
@@ -31,20 +28,19 @@ REQUEST_ID = "cli"
 
 
 def add_request_flags(parser: argparse.ArgumentParser, max_tokens: int, skipped: Collection[str] = ()) -> None:
-    """Add the flags of a request: `--lora`, sampling parameters but the skipped ones, and the form of the output."""
     parser.add_argument("--lora", metavar="PATH", help="a LoRA adapter of the model: its folder or hub id")
     add_sampling_flags(parser.add_argument_group("sampling"), max_tokens, skipped)
     add_constraint_flags(parser.add_argument_group("form of the output"))
 
 
 def params_of(options: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
-    """Return the sampling parameters that the flags give, with the command's default of `max_tokens`; check them."""
+    """Validate and return the sampling parameters from flags."""
     build(SamplingParams, options, max_tokens=max_tokens)
     return {"max_tokens": max_tokens, **given(options, SamplingParams), **constraint_of(options)}
 
 
 def with_lora(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options with an engine that takes the adapter of `--lora`, and further arguments of requests."""
+    """Return options of an engine for `--lora`, and further arguments of requests."""
     path = options["lora"]
     if path is None:
         return options, {}
@@ -59,7 +55,6 @@ def with_lora(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def add_verbose(parser: argparse.ArgumentParser) -> None:
-    """Add `--verbose`, for `open_llm`."""
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="show the division of memory and the phases of the start"
     )
@@ -67,9 +62,9 @@ def add_verbose(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def open_llm(options: Mapping[str, Any], **defaults: Any) -> Iterator[LLM]:
-    """Load the model that the flags name; errors name flags.
+    """Load the model named by flags; errors name flags.
 
-    A terminal shows a progress bar until the model is loaded. `defaults` are settings for which no flag was given.
+    `defaults` apply to settings without a flag.
     """
     from jaxllm.llm import LLM
 
@@ -86,7 +81,6 @@ def open_llm(options: Mapping[str, Any], **defaults: Any) -> Iterator[LLM]:
 
 
 def profile(llm: LLM, options: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Trace what the engine does inside, if `--profile` was given."""
     from jaxllm.runner.profiling import profiled
 
     return profiled(llm.engine, options["profile"], options["profile_steps"])
@@ -94,10 +88,10 @@ def profile(llm: LLM, options: Mapping[str, Any]) -> AbstractContextManager[None
 
 @contextmanager
 def noting_interrupts() -> Iterator[threading.Event]:
-    """Have ^C set an event instead of breaking off a step, which would cost the engine its cache; a second ^C does."""
+    """Set an event on ^C; interrupting a step would cost the engine its cache, and only a second ^C does."""
     seen = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield seen  # only the main thread may handle signals
+        yield seen  # only the main thread handles signals
         return
 
     def note(*_: object) -> None:
@@ -115,10 +109,7 @@ def noting_interrupts() -> Iterator[threading.Event]:
 def stream(
     llm: LLM, prompt: Any, params: SamplingParams, further: Mapping[str, Any]
 ) -> tuple[RequestOutput | None, bool]:
-    """Write a request's text as it comes; return its last output and whether ^C ended it.
-
-    `further` are arguments of `LLMEngine.add_request`.
-    """
+    """Print a request's text as it is generated; return its last output and whether ^C ended it."""
     output, num_shown = None, 0
     with noting_interrupts() as interrupt:
         llm.engine.add_request(REQUEST_ID, prompt, params, **further)
@@ -129,5 +120,5 @@ def stream(
                     print(text[num_shown:], end="", flush=True)
                     num_shown = len(text)
         finally:
-            llm.engine.abort_request(REQUEST_ID)  # nothing happens where it has ended
+            llm.engine.abort_request(REQUEST_ID)  # no effect on a finished request
     return output, interrupt.is_set() and (output is None or not output.finished)

@@ -33,7 +33,8 @@ def _take_idle_priority() -> None:
     """Give this thread, and XLA:CPU's LLVM threads, idle priority.
 
     LLVM's threads, created by a process's first compilation, do two thirds of the work and do not inherit priority.
-    They keep it, since raising it may need privileges: later engines start more slowly on busy machines (DECISIONS 40).
+    They keep it, since raising it may need privileges: later engines start more slowly on busy machines (DECISIONS,
+    "Three programs exist before the first request").
     """
     if sys.platform != "linux":
         return

@@ -1,4 +1,4 @@
-"""`Accepted`: a request while it is checked, and until its sequences are made."""
+"""`Accepted`: a validated request, before its sequences are made."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from jaxllm.sampling_params import SamplingParams
 
 @dataclass(slots=True, kw_only=True)
 class Accepted:
-    """A request. `InputProcessor.accept` and features fill it in; nothing changes it afterwards."""
+    """Filled in by `InputProcessor.accept` and features, constant afterwards."""
 
     request_id: str  # the caller's
-    internal_id: str  # the engine's, unique among all that run
+    internal_id: str  # the engine's, unique among running requests
     name: str  # for logs and recordings
-    given: Prompt  # as the caller gave it
-    asked: RequestParams | None  # the parameters that the caller gave
-    options: Mapping[str, Any]  # further arguments, by the names in `Feature.options`
+    given: Prompt
+    asked: RequestParams | None  # parameters from the caller
+    options: Mapping[str, Any]  # further arguments, named in `Feature.options`
     priority: int
     language: Language
-    params: SamplingParams  # of each of its sequences
-    packed: SamplingParams | None = None  # as the device gets them, where that differs
+    params: SamplingParams  # of each sequence
+    packed: SamplingParams | None = None  # for the device, if different
     prompt: str | None = None
     prompt_token_ids: tuple[int, ...] = ()
     salt: bytes = b""
-    content: bytes = b""  # a digest of whatever else the cached blocks of its prompt depend on
-    limit: int = 0  # the most tokens that prompt and output can have together
+    content: bytes = b""  # digest of further inputs of its cached blocks
+    limit: int = 0  # most tokens of prompt and output together
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences
     num_sequences: int = 1
     sequence_type: type[Sequence] = Sequence
-    states: dict[str, Any] = field(default_factory=dict)  # prepared by features, by their names
+    states: dict[str, Any] = field(default_factory=dict)  # of features, by name

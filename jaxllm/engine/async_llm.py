@@ -1,7 +1,6 @@
-"""`AsyncLLM`: one engine in a thread of its own, and async iterators of outputs for any number of readers.
+"""`AsyncLLM`: one engine in a thread, with async iterators of outputs for any number of readers.
 
-Its readers and the bounds of its queue are in streaming_engine.py, its states in life_cycle.py, its thread in
-engine_thread.py. All methods belong to the event loop that called `start`.
+All methods belong to the event loop that called `start`.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ from jaxllm.scheduler.recorded import Recorder
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
-_MANY_IDS = 2**16  # token ids of a prompt that are checked in a thread: 5 ms
-LONG_TEXT = 4096  # characters from which on a prompt is tokenized off the event loop: about a millisecond
+_MANY_IDS = 2**16  # token ids of a prompt; longer ones are checked in a thread: 5 ms
+LONG_TEXT = 4096  # characters; longer prompts are tokenized off the event loop: about a millisecond
 
 
 class AsyncLLM(StreamingEngine, AsyncCalls):
-    """A model that many readers can stream from at once. Without a name it is the small one that ships with jaxllm.
+    """A model that many readers stream from at once; without a name, the small model included in jaxllm.
 
-    Keyword arguments are the fields of `EngineConfig`, and the bounds of the queue.
+    Keyword arguments are the fields of `EngineConfig` and the bounds of the queue.
 
         async with AsyncLLM("path/or/hub-id") as engine:
             async for output in engine.generate("Once upon a time", SamplingParams(output_kind=1)):
@@ -63,11 +62,11 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
         progress: bool = False,
         max_queued_requests: int | None = None,  # sequences waiting for a slot; None: see `most_queued`
         max_queued_tokens: int | None = None,  # of their prompts; None: see `most_queued_tokens`
-        hang_timeout: float = 8.0,  # seconds that a step may take before the engine counts as hung
+        hang_timeout: float = 8.0,  # seconds; an engine in a longer step counts as hung
         observer: Observer | None = None,
         recorder: Recorder | None = None,
         adapters: Sequence[LoRARequest] = (),  # read before the engine is ready
-        parts: Parts | None = None,  # what the engine is made of, its clock too; None: loaded from the model
+        parts: Parts | None = None,  # the engine's parts, including its clock; None: loaded from the model
         thread_type: type[EngineThread] = EngineThread,
         **engine_args: Any,
     ) -> None:
@@ -92,7 +91,7 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig, **bounds: Any) -> AsyncLLM:
-        """Make one of `AsyncEngineArgs`; it is to be started like any other."""
+        """Make an engine, not yet started, from `AsyncEngineArgs`."""
         return cls(engine_args, **bounds)
 
     async def _begin(self) -> None:
@@ -117,7 +116,7 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
         )
         try:
             self._thread.start()
-        except RuntimeError:  # no thread can be had
+        except RuntimeError:  # no thread is available
             self._thread = None
             raise
 
@@ -126,9 +125,9 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
             engine.add_lora(request)
 
     async def close(self, timeout: float = 30.0) -> bool:
-        """Stop the engine and free the device's memory; requests that still run fail.
+        """Stop the engine, failing unfinished requests, and free the device's memory.
 
-        Returns whether the engine's thread has ended within `timeout` seconds: a step that hangs is not waited for.
+        Returns whether the engine's thread ended within `timeout` seconds; a hanging step is abandoned.
         """
         await super().close(timeout)
         closed = EngineDeadError("The engine was closed.")
@@ -142,14 +141,14 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
 
     @property
     def engine(self) -> LLMEngine:
-        """The engine, for what never changes in it; everything else belongs to its thread."""
+        """The engine, for its constant attributes; all else belongs to its thread."""
         if self._engine is None:
             raise self._unavailable() or UnavailableError("The model is still being loaded.")
         return self._engine
 
     @property
     def model(self) -> ModelInfo:
-        """The model's tokenizer, limits and defaults; UnavailableError while it is being loaded."""
+        """The model's tokenizer, limits and defaults; raises UnavailableError while it is loading."""
         return self.engine.model
 
     @property
@@ -159,11 +158,11 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
 
     @property
     def engines(self) -> Sequence[EngineView]:
-        """The engine itself."""
+        """This engine, as a sequence of one."""
         return (self,)
 
     def add_observer(self, observer: Observer, number: int = 0) -> None:
-        """Call an observer with each step and each end of a request; `number` is 0, the engine's."""
+        """Call an observer after each step and each finished request; `number` is 0."""
         self._observers.append(observer)
 
     async def drain_replica(self, number: int) -> None:
@@ -171,7 +170,7 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
         raise FeatureDisabledError("there is one engine, and no replica.", "replica")
 
     def get_load(self) -> Load:
-        """Say how busy the engine was after its last step, and what has come since."""
+        """Return the load after the last step, plus the requests queued since."""
         load = self._thread.load if self._thread is not None else Load()
         num_new, num_tokens = self._inbox.counts()
         speed = load.generated_tokens_per_second if load.running else 0.0
@@ -182,29 +181,27 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
         )
 
     def device_report(self) -> DeviceReport | None:
-        """Say what is compiled and how much memory the devices use; None while the model is being loaded."""
+        """Return the compiled programs and the devices' memory; None while the model is loading."""
         return None if self._engine is None else self._engine.runner.report()
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prompts; False while requests run, because they hold some of the blocks."""
+        """Clear the prefix cache; return False, without clearing, while requests run."""
         return await self._call(lambda engine: engine.reset_prefix_cache())
 
     async def start_profile(self, folder: str, num_steps: int) -> None:
-        """Begin a trace of the next `num_steps` steps. Its path is logged; streams wait while it is written."""
+        """Trace the next `num_steps` steps and log the trace's path. Streams wait while it is written."""
         await self._call(lambda engine: engine.start_profile(folder, num_steps))
 
     async def kv_events(self, start_sequence: int = 0) -> AsyncGenerator[BlockBatch]:
-        """Stream what enters and leaves the prefix cache, from a batch's number on.
+        """Stream the changes of the prefix cache, from a batch's number on.
 
-        FeatureDisabledError without `enable_kv_cache_events`; OutOfRangeError for a batch that is no longer kept.
+        Raises FeatureDisabledError without `enable_kv_cache_events`, OutOfRangeError for a discarded batch.
         """
         if not self.config.enable_kv_cache_events:
             raise FeatureDisabledError("start the engine with enable_kv_cache_events.", "enable_kv_cache_events")
         async with aclosing(self._blocks.read(start_sequence)) as batches:
             async for batch in batches:
                 yield batch
-
-    # On the event loop.
 
     async def _accept(
         self,
@@ -217,7 +214,7 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
         client: str | None,
         timeout: float | None,
     ) -> Accepted:
-        """Check a request; off the event loop a long text is tokenized, a grammar compiled, and an adapter read."""
+        """Check a request; a thread prepares long texts, grammars and adapters."""
         text = prompt.get("prompt") if isinstance(prompt, Mapping) and "prompt_token_ids" not in prompt else prompt
         is_slow = isinstance(text, str) and len(text) > LONG_TEXT
         is_slow |= isinstance(params, SamplingParams) and params.structured_outputs is not None
@@ -238,7 +235,6 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
             raise late(timeout) from error
 
     async def _call(self, function: Callable[[LLMEngine], Result]) -> Result:
-        """Run a function on the engine's thread between two steps."""
         if not self._life.is_responsive(self._is_hung):
             raise self._unavailable() or EngineDeadError("The engine has stopped.")
         answer: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
@@ -267,18 +263,18 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
         set_result(self._started, None)
 
     def _deliver(self, outputs: list[RequestOutput], report: StepReport | None) -> None:
-        """Hand a step's outputs to their readers, and the numbers to the observer."""
+        """Pass a step's outputs to their readers, and its numbers to the observers."""
         now = self._clock()
         delivered = []
         for output in outputs:
             try:
                 stream = self._streams.of_internal_id(output.internal_id)
                 if stream is None:
-                    continue  # its reader has gone
+                    continue  # its reader closed it
                 delivered.append((stream, stream.put(output, now), output if output.finished else None))
                 if output.finished:
                     self._streams.note_over(stream)
-            except Exception:  # on behalf of one request: the others of the step are unaffected
+            except Exception:  # fails one request; the others of the step go on
                 _log.exception("an output could not be handed over")
                 self._refused(output.internal_id, "An output of the request was lost; others go on.")
         if not self._observers:
@@ -297,7 +293,6 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
                 _log.exception("the observer failed")
 
     def _refused(self, internal_id: str, why: str = "The engine could not take the request in; others go on.") -> None:
-        """Fail a request that the engine could not take in, or whose output could not be handed over."""
         stream = self._streams.of_internal_id(internal_id)
         if stream is not None:
             self._streams.fail(stream, RequestFailedError(why))

@@ -1,6 +1,6 @@
-"""`EngineClient`: the interface through which servers use an engine, a fleet of engines, or several of another kind.
+"""`EngineClient`: the interface of servers to an engine or a fleet.
 
-`AsyncLLM` and `FleetLLM` implement it, and `SteppedEngine` is its counterpart for callers without an event loop.
+`AsyncLLM` and `FleetLLM` implement it. `SteppedEngine` is its counterpart for callers without an event loop.
 """
 
 from __future__ import annotations
@@ -26,79 +26,63 @@ PauseMode = Literal["abort", "wait", "keep"]
 
 
 class EngineView(Protocol):
-    """One engine, as metrics and status pages read it; nothing here waits."""
+    """One engine, for metrics and status pages; no method waits."""
 
     @property
-    def config(self) -> EngineConfig:
-        """Its settings."""
-        ...
+    def config(self) -> EngineConfig: ...
 
     @property
-    def metrics(self) -> Metrics:
-        """Its counters."""
-        ...
+    def metrics(self) -> Metrics: ...
 
     @property
     def model(self) -> ModelInfo:
-        """The model's tokenizer, limits and defaults; UnavailableError while it is being loaded."""
+        """Raises UnavailableError while the model is loading."""
         ...
 
     @property
-    def state(self) -> EngineState:
-        """The state of its life cycle."""
-        ...
+    def state(self) -> EngineState: ...
 
-    def get_load(self) -> Load:
-        """Return how busy it is."""
-        ...
+    def get_load(self) -> Load: ...
 
     def device_report(self) -> DeviceReport | None:
-        """Return the compiled programs and the devices' memory; None where they are unknown."""
+        """Return compiled programs and memory use; None if unknown."""
         ...
 
 
 class EngineClient(EngineView, ClientCalls, Protocol):
-    """An engine, or several with one interface. All methods belong to the event loop that called `start`.
+    """An engine or a fleet. All methods belong to the event loop that called `start`.
 
-    The calls of features are in features/table.py.
+    features/table.py adds the calls of features.
     """
 
     max_queued_requests: int | None
     max_queued_tokens: int | None
 
     @property
-    def drains_replicas(self) -> bool:
-        """Whether `drain_replica` does anything."""
-        ...
+    def drains_replicas(self) -> bool: ...
 
     @property
     def engines(self) -> Sequence[EngineView]:
-        """The engines by their numbers; a single engine has itself."""
+        """The engines by number; a single engine returns itself."""
         ...
 
     @property
-    def is_paused(self) -> bool:
-        """Whether `pause` holds it."""
-        ...
+    def is_paused(self) -> bool: ...
 
     @property
-    def num_live(self) -> int:
-        """The number of requests that have not ended."""
-        ...
+    def num_live(self) -> int: ...
 
     async def start(self) -> None:
-        """Load the model; a problem with it is raised here."""
+        """Load the model."""
 
     async def close(self, timeout: float = 30.0) -> bool:
-        """Stop; requests that still run fail. Return whether everything has ended within `timeout` seconds."""
+        """Stop; return whether all threads or processes ended within `timeout` seconds."""
         ...
 
-    async def wait_dead(self) -> BaseException:
-        """Wait until the engine dies, and return the cause."""
-        ...
+    async def wait_dead(self) -> BaseException: ...
 
     def add_observer(self, observer: Observer, number: int = 0) -> None:
-        """Call an observer with each step and each end of a request of one of `engines`."""
+        """Call an observer after each step and each finished request."""
 
     def generate(
         self,
@@ -115,24 +99,22 @@ class EngineClient(EngineView, ClientCalls, Protocol):
         name: str | None = None,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput]:
-        """Stream a request's outputs; to close the iterator aborts the request."""
+        """See `StreamingEngine.generate`."""
         ...
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
-        """End the requests of these ids."""
+        """Abort requests."""
 
     async def check_health(self) -> None:
         """Raise EngineDeadError or UnavailableError unless requests are accepted."""
 
     def check_room(self) -> None:
-        """Raise OverloadedError or UnavailableError if no request would be accepted."""
+        """Raise OverloadedError or UnavailableError if every request would be refused."""
 
     def check_queue(self, num_sequences: int, num_tokens: int, num_prompts: int = 1) -> None:
-        """Raise OverloadedError if the queue would be longer than its bounds."""
+        """Raise OverloadedError if the queue would exceed its bounds."""
 
-    def preparing(self, num_sequences: int) -> AbstractContextManager[None]:
-        """Count a request into the queue while its prompt is made."""
-        ...
+    def preparing(self, num_sequences: int) -> AbstractContextManager[None]: ...
 
     async def off_loop(
         self,
@@ -141,95 +123,77 @@ class EngineClient(EngineView, ClientCalls, Protocol):
         client: str | None = None,
         language: bytes | None = None,
     ) -> Result:
-        """Run something slow in a thread; clients take turns.
+        """Run a slow function in a thread; clients take turns.
 
-        `language` is the `confined` of the tokenizer that works there; b"" is to read an adapter.
+        `language` is the `confined` of the tokenizer that it uses, or b"" to read an adapter.
         """
         ...
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prompts; False where requests run."""
+        """Clear the prefix cache; return False if requests run."""
         ...
 
     async def start_profile(self, folder: str, num_steps: int) -> None:
-        """Begin a trace of the next `num_steps` steps."""
+        """Trace the next `num_steps` steps."""
 
-    def kv_events(self, start_sequence: int = 0) -> AsyncGenerator[BlockBatch]:
-        """Stream the blocks that enter and leave the prefix cache."""
-        ...
+    def kv_events(self, start_sequence: int = 0) -> AsyncGenerator[BlockBatch]: ...
 
     async def pause(self, mode: PauseMode = "abort", clear_cache: bool | None = None) -> None:
-        """Take no more work and stop computing, until `resume`."""
+        """Refuse requests and stop computing until `resume`."""
 
     async def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
 
     def announce_drain(self) -> None:
         """Report "not ready" but accept requests until `drain`."""
 
     async def drain(self, timeout: float | None = None) -> bool:
-        """Refuse new requests and wait for the running ones; return whether all have finished."""
+        """Refuse new requests and wait for others; return whether all finished."""
         ...
 
     async def drain_replica(self, number: int) -> None:
-        """Restart one of `engines` when it has no more work; FeatureDisabledError without `drains_replicas`."""
+        """Restart one of `engines` when it is idle."""
 
 
 class SteppedEngine(SteppedClientCalls, Protocol):
-    """An engine, or a fleet of them, that one thread adds to, steps and aborts; see `LLMEngine`."""
+    """An engine or a fleet that one thread adds to, steps and aborts; see `LLMEngine`."""
 
     config: EngineConfig
 
     @property
-    def metrics(self) -> Metrics:
-        """Its counters."""
-        ...
+    def metrics(self) -> Metrics: ...
 
     @property
-    def model(self) -> ModelInfo:
-        """The model's tokenizer, limits and defaults."""
-        ...
+    def model(self) -> ModelInfo: ...
 
-    def load(self) -> Load:
-        """Return how busy it is."""
-        ...
+    def load(self) -> Load: ...
 
     def accept(
         self, request_id: str, prompt: Prompt, params: RequestParams | None = None, priority: int = 0, **options: Any
     ) -> Any:
-        """Check a request and return it for `add`; nothing is queued. `options` are those of features."""
+        """Validate a request and return it for `add`."""
         ...
 
     def add_request(
         self, request_id: str, prompt: Prompt, params: RequestParams | None = None, priority: int = 0, **options: Any
     ) -> None:
-        """Queue a request; a problem with it is a UserError. `options` are those of features."""
+        """Queue a request."""
 
     def add(self, requests: Sequence[Any]) -> None:
-        """Queue requests that `accept` returned."""
+        """Queue requests from `accept`."""
 
-    def has_unfinished_requests(self) -> bool:
-        """Whether `step` has anything to do."""
-        ...
+    def has_unfinished_requests(self) -> bool: ...
 
-    def step(self) -> list[RequestOutput]:
-        """Wait for outputs and return them."""
-        ...
+    def step(self) -> list[RequestOutput]: ...
 
-    def abort_request(self, request_ids: str, reason: FinishReason = "abort") -> RequestOutput | None:
-        """Drop a request; return its last output, if any."""
-        ...
+    def abort_request(self, request_ids: str, reason: FinishReason = "abort") -> RequestOutput | None: ...
 
-    def start_profile(self, folder: str | Path, num_steps: int = DEFAULT_STEPS) -> Profile:
-        """Begin a trace of the next `num_steps` steps."""
-        ...
+    def start_profile(self, folder: str | Path, num_steps: int = DEFAULT_STEPS) -> Profile: ...
 
-    def program_texts(self, names: Collection[str]) -> dict[str, str]:
-        """Return the HLO texts of programs, as a trace names them."""
-        ...
+    def program_texts(self, names: Collection[str]) -> dict[str, str]: ...
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prompts; False where requests run."""
+        """Clear the prefix cache; return False if requests run."""
         ...
 
     def close(self) -> None:

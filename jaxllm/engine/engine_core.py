@@ -40,7 +40,7 @@ Stuck = list[tuple[Output, str]]  # cannot continue, and the reason
 
 
 class EngineCore:
-    """Continuous batching for one model. Use from one thread."""
+    """Continuous batching for one model. Not thread-safe."""
 
     def __init__(
         self,
@@ -78,19 +78,19 @@ class EngineCore:
         self.outputs.shows, self.outputs.forgets = self.features.show, self.features.forget
         self.inputs = InputProcessor(config, parts.language, limits, self.runner.extras, self.features)
         self._depth = 2 if config.async_scheduling else 1  # most steps in flight
-        # Of two steps in flight the second may be a `HeldStep` until the first is committed.
+        # The second of two steps may be a `HeldStep` until the first is committed.
         self._in_flight: deque[tuple[Plan, Flight]] = deque()
-        self._planned: Plan | None = None  # the step being dispatched or awaited
+        self._planned: Plan | None = None  # the dispatched or awaited step
         self._failed_steps = FailedSteps()
         self._profile: Profile | None = None
-        self._counted: tuple[Waiting, ...] = ()  # queue counted in `_waiting_tokens`
+        self._counted: tuple[Waiting, ...] = ()  # counted in `_waiting_tokens`
         self._waiting_tokens = 0
         self._is_closed = False
 
     def accept(
         self, request_id: str, prompt: Prompt, params: RequestParams | None = None, priority: int = 0, **options: Any
     ) -> Accepted:
-        """Validate and tokenize a request, without queuing it; see `InputProcessor.accept`."""
+        """Validate and tokenize a request; see `InputProcessor.accept`."""
         return self.inputs.accept(request_id, prompt, params, priority, options)
 
     def add(self, requests: Sequence[Accepted]) -> None:
@@ -114,9 +114,9 @@ class EngineCore:
     def abort_request(
         self, request_ids: str | Iterable[str], reason: FinishReason = "abort"
     ) -> RequestOutput | list[RequestOutput] | None:
-        """Abort requests and free their blocks; return the last output.
+        """Abort requests and free their blocks; return the last output, or None for an unknown id.
 
-        Returns None for one unknown id; several ids give a list of known ones.
+        Several ids give a list, of the known ones.
         """
         if not isinstance(request_ids, str):
             return self.abort_requests([(request_id, reason) for request_id in request_ids])
@@ -124,15 +124,13 @@ class EngineCore:
         return outputs[0] if outputs else None
 
     def abort_requests(self, requests: Sequence[tuple[str, FinishReason]]) -> list[RequestOutput]:
-        """Abort requests by internal id, each with a reason; return the last outputs of known ids."""
+        """Abort (internal id, reason) requests; return the last outputs of known ids."""
         return self.outputs.abort(requests)
 
     def take_block_events(self) -> tuple[BlockEvent, ...]:
-        """Return the recorded prefix cache changes since the last call."""
         return self.scheduler.take_block_events()
 
     def load(self) -> Load:
-        """Return the engine's load without speeds."""
         state, metrics = self.scheduler.state, self.metrics
         if state.waiting is not self._counted:  # few steps change the queue
             self._counted, self._waiting_tokens = state.waiting, sum(entry.known for entry in state.waiting)
@@ -151,14 +149,14 @@ class EngineCore:
         )
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has anything to do."""
+        """Whether `step` has work."""
         return bool(self.outputs.groups)
 
     def step(self) -> list[RequestOutput]:
         """Complete one step and return the due outputs (see `SamplingParams.output_kind`).
 
-        With `EngineConfig.async_scheduling` the next step is dispatched first, to overlap host and device work. Rows of
-        requests that end in between are dropped.
+        With `EngineConfig.async_scheduling` the next step is dispatched first, without knowing which requests this one
+        ends; their rows are dropped.
         """
         self._check_open()
         if not self.has_unfinished_requests():
@@ -210,7 +208,7 @@ class EngineCore:
             self.metrics.generated_tokens += len(events.tokens)
             outputs += self.outputs.take_in(result, events)
             try:
-                ended += self._end_stuck(stuck)  # sequences still running after their text
+                ended += self._end_stuck(stuck)  # sequences that their text did not end
             except Exception as error:
                 outputs += self._recover(error)
             return [*outputs, *self.outputs.due(ended, self._clock())] if ended else outputs
@@ -231,7 +229,7 @@ class EngineCore:
         return ended
 
     def _issue(self) -> tuple[Plan, Flight] | None:
-        """Plan and dispatch a step; None if all requests wait for tokens in flight."""
+        """Plan and dispatch a step; return None if all requests wait for tokens in flight."""
         with span("plan"):
             if landed := self.runner.landed():
                 self.scheduler.land(landed)
@@ -269,7 +267,6 @@ class EngineCore:
         return ended
 
     def _admit(self, step: StepInput) -> None:
-        """Place admitted sequences in slots, and add their tokens and extras to the step."""
         plan = step.plan
         self.metrics.preemptions += len(plan.preempted)
         for sequence_id in plan.preempted:
@@ -320,7 +317,6 @@ class EngineCore:
         return self.outputs.due([group], self._clock())
 
     def _largest(self, plan: Plan) -> SequenceGroup | None:
-        """Return the unfinished request with the most tokens in a step."""
         rows = zip(plan.lengths.tolist(), range(len(plan.slots)), plan.slots.tolist(), strict=True)
         for _, _, slot in sorted(rows, reverse=True):
             sequence = self._batch.owner(slot)
@@ -337,13 +333,12 @@ class EngineCore:
         return True
 
     def start_profile(self, folder: str | Path, num_steps: int = DEFAULT_STEPS) -> Profile:
-        """Trace the next `num_steps` steps into `folder`; see profiling.py."""
+        """Trace the next `num_steps` steps into `folder`."""
         self._check_open()
         self._profile = Profile(folder, num_steps)
         return self._profile
 
     def program_texts(self, names: Collection[str]) -> dict[str, str]:
-        """Return the HLO texts of programs by their names in a trace."""
         return self.runner.program_texts(names)
 
     def close(self) -> None:

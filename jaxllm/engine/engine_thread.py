@@ -28,11 +28,11 @@ RATE_SECONDS = 2.0  # window of the speed in `Load`
 
 @dataclass(frozen=True)
 class Listeners:
-    """Callbacks that the thread schedules on the event loop."""
+    """Callbacks scheduled on the event loop."""
 
     ready: Callable[[LLMEngine], None]
     deliver: Callable[[list[RequestOutput], StepReport | None], None]
-    refused: Callable[[str], None]  # internal id of a request that could not be added
+    refused: Callable[[str], None]  # internal id
     block_events: Callable[[float, int, tuple[BlockEvent, ...]], None]  # Unix time, block size, changes
     died: Callable[[BaseException], None]
 
@@ -159,7 +159,7 @@ class EngineThread:
         try:
             if added:
                 engine.add(added)
-        except Exception:  # caused by one of them: add each alone
+        except Exception:  # caused by one request: add each alone
             for accepted in added:
                 try:
                     engine.add([accepted])

@@ -1,7 +1,6 @@
 """A thread pool for slow work off the event loop, shared round-robin between clients.
 
-A client, or a group of clients, never occupies the last free thread. Tasks cancelled before they start never run.
-Belongs to one event loop.
+A client (or group) never occupies the last free thread. Belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -50,10 +49,9 @@ class FairThreads:
             self._give_back(client)
             raise
         work.add_done_callback(partial(self._ended, client))
-        return await asyncio.shield(work)  # a cancelled caller's thread runs on and counts
+        return await asyncio.shield(work)  # a cancelled caller's thread runs on
 
     def shutdown(self) -> None:
-        """Start no further tasks, without waiting for running ones."""
         self._pool.shutdown(wait=False)
 
     def _hand_out(self) -> None:
@@ -64,7 +62,7 @@ class FairThreads:
             turns = self._waiting.pop(client)
             turn = turns.popleft()
             if turns:
-                self._waiting[client] = turns  # last
+                self._waiting[client] = turns  # moved to the end
             if turn.done():
                 continue  # `_withdraw` runs later
             turn.set_result(None)
@@ -86,7 +84,7 @@ class FairThreads:
                 del self._waiting[client]
 
     def _ended(self, client: Hashable, work: asyncio.Future[Any]) -> None:
-        work.exception()  # retrieved, or asyncio logs it for an abandoned task
+        work.exception()  # retrieved, or asyncio logs it
         self._give_back(client)
 
     def _give_back(self, client: Hashable) -> None:

@@ -63,11 +63,11 @@ class Inbox:
             self._changed.notify()
 
     def counts(self) -> tuple[int, int]:
-        """Return the number of unsettled sequences and of their prompts' tokens."""
+        """Return the unsettled sequences and their prompts' tokens."""
         return self._num_sequences, self._num_tokens
 
     def take(self, is_idle: bool) -> Taken:
-        """Take the whole queue. Blocks while empty if the engine is idle or paused."""
+        """Take the whole queue; block while it is empty if the engine is idle or paused."""
         with self._changed:
             while not (self._added or self._aborted or self._calls or self._is_stopped):
                 if not is_idle and not self._is_paused:
@@ -78,7 +78,7 @@ class Inbox:
             return taken
 
     def settle(self, added: list[Accepted]) -> None:
-        """Stop counting requests that the engine's load now includes."""
+        """Stop counting requests that the engine's load includes."""
         if added:
             with self._changed:
                 self._num_sequences -= sum(accepted.num_sequences for accepted in added)

@@ -16,7 +16,7 @@ VARIANTS = tuple(Variant)
 
 
 class RequestFault(Exception):
-    """Making a step's input failed for one sequence; only its request ends. `__cause__` is the exception."""
+    """Raised when a sequence's input fails, with the exception as `__cause__`; only its request ends."""
 
     def __init__(self, sequence: Sequence) -> None:
         super().__init__(sequence.group.request_id)

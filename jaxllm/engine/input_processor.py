@@ -1,7 +1,6 @@
-"""From a caller's prompt and parameters to what the engine queues: checks, token ids, sequences, packed parameters.
+"""Converts prompts and parameters to queued requests: checks, token ids, sequences, packed parameters.
 
-Knows the model's tokenizer and limits; knows no queue and no device. `InputProcessor.accept` and the functions below it
-may be called by any thread.
+Independent of queue and device. `InputProcessor.accept` and the module's functions are thread-safe.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from jaxllm.text.repetition_detector import RepetitionDetector
 from jaxllm.text.stop_strings import StopMatcher
 from jaxllm.text.tokenizer import Tokenizer
 
-_BAD_WORD_CHARACTERS = 32  # that a token of bad_words has at most, on the average
+_BAD_WORD_CHARACTERS = 32  # of a token in bad_words, at most, on average
 
 
 class InputProcessor:
-    """Turns requests into sequences for one engine. All but `accept` belong to the engine's thread."""
+    """Converts requests to sequences. All but `accept` belong to the engine's thread."""
 
     def __init__(
         self, config: EngineConfig, language: Language, limits: Limits, extras: sampler.Extras, features: Features
@@ -53,10 +52,10 @@ class InputProcessor:
     def accept(
         self, request_id: str, prompt: Prompt, params: RequestParams | None, priority: int, options: Mapping[str, Any]
     ) -> Accepted:
-        """Check a request and make its token ids; a problem with it is a UserError. Any thread may call this.
+        """Validate and tokenize a request; raise UserError if it is invalid. Thread-safe.
 
-        `prompt` is text, token ids, or a mapping with "prompt" or "prompt_token_ids" and perhaps "cache_salt"; of a
-        model that pools perhaps with "token_type_ids". `options` are those of features.
+        `prompt` is text, token ids, or a mapping with "prompt" or "prompt_token_ids", optionally "cache_salt", and for
+        a pooling model "token_type_ids". `options` are those of features.
         """
         unknown = options.keys() - self._features.options
         if unknown:
@@ -83,7 +82,6 @@ class InputProcessor:
         return accepted
 
     def _check(self, params: object, priority: object) -> None:
-        """Check the types of the arguments of `accept`."""
         if params is not None and not isinstance(params, (SamplingParams, *self._features.takes)):
             raise UserError(f"Sampling parameters are a SamplingParams, not {type(params).__name__}.", "params")
         if isinstance(priority, bool) or not isinstance(priority, int | np.integer):
@@ -96,7 +94,6 @@ class InputProcessor:
             )
 
     def _read(self, accepted: Accepted) -> None:
-        """Check the sampling parameters of a request, and read its prompt."""
         config, model, params = self._config, accepted.language.model, accepted.params
         validate_for_model(params, model.vocab_size, config.max_logprobs, model.eos_ids, self._extras.processors)
         if params.stop and config.skip_tokenizer_init:
@@ -113,7 +110,6 @@ class InputProcessor:
         accepted.limit = longest if params.max_tokens is None else min(longest, len(ids) + params.max_tokens)
 
     def make_group(self, accepted: Accepted, now: float) -> tuple[SequenceGroup, list[Request]]:
-        """Make a request's sequences, and what the scheduler needs of each."""
         params = accepted.params
         group = SequenceGroup(
             request_id=accepted.request_id,
@@ -149,26 +145,26 @@ class InputProcessor:
         )
 
     def _root(self, accepted: Accepted) -> bytes | None:
-        """Return the root of the digests of a request's blocks; None if they are not to be shared."""
-        if self._limits.whole_prompts:  # there is no cache
+        """Return the root of a request's block digests; None if its blocks are not shared."""
+        if self._limits.whole_prompts:  # no cache
             return None
         if self._config.enable_prefix_caching:
             return content_root(salt=accepted.salt, content=accepted.content)
-        # The n sequences of a prompt still share its blocks, under a root that no other request has.
+        # The n sequences of a prompt share its blocks under a unique root.
         return content_root(salt=f"{self._num_sequences}".encode()) if accepted.num_sequences > 1 else None
 
     def pack(self, accepted: Accepted, group: SequenceGroup) -> None:
-        """Choose the seeds of a request's sequences and pack their sampling parameters for the device.
+        """Choose a request's seeds and pack its sampling parameters for the device.
 
-        Apart from `make_group`, so that a request that could not be made changes no seed of those after it. Sequences
-        that a feature has packed stay as they are.
+        Separate from `make_group`, so that a failure there changes no later seed. Skips sequences that a feature
+        packed.
         """
         params, extras = accepted.packed or accepted.params, self._extras
         if all(own.row is not None for own in group.sequences):
             return
         seed = params.seed
         if seed is None:
-            # A drawn seed makes equal requests differ by the order in which they came.
+            # A random seed would make equal requests differ by arrival order.
             seed = self._config.seed if self._config.deterministic else int(self._random.integers(2**63))
         num_prompt, num_bad = len(group.prompt_token_ids), sum(map(len, accepted.bad_words))
         vocab_size = self._language.model.vocab_size
@@ -202,7 +198,7 @@ class InputProcessor:
 
 
 def stop_tokens_of(params: SamplingParams, tokenizer: Tokenizer) -> dict[int, str]:
-    """Return the special tokens that are stop strings, which a text without special tokens would never show."""
+    """Return the stop strings that are special tokens, by id: a text without special tokens never contains them."""
     if not params.stop or not params.skip_special_tokens:
         return {}
     found = {tokenizer.token_id(stop): stop for stop in params.stop if tokenizer.is_special(stop)}
@@ -212,10 +208,10 @@ def stop_tokens_of(params: SamplingParams, tokenizer: Tokenizer) -> dict[int, st
 def read_prompt(
     prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer, vocab_size: int, max_model_len: int
 ) -> tuple[str | None, list[int], bytes]:
-    """Return a prompt's text, its checked token ids and its cache salt; what is wrong with it is a UserError.
+    """Return a prompt's text, checked token ids and cache salt; raise UserError if it is invalid.
 
-    `prompt` is text, token ids, or a mapping with "prompt" or "prompt_token_ids" and perhaps "cache_salt". One that
-    leaves no room for a token in `max_model_len` is refused, unless `truncate_prompt_tokens` cuts it.
+    `prompt` is as in `InputProcessor.accept`. It must leave one token of `max_model_len`, unless
+    `truncate_prompt_tokens` cuts it.
     """
     text, ids, salt = parts_of(prompt)
     if ids is None:
@@ -231,10 +227,9 @@ def read_prompt(
 
 
 def text_to_encode(text: str, params: SamplingParams, tokenizer: Tokenizer, max_model_len: int) -> str:
-    """Return what of a prompt's text is to be tokenized: all of it, or where `truncate_prompt_tokens` cuts, its end.
+    """Return the text to tokenize: the whole prompt, or the end that `truncate_prompt_tokens` keeps.
 
-    Cheap, unlike to tokenize what is not needed: 8 MiB to keep 8 tokens of took 5 s. A text that must be longer than
-    the context is a ContextLengthError; `Tokenizer.end_of` says when a cut could be seen in the tokens.
+    Tokenizing 8 MiB to keep 8 tokens took 5 s. Raises ContextLengthError for a text that must exceed the context.
     """
     kept = num_kept(params, max_model_len)
     if kept is not None:
@@ -244,7 +239,7 @@ def text_to_encode(text: str, params: SamplingParams, tokenizer: Tokenizer, max_
 
 
 def num_kept(params: SamplingParams, max_model_len: int) -> int | None:
-    """Return how many of a prompt's tokens stay, the last ones; None for all. More than the context are refused."""
+    """Return the number of last prompt tokens to keep, None for all; raise UserError if it exceeds the context."""
     asked = params.truncate_prompt_tokens
     if asked is not None and asked > max_model_len:
         message = f"truncate_prompt_tokens value ({asked}) is greater than max_model_len ({max_model_len})."
@@ -255,17 +250,17 @@ def num_kept(params: SamplingParams, max_model_len: int) -> int | None:
 
 
 def read_bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences that words must not become: each without and with a space before it.
+    """Return the token sequences of forbidden words, each without and with a leading space.
 
-    Unlike vLLM's, which drops the second where it has another number of tokens and so lets such a word through.
+    vLLM drops the second if its number of tokens differs, and so allows such words.
     """
     most = MAX_BAD_WORD_TOKENS
     names = {word.lstrip(" ") for word in words}
     sequences: tuple[tuple[int, ...], ...] | None = None
-    if len(names) <= most and sum(map(len, names)) <= most * _BAD_WORD_CHARACTERS:  # before the time is spent
+    if len(names) <= most and sum(map(len, names)) <= most * _BAD_WORD_CHARACTERS:  # checked before tokenizing
         texts = [text for name in sorted(names) for text in (name, " " + name)]
         spelled = dict.fromkeys(tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
-        # One that ends with another cannot come where that one does not.
+        # Drop sequences whose suffix is already banned.
         sequences = tuple(one for one in spelled if one and not any(one[at:] in spelled for at in range(1, len(one))))
     if sequences is None or sum(map(len, sequences)) > most:
         raise UserError(
@@ -279,7 +274,7 @@ def read_bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[in
 def check_allows_a_token(
     params: SamplingParams, bad_words: Sequence[Sequence[int]], eos_token_ids: Collection[int]
 ) -> None:
-    """Refuse parameters that forbid each of the allowed tokens already as the first one."""
+    """Raise UserError if parameters forbid every allowed token in the first position."""
     if params.allowed_token_ids is None:
         return
     left = set(params.allowed_token_ids).difference(word[0] for word in bad_words if len(word) == 1)

@@ -10,7 +10,7 @@ from jaxllm.structured_output.grammars import Grammars
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Language:
-    """The language of the model, or of an adapter with its own tokenizer or chat template."""
+    """The language of the model, or of an adapter with a tokenizer or chat template."""
 
     model: ModelInfo
     grammars: Grammars

@@ -1,8 +1,7 @@
 """Threads that read adapters and use their tokenizers and templates.
 
-They never delay the base model's tokenization. A language has one thread at most, round-robin between clients. Two
-tasks over their limits bar a client from a language for a while, but not from reading adapters. Belongs to one event
-loop.
+A language has one thread at most, round-robin between clients. Two tasks over their limits bar a client from a language
+for a while, but not from reading adapters. Belongs to one event loop.
 """
 
 from __future__ import annotations

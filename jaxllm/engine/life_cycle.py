@@ -17,7 +17,7 @@ _WORK = {
     ("paused", "resume"): "serving",
 }
 _EXIT = {
-    ("staying", "announce_drain"): "leaving",  # health checks report "draining"; requests are still accepted
+    ("staying", "announce_drain"): "leaving",  # health checks report "draining", requests are accepted
     ("staying", "drain"): "draining",
     ("leaving", "drain"): "draining",
     ("staying", "stop"): "stopped",
@@ -48,7 +48,7 @@ class LifeCycle:
         return self.exit in _ENDS
 
     def state(self, is_hung: bool) -> EngineState:
-        """`is_hung`: the current step exceeds its time limit."""
+        """Return the state; `is_hung`: the current step exceeds its time limit."""
         if self.exit in ("leaving", "draining"):
             return "draining"
         return _ENDS.get(self.exit) or self._working(is_hung)

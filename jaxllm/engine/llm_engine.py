@@ -1,4 +1,4 @@
-"""`LLMEngine`: the engine as its callers use it, with vLLM's methods. Its loop is in engine_core.py."""
+"""`LLMEngine`: the engine with vLLM's methods. Its loop is in engine_core.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxllm.request_params import RequestParams
 
 
 class LLMEngine(SteppedCalls, EngineCore):
-    """Continuous batching over one model. Not thread-safe: one thread adds, steps and aborts.
+    """Continuous batching for one model. Not thread-safe.
 
     engine = LLMEngine.from_engine_args("path/or/hub-id", dtype="bfloat16")
     engine.add_request("1", "Once upon a time", SamplingParams(max_tokens=64))
@@ -25,14 +25,14 @@ class LLMEngine(SteppedCalls, EngineCore):
     def from_engine_args(
         cls, engine_args: EngineConfig | str | None = None, *, progress: bool = False, **settings: Any
     ) -> LLMEngine:
-        """Make an engine of `EngineArgs`, or of the arguments of `LLM`: a model and fields of `EngineConfig`."""
+        """Make an engine from `EngineArgs`, or from the arguments of `LLM`: a model and fields of `EngineConfig`."""
         return cls(config_of(engine_args, settings), progress=progress)
 
     def add_request(
         self, request_id: str, prompt: Prompt, params: RequestParams | None = None, priority: int = 0, **options: Any
     ) -> None:
-        """Queue a request; a problem with it is a UserError and leaves the engine as it was.
+        """Queue a request; raise UserError, leaving the engine unchanged, if it is invalid.
 
-        `options` are those of features, as `lora_request`, the adapter, which is read if it is not in memory.
+        `options` are those of features, for example `lora_request`.
         """
         self.add([self.accept(request_id, prompt, params, priority, **options)])

@@ -1,7 +1,4 @@
-"""Loads what an engine is made of: the model's tokenizer and defaults, the runner with weights and programs, a clock.
-
-`load_parts` makes them from a model; a simulation brings its own.
-"""
+"""Loads the parts of an engine; a simulation passes other parts."""
 
 from __future__ import annotations
 
@@ -27,18 +24,18 @@ from jaxllm.text.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What an engine is made of."""
+    """The parts of an engine."""
 
     model: ModelInfo
     runner: Runner
     language: Language  # of requests without an adapter
     features: Mapping[str, Factory] = field(default_factory=lambda: FEATURES)
     clock: Callable[[], float] = time.monotonic  # seconds
-    start_phases: tuple[Phase, ...] = ()  # how long each phase of the start took, and why
+    start_phases: tuple[Phase, ...] = ()  # duration and cause of each
 
 
 def load_parts(config: EngineConfig, progress: bool, metrics: Metrics) -> Parts:
-    """Load a model onto its devices. A problem with the model is a UserError, raised before what takes long."""
+    """Load a model onto its devices; raise UserError for an invalid model before slow phases."""
     phases = Phases()
     with phases.phase("setup") as causes:
         setup = prepare(config)
@@ -75,9 +72,9 @@ def load_parts(config: EngineConfig, progress: bool, metrics: Metrics) -> Parts:
 
 
 def eos_ids_of(model_tokenizer: Tokenizer, generation_config: Mapping[str, Any], vocab_size: int) -> frozenset[int]:
-    """Return the tokens that end a text: the tokenizer's, and those of the model's generation_config.json.
+    """Return the end tokens of the tokenizer and of generation_config.json.
 
-    Ids beyond the vocabulary cannot be sampled and are left out: a derived model often keeps those of its base model.
+    Omits ids beyond the vocabulary: derived models often keep those of their base model.
     """
     named = generation_config.get("eos_token_id")
     ids = named if isinstance(named, list) else [] if named is None else [named]

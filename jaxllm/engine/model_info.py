@@ -1,4 +1,4 @@
-"""What callers of an engine may know about its model: tokenizer, limits, defaults. Plain data that never changes."""
+"""Tokenizer, limits and defaults of a model, for callers of its engine. Immutable."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from jaxllm.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """A loaded model, as callers of its engine see it."""
+    """A loaded model's properties."""
 
     tokenizer: Tokenizer
-    generation_config: Mapping[str, Any]  # the model's file of that name
-    default_params: SamplingParams  # of a request without parameters
+    generation_config: Mapping[str, Any]
+    default_params: SamplingParams  # of requests without parameters
     eos_ids: frozenset[int]
     vocab_size: int
     max_model_len: int  # tokens
@@ -35,7 +35,7 @@ class ModelInfo:
 
     @property
     def tasks(self) -> tuple[PoolingTask, ...]:
-        """What a model that pools can do with a prompt; one label is a score."""
+        """The tasks of a pooling model; a model with one label also scores."""
         if self.pooler is None:
             return ()
         if not self.pooler.labels:
@@ -43,7 +43,7 @@ class ModelInfo:
         return ("classify", "score") if len(self.pooler.labels) == 1 else ("classify",)
 
     def pair(self, first: str, second: str, most: int | None = None) -> dict[str, Any]:
-        """Return the prompt of two texts that a cross-encoder reads together; the second is cut to `most` tokens."""
+        """Return a cross-encoder's prompt for two texts; the second is cut to fit `most` tokens."""
         ids, types = self.tokenizer.encode_pair(first, second)
         over = 0 if most is None else len(ids) - most
         if over > 0:

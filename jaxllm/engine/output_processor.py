@@ -1,7 +1,4 @@
-"""Convert sampled tokens to request outputs.
-
-An exception in one request ends only that request.
-"""
+"""Convert sampled tokens to outputs; an exception ends only its request."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ class OutputProcessor:
         self.groups.update((group.internal_id, group) for group in groups)
 
     def abort(self, requests: Sequence[tuple[str, FinishReason]]) -> list[RequestOutput]:
-        """End requests by internal id, each with a reason; return the outputs of known ids."""
+        """End requests, each an internal id and a reason; return the outputs of known ids."""
         now = self._clock()
         reasons: dict[str, FinishReason] = dict(requests)
         going: list[tuple[SequenceGroup, FinishReason]] = [

@@ -59,7 +59,6 @@ class Stream:
         return taken
 
     def fail(self, error: BaseException) -> None:
-        """End the stream with an error unless it has finished."""
         if not self.is_finished and self._error is None:
             self._error = error
         self._wake()
@@ -126,8 +125,7 @@ class StreamTable:
         return self._by_internal_id.get(internal_id)
 
     def open(self, request_id: str, owner: str, params: SamplingParams, arrival: float) -> Stream:
-        """Open a stream; its request id must be free."""
-        # A request id may be reused before the engine has ended its first request; internal ids are not.
+        # A request id may be reused before the engine ends its first request.
         self._num_opened += 1
         stream = Stream(request_id, owner, f"{self._num_opened}", params, arrival)
         self._by_id.setdefault(request_id, {})[owner] = self._by_internal_id[stream.internal_id] = stream
@@ -161,7 +159,6 @@ class StreamTable:
             self.fail(stream, error)
 
     async def wait_quiet(self) -> None:
-        """Wait until no stream expects outputs."""
         await self._quiet.wait()
 
     async def wait_idle(self) -> None:

@@ -1,4 +1,4 @@
-"""The forms of a prompt, and checks for all of them. Thread-safe."""
+"""The forms of a prompt, and their checks. Thread-safe."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 def parts_of(prompt: Prompt, also: str | None = None) -> tuple[str | None, Sequence[int] | np.ndarray | None, bytes]:
     """Return a prompt's text, token ids and cache salt; text and ids are not both None.
 
-    `prompt` is text, token ids, or a mapping with "prompt" or "prompt_token_ids", an optional "cache_salt", and the
-    optional key `also`; else raises UserError.
+    `prompt` is text, token ids, or a mapping with "prompt" or "prompt_token_ids", optionally "cache_salt" and `also`;
+    else raises UserError.
     """
     salt = b""
     if isinstance(prompt, Mapping):
@@ -37,7 +37,7 @@ def parts_of(prompt: Prompt, also: str | None = None) -> tuple[str | None, Seque
 
 
 def _salt(salt: Any) -> bytes:
-    """An empty one would share blocks with unsalted requests."""
+    """Encode a salt; an empty one would share blocks with unsalted requests."""
     try:
         if isinstance(salt, str) and salt:
             return salt.encode()
@@ -47,7 +47,7 @@ def _salt(salt: Any) -> bytes:
 
 
 def checked_ids(ids: Any, vocab_size: int) -> list[int]:
-    """Checked before numpy could wrap 2**32 + 5 to a valid id."""
+    """Return valid ids as a list; raises before numpy could wrap 2**32 + 5 to a valid id."""
     plain = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
     if set(map(type, plain)) != {int}:
         for token in plain:

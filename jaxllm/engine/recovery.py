@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 MAX_FAILURES = 3  # consecutive failed steps per escalation
-MAX_EXHAUSTED = 3  # out-of-memory escalations: each ends the largest request, this one the engine
+MAX_EXHAUSTED = 3  # out-of-memory escalations: the last ends the engine, others the largest request
 
 Action = Literal["retry", "end_largest", "give_up"]
 
@@ -20,7 +20,7 @@ class FailedSteps:
         self.count = 0
 
     def add(self, error: Exception) -> Action:
-        """Count a failure and return the action; out of memory ends the largest request first."""
+        """Count a failure and return the action."""
         self.count += 1
         if self.count % MAX_FAILURES:
             return "retry"
@@ -30,5 +30,5 @@ class FailedSteps:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether device or host memory is exhausted, which XLA reports only in the message."""
+    """Whether device or host memory is exhausted; XLA reports it only in the message."""
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)

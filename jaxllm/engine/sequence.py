@@ -1,7 +1,4 @@
-"""A request in the engine.
-
-Methods that make text may raise; the caller ends the request.
-"""
+"""A request in the engine. Methods that make text may raise; the caller ends the request."""
 
 from __future__ import annotations
 
@@ -57,7 +54,6 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """The number of output tokens."""
         return len(self.tokens) - len(self.group.prompt_token_ids)
 
     @property
@@ -79,7 +75,7 @@ class Sequence:
     def advance(self, tokenizer: Tokenizer, count: int, finish_reason: FinishReason | None) -> tuple[int, End | None]:
         """Process the newest `count` of `tokens`; return the number to keep, and how they end the sequence.
 
-        `finish_reason` is the scheduler's for the last token; stop strings and repetition can end earlier ones.
+        `finish_reason` is the scheduler's for the last token; stop strings and repetition can end earlier.
         """
         for end in range(len(self.tokens) - count + 1, len(self.tokens)):
             ended = self._check(tokenizer, end, None)
@@ -123,14 +119,13 @@ class Sequence:
             self._stop_at(tokenizer, self.stop_tokens[tokens[-1]])
 
     def _stop_at(self, tokenizer: Tokenizer, stop: str) -> None:
-        """Stop at a skipped special token, unless a stop string matched earlier."""
         self.flush(tokenizer)
         if self.matcher.matched is None:
             self.matcher = replace(self.matcher, matched=stop)
             self._append("")
 
     def flush(self, tokenizer: Tokenizer) -> None:
-        """Append text held back for a partial stop string or character, at the end."""
+        """Append text held back for a partial stop string or character."""
         if self.matcher.matched is not None or not self.params.detokenize:
             return
         delta = detokenizer.finish(self.detokenizer, tokenizer)
@@ -164,7 +159,7 @@ class Sequence:
 
     @property
     def has_news(self) -> bool:
-        """Whether `show` would return something new; an end is returned once."""
+        """Whether `show` would return anything new; an end is returned once."""
         return self.num_shown >= 0 and (self.num_tokens > self.num_shown or self.finish_reason is not None)
 
     def is_due(self, interval: int) -> bool:
@@ -258,7 +253,7 @@ class SequenceGroup:
         )
 
     def show_failure(self, why: str) -> RequestOutput:
-        """Return a final output without text and tokens, after an exception."""
+        """Return a final output without tokens, after an exception."""
         for sequence in self.sequences:
             sequence.finish_reason, sequence.stop_reason = "error", why
         ends = [

@@ -1,7 +1,6 @@
-"""`StreamingEngine`: the readers of outputs and the bounds of the queue, the same for `AsyncLLM` and `FleetLLM`.
+"""`StreamingEngine`: the readers of outputs and the bounds of the queue, for `AsyncLLM` and `FleetLLM`.
 
-A subclass starts whatever computes, checks requests, and hands outputs to `_streams`. All methods belong to the event
-loop that called `start`.
+All methods belong to the event loop that called `start`.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ from jaxllm.request_params import RequestParams
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
-LEAST_SECONDS = 1e-9  # of a request: gRPC's durations count nanoseconds
-MAX_SECONDS = 10**9  # of a request: 30 years, which timers can hold
-_MOST_THREADS = 4  # for slow work off the event loop, one for each core: more would wait for Python's lock
+LEAST_SECONDS = 1e-9  # of a request: gRPC's durations have nanoseconds
+MAX_SECONDS = 10**9  # of a request: 30 years, the limit of timers
+_MOST_THREADS = 4  # for slow work; more would wait for Python's lock
 # Default bounds of the queue: 90 MB (measured with 4,000 prompts of 256 tokens).
-LEAST_QUEUED = 4096  # sequences: this, or …
-QUEUED_PER_SLOT = 4  # … this for each that runs, if that is more
-LEAST_QUEUED_TOKENS = 2**20  # tokens of their prompts: this, or 16 contexts where that is more
+LEAST_QUEUED = 4096  # sequences, at least
+QUEUED_PER_SLOT = 4  # sequences for each slot, if that is more
+LEAST_QUEUED_TOKENS = 2**20  # prompt tokens, at least; or 16 contexts
 
 
 class Queue(Protocol):
@@ -60,11 +59,11 @@ class Queue(Protocol):
         """Pause or resume the computation."""
 
     def stop(self) -> None:
-        """Accept no more requests."""
+        """Refuse further requests."""
 
 
 class StreamingEngine:
-    """The part of an `EngineClient` that does not depend on how tokens are computed."""
+    """The part of an `EngineClient` that is independent of the computation."""
 
     drains_replicas = False
 
@@ -89,22 +88,21 @@ class StreamingEngine:
         self._streams = StreamTable()
         self._started: asyncio.Future[None] | None = None
         self._death: asyncio.Future[BaseException] | None = None
-        self._num_preparing = 0  # sequences with prompts that are being made
+        self._num_preparing = 0  # sequences whose prompts are being prepared
         self._life = LifeCycle()
         self._num_resumed = 0  # calls of `resume`
         self._tokenizing: FairThreads | None = None
         self._of_adapters: LanguageThreads | None = None
 
-    # For a subclass to define.
+    # Overridden by subclasses.
 
     @property
     def model(self) -> ModelInfo:
-        """The model's tokenizer, limits and defaults; UnavailableError while it is being loaded."""
+        """The model's tokenizer, limits and defaults; raises UnavailableError while it is loading."""
         raise UnavailableError(NOT_STARTED)
 
     @property
     def state(self) -> EngineState:
-        """The state of the engine; never waits for it."""
         return self._life.state(self._is_hung)
 
     @property
@@ -112,11 +110,9 @@ class StreamingEngine:
         return False
 
     def get_load(self) -> Load:
-        """Return how busy the engine is."""
         return Load()
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prompts; False while requests run, because they hold some of the blocks."""
         return False
 
     async def _begin(self) -> None:
@@ -133,13 +129,11 @@ class StreamingEngine:
         client: str | None,
         timeout: float | None,
     ) -> Any:
-        """Check a request; return it for `_queue`: a dataclass with prompt_token_ids, num_sequences and params."""
+        """Check a request; return a dataclass with prompt_token_ids, num_sequences and params for `_queue`."""
         raise UnavailableError(NOT_STARTED)
 
-    # Life cycle.
-
     async def start(self) -> None:
-        """Load the model and wait for it; a problem with it is raised here."""
+        """Load the model and wait for it; raise an error if it cannot be loaded."""
         if self._started is None:
             self._loop = asyncio.get_running_loop()
             self._started = self._loop.create_future()
@@ -154,7 +148,7 @@ class StreamingEngine:
     async def __aenter__(self) -> Self:
         try:
             await self.start()
-        except BaseException:  # cancelled, perhaps: `close` will not be called
+        except BaseException:  # for example cancelled: `close` is not called then
             self._life.on("stop")
             self._queue.stop()
             raise
@@ -164,7 +158,7 @@ class StreamingEngine:
         await self.close()
 
     async def close(self, timeout: float = 30.0) -> bool:
-        """Stop the engine; requests that still run fail. Return whether it has ended within `timeout` seconds."""
+        """Stop the engine and fail unfinished requests; return whether it ended within `timeout` seconds."""
         self._life.on("stop")
         self._streams.fail_all(EngineDeadError("The engine was closed."))
         self._queue.stop()
@@ -175,12 +169,10 @@ class StreamingEngine:
 
     @property
     def is_paused(self) -> bool:
-        """Whether `pause` holds the engine."""
         return self._life.work == "paused"
 
     @property
     def num_live(self) -> int:
-        """The number of requests that have not ended."""
         return len(self._streams)
 
     async def generate(
@@ -198,16 +190,15 @@ class StreamingEngine:
         name: str | None = None,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput]:
-        """Stream a request's outputs, of the kind that its parameters name. To close the iterator aborts the request.
+        """Stream a request's outputs; closing the iterator aborts the request.
 
-        Outputs that a slow reader has not taken are merged into one. After `time_limit` seconds the request ends with
-        its output; after `timeout` it fails with DeadlineError. A problem with the request is raised by the first
-        step of the iterator: UserError, OverloadedError if the queue is full, UnavailableError, EngineDeadError.
-        Among the running requests of an `owner` an id must be unique. Slow preparation is shared out among
-        `client`s, by their names.
-        `arrival`, of the monotonic clock, is the time of the request, if that was before this call;
-        `name` is its name in logs and recordings, if that is more than its id. `options` are those of features, as
-        `lora_request`, the adapter.
+        Outputs that a slow reader has not taken are merged. After `time_limit` seconds the request ends with its output
+        so far; after `timeout` it fails with DeadlineError. The first iteration raises UserError for an invalid
+        request, OverloadedError if the queue is full, UnavailableError or EngineDeadError.
+
+        Running requests of an `owner` have unique ids; preparation serves `client`s in turn. `arrival` is on the
+        monotonic clock, by default now. Logs and recordings use `name`, by default the id. `options` are those of
+        features, for example `lora_request`.
         """
         arrival = self._clock() if arrival is None else arrival
         for limit, seconds in (("time_limit", time_limit), ("timeout", timeout)):
@@ -249,35 +240,32 @@ class StreamingEngine:
             self._close(stream)
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
-        """End the requests of these ids, of all owners; unknown ids change nothing.
-
-        Their readers get the output so far, with the finish reason "abort".
-        """
+        """Abort requests by id, of all owners; unknown ids are ignored."""
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             self.end(request_id, "abort")
 
     def end(self, request_id: str, reason: FinishReason) -> None:
-        """End the requests of an id, of all owners, for a reason that their last outputs give."""
         for stream in self._streams.of_id(request_id):
             self._queue.abort(stream.internal_id, reason)
 
     async def check_health(self) -> None:
-        """Raise EngineDeadError if the engine has died, UnavailableError if it makes no progress or takes no work."""
+        """Raise EngineDeadError if the engine died, UnavailableError if it hangs or refuses requests."""
         self._check_serving()
 
     def check_room(self) -> None:
-        """Raise an error if `generate` would refuse any request now; called before a request's body is read.
+        """Raise an error if `generate` would refuse every request.
 
-        To refuse a call must cost little, or an overload leaves no time for the calls that are accepted.
+        Called before a request's body is read: refusals must be cheap, or an overload leaves no time for accepted
+        requests.
         """
         self._check_serving()
         self.check_queue(1, 0)
 
     def check_queue(self, num_sequences: int, num_tokens: int, num_prompts: int = 1) -> None:
-        """Refuse sequences that would make the queue longer than its bounds, without a call of the engine.
+        """Raise OverloadedError if sequences would exceed the queue's bounds.
 
-        `num_sequences` and `num_tokens` are those of all `num_prompts` together. More sequences than the slots and
-        the queue could ever hold are a UserError: to try again would not help.
+        `num_sequences` and `num_tokens` are sums over `num_prompts`. Raises UserError for more sequences than slots and
+        queue can hold: a retry would not help.
         """
         load = self.get_load()
         most = most_queued(self.max_queued_requests, load.max_running)
@@ -297,7 +285,7 @@ class StreamingEngine:
 
     @contextmanager
     def preparing(self, num_sequences: int) -> Iterator[None]:
-        """Count a request into the queue while its prompt is made; OverloadedError if the queue is full."""
+        """Count a request as queued while its prompt is prepared; raise OverloadedError if the queue is full."""
         self.check_queue(num_sequences, 0)
         self._num_preparing += num_sequences
         try:
@@ -312,10 +300,10 @@ class StreamingEngine:
         client: str | None = None,
         language: bytes | None = None,
     ) -> Result:
-        """Run something slow, as tokenizing a long text, in a thread off the event loop.
+        """Run a slow function, for example tokenization, in a thread.
 
-        Clients take turns by their names, `client`; one client never has all threads. `language` is the `confined` of
-        the tokenizer that works there; b"" is to read an adapter.
+        Clients take turns by name; one client never has all threads. `language` is the `confined` of the function's
+        tokenizer, or b"" to read an adapter.
         """
         if language is not None:
             if self._of_adapters is None:
@@ -326,10 +314,10 @@ class StreamingEngine:
         return await self._tokenizing.run(client, function, *arguments)
 
     async def pause(self, mode: PauseMode = "abort", clear_cache: bool | None = None) -> None:
-        """Take no more work and stop computing, until `resume`.
+        """Refuse requests and stop computing until `resume`.
 
-        Running requests are aborted, or awaited ("wait"), or kept as they are ("keep"). The cache is cleared unless
-        `clear_cache` is False or kept requests need it.
+        Running requests are aborted, awaited ("wait") or suspended ("keep"). The cache is cleared unless `clear_cache`
+        is False or suspended requests need it.
         """
         if mode not in ("abort", "wait", "keep"):
             raise UserError(f"mode must be abort, wait or keep, got {mode!r}.", "mode")
@@ -350,19 +338,19 @@ class StreamingEngine:
             await self.reset_prefix_cache()
 
     async def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
         self._life.on("resume")
         self._num_resumed += 1
         self._queue.set_paused(False)
 
     def announce_drain(self) -> None:
-        """Report "not ready" but accept requests until `drain`: load balancers need a moment to notice."""
+        """Report "not ready" but accept requests until `drain`, so that load balancers notice in time."""
         self._life.on("announce_drain")
 
     async def drain(self, timeout: float | None = None) -> bool:
-        """Refuse new requests and wait for the running ones; those that need longer fail with DrainingError.
+        """Refuse new requests and wait for running ones; return whether all finished.
 
-        Returns whether all have finished. A drained engine cannot serve again.
+        Requests that exceed `timeout` fail with DrainingError. A drained engine cannot serve again.
         """
         self._life.on("drain")
         await self.resume()
@@ -381,13 +369,12 @@ class StreamingEngine:
         return is_through and not self._life.has_ended
 
     async def wait_dead(self) -> BaseException:
-        """Wait until the engine dies, and return the cause; UnavailableError if it was never started."""
+        """Wait until the engine dies, and return the cause; raise UnavailableError if it was never started."""
         if self._death is None:
             raise UnavailableError(NOT_STARTED)
         return await asyncio.shield(self._death)
 
     def _unavailable(self) -> Exception | None:
-        """Return why new requests are refused now; None if they are accepted."""
         return self._life.unavailable(self._is_hung, self._started is not None)
 
     def _check_serving(self) -> None:
@@ -396,7 +383,7 @@ class StreamingEngine:
             raise error
 
     def _close(self, stream: Stream) -> None:
-        """Forget a stream; a request that has not ended is aborted. Never waits: it runs while a task is cancelled."""
+        """Remove a stream and abort its request if unfinished. Must not wait: runs while a task is cancelled."""
         try:
             if not stream.is_finished:
                 self._queue.abort(stream.internal_id, "abort")
@@ -404,7 +391,6 @@ class StreamingEngine:
             self._streams.close(stream)
 
     def _died(self, error: BaseException) -> None:
-        """Fail all that wait for the engine, which has died."""
         self._life.on("die")
         assert self._started is not None and self._death is not None
         if not self._started.done():
@@ -415,16 +401,13 @@ class StreamingEngine:
 
 
 def most_queued(bound: int | None, num_slots: int) -> int:
-    """Return how many sequences may wait for a slot: the bound that was given, or the default."""
     return max(LEAST_QUEUED, QUEUED_PER_SLOT * num_slots) if bound is None else bound
 
 
 def most_queued_tokens(bound: int | None, max_model_len: int) -> int:
-    """Return how many tokens the prompts that wait may have: the bound that was given, or the default."""
     return max(LEAST_QUEUED_TOKENS, 16 * max_model_len) if bound is None else bound
 
 
 def set_result(future: asyncio.Future[Any], result: Any) -> None:
-    """Set a future's result unless it has one."""
     if not future.done():
         future.set_result(result)

@@ -1,4 +1,4 @@
-"""A row of the table of families: a config.json's reader and a checkpoint's tensor names. Llama's are the default."""
+"""A row of the families table: a config.json reader and tensor names, by default Llama's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxllm.families.stored_formats import Stored
 from jaxllm.model.head import Head
 from jaxllm.model.spec import Spec
 
-HeadReader = Callable[[Fields, int, int], Head]  # of config.json, the model's width and the number of labels
+HeadReader = Callable[[Fields, int, int], Head]  # (config.json, the model's width, number of labels)
 
 
 def named(stems: Mapping[str, str]) -> dict[str, str]:
@@ -18,7 +18,7 @@ def named(stems: Mapping[str, str]) -> dict[str, str]:
     return weights | {f"{part}_bias": f"{stem}.bias" for part, stem in stems.items()}
 
 
-# Tensor names of a weight's parts (see decoder.declare), after the family's prefix; {} is the layer, a second one the
+# Tensor names of a weight's parts (see decoder.declare), after the family's prefix. {} is the layer, a second {} the
 # expert or head.
 LLAMA_TENSORS = named(
     {
@@ -50,14 +50,12 @@ LLAMA_TENSORS = named(
 
 @dataclass(frozen=True)
 class Family:
-    """One row of the table. `prefix` is what tensor names may start with; they are compared without it.
+    """A row of the table.
 
-    Parts that name the same tensor lie in it one after the other, `alternating` ones row by row, or head by head. Those
-    named in `transposed` are stored [in, out]. A part of an expert (or head) whose name has no second {} is a tensor of
-    all of them. `ignored` are endings of tensor names that hold no weights; `has_layers_behind`: nor do layers behind
-    the last; `heads` are beginnings of names of heads, which an embedder does not need. `head` is that of the
-    classifiers among the architectures, None: as decoders have it. `stored` is how a checkpoint's matrices are
-    quantized, from its config.json.
+    `prefix` is optional in tensor names. Parts with the same tensor are stored in it consecutively, `alternating` ones
+    by row or by head, `transposed` ones as [in, out]. A part of an expert or head without a second {} is in a tensor of
+    all of them. Unread tensors end with `ignored`, begin with `heads` or, with `has_layers_behind`, are in layers after
+    the last. `head` is that of classifiers, None for those of decoders; `stored` is config.json's quantization.
     """
 
     architectures: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Heads of classifiers, as rows of the table of families name them."""
+"""Classifier heads for the families table."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from jaxllm.model.pooler import Activation, Dense, Pooler, Pooling
 
 
 def one_product(fields: Fields, width: int, labels: int) -> Pooler:
-    """Classify by the last token with one product."""
+    """Return a head of one product on the last token."""
     return Pooler("last", (Dense(labels, bias=False, stem="score"),))
 
 
 def two_products(pooling: Pooling, inner: str, activation: Activation, outer: str) -> HeadReader:
-    """Classify by two products with an activation between, given the names of their tensors."""
+    """Return a head of two products with an activation between, by tensor names."""
 
     def head(fields: Fields, width: int, labels: int) -> Pooler:
         return Pooler(pooling, (Dense(width, activation=activation, stem=inner), Dense(labels, stem=outer)))
@@ -21,7 +21,7 @@ def two_products(pooling: Pooling, inner: str, activation: Activation, outer: st
     return head
 
 
-OF_DECODERS = {  # by the endings of architectures' names
+OF_DECODERS = {  # by suffix of the architecture
     "ForSequenceClassification": one_product,
     "ForRewardModel": two_products("last", "score.0", "relu", "score.2"),
 }

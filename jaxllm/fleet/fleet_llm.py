@@ -1,7 +1,7 @@
-"""`FleetLLM`: several engines behind the interface of one, each in a process of its own, on this machine or on others.
+"""`FleetLLM`: several engines with the interface of one, each a process on this machine or another.
 
-A supervisor keeps the replicas alive; a router hands each request to the one that `choose` names. Queues and their
-bounds are those of all replicas together.
+A supervisor restarts replicas; a router sends each request to one that `choose` returns. Queues and their bounds cover
+all replicas.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from jaxllm.sampling_params import SamplingParams
 from jaxllm.text.tokenizer import NoTokenizer, load_tokenizer
 
 _log = logging.getLogger(__name__)
-CHARACTERS_A_TOKEN = 4  # of a text that is pooled, which the replica tokenizes
-# Of a `ModelInfo`: what replicas of one model have in common.
+CHARACTERS_A_TOKEN = 4  # of a pooled text, which the replica tokenizes
+# Fields of `ModelInfo` that all replicas share.
 _SHARED = ("generation_config", "default_params", "eos_ids", "vocab_size", "max_model_len", "block_size", "pooler")
 
 
 class FleetLLM(StreamingEngine, FleetCalls):
     """As `AsyncLLM`, with `config.data_parallel_size` replicas.
 
-    Of them `num_local` are processes of this machine; others connect to `door`.
+    `num_local` of them are processes on this machine; others connect to `door`.
     """
 
     drains_replicas = True
@@ -58,7 +58,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
         *,
         num_local: int | None = None,
         door: Door | None = None,
-        module: str = "jaxllm.fleet.node",  # that our processes run
+        module: str = "jaxllm.fleet.node",  # run by local processes
         max_queued_requests: int | None = None,
         max_queued_tokens: int | None = None,
         hang_timeout: float = 8.0,
@@ -93,17 +93,14 @@ class FleetLLM(StreamingEngine, FleetCalls):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig, **bounds: Any) -> FleetLLM:
-        """Make one of `AsyncEngineArgs`; it is to be started like any other."""
+        """Make a fleet, not yet started, from `AsyncEngineArgs`."""
         return cls(engine_args, **bounds)
 
-    # Its life.
-
     async def _begin(self) -> None:
-        """Start the replicas; those of this machine are waited for, or, without any, the first of the others."""
+        """Start the replicas; wait for local ones, or else for the first remote one."""
         await self._supervisor.start()
 
     async def close(self, timeout: float = 30.0) -> bool:
-        """End the replicas; requests that still run fail."""
         await super().close(timeout)
         await self._supervisor.close()
         if self._death is not None:
@@ -111,21 +108,22 @@ class FleetLLM(StreamingEngine, FleetCalls):
         return True
 
     async def drain_replica(self, number: int) -> None:
-        """Give a replica no more work, and start it anew when it has none; return when it serves again.
+        """Send a replica no more requests, restart it when idle, and return when it serves again.
 
-        One of another machine ends, and is started there. UnavailableError if it takes no work, or no other does.
+        A remote one exits, to be restarted on its machine. Raises UnavailableError if it, or every other, accepts no
+        requests.
         """
         if not 0 <= number < len(self.replicas):
             raise UserError(f"replica must be 0 to {len(self.replicas) - 1}, got {number}.", "replica", number)
         await self._supervisor.drain(self.replicas[number])
 
     def _settings_of(self, number: int, path: str) -> tuple[node.Settings, Mapping[str, str]]:
-        """Describe a replica of this machine, and its environment: the GPUs that it may see."""
+        """Return the settings and environment, including visible GPUs, of a local replica."""
         config = self.config
         engine = asdict(config) | {
             "data_parallel_size": 1,
             "enable_kv_cache_events": config.enable_prefix_caching,
-            "seed": config.seed + number,  # of requests that bring none
+            "seed": config.seed + number,  # of requests without one
         }
         num_local = sum(each.is_local for each in self.replicas)
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -146,10 +144,9 @@ class FleetLLM(StreamingEngine, FleetCalls):
         visible = given.split(",") if given else [str(each) for each in range(num_local * count)]
         return settings, {"CUDA_VISIBLE_DEVICES": ",".join(visible[number * count : (number + 1) * count])}
 
-    # What its supervisor tells.
+    # Called by the supervisor.
 
     def heard(self, replica: Replica, said: list[Any]) -> None:
-        """Take in what a replica says."""
         for name, *given in said:
             if name == "output":
                 self._put(replica, *given)
@@ -172,14 +169,13 @@ class FleetLLM(StreamingEngine, FleetCalls):
                     vars(self.metrics).update(vars(summed([each.metrics for each in self.replicas])))
 
     def lost(self, replica: Replica, error: Exception) -> None:
-        """Run elsewhere what a replica ran."""
+        """Reroute the requests of a lost replica."""
         if self._life.has_ended:
             replica.end(error)
         else:
             self._router.lost(replica, error)
 
     def hopeless(self, error: Exception) -> None:
-        """Die."""
         self._died(error)
 
     def _observe(self, replica: Replica, name: str, given: list[Any]) -> None:
@@ -190,17 +186,16 @@ class FleetLLM(StreamingEngine, FleetCalls):
                 _log.exception("the observer failed")
 
     def _put(self, replica: Replica, name: str, output: RequestOutput) -> None:
-        """Hand an output to its reader."""
         replica.note_output(name, sum(len(each.token_ids) for each in output.outputs))
         if output.finished:
             self._router.forget(name)
         stream = self._streams.of_internal_id(name)
         if stream is None:
-            return  # its reader has gone
+            return  # its reader closed it
         output.request_id, output.internal_id = stream.request_id, name
         try:
             stream.put(output, self._clock())
-        except Exception:  # on behalf of one request: the others of the frame are unaffected
+        except Exception:  # fails one request; the others of the frame go on
             _log.exception("an output could not be handed over")
             self._fail(name, RequestFailedError("An output of the request was lost; others go on."))
             return
@@ -208,14 +203,12 @@ class FleetLLM(StreamingEngine, FleetCalls):
             self._streams.note_over(stream)
 
     def _fail(self, name: str, error: Exception) -> None:
-        """Fail a request."""
         self._router.forget(name)
         stream = self._streams.of_internal_id(name)
         if stream is not None:
             self._streams.fail(stream, error)
 
     def _loaded(self, replica: Replica, known: Mapping[str, Any]) -> None:
-        """Take note that a replica has loaded the model."""
         if self._model is None:
             try:
                 self._model = self._read_model(known)
@@ -236,7 +229,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
             self._started.set_result(None)
 
     def _read_model(self, known: Mapping[str, Any]) -> ModelInfo:
-        """Return the model as the first replica has it, with a tokenizer for this process."""
+        """Return the first replica's model with a local tokenizer."""
         config = self.config
         source = config.tokenizer or config.model
         tokenizer = NoTokenizer(source) if config.skip_tokenizer_init else load_tokenizer(source, config.revision)
@@ -245,27 +238,23 @@ class FleetLLM(StreamingEngine, FleetCalls):
             tokenizer.obey_add_eos_token()
         return model
 
-    # As an `EngineClient`.
-
     @property
     def model(self) -> ModelInfo:
-        """The model, as all replicas have it; UnavailableError while none has loaded it."""
+        """The replicas' model; raises UnavailableError until one has loaded it."""
         if self._model is None:
             raise self._unavailable() or UnavailableError("The model is still being loaded.")
         return self._model
 
     @property
     def engines(self) -> Sequence[EngineView]:
-        """The replicas, by their numbers."""
         return [ReplicaView(self, replica) for replica in self.replicas]
 
     def add_observer(self, observer: Observer, number: int = 0) -> None:
-        """Call an observer with each step and each end of a request of a replica, by its number."""
         self._observers[number].append(observer)
 
     @property
     def state(self) -> EngineState:
-        """What the fleet does: "hung" while no replica takes work."""
+        """The fleet's state: "hung" while no replica accepts requests."""
         state = super().state
         return "hung" if state == "serving" and not any(each.takes_work for each in self.replicas) else state
 
@@ -276,7 +265,6 @@ class FleetLLM(StreamingEngine, FleetCalls):
         return error
 
     def get_load(self) -> Load:
-        """Say how busy the replicas are together."""
         loads = [each.get_load() for each in self.replicas if each.model is not None]
         added: dict[str, Any] = {name: sum(getattr(load, name) for load in loads) for name in _ADDED}
         metrics = self.metrics
@@ -287,24 +275,22 @@ class FleetLLM(StreamingEngine, FleetCalls):
         )
 
     def device_report(self) -> None:
-        """Return nothing: each replica has its own."""
+        """Return None: each replica has a report."""
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prompts; False where requests run."""
         return all(await self._call_all("reset_prefix_cache"))
 
     async def kv_events(self, start_sequence: int = 0) -> AsyncGenerator[BlockBatch]:
-        """Raise FeatureDisabledError: replicas' events are read by the router alone."""
+        """Raise FeatureDisabledError: only the router reads replicas' events."""
         raise FeatureDisabledError("kv_events is not supported with data_parallel_size above 1.", "data_parallel_size")
         yield  # makes it a generator
 
     async def start_profile(self, folder: str, num_steps: int) -> None:
-        """Begin a trace of each replica's next steps, in folders of their own."""
+        """Trace each replica's next steps, into one folder per replica."""
         calls = [each.call("start_profile", f"{folder}/replica-{each.number}", num_steps) for each in self._loaded_ones]
         await asyncio.gather(*calls)
 
     async def resume(self) -> None:
-        """Go on after `pause`."""
         await super().resume()
         await self._call_all("resume")
 
@@ -313,7 +299,6 @@ class FleetLLM(StreamingEngine, FleetCalls):
         return [each for each in self.replicas if each.model is not None]
 
     async def _call_all(self, name: str) -> list[Any]:
-        """Call a method of every replica's engine."""
         return await asyncio.gather(*(each.call(name) for each in self._loaded_ones))
 
     async def _accept(
@@ -327,7 +312,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
         client: str | None,
         timeout: float | None,
     ) -> Routed:
-        """Find out what a request's way depends on; its replica checks it."""
+        """Return a request with the data for routing; its replica validates it."""
         unknown = options.keys() - {"lora_request"}
         if unknown:
             raise TypeError(f"a request has no {', '.join(sorted(unknown))}")
@@ -368,7 +353,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
     async def check_request(
         self, request_id: str, prompt: Prompt, params: Any, priority: int, options: Mapping[str, Any]
     ) -> Routed:
-        """Let a replica check a request, as it will again when it runs it."""
+        """Let a replica validate a request."""
         accepted = await self._accept(request_id, prompt, params, priority, options, client=None, timeout=None)
         replica = next((each for each in self.replicas if each.takes_work), None)
         if replica is None:
@@ -396,7 +381,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
 
 
 class ReplicaView:
-    """A replica as metrics read an engine."""
+    """A replica's `EngineView`, for metrics."""
 
     def __init__(self, fleet: FleetLLM, replica: Replica) -> None:
         self.config = fleet.config
@@ -404,25 +389,20 @@ class ReplicaView:
 
     @property
     def model(self) -> ModelInfo:
-        """The model, as all replicas have it."""
         return self._fleet.model
 
     @property
     def metrics(self) -> Metrics:
-        """The counters of all its processes."""
         return self._replica.metrics
 
     @property
     def state(self) -> EngineState:
-        """The state of its life cycle."""
         return self._replica.state
 
     def get_load(self) -> Load:
-        """Return how busy it is."""
         return self._replica.get_load()
 
     def device_report(self) -> DeviceReport | None:
-        """Return the compiled programs there."""
         return self._replica.device_report()
 
 

@@ -1,7 +1,7 @@
-"""What a front end and its replicas say to each other: lists of plain data and of the classes named here, as msgpack.
+"""Messages between a front end and its replicas: msgpack lists of plain data and `CLASSES`.
 
-A frame is four bytes of length and a list of messages; each message is a list whose first item names it. Nothing but
-the classes named here is ever made from bytes. Both ends are of the same version, which is compared first.
+A frame is a length of four bytes and a list of messages; a message is a list that begins with its name. Decoding
+creates no other classes. Both ends have the same version, checked first.
 """
 
 from __future__ import annotations
@@ -36,28 +36,27 @@ CLASSES: Mapping[str, type[Any]] = {
 _ERRORS = {name: one for name, one in vars(errors).items() if isinstance(one, type) and issubclass(one, Exception)}
 _TUPLE, _OBJECT, _ERROR, _ARRAY, _SET = range(1, 6)
 MOST_BYTES = 1 << 30  # of a frame
-_MOST_LEVELS = 32  # of objects within objects: each takes the reader 20 kB of the stack, and ours have six at most
+_MOST_LEVELS = 32  # of nested objects: each takes 20 kB of the stack, and ours have six at most
 _LENGTH = struct.Struct("!I")
 
 
 def pack(value: Any) -> bytes:
-    """Write a value."""
     return msgpack.Packer(default=_encoded, strict_types=True).pack(value)
 
 
 def unpack(packed: bytes, level: int = 0) -> Any:
-    """Read a value; ValueError for what no `pack` has written."""
+    """Decode a value; raise ValueError unless `pack` wrote it."""
     return msgpack.unpackb(packed, ext_hook=partial(_decoded, level + 1), strict_map_key=False)
 
 
 def frame(messages: list[bytes]) -> bytes:
-    """Write a frame of messages that `pack` has written: each by itself, so that one that cannot be spoils no other."""
+    """Return a frame of packed messages, packed separately so that a failure affects one."""
     packed = msgpack.Packer().pack_array_header(len(messages)) + b"".join(messages)
     return _LENGTH.pack(len(packed)) + packed
 
 
 async def read_frame(reader: asyncio.StreamReader) -> list[Any]:
-    """Wait for a frame; EOFError (IncompleteReadError) where the connection ends."""
+    """Wait for a frame; raise EOFError (IncompleteReadError) when the connection ends."""
     (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     if size > MOST_BYTES:
         raise ValueError(f"a frame of {size} bytes")
@@ -101,7 +100,7 @@ def _object(value: Any) -> Any:
 
 
 def _error(value: Any) -> Exception:
-    """Make an error again; one that has no name here was the replica's own."""
+    """Return a decoded error; unknown classes become EngineError."""
     name, message, attributes = value
     kind = _ERRORS.get(name, EngineError)
     made = kind.__new__(kind)

@@ -1,8 +1,8 @@
 """The replica process: runs one engine and serves a front end over one connection.
 
-A front end starts `python -m jaxllm.fleet.node` on its machine, with the settings on standard input; `jaxllm serve
---headless` runs the same on another machine. The node connects to the front end, sends a heartbeat every 0.25 s, and
-all outputs of a step in one frame. The process ends with its connection.
+A front end starts `python -m jaxllm.fleet.node` on its machine, with settings on standard input; `jaxllm serve
+--headless` is the same elsewhere. The node connects, sends a heartbeat every 0.25 s, and all outputs of a step in one
+frame. It ends with its connection.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jaxllm.version import __version__
 
 _log = logging.getLogger(__name__)
 BEAT_SECONDS = 0.25  # interval of heartbeats
-NO_BOUND = 1 << 40  # the front end limits the queue of the whole fleet
+NO_BOUND = 1 << 40  # the front end bounds the fleet's queue
 SECOND_SIGNAL = 130  # exit code of a shell after ^C
 _LOCAL = ("tokenizer",)  # fields of `ModelInfo` that each process reads from disk
 
@@ -42,17 +42,17 @@ class Settings:
 
     engine: Mapping[str, Any]
     address: str  # of the front end: HOST:PORT, or the path of a Unix socket
-    number: int | None = None  # of a replica on the front end's machine; None: another machine
+    number: int | None = None  # of a local replica; None: on another machine
     key: str = ""
     ca: str | None = None
-    observes: bool = False  # whether to forward the engine's events to the front end's observers
+    observes: bool = False  # forward events to the front end's observers
     cores: tuple[int, ...] = ()
     hang_timeout: float = 8.0
     log_level: int = logging.WARNING
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Split HOST:PORT; raises UserError for other text."""
+    """Split HOST:PORT; raise UserError for other text."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port[:9]) < 65536:
         raise UserError(f"data_parallel_address must be HOST:PORT, got {address!r:.80}.", "data_parallel_address")
@@ -60,12 +60,9 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 async def run(settings: Settings, engine: AsyncLLM | None = None) -> bool:
-    """Load the engine, unless given, and serve the front end until it stops or disconnects.
+    """Load the engine, unless given, and serve the front end; return whether it sent "stop".
 
-    Return whether it sent "stop".
-
-    Raises:
-        UserError: if the front end cannot be reached or refuses this replica.
+    Raises UserError if the front end cannot be reached or refuses this replica.
     """
     if engine is None:
         bounds: dict[str, Any] = {"max_queued_requests": NO_BOUND, "max_queued_tokens": NO_BOUND}
@@ -109,7 +106,7 @@ class Node:
         self._is_leaving = False
 
     async def run(self, settings: Settings) -> bool:
-        """Serve until "stop" or the connection's end; return whether "stop" was received."""
+        """Serve until "stop" or the connection's end; return whether "stop" arrived."""
         number = "" if settings.number is None else str(settings.number)
         self._writer.write(Greeting(__version__, number, settings.key.encode()).pack())
         tasks = [asyncio.ensure_future(work()) for work in (self._write, self._beat, self._start)]
@@ -129,7 +126,7 @@ class Node:
                 task.cancel()
 
     def leave(self) -> None:
-        """Request a drain: no new work, then "stop" once idle. A second call exits immediately."""
+        """Request a drain, then "stop" once idle. A second call exits immediately."""
         if self._is_leaving:
             os._exit(SECOND_SIGNAL)
         self._is_leaving = True
@@ -169,7 +166,7 @@ class Node:
             self._say("failed", error)
             return
         known = {each.name: getattr(engine.model, each.name) for each in fields(engine.model)}
-        self._say(*self._condition())  # state "serving", so that requests are routed here at once
+        self._say(*self._condition())  # state "serving", for routing at once
         self._say("ready", {name: own for name, own in known.items() if name not in _LOCAL})
         if engine.config.enable_kv_cache_events:
             with contextlib.suppress(EngineError):
@@ -200,7 +197,6 @@ class Node:
             task.cancel()
 
     def _on_call(self, number: int, name: str, given: list[Any]) -> None:
-        """Call a method of the engine, and send its result later."""
         call = self._check(*given) if name == "check" else getattr(self._engine, name)(*given)
         task = asyncio.ensure_future(self._answer(number, call))
         self._tasks.add(task)
@@ -217,18 +213,13 @@ class Node:
         except Exception as error:
             self._say("answer", number, None, _own(error))
 
-    # Methods of `Observer`.
-
     def step(self, report: StepReport) -> None:
-        """Forward a step's report."""
         self._say("step", report)
 
     def tokens(self, seconds: float, count: int, is_first: bool) -> None:
-        """Forward the latency of tokens."""
         self._say("tokens", seconds, count, is_first)
 
     def finished(self, output: RequestOutput, params: SamplingParams) -> None:
-        """Forward a finished request."""
         self._say("finished", output, params)
 
 
@@ -241,14 +232,13 @@ def _own(error: Exception) -> Exception:
 
 
 def main() -> int:
-    """Run the replica that standard input describes."""
     settings = Settings(**messages.unpack(sys.stdin.buffer.read()))
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormatter(f"%(asctime)s %(levelname)s replica {settings.number} %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("jaxllm").setLevel(settings.log_level)
     if settings.cores and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, settings.cores)  # before any library counts the cores
+        os.sched_setaffinity(0, settings.cores)  # before libraries count the cores
     asyncio.run(run(settings))
     return 0
 

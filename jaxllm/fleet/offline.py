@@ -1,4 +1,4 @@
-"""`FleetEngine`: a fleet for a caller without an event loop, with as much of an engine's interface as `LLM` needs."""
+"""`FleetEngine`: a fleet without an event loop, for `LLM`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 class FleetEngine:
-    """Several engines, as one that is stepped: a step is the next output of any request."""
+    """A fleet as a `SteppedEngine`: a step returns the next output of any request."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -34,7 +34,7 @@ class FleetEngine:
         self._thread.start()
         self._told: queue.Queue[tuple[str, RequestOutput]] = queue.Queue()
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._live: set[str] = set()  # requests of whose end the caller does not know yet
+        self._live: set[str] = set()  # requests without a returned final output
         self._fleet = self._run(self._started())
 
     async def _started(self) -> FleetLLM:
@@ -51,44 +51,36 @@ class FleetEngine:
 
     @property
     def model(self) -> ModelInfo:
-        """The model, which all have."""
         return self._fleet.model
 
     @property
     def metrics(self) -> Metrics:
-        """What all have counted."""
         return self._fleet.metrics
 
     def model_of(self, lora_request: object) -> ModelInfo:
-        """Return the model; adapters are refused."""
         if lora_request is not None:
             raise combinations.refusal("lora_request", combinations.FLEET)
         return self.model
 
     def load(self) -> Load:
-        """Say how busy all are."""
         return self._fleet.get_load()
 
     def start_profile(self, folder: str | Path, num_steps: int = DEFAULT_STEPS) -> Profile:
-        """Raise UserError: a trace is of one engine."""
+        """Raise UserError: a trace covers one engine."""
         raise UserError("profile one engine: set data_parallel_size to 1.", "data_parallel_size")
 
     def program_texts(self, names: Collection[str]) -> dict[str, str]:
-        """Return nothing: the programs are in other processes."""
         return {}
 
     def add_request(self, request_id: str, prompt: Any, params: Any = None, priority: int = 0, **options: Any) -> None:
-        """Queue a request."""
         self.add([self.accept(request_id, prompt, params, priority, **options)])
 
     def accept(self, request_id: str, prompt: Any, params: Any = None, priority: int = 0, **options: Any) -> Routed:
-        """Let a replica check a request."""
+        """Return a request that a replica validated."""
         given = {name: value for name, value in options.items() if value is not None}
         return self._run(self._fleet.check_request(request_id, prompt, params, priority, given))
 
     def add(self, requests: Sequence[Routed]) -> None:
-        """Start requests that were accepted."""
-
         async def add() -> None:
             for each in requests:
                 task = self._tasks[each.request_id] = asyncio.ensure_future(self._answer(each))
@@ -104,49 +96,45 @@ class FleetEngine:
             async with aclosing(outputs):
                 async for output in outputs:
                     self._told.put((request_id, output))
-        except Exception as error:  # as an engine tells of a request that has failed: the others go on
+        except Exception as error:  # reported as by an engine: fails one request
             failed = CompletionOutput(0, "", [], finish_reason="error", stop_reason=str(error))
             ids = list(accepted.prompt_token_ids)
             self._told.put((request_id, RequestOutput(request_id, None, ids, [failed], finished=True)))
 
     def _forget(self, request_id: str, task: asyncio.Task[None]) -> None:
-        """Let go of a task that has ended, unless its id is another request's by now."""
+        """Remove a finished task, unless a newer request has its id."""
         if self._tasks.get(request_id) is task:
             del self._tasks[request_id]
 
     def has_unfinished_requests(self) -> bool:
-        """Whether any request has not ended."""
         return bool(self._live)
 
     def step(self) -> list[RequestOutput]:
-        """Wait for an output of any request."""
         while True:
             request_id, output = self._told.get()
             if request_id not in self._live:
-                continue  # it was aborted
+                continue  # aborted
             if output.finished:
                 self._live.discard(request_id)
             return [output]
 
     def abort_request(self, request_ids: str, reason: FinishReason = "abort") -> RequestOutput | None:
-        """End a request, if it runs; nothing of it is seen again."""
+        """Abort a request; later outputs are dropped."""
         request_id = request_ids
 
         async def end() -> None:
             task = self._tasks.pop(request_id, None)
             if task is not None:
                 task.cancel()
-                await asyncio.gather(task, return_exceptions=True)  # its id is free then
+                await asyncio.gather(task, return_exceptions=True)  # frees its id
 
         self._live.discard(request_id)
         self._run(end())
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prompts; False where requests run."""
         return self._run(self._fleet.reset_prefix_cache())
 
     def close(self) -> None:
-        """End the replicas."""
         if self._loop.is_running():
             self._run(self._fleet.close())
             self._loop.call_soon_threadsafe(self._loop.stop)

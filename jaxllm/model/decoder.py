@@ -1,7 +1,7 @@
 """The decoder: the weights of a Spec (`declare`) and their computation, for one shard of a `Layout`.
 
-Call `embed`, `run_layers` (all, or from `start` to `stop`) and `head` inside the layout's `shard_map`; `forward` is
-everything before the head. Shardings, abstract shapes, random values and loading follow from the declarations.
+Call `embed`, `run_layers` and `head` inside the layout's `shard_map`; `forward` is all before the head. Shardings,
+abstract shapes, random values and loading follow from declarations.
 
 Further letters: Hx, Kx and Vx are sizes on one shard, Vx with padding.
 """
@@ -36,10 +36,10 @@ _SUMMED = {"out": "heads", "down": "feed_forward"}  # products, and the sharded 
 
 
 class Heads(NamedTuple):
-    """A layer's heads; queries and keys are not rotated yet: a kernel may do that as well."""
+    """A layer's heads before rotation, which a kernel may include."""
 
     qkv: Array  # [T, Hx + 2 Kx, C]: queries, keys, values; no values with latent attention
-    turn: tuple[Array, Array] | None  # each token's cosine and sine, [T, size / 2]; None: not rotated
+    turn: tuple[Array, Array] | None  # each token's cosine and sine, [T, size / 2]; None: no rotation
     is_interleaved: bool  # pairs are adjacent coordinates
 
 
@@ -50,7 +50,7 @@ class Attend(Protocol):
     def __call__(self, layer: int, heads: Heads, window: int | None, sinks: Array | None) -> Array:
         """Take a layer's heads and sinks [Hx]; return [T, Hx, C].
 
-        With latent attention the values, and the results per head, are the keys' first coordinates, up to the latent's
+        With latent attention the values, and each head's result, are the keys' first coordinates, up to the latent's
         rank.
         """
         ...
@@ -67,15 +67,15 @@ class Linear(Protocol):
 
 @runtime_checkable
 class RowWeights(Protocol):
-    """Weights of single rows, as those of adapters: arguments of a program are some sets of them."""
+    """Sets of weights, selected per token and passed as arguments, for example adapters."""
 
     @property
     def described(self) -> Any:
-        """The arrays of one set, described."""
+        """The arrays of one set."""
         ...
 
     def linear(self, sets: Sequence[Any], token_set: Array) -> Linear:
-        """Return the products of tokens; `token_set`, int32[T], numbers each one's set, with their count for none."""
+        """Return the products of tokens; `token_set`, int32[T], indexes `sets`."""
         ...
 
 
@@ -85,7 +85,7 @@ def plain_linear(layer: int, name: str, *product: Any) -> Array:
 
 @dataclass(frozen=True)
 class Context:
-    """Inputs that the layers of a step share."""
+    """Inputs that a step's layers share."""
 
     positions: Array  # int32[T], in the token's sequence
     attend: Attend
@@ -108,12 +108,11 @@ class Params(Generic[Leaf]):
 def declare(
     spec: Spec, layout: Layout = UNDIVIDED, scheme: Scheme | None = None, head: Head | None = None
 ) -> Params[Weight]:
-    """List every weight of the decoder. Matrices are [out, in].
+    """Return the decoder's weights; matrices are [out, in].
 
-    A model with a `head` has that instead of logits. With a `scheme`, products have it, fitted to the devices; an
-    embedding has it only if logits are computed with it.
+    A `head` replaces the logits. A `scheme` applies to products, and to an embedding only if it computes logits.
     """
-    vocabulary = layout.padded("vocab", spec.vocab_size)  # rows beyond the real ones are zero and are never sampled
+    vocabulary = layout.padded("vocab", spec.vocab_size)  # padding rows are zero and never sampled
     of_logits = None if head else "embed" if spec.tie_embeddings else "head"
     top = {
         name: Weight(
@@ -189,7 +188,7 @@ def _qk_norm_weight(spec: Spec, name: str, rows: int, copies: int) -> Weight:
     part = Part(name, spec.head_size)
     if spec.qk_norm == "each head":
         return Weight((spec.head_size,), ("head",), (part,), initial)
-    heads = rows // spec.head_size  # whole on every shard: some checkpoints have a tensor for each head
+    heads = rows // spec.head_size  # whole on every shard: some checkpoints have one tensor per head
     return Weight((heads, spec.head_size), (None, "head"), (part,), initial, stack=heads)
 
 
@@ -233,7 +232,6 @@ def _norm_weights(spec: Spec, name: str) -> dict[str, Weight]:
 
 
 def forward(spec: Spec, params: Params[Array], tokens: Int[Array, " T"], context: Context) -> Float[Array, "T D"]:
-    """Return the normed hidden states, equal on every shard."""
     return final_norm(spec, params, run_layers(spec, params, embed(spec, params, tokens, context), context))
 
 
@@ -242,7 +240,7 @@ def forward_with_aux(
 ) -> tuple[Float[Array, "T D"], tuple[Array, ...]]:
     """Also return the residual stream [T, D] at the input of each of `aux_layers`.
 
-    They are ascending; the number of layers means the stream after the last.
+    They are ascending; the number of layers selects the stream after the last.
     """
     x, done, aux = embed(spec, params, tokens, context), 0, []
     for layer in aux_layers:
@@ -266,7 +264,7 @@ def embed(spec: Spec, params: Params[Array], tokens: Int[Array, " T"], context: 
 
 
 def look_up(table: Any, tokens: Int[Array, " T"], vocab_size: int, dtype: Any, layout: Layout) -> Float[Array, "T D"]:
-    """Look up rows in a table sharded by rows, each shard's [Vx, D], as `dtype`."""
+    """Return rows of a table sharded by rows, each shard's [Vx, D], as `dtype`."""
     size = layout.padded("vocab", vocab_size) // layout.shards("vocab")  # Vx
     row = tokens - layout.index("vocab") * size
     is_here = (row >= 0) & (row < size)
@@ -284,7 +282,7 @@ def run_layers(
 ) -> Float[Array, "T D"]:
     """Run the layers from `start` to before `stop`.
 
-    Layers are unrolled: a scan over stacked weights is 2.4 to 3.8 times slower on a CPU and copies weights on a GPU.
+    They are unrolled: a scan over stacked weights is 2.4 to 3.8 times slower on a CPU and copies weights on a GPU.
     """
     turns = rotations(spec, context)
     mlp_norm = "attn_norm" if spec.residual == "parallel, one norm" else "mlp_norm"
@@ -325,7 +323,7 @@ def _fused_sum(spec: Spec, weights: Arrays, layer: int, name: str, x: Array, inn
     assert context.fused is not None
     if context.layout.shards(_SUMMED[name]) == 1:
         return fused.product(spec, weights, context.fused, name, inner, residual=x)
-    # Each device has a part of the sum; `x` is added once.
+    # Each device has a partial sum; `x` is added once.
     return x + _row_parallel(inner, weights, name, partial(context.linear, layer), context.layout)
 
 
@@ -340,7 +338,7 @@ def final_norm(spec: Spec, params: Params[Array], x: Float[Array, "T D"]) -> Flo
 
 
 def head(spec: Spec, params: Params[Array], hidden: Float[Array, "R D"]) -> Float[Array, "R Vx"]:
-    """Return logits of this shard's vocabulary piece for normed `hidden` [R, D]: float32 [R, Vx].
+    """Return logits of this shard's vocabulary piece for normed `hidden`.
 
     The first column is token `shard * Vx`; columns beyond the vocabulary are padding.
     """
@@ -362,7 +360,7 @@ def scaled(x: Array, factor: float) -> Array:
 
 
 def norm(spec: Spec, weights: Arrays, name: str, x: Array) -> Array:
-    if name not in weights:  # the Spec has no norm in this place
+    if name not in weights:  # the Spec has no such norm
         return x
     return layers.norm(x, weights[name], weights.get(f"{name}_bias"), spec.norm, spec.norm_eps)
 
@@ -383,7 +381,6 @@ def _mixer(
 def attention(
     spec: Spec, weights: Arrays, layer: int, x: Array, turns: dict[Rope, tuple[Array, Array]], context: Context
 ) -> Array:
-    """Return a layer's attention of normed `x` [T, in]: [T, D]."""
     linear = partial(context.linear, layer)
     qkv = linear("qkv", x, weights["qkv"], weights.get("qkv_bias")).astype(x.dtype)
     return _row_parallel(_attend(spec, weights, layer, qkv, turns, context), weights, "out", linear, context.layout)
@@ -392,7 +389,6 @@ def attention(
 def _attend(
     spec: Spec, weights: Arrays, layer: int, qkv: Array, turns: dict[Rope, tuple[Array, Array]], context: Context
 ) -> Array:
-    """Attend with heads `qkv` [T, (Hx + 2 Kx) C]: [T, Hx C]."""
     heads, kv_heads = heads_per_shard(spec, context.layout.shards("heads"))
     qkv = qkv.reshape(len(qkv), heads + 2 * kv_heads, spec.head_size)  # [T, Hx + 2 Kx, C]
     if spec.qk_norm is not None:
@@ -406,7 +402,7 @@ def _attend(
 
 def _qk_norm(spec: Spec, weights: Arrays, q: Array, k: Array, layout: Layout) -> tuple[Array, Array]:
     powers: tuple[Array | None, Array | None] = (None, None)
-    if spec.qk_norm == "all heads":  # equally many on every shard (copies of key heads too), so means can be averaged
+    if spec.qk_norm == "all heads":  # equally many on every shard (copied key heads too), so means can be averaged
         squares = jnp.stack([jnp.mean(jnp.square(heads.astype(jnp.float32)), axis=(1, 2)) for heads in (q, k)])
         both = layout.mean(squares, "heads")  # [2, T]
         powers = (both[0, :, None, None], both[1, :, None, None])
@@ -422,7 +418,6 @@ def _qk_norm(spec: Spec, weights: Arrays, q: Array, k: Array, layout: Layout) ->
 
 
 def feed_forward(spec: Spec, weights: Arrays, layer: int, x: Array, context: Context) -> Array:
-    """Return a layer's feed-forward or experts of normed `x` [T, D]: [T, D]."""
     if spec.experts is not None and spec.experts.layers[layer]:
         mixed = moe.mix(spec, spec.experts, weights, x, context.layout).astype(x.dtype)
         return context.layout.total(mixed, "feed_forward")
@@ -433,7 +428,7 @@ def feed_forward(spec: Spec, weights: Arrays, layer: int, x: Array, context: Con
 
 @partial(jax.jit, static_argnames=("spec", "layout", "rounds"))
 def _mlp(spec: Spec, weights: Arrays, x: Array, layout: Layout, rounds: bool) -> Array:
-    """Traced once for all layers; another `linear` may refer to its layer's arrays."""
+    """Traced once for all layers; other `linear`s may refer to a layer's arrays."""
 
     def linear(name: str, x: Array, weight: Array | Quantized[Array], bias: Array | None = None) -> Array:
         if rounds and name == "up" and bias is None and not isinstance(weight, Quantized):
@@ -450,7 +445,7 @@ def _run_mlp(spec: Spec, weights: Arrays, x: Array, linear: Callable[..., Array]
 
 
 def _row_parallel(x: Array, weights: Arrays, name: str, linear: Callable[..., Array], layout: Layout) -> Array:
-    # Summed in the activations' type, half the bytes of float32; the bias is replicated, so added after.
+    # Summed in the activations' type, half the bytes of float32; the replicated bias is added after.
     total = layout.total(linear(name, x, weights[name]).astype(x.dtype), _SUMMED[name])
     bias = weights.get(f"{name}_bias")
     return total if bias is None else total + bias

@@ -1,7 +1,4 @@
-"""`Head`: the part of a model after its last layer, where that yields a vector instead of logits.
-
-The decoder declares its weights, the loader reads them, front ends read its names; none of them calls it otherwise.
-"""
+"""`Head`: the part of a pooling model after its last layer."""
 
 from __future__ import annotations
 
@@ -13,31 +10,27 @@ from jaxllm.model.parameters import Weight
 
 @runtime_checkable
 class Head(Protocol):
-    """A head. Plain data that never changes."""
+    """The head of a pooling model. Immutable."""
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The names of a vector's numbers; (): the vector is an embedding."""
+        """A classifier's labels, one per number of the vector; () for embeddings."""
         ...
 
     @property
     def dimensions(self) -> tuple[int, ...] | None:
-        """The lengths that an embedding may be cut to; (): any; None: it may not be cut."""
+        """The lengths to which embeddings may be cut; (): any; None: not."""
         ...
 
     @property
     def reads_last(self) -> bool:
-        """Whether a vector depends on the hidden state of the last token alone."""
+        """Whether a vector depends on the last token's hidden state only."""
         ...
 
-    def size(self, width: int) -> int:
-        """Return the numbers of a vector, where hidden states have `width`."""
-        ...
+    def size(self, width: int) -> int: ...
 
-    def declare(self, width: int) -> Mapping[str, Weight]:
-        """List the weights."""
-        ...
+    def declare(self, width: int) -> Mapping[str, Weight]: ...
 
     def tensors(self) -> Mapping[str, str]:
-        """Return the names of the weights' tensors; one in a folder within the model's begins with that and a "/"."""
+        """Return each weight's tensor name, after its folder and "/" if in one."""
         ...

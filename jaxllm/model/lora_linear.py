@@ -37,10 +37,10 @@ class AdapterWeights:
 
 
 def adapted_linear(adapters: Sequence[Adapter[Array]], token_adapter: Array, joins: bool) -> Linear:
-    """`token_adapter`, int32[T], indexes `adapters`, U for none.
+    """Return `Linear` with adapters; `token_adapter`, int32[T], indexes `adapters`, U for none.
 
     `joins` concatenates all adapters' factors: fewer, larger products, faster on a GPU; on a CPU the copy costs more
-    than it saves (DECISIONS 102).
+    than it saves (DECISIONS, "Adapters are arguments of a step").
     """
 
     def linear(layer: int, name: str, *product: Any) -> Array:

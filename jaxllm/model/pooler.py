@@ -42,10 +42,9 @@ class Dense:
 
 @dataclass(frozen=True)
 class Pooler:
-    """How a prompt's hidden states become one vector.
+    """Pools a prompt's hidden states to one vector.
 
-    "cls" takes the first token's, "last" the last's, "mean" averages all. `labels` are a classifier's outputs; models
-    without labels embed.
+    "cls" takes the first token's, "last" the last's, "mean" averages all. Models without `labels` embed.
     """
 
     pooling: Pooling
@@ -60,7 +59,6 @@ class Pooler:
 
     @property
     def reads_last(self) -> bool:
-        """Whether the vector is that of the last token."""
         return self.pooling == "last"
 
     def declare(self, width: int) -> dict[str, Weight]:
@@ -79,7 +77,6 @@ class Pooler:
         return weights
 
     def tensors(self) -> dict[str, str]:
-        """Return the tensor name of each weight."""
         names: dict[str, str] = {}
         for number, dense in enumerate(self.layers):
             stems = {"": f"{dense.stem}.weight", "_bias": f"{dense.stem}.bias", "_norm": f"{dense.norm_stem}.weight"}

@@ -1,6 +1,6 @@
-"""Compiles all programs of a model into a folder before an engine is started with it: `jaxllm compile`.
+"""Compiles all programs of a model into a folder in advance: `jaxllm compile`.
 
-Needs the model's config.json and the device, no weights. It compiles what an engine would compile (model_runner.py).
+Needs config.json and the device, no weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxllm.setup.model_setup import describe_programs, prepare
 def compile_ahead(config: EngineConfig, folder: Path, progress: bool = False) -> int:
     """Compile every program into `folder` and write their manifest; return their number.
 
-    An older manifest of this model in the folder is deleted first.
+    Replaces an older manifest of this model.
     """
     config = replace(config, precompile="all", compilation_cache_dir=str(folder))
     setup = prepare(config, needs_weights=False)

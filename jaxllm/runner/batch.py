@@ -1,7 +1,7 @@
-"""The input of a step, one packed int32 buffer, and the table of program sizes.
+"""The input of a step, one packed int32 buffer, and the table of program sizes. Pure.
 
 A *decode* step has one token per row, already on the device. A *ragged* step is a flat run of tokens: decode rows, then
-prompt chunks, cut into tiles for attention except in deterministic mode. `step.py` slices the buffer by `fields`. Pure.
+prompt chunks, cut into tiles for attention except in deterministic mode.
 
 Letters: T flat tokens, R rows, Y tiles, U block-table entries, S slots, P tokens per block, F numbers of a sampling
 row.
@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxllm.scheduler.state import Plan
 
-# In int32: 128 bytes. XLA passes the address of a field in the buffer to Triton kernels, which need multiples of 16.
+# In int32: 128 bytes. Triton kernels need the address of a field in the buffer to be a multiple of 16.
 ALIGNMENT = 32
 TILE = 32  # queries of a sequence that attend together
 MASK_COLUMNS = ("row_slot", "row_position", "samples", "is_masked")  # before the words of the mask
@@ -41,7 +41,6 @@ class Shape:
 
     @property
     def sampled(self) -> int:
-        """The number of sampled tokens."""
         return self.tokens if self.drafts else self.rows
 
     @property
@@ -58,7 +57,7 @@ class Shape:
 
 
 class Extent(NamedTuple):
-    """The sizes of a plan that select its shape."""
+    """The sizes of a plan, which select its shape."""
 
     tokens: int
     rows: int
@@ -70,9 +69,9 @@ class Extent(NamedTuple):
 def decode_shapes(num_slots: int, smallest: int = 1, platform: str = "cpu") -> list[Shape]:
     """Return the decode programs: 1, 2, 4, 8, 12, 16, 24, 32 rows, then four sizes per doubling, up to all slots.
 
-    On a GPU 2, 16 and 64, then two per doubling: steps of few rows take as long as reading the weights. By H100 timings
-    padding costs 1 % of all decode steps and 8 % of the worst. All tables are the coarsest with less than 12 % of
-    padding, on a GPU of its time (benchmarks/padding.py, DECISIONS).
+    On a GPU 2, 16 and 64, then two per doubling: small steps take as long as reading the weights, and padding costs 1 %
+    of all decode steps, 8 % of the worst (H100). All tables are the coarsest with less than 12 % of padding, on a GPU
+    of its time (benchmarks/padding.py; DECISIONS, "Programs have flat tokens and a coarse table of sizes").
     """
     if platform == "cpu":
         sizes = _sizes(1, num_slots, {1: 1, 8: 2, 32: 4})
@@ -128,8 +127,8 @@ def ragged_shapes(
 def uniform_shape(max_tokens: int, num_slots: int, block_size: int, sampling_fields: int, drafts: int = 0) -> Shape:
     """Return the ragged program of deterministic mode, which holds every plan and has no tiles.
 
-    A product's bits depend on its number of rows, tiled attention's on where chunks begin. So with one size and no
-    tiles a token's bits depend only on the tokens before it.
+    A product's bits depend on its number of rows, tiled attention's on the start of chunks; here a token's bits depend
+    only on the tokens before it.
     """
     return Shape(
         tokens=max_tokens,
@@ -147,7 +146,7 @@ def of_two_groups(shapes: Sequence[Shape]) -> list[Shape]:
 
 
 def coarser(shapes: Sequence[Shape], factor: int = 2) -> list[Shape]:
-    """Select powers of `factor`, 2 or 4, and the largest size."""
+    """Return the shapes of powers of `factor`, 2 or 4, and the largest."""
     step = factor.bit_length() - 1
     powers = {1 << power for power in range(0, 64, step)}
     return [shape for shape in shapes if shape.tokens == shapes[-1].tokens or shape.tokens in powers]
@@ -169,7 +168,6 @@ def max_chunks(tokens: int, num_slots: int) -> int:
 
 
 def extent(plan: Plan, num_adapters: int = 0) -> Extent:
-    """Return the sizes of a plan."""
     num_rows = len(plan.slots)
     if num_rows == plan.num_decodes:
         return Extent(plan.num_tokens, num_rows, 0, num_adapters, plan.proposes)
@@ -178,7 +176,7 @@ def extent(plan: Plan, num_adapters: int = 0) -> Extent:
 
 
 def fits(size: Extent, shape: Shape) -> bool:
-    """Whether a shape holds a plan. Excess block-table entries are sent separately."""
+    """Whether a shape holds a plan; excess block-table entries are sent separately."""
     if size.adapters > shape.adapters:
         return False
     if shape.is_decode:
@@ -190,7 +188,6 @@ def fits(size: Extent, shape: Shape) -> bool:
 
 @lru_cache(maxsize=1024)
 def fields(shape: Shape) -> Mapping[str, tuple[int, tuple[int, ...]]]:
-    """Return each field's offset and shape."""
     table = {"table": (shape.entries, 3)}
     names = ("row_slot", "row_position", *(("row_offset", "row_drafts", "row_capacity") if shape.drafts else ()))
     rows = dict.fromkeys(names, (shape.sampled,))
@@ -216,7 +213,6 @@ def fields(shape: Shape) -> Mapping[str, tuple[int, tuple[int, ...]]]:
 
 
 def placed(sizes: Mapping[str, tuple[int, ...]]) -> Mapping[str, tuple[int, tuple[int, ...]]]:
-    """Return each field's aligned offset and shape."""
     table, offset = {}, 0
     for name, size in sizes.items():
         table[name] = (offset, size)
@@ -226,18 +222,16 @@ def placed(sizes: Mapping[str, tuple[int, ...]]) -> Mapping[str, tuple[int, tupl
 
 @lru_cache(maxsize=1024)
 def buffer_size(shape: Shape) -> int:
-    """Return the size of the buffer, in int32."""
     return size_of(fields(shape))
 
 
 def size_of(table: Mapping[str, tuple[int, tuple[int, ...]]]) -> int:
-    """Return the size of a buffer of these fields, in int32."""
+    """Return the length of a buffer of these fields, in int32."""
     offset, size = list(table.values())[-1]
     return offset + math.prod(size)
 
 
 def views(buffer: np.ndarray, table: Mapping[str, tuple[int, tuple[int, ...]]]) -> dict[str, np.ndarray]:
-    """Return the fields of a buffer as views."""
     return {name: buffer[offset : offset + math.prod(size)].reshape(size) for name, (offset, size) in table.items()}
 
 
@@ -249,10 +243,10 @@ def pack(
     sampling: np.ndarray | None = None,
     adapters: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Pack a plan as int32[buffer_size(shape)].
+    """Pack a plan as int32[buffer_size(shape)]; padding has slot S, which is dropped.
 
     `chunks`: token ids of the rows after the decode rows; `sampling`: int32[S, F]; `adapters`: int32[R], numbers in the
-    program, `shape.adapters` for no adapter. Padding has slot S, which is dropped.
+    program, or `shape.adapters`.
     """
     buffer = np.zeros(buffer_size(shape), np.int32)
     view = views(buffer, fields(shape))
@@ -309,7 +303,7 @@ def pack_masks(
 ) -> np.ndarray:
     """Pack the input of a step's second part, int32[num_places, columns + V / 32].
 
-    `masks`, int32[R, V / 32], have a bit for each token that a row may sample; valid where `is_masked`, bool[R].
+    `masks`, int32[R, V / 32], have a bit per allowed token; valid where `is_masked`, bool[R].
     """
     at = places(plan, of_tokens)
     buffer = np.zeros((num_places, len(MASK_COLUMNS) + masks.shape[1]), np.int32)
@@ -334,7 +328,6 @@ class Places(NamedTuple):
 
 
 def places(plan: Plan, of_tokens: bool) -> Places:
-    """Return the places of a plan."""
     if not of_tokens:
         return Places(plan.slots, plan.starts + plan.lengths - 1, plan.samples)
     offsets = np.arange(plan.num_tokens) - np.repeat(np.cumsum(plan.lengths) - plan.lengths, plan.lengths)

@@ -1,10 +1,9 @@
 """Table of compiled programs, and the threads that compile them.
 
-A step is one program, or a forward and a sampling program if the host makes masks in between. An engine serves as soon
-as its *covering* programs are compiled, which can run any plan: the two parts of the largest decode step and of the
-largest ragged step, with the widest sampling. Other programs are compiled in the background when plans would use them;
-on a GPU they are compiled first, because loading one disturbs the others. In deterministic mode two programs run every
-plan.
+A step is one program, or a forward and a sampling program if the host makes masks in between. An engine serves once its
+*covering* programs are compiled, which can run any plan: the two parts of the largest decode step and of the largest
+ragged step, with the widest sampling. On a CPU others are compiled in the background on demand; on a GPU first, because
+loading one disturbs the others. In deterministic mode two programs run every plan.
 """
 
 from __future__ import annotations
@@ -117,25 +116,19 @@ class ProgramTable:
         return len(self._ready)
 
     def ready(self) -> dict[Key, Any]:
-        """Return the compiled programs."""
         with self._lock:
             return dict(self._ready)
 
     @property
     def num_compiling(self) -> int:
-        """The number of background threads."""
         return self._followers
 
     @property
     def num_all(self) -> int:
-        """The number of possible programs."""
         return len(self.covering) + len(self.rest)
 
     def first_ready(self, ways: Iterable[Way]) -> Way | None:
-        """Return the first ready way to run a plan, or None; `ways` are ordered by cost.
-
-        A cheaper way that is not ready is queued for the background.
-        """
+        """Return the first ready way of `ways`, ordered by cost, or None; queue a cheaper one."""
         self._last_step = time.monotonic()
         is_wanted = True
         for way in ways:
@@ -160,8 +153,8 @@ class ProgramTable:
     def begin(self, keys: Sequence[Key], num_threads: int) -> None:
         """Start to compile `keys`; `wait` finishes it."""
         if not self._threads:
-            # Creates weakref's exit hook before `_join`, so that it runs after `_join`: JAX frees traced constants in
-            # finalizers, and tracing after that fails with a KeyError.
+            # Creates weakref's exit hook before `_join`, to run after it: JAX frees traced constants in finalizers,
+            # after which tracing fails with a KeyError.
             weakref.finalize(self, self._is_closed.set)
             # A thread in XLA aborts the process at exit. Weak, so that the engine can be collected.
             atexit.register(_join, weakref.WeakMethod(self.join))
@@ -175,8 +168,8 @@ class ProgramTable:
     def follow(self, num_threads: int, only_when_idle: bool = False) -> None:
         """Compile queued programs in `num_threads` background threads from now on.
 
-        Only on demand: each takes 20 to 90 MiB of host memory for a deep model (DECISIONS 58). `only_when_idle`: one by
-        one while no step runs.
+        On demand only: each takes 20 to 90 MiB of host memory for a deep model (DECISIONS, "Three programs exist before
+        the first request"). `only_when_idle`: one by one while no step runs.
         """
         self._max_followers = num_threads
         self._only_when_idle = only_when_idle
@@ -200,7 +193,7 @@ class ProgramTable:
             warnings.warn(f"nothing can be compiled: {failure}", stacklevel=1)
 
     def wait(self, progress: bool = False) -> None:
-        """Wait for the programs passed to `begin`; raises the first failure."""
+        """Wait for the programs passed to `begin`; raise the first failure."""
         noted = time.monotonic()
         total = self._metrics.programs_awaited
         with tqdm(total=total, desc="compiling programs", disable=not progress, leave=False) as bar:
@@ -221,7 +214,7 @@ class ProgramTable:
             self._queue.clear()
 
     def join(self, seconds: float | None = None) -> bool:
-        """Close, and wait at most `seconds` for compilations; return whether they have ended."""
+        """Close, and wait at most `seconds` for compilations; return whether they ended."""
         self.close()
         end = None if seconds is None else time.monotonic() + seconds
         for thread in self._threads:
@@ -230,7 +223,7 @@ class ProgramTable:
 
     @property
     def _is_over(self) -> bool:
-        """Whether to compile nothing more: closed, or at exit, when threads cannot start."""
+        """Whether to compile no more: closed, or at exit, when threads cannot start."""
         return self._is_closed.is_set() or not threading.main_thread().is_alive()
 
     def _start(self, in_background: bool) -> None:
@@ -265,7 +258,6 @@ class ProgramTable:
                 return_freed_memory()
 
     def _note_failure(self, key: Key, failure: Exception) -> None:
-        """Log a failed background compilation and retry it later."""
         if self._is_over:
             return  # it failed because the process ends
         self._metrics.programs_failed += 1
@@ -311,7 +303,7 @@ class ProgramTable:
         return not self._is_over
 
     def _trace(self, key: Key, in_background: bool) -> Any:
-        """Trace a program; None after `close`.
+        """Trace a program; return None after `close`.
 
         Background tracing rests first, because it holds the GIL; compiling does not.
         """
@@ -328,7 +320,7 @@ class ProgramTable:
 
 
 class Programs(ProgramTable):
-    """The programs of an engine that generates."""
+    """The programs of a generating engine."""
 
     def __init__(
         self,
@@ -342,13 +334,12 @@ class Programs(ProgramTable):
         drafts: bool = False,
         coarse_factor: int = 2,
     ) -> None:
-        """Without `decode` shapes ragged programs run every plan. `variants`: of one-program steps.
+        """Without `decode` shapes ragged programs run every plan. `variants` apply to one-program steps.
 
-        `verifying` shapes verify or make drafts, in one program. Rare variants have decode sizes of powers of
-        `coarse_factor`.
+        `verifying` shapes verify or make drafts. Rare variants have decode sizes of powers of `coarse_factor`.
         """
         widest = VARIANTS[-1]
-        # The widest sampling, two-part steps and adapters are rare and get fewer sizes; not in verifying shapes, which
+        # The widest sampling, two-part steps and adapters are rare and get fewer sizes; except verifying shapes, which
         # sample every token, for 4 of the 9 ms of a step of the 0.5B shape.
         ragged, decode, verifying = (
             with_adapters(shapes, max_adapters, not variants) for shapes in (ragged, decode, verifying)
@@ -367,7 +358,7 @@ class Programs(ProgramTable):
         largest += [(Key(shape, widest),) for shape in verifying[-1:]]
         covering = dict.fromkeys(key for way in largest for key in way)
         super().__init__(list(covering), (key for way in ways for key in way), lower, metrics)
-        # With the index of the variant, whose lookup took half of the time of `choose`.
+        # With the variant's index, whose lookup took half the time of `choose`.
         self._by_cost = {
             is_decode: [
                 (VARIANTS.index(way[-1].variant), way)
@@ -402,7 +393,7 @@ def _join(join: weakref.WeakMethod[Callable[..., bool]]) -> None:
 def with_adapters(shapes: Sequence[Shape], most: int, only_most: bool) -> list[Shape]:
     """Add shapes with 1, 2, 4, … `most` distinct adapters, the largest last.
 
-    With `only_most`, or without adapters, give all shapes `most`.
+    With `only_most`, or without adapters, all shapes get `most`.
     """
     if only_most or not most or not shapes:
         return [replace(shape, adapters=most) for shape in shapes]

@@ -1,4 +1,4 @@
-"""The device's state: KV blocks, block tables, tokens and sampling parameters of every slot, one donated pytree.
+"""The device's state: KV blocks, block tables, tokens and sampling parameters of every slot, as one donated pytree.
 
 Letters: M blocks per slot, F numbers of a slot's extras.
 """
@@ -27,12 +27,12 @@ class DeviceState(Generic[Leaf]):
 
     kv: tuple[KvLayer[Leaf], ...]
     drafted: Drafted[Leaf] | None  # if the engine verifies drafts
-    batch: Leaf | None  # int32[W], on a GPU: the newest step's packed batch, see `step.unpack`
+    batch: Leaf | None  # int32[W], on a GPU: the latest packed batch, see `step.unpack`
     tables: Leaf  # int32[S, M · groups]: each slot's blocks, see `Plan.table`; arbitrary beyond its length
     tokens: Leaf  # int32[S, M * P]: each slot's tokens on the device
     sampling: Leaf  # int32[S, ROW_WIDTH]: `sampler.pack_row` per slot
-    extras: Leaf  # int32[S, F] of `sampler.Extras`; the sampling row has the number of valid ones
-    hidden: Leaf  # [T, D]: the last widest-variant step's hidden states, which `scoring` reads
+    extras: Leaf  # int32[S, F] of `sampler.Extras`; the sampling row has the valid length
+    hidden: Leaf  # [T, D]: hidden states of the last widest-variant step, for `scoring`
 
 
 def abstract(
@@ -46,10 +46,9 @@ def abstract(
     cache_dtype: jnp.dtype | None = None,
     batch_size: int = 0,
 ) -> DeviceState[jax.ShapeDtypeStruct]:
-    """Describe the state (shapes, types, shardings) without allocating; `max_tokens` per step, T.
+    """Describe the state (shapes, types, shardings) without allocating; `max_tokens` is T.
 
-    `cache_dtype` applies to all caches, default `dtype`; `batch_size` is the largest packed batch in int32, if the
-    state stores it.
+    `cache_dtype` applies to all caches; `batch_size` is the largest packed batch in int32, if stored.
     """
 
     def array(shape: tuple[int, ...], kind: jnp.dtype, *axes: str) -> jax.ShapeDtypeStruct:
@@ -83,7 +82,7 @@ def leaf_index(state: DeviceState[Any], name: str) -> int:
 
 
 def lower_allocation(state: Any) -> jax.stages.Lowered:
-    """Each array is made in place on its devices, so the pool never exists twice."""
+    """Return the traced allocation: each array is made in place on its devices, so the pool never exists twice."""
     leaves = jax.tree.leaves(state)
 
     def allocate() -> tuple[jax.Array, ...]:
@@ -93,5 +92,4 @@ def lower_allocation(state: Any) -> jax.stages.Lowered:
 
 
 def nbytes(state: DeviceState[jax.ShapeDtypeStruct]) -> int:
-    """Return the bytes over all devices."""
     return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))

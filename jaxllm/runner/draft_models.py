@@ -1,7 +1,7 @@
 """Drafts by a small decoder or an EAGLE-3 head, with a cache in the blocks of the target.
 
 Every step updates that cache, overwriting rejected drafts. Programs that verify drafts then draft K tokens per
-sequence, one pass each, with the request's temperature and noise for the position, which maximizes acceptance.
+sequence, one pass each, with the request's temperature and noise, which maximizes acceptance.
 
 Traced inside the step. Letters: T tokens of a step, R sequences, K drafts, V vocabulary (Vx on one shard).
 """
@@ -44,7 +44,6 @@ class Batch(NamedTuple):
 
 
 def keep(drafted: Drafted[jax.Array], aux: tuple[jax.Array, ...]) -> Drafted[jax.Array]:
-    """Store the target's hidden states for the second part of a step."""
     kept = tuple(
         lax.dynamic_update_slice(place, states.astype(place.dtype), (0, 0))
         for place, states in zip(drafted.aux, aux, strict=True)
@@ -53,7 +52,7 @@ def keep(drafted: Drafted[jax.Array], aux: tuple[jax.Array, ...]) -> Drafted[jax
 
 
 def draft(model: StepModel, params: Params[jax.Array], state: DeviceState[jax.Array], own: Batch) -> Drafted[jax.Array]:
-    """Update the draft model's cache for a step; if the program drafts, also draft."""
+    """Update the draft model's cache for a step; return the drafts, new ones if the program drafts."""
     how, drafted, shape = model.drafting, state.drafted, own.shape
     assert how is not None and drafted is not None
     passes = None
@@ -89,7 +88,7 @@ def _choose(model: StepModel, logits: jax.Array, here: SamplingRows, ends: jax.A
 
 
 class _Passes:
-    """A draft model's passes in one step, and its updated cache."""
+    """A draft model's passes in one step, and its cache."""
 
     def __init__(
         self, model: StepModel, how: Drafting, params: Params[jax.Array], state: DeviceState[jax.Array], own: Batch
@@ -136,7 +135,7 @@ class _DecoderPasses(_Passes):
         return decoder.head(self._spec, self._params, hidden[len(rows) :])
 
     def go_on(self, slots: jax.Array, ends: jax.Array, tokens: jax.Array) -> jax.Array:
-        """Return logits for position `ends`, after `tokens`, f32[R, Vx]."""
+        """Return logits for position `ends`, f32[R, Vx]."""
         hidden = decoder.forward(self._spec, self._params, tokens, self._one_each(slots, ends - 1))
         return decoder.head(self._spec, self._params, hidden)
 
@@ -154,14 +153,12 @@ class _HeadPasses(_Passes):
         self._hidden, self._normed = self._run(following, fused, self._whole_step())
 
     def begin(self, rows: jax.Array, slots: jax.Array, lengths: jax.Array) -> jax.Array:
-        """Return logits after each sequence's last token, f32[R, Vx]."""
         own = self._own
         last = rows + own.counts.at[rows].get(mode="clip") - 1  # the last token's place
         self._hidden = self._hidden.at[last].get(mode="clip")
         return eagle.logits(self._head, self._params, self._normed.at[last].get(mode="clip"), self._model.layout)
 
     def go_on(self, slots: jax.Array, ends: jax.Array, tokens: jax.Array) -> jax.Array:
-        """Return logits for position `ends`, after `tokens`, f32[R, Vx]."""
         self._hidden, normed = self._run(tokens, self._hidden, self._one_each(slots, ends - 2))
         return eagle.logits(self._head, self._params, normed, self._model.layout)
 

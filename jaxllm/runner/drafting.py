@@ -1,11 +1,10 @@
 """Drafts on the device: verification, and prompt lookup for the next step.
 
-Verification by coupling (Daliri, Musco, Suresh 2024, arXiv:2408.07978): a token is sampled after every token of a row,
-with the request's noise for the position, and drafts are accepted while they equal the samples. So drafts never change
-a request's tokens.
+Verification by coupling (Daliri, Musco, Suresh 2024, arXiv:2408.07978): after every token of a row one is sampled with
+the request's noise for the position, and drafts are accepted while they equal the samples. So drafts never change a
+request's tokens.
 
-Traced inside the step. Letters: S slots, T tokens of a step, R sequences, K drafts per row, L capacity of a slot in
-tokens.
+Traced inside the step. Letters: S slots, T tokens of a step, R sequences, K drafts per row, L capacity of a slot.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def with_drafts(drafted: Drafted[jax.Array], tokens: jax.Array, slots: jax.Array
 
 
 def count(drafted: Drafted[jax.Array], at: Places, sampled: Sampled) -> tuple[jax.Array, jax.Array]:
-    """Return each row's number of tokens, accepted drafts plus one, and of drafts: i32[·] at its first place."""
+    """Return each row's numbers of yielded tokens (accepted drafts plus one) and drafts, i32[·] at its first place."""
     if at.offsets is None or at.drafts is None:
         return jnp.ones_like(at.slots), jnp.zeros_like(at.slots)
     own = drafted.tokens.at[at.slots].get(mode="clip")  # [·, K]
@@ -101,8 +100,8 @@ def sequences(at: Places, most: int, num_slots: int) -> tuple[jax.Array, jax.Arr
 def look_up(tokens: jax.Array, lengths: jax.Array, drafting: Drafting) -> jax.Array:
     """Return the tokens that followed an earlier match of a sequence's last tokens, i32[R, K].
 
-    Prompt lookup (Saxena 2023): the longest match of `min_match` to `max_match` tokens, the latest of equal length. If
-    fewer than K tokens follow, they repeat.
+    Prompt lookup (Saxena 2023): the longest match of `min_match` to `max_match` tokens, the latest of equal length.
+    Fewer than K following tokens repeat.
     """
     size = tokens.shape[1]
     last = (lengths - 1)[:, None]  # [R, 1]

@@ -1,7 +1,7 @@
-"""The packed input of encoder models: prompts in bins of fixed length.
+"""The packed input of encoder models: prompts in bins of fixed length. Pure.
 
-Encoder attention is bidirectional, so a prompt is computed in one step, in one bin, and attention is one product per
-bin. Pure. Letters: T flat tokens, R rows.
+Attention is bidirectional, so a prompt is computed in one step and one bin, with one product per bin. Letters: T flat
+tokens, R rows.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ def shapes(max_tokens: int, num_slots: int, max_model_len: int) -> list[Shape]:
 
 
 def covering(made: Sequence[Shape]) -> list[Shape]:
-    """Return the initial programs: the largest of the longest bin, and some for single prompts."""
     longest = max(shape.bin_tokens for shape in made)
     largest = max((shape for shape in made if shape.bin_tokens == longest), key=lambda shape: shape.tokens)
     alone = sorted((shape for shape in made if shape.tiles == 1), key=lambda shape: shape.tokens)
@@ -55,7 +54,7 @@ def covering(made: Sequence[Shape]) -> list[Shape]:
 
 
 def place(lengths: np.ndarray, shape: Shape) -> np.ndarray | None:
-    """Return the start of each prompt of `lengths`, int32[R], in a program; None if they do not fit."""
+    """Return the prompts' starts, int32[R], in a program; None if they do not fit."""
     if len(lengths) > shape.rows or lengths.sum() > shape.tokens or lengths.max() > shape.bin_tokens:
         return None
     starts, open_bins, num_bins = np.zeros(len(lengths), np.int32), [], 0
@@ -77,7 +76,6 @@ def place(lengths: np.ndarray, shape: Shape) -> np.ndarray | None:
 
 @lru_cache(maxsize=1024)
 def fields(shape: Shape) -> Mapping[str, tuple[int, tuple[int, ...]]]:
-    """Return each field's offset and shape."""
     tokens, rows = (shape.tokens,), (shape.rows,)
     return placed(
         {

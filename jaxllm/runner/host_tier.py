@@ -1,12 +1,11 @@
 """The host's tier of KV blocks: programs that read and write blocks, and a thread for copies to the host.
 
-A step overwrites evicted blocks, and the cache is donated from step to step. So the engine's thread dispatches a
-program that reads the blocks into new arrays, in the device's order, and another thread copies these arrays to the
-host. A load is a transfer and a program, both dispatched before the step. `scheduler/host_tier.py` decides which blocks
-move.
+A step overwrites evicted blocks of the donated cache. So the engine's thread dispatches a program that reads the blocks
+into new arrays, in the device's order, and another thread copies these to the host. A load is a transfer and a program,
+dispatched before the step. `scheduler/host_tier.py` decides which blocks move.
 
-The content of a block is a row: one array for each kind of leaf (shape and type), stacked over the leaves of the kind.
-Rows are immutable: a host block may be evicted during a load of it.
+The content of a block is a row: one array per kind of leaf (shape and type), stacked over the kind's leaves. Rows are
+immutable: a host block may be evicted during its load.
 
 Letters: B blocks of one call, n leaves of a kind.
 """
@@ -35,28 +34,28 @@ from jaxllm.setup.kv_cache import MOST_LOADED, Geometry, leaves_by_group
 MOVED_BLOCKS = 16  # B
 STORE_PROGRAMS = ("store_blocks", "store_windowed_blocks")  # by group
 LOAD_PROGRAMS = ("load_blocks", "load_windowed_blocks")
-MEMORY_KINDS = ("pinned_host", "unpinned_host")  # of the host, the preferred one first
-CLOSE_SECONDS = 10.0  # deadline of the copies at the end
+MEMORY_KINDS = ("pinned_host", "unpinned_host")  # of the host, in order of preference
+CLOSE_SECONDS = 10.0  # deadline of copies at the end
 Row = tuple[Any, ...]
 Key = tuple[int, int, int]  # of a store: plan, group, block of the host
 _log = logging.getLogger(__name__)
 
 
 class Copied(NamedTuple):
-    """A copy that has ended."""
+    """A finished copy."""
 
     key: Key
-    row: Row | None  # in the host's memory; None: the copy has failed
+    row: Row | None  # in the host's memory; None: failed
 
 
 class Copies(Protocol):
     """Asynchronous copies of rows to the host; no method blocks."""
 
     def begin(self, copies: Sequence[tuple[Key, Row]]) -> None:
-        """Begin to copy rows."""
+        """Start copying rows."""
 
     def ended(self) -> Sequence[Copied]:
-        """Return the copies that have ended since the last call."""
+        """Return the copies that ended since the last call."""
         ...
 
     def close(self) -> None:
@@ -64,7 +63,7 @@ class Copies(Protocol):
 
 
 class ThreadedCopies:
-    """Copies of rows by one thread, in order."""
+    """Copies rows in one thread, in order."""
 
     def __init__(self) -> None:
         self._asked: SimpleQueue[Sequence[tuple[Key, Row]] | None] = SimpleQueue()
@@ -73,15 +72,13 @@ class ThreadedCopies:
         self._thread.start()
 
     def begin(self, copies: Sequence[tuple[Key, Row]]) -> None:
-        """Begin to copy rows."""
         self._asked.put(copies)
 
     def ended(self) -> Sequence[Copied]:
-        """Return the copies that have ended since the last call."""
         return [self._ended.popleft() for _ in range(len(self._ended))]
 
     def close(self) -> None:
-        """End the thread; closing twice does nothing."""
+        """End the thread. Idempotent."""
         self._asked.put(None)
         self._thread.join(CLOSE_SECONDS)
 
@@ -91,13 +88,13 @@ class ThreadedCopies:
             try:
                 rows = jax.block_until_ready(to_host([row for _, row in copies]))
                 self._ended.extend(map(Copied, keys, rows))
-            except Exception as error:  # a later hit computes these blocks again
+            except Exception as error:  # a later hit recomputes these blocks
                 _log.warning("%d KV blocks could not be copied to the host: %s", len(keys), error)
                 self._ended.extend(Copied(key, None) for key in keys)
 
 
 def to_host(rows: Sequence[Row]) -> list[Row]:
-    """Begin to copy rows to the host."""
+    """Start copying rows to the host."""
 
     def there(array: jax.Array) -> NamedSharding:
         (kind,) = _memory_kinds(array)[:1]
@@ -108,7 +105,7 @@ def to_host(rows: Sequence[Row]) -> list[Row]:
 
 
 def to_device(rows: Sequence[Row]) -> list[Row]:
-    """Begin to copy rows from the host to the devices of the cache."""
+    """Start copying rows to the devices of the cache."""
 
     def here(array: jax.Array) -> NamedSharding:
         assert isinstance(array.sharding, NamedSharding)
@@ -118,14 +115,14 @@ def to_device(rows: Sequence[Row]) -> list[Row]:
 
 
 def _memory_kinds(array: jax.Array) -> list[str]:
-    """List the kinds of host memory of an array's device, the preferred one first."""
+    """Return the host's memory kinds of an array's device, in order of preference."""
     (device, *_) = array.sharding.device_set
     reachable = {memory.kind for memory in device.addressable_memories()}
     return [kind for kind in MEMORY_KINDS if kind in reachable]
 
 
 class HostTier:
-    """The moves of plans between device and host. `kv` are the indices of each group's leaves in the state."""
+    """Moves blocks between device and host. `kv` has each group's indices of leaves in the state."""
 
     def __init__(
         self,
@@ -142,7 +139,7 @@ class HostTier:
         self._copies = copies
         self._metrics = metrics
         self._put = put
-        self._rows: dict[tuple[int, int], Row] = {}  # by group and block of the host
+        self._rows: dict[tuple[int, int], Row] = {}  # by group and host block
         self._newest: dict[tuple[int, int], int] = {}  # number of the plan of the block's last store
 
     def move(self, state: Leaves, moves: np.ndarray, plan: int) -> Leaves:
@@ -163,7 +160,7 @@ class HostTier:
         return self._load(state, loads) if len(loads) else state
 
     def landed(self) -> list[Landed]:
-        """Return the stores that have ended since the last call; from now on their blocks can be loaded."""
+        """Return the stores that ended since the last call; their blocks can be loaded from now on."""
         landed: list[Landed] = []
         for (plan, group, there), row in self._copies.ended():
             # After a reset the block may have a newer store.
@@ -199,7 +196,7 @@ class HostTier:
 
 
 def leaves_of(spec: Spec, geometry: Geometry, state: DeviceState[Any]) -> list[list[int]]:
-    """Return the indices of each group's keys and values in the state, those of a draft model among the first's."""
+    """Return each group's indices of KV leaves in the state; a draft model's are in the first group."""
     numbered = jax.tree.unflatten(jax.tree.structure(state), range(len(jax.tree.leaves(state))))
     own = jax.tree.leaves(numbered.kv)
     groups = [[own[at] for at in places] for places in leaves_by_group(spec, geometry, state.kv)]
@@ -208,7 +205,7 @@ def leaves_of(spec: Spec, geometry: Geometry, state: DeviceState[Any]) -> list[l
 
 
 def compile_moves(model: StepModel, make: Callable[..., Any]) -> dict[str, Any]:
-    """Compile the programs of the tier, by their names in a trace; `make` is that of `small_programs.compile_all`."""
+    """Compile the tier's programs, by name; `make` is that of `small_programs.compile_all`."""
     layout, leaves = model.layout, jax.tree.leaves(model.state)
     blocks = jax.ShapeDtypeStruct((MOVED_BLOCKS,), jnp.int32, sharding=layout.sharding())
     made: dict[str, Any] = {}
@@ -233,7 +230,7 @@ def compile_moves(model: StepModel, make: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _kinds(cache: Sequence[jax.ShapeDtypeStruct]) -> list[list[int]]:
-    """Return the places of leaves, by the shape and type of their blocks."""
+    """Return the indices of leaves by shape and type of their blocks."""
     kinds: dict[Any, list[int]] = {}
     for place, leaf in enumerate(cache):
         kinds.setdefault((leaf.shape[1:], leaf.dtype, _row_spec(leaf)), []).append(place)
@@ -246,7 +243,7 @@ def _row_spec(leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
 
 
 def _store(kinds: Sequence[Sequence[int]], name: str) -> Callable[[Leaves, jax.Array], tuple[Row, ...]]:
-    """Return the function that reads blocks: (KV leaves, int32[B]) -> B rows."""
+    """Return a function that reads blocks: (KV leaves, int32[B]) -> B rows."""
 
     def store(leaves: Leaves, blocks: jax.Array) -> tuple[Row, ...]:
         read = [jnp.stack([leaves[at][blocks] for at in places], 1) for places in kinds]  # [B, n, …] each
@@ -257,7 +254,7 @@ def _store(kinds: Sequence[Sequence[int]], name: str) -> Callable[[Leaves, jax.A
 
 
 def _load(kinds: Sequence[Sequence[int]], name: str) -> Callable[[Leaves, jax.Array, Sequence[Row]], Leaves]:
-    """Return the function that writes blocks: (KV leaves, int32[B], B rows) -> KV leaves; blocks beyond are dropped."""
+    """Return a function that writes blocks, dropping those out of range: (KV leaves, int32[B], B rows) -> KV leaves."""
 
     def load(leaves: Leaves, blocks: jax.Array, rows: Sequence[Row]) -> Leaves:
         written = list(leaves)

@@ -1,6 +1,6 @@
-"""Owns what is on the device: weights, the donated state, and the programs that turn one state into the next.
+"""Owns the device's data: weights, the donated state, and the programs that compute the next state.
 
-Gets its choices as a `Setup` (model_setup.py). Knows plans and buffers; knows no requests, no text and no queue.
+Handles plans and arrays; no requests, text or queues.
 """
 
 from __future__ import annotations
@@ -58,24 +58,24 @@ from jaxllm.setup.model_setup import (
     plan_memory,
 )
 
-MOST_VERIFIED = 256  # tokens of a step that verifies drafts, unless there are more slots: each has logits
+MOST_VERIFIED = 256  # tokens of a step that verifies drafts, or one per slot: each has logits
 _log = logging.getLogger(__name__)
 
 
 class StepInFlight(NamedTuple):
-    """A step that was dispatched to the device."""
+    """A dispatched step."""
 
     joined: jax.Array
     plan: Plan
-    has_drafts: bool  # whether the program verifies drafts
+    has_drafts: bool  # the program verifies drafts
     num_logprobs: int
-    width: int  # of the results, where `joined` is a flat array that begins with them
+    width: int  # of the results, at the start of a flat `joined`
     scores: Sequence[
         tuple[Sequence[Scored], jax.Array | np.ndarray]
     ]  # each batch of positions has one kind: whole rows, or single log-probabilities
 
     def result(self) -> StepOutput:
-        """Wait for the step's result. A failure on the device is raised here, and by every later step."""
+        """Wait for the step's result; raise its failure on the device, as every later step does."""
         joined = np.asarray(self.joined)
         if joined.ndim == 1:
             joined = joined[: len(joined) // self.width * self.width].reshape(-1, self.width)
@@ -90,15 +90,15 @@ class StepInFlight(NamedTuple):
 
 
 class PendingResult(Protocol):
-    """A step that was dispatched whole."""
+    """A step dispatched whole."""
 
     def result(self) -> StepOutput:
-        """Wait for the step's result. A failure on the device is raised here, and by every later step."""
+        """See `StepInFlight.result`."""
         ...
 
 
 class HeldStep(NamedTuple):
-    """The first half of a step, which was dispatched; its rows are still to be sampled."""
+    """The dispatched first half of a step, to be sampled."""
 
     plan: Plan
     key: Key  # of the second half
@@ -122,10 +122,7 @@ class Runner:
         needs_weights: bool = True,
         phases: Phases | None = None,
     ) -> None:
-        """Load the weights and compile. Without weights (`jaxllm compile`) nothing can run.
-
-        The times are added to `phases`.
-        """
+        """Load the weights, unless not needed (`jaxllm compile`), and compile, adding the times to `phases`."""
         phases = Phases() if phases is None else phases
         self.setup = setup
         self.metrics = metrics
@@ -185,7 +182,7 @@ class Runner:
         self._listener = _listener(weakref.ref(self))
         jax.monitoring.register_event_duration_secs_listener(self._listener)
         weakref.finalize(self, jax.monitoring.unregister_event_duration_listener, self._listener)
-        # On a GPU a program that is loaded makes XLA build the CUDA graphs of all others again.
+        # On a GPU loading a program makes XLA rebuild the CUDA graphs of all others.
         on_cpu = setup.platform == "cpu"
         when = config.precompile if config.precompile != "auto" else "background" if on_cpu else "all"
         if when == "background":
@@ -202,13 +199,12 @@ class Runner:
 
     @property
     def limits(self) -> Limits:
-        """The budgets of plans for this runner."""
         return Limits(
             num_slots=self.geometry.num_slots,
             num_blocks=self.geometry.num_blocks,
             block_size=self.geometry.block_size,
             max_step_tokens=self.setup.max_num_batched_tokens,
-            max_step_chunks=self.geometry.num_slots  # without tiles, short chunks waste nothing
+            max_step_chunks=self.geometry.num_slots  # without tiles, short chunks have no padding
             if self._config.deterministic
             else batch.max_chunks(self.setup.max_num_batched_tokens, self.geometry.num_slots),
             records_blocks=self._config.enable_kv_cache_events,
@@ -236,29 +232,28 @@ class Runner:
 
     @property
     def _max_verified(self) -> int:
-        """Tokens of the largest step that verifies drafts: all rows' if they are few."""
+        """Most tokens of a step that verifies drafts."""
         slots, drafts = self.geometry.num_slots, 0 if self.drafting is None else self.drafting.most
         most = max(slots, min(slots * (1 + drafts), MOST_VERIFIED))
         return min(most, self.setup.max_num_batched_tokens)
 
     @property
     def _keeps_batch(self) -> bool:
-        """Whether a step's batch is copied to a place that stays, as a CUDA graph wants it."""
+        """Whether batches are copied to a fixed address, for CUDA graphs."""
         return self.setup.platform == "gpu"
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether the device must be told the token behind each chunk of a prompt."""
+        """Whether the device needs the token after each prompt chunk."""
         return self.drafting is not None and self.drafting.head is not None
 
     def dispatch(self, given: StepInput) -> Flight:
-        """Dispatch one step, which begins when the one before it has ended; do not wait.
+        """Dispatch one step without waiting; it runs after the previous one.
 
-        Of a step that is held this is the first half; no other step may follow until `sample` was called. In
-        `given.side` may be "scored", a list of `Scored` positions of this step, which needs the widest variant; and
-        "adapters", int64[R], the numbers of the rows' adapters, which `hold_adapters` has put on the devices, and 0 of
-        rows that have none. After an exception the state may be lost: call `renew`, and compute every running request
-        again.
+        For a held step this is the first half, and `sample` must precede the next step. `given.side` may have "scored",
+        a list of `Scored` positions, which need the widest variant, and "adapters", int64[R], numbers in
+        `hold_adapters` or 0. After an exception the state may be lost: call `renew`, and recompute all running
+        requests.
         """
         with self._compilations_counted():
             with span("pack"):
@@ -274,7 +269,7 @@ class Runner:
         return () if self._host is None else self._host.landed()
 
     def hold_adapters(self, numbers: tuple[int, ...], weights: Weights) -> None:
-        """Have exactly the adapters `numbers` on the devices for the steps to come; steps in flight keep theirs."""
+        """Keep exactly the adapters `numbers` on the devices for later steps; steps in flight keep theirs."""
         self.metrics.adapter_loads += self.adapters.hold(numbers, weights)
 
     def sample(
@@ -282,7 +277,7 @@ class Runner:
     ) -> StepInFlight:
         """Dispatch the second half of a step.
 
-        `masks` are int32[R, V / 32], a bit for each token that a row may sample, for the rows in `is_masked`, bool[R].
+        `masks` is int32[R, V / 32], one bit per token that a row may sample, for the rows of `is_masked`, bool[R].
         """
         plan, key = held.plan, held.key
         num_rows, num_words = len(plan.slots), -(-self.setup.spec.vocab_size // 32)
@@ -304,7 +299,7 @@ class Runner:
         return self._in_flight(joined, plan, key, held.scores)
 
     def pack(self, given: StepInput) -> PackedStep:
-        """Choose the program of a step and lay out its inputs; reads nothing from a device."""
+        """Choose a step's program and pack its inputs, without reading from a device."""
         plan, rows = given.plan, given.side.get("adapters")
         adapters = () if rows is None else self.adapters.of_rows(rows)
         way = self.programs.choose(plan, given.variant, given.is_held, len(adapters))
@@ -323,7 +318,6 @@ class Runner:
         )
 
     def run(self, packed: PackedStep) -> StepInFlight | HeldStep:
-        """Dispatch a packed step."""
         plan, way = packed.plan, packed.way
         key, small = way[0], self._small
         with span("dispatch"):
@@ -354,7 +348,7 @@ class Runner:
         return StepInFlight(joined, plan, has_drafts, self.num_logprobs, width, scores)
 
     def _with_room(self, buffer: np.ndarray, key: Key) -> np.ndarray:
-        """Lengthen a packed batch for the results of its program, which a GPU returns in it."""
+        """Extend a packed batch for results returned in it, on a GPU."""
         if self._state_shapes.batch is None:
             return buffer
         size = step.sent_size(self._step_model, key.shape, key.variant)
@@ -374,13 +368,12 @@ class Runner:
             self._running_thread = None
 
     def program_texts(self, names: Collection[str]) -> dict[str, str]:
-        """Return the HLO of programs by their names in a trace; unknown names are left out."""
+        """Return the HLO of programs by their names in a trace, omitting unknown names."""
         named = {key.name: program for key, program in self.programs.ready().items()}
         named |= self._small.programs
         return {name: program.as_text() for name, program in named.items() if name in names}
 
     def report(self) -> DeviceReport:
-        """Say what is compiled and how much memory the devices use."""
         memory = {str(device.id): device.memory_stats() or {} for device in self.setup.devices}
         programs = self.programs
         return DeviceReport(len(programs), programs.num_compiling, programs.num_all, memory)
@@ -395,8 +388,8 @@ class Runner:
         self.programs.close()
         if self._host is not None:
             self._host.close()
-        with suppress(Exception):  # a step that failed
-            # XLA aborts a process that ends while its threads compute.
+        with suppress(Exception):  # a failed step
+            # XLA aborts a process that exits while its threads compute.
             jax.block_until_ready(self._state)
         self._state = ()
         self._params = ()
@@ -413,7 +406,7 @@ class Runner:
         return replace(params, draft=draft)
 
     def _start_programs(self, plan: MemoryPlan) -> None:
-        """Begin to compile the covering programs for a memory plan, while the weights are read."""
+        """Start compiling the covering programs for a memory plan, while weights are read."""
         setup = self.setup
         self.memory_plan = plan
         self.geometry = geometry = Geometry(
@@ -448,7 +441,7 @@ class Runner:
             self._digest,
             setup.layout.devices,
         )
-        # Programs that come from JAX's cache cannot be kept, so it gets another folder, without them.
+        # Programs from JAX's cache cannot be serialized again, so its folder has other programs.
         use_compilation_cache(self._config.cache_dir() / ("small" if self._kept.is_on else ""))
         text = describe_memory(plan, setup)
         differs = aot_manifest.difference(setup.prepared, describe_programs(self._config, setup, plan))
@@ -472,17 +465,15 @@ class Runner:
         self.programs.begin(self.programs.covering, os.cpu_count() or 2)
 
     def _digest(self) -> tuple[str, str]:
-        """Return digests of the inputs of tracing, apart from shapes, and of the compiler with its options."""
+        """Return digests of the inputs of tracing except shapes, and of the compiler with its options."""
         compiler = digest(digest_compiler(tuple(self.setup.layout.devices)), self._options)
         return digest(digest_source(), self._step_model), compiler
 
     @cached_property
     def _sampled_leaves(self) -> list[int]:
-        """Indices of the state's arrays that the second half of a step reads."""
         return [device_state.leaf_index(self._state_shapes, name) for name in ("tokens", "sampling", "extras")]
 
     def _describe_state(self) -> Any:
-        """Describe the device's state."""
         setup = self.setup
         sizes = self.geometry, setup.max_num_batched_tokens, self.extras
         own = setup.layout, setup.dtype, self.drafting, setup.cache_dtype
@@ -492,7 +483,6 @@ class Runner:
         return device_state.abstract(setup.spec, *sizes, *own, batch_size)
 
     def _list_programs(self) -> Programs:
-        """List the programs that can run plans."""
         setup, geometry = self.setup, self.geometry
         sizes = setup.max_num_batched_tokens, geometry.num_slots, geometry.block_size, ROW_WIDTH
         most = self.limits.max_adapters
@@ -505,15 +495,15 @@ class Runner:
             return Programs([], uniform, self._lower, self.metrics, (), **further)
         is_quantized = self._config.quantization is not None or setup.family.stored is not None
         is_narrow = setup.dtype != jnp.float32 or is_quantized
-        # XLA's CPU back end converts all 8 and 16-bit weights for a product of one row, and
-        # on a GPU it makes two kernels of the norm of one row: 13.6 kernels a layer of the 0.5B shape, else 11.8.
+        # XLA's CPU back end converts all 8 and 16-bit weights for a product of one row. On a GPU it makes two kernels
+        # of the norm of one row: 13.6 kernels a layer of the 0.5B shape, else 11.8.
         on_cpu = setup.platform == "cpu"
         decode = batch.decode_shapes(geometry.num_slots, 1 if on_cpu and not is_narrow else 2, setup.platform)
         ragged = batch.ragged_shapes(*sizes, setup.platform)
         verifying = batch.verifying_shapes(self._max_verified, geometry.num_slots, drafts) if drafts else []
         if geometry.num_groups > 1:
             decode, ragged, verifying = map(batch.of_two_groups, (decode, ragged, verifying))
-        # On a GPU each program is one more to wait for at the start, and noise for greedy rows takes 10 us.
+        # On a GPU each program delays the start, and noise for greedy rows takes 10 us.
         variants = VARIANTS if on_cpu else VARIANTS[1:]
         further |= {"verifying": verifying, "coarse_factor": 2 if on_cpu else 4}
         return Programs(decode, ragged, self._lower, self.metrics, variants, **further)
@@ -533,7 +523,7 @@ class Runner:
             self._start_programs(fitting)
 
     def _temporary_bytes(self, key: Key) -> int:
-        """Return what a program needs on one device beside weights and state."""
+        """Return a program's bytes on one device besides weights and state."""
         memory = self.programs[key].memory_analysis()
         own = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         is_second = key.part in ("sample", "finish")
@@ -542,12 +532,9 @@ class Runner:
 
     @property
     def _num_columns(self) -> int:
-        """Columns of the logits over all devices: the vocabulary with its padding."""
         return self.setup.layout.padded("vocab", self.setup.spec.vocab_size)
 
     def _compile_small(self) -> None:
-        """Compile the small programs, while other threads compile steps."""
-
         def make(name: str, run: Callable[..., Any], donated: Sequence[int], *described: Any) -> Any:
             options = self._options if name.startswith("score") else None
             jitted = jax.jit(run, donate_argnums=donated, compiler_options=options)
@@ -561,7 +548,6 @@ class Runner:
         self._small = SmallPrograms(programs, shapes, self.geometry, kv, spec.vocab_size)
 
     def _lower(self, key: Key) -> jax.stages.Lowered:
-        """Trace one program."""
         model, everywhere = self._step_model, self.setup.layout.sharding()
         if key.part == "sample":
             assert key.variant is not None
@@ -582,7 +568,6 @@ class Runner:
         return compiled.lower(params, state, buffer, *further)
 
     def _lower_sample(self, rows: int, variant: Variant) -> jax.stages.Lowered:
-        """Trace the second half of a step."""
         shapes = self._state_shapes
         run = step.build_sample(self._step_model, rows, variant)
         return jax.jit(run, donate_argnums=(0,), compiler_options=self._options).lower(
@@ -590,7 +575,6 @@ class Runner:
         )
 
     def _describe_second(self, num_places: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        """Describe the logits and the masks that the second half of a step reads."""
         width = len(batch.MASK_COLUMNS) + -(-self.setup.spec.vocab_size // 32)
         layout = self.setup.layout
         masks = jax.ShapeDtypeStruct((num_places, width), jnp.int32, sharding=layout.sharding())
@@ -599,7 +583,6 @@ class Runner:
         return logits, masks
 
     def note_compilation(self) -> None:
-        """Count a compilation that delays requests: one on the thread that is starting a step."""
         if threading.get_ident() == self._running_thread:
             self.metrics.compilations_after_ready += 1
 

@@ -1,7 +1,7 @@
-"""A step of a model that pools, as a traced function: the layers over whole prompts or chunks, then a vector each.
+"""A step of a pooling model as a traced function: layers over whole prompts or chunks, then one vector per prompt.
 
-A decoder that pools reads and writes KV blocks as it does when it generates, so prompts are computed in chunks and
-prefixes are shared. A model whose tokens see those behind them has no cache: see encoder_batch.py.
+Causal models use KV blocks as in generation: chunks of prompts, shared prefixes. Models with bidirectional attention
+have no cache: see encoder_batch.py.
 
 Letters: T flat tokens, R rows, S slots, D width, W numbers of a result, L tokens of a bin, H heads on one shard.
 """
@@ -33,25 +33,25 @@ from jaxllm.setup import kv_cache
 from jaxllm.setup.kv_cache import Geometry, KvLayer, Leaf
 from pallas_kernels.kv_cache.xla import rotate
 
-# Queries of a bin that attend at once, so that their scores stay in a processor's cache. 2,048 tokens in bins of 512,
-# 12 heads of 32, take 30 ms of processor time, and 58 with all queries at once (two Zen 5 cores; torch's attention 31).
+# Queries of a bin that attend at once, so that their scores fit in a processor's cache. 2,048 tokens in bins of 512 (12
+# heads of 32) take 30 ms of processor time, and 58 with all queries at once (two Zen 5 cores; torch's attention 31).
 _PIECE = 128
-_LOWEST = -1e30  # below every score, and finite, see pallas_kernels/attention/xla.py
+_LOWEST = -1e30  # below every score and finite, see pallas_kernels/attention/xla.py
 
 
 @struct.dataclass
 class PoolState(Generic[Leaf]):
-    """What a step of a model that pools reads and replaces; nothing where it reads whole prompts."""
+    """Arrays that a step of a pooling model reads and replaces; empty for whole prompts."""
 
     kv: tuple[KvLayer[Leaf], ...] = ()
     tables: Leaf | None = None  # int32[S, M]
-    sums: Leaf | None = None  # float32[S, D]: of the hidden states of a prompt's chunks so far, where it pools the mean
+    sums: Leaf | None = None  # float32[S, D]: sums of hidden states over a prompt's earlier chunks, for mean pooling
 
 
 def abstract(
     spec: Spec, own: Pooler, geometry: Geometry, layout: Layout, cache_dtype: jnp.dtype
 ) -> PoolState[jax.ShapeDtypeStruct]:
-    """Describe the state: shapes, types and shardings, nothing allocated."""
+    """Describe the state (shapes, types, shardings) without allocating."""
     if not spec.is_causal:
         return PoolState()
     of_slots = partial(jax.ShapeDtypeStruct, sharding=layout.sharding("slots"))
@@ -63,7 +63,7 @@ def abstract(
 
 
 class PoolPrograms(ProgramTable):
-    """The programs of an engine that pools: one a step."""
+    """The programs of a pooling engine."""
 
     def __init__(self, made: Sequence[Shape], lower: Callable[[Key], Any], metrics: Metrics) -> None:
         self._ways: list[Way] = [(Key(shape, None, "pool"),) for shape in made]
@@ -71,7 +71,6 @@ class PoolPrograms(ProgramTable):
         super().__init__([Key(shape, None, "pool") for shape in first], (key for (key,) in self._ways), lower, metrics)
 
     def choose(self, plan: Plan) -> Key:
-        """Return the cheapest ready program that holds a plan."""
         way = self.first_ready(way for way in self._ways if _fits(plan, way[0].shape))
         if way is None:
             raise RuntimeError(f"no program holds {len(plan.slots)} prompts of {plan.num_tokens} tokens")
@@ -85,7 +84,7 @@ def _fits(plan: Plan, shape: Shape) -> bool:
 
 
 def build(model: StepModel, shape: Shape) -> Callable[[Leaves, Leaves, jax.Array], tuple[Leaves, jax.Array]]:
-    """Return a step of (weights, state, buffer) -> (state, results float32[R, W]), flat as `step.build`'s."""
+    """Return a step (weights, state, buffer) -> (state, results float32[R, W]), flat as `step.build`'s."""
     compute = _encode if shape.bin_tokens else _pool_chunks
     name = step.program_name(shape, None, "pool")
     return step.on_shards(model, partial(compute, model, shape), name, model.layout.spec())
@@ -94,7 +93,7 @@ def build(model: StepModel, shape: Shape) -> Callable[[Leaves, Leaves, jax.Array
 def _pool_chunks(
     model: StepModel, shape: Shape, params: Params[jax.Array], state: PoolState[jax.Array], buffer: jax.Array
 ) -> tuple[PoolState[jax.Array], jax.Array]:
-    """Compute chunks of prompts through the cache. What a row gives is wanted where its prompt ends."""
+    """Compute chunks of prompts through the cache; a row's result is valid in its prompt's last chunk."""
     own = model.head
     assert isinstance(own, Pooler) and state.tables is not None
     field = step.fields_of(batch.fields(shape), buffer)
@@ -111,7 +110,7 @@ def _pool_chunks(
         else:
             is_own = slots[None] == row_slot[:, None]  # [R, T]
             ends = field["row_position"] + 1
-            is_first = ends == jnp.sum(is_own, axis=1)  # the chunk begins the prompt
+            is_first = ends == jnp.sum(is_own, axis=1)  # the prompt's first chunk
             before = jnp.where(is_first[:, None], 0, sums.at[row_slot].get(mode="clip"))
             total = before + _sums(is_own, hidden)
             sums = sums.at[row_slot].set(total, mode="drop")
@@ -123,7 +122,6 @@ def _pool_chunks(
 def _encode(
     model: StepModel, shape: Shape, params: Params[jax.Array], state: PoolState[jax.Array], buffer: jax.Array
 ) -> tuple[PoolState[jax.Array], jax.Array]:
-    """Compute whole prompts, whose tokens see each other."""
     own = model.head
     assert isinstance(own, Pooler)
     field = step.fields_of(encoder_batch.fields(shape), buffer)
@@ -145,7 +143,7 @@ def _encode(
 
 
 def _sums(is_own: jax.Array, hidden: jax.Array) -> jax.Array:
-    """Add up each row's hidden states: float32[R, D]. Those that are not finite are in their row's sum alone."""
+    """Return the sums of each row's hidden states, float32[R, D]; non-finite ones affect only their row."""
     kind = hidden.dtype
     is_bad = ~jnp.isfinite(hidden).all(axis=1)  # [T]; zero times NaN is NaN
     finite = jnp.where(is_bad[:, None], 0, hidden)
@@ -154,7 +152,7 @@ def _sums(is_own: jax.Array, hidden: jax.Array) -> jax.Array:
 
 
 def _attention_in_bins(model: StepModel, params: Params[jax.Array], shape: Shape, row: jax.Array) -> Attend:
-    """Return the attention of tokens to those of their own row, all of which lie in one bin."""
+    """Return the attention of tokens to those of their row, all in one bin."""
     spec, length = model.spec, shape.bin_tokens
     rows = row.reshape(-1, length)
     bias = None
@@ -172,12 +170,12 @@ def _attention_in_bins(model: StepModel, params: Params[jax.Array], shape: Shape
         q, k, v = (one.reshape(-1, length, kv_heads, one.shape[1] // kv_heads, one.shape[2]) for one in (q, k, v))
         q = q.transpose(0, 2, 3, 1, 4)  # [b, K, G, L, C]
         k, v = k[:, :, :, 0].swapaxes(1, 2), v[:, :, :, 0].swapaxes(1, 2)  # [b, K, L, C]
-        # Values that are not finite must reach their own row alone, and zero times NaN is NaN.
+        # Non-finite values must affect only their row, and zero times NaN is NaN.
         is_bad = ~jnp.isfinite(v).all(axis=(1, 3))  # [b, L]
         v = jnp.where(is_bad[:, None, :, None], 0, v)
 
         def attend_piece(start: jax.Array, size: int) -> jax.Array:
-            """Let `size` queries of each bin attend, those from `start` on: [b, K, G, size, C]."""
+            """Return the attention of `size` queries of each bin from `start` on: [b, K, G, size, C]."""
             some = lax.dynamic_slice_in_dim(q, start, size, axis=3)
             scores = jnp.einsum("bkgqc,bksc->bkgqs", some, k, preferred_element_type=jnp.float32) * spec.attention_scale
             scores = layers.softcap(scores, spec.attention_softcap)

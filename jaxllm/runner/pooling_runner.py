@@ -1,4 +1,4 @@
-"""The runner of a model that pools: prompts in, a vector each out. See pooling.py for what a step computes."""
+"""The runner of a pooling model; pooling.py has its steps."""
 
 from __future__ import annotations
 
@@ -22,34 +22,33 @@ from jaxllm.scheduler.state import Limits
 
 
 class PooledInFlight(NamedTuple):
-    """A step that was dispatched to the device."""
+    """A dispatched step."""
 
     rows: jax.Array  # float32[·, W]
     num_rows: int
 
     def result(self) -> StepOutput:
-        """Wait for the step's result. A failure on the device is raised here, and by every later step."""
+        """See `StepInFlight.result`."""
         pooled = np.asarray(self.rows)[: self.num_rows]
         tokens, is_finite = np.zeros(self.num_rows, np.int32), np.asarray(np.isfinite(pooled).all(axis=1))
         return StepOutput(tokens, is_finite, side={"pooled": pooled})
 
 
 class PoolingRunner(Runner):
-    """Runs plans of prompts on the device. Not thread-safe: one thread calls `dispatch`."""
+    """Runs plans of prompts. Not thread-safe: one thread calls `dispatch`."""
 
     programs: PoolPrograms  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @property
     def limits(self) -> Limits:
-        """The budgets of plans for this runner."""
         whole = not self.setup.spec.is_causal
         limits = super().limits
         return replace(limits, whole_prompts=True, max_step_chunks=limits.num_slots) if whole else limits
 
     def dispatch(self, given: StepInput) -> PooledInFlight:
-        """Dispatch one step; `given.side` has "token_types", a list of int32[·] or None (zeros) for each row.
+        """Dispatch one step; `given.side` has "token_types", int32[·] or None (zeros) for each row.
 
-        For the rest as `Runner.dispatch`.
+        Otherwise as `Runner.dispatch`.
         """
         plan, prompts, token_types = given.plan, given.chunks, given.side["token_types"]
         with self._compilations_counted():
@@ -100,7 +99,7 @@ class PoolingRunner(Runner):
         return jax.jit(run, donate_argnums=(1,), compiler_options=self._options).lower(params, state, buffer)
 
     def _patch_tables(self, table: np.ndarray) -> None:
-        """Write block-table entries that do not fit into the buffer before a step."""
+        """Write block-table entries that exceed the buffer, before a step."""
         for start in range(0, len(table), PATCH_ENTRIES):
             changes = np.full((PATCH_ENTRIES, 3), self.geometry.num_slots, np.int32)
             piece = table[start : start + PATCH_ENTRIES]

@@ -1,7 +1,7 @@
 """The adapters on the devices: separate arrays, passed to a step as arguments.
 
-Adding or removing one compiles nothing and changes no array that a step in flight reads. The scheduler decides which
-stay (`State.adapters`). Letters: R rows of a plan, U adapters of a program.
+Adding or removing one compiles nothing and changes no array of a step in flight. The scheduler chooses them
+(`State.adapters`). Letters: R rows of a plan, U adapters of a program.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ class ResidentAdapters:
         return len(missing)
 
     def of_rows(self, rows: np.ndarray) -> tuple[int, ...]:
-        """Return the distinct adapters of rows, int64[R] of numbers, 0 for none."""
+        """Return the distinct nonzero adapter numbers of rows, int64[R]."""
         return tuple(number for number in dict.fromkeys(rows.tolist()) if number)
 
     def places(self, rows: np.ndarray | None, distinct: Sequence[int], count: int) -> np.ndarray | None:
-        """Return each row's index in `distinct`, int32[R]; `count` for none."""
+        """Return each row's index in `distinct`, int32[R]; `count` without an adapter."""
         if rows is None or not count:
             return None
         at = {number: index for index, number in enumerate(distinct)} | {0: count}
         return np.array([at[number] for number in rows.tolist()], np.int32)
 
     def arguments(self, distinct: Sequence[int], count: int) -> tuple[Leaves, ...]:
-        """Return `count` adapters' arrays for a program: `distinct`, then zeros."""
+        """Return the arrays of `count` adapters for a program: `distinct`, then zeros."""
         if not count:
             return ()
         leaves = [self._leaves[number] for number in distinct]
@@ -66,7 +66,7 @@ class ResidentAdapters:
         return tuple(jax.device_put(jax.tree.leaves(weights), shardings))
 
     def _zeros(self) -> Leaves:
-        """Return an adapter that adds nothing; layers share its arrays."""
+        """Return a zero adapter; layers share its arrays."""
         if not self._nothing:
 
             @cache

@@ -1,7 +1,4 @@
-"""Results of a step: joined into one array by the program, and split on the host.
-
-Letters: R rows, W columns, V vocabulary.
-"""
+"""Results of a step: joined into one array by the program, and split on the host."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ class Scored:
     position: int
     index: int  # of the previous token in the step
     token: int  # 0 if not yet sampled
-    is_whole: bool  # whether to score the whole vocabulary
+    is_whole: bool  # score the whole vocabulary
 
 
 class Score(NamedTuple):
@@ -43,7 +40,7 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The results of a step on the host, by row of the plan."""
+    """A step's results on the host, by row of the plan."""
 
     tokens: np.ndarray  # int32[R]; int32[R, W] with `counts`
     is_finite: np.ndarray  # bool[R]
@@ -59,7 +56,7 @@ class StepOutput:
 
 
 def join(sampled: Sampled) -> jax.Array:
-    """Join all results as columns, int32[R, W], for one transfer to the host."""
+    """Return all results as columns, int32[R, W], for one transfer to the host."""
     columns = [sampled.tokens[:, None], sampled.is_finite[:, None].astype(jnp.int32)]
     if sampled.logprob is not None:
         assert sampled.rank is not None and sampled.top_logprobs is not None and sampled.top_ids is not None
@@ -75,7 +72,6 @@ def join(sampled: Sampled) -> jax.Array:
 
 
 def result_width(variant: Variant, num_logprobs: int, drafts: bool) -> int:
-    """Return W, the number of columns."""
     width = 2
     if variant in (Variant.FILTERED, Variant.FULL):
         width = 4 + 2 * num_logprobs + (MAX_REPORTED_TOKENS if variant is Variant.FULL else 0)

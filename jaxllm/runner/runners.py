@@ -1,4 +1,4 @@
-"""The runners of models, by the kinds of their heads."""
+"""Runner classes by the model's head."""
 
 from __future__ import annotations
 

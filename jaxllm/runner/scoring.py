@@ -1,4 +1,4 @@
-"""Programs that score single positions of the previous step from its hidden states.
+"""Programs that score positions of the previous step from its hidden states.
 
 Letters: Q positions, V vocabulary, Vx vocabulary of one shard.
 """
@@ -49,7 +49,6 @@ def build(model: StepModel, is_whole: bool) -> Callable[[Leaves, jax.Array, jax.
 
 
 def read_scores(wanted: Sequence[Scored], found: jax.Array | np.ndarray) -> list[Score]:
-    """Read the results of `score`; `wanted` must be all whole or all not."""
     values = np.asarray(found)
     scores = []
     for row, of in enumerate(wanted):

@@ -1,7 +1,6 @@
 """The small programs of a runner: changes of the state before a step, and log-probabilities after it.
 
-They are compiled at the start, each in one size; longer work is several calls. The state is a tuple of arrays, which
-the calls donate.
+Each has one size and is called repeatedly for more. The state is a tuple of arrays, donated.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from jaxllm.runner.scoring import SCORED_ROWS
 from jaxllm.runner.step_model import Leaves, StepModel
 from jaxllm.setup.kv_cache import Geometry, leaves_by_group
 
-PATCH_ENTRIES = 1024  # changes in one call of `step.patch`
-PATCH_EXTRAS = 8  # requests' extras in one call of `step.patch_extras`: 26 kB each for a vocabulary of 152,000
-COPIED_BLOCKS = 16  # in one call of `step.build_copy`: one and a half times what ten beams that fork need at most
+PATCH_ENTRIES = 1024  # changes per call of `step.patch`
+PATCH_EXTRAS = 8  # requests per call of `step.patch_extras`: 26 kB each for a vocabulary of 152,000
+COPIED_BLOCKS = 16  # per call of `step.build_copy`: 1.5 times the most that ten forking beams need
 COPY_PROGRAMS = ("copy_blocks", "copy_windowed_blocks")  # by group
-Make = Callable[..., Any]  # of a name, a function, its donated arguments, and their descriptions: a compiled program
+Make = Callable[..., Any]  # (name, function, donated arguments, *descriptions) -> compiled program
 
 
 def compile_all(model: StepModel, make: Make) -> dict[str, Any]:
-    """Compile the programs of an engine that generates, by their names in a trace."""
+    """Compile the small programs of a generating engine, by name."""
     shapes, everywhere = model.state, model.layout.sharding()
 
     def described(*size: int) -> jax.ShapeDtypeStruct:
@@ -51,7 +50,7 @@ def compile_all(model: StepModel, make: Make) -> dict[str, Any]:
 
 
 class SmallPrograms:
-    """Calls the programs of `compile_all`, or others of the same meaning."""
+    """Calls the programs of `compile_all`, or equivalent ones."""
 
     def __init__(
         self,
@@ -61,17 +60,14 @@ class SmallPrograms:
         kv: Sequence[Sequence[int]],
         vocab_size: int,
     ) -> None:
-        """`shapes` describe the state, whose structure and numbers of slots and extras follow from them.
-
-        `kv` are the indices of each group's keys and values among its leaves, see `leaves_by_group`.
-        """
+        """`shapes` describes the state; `kv` has each group's indices of KV leaves, see `leaves_by_group`."""
         self.programs = programs
         self._num_slots, self._num_extras = shapes.extras.shape
         self._structure, self._kv = jax.tree.structure(shapes), kv
         self._geometry, self._vocab_size = geometry, vocab_size
 
     def patch(self, state: Leaves, table: np.ndarray, history: np.ndarray | None) -> Leaves:
-        """Write block-table entries and tokens, int32[·, 3] each of slot, index and value."""
+        """Write block-table entries and tokens, each int32[·, 3] of slot, index and value."""
         parts = [table, np.zeros((0, 3), np.int32) if history is None else history]
         for start in range(0, max(map(len, parts)), PATCH_ENTRIES):
             changes = np.full((2, PATCH_ENTRIES, 3), self._num_slots, np.int32)
@@ -84,7 +80,6 @@ class SmallPrograms:
         return state
 
     def patch_extras(self, state: Leaves, extras: Sequence[tuple[int, np.ndarray]]) -> Leaves:
-        """Write the extras of newly admitted requests, by slot."""
         for start in range(0, len(extras), PATCH_EXTRAS):
             changes = np.full((PATCH_EXTRAS, 1 + self._num_extras), self._num_slots, np.int32)
             for target, (slot, packed) in zip(changes, extras[start : start + PATCH_EXTRAS], strict=False):
@@ -95,7 +90,7 @@ class SmallPrograms:
         return state
 
     def move(self, state: Leaves, moves: np.ndarray) -> Leaves:
-        """Copy the blocks of `Plan.moves` that stay on the device, before a step writes any of them."""
+        """Copy the blocks of `Plan.moves` that stay on the device, before a step writes to them."""
         moves = moves[moves[:, 1] == moves[:, 3]][:, [0, 2, 4]]
         leaves = list(state)
         for group, own in enumerate(self._kv):
@@ -113,7 +108,7 @@ class SmallPrograms:
     def score(
         self, params: Leaves, state: Leaves, scored: Sequence[Scored]
     ) -> list[tuple[Sequence[Scored], jax.Array | np.ndarray]]:
-        """Score positions of the step that was just dispatched; each piece has one kind, whole rows or not."""
+        """Return the scores of positions in the dispatched step; each piece has one kind, whole rows or not."""
         hidden = self._whole(state).hidden
         scores: list[tuple[Sequence[Scored], jax.Array | np.ndarray]] = []
         for name, is_whole in (("score", False), ("score_whole", True)):
@@ -123,7 +118,7 @@ class SmallPrograms:
                 places = np.zeros((SCORED_ROWS, 2), np.int32)
                 places[: len(piece)] = [(each.index, each.token) for each in piece]
                 found = self.programs[name](params, hidden, places)
-                # Wait for whole rows: all those of a long prompt would not fit into the device's memory.
+                # Wait for whole rows: those of a long prompt would exceed the device's memory.
                 scores.append((piece, np.asarray(found)[:, : self._vocab_size] if is_whole else found))
         return scores
 

@@ -1,12 +1,10 @@
-"""One engine step as a function that is traced once per program: forward, attention, logits, sampling, slot update.
+"""One engine step as a traced function: forward, attention, logits, sampling, slot update. Pure.
 
-Pure and without a host: it takes weights, the donated state and the packed batch, and returns the next state and one
-buffer of results. A step can also run as two programs: `build_forward` ends with logits, and `build_sample` goes on
-from them, with masks that the host makes in between. Knows how batch.py lays the buffers out; knows no scheduler and no
-compiled program.
+Takes weights, the donated state and the packed batch; returns the next state and one array of results. Two programs can
+share a step: `build_forward` ends with logits, which `build_sample` or `build_finish` reads.
 
-Letters: T flat tokens, R rows, Y tiles, S slots, M blocks per slot, P tokens per block, N blocks, Vx vocabulary
-of one shard.
+Letters: T flat tokens, R rows, Y tiles, S slots, M blocks per slot, P tokens per block, N blocks, Vx vocabulary of one
+shard.
 """
 
 from __future__ import annotations
@@ -40,10 +38,9 @@ from jaxllm.sampling.vocab_parallel import Vocabulary
 
 
 def build(model: StepModel, shape: Shape, variant: Variant) -> Callable[..., tuple[Leaves, jax.Array]]:
-    """Return the step of one program as a function of flat tuples: (weights, state, buffer) -> (state, results).
+    """Return a program's step: (weights, state, buffer, leaves of each adapter) -> (state, results).
 
-    A program with adapters takes the leaves of each of them, too, as further arguments.
-    Flat, because flattening a tree in each call costs other engines 17 to 34 ms a step (DECISIONS, "Flat arguments").
+    Arguments are flat tuples: flattening trees in every call costs other engines 17 to 34 ms a step.
     """
 
     def run(
@@ -80,9 +77,9 @@ def on_shards(
     num_adapters: int = 0,
     further: Sequence[PartitionSpec] = (),
 ) -> Callable[..., tuple[Leaves, jax.Array]]:
-    """Return a function of trees as one of flat tuples over the mesh; `result` is how its second result is divided.
+    """Return a function of trees as one of flat tuples over the mesh.
 
-    Behind the buffer it takes the leaves of adapters, or `further` arrays.
+    `result` is the sharding of its second result. Leaves of adapters, or `further` arrays, follow the buffer.
     """
     params, state = model.params, model.state
     adapter = () if model.adapters is None else model.adapters.described
@@ -97,8 +94,7 @@ def on_shards(
             following, returned = run(weights, jax.tree.unflatten(state_tree, state_leaves), buffer, *trees)
         return tuple(jax.tree.leaves(following)), returned
 
-    # What a trace calls the program. Part of its name in the compilation cache, too: what is found there has the scopes
-    # of the code that compiled it, for keys hold no scopes.
+    # The name in traces and in the compilation cache. Cache keys omit scopes: a cached program has those of its origin.
     on_shard.__name__ = name
     params_specs, state_specs, adapter_specs = (
         tuple(leaf.sharding.spec for leaf in jax.tree.leaves(tree)) for tree in (params, state, adapter)
@@ -108,9 +104,9 @@ def on_shards(
 
 
 def build_sample(model: StepModel, num_rows: int, variant: Variant) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Return the second half: (tokens, sampling, extras, logits, masks) -> (tokens, results).
+    """Return the second half of a step: (tokens, sampling, extras, logits, masks) -> (tokens, results).
 
-    The first three are leaves of the state; the masks are laid out by `batch.pack_masks`.
+    The first three are leaves of the state; `batch.pack_masks` packs the masks.
     """
 
     def on_shard(
@@ -128,7 +124,7 @@ def build_sample(model: StepModel, num_rows: int, variant: Variant) -> Callable[
 
 
 def build_finish(model: StepModel, shape: Shape, variant: Variant) -> Callable[..., tuple[Leaves, jax.Array]]:
-    """Return the second half in an engine that drafts: (weights, state, buffer, logits, masks) -> (state, results).
+    """Return the second half of a step that drafts: (weights, state, buffer, logits, masks) -> (state, results).
 
     The buffer is that of the first half.
     """
@@ -153,7 +149,6 @@ def build_finish(model: StepModel, shape: Shape, variant: Variant) -> Callable[.
 
 
 def _of_halves(model: StepModel) -> tuple[PartitionSpec, PartitionSpec]:
-    """Return how the logits and the masks are divided that a second half reads."""
     return model.layout.spec(None, "vocab"), model.layout.spec()
 
 
@@ -163,15 +158,13 @@ def _read_masks(masks: jax.Array) -> tuple[dict[str, jax.Array], tuple[jax.Array
 
 
 def compiler_options(platform: str, is_deterministic: bool = False) -> dict[str, str]:
-    """Return the options of XLA's compiler that steps are compiled with, beside its defaults.
+    """Return XLA's compiler options for steps.
 
-    On a GPU, sums over devices go into the CUDA graph too: without that a decode step over four devices is as many
-    graphs as there are sums, 65 for 32 layers. The list is XLA's own with COLLECTIVES at its end; a list in XLA_FLAGS
-    is left as it is.
+    On a GPU, CUDA graphs include collectives: else a decode step over four devices is 65 graphs for 32 layers. The list
+    is XLA's default and COLLECTIVES; a list in XLA_FLAGS overrides it.
 
-    Deterministic mode needs products in which a row's bits do not depend on which row it is. Libraries do not promise
-    that: a kernel that distributes tiles and depth together ("stream-K") splits the sum of only some tiles.
-    XLA's own Triton products sum each tile from first to last where nothing is split.
+    In deterministic mode a row's bits must not depend on its index in a product. Libraries do not guarantee that:
+    "stream-K" kernels split the sums of some tiles. XLA's Triton products sum each tile in order if not split.
     """
     if platform != "gpu":
         return {}
@@ -189,10 +182,7 @@ def compiler_options(platform: str, is_deterministic: bool = False) -> dict[str,
 
 
 def program_name(shape: Shape, variant: Variant | None, part: str = "forward") -> str:
-    """Name the program of a shape and a variant, as decode_64_greedy; a trace writes `jit_` before it.
-
-    Without a variant it is named after its `part` of a step, as decode_64_forward.
-    """
+    """Return a program's name, for example decode_64_greedy, or decode_64_forward for a `part` without variant."""
     kind = "decode" if shape.is_decode else "ragged"
     if shape.bin_tokens:
         kind = f"encode_{shape.bin_tokens}"
@@ -203,9 +193,9 @@ def program_name(shape: Shape, variant: Variant | None, part: str = "forward") -
 
 
 def patch(tables: jax.Array, tokens: jax.Array, changes: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Write into the block tables and the tokens ahead of a step what does not fit into its buffer.
+    """Write block-table entries and tokens that exceed a step's buffer.
 
-    `changes` is int32[2, W, 3] of (slot, index, value), first those of the tables; slot S is dropped.
+    `changes` is int32[2, W, 3] of (slot, index, value), those of the tables first; slot S is dropped.
     """
 
     def patched(array: jax.Array, change: jax.Array) -> jax.Array:
@@ -217,10 +207,10 @@ def patch(tables: jax.Array, tokens: jax.Array, changes: jax.Array) -> tuple[jax
 def build_copy(
     layout: Layout, kv: Sequence[jax.ShapeDtypeStruct], name: str = "copy_blocks"
 ) -> Callable[[Leaves, jax.Array], Leaves]:
-    """Return the function that copies blocks of a group before a step: (KV leaves, copies) -> KV leaves.
+    """Return a function that copies blocks of a group before a step: (KV leaves, copies) -> KV leaves.
 
-    `kv` describes the leaves. `copies` is int32[C, 2], of source and target; a target of N or more is dropped, and no
-    two are the same.
+    `kv` describes the leaves. `copies` is int32[C, 2] of source and target; targets are distinct; those from N on
+    are dropped.
     """
 
     def on_shard(leaves: Leaves, copies: jax.Array) -> Leaves:
@@ -233,15 +223,14 @@ def build_copy(
 
 
 def patch_extras(extras: jax.Array, changes: jax.Array) -> jax.Array:
-    """Write the extras of newly admitted requests into int32[S, F], ahead of their first step.
+    """Write the extras of admitted requests into int32[S, F] before their first step.
 
-    `changes` is int32[W, 1 + F]: slots, each with its `sampling.Extras`; slot S is dropped.
+    `changes` is int32[W, 1 + F] of slots and `sampling.Extras`; slot S is dropped.
     """
     return extras.at[changes[:, 0]].set(changes[:, 1:], mode="drop")
 
 
 def fields_of(table: Mapping[str, tuple[int, tuple[int, ...]]], buffer: jax.Array) -> dict[str, jax.Array]:
-    """Take a packed batch apart by the table of its fields."""
     return {
         name: lax.slice_in_dim(buffer, offset, offset + int(np.prod(size))).reshape(size)
         for name, (offset, size) in table.items()
@@ -251,35 +240,34 @@ def fields_of(table: Mapping[str, tuple[int, tuple[int, ...]]], buffer: jax.Arra
 def unpack(
     shape: Shape, state: DeviceState[jax.Array], buffer: jax.Array
 ) -> tuple[DeviceState[jax.Array], dict[str, jax.Array]]:
-    """Take a packed batch apart; where the state has a place for it, it is copied there and read from there.
+    """Return the state and the fields of a packed batch, copied into the state if that stores batches.
 
-    XLA records a command of a CUDA graph again when one of its buffers has moved, and captures a call of a Triton
-    kernel again unless it has seen the same addresses. The state never moves, and a batch is a new array each step: so
-    one command reads it. Without the barrier XLA would read the new array everywhere.
+    XLA records a CUDA graph's command again when a buffer moves, and captures a Triton call again for new addresses.
+    The state never moves, while each batch is a new array, read by the copy alone. Without the barrier XLA would read
+    it everywhere.
     """
     table = batch.fields(shape)
     if state.batch is not None:
         size, place = batch.size_of(table), state.batch
         packed = jnp.pad(buffer[:size], (0, len(place) - size))
-        # A slice would be updated by a copy that XLA starts asynchronously; this is one kernel.
+        # One kernel; XLA would update a slice by an asynchronous copy.
         buffer = lax.optimization_barrier(jnp.where(jnp.arange(len(place)) < size, packed, place))
         state = replace(state, batch=buffer)
     return state, fields_of(table, buffer)
 
 
 def _into(state: DeviceState[jax.Array], buffer: jax.Array, joined: jax.Array) -> jax.Array:
-    """Return the results; where the state has a place for the batch, they are written into the batch's own array.
+    """Return the results, written into the donated batch array if the state stores batches.
 
-    It is donated. An array for the results alone would be where XLA has temporary values until they are written, and
-    each command that touches these would see another address at each step.
+    XLA would place temporary values in a separate array for results, whose address changes at every step.
     """
     return joined if state.batch is None else lax.dynamic_update_slice(buffer, joined.ravel(), (0,))
 
 
 def sent_size(model: StepModel, shape: Shape, variant: Variant | None) -> int:
-    """Return the int32 of a program's batch argument; if results are returned in it, it is longer than they are.
+    """Return the length, in int32, of a program's batch argument; longer than the results if it returns them.
 
-    If they overwrote all of it, XLA would put temporary values into the array until then.
+    XLA would place temporary values in an array that results overwrite entirely.
     """
     packed = batch.buffer_size(shape)
     if model.state.batch is None or variant is None:
@@ -288,24 +276,23 @@ def sent_size(model: StepModel, shape: Shape, variant: Variant | None) -> int:
 
 
 def donated(model: StepModel, variant: Variant | None) -> tuple[int, ...]:
-    """Return which arguments of a step's program are donated: the state, and the batch if it returns the results."""
+    """Return the donated arguments' indices: the state, and the batch if it returns the results."""
     return (1,) if model.state.batch is None or variant is None else (1, 2)
 
 
 class Laid(NamedTuple):
-    """A batch as the device sees it."""
+    """The arrays of a batch on the device."""
 
     slots: jax.Array  # i32[T]
     positions: jax.Array  # i32[T]
     tokens: jax.Array  # i32[T]
-    known: jax.Array  # i32[S, M * P]: the tokens of slots, with these
-    sampling: jax.Array  # i32[S, F], with those of rows that came with the batch
-    last: jax.Array | None  # i32[R]: the tokens behind which a step samples; None in a decode step: all
+    known: jax.Array  # i32[S, M * P]: tokens of slots, these included
+    sampling: jax.Array  # i32[S, F], including rows sent with the batch
+    last: jax.Array | None  # i32[R]: the token after which each row samples; None in a decode step
     at: Places
 
 
 def _lay_out(model: StepModel, shape: Shape, state: DeviceState[jax.Array], field: Mapping[str, jax.Array]) -> Laid:
-    """Find out which tokens a batch computes, and where."""
     known, rows, drafted, offsets = state.tokens, state.sampling, state.drafted, field.get("row_offset")
     row_slot = field["row_slot"]
     if shape.is_decode:
@@ -346,10 +333,7 @@ def _forward(
     field: Mapping[str, jax.Array],
     adapters: Sequence[Any],
 ) -> tuple[DeviceState[jax.Array], jax.Array, Laid, Leaves]:
-    """Compute a batch's tokens: the state behind it, logits, f32[R, Vx], and what drafting reads of it.
-
-    That is the batch as it was laid out, and hidden states of some layers, if an EAGLE-3 head drafts.
-    """
+    """Return the next state, logits f32[R, Vx], the batch, and an EAGLE-3 head's hidden states."""
     spec, table = model.spec, field["table"]
     tables = state.tables.at[table[:, 0], table[:, 1]].set(table[:, 2], mode="drop")
     laid = _lay_out(model, shape, state, field)
@@ -378,8 +362,7 @@ def _forward(
 def _logits(model: StepModel, shape: Shape, params: Params[jax.Array], hidden: jax.Array) -> jax.Array:
     """Return the logits of a step's places, f32[R, Vx].
 
-    The one program of deterministic mode multiplies as many rows at once as it does without drafts: the bits of a
-    product depend on that.
+    In deterministic mode products have equally many rows with and without drafts: bits depend on it.
     """
     if shape.is_decode or not shape.drafts:
         return decoder.head(model.spec, params, hidden)
@@ -402,7 +385,7 @@ def _finish(
     logits: jax.Array,
     mask: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[DeviceState[jax.Array], jax.Array]:
-    """Sample behind a batch's places, and draft for the next step; the state behind it, and results for the host."""
+    """Sample after a batch's places and draft for the next step; return the next state and the results."""
     at, ends, drafted = laid.at, laid.at.positions + 1, state.drafted
     sampled = _sample(model, variant, state.tokens, state.sampling, state.extras, logits, at, ends, mask)
     if drafted is None or model.drafting is None:
@@ -420,7 +403,7 @@ def _finish(
 
 
 def _append(model: StepModel, tokens: jax.Array, at: Places, ends: jax.Array, sampled: Sampled) -> jax.Array:
-    """Write each place's token into its slot's tokens, int32[S, M * P], at `ends`, where it is wanted."""
+    """Write each wanted place's token into int32[S, M * P] at `ends`."""
     with named_scope("sampling"):
         slots = jnp.where(at.samples, at.slots, model.geometry.num_slots)
         return tokens.at[slots, ends].set(sampled.tokens, mode="drop")
@@ -437,7 +420,6 @@ def _sample(
     ends: jax.Array,
     mask: tuple[jax.Array, jax.Array] | None = None,
 ) -> Sampled:
-    """Choose the next token of each place, for position `ends`."""
     with named_scope("sampling"):
         here = sampler.unpack_rows(sampling.at[at.slots].get(mode="clip"))
         history, own = None, None

@@ -1,4 +1,4 @@
-"""`StepInput`: inputs of a step that are not on the device. `PackedStep`: the same, laid out for a program."""
+"""`StepInput`: a step's inputs from the host. `PackedStep`: the same in the layout of a program."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ class StepInput:
     chunks: Sequence[np.ndarray] = ()  # token ids of rows after the decode rows, int32[·] each
     variant: Variant = Variant.FULL
     is_held: bool = False  # sampled later, by `Runner.sample`
-    tokens: list[tuple[int, int, int]] = field(default_factory=list)  # slot, position, token: sent before the step
-    extras: list[tuple[int, np.ndarray]] = field(default_factory=list)  # slot, packed `sampler.Extras`: sent before it
+    tokens: list[tuple[int, int, int]] = field(default_factory=list)  # slot, position, token; written before the step
+    extras: list[tuple[int, np.ndarray]] = field(default_factory=list)  # slot, packed `sampler.Extras`; written before
     side: dict[str, Any] = field(default_factory=dict)  # arrays and lists of features, by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedStep:
-    """A step's programs and host arrays, as each process of an engine runs it."""
+    """The programs and host arrays of a step, for each process of an engine."""
 
     plan: Plan
     way: Way  # keys of the program, or of a held step's two halves
     buffer: np.ndarray  # int32[·], see batch.py
-    table: np.ndarray  # int32[·, 3]: block-table entries sent before the step
-    tokens: np.ndarray | None  # int32[·, 3] of slot, position, token: sent before the step
+    table: np.ndarray  # int32[·, 3]: block-table entries written before the step
+    tokens: np.ndarray | None  # int32[·, 3] of slot, position, token; written before the step
     extras: Sequence[tuple[int, np.ndarray]]
-    adapters: tuple[int, ...]  # numbers, in the order of the program's arguments
+    adapters: tuple[int, ...]  # numbers, in argument order
     scored: Sequence[Any]

@@ -1,4 +1,4 @@
-"""`StepModel`: everything that the programs of one engine have in common."""
+"""`StepModel`: the data that all programs of an engine share."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ Leaves = tuple[jax.Array, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepModel:
-    """The data that all programs of an engine share."""
+    """The data that programs share."""
 
     spec: Spec
     geometry: Geometry
-    num_logprobs: int  # likeliest tokens that a step returns
+    num_logprobs: int  # top tokens that a step returns
     extras: Extras
     processors: Sequence[Processor]
     layout: Layout
     params: Params[jax.ShapeDtypeStruct]
-    state: Any  # the device's state, described: a DeviceState, or a PoolState
+    state: Any  # description of a DeviceState or PoolState
     kernels: Mapping[str, Choice]
-    head: Head | None = None  # of a model that generates nothing
+    head: Head | None = None  # of a pooling model
     adapters: RowWeights | None = None
     drafting: Drafting | None = None  # of an engine that verifies drafts
 
 
 @contextmanager
 def products_of(model: StepModel) -> Iterator[None]:
-    """Have products that are traced inside done as was chosen; nothing is set for XLA's own, which are the default."""
+    """Trace products with the chosen kernels; XLA's are the default."""
     ways = {
         "linear": pallas_kernels.linear_by,
         "fused_topk": pallas_kernels.fused_topk_by,

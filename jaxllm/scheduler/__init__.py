@@ -1,4 +1,4 @@
-"""Which requests run in the next step, with which blocks: pure functions over plain data.
+"""Selects the requests and KV blocks of each step, by pure functions over plain data.
 
-Knows requests by number of tokens, slots and blocks. Knows no text, no device, no clock and no randomness.
+Independent of text, device, clock and randomness.
 """

@@ -1,8 +1,8 @@
-"""Which adapters are resident on the device, and which waiting request's may become one of them.
+"""Selects the adapters resident on the device, and the waiting requests that may use or replace one.
 
-Residents are numbers in one order: first the idle ones, which no running request has, the least recently used first;
-then those in use, longest in use first. A waiting request whose adapter finds no place is skipped, not the queue behind
-it; and it claims a place, so that it does not starve. Knows numbers of adapters; knows no queue and no device.
+Residents are adapter numbers in one order: idle ones first, least recently used first; then those of running requests,
+longest in use first. A waiting request without a place for its adapter is skipped, and claims a place to avoid
+starvation.
 """
 
 from __future__ import annotations
@@ -11,19 +11,21 @@ from collections.abc import Set
 
 
 def idle_first(residents: tuple[int, ...], in_use: Set[int]) -> tuple[int, ...]:
-    """Order residents again after requests have left their slots: adapters that no running request has come first."""
-    ordered = tuple(sorted(residents, key=in_use.__contains__))  # which keeps the order of equals
+    """Reorder residents after requests have left their slots: idle adapters first."""
+    ordered = tuple(sorted(residents, key=in_use.__contains__))  # a stable sort
     return residents if ordered == residents else ordered
 
 
 class AdapterPlaces:
-    """The places of one plan while it admits requests, asked from the first in rank to the last.
+    """The places for adapters while one plan admits requests, called in order of rank.
 
-    Each adapter that waits claims a place: a free one, or, if there is none, that of the adapter longest in use, which
-    from then on takes no request from further behind. So it drains, however many more of its requests come, and the
-    first in rank that waits is admitted once the requests that run with it have ended.
-    Half of the places drain at a time, and none that has come into use in this very plan: it brings along who else
-    waits for it, and steps stay full. Without both, 200 adapters with 10 requests each ran 8 rows a step instead of 48.
+    Each waiting adapter claims a place: a free one, or else that of the adapter longest in use, which then accepts no
+    request of lower rank. So that place drains, and the first waiting request is admitted once the requests of the
+    draining adapter have ended.
+
+    At most half of the places drain at a time, excluding adapters that entered use in this plan: further waiting
+    requests share these, and steps stay full. Without both rules, 200 adapters with 10 requests each ran 8 rows a step
+    instead of 48.
     """
 
     def __init__(self, residents: tuple[int, ...], in_use: Set[int], most: int) -> None:
@@ -33,19 +35,19 @@ class AdapterPlaces:
         self._most_draining = min(len(self._in_use), max(1, most // 2))
         self._num_claims = 0
         self._has_new = False
-        self.closed: set[int] = set()  # which no further request of this plan can have
+        self.closed: set[int] = set()  # refused to further requests of this plan
 
     def admits(self, adapter: int) -> bool:
-        """Say whether the next request in rank may have its adapter in this plan; if not, the adapter claims a place.
+        """Return whether the next request may have its adapter in this plan; if not, claim a place.
 
-        One adapter in a plan may be new: that bounds what is sent to the device before the step, and what is there
-        beside the adapters of steps in flight.
+        A plan may add one adapter: that bounds the transfer before the step, and the adapters on the device besides
+        those of steps in flight.
         """
         if not adapter:
             return True
         if adapter in self.closed:
             return False
-        num_lacking = len(self._in_use) + self._num_claims - self._most  # below 0: so many places are left
+        num_lacking = len(self._in_use) + self._num_claims - self._most  # negative: free places
         if adapter in self._in_use:
             if num_lacking <= 0 or adapter not in self._in_use[: min(num_lacking, self._most_draining)]:
                 return True
@@ -57,7 +59,7 @@ class AdapterPlaces:
         return False
 
     def enter(self, adapter: int) -> None:
-        """A request with this adapter gets a slot; a new one takes the place of the idle one used longest ago."""
+        """Record that a request with this adapter got a slot; it may replace the least recently used idle one."""
         if not adapter or adapter in self._in_use:
             return
         others = tuple(other for other in self.residents if other != adapter)

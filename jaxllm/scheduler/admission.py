@@ -1,4 +1,4 @@
-"""Which waiting requests get a slot and blocks: by rank, while there are tokens, slots, blocks and places for adapters.
+"""Admission of waiting requests to slots and blocks, by rank.
 
 Letters: S slots, R rows of a plan.
 """
@@ -23,10 +23,10 @@ def admit(
     admitted: list[Admission],
     table: list[np.ndarray],
 ) -> None:
-    """Give slots and blocks to waiting requests while there are tokens, slots and blocks for the first in rank.
+    """Admit waiting requests by rank while tokens, slots and blocks suffice for the first.
 
-    Who lacks only a place for its adapter is skipped, and keeps its place in the queue.
-    Adds to `rows`, whose tokens count against `budget`, to `admitted` and to `table`.
+    A request that lacks only a place for its adapter is skipped, and stays in the queue. Adds to `rows`, whose tokens
+    count against `budget`, to `admitted` and to `table`.
     """
     budget -= sum(length for _, _, length in rows)
     free_slots = (editor.slots.epochs == 0).nonzero()[0].tolist()[::-1]
@@ -35,13 +35,13 @@ def admit(
     has_host = limits.num_host_blocks > 0
     skipped: list[Waiting] = []
     for place, entry in enumerate(editor.waiting):
-        if place < len(skipped) + len(admitted):  # with its gang
+        if place < len(skipped) + len(admitted):  # in the gang of an earlier entry
             continue
         if not free_slots or budget == 0 or len(rows) == limits.max_step_chunks:
             break
         if places is not None:
             adapter = entry.request.adapter
-            if adapter in places.closed or not places.admits(adapter):  # the former most of a long queue
+            if adapter in places.closed or not places.admits(adapter):  # the former is usual in a long queue
                 skipped += gangs.queued(editor.waiting, place) if entry.request.gang else (entry,)
                 continue
         if limits.whole_prompts and entry.known > budget:  # a step without other rows has room for any
@@ -56,7 +56,7 @@ def admit(
             budget -= num_tokens
             num_running += len(members)
             continue
-        # The last known token is always computed: its logits are what the next token is sampled from.
+        # The last known token is always computed: the next token is sampled from its logits.
         readable = (entry.known - 1) // limits.block_size if entry.request.reads_cache else 0
         digests = entry.digests[:readable]
         hits = editor.host.look_up(editor.pool, 0, digests) if has_host else editor.pool.look_up(digests)
@@ -69,7 +69,7 @@ def admit(
             entering = None
         here = [block for block in hits if block >= 0] if has_host else hits
         num_blocks = -(-entry.known // limits.block_size)
-        # A block is left for each running request, or the next step would undo the admission.
+        # One block per running request stays free, or the next step would undo the admission.
         available = editor.pool.num_available - editor.pool.num_idle(here)
         if num_blocks - len(here) > available - num_running:
             break
@@ -116,10 +116,9 @@ def _admit_gang(
     admitted: list[Admission],
     table: list[np.ndarray],
 ) -> int | None:
-    """Give slots and blocks to all members of a gang; None if there are not enough of them.
+    """Give slots and blocks to all members of a gang; return the tokens of its rows; None if it does not fit.
 
-    Adds to `rows`, `admitted` and `table`; returns the tokens that the rows have together. Members for which there are
-    no tokens left are continued by the next plan, in order of rank.
+    Adds to `rows`, `admitted` and `table`. Later plans continue members for which no tokens are left, in order of rank.
     """
     if len(members) > len(free_slots):
         return None
@@ -127,7 +126,7 @@ def _admit_gang(
     total = [-(-entry.known // limits.block_size) for entry in members[: len(found)]]
     num_new = [count - max(len(each.hits), each.count) for count, each in zip(total, found, strict=True)]
     hits = list({block for each in found for block in each.hits})
-    # As for others, a block is left for each that runs; and for each member that begins with a child's first token.
+    # One block stays free per running request, and per member that begins with a child's first token.
     if sum(num_new) + len(members) - len(found) > (
         editor.pool.num_available - editor.pool.num_idle(hits) - num_running
     ):

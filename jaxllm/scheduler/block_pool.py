@@ -1,8 +1,8 @@
 """The pool of KV blocks: a value, and an editor that makes the next value from it.
 
-A block is in exactly one state: used by one or more running requests (`references` counts them); cached (used by none,
-but its content is in the prefix index and may be hit); or free. Knows block numbers and content hashes; knows
-nothing of requests, tokens or devices. A `Pool` never changes; a `PoolEditor` lives inside one call of the scheduler.
+A block is used by running requests (`references` counts them), or cached (unused, with content in the prefix index), or
+free. Blocks are numbers, and contents are hashes. A `Pool` is immutable; a `PoolEditor` exists within one call of the
+scheduler.
 
 Letters: N blocks in the pool.
 """
@@ -15,17 +15,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-# The prefix index is divided into byte strings, so that a change copies 1 kB and counts no references. With dicts,
-# copying them took half of a step that replaced 26 of 4,096 requests.
-SHARD_BLOCKS = 32  # of the pool, for each shard
+# The shards of the prefix index are byte strings, so that a change copies 1 kB and counts no references. Copying dicts
+# took half of a step that replaced 26 of 4,096 requests.
+SHARD_BLOCKS = 32  # blocks of the pool per shard
 MOST_SHARDS = 8192  # a change copies their list too
 BLOCK_BYTES = 4
-QUEUE_CHUNK = 1024  # entries in a chunk of a queue that is built anew: an eviction copies what is left of one
-MOST_STALE = 1024  # entries of the queue that are not worth sweeping
+QUEUE_CHUNK = 1024  # entries in a chunk of a rebuilt queue: an eviction copies the rest of one
+MOST_STALE = 1024  # entries of the queue, too few to sweep
 
 
 class Cached(NamedTuple):
-    """A released block that can still be hit; stale once the block's stamp has moved on."""
+    """A cached block; stale if its stamp differs from the block's."""
 
     block: int
     digest: bytes
@@ -33,10 +33,9 @@ class Cached(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A link of a persistent list of released blocks: what one release put there, then the rest.
+    """A link of a persistent list of released blocks: those of one release, then the rest.
 
-    Columns instead of a tuple for each entry: those are 200,000 for 4,096 requests, and Python's collector of cycles
-    goes through them all.
+    Columns, because tuples would be 200,000 objects for 4,096 requests, all visited by Python's garbage collector.
     """
 
     blocks: tuple[int, ...]
@@ -46,35 +45,34 @@ class Chunk(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """N blocks and their users. All arrays are read-only."""
+    """N blocks and their users; arrays are read-only."""
 
-    references: np.ndarray  # int16[N]: how many block tables name the block (there are at most 2**14 slots)
-    stamps: np.ndarray  # int32[N]: grows when a cached block is hit, so that its queue entry is known to be stale
+    references: np.ndarray  # int16[N]: block tables with the block (of at most 2**14 slots)
+    stamps: np.ndarray  # int32[N]: incremented when a cached block is hit, so that its queue entry is stale
     free: np.ndarray  # int32[F]: blocks without content, taken from the end
     num_cached: int
-    num_entries: int  # of the queue below, stale ones included
-    oldest: Chunk | None  # the queue of cached blocks, least recently released first …
-    newest: Chunk | None  # … continued here in reverse (a two-list queue: amortised O(1))
-    shards: tuple[bytes, ...]  # of the prefix index, by the digest's first bytes: digests, each with its block
+    num_entries: int  # of the queue, including stale ones
+    oldest: Chunk | None  # queue of cached blocks, least recently released first …
+    newest: Chunk | None  # … continued in reverse (a two-list queue: amortised O(1))
+    shards: tuple[bytes, ...]  # of the prefix index, by the digest's first bytes: digests with their blocks
 
     @property
     def num_blocks(self) -> int:
-        """All blocks of the pool, N."""
         return len(self.references)
 
     @property
     def num_available(self) -> int:
-        """Blocks that `take` can hand out: free and cached ones."""
+        """Free and cached blocks."""
         return len(self.free) + self.num_cached
 
     @property
     def index(self) -> dict[bytes, int]:
-        """The prefix index: blocks by their digests."""
+        """The prefix index: blocks by digest."""
         return dict(entry for shard in self.shards for entry in _entries(shard))
 
 
 def make_pool(num_blocks: int) -> Pool:
-    """Make a pool in which every block is free; block 0 is handed out first."""
+    """Return a pool of free blocks; block 0 is taken first."""
     return Pool(
         references=_frozen(np.zeros(num_blocks, np.int16)),
         stamps=_frozen(np.zeros(num_blocks, np.int32)),
@@ -88,25 +86,24 @@ def make_pool(num_blocks: int) -> Pool:
 
 
 def content_root(*, salt: bytes = b"", content: bytes = b"") -> bytes:
-    """Return the digest that the chain of a sequence's blocks begins with: of the cache salt and of `content`, a digest
-    of everything else that the blocks depend on besides tokens, as an adapter.
+    """Return the root of a chain of digests, for a cache salt and other content.
 
-    Each part follows its length, so that no two pairs have the same root.
+    `content` is a digest of all other inputs except tokens, for example an adapter. Each part follows its length, so
+    that different pairs have different roots.
     """
     return sha256(b"".join(len(part).to_bytes(8, "little") + part for part in (salt, content))).digest()
 
 
 def chain(parent: bytes, tokens: bytes) -> bytes:
-    """Return the digest of a full block: of its tokens (int32, little-endian) and of all that stands before it.
+    """Return the digest of a full block: of its tokens (int32, little-endian) and the parent's digest.
 
-    SHA-256, because a block found by its digest is served without comparing its tokens (vLLM CVE-2025-25183 shows what
-    a guessable hash costs).
+    SHA-256, because a hit is served without comparing tokens (vLLM CVE-2025-25183 is an attack on a guessable hash).
     """
     return sha256(parent + tokens).digest()
 
 
 def chained(parent: bytes, tokens: bytes, block_size: int) -> list[bytes]:
-    """Return the digests of the full blocks of `tokens` (as of `chain`), which stand behind `parent`."""
+    """Return the digests of the full blocks of `tokens` (as of `chain`) after `parent`."""
     digests = []
     for end in range(4 * block_size, len(tokens) + 1, 4 * block_size):
         parent = chain(parent, tokens[end - 4 * block_size : end])
@@ -115,21 +112,21 @@ def chained(parent: bytes, tokens: bytes, block_size: int) -> list[bytes]:
 
 
 class PoolEditor:
-    """A pool being changed inside one call: copies what it changes, once, and leaves the pool it came from alone.
+    """The next value of a pool, within one call; copies each array once, when it changes.
 
-    Copying N numbers per request instead of per step made a step that admits 6 of 1,000 requests take 9 ms.
+    Copying N numbers per request made a step that admits 6 of 1,000 requests take 9 ms.
     """
 
     def __init__(self, pool: Pool, records: bool = False) -> None:
-        """`records`: whether to list the `changes` of the index."""
+        """`records`: whether to list `changes`."""
         self._pool = pool
         self._references: np.ndarray | None = None
         self._stamps: np.ndarray | None = None
-        self._shards: Sequence[bytes] = pool.shards  # a list once they change
+        self._shards: Sequence[bytes] = pool.shards  # a list after a change
         self._records = records
-        self.changes: list[tuple[bool, bytes]] = []  # of the index, in order: whether it was entered, and the digest
-        self.evicted: list[tuple[bytes, int]] = []  # digests and blocks, in order
-        self._free = pool.free  # only ever cut at its end; what is freed here goes into the list below
+        self.changes: list[tuple[bool, bytes]] = []  # of the index, in order: (whether added, digest)
+        self.evicted: list[tuple[bytes, int]] = []  # (digest, block), in order
+        self._free = pool.free  # only cut at its end; freed blocks are in the next list
         self._freed: list[int] = []
         self._num_cached = pool.num_cached
         self._num_entries = pool.num_entries
@@ -138,7 +135,7 @@ class PoolEditor:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `take` can hand out: free and cached ones."""
+        """Free and cached blocks."""
         return len(self._free) + len(self._freed) + self._num_cached
 
     def find(self, digest: bytes) -> int | None:
@@ -146,7 +143,7 @@ class PoolEditor:
         return self._find(digest)
 
     def look_up(self, digests: Iterable[bytes]) -> list[int]:
-        """Return the blocks that hold the longest indexed prefix of `digests`."""
+        """Return the blocks of the longest indexed prefix of `digests`."""
         found = []
         for digest in digests:
             block = self._find(digest)
@@ -156,14 +153,14 @@ class PoolEditor:
         return found
 
     def num_idle(self, blocks: Sequence[int]) -> int:
-        """Count those of `blocks` that no request names now: sharing them makes that many fewer available."""
+        """Return the number of unused blocks among `blocks`, which `share` would make unavailable."""
         if not blocks:
             return 0
         references = self._pool.references if self._references is None else self._references
         return int(np.count_nonzero(references[np.asarray(blocks, np.int32)] == 0))
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Name indexed blocks once more; cached ones among them leave the eviction queue."""
+        """Add a reference to indexed blocks; cached ones leave the eviction queue."""
         if not blocks:
             return
         references = self._own_references()
@@ -175,7 +172,7 @@ class PoolEditor:
             self._num_cached -= len(idle)
 
     def take(self, count: int) -> np.ndarray:
-        """Hand out `count` blocks, named once; free ones first, then cached ones, least recently released first."""
+        """Return `count` blocks with one reference each: free ones, then cached ones, least recently released first."""
         if count > self.num_available:
             raise ValueError(f"took {count} blocks of {self.num_available} available")
         if self._freed and count > len(self._free):
@@ -189,7 +186,7 @@ class PoolEditor:
         return taken
 
     def publish(self, entries: Iterable[tuple[bytes, int]]) -> None:
-        """Enter (digest, block) pairs into the index; content that is there already keeps its block."""
+        """Add (digest, block) pairs to the index; digests in it keep their blocks."""
         shards = self._own_shards()
         num_shards = len(shards)
         for digest, block in entries:
@@ -201,14 +198,14 @@ class PoolEditor:
                     self.changes.append((True, digest))
 
     def forget(self, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
-        """Take a request's indexed blocks out of the index, except those that others name too."""
+        """Remove a request's blocks from the index unless other requests use them."""
         references = self._own_references()
         for block, digest in zip(blocks, digests, strict=False):
             if self._find(digest) == block and references[block] == 1:
                 self._drop(digest)
 
     def discard(self, digests: Iterable[bytes]) -> None:
-        """Free the cached blocks with these digests."""
+        """Free the cached blocks of these digests."""
         references = self._pool.references if self._references is None else self._references
         for digest in digests:
             block = self._find(digest)
@@ -219,10 +216,10 @@ class PoolEditor:
                 self._freed.append(block)
 
     def release(self, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
-        """Give a request's blocks back: the one way in which a block is freed, apart from `discard`.
+        """Remove one reference from each block; only this and `discard` free blocks.
 
-        `digests` are those of the leading full blocks. A block that no other request uses becomes cached if the index
-        has it under its digest, free otherwise. The last block is evicted first: prefixes outlive their continuations.
+        `digests` are those of the leading full blocks. An unused block is cached if the index has it under its digest,
+        else free. The last block is evicted first: prefixes outlive their continuations.
         """
         if not blocks:
             return
@@ -251,7 +248,7 @@ class PoolEditor:
             )
 
     def done(self) -> Pool:
-        """Return the changed pool; the editor must not be used any more."""
+        """Return the changed pool, finishing the editor."""
         pool = Pool(
             references=self._pool.references if self._references is None else _frozen(self._references),
             stamps=self._pool.stamps if self._stamps is None else _frozen(self._stamps),
@@ -262,11 +259,11 @@ class PoolEditor:
             newest=self._newest,
             shards=tuple(self._shards),
         )
-        # A prefix that is hit again and again leaves a stale entry each time; sweep before they outnumber the rest.
+        # Each hit of a cached prefix leaves stale entries, which must not outnumber the others.
         return _compact(pool) if pool.num_entries > 2 * pool.num_cached + MOST_STALE else pool
 
     def _evict(self, count: int) -> list[int]:
-        """Take the `count` least recently released cached blocks out of the queue and out of the index."""
+        """Remove the `count` least recently released cached blocks from queue and index, and return them."""
         stamps = self._pool.stamps if self._stamps is None else self._stamps
         evicted: list[int] = []
         while len(evicted) < count:
@@ -276,7 +273,7 @@ class PoolEditor:
                     raise RuntimeError("num_cached counts blocks that the queue does not hold")
             blocks, digests, their_stamps, rest = self._oldest
             used = 0
-            now = stamps[np.asarray(blocks[: 2 * (count - len(evicted))])].tolist()  # half of them stale, at most
+            now = stamps[np.asarray(blocks[: 2 * (count - len(evicted))])].tolist()  # assumes at most half are stale
             for block, digest, stamp, current in zip(blocks, digests, their_stamps, now, strict=False):
                 if len(evicted) == count:
                     break
@@ -329,12 +326,12 @@ class PoolEditor:
 
 
 def cached_blocks(pool: Pool) -> list[int]:
-    """List the cached blocks, the next one to be evicted first."""
+    """Return the cached blocks in order of eviction."""
     return [entry.block for entry in cached_entries(pool)]
 
 
 def make_shards(entries: Iterable[tuple[bytes, int]], num_blocks: int) -> tuple[bytes, ...]:
-    """Build the prefix index of a pool from digests and their blocks."""
+    """Return the prefix index of (digest, block) pairs."""
     shards = [b""] * min(MOST_SHARDS, -(-num_blocks // SHARD_BLOCKS))
     for digest, block in entries:
         number = _number(digest, len(shards))
@@ -343,12 +340,11 @@ def make_shards(entries: Iterable[tuple[bytes, int]], num_blocks: int) -> tuple[
 
 
 def _number(digest: bytes, num_shards: int) -> int:
-    """Say which shard a digest belongs to."""
     return (digest[0] << 8 | digest[1]) % num_shards
 
 
 def _extended(shard: bytes, digest: bytes, block: int) -> bytes:
-    """Return a shard with one entry more; the first of its bytes says how long digests are."""
+    """Return a shard with a further entry; its first byte is the length of digests."""
     return (shard or bytes([len(digest)])) + digest + block.to_bytes(BLOCK_BYTES)
 
 
@@ -360,9 +356,9 @@ def _entries(shard: bytes) -> Iterator[tuple[bytes, int]]:
 
 
 def _place(shard: bytes, digest: bytes) -> int:
-    """Return where a shard has a digest, -1 if it has not."""
+    """Return the offset of a digest in a shard, or -1."""
     at = shard.find(digest, 1)
-    while at > 0 and (at - 1) % (len(digest) + BLOCK_BYTES):  # across two entries
+    while at > 0 and (at - 1) % (len(digest) + BLOCK_BYTES):  # a match across two entries
         at = shard.find(digest, at + 1)
     return at
 
@@ -372,7 +368,7 @@ def _compact(pool: Pool) -> Pool:
 
 
 def make_queue(entries: Iterable[Cached]) -> Chunk | None:
-    """Build the queue of cached blocks from its entries, the next one to be evicted first."""
+    """Return the queue of cached blocks, in order of eviction."""
     kept = [*entries]
     chunk = None
     for start in reversed(range(0, len(kept), QUEUE_CHUNK)):
@@ -382,7 +378,7 @@ def make_queue(entries: Iterable[Cached]) -> Chunk | None:
 
 
 def cached_entries(pool: Pool) -> Iterator[Cached]:
-    """Give the entries of the cached blocks, the next one to be evicted first; stale ones are left out."""
+    """Yield the entries of cached blocks in order of eviction, without stale ones."""
     for chunk in (pool.oldest, _reversed(pool.newest)):
         while chunk is not None:
             for entry in zip(chunk.blocks, chunk.digests, chunk.stamps, strict=True):

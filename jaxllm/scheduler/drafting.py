@@ -1,10 +1,10 @@
-"""How many drafted tokens a step verifies of each row. Integers in, integers out, so that a replay agrees.
+"""The number of drafts that a step verifies in each row. Integers only, so that replays agree.
 
-The device drafts at the end of a step and verifies in the next one, before the host has read the step between: so the
-host counts a row of d drafts as 1 + d tokens, a bound that `commit` makes exact. Verifying costs time per token. How
-many drafts pay depends on how many of a request's last ones were kept.
+The device drafts at the end of a step and verifies in the next, before the host has read the first. So the host counts
+a row of d drafts as 1 + d tokens, a bound that `commit` makes exact. Verifying takes time per token, and the best
+number of drafts depends on the request's recent acceptance.
 
-Letters: R rows of a plan, S slots, K drafts of a row at most.
+Letters: R rows of a plan, S slots, K most drafts of a row.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ import numpy as np
 
 from jaxllm.scheduler.state import Limits, StateEditor
 
-PRIOR = 1, 1  # drafts tried and kept of a request that begins, or that is to try again: all are verified once
-WINDOW = 16  # drafts tried after which both counts are halved: what is long ago counts less
-PROBE_ROWS = 64  # rows after which a request for which drafts did not pay tries again
-_RATES = 32  # the share of drafts that are kept is rounded to one of so many
+PRIOR = 1, 1  # drafts tried and accepted, at the start of a request or a new trial: all are verified once
+WINDOW = 16  # drafts tried before both counts are halved, to favor recent ones
+PROBE_ROWS = 64  # rows before a request without profitable drafts tries again
+_RATES = 32  # the acceptance rate is rounded to a multiple of 1 / 32
 
 
 def begin(editor: StateEditor, slot: int, may_draft: bool) -> None:
-    """Say of a request that is admitted whether it may have drafts."""
+    """Set whether an admitted request may have drafts."""
     own = editor.own_slots
     own.may_draft[slot] = may_draft
     own.tried[slot], own.kept[slot] = PRIOR
 
 
 def columns(editor: StateEditor) -> tuple[np.ndarray, ...]:
-    """Return the columns of slots that only drafts need, for writing."""
+    """Return the columns of slots for drafts, for writing."""
     own = editor.own_slots
     return own.may_draft, own.has_drafts, own.tried, own.kept
 
 
 def wanted(editor: StateEditor, limits: Limits, rows: np.ndarray) -> np.ndarray:
-    """Say how many drafts of each row of a step would pay, int32[R]; a slot whose time has come tries again."""
+    """Return the best number of drafts of each row, int32[R]; slots due for a new trial are reset."""
     slots = editor.slots
     by_rate = best(limits, len(rows))
     due = rows[slots.turn[rows] % PROBE_ROWS == 0]
@@ -47,9 +47,9 @@ def wanted(editor: StateEditor, limits: Limits, rows: np.ndarray) -> np.ndarray:
 
 
 def issue(editor: StateEditor, limits: Limits, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Choose the drafts of decode rows, slots whose tokens of this step are issued, and count them as issued too.
+    """Choose the drafts of decode rows, after their tokens were issued, and issue them.
 
-    Returns drafts, int32[R], and the blocks that rows need for them, int32[R], which there are.
+    Returns the numbers of drafts, int32[R], and of the blocks that rows need for them, int32[R], all available.
     """
     slots = editor.slots
     drafts = wanted(editor, limits, rows)
@@ -58,13 +58,13 @@ def issue(editor: StateEditor, limits: Limits, rows: np.ndarray) -> tuple[np.nda
     drafts *= slots.has_drafts[rows]
     if slots.has_drafts.any() or proposes:
         editor.own_slots.has_drafts[rows] = proposes
-    # The last token that a request may have is sampled and never computed.
+    # The last token of a request is sampled and never computed.
     np.minimum(drafts, slots.limit[rows] - lengths - 1, out=drafts)
     drafts[np.cumsum(drafts) > limits.max_verified - len(rows)] = 0
     room = slots.capacity[rows] - lengths
     blocks = np.maximum(0, -(-(drafts - room) // limits.block_size))
-    # As for admissions, a block is left for each running request; and none is taken from others for a guess. Nor may
-    # the next step need one for it: a row's bound, a token behind its drafts, must lie in the row's own blocks.
+    # As in admissions, one block stays free per running request, and drafts never preempt. Nor may the next step need a
+    # block: the row's bound, one token after its drafts, must be in the row's blocks.
     available = editor.pool.num_available
     if limits.window:
         available = min(available, editor.window_pool.num_available)
@@ -78,7 +78,7 @@ def issue(editor: StateEditor, limits: Limits, rows: np.ndarray) -> tuple[np.nda
 
 
 def settle(editor: StateEditor, rows: np.ndarray, drafts: np.ndarray, sampled: np.ndarray) -> None:
-    """Make the bounds of slots exact: of so many `drafts` the device has `sampled` - 1 kept, int32[R] each."""
+    """Make the bounds of slots exact after a step that accepted `sampled` - 1 of `drafts`, int32[R] each."""
     own = editor.own_slots
     own.issued[rows] -= drafts + 1 - sampled
     own.length[rows] -= drafts + 1 - sampled
@@ -95,14 +95,14 @@ def _rate(editor: StateEditor, rows: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=4096)
 def best(limits: Limits, num_rows: int) -> np.ndarray:
-    """Return by rate of drafts kept how many a row should have in a step of so many rows, int32[rates + 1].
+    """Return the best number of drafts by acceptance rate in a step of `num_rows`, int32[rates + 1].
 
-    With a rate a, d drafts yield 1 + a + … + a^d tokens. A step takes a fixed time and `token_cost` of that per token,
-    so beside R rows a draft costs R · token_cost / (1 + R · token_cost) of it, and its drafting `draft_cost`.
+    At rate a, d drafts yield 1 + a + … + a^d tokens. A step takes a fixed time and `token_cost` of it per token, so
+    with R rows a draft costs R · token_cost / (1 + R · token_cost) of the step, and its drafting `draft_cost`.
     """
     tokens = limits.token_cost * num_rows
-    step = 1000 + tokens  # the time of one without drafts
-    each = tokens * 1000 + limits.draft_cost * step  # that a draft adds, a thousand times as large
+    step = 1000 + tokens  # time without drafts
+    each = tokens * 1000 + limits.draft_cost * step  # time of a draft, times 1,000
     counts = range(limits.max_drafts + 1)
 
     def gain(rate: int, drafts: int) -> Fraction:

@@ -1,15 +1,12 @@
-"""Gangs: requests of one prompt that run together, as the beams of a search do, and that fork.
+"""Gangs: requests of one prompt that run together and fork, for example the beams of a search.
 
-The members of a gang are neighbours in rank; they are admitted, preempted and taken out as one. They keep in step: the
-next row of a member waits until all have answered and `fork` has said which sequences go on, and with which tokens.
-Other requests keep two steps in flight beside them. Until the first fork only the leader, the first in rank, computes:
-the others have a slot and nothing else.
+The members of a gang are consecutive in rank, and are admitted, preempted and removed together. A member's next row
+waits until all have results and `fork` has chosen the sequences to continue and their tokens; other requests keep two
+steps in flight. Until the first fork only the leader, the first in rank, computes.
 
-A child shares its parent's full blocks. The last block, if it is not full, stays with one child of each parent; the
-others get a new one in the next plan, which brings it and what to copy into it (`Plan.moves`). So a fork takes no
-blocks by itself, and who lacks one is served or preempted as everybody is.
-
-Knows requests as numbers of tokens, as scheduler.py does; scheduler.py decides when to call what is here.
+A child shares its parent's full blocks. A partial last block stays with one child of each parent; the others get a new
+one in the next plan, which copies the content (`Plan.moves`). So a fork takes no blocks, and a member without a block
+is treated like other requests.
 """
 
 from __future__ import annotations
@@ -26,18 +23,18 @@ from jaxllm.scheduler.state import Limits, Move, Plan, Request, Running, StateEd
 
 
 class Found(NamedTuple):
-    """What a member that is being admitted need not compute: blocks of the index, or of a member before it."""
+    """The cached part of a member that is being admitted: indexed blocks, or those of an earlier member."""
 
     hits: list[int]
-    sibling: int = 0  # number of the member …
-    count: int = 0  # … whose first blocks it shares, so many; more than there are hits, or 0
-    near: Sequence[int] = ()  # those of the hits that its window covers, of windowed layers
+    sibling: int = 0  # number of an earlier member …
+    count: int = 0  # … and the number of its first blocks to share, if more than `hits`
+    near: Sequence[int] = ()  # windowed layers' blocks of the hits in the window
 
 
 def blocks_needed(limits: Limits, num_prompt: int, limit: int, width: int) -> int:
-    """Return the blocks that suffice for a gang of `width` members.
+    """Return the most blocks that a gang of `width` members needs.
 
-    They share the prompt's full ones at least; not those that have windowed layers, see `find`.
+    Members share the prompt's full blocks, but not those of windowed layers, see `find`.
     """
     size = limits.block_size
     shared = 0 if limits.window else num_prompt // size
@@ -45,7 +42,7 @@ def blocks_needed(limits: Limits, num_prompt: int, limit: int, width: int) -> in
 
 
 def check(requests: Sequence[Request]) -> None:
-    """Refuse gangs whose members are no neighbours, or not of one prompt: a fault of the caller's."""
+    """Raise ValueError for gangs with members that are not consecutive or differ in prompt."""
     for at, request in enumerate(requests):
         if not request.gang:
             continue
@@ -59,36 +56,36 @@ def _nature(request: Request) -> tuple[object, ...]:
 
 
 def queued(waiting: Sequence[Waiting], at: int) -> Sequence[Waiting]:
-    """Return the members of the gang that begins in a queue at `at`."""
+    """Return the members of the gang that begins at `at` in a queue."""
     gang = waiting[at].request.gang
     end = next((end for end in range(at, len(waiting)) if waiting[end].request.gang != gang), len(waiting))
     return waiting[at:end]
 
 
 def closure(requests: Iterable[Request], ids: Collection[int]) -> frozenset[int]:
-    """Return `ids` with those of all who are in a gang with one of them."""
+    """Return `ids` with those of all members of their gangs."""
     kept = list(requests)
     gone = {request.gang for request in kept if request.gang and request.sequence_id in ids}
     return frozenset(ids).union(request.sequence_id for request in kept if request.gang in gone)
 
 
 def members(gangs: Sequence[tuple[int, ...]], slot: int) -> tuple[int, ...]:
-    """Return the slots of the gang that has a slot; the slot alone if none has."""
+    """Return the slots of a slot's gang; the slot alone without a gang."""
     return next((gang for gang in gangs if slot in gang), (slot,))
 
 
 def with_members(gangs: Sequence[tuple[int, ...]], slots: Sequence[int]) -> list[int]:
-    """Return slots, each with the others of its gang behind it, and none twice."""
+    """Return slots, each followed by the others of its gang, without duplicates."""
     return list(dict.fromkeys(chain.from_iterable(members(gangs, slot) for slot in slots)))
 
 
 def find(editor: StateEditor, limits: Limits, entries: Sequence[Waiting]) -> list[Found]:
-    """Say of each member of a waiting gang what it need not compute.
+    """Return the cached part of each member of a waiting gang.
 
-    Of a new gang only the leader is asked. One that was preempted comes back with the tokens of each: a member's full
-    blocks are those of a member before it as far as their tokens are the same, whether or not they were computed yet.
-    Chunks are planned by rank, so a member attends to what one before it has computed in that step or earlier.
-    Windowed layers share no blocks this way: an earlier member may have given the block back, or not have it yet.
+    Of a new gang only the leader has one. In a preempted gang a member shares the full blocks of an earlier member up
+    to their first difference, even if not computed yet: chunks are planned by rank, so a member attends to tokens that
+    an earlier one computes in that step or before. Windowed layers share no blocks this way: an earlier member may have
+    freed the block, or not have it yet.
     """
     if entries[0].known == entries[0].request.num_prompt:
         entries = entries[:1]
@@ -118,9 +115,9 @@ def held(editor: StateEditor) -> np.ndarray:
 
 
 def take_answers(editor: StateEditor, step: Plan, live: np.ndarray) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Take the rows of gangs out of `live`, bool[R], and note that their results have come.
+    """Remove the rows of gangs from `live`, bool[R], and count their results.
 
-    Returns these rows, and the leaders' ids of the gangs of which all members have answered now.
+    Returns these rows, and the leaders' ids of the gangs with all results.
     """
     rows = (live & np.isin(step.slots, _all_slots(editor))).nonzero()[0]
     slots = step.slots[rows]
@@ -132,9 +129,9 @@ def take_answers(editor: StateEditor, step: Plan, live: np.ndarray) -> tuple[np.
 
 
 def fork(editor: StateEditor, limits: Limits, moves: Sequence[Move]) -> None:
-    """Let each member of a gang go on as a child of one of them, all at once; their newest tokens are known now.
+    """Continue each member of a gang as a child of one of them, with a known newest token.
 
-    One move for each member; all must have answered, and none be at its limit.
+    One move per member; all must have results, and be below their limit.
     """
     slots, own = editor.slots, editor.own_slots
     targets = {move.target for move in moves}
@@ -150,7 +147,7 @@ def fork(editor: StateEditor, limits: Limits, moves: Sequence[Move]) -> None:
     issued, limit = int(slots.issued[gang[0]]), editor.owner(gang[0]).request.limit
     if issued + 1 >= limit or any(slots.known[source] == 0 for _, source in pairs):
         raise ValueError("a fork needs parents that have tokens, and children that may have more")
-    keepers: dict[int, int] = {}  # of the last block of each parent: the parent itself if it is its own child
+    keepers: dict[int, int] = {}  # child that keeps each parent's last block: the parent itself if possible
     for target, source in sorted(pairs, key=lambda pair: pair[0] != pair[1]):
         keepers.setdefault(source, target)
     records = {slot: editor.owner(slot) for slot in gang}
@@ -160,12 +157,12 @@ def fork(editor: StateEditor, limits: Limits, moves: Sequence[Move]) -> None:
     for target, source in pairs:
         if target == source:
             continue
-        # What the child's index blocks are called has not changed: its tokens were the parent's.
+        # The indexed blocks keep their digests: the tokens were the parent's.
         editor.running[target] = Running(records[target].request, records[target].order, records[source].digests)
         if behind[target] != behind[source]:
             own.behind[target] = behind[source]
     for slot in gang:
-        if not slots.known[slot]:  # its first row: it comes as a chunk of one token, with what a slot is told at first
+        if not slots.known[slot]:  # its first row: a chunk of one token, with the initial data of a slot
             own.given[slot] = issued + 1
             own.limit[slot] = limit
         own.issued[slot] = issued
@@ -181,10 +178,10 @@ def _inherit(
     keepers: Mapping[int, int],
     issued: int,
 ) -> None:
-    """Give each child its parent's blocks of a group, apart from a last one that is not full and has another keeper.
+    """Give each child its parent's blocks of a group, except a partial last one with another keeper.
 
-    `pairs` are slots of child and parent, `keepers` the child that keeps each parent's last block, and `issued` are
-    the tokens of each.
+    `pairs` are slots of child and parent, `keepers` the child that keeps each parent's last block, and `issued` the
+    tokens of each.
     """
     pool, tables = (editor.window_pool, editor.window_tables) if group else (editor.pool, editor.tables)
     num_full, num_partial = divmod(issued, limits.block_size)
@@ -212,7 +209,7 @@ def _inherit(
 
 
 def take_changes(editor: StateEditor) -> tuple[np.ndarray, np.ndarray]:
-    """Return what forks have changed for the next plan, once its blocks are handed out.
+    """Return the changes by forks for the next plan, once it has allocated blocks.
 
     Entries of block tables, int32[·, 3] as in `Plan.table`, and moves, int32[·, 5] as in `Plan.moves`.
     """
@@ -226,7 +223,7 @@ def take_changes(editor: StateEditor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def disband(editor: StateEditor, slots: Collection[int]) -> None:
-    """Forget the gangs of slots that are being emptied."""
+    """Remove the gangs of slots that are being emptied."""
     gone = set(slots)
     editor.gangs = tuple(gang for gang in editor.gangs if gone.isdisjoint(gang))
     editor.entries = tuple(entry for entry in editor.entries if entry[0] not in gone)
@@ -238,7 +235,7 @@ def _all_slots(editor: StateEditor) -> np.ndarray:
 
 
 def _has_answered(editor: StateEditor, gang: Sequence[int]) -> bool:
-    """Whether the result of each member that computes has come, and no token was chosen from it."""
+    """Whether each computing member has a result without a chosen token."""
     slots = editor.slots
     own = [slot for slot in gang if slots.known[slot]]
     columns = (column[own] for column in (slots.known, slots.issued, slots.length, slots.turn, slots.done))

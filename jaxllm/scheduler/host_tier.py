@@ -1,14 +1,12 @@
-"""A second tier of blocks, in the host's memory: evicted blocks are stored there, and loaded when they are hit.
+"""A second tier of blocks in the host's memory: evicted blocks are stored there, and loaded when hit.
 
-A block is (group, tier, index). The plan that evicts a block of the device copies its content to the host before its
-step writes the block (a store). The plan that admits a request with a prefix in the host copies the prefix to new
-blocks of the device before its step reads them (a load). Both run in the device's order. A store ends later, in any
-order, or fails; `land` takes its end in, and then its block can be found.
+A block is (group, tier, index). The plan that evicts a device block copies it to the host before its step overwrites it
+(a store). The plan that admits a request with a prefix in the host copies it to new device blocks before its step reads
+them (a load). Both run in the device's order. A store ends later, in any order, or fails; `land` records the end, and
+then the block can be found.
 
-The host's blocks are a `Pool` for each group, like the device's: used during a store or a load, or while they are held
-for a preempted request; otherwise cached, and evicted in order of their last use.
-
-Knows digests and numbers of blocks, no requests.
+The host has a `Pool` per group, like the device. Its blocks are used during a store or load, or while held for a
+preempted request; otherwise cached, and evicted in order of last use.
 """
 
 from __future__ import annotations
@@ -27,25 +25,25 @@ Moved = tuple[int, int, int, int, int]  # group, tier and block of the source, t
 
 
 class Storing(NamedTuple):
-    """A store that has not ended: the block is used, and in no index."""
+    """A store in progress: its block is used, and not indexed."""
 
     plan: int  # its number
     group: int
     block: int
-    digest: bytes  # empty: the content is dropped when the store ends
+    digest: bytes  # empty: drop the content at the end
 
 
 class Landed(NamedTuple):
-    """The end of a store, by the plan's number and the block of the host."""
+    """The end of a store."""
 
     plan: int
     group: int
     block: int
-    is_whole: bool  # False: the copy has failed
+    is_whole: bool  # False: the copy failed
 
 
 class Held(NamedTuple):
-    """A block of the host that is not evicted until its owner runs again or ends."""
+    """A host block that is kept until its owner runs again or ends."""
 
     owner: int  # `Request.sequence_id`
     group: int
@@ -62,12 +60,12 @@ class Host(NamedTuple):
 
 
 def make_host(num_blocks: Iterable[int]) -> Host:
-    """Make the tier from the number of blocks of each group; all are free."""
+    """Return the tier with free blocks, numbers by group."""
     return Host(tuple(map(block_pool.make_pool, num_blocks)))
 
 
 class HostEditor:
-    """The host's blocks being changed inside one call. Among blocks that were found, ~b is block b of the host."""
+    """The next value of the host's blocks, within one call. Among found blocks, ~b is host block b."""
 
     def __init__(self, host: Host) -> None:
         self._pools = [PoolEditor(pool) for pool in host.pools]
@@ -88,7 +86,7 @@ class HostEditor:
         return block
 
     def look_up(self, device: PoolEditor, group: int, digests: Iterable[bytes]) -> list[int]:
-        """Return the blocks of the longest prefix of `digests` that the two tiers hold together."""
+        """Return the blocks of the longest prefix of `digests` in both tiers together."""
         found: list[int] = []
         for digest in digests:
             block = self.find(device, group, digest)
@@ -98,9 +96,9 @@ class HostEditor:
         return found
 
     def load(self, device: PoolEditor, group: int, digests: Sequence[bytes], found: Sequence[int]) -> list[int]:
-        """Load the host's blocks in `found` into new blocks of the device, and index these; enough are available.
+        """Load the host's blocks in `found` to new, indexed device blocks, which must be available.
 
-        Returns `found` with the new blocks; the device's blocks in it are shared already.
+        Returns `found` with the new blocks; its device blocks are already shared.
         """
         places = [at for at, block in enumerate(found) if block < 0]
         blocks = list(found)
@@ -115,7 +113,7 @@ class HostEditor:
     def keep(
         self, plan: int, most: int, owner: int, group: int, digests: Sequence[bytes], blocks: Sequence[int]
     ) -> None:
-        """Store the blocks of a preempted request until the host is full, and hold them."""
+        """Store and hold the blocks of a preempted request until the host is full."""
         for digest, block in zip(digests, blocks, strict=False):
             there = self._store(plan, most, group, digest, block)
             if there is None:
@@ -124,7 +122,7 @@ class HostEditor:
             self._held += (Held(owner, group, there, digest),)
 
     def let_go(self, owners: Collection[int]) -> None:
-        """Release the blocks that are held for requests."""
+        """Release the blocks held for requests."""
         gone = [each for each in self._held if each.owner in owners]
         if gone:
             self._held = tuple(each for each in self._held if each.owner not in owners)
@@ -144,7 +142,7 @@ class HostEditor:
                     self._storing[group, on_way] = self._storing[group, on_way]._replace(digest=b"")
 
     def land(self, landed: Iterable[Landed]) -> None:
-        """Take in the ends of stores; those from before the cache was reset are ignored."""
+        """Record the ends of stores; those from before a reset of the cache are ignored."""
         for each in landed:
             place = each.group, each.block
             if place not in self._storing or self._storing[place].plan != each.plan:
@@ -157,9 +155,9 @@ class HostEditor:
             self._pools[each.group].release([each.block], [digest] if digest else [])
 
     def finish(self, plan: int, most: int, device: Sequence[PoolEditor]) -> list[Moved]:
-        """Store the blocks that the device's pools have evicted in this plan; return all moves, in order."""
+        """Store the blocks evicted from the device's pools in this plan; return all moves, in order."""
         for group, pool in enumerate(device):
-            # A prefix is evicted from its end on. If not all of it fits, its beginning is what a prompt can hit.
+            # Prefixes are evicted from the end. If one does not fit, a prompt can hit its beginning.
             first = max(0, len(pool.evicted) - most + self._num_storing[group])
             for digest, block in pool.evicted[first:]:
                 self._store(plan, most, group, digest, block)
@@ -167,13 +165,13 @@ class HostEditor:
         return [*self._stores, *self._loads]
 
     def done(self) -> Host:
-        """Return the changed tier; the editor must not be used afterwards."""
+        """Return the changed tier, finishing the editor."""
         return Host(tuple(pool.done() for pool in self._pools), tuple(self._storing.values()), self._held)
 
     def _store(self, plan: int, most: int, group: int, digest: bytes, block: int) -> int | None:
-        """Copy a block of the device to the host, unless its content is stored already; return the host's block.
+        """Store a device block, unless its content is stored already; return the host's block.
 
-        None if all blocks of the host are used, or `most` stores of the group have not ended.
+        Returns None if all host blocks are used, or `most` stores of the group are in progress.
         """
         pool = self._pools[group]
         there = pool.find(digest)
@@ -199,5 +197,4 @@ class HostEditor:
 
 
 def as_array(moves: Sequence[Moved]) -> np.ndarray:
-    """Return moves as int32[·, 5], as in `Plan.moves`."""
     return np.array(moves, np.int32).reshape(-1, 5)

@@ -1,4 +1,4 @@
-"""A request takes a slot, and leaves it: its columns, its blocks, and what of them other requests may find."""
+"""Entry of a request into a slot and exit from it: columns, blocks, and the prefix index."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_TOKEN = np.iinfo(np.int32).max
 def occupy(
     editor: StateEditor, limits: Limits, slot: int, entry: Waiting, num_cached: int, owned: tuple[int, ...]
 ) -> None:
-    """Give a slot to a request that is admitted to it."""
+    """Assign a slot to an admitted request."""
     request, own = entry.request, editor.own_slots
     editor.num_admitted += 1
     editor.running[slot] = Running(request, entry.order, entry.digests)
@@ -34,9 +34,9 @@ def occupy(
 
 
 def requeue(editor: StateEditor, limits: Limits, slot: int) -> None:
-    """Queue a running request again with the tokens it has; its slot and blocks are still to be given back."""
+    """Queue a running request again with its known tokens; `vacate` must free its slot and blocks."""
     record = editor.owner(slot)
-    known = int(editor.slots.known[slot]) or record.request.num_prompt  # of a gang's member without work: none yet
+    known = int(editor.slots.known[slot]) or record.request.num_prompt  # of a gang's member without work: no tokens yet
     digests = digests_of(record.request, limits, record.digests, known)
     editor.enqueue([Waiting(record.request, record.order, known, digests)])
 
@@ -44,11 +44,11 @@ def requeue(editor: StateEditor, limits: Limits, slot: int) -> None:
 def vacate(
     editor: StateEditor, limits: Limits, slots: Sequence[int], may_publish: bool = True, is_preempted: bool = False
 ) -> None:
-    """Empty slots, index the blocks that sampled tokens have filled, and give all blocks back.
+    """Empty slots, index the full blocks of sampled tokens, and release all blocks.
 
-    Steps in flight may have written tokens and drafts that are not among the request's tokens: their blocks are not
-    indexed. They are indexed here, not as they fill: a conversation's next turn comes when this one has ended, and the
-    digests cost 2 us a block (62 of them a step at 1,000 running requests).
+    Steps in flight may have written tokens and drafts that are not the request's; their blocks are not indexed.
+    Indexing waits until here, because the next turn of a conversation follows the end of this one, and digests cost 2
+    us a block (62 of them a step at 1,000 running requests).
     """
     for slot in slots:
         record, table = editor.owner(slot), editor.tables[slot]
@@ -63,7 +63,7 @@ def vacate(
             swap(0, digests, table)
             if limits.window:
                 swap(windowed.GROUP, digests[int(editor.slots.behind[slot]) :], editor.window_tables[slot])
-        # The block of a prompt's end is in the index, even if its last token is to be computed again.
+        # The block of a prompt's end is indexed, even if its last token is computed again.
         named = max(digests, record.digests, key=len)
         editor.pool.release(table, named)
         if limits.window:
@@ -74,7 +74,7 @@ def vacate(
     if editor.gangs:
         gangs.disband(editor, slots)
     editor.rank_adapters()
-    # A free slot has limit and length 0, so that no column test takes it for one with work to do.
+    # A free slot has limit and length 0, so that no column test finds work for it.
     own = editor.own_slots
     columns = own.epochs, own.given, own.issued, own.length, own.known, own.turn, own.done, own.limit, own.capacity
     columns += drafting.columns(editor) if limits.max_drafts else ()
@@ -84,10 +84,9 @@ def vacate(
 
 
 def publish_prompt(editor: StateEditor, limits: Limits, slot: int, start: int, length: int) -> None:
-    """Index the blocks that a chunk completes: later rows of this very step may hit them.
+    """Index the blocks that a chunk completes; later rows of the same step may hit them.
 
-    A step writes all its keys and values of a layer before any row attends, so a block can be read in the step that
-    writes it.
+    A step writes a layer's keys and values before any row attends.
     """
     record, table = editor.owner(slot), editor.tables[slot]
     digests = record.digests
@@ -99,7 +98,7 @@ def publish_prompt(editor: StateEditor, limits: Limits, slot: int, start: int, l
 
 
 def digests_of(request: Request, limits: Limits, first: Sequence[bytes], num_tokens: int) -> tuple[bytes, ...]:
-    """Continue the digests `first` of leading blocks to all full blocks among the first tokens of a request."""
+    """Extend the digests `first` of leading blocks to all full blocks of a request's first tokens."""
     if request.root is None:
         return ()
     size = limits.block_size

@@ -1,6 +1,6 @@
-"""The scheduler with its state: every call that changes it goes through here, and a recorder may listen.
+"""The scheduler with its state; a recorder may observe all calls.
 
-An engine drives it with a device; `jaxllm replay` drives it with what a recorder wrote down, and gets the same plans.
+`jaxllm replay` repeats recorded calls without a device, and gets the same plans.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from jaxllm.scheduler.state import BlockEvent, Events, Limits, Move, Plan, Reque
 
 
 class Recorder(Protocol):
-    """Called for every call, in order, after it was made; see recording.py."""
+    """Called after each call, in order; see recording.py."""
 
     def begin(self, core: RecordedScheduler) -> None:
-        """An engine begins, and `core` is its."""
+        """Begin, with the engine's scheduler."""
 
     def added(self, requests: Sequence[Request]) -> None:
-        """Requests were queued."""
+        """Record queued requests."""
 
     def aborted(self, reasons: Mapping[int, str]) -> None:
-        """Requests were taken out, by id, and why."""
+        """Record aborted requests, with reasons by id."""
 
     def was_reset(self) -> None:
-        """The cache was forgotten."""
+        """Record a reset of the cache."""
 
     def landed(self, landed: Sequence[Landed]) -> None:
-        """Copies to the host have ended."""
+        """Record the ends of copies to the host."""
 
     def planned(self, plan: Plan) -> None:
-        """A step was planned; it may be empty."""
+        """Record a plan, which may be empty."""
 
     def committed(
         self,
@@ -45,35 +45,35 @@ class Recorder(Protocol):
         sampled: np.ndarray | None,
         events: Events,
     ) -> None:
-        """A step's tokens were taken in."""
+        """Record a step's tokens."""
 
     def forked(self, moves: Sequence[Move]) -> None:
-        """The members of a gang went on."""
+        """Record a fork of a gang."""
 
     def close(self) -> None:
-        """The engine has ended."""
+        """End the recording."""
 
 
 class RecordedScheduler:
-    """Holds the state; see scheduler.py for what the calls do. Owns the requests' tokens from `add` on."""
+    """The scheduler's state, with the functions of scheduler.py as methods. Owns the requests' tokens from `add` on."""
 
     def __init__(self, limits: Limits, recorder: Recorder | None = None) -> None:
         self.limits = limits
         self.state: State = state.initial(limits)
         self._recorder = recorder
-        self.requests: dict[int, Request] = {}  # that have not ended, by id
+        self.requests: dict[int, Request] = {}  # unfinished, by id
         if recorder is not None:
             recorder.begin(self)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests: all, or none and a UserError."""
+        """Queue requests; raise UserError, without queuing any, if one does not fit."""
         self.state = scheduler.add(self.state, self.limits, requests)
         self.requests.update((request.sequence_id, request) for request in requests)
         if self._recorder is not None:
             self._recorder.added(requests)
 
     def abort(self, reasons: Mapping[int, str]) -> None:
-        """Take requests out by id, in whatever phase they are; unknown ids change nothing."""
+        """Abort requests by id, in any phase; unknown ids are ignored."""
         self.state = scheduler.abort(self.state, self.limits, reasons)
         gone = frozenset(reasons)
         if any(request_id in self.requests and self.requests[request_id].gang for request_id in reasons):
@@ -84,19 +84,19 @@ class RecordedScheduler:
             self._recorder.aborted(reasons)
 
     def reset(self) -> None:
-        """Forget the cache; what ran waits again."""
+        """Clear the cache and requeue running requests."""
         self.state = scheduler.reset(self.state, self.limits)
         if self._recorder is not None:
             self._recorder.was_reset()
 
     def land(self, landed: Sequence[Landed]) -> None:
-        """Take in the ends of copies to the host."""
+        """Record the ends of copies to the host."""
         self.state = scheduler.land(self.state, self.limits, landed)
         if self._recorder is not None:
             self._recorder.landed(landed)
 
     def plan(self, now: float) -> Plan:
-        """Say what the next step computes."""
+        """Plan the next step."""
         self.state, plan = scheduler.plan(self.state, self.limits, now)
         if self._recorder is not None:
             self._recorder.planned(plan)
@@ -110,7 +110,7 @@ class RecordedScheduler:
         counts: np.ndarray | None = None,
         sampled: np.ndarray | None = None,
     ) -> Events:
-        """Take in what a step yielded, and append it to the requests' tokens."""
+        """Record a step's tokens, and append them to the requests'."""
         self.state, events = scheduler.commit(self.state, self.limits, plan, tokens, is_finite, counts, sampled)
         requests = self.requests
         if counts is None and len(events.tokens) == len(events.ids):
@@ -127,7 +127,7 @@ class RecordedScheduler:
         return events
 
     def fork(self, moves: Sequence[Move]) -> None:
-        """Let the members of a gang go on, and write the tokens of each: those of its parent, and its own."""
+        """Fork a gang, and set each member's tokens: its parent's, and a new one."""
         self.state = scheduler.fork(self.state, self.limits, moves)
         parents = {move.source: self.requests[move.source].tokens[:] for move in moves}
         for move in moves:
@@ -138,11 +138,10 @@ class RecordedScheduler:
             self._recorder.forked(moves)
 
     def take_block_events(self) -> tuple[BlockEvent, ...]:
-        """Return the changes of the prefix index that were not taken yet."""
+        """Return the changes of the prefix index since the last call."""
         self.state, events = state.take_block_events(self.state)
         return events
 
     def close(self) -> None:
-        """End the recording, if there is one."""
         if self._recorder is not None:
             self._recorder.close()

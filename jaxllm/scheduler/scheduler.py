@@ -1,7 +1,7 @@
 """The scheduler: pure functions from state and event to state and plan.
 
-`add` and `abort` take requests in and out, `plan` says what the next step computes, `commit` takes in what it sampled.
-Knows token ids only as the content of blocks; knows no clock, device, text or sampling. The data is in state.py.
+`add` and `abort` queue and remove requests, `plan` selects the next step, `commit` records its tokens. Token ids matter
+only as the content of blocks. Independent of clock, device, text and sampling. state.py has the data.
 
 Letters: S slots, R rows of a plan, P tokens per block.
 """
@@ -35,7 +35,7 @@ from jaxllm.scheduler.state import (
 
 
 def check_fits(limits: Limits, num_prompt: int, limit: int, width: int = 1) -> None:
-    """Refuse a request of at most `limit` tokens, or a gang of `width`, that could not run even alone in the pool."""
+    """Raise ContextLengthError for a request of at most `limit` tokens, or a gang of `width`, larger than the pool."""
     needed = -(-max(num_prompt, limit - 1) // limits.block_size)  # the last token is sampled, never computed
     windowed_needed = width * min(needed, windowed.most(limits.window, limits.block_size)) if limits.window else 0
     if width > 1:
@@ -57,7 +57,7 @@ def check_fits(limits: Limits, num_prompt: int, limit: int, width: int = 1) -> N
 
 
 def add(state: State, limits: Limits, requests: Sequence[Request]) -> State:
-    """Queue requests. If one could not run even alone in the pool, a UserError is raised and none is queued."""
+    """Queue requests; raise UserError, without queuing any, if one could not run alone in the pool."""
     editor = StateEditor(state)
     entries: list[Waiting] = []
     gangs.check(requests)
@@ -78,10 +78,7 @@ def add(state: State, limits: Limits, requests: Sequence[Request]) -> State:
 
 
 def abort(state: State, limits: Limits, request_ids: Collection[int]) -> State:
-    """Take requests out, in whatever phase they are, and give their blocks back; unknown ids change nothing.
-
-    Who is of a gang takes the others of it along.
-    """
+    """Remove requests and their gangs in any phase, and release their blocks; unknown ids are ignored."""
     gone = frozenset(request_ids)
     editor = StateEditor(state)
     queue = [entry.request for entry in state.waiting if entry.request.gang]
@@ -100,7 +97,7 @@ def abort(state: State, limits: Limits, request_ids: Collection[int]) -> State:
 
 
 def land(state: State, limits: Limits, landed: Sequence[Landed]) -> State:
-    """Take in the ends of copies to the host: from now on those that succeeded can be found."""
+    """Record the ends of copies to the host: successful ones can be found from now on."""
     editor = StateEditor(state)
     if limits.num_host_blocks:
         editor.host.land(landed)
@@ -108,10 +105,10 @@ def land(state: State, limits: Limits, landed: Sequence[Landed]) -> State:
 
 
 def reset(state: State, limits: Limits) -> State:
-    """Forget the cache: what ran goes back to the queue's head with its tokens, the pool is new, what waited stays.
+    """Clear the cache: running requests return to the queue with their tokens, and the pool is new.
 
-    Adapters are forgotten, too: what comes next brings its own, and the host may have none of the idle ones any more.
-    For a device whose cache was lost, as after a step that failed once its input had been donated.
+    For a device that lost its cache, for example in a failed step with donated input. Resident adapters are cleared
+    too: later requests bring theirs, and the host may lack idle ones.
     """
     editor = StateEditor(state)
     slots = _taken_slots(editor)
@@ -124,7 +121,7 @@ def reset(state: State, limits: Limits) -> State:
 
 
 def plan(state: State, limits: Limits, now: float) -> tuple[State, Plan]:
-    """Say what the next step computes: decodes, chunks of running prompts, then admissions, in one token budget."""
+    """Plan the next step: decodes, chunks of running prompts, then admissions, in one token budget."""
     editor = StateEditor(state)
     table: list[np.ndarray] = []
     if limits.window:
@@ -202,16 +199,16 @@ def commit(
     counts: np.ndarray | None = None,
     sampled: np.ndarray | None = None,
 ) -> tuple[State, Events]:
-    """Take in what a step yielded: a token for each row of its plan, int32[R]; rows that sample nothing are ignored.
+    """Record the tokens of a step: one per row of its plan, int32[R]; rows without a sample are ignored.
 
-    With `counts`, int32[R], tokens are int32[R, W], of which a row yields so many: those that it sampled, `sampled` of
-    them, int32[R] (None: one of each), and behind them those that must follow, which the next plans compute like a
-    prompt's. They are cut at the first stop token and at the request's limit, so a request whose limit is its prompt
-    yields none and ends.
-    A result whose request has gone, was preempted or got further tokens since is dropped: the request samples that
-    token again, and gets the same one because randomness depends on its seed and position only. A row whose logits were
-    not finite ends its request, and its gang with it. The rows of gangs yield no tokens here: see `fork`.
-    A row with a count of 0 was not sampled in time: a later plan computes its last token again.
+    With `counts`, int32[R], tokens are int32[R, W], `counts` valid ones per row: those sampled, `sampled`, int32[R]
+    (None: one each), then forced ones, which the next plans compute like a prompt's. They are cut at the first stop
+    token and at the request's limit; a request whose limit is its prompt yields none and ends. A row with a count of 0
+    was not sampled in time: a later plan computes its last token again.
+
+    Results of requests that ended, were preempted or got further tokens since are dropped: the request samples the
+    token again, equal because randomness depends only on seed and position. Non-finite logits end the row's request
+    with its gang. Rows of gangs yield no tokens: see `fork`.
     """
     slots = state.slots
     editor = StateEditor(state)
@@ -236,7 +233,7 @@ def commit(
         row_slots, turns, yielded = row_slots[rows], turns[rows], yielded[rows]
     limit, known = slots.limit[row_slots], slots.known[row_slots] + 1
     ended = known >= limit
-    if counts is None and not (ended.any() and (known > limit).any()):  # nearly always: one token of each
+    if counts is None and not (ended.any() and (known > limit).any()):  # usual: one token each
         num_new, _ = _ones(len(rows))
         stopped = _stops(editor, row_slots, yielded)
         ended |= stopped
@@ -259,7 +256,7 @@ def commit(
         finished[int(ids[row])] = "stop" if stopped[row] else "length"
     failed = tuple(slots.ids[failed_slots].tolist()) if failed_slots else ()
     if finished or failed:
-        for slot in failed_slots:  # whatever made its logits unusable may be in its blocks
+        for slot in failed_slots:  # their blocks may contain the cause of their non-finite logits
             editor.pool.forget(editor.tables[slot], editor.owner(slot).digests)
             if limits.num_host_blocks:
                 editor.host.forget(editor.owner(slot).digests)
@@ -280,9 +277,9 @@ def commit(
 
 
 def fork(state: State, limits: Limits, moves: Sequence[Move]) -> State:
-    """Let the members of a gang that has answered go on, each as a child of one of them; see gangs.py.
+    """Continue the members of a gang with all results, each as a child of one of them; see gangs.py.
 
-    Like those of `commit`, the tokens are the caller's to write: behind all that the parent had before this call.
+    As in `commit`, the caller appends the tokens, to the parent's tokens before this call.
     """
     editor = StateEditor(state)
     gangs.fork(editor, limits, moves)
@@ -290,16 +287,16 @@ def fork(state: State, limits: Limits, moves: Sequence[Move]) -> State:
 
 
 def is_live(state: State, step: Plan) -> np.ndarray:
-    """Say of each row of a plan whether its result is still wanted, bool[R]."""
+    """Return whether each row's result is still wanted, bool[R]."""
     slots = state.slots
     live = step.samples & (step.turns > slots.done[step.slots])
-    if slots.epochs is not step.epochs:  # slots have changed hands since
+    if slots.epochs is not step.epochs:  # slots have new owners since
         live &= slots.epochs[step.slots] == step.epochs[step.slots]
     return live
 
 
 def _stops(editor: StateEditor, row_slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Say of a token for each row whether it ends the row's request."""
+    """Return whether each row's token ends its request."""
     slots = editor.slots
     stopped = tokens == slots.stop_id[row_slots]
     if slots.has_more_stops.any():
@@ -311,9 +308,9 @@ def _stops(editor: StateEditor, row_slots: np.ndarray, tokens: np.ndarray) -> np
 def _cut(
     editor: StateEditor, row_slots: np.ndarray, tokens: np.ndarray, wanted: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """End each row of tokens, int32[R, W] with `wanted` of each, at its first stop token.
+    """Cut each row of int32[R, W], `wanted` tokens long, after its first stop token.
 
-    Returns how many are left of each row, which of them were stopped, and the tokens that are left of all.
+    Returns the length of each row, whether it was stopped, and the remaining tokens of all rows.
     """
     stopped = np.zeros(len(row_slots), np.bool_)
     num_new = wanted.astype(np.int32)
@@ -325,7 +322,7 @@ def _cut(
 
 
 def _give(editor: StateEditor, slots: np.ndarray) -> None:
-    """Let the device be given all known tokens of slots; what is in flight did not know them and is dropped."""
+    """Send all known tokens of slots to the device; drop results in flight, which did not use them."""
     if not len(slots):
         return
     own = editor.own_slots
@@ -334,21 +331,21 @@ def _give(editor: StateEditor, slots: np.ndarray) -> None:
 
 
 def _plan_again(editor: StateEditor, limits: Limits, slots: np.ndarray) -> None:
-    """Let the last known tokens of slots be computed again; steps in flight, which continued others, are dropped."""
+    """Recompute the last known tokens of slots; drop steps in flight, which continued other tokens."""
     if not len(slots):
         return
     own = editor.own_slots
     own.length[slots] = own.known[slots]
     own.issued[slots] = own.known[slots] - 1
-    # A device that drafts begins decode rows at its lengths, and chunks at those of the host.
+    # A device that drafts begins decode rows at its lengths, and chunks at the host's.
     own.given[slots] = own.known[slots] if limits.max_drafts else own.issued[slots]
     own.done[slots] = own.turn[slots]
 
 
 def _grow(editor: StateEditor, limits: Limits, table: list[np.ndarray]) -> tuple[int, ...]:
-    """Give blocks to every slot that has more tokens than they hold; preempt the last in rank until there are enough.
+    """Allocate blocks for slots with more tokens than capacity, preempting the last in rank as needed.
 
-    Adds the new blocks to `table`; returns the ids of the requests that were preempted.
+    Adds the new blocks to `table`; returns the ids of preempted requests.
     """
     preempted: list[int] = []
     while True:
@@ -368,7 +365,7 @@ def _grow(editor: StateEditor, limits: Limits, table: list[np.ndarray]) -> tuple
             if limits.window:
                 windowed.grow(editor, limits, growing, counts, lacking, table)
             return tuple(preempted)
-        # Who has its last token in flight will give its blocks back in any case.
+        # A request with its last token in flight is about to release its blocks.
         ending = (slots.length >= slots.limit) & (slots.issued >= slots.given)
         victim = max((editor.slots.epochs * ~ending).nonzero()[0].tolist(), key=lambda slot: editor.owner(slot).rank)
         victims = gangs.members(editor.gangs, victim)
@@ -381,7 +378,7 @@ def _grow(editor: StateEditor, limits: Limits, table: list[np.ndarray]) -> tuple
 def _hand_out(
     editor: StateEditor, limits: Limits, slots: np.ndarray, counts: np.ndarray, table: list[np.ndarray]
 ) -> None:
-    """Give each of `slots` so many blocks more, of those available; add them to `table`."""
+    """Allocate `counts` available blocks to `slots`, and add them to `table`."""
     taken = editor.pool.take(int(counts.sum()))
     index = editor.slots.capacity[slots] // limits.block_size
     editor.own_slots.capacity[slots] += counts * limits.block_size
@@ -403,10 +400,10 @@ def _verify(
     table: list[np.ndarray],
     may_draft: bool,
 ) -> tuple[int, np.ndarray]:
-    """Add drafts to the rows of a plan: how many, and the rows' lengths with them.
+    """Add drafts to the rows of a plan; return their number and the rows' new lengths.
 
-    Beside chunks of prompts nothing is verified, or drafted: such steps come while many requests run, and then drafts
-    pay least. Nor beside a row that may have no drafts, as one that waits for the masks of its grammar.
+    Steps with prompt chunks have no drafts, since these run with many requests, where drafts pay least; nor do steps
+    with a row that must not draft, for example one that waits for its grammar's masks.
     """
     if not may_draft:
         if editor.slots.has_drafts[row_slots].any():
@@ -424,7 +421,7 @@ def _verify(
 def _continue_prompts(
     editor: StateEditor, limits: Limits, chunking: np.ndarray, budget: int, table: list[np.ndarray]
 ) -> list[tuple[int, int, int]]:
-    """Give the tokens of a step to running prompts by rank: rows of slot, start, length.
+    """Continue running prompts by rank; return rows of (slot, start, length).
 
     Adds blocks of windowed layers to `table`.
     """
@@ -444,7 +441,7 @@ def _continue_prompts(
 
 
 def _issue_chunks(editor: StateEditor, chunks: np.ndarray) -> np.ndarray:
-    """Count the tokens of chunks, int32[·, 3], as issued; say which of them reach the end of their sequence."""
+    """Issue the tokens of chunks, int32[·, 3]; return which ones reach the end of their sequence."""
     slots = chunks[:, 0]
     issued, length = editor.own_slots.issued, editor.own_slots.length
     issued[slots] += chunks[:, 2]
@@ -456,7 +453,7 @@ def _issue_chunks(editor: StateEditor, chunks: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _ones(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the lengths and the flags of that many decode rows, shared by the plans of many steps."""
+    """Return the lengths and flags of `count` decode rows, shared between plans."""
     lengths, samples = np.ones(count, np.int32), np.ones(count, np.bool_)
     lengths.flags.writeable = samples.flags.writeable = False
     return lengths, samples

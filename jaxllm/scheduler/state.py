@@ -1,12 +1,12 @@
-"""What the scheduler knows, as plain data: requests, slots, plans, events; and the editor that makes the next state.
+"""The scheduler's data: requests, slots, plans, events; and the editor that makes the next state.
 
-Holds per slot a row of numpy columns that change every step, and per request an immutable record that is never rebuilt
-(DECISIONS, "The scheduler's state"). What is made in every step is a named tuple, which takes a fifth of the time of a
-frozen dataclass. A `State` never changes; a `StateEditor` lives inside one call of the scheduler.
+Columns of numpy arrays have a row per slot and change every step; a request's record is immutable (DECISIONS, "The
+scheduler is a pure function over columns"). Objects made every step are named tuples, which take a fifth of the time of
+frozen dataclasses. A `State` is immutable; a `StateEditor` exists within one call of the scheduler.
 
-Letters: S slots, R rows of a plan, U block-table entries. "Issued" tokens are those whose keys and
-values are in the cache once the steps planned so far have run; "known" tokens are those whose value the host has.
-While a step that verifies drafts is in flight, `issued` and `length` are what they are if all drafts are kept.
+Letters: S slots, R rows of a plan, U block-table entries. "Issued" tokens have keys and values in the cache once all
+planned steps have run; the host has the values of "known" tokens. While a step that verifies drafts is in flight,
+`issued` and `length` assume that all drafts are accepted.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from jaxllm.scheduler.host_tier import Host, HostEditor
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The budgets that no plan exceeds."""
+    """The budgets of plans."""
 
-    num_slots: int  # requests that run at once
+    num_slots: int  # most running requests
     num_blocks: int  # of the pool
     block_size: int  # tokens per block, P
-    max_step_tokens: int  # tokens computed in one step, at least num_slots
-    max_step_chunks: int  # requests whose prompts are computed in one step
-    records_blocks: bool = False  # whether states carry `block_events`
-    whole_prompts: bool = False  # no prompt is computed in chunks; `max_step_tokens` holds the longest
-    max_adapters: int = 0  # distinct ones of the requests that run, and resident on the device
-    max_drafts: int = 0  # drafted tokens that a row verifies, K; 0: nothing is drafted
+    max_step_tokens: int  # computed in one step, at least num_slots
+    max_step_chunks: int  # prompts computed in one step
+    records_blocks: bool = False  # states have `block_events`
+    whole_prompts: bool = False  # no chunks of prompts; `max_step_tokens` holds the longest
+    max_adapters: int = 0  # distinct ones of running requests, resident on the device
+    max_drafts: int = 0  # per row, K; 0: no drafting
     max_verified: int = 0  # tokens of a step that verifies drafts
-    token_cost: int = 0  # time that one more token takes in a decode step, in thousandths of the step's fixed time
-    draft_cost: int = 0  # … that drafting one token takes
-    window: int = 0  # tokens that a query sees in the layers of a second group of blocks, see windowed.py; 0: no group
+    token_cost: int = 0  # time of a further token in a decode step, in thousandths of the step's fixed time
+    draft_cost: int = 0  # … of drafting a token
+    window: int = 0  # tokens visible to queries in the layers of a second group of blocks, see windowed.py; 0: no group
     num_window_blocks: int = 0  # of that group's pool
     num_host_blocks: int = 0  # of the host's tier, see host_tier.py; 0: no such tier
     num_host_window_blocks: int = 0
     max_stores: int = 0  # concurrent copies to the host, of each group
-    swaps: bool = False  # whether the blocks of a preempted request are held in the host's tier until it runs again
+    swaps: bool = False  # hold a preempted request's blocks in the host's tier until it runs again
 
     @property
     def num_groups(self) -> int:
-        """Groups of blocks: those of layers that see everything, or of all; and those of windowed layers."""
+        """Groups of blocks: of layers without windows, or all; and of windowed layers."""
         return 2 if self.window else 1
 
     @property
@@ -62,136 +62,134 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Request:
-    """What the scheduler needs of one sequence of a request; never rebuilt."""
+    """One sequence of a request; immutable."""
 
     sequence_id: int
-    tokens: array[int]  # of prompt and output, int32; the caller of `commit` appends what it returns
+    tokens: array[int]  # of prompt and output, int32; the caller of `commit` appends results
     num_prompt: int
-    limit: int  # the most tokens it may have, prompt included; `num_prompt`: it is computed and yields no token
-    stop_ids: tuple[int, ...] = ()  # a sampled token among these ends it; the usual one first
-    priority: int = 0  # lower goes first
-    root: bytes | None = b""  # blocks are shared only between requests of equal root; None shares nothing
-    adapter: int = 0  # number of the adapter that it is computed with, 0 for none
-    may_draft: bool = True  # whether steps that it is in may verify drafts, where there are any
-    reads_cache: bool = True  # whether cached blocks stand in for its tokens; its own blocks are cached in any case
-    gang: int = 0  # `sequence_id` of the leader of its gang, see gangs.py; 0: it runs by itself
+    limit: int  # most tokens, including the prompt; `num_prompt`: computed without yielding a token
+    stop_ids: tuple[int, ...] = ()  # sampling one ends it; the usual one first
+    priority: int = 0  # lower first
+    root: bytes | None = b""  # only requests of equal root share blocks; None: not shared
+    adapter: int = 0  # its adapter's number, 0 for none
+    may_draft: bool = True  # steps with it may verify drafts
+    reads_cache: bool = True  # use cached blocks; its blocks are cached in any case
+    gang: int = 0  # `sequence_id` of its gang's leader, see gangs.py; 0: no gang
     name: str = ""  # for logs and recordings
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Waiting:
-    """A request that has no slot: new, or preempted with the tokens it had."""
+    """A request without a slot: new, or preempted with its tokens."""
 
     request: Request
-    order: int  # of arrival; a preempted request keeps its own
+    order: int  # of arrival; kept when preempted
     known: int
-    digests: tuple[bytes, ...]  # of the full blocks among the known tokens; empty where nothing is shared
+    digests: tuple[bytes, ...]  # of the full blocks of known tokens; empty if nothing is shared
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Who goes first: lower priority value, then earlier arrival."""
+        """Sort key: priority, then arrival order."""
         return self.request.priority, self.order
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Running:
-    """A request that owns a slot, as long as it does."""
+    """A request with a slot."""
 
     request: Request
     order: int
-    digests: tuple[bytes, ...]  # of the full blocks that it brought; empty where nothing is shared
+    digests: tuple[bytes, ...]  # of its full blocks on admission; empty if nothing is shared
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Who goes first: lower priority value, then earlier arrival."""
+        """Sort key: priority, then arrival order."""
         return self.request.priority, self.order
 
 
 class Slots(NamedTuple):
-    """What changes in every step: one row per slot, read-only, replaced as a whole."""
+    """Columns that change every step: one row per slot, read-only, replaced as a whole."""
 
-    epochs: np.ndarray  # int64[S]: number of the admission that owns the slot, 0 where it is free
+    epochs: np.ndarray  # int64[S]: number of the admission to the slot, 0 if free
     ids: np.ndarray  # int64[S]: the request's id
-    given: np.ndarray  # int32[S]: tokens that the host gives the device; those behind them are sampled there
+    given: np.ndarray  # int32[S]: tokens that the host sends to the device, which samples the later ones
     issued: np.ndarray  # int32[S]: tokens in the cache once all planned steps have run
     length: np.ndarray  # int32[S]: tokens that exist once all planned steps have run
     known: np.ndarray  # int32[S]: tokens whose value the host has
-    turn: np.ndarray  # int32[S]: rows planned whose result is wanted …
-    done: np.ndarray  # int32[S]: … of which so many results have come, or are wanted no more
-    limit: np.ndarray  # int32[S]: the most tokens the request may have
+    turn: np.ndarray  # int32[S]: planned rows with a wanted result …
+    done: np.ndarray  # int32[S]: … those with results, or not wanted any more
+    limit: np.ndarray  # int32[S]: most tokens of the request
     capacity: np.ndarray  # int32[S]: tokens that its blocks hold
-    stop_id: np.ndarray  # int32[S]: its usual stop token, the vocabulary's size or more where there is none
-    has_more_stops: np.ndarray  # bool[S]: whether further stop tokens must be looked at
-    may_draft: np.ndarray  # bool[S]: whether its rows may verify drafts; this and what follows: see drafting.py
-    has_drafts: np.ndarray  # bool[S]: whether the device has drafts for it once all planned steps have run
-    tried: np.ndarray  # int32[S]: its last drafts that were compared …
-    kept: np.ndarray  # int32[S]: … and those that were equal to the token sampled
-    behind: np.ndarray  # int32[S]: blocks of windowed layers before the first that it names
+    stop_id: np.ndarray  # int32[S]: its usual stop token; without one, at least the vocabulary's size
+    has_more_stops: np.ndarray  # bool[S]: further stop tokens must be checked
+    may_draft: np.ndarray  # bool[S]: its rows may verify drafts; for this and the next columns see drafting.py
+    has_drafts: np.ndarray  # bool[S]: the device has drafts for it once all planned steps have run
+    tried: np.ndarray  # int32[S]: its recent drafts that were compared …
+    kept: np.ndarray  # int32[S]: … and accepted
+    behind: np.ndarray  # int32[S]: windowed layers' blocks freed before its first
 
 
 class Move(NamedTuple):
-    """What becomes of one member of a gang: it goes on as a child of another, or of itself."""
+    """A fork of one member of a gang: it continues as a child of another, or of itself."""
 
     target: int  # ids
     source: int
-    token: int  # the child's newest, behind all that its parent had
+    token: int  # the child's newest, after its parent's
 
 
 class Stored(NamedTuple):
-    """A block can be hit from now on."""
+    """A block added to the prefix index."""
 
     digest: bytes
-    parent: bytes | None  # the digest of the block before it, None where it is the first
+    parent: bytes | None  # of the previous block, None for the first
     tokens: tuple[int, ...]
-    adapter: int = 0  # number of that of the request that computed it; others of the same content share the block
+    adapter: int = 0  # of the request that computed it; others with equal content share the block
 
 
 class Removed(NamedTuple):
-    """A block can be hit no more."""
+    """A block removed from the prefix index."""
 
     digest: bytes
 
 
 class Cleared(NamedTuple):
-    """No block can be hit any more."""
+    """All blocks removed from the prefix index."""
 
 
 BlockEvent = Stored | Removed | Cleared
 
 
 class State(NamedTuple):
-    """All that the scheduler knows."""
+    """The scheduler's state."""
 
     waiting: tuple[Waiting, ...]  # by rank
     slots: Slots
     running: tuple[Running | None, ...]  # by slot
-    tables: tuple[tuple[int, ...], ...]  # by slot: the blocks that it names, in order
+    tables: tuple[tuple[int, ...], ...]  # by slot: its blocks in order
     pool: Pool
     num_added: int = 0
     num_admitted: int = 0
     num_planned: int = 0
-    # Numbers of resident adapters: first those that no running request has, the least recently used first; then those
-    # in use, longest in use first.
+    # Numbers of resident adapters: idle ones first, least recently used first; then those in use, longest in use first.
     adapters: tuple[int, ...] = ()
-    block_events: tuple[BlockEvent, ...] | None = None  # of the prefix index, until they are taken; None: not recorded
-    gangs: tuple[tuple[int, ...], ...] = ()  # slots of each that runs, the leader's first
-    # Changes by forks, for the next plan: entries of block tables as in `Plan.table`; and copies: group, slot, and the
-    # block that the slot's next block must be a copy of.
+    block_events: tuple[BlockEvent, ...] | None = None  # since they were taken; None: not recorded
+    gangs: tuple[tuple[int, ...], ...] = ()  # slots of each running gang, the leader's first
+    # Changes by forks, for the next plan: entries of block tables as in `Plan.table`; copies (group, slot, block), of
+    # which the slot's next block must be a copy.
     entries: tuple[tuple[int, int, int], ...] = ()
     copies: tuple[tuple[int, int, int], ...] = ()
     # Of windowed layers with a separate pool:
-    window_tables: tuple[tuple[int, ...], ...] = ()  # by slot: the blocks that it names, from `Slots.behind` on
+    window_tables: tuple[tuple[int, ...], ...] = ()  # by slot: its blocks from `Slots.behind` on
     window_pool: Pool | None = None
     host: Host | None = None
 
     @property
     def num_running(self) -> int:
-        """Requests that own a slot."""
         return int(np.count_nonzero(self.slots.epochs))
 
     @property
     def num_blocks_used(self) -> int:
-        """Blocks of `pool` in use; if a larger share of the windowed layers' is, such a share of them."""
+        """Used blocks of `pool`; the windowed layers' share of them if larger."""
         pool, other = self.pool, self.window_pool
         used = pool.num_blocks - pool.num_available
         if other is None:
@@ -199,7 +197,7 @@ class State(NamedTuple):
         return max(used, -(-(other.num_blocks - other.num_available) * pool.num_blocks // other.num_blocks))
 
     def num_deferred(self, limits: Limits) -> int:
-        """Count the waiting requests for which there is a slot, and no place for their adapters."""
+        """Return the number of waiting requests that have a free slot, but no place for their adapters."""
         if not limits.max_adapters or self.num_running == limits.num_slots:
             return 0
         places = AdapterPlaces(self.adapters, _adapters_of(self.running), limits.max_adapters)
@@ -216,8 +214,8 @@ class Admission:
 
     slot: int
     request: Request
-    num_known: int  # tokens it has; more than its prompt if it was preempted before
-    num_cached: int  # tokens found in the prefix cache
+    num_known: int  # more than its prompt if it was preempted before
+    num_cached: int  # tokens in the prefix cache
 
 
 NO_MOVES = host_tier.as_array(())
@@ -225,36 +223,35 @@ NO_MOVES.flags.writeable = False
 
 
 class Plan(NamedTuple):
-    """What one step computes. Decode rows come first, then prompt chunks.
+    """One step: decode rows, then prompt chunks.
 
-    A decode row has one token, sampled on the device before, and drafts behind it if there are no chunks. Only the
-    device knows where such a row begins if drafts before it are not counted yet: `starts` is where it begins at most.
+    A decode row has one token, sampled on the device, and drafts after it in a step without chunks. While earlier
+    drafts are uncounted only the device has the row's start: `starts` is its maximum.
     """
 
-    now: float  # the time that `plan` was given
+    now: float  # argument of `plan`
     num_decodes: int
-    slots: np.ndarray  # intp[R]: numpy takes other integers to that before it indexes
-    epochs: np.ndarray  # int64[S]: the column at that time, which marks a late result as an earlier owner's
+    slots: np.ndarray  # intp[R]: numpy converts other index types
+    epochs: np.ndarray  # int64[S]: the column at that time, which identifies results of earlier owners
     starts: np.ndarray  # int32[R]: position of the row's first token
-    lengths: np.ndarray  # int32[R]: its tokens
-    samples: np.ndarray  # bool[R]: whether the row reaches the end of its sequence, so that its result is wanted
-    turns: np.ndarray  # int32[R]: `Slots.turn` of the row, which marks a result that is wanted no more
+    lengths: np.ndarray  # int32[R]: tokens
+    samples: np.ndarray  # bool[R]: the row reaches the end of its sequence, and its result is wanted
+    turns: np.ndarray  # int32[R]: `Slots.turn` of the row, which identifies unwanted results
     # int32[U, 3]: slot, column of its block table, block. With G groups, index i of a group is in column i · G + group.
     table: np.ndarray
     admitted: tuple[Admission, ...] = ()
     preempted: tuple[int, ...] = ()  # ids
-    number: int = 0  # counts plans
-    adapters: tuple[int, ...] = ()  # resident in this step; the object of the plan before if nothing changed
+    number: int = 0  # of the plan
+    adapters: tuple[int, ...] = ()  # resident in this step; the previous plan's object if unchanged
     num_drafts: int = 0  # of all rows
-    proposes: bool = False  # whether the device drafts behind each row for the next step
+    proposes: bool = False  # the device drafts for the next step
     capacity: np.ndarray | None = None  # int32[R]: tokens that the row's blocks hold; of an engine that drafts
-    # int32[·, 5]: contents that move before anything is written, in this order: the blocks' group, and tier and block
-    # from which and to which (see host_tier.py). The first block keeps its content.
+    # int32[·, 5]: copies before any write, in this order: group, then tier and block of source and of target (see
+    # host_tier.py).
     moves: np.ndarray = NO_MOVES
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed in this step."""
         num_rows = len(self.slots)
         return num_rows + self.num_drafts if num_rows == self.num_decodes else int(self.lengths.sum())
 
@@ -264,16 +261,16 @@ NO_ROWS.flags.writeable = False
 
 
 class Events(NamedTuple):
-    """What a step did to the requests: tokens for each of `ids`, and how some of them ended."""
+    """The results of a step: tokens for each of `ids`, and finished requests."""
 
-    rows: np.ndarray  # of the plan, for what else the step returned
+    rows: np.ndarray  # of the plan
     ids: np.ndarray  # int64
-    counts: np.ndarray  # int32: how many of `tokens` are each row's, 0 where a request yields none
-    tokens: np.ndarray  # int32: of all rows, one behind the other
+    counts: np.ndarray  # int32: tokens of each row, 0 for none
+    tokens: np.ndarray  # int32: of all rows, concatenated
     finished: dict[int, FinishReason]
     failed: tuple[int, ...] = ()  # ended without a token: their logits were not finite
-    answered: np.ndarray = NO_ROWS  # intp[·]: rows of the plan that are of gangs; what they yield is `fork`'s to say
-    complete: tuple[int, ...] = ()  # leaders' ids of the gangs of which all have answered now
+    answered: np.ndarray = NO_ROWS  # intp[·]: the plan's rows of gangs, whose tokens `fork` sets
+    complete: tuple[int, ...] = ()  # leaders' ids of the gangs with all results
 
 
 def initial(limits: Limits) -> State:
@@ -318,13 +315,13 @@ def initial(limits: Limits) -> State:
 
 
 def take_block_events(state: State) -> tuple[State, tuple[BlockEvent, ...]]:
-    """Return the changes of the prefix index that were not taken yet."""
+    """Return the changes of the prefix index since the last call."""
     events = state.block_events
     return (state._replace(block_events=()), events) if events else (state, ())
 
 
 class _Columns:
-    """The newest columns of `Slots`: those of the state, or what replaced them."""
+    """The newest columns of `Slots`: the state's, or their replacements."""
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
@@ -334,7 +331,7 @@ class _Columns:
 
 
 class _OwnColumns:
-    """The same columns, each copied when it is first used here."""
+    """The same columns, each copied at its first use."""
 
     def __init__(self, columns: _Columns) -> None:
         self._columns = columns
@@ -347,16 +344,16 @@ class _OwnColumns:
 
 
 class StateEditor:
-    """A state being changed inside one call: copies each part when it is first changed, and never the original.
+    """The next value of a state, within one call; each part is copied when it first changes.
 
-    `slots` has the columns for reading, `own_slots` for writing in place. The lists by slot and the pool are copied
-    when they are first used.
+    `slots` has the columns for reading, `own_slots` for writing in place. The lists by slot and the pool are copied at
+    first use.
     """
 
     def __init__(self, state: State) -> None:
         self._state = state
         self._columns = _Columns(state.slots)
-        self.slots = cast(Slots, self._columns)  # so that a type checker knows the names of columns
+        self.slots = cast(Slots, self._columns)  # gives type checkers the columns' names
         self.own_slots = cast(Slots, _OwnColumns(self._columns))
         self._parts: dict[str, Any] = {}
         self.num_added = state.num_added
@@ -376,14 +373,12 @@ class StateEditor:
 
     @property
     def pool(self) -> PoolEditor:
-        """The blocks."""
         if "pool" not in self._parts:
             self._parts["pool"] = PoolEditor(self._state.pool, self._state.block_events is not None)
         return self._parts["pool"]
 
     @property
     def window_pool(self) -> PoolEditor:
-        """The blocks of windowed layers."""
         if "window_pool" not in self._parts:
             assert self._state.window_pool is not None
             self._parts["window_pool"] = PoolEditor(self._state.window_pool)
@@ -391,7 +386,6 @@ class StateEditor:
 
     @property
     def host(self) -> HostEditor:
-        """The host's tier."""
         if "host" not in self._parts:
             assert self._state.host is not None
             self._parts["host"] = HostEditor(self._state.host)
@@ -399,17 +393,14 @@ class StateEditor:
 
     @property
     def running(self) -> list[Running | None]:
-        """Records by slot."""
         return self._list("running")
 
     @property
     def tables(self) -> list[tuple[int, ...]]:
-        """Blocks by slot."""
         return self._list("tables")
 
     @property
     def window_tables(self) -> list[tuple[int, ...]]:
-        """Blocks of windowed layers by slot."""
         return self._list("window_tables")
 
     def owner(self, slot: int) -> Running:
@@ -420,25 +411,25 @@ class StateEditor:
         return record
 
     def places(self, limits: Limits) -> AdapterPlaces | None:
-        """Return the places for adapters of a plan that admits requests; None without adapters."""
+        """Return the places for adapters of a plan; None without adapters."""
         most = limits.max_adapters
         return AdapterPlaces(self.adapters, _adapters_of(self.running), most) if most else None
 
     def rank_adapters(self) -> None:
-        """Order the resident adapters again after requests have left their slots."""
+        """Reorder the resident adapters after requests have left their slots."""
         if self.adapters:
             self.adapters = idle_first(self.adapters, _adapters_of(self.running))
 
     def enqueue(self, entries: Sequence[Waiting]) -> None:
         """Insert into the queue by rank."""
         together = (*self.waiting, *entries)
-        # Usually they belong at the end; checking every rank of a long queue for each request would add up.
+        # Entries usually belong at the end; checking every rank of a long queue would add up.
         first = max(0, len(self.waiting) - 1)
         is_sorted = all(one.rank <= other.rank for one, other in pairwise(together[first:]))
         self.waiting = together if is_sorted else tuple(sorted(together, key=lambda entry: entry.rank))
 
     def forget_cache(self, limits: Limits) -> None:
-        """Start with new pools, in which every block is free."""
+        """Replace the pools by new ones with free blocks."""
         self._parts["pool"] = PoolEditor(block_pool.make_pool(limits.num_blocks), self._state.block_events is not None)
         if limits.window:
             self._parts["window_pool"] = PoolEditor(block_pool.make_pool(limits.num_window_blocks))
@@ -447,7 +438,7 @@ class StateEditor:
         self._was_cleared = True
 
     def describe(self, request: Request, digests: Sequence[bytes], full: range, block_size: int) -> None:
-        """Note the contents of blocks that are being indexed, for `block_events`: a request's blocks in `full`."""
+        """Record the contents of a request's blocks `full`, being indexed, for `block_events`."""
         if self._state.block_events is None:
             return
         for index in full:
@@ -456,7 +447,7 @@ class StateEditor:
             self._described[digests[index]] = Stored(digests[index], parent, tokens, request.adapter)
 
     def done(self) -> State:
-        """Return the changed state; the editor must not be used afterwards."""
+        """Return the changed state, finishing the editor."""
         old = self._state
         columns: dict[str, Any] = vars(self._columns)
         new_slots: Slots = columns.pop("_slots")

@@ -1,14 +1,13 @@
-"""A second group of blocks: of layers that see only the last W tokens, in models whose other layers see everything.
+"""A second group of blocks, for layers that see only the last W tokens in models with other layers.
 
-A query of these layers sees the W tokens up to its position. A slot gives a block back, while its request runs, once
-later queries cannot see it; and a prompt gets its blocks chunk by chunk, not all at admission. Apart from blocks given
-back, a decode row has the same number of blocks in both groups.
+A query of these layers sees the W tokens up to its position. A slot frees a block once later queries cannot see it, and
+a prompt gets its blocks per chunk, not at admission. Otherwise a decode row has equally many blocks in both groups.
 
-A cached prefix can be used if all its blocks are in the first group's index, and those that the window covers in the
-second's. Blocks that were given back may have been evicted since; then the prefix is cut.
+A cached prefix is usable if all its blocks are in the first group's index, and those in the window in the second's.
+Freed blocks may have been evicted; then the prefix is cut.
 
-The device may load blocks before the window, with weight 0. The table names a block of zeros there, which no slot ever
-gets: its number is `Limits.num_window_blocks`.
+The device may load blocks before the window, with weight 0. There the table has a block of zeros that no slot gets:
+number `Limits.num_window_blocks`.
 
 Letters: P tokens per block.
 """
@@ -29,22 +28,22 @@ class Entering(NamedTuple):
     """A request that is being admitted."""
 
     known: int
-    num_hits: int  # leading blocks that it finds, in the first group …
+    num_hits: int  # its cached leading blocks in the first group …
     near: Sequence[int]  # … and the last of them in the second
 
 
 def covered(limits: Limits) -> int:
-    """Return the most blocks that the first query of a block sees before that block."""
+    """Return the most blocks that a block's first query sees before it."""
     return -(-(limits.window - 1) // limits.block_size)
 
 
 def most(window: int, block_size: int) -> int:
-    """Return the blocks that a running request needs: of its window, of its token, and of two steps in flight."""
+    """Return the blocks of a running request: its window, its token, and two steps in flight."""
     return -(-(window - 1) // block_size) + 1 + -(-2 // block_size)
 
 
 def columns(limits: Limits, indices: range) -> range:
-    """Return the columns of a device's block table for indices of windowed layers' blocks."""
+    """Return the block table's columns for indices of windowed layers' blocks."""
     groups = limits.num_groups
     return range(indices.start * groups + GROUP, indices.stop * groups + GROUP, groups)
 
@@ -52,12 +51,12 @@ def columns(limits: Limits, indices: range) -> range:
 def cut(
     limits: Limits, digests: Sequence[bytes], hits: list[int], find: Callable[[bytes], int | None]
 ) -> tuple[list[int], list[int]]:
-    """Shorten a cached prefix until the second group has the blocks under its window; return both groups' blocks.
+    """Cut a cached prefix until the second group has the blocks in its window; return both groups' blocks.
 
-    `find` gives the second group's block of a digest.
+    `find` returns the second group's block of a digest.
     """
     wanted, end = covered(limits), len(hits)
-    near: list[int] = []  # the last first
+    near: list[int] = []  # in reverse
     at = end
     while at and len(near) < wanted:
         at -= 1
@@ -70,7 +69,7 @@ def cut(
 
 
 def has_room(editor: StateEditor, limits: Limits, entering: Sequence[Entering], spare: int) -> bool:
-    """Return whether enough blocks are available for requests to be admitted, with `spare` left over."""
+    """Return whether enough blocks are available to admit requests, with `spare` left over."""
     found = list({block for each in entering for block in each.near if block >= 0})
     needed = sum(
         min(-(-each.known // limits.block_size) - each.num_hits, covered(limits) + 2 - len(each.near))
@@ -82,7 +81,7 @@ def has_room(editor: StateEditor, limits: Limits, entering: Sequence[Entering], 
 
 
 def enter(editor: StateEditor, limits: Limits, slot: int, entering: Entering, table: list[np.ndarray]) -> None:
-    """Begin a slot with the blocks that its request finds, which are shared already; add entries to `table`."""
+    """Give a slot its request's cached blocks, already shared; add entries to `table`."""
     begin = entering.num_hits - len(entering.near)
     editor.own_slots.behind[slot] = begin
     editor.window_tables[slot] = tuple(entering.near)
@@ -93,7 +92,7 @@ def enter(editor: StateEditor, limits: Limits, slot: int, entering: Entering, ta
 def extend(
     editor: StateEditor, limits: Limits, slot: int, start: int, length: int, spare: int, table: list[np.ndarray]
 ) -> int:
-    """Give a slot the blocks that a chunk of its prompt fills, if `spare` are left over; return the tokens that fit."""
+    """Allocate the blocks of a prompt's chunk if `spare` are left over; return the tokens that fit."""
     end = int(editor.slots.behind[slot]) + len(editor.window_tables[slot])
     count = -(-(start + length) // limits.block_size) - end
     count = max(0, min(count, editor.window_pool.num_available - spare))
@@ -105,7 +104,7 @@ def extend(
 def hand_out(
     editor: StateEditor, limits: Limits, slots: Sequence[int], counts: Sequence[int], table: list[np.ndarray]
 ) -> None:
-    """Give each of `slots` further blocks, `counts` of them; add them to `table`."""
+    """Allocate `counts` further blocks to `slots`; add them to `table`."""
     if not slots:
         return
     tables, at = editor.window_tables, 0
@@ -129,7 +128,7 @@ def lacking(editor: StateEditor, limits: Limits) -> list[int]:
 
 
 def can_grow(editor: StateEditor, growing: np.ndarray, counts: np.ndarray, lacking: Sequence[int]) -> bool:
-    """Return whether the blocks that `grow` hands out are available."""
+    """Return whether the blocks for `grow` are available."""
     is_decode = editor.slots.issued[growing] >= editor.slots.given[growing]
     return int(counts[is_decode].sum()) + len(lacking) <= editor.window_pool.num_available
 
@@ -142,18 +141,18 @@ def grow(
     lacking: Sequence[int],
     table: list[np.ndarray],
 ) -> None:
-    """Give decode rows the numbers of blocks that they got in the first group, and each slot in `lacking` one block."""
+    """Give decode rows as many blocks as in the first group, and slots in `lacking` one each."""
     is_decode = editor.slots.issued[growing] >= editor.slots.given[growing]
     hand_out(editor, limits, growing[is_decode].tolist(), counts[is_decode].tolist(), table)
     hand_out(editor, limits, lacking, [1] * len(lacking), table)
 
 
 def give_back(editor: StateEditor, limits: Limits, table: list[np.ndarray], held: np.ndarray) -> None:
-    """Give back the blocks that no later query sees; add entries of the block of zeros to `table`.
+    """Free the blocks that no later query sees; add entries of the block of zeros to `table`.
 
-    The next query is at `issued`, or at the last known token if that is computed again. Its window is counted from the
-    first token of its block, so that the request's prefix can be hit again. Slots without work, such as those of gangs
-    in `held`, keep their blocks: a plan without rows is not sent to the device.
+    The next query is at `issued`, or at the last known token if that is recomputed. Its window counts from the first
+    token of its block, so that the prefix can be hit again. Slots without work, such as those of gangs in `held`, keep
+    their blocks: a plan without rows is not sent to the device.
     """
     slots = editor.slots
     begins = np.minimum(slots.issued, slots.known - 1) // limits.block_size - covered(limits)
@@ -164,13 +163,13 @@ def give_back(editor: StateEditor, limits: Limits, table: list[np.ndarray], held
         _release(editor, slot, new - old)
         editor.own_slots.behind[slot] = new
         _add_entries(limits, table, slot, range(old, new), [limits.num_window_blocks] * (new - old))
-        if editor.entries:  # of forks, that are not sent yet
+        if editor.entries:  # of forks, not yet sent
             gone = columns(limits, range(old, new))
             editor.entries = tuple(each for each in editor.entries if each[0] != slot or each[1] not in gone)
 
 
 def publish(editor: StateEditor, slot: int, digests: Sequence[bytes], full: range) -> None:
-    """Index those of a slot's blocks `full` that were not given back; `digests` are those of all its blocks."""
+    """Index a slot's blocks `full` except freed ones; `digests` are those of all its blocks."""
     behind = int(editor.slots.behind[slot])
     first = max(full.start, behind)
     table = editor.window_tables[slot]
@@ -178,13 +177,13 @@ def publish(editor: StateEditor, slot: int, digests: Sequence[bytes], full: rang
 
 
 def leave(editor: StateEditor, slot: int, digests: Sequence[bytes]) -> None:
-    """Give all blocks of a slot back; `digests` are those of its sequence's leading blocks."""
+    """Release all blocks of a slot; `digests` are those of its leading blocks."""
     editor.window_pool.release(editor.window_tables[slot], digests[int(editor.slots.behind[slot]) :])
     editor.window_tables[slot] = ()
 
 
 def forget(editor: StateEditor, slot: int) -> None:
-    """Remove a slot's blocks from the index, including those given back, unless other slots name them."""
+    """Remove a slot's blocks from the index, including freed ones, unless other slots use them."""
     behind, digests = int(editor.slots.behind[slot]), editor.owner(slot).digests
     editor.window_pool.forget(editor.window_tables[slot], digests[behind:])
     editor.window_pool.discard(digests[:behind])

@@ -1,1 +1,1 @@
-"""Chooses devices, types, sizes and memory before anything large is allocated."""
+"""Choices of devices, types, sizes and memory before large allocations."""

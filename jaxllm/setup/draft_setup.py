@@ -1,4 +1,4 @@
-"""Choice of the draft model from `speculative_config`, and its weights."""
+"""The draft model of `speculative_config`, and its weights."""
 
 from __future__ import annotations
 
@@ -74,7 +74,6 @@ def choose(
 
 
 def by_lookup(own: SpeculativeConfig) -> Drafting:
-    """Return drafting by prompt lookup."""
     return Drafting(own.num_speculative_tokens, own.prompt_lookup_min, own.prompt_lookup_max)
 
 
@@ -87,7 +86,6 @@ def with_cost(drafting: Drafting | None, described: Params[jax.ShapeDtypeStruct]
 
 
 def abstract(drafting: Drafting | None, layout: Layout, dtype: jnp.dtype) -> Params[jax.ShapeDtypeStruct] | None:
-    """Describe the draft model's weights, if any."""
     if drafting is None or drafting.spec is None:
         return None
     if drafting.head is not None:
@@ -96,7 +94,7 @@ def abstract(drafting: Drafting | None, layout: Layout, dtype: jnp.dtype) -> Par
 
 
 def check(drafting: Drafting | None, source: DraftFolder | None, layout: Layout) -> None:
-    """Check that the files hold the draft model's weights; reads headers only."""
+    """Check that the files have the weights; reads headers only."""
     if drafting is None or drafting.spec is None or source is None:
         return
     if drafting.head is not None:

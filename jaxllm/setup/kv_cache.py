@@ -1,7 +1,7 @@
-"""The paged key-value cache on the device: the sizes of its blocks, and the arrays of each layer.
+"""The paged KV cache on the device: sizes of blocks, and arrays of each layer.
 
-Layers form one or two groups, each with a pool of blocks. The second group holds windowed layers, if a model has other
-layers too (scheduler/windowed.py).
+Layers form one or two groups, each with a pool of blocks. The second has the windowed layers of a model that also has
+others (scheduler/windowed.py).
 
 Letters: N blocks in the pool, K key-value heads, P tokens per block, C head size, S slots, M blocks per slot.
 """
@@ -32,8 +32,8 @@ class Geometry:
     num_blocks: int  # N
     block_size: int  # P
     max_model_len: int  # tokens
-    float8: str | None = None  # where the cache holds bytes: the type of 8-bit floats that they are
-    window: int = 0  # tokens that the second group's layers see at most; 0: one group
+    float8: str | None = None  # type of 8-bit floats in a cache of bytes
+    window: int = 0  # most tokens that layers of the second group attend to; 0: one group
     num_window_blocks: int = 0  # of that group
 
     @property
@@ -43,24 +43,22 @@ class Geometry:
 
     @property
     def num_groups(self) -> int:
-        """Number of groups of layers."""
         return 2 if self.window else 1
 
     def array_blocks(self, group: int) -> int:
-        """Return the blocks in the arrays of a group's layers, N; the last of windowed ones holds zeros for ever."""
+        """Return N of a group's arrays; the last block of windowed layers always holds zeros."""
         return self.num_window_blocks + 1 if group else self.num_blocks
 
     def group_of(self, window: int | None) -> int:
-        """Return the group of a layer with a window, or with none."""
         return int(self.window > 0 and window is not None)
 
     def of_group(self, group: int) -> Geometry:
-        """Return the sizes as they are where only this group's layers are."""
+        """Return the sizes for a model with only this group's layers."""
         return replace(self, num_blocks=self.array_blocks(group), window=0, num_window_blocks=0)
 
 
 class KvLayer(NamedTuple, Generic[Leaf]):
-    """The cache of one layer: keys and values of all blocks, and scales where it holds 8-bit numbers."""
+    """One layer's cache: keys and values of all blocks, with scales for 8-bit numbers."""
 
     keys: Leaf  # [N, K, P, C]
     values: Leaf | None  # [N, K, P, C]; None in latent attention, where they are part of the keys
@@ -77,9 +75,9 @@ def most_stores(max_step_tokens: int, block_size: int) -> int:
 
 
 def window_of(spec: Spec, max_model_len: int) -> int:
-    """Return the tokens that layers of the second group see at most; 0: the model has one group.
+    """Return the most tokens that layers of the second group attend to; 0 for one group.
 
-    A window that holds any sequence never frees a block. A model whose layers all have windows keeps one group, too.
+    A window of `max_model_len` or more frees no block. A model with windowed layers only has one group.
     """
     windows = [window for window in spec.windows if window is not None]
     is_mixed = 0 < len(windows) < spec.num_layers
@@ -87,7 +85,7 @@ def window_of(spec: Spec, max_model_len: int) -> int:
 
 
 def leaves_by_group(spec: Spec, geometry: Geometry, kv: Sequence[KvLayer[Any]]) -> list[list[int]]:
-    """Return which of the leaves of a cache are those of each group's layers."""
+    """Return each group's indices of leaves."""
     groups = [
         geometry.group_of(window)
         for window, layer in zip(spec.windows, kv, strict=True)
@@ -97,9 +95,9 @@ def leaves_by_group(spec: Spec, geometry: Geometry, kv: Sequence[KvLayer[Any]]) 
 
 
 def block_bytes(spec: Spec, num_layers: int, block_size: int, dtype: jnp.dtype, shards: int) -> int:
-    """Return the bytes of one block of `num_layers` layers on one device, in a cache of `dtype` with its scales.
+    """Return the bytes of one block of `num_layers` layers on one device, including scales.
 
-    Latent attention keeps no values: they are part of the keys, the same on every device.
+    Latent attention stores no values: they are part of the keys, equal on every device.
     """
     arrays = 2 if spec.latent is None else 1
     vector = spec.head_size * dtype.itemsize + (4 if dtype.name in SCALED else 0)
@@ -109,7 +107,6 @@ def block_bytes(spec: Spec, num_layers: int, block_size: int, dtype: jnp.dtype, 
 def abstract_kv(
     spec: Spec, geometry: Geometry, layout: Layout, dtype: jnp.dtype
 ) -> tuple[KvLayer[jax.ShapeDtypeStruct], ...]:
-    """Describe the KV blocks of each layer, with scales where 8-bit numbers need them."""
     heads = heads_per_shard(spec, layout.shards("kv_heads"))[1] * layout.shards("kv_heads")
 
     def described(group: int) -> KvLayer[jax.ShapeDtypeStruct]:

@@ -1,7 +1,7 @@
-"""How the memory of a device is shared out: weights, temporaries of programs, slots, KV blocks.
+"""Divides a device's memory among weights, temporaries of programs, slots and KV blocks.
 
-Numbers in, a plan out, or a UserError that says how much is missing and what to change. Planned before anything
-large is allocated. Knows no device, no model and no JAX: the caller measures (model_setup.py).
+Takes measured numbers (model_setup.py), before large allocations; returns a plan, or raises a UserError with the
+missing bytes and a remedy.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Literal
 
 from jaxllm.errors import UserError
 
-EXPECTED = 2048  # tokens of a request on average, where its window is no larger
+EXPECTED = 2048  # tokens of an average request, unless its window is larger
 Knob = Literal["gpu_memory_utilization", "kv_cache_memory_bytes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What one device offers."""
+    """The memory of one device."""
 
-    free: int | None  # bytes before the engine allocates; None where the device does not report it
-    share: float  # of the memory beside weights and programs: for KV blocks
-    ceiling: int | None = None  # the most bytes of KV blocks, where the user set no number
-    knob: Knob = "gpu_memory_utilization"  # the engine argument that gives KV blocks more memory
+    free: int | None  # bytes before the engine allocates; None if not reported
+    share: float  # of the memory left by weights and programs, for KV blocks
+    ceiling: int | None = None  # most bytes of KV blocks, unless the user set a number
+    knob: Knob = "gpu_memory_utilization"  # the engine argument that increases KV blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,33 +31,33 @@ class Windowed:
     """Windowed layers with a separate pool (scheduler/windowed.py)."""
 
     window: int  # tokens
-    block: int  # bytes of one of their blocks, all of these layers together
-    most: int  # blocks that a request keeps
-    chunks: int  # those that the prompts of one step fill besides, before they are given back
+    block: int  # bytes of one block of all these layers
+    most: int  # blocks per request
+    chunks: int  # additional blocks that the prompts of one step fill before freeing them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """What a model and its limits need on each device, in bytes unless noted."""
+    """The memory that a model needs on each device, in bytes unless noted."""
 
     weights: int
-    temporaries: int  # of the largest program while it runs
-    is_measured: bool  # whether `temporaries` was read from compiled programs; else it is a high estimate
-    slots: int  # block tables, tokens and sampling numbers of all slots
-    block: int  # of one KV block, all layers together, or all that see everything
+    temporaries: int  # of the largest program
+    is_measured: bool  # `temporaries` was read from programs; else a high estimate
+    slots: int  # block tables, tokens and sampling numbers
+    block: int  # of one KV block of all layers, or all without windows
     block_size: int  # tokens
     num_slots: int
-    model_len: int  # tokens that the model was made for
-    adapters: int = 0  # those on the device, and those that a step in flight still reads
-    windowed: Windowed | None = None  # layers with a separate pool; `block` is then of the other layers
+    model_len: int  # tokens, the model's limit
+    adapters: int = 0  # those on the device, and those of steps in flight
+    windowed: Windowed | None = None  # layers with a separate pool, not in `block`
     moving: int = 0  # blocks in transit to and from the host's tier
     host: int = 0  # this device's part of that tier, in the host's memory
 
     def window_blocks(self, num_blocks: int) -> int:
-        """Return the number of blocks of windowed layers, given that of the other layers.
+        """Return the number of blocks of windowed layers for `num_blocks` of the others.
 
-        They suffice for the requests that the others hold at the expected length, and for the prompts of a step as far
-        as these take little. A request that is no longer than its window needs equal numbers of both.
+        They suffice for the requests that the others hold at the expected length and, as far as cheap, for a step's
+        prompts. Requests no longer than the window need equally many of both.
         """
         if self.windowed is None:
             return 0
@@ -67,13 +67,12 @@ class Need:
         return min(num_blocks, requests * self.windowed.most + chunks)
 
     def kv_bytes(self, num_blocks: int) -> int:
-        """Return the bytes of `num_blocks` blocks and of the blocks of windowed layers."""
+        """Return the bytes of `num_blocks` blocks and the windowed ones."""
         if self.windowed is None:
             return num_blocks * self.block
         return num_blocks * self.block + (self.window_blocks(num_blocks) + 1) * self.windowed.block
 
     def blocks_within(self, num_bytes: int) -> int:
-        """Return the most blocks that `num_bytes` hold."""
         most = num_bytes // self.block
         if self.windowed is None:
             return most
@@ -82,32 +81,30 @@ class Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What the user asked for; None leaves it to the plan."""
+    """Numbers set by the user; None: chosen by the plan."""
 
     max_model_len: int | None = None
     kv_bytes: int | None = None
     num_blocks: int | None = None
-    # From the manifest of prepared programs: used if it fits, since they are compiled for this number.
+    # From the manifest of prepared programs, compiled for this number: used if it fits.
     prepared_blocks: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """How the memory of a device is divided."""
+    """The division of a device's memory."""
 
     device: Device
     need: Need
     num_blocks: int
-    max_model_len: int  # tokens; reduced to what the blocks hold where the user set none
+    max_model_len: int  # tokens; limited by the blocks unless the user set it
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of all KV blocks on one device."""
         return self.need.kv_bytes(self.num_blocks)
 
     @property
     def num_window_blocks(self) -> int:
-        """Blocks of windowed layers with a separate pool."""
         return self.need.window_blocks(self.num_blocks)
 
     @property
@@ -121,16 +118,16 @@ class MemoryPlan:
 
 
 def share_out(device: Device, need: Need, asked: Asked) -> MemoryPlan:
-    """Plan the memory of a device: KV blocks get what the user asked for, else a share of what remains.
+    """Plan a device's memory: KV blocks get the user's number, else a share of the rest.
 
-    Weights that do not fit, and blocks that cannot hold one sequence of the `max_model_len` asked for, are UserErrors.
-    Without such a length it is the model's, or what the blocks hold.
+    Raises UserError if the weights do not fit, or the blocks cannot hold the user's `max_model_len`. By default the
+    length is the model's, or as much as the blocks hold.
     """
     _check_weights(device, need)
     room = None
     if device.free is not None:
         room = device.free - need.weights - need.adapters - need.slots - need.temporaries - need.moving
-    # What the user asked for is not refused because of an estimate.
+    # An estimate is no reason to refuse a number of the user.
     most = None if room is None else room + (0 if need.is_measured else need.temporaries)
     longest = _blocks_of(asked.max_model_len or need.model_len, need)
     if asked.num_blocks is not None:
@@ -159,22 +156,21 @@ def share_out(device: Device, need: Need, asked: Asked) -> MemoryPlan:
 def coarse(num_blocks: int) -> int:
     """Round down to a multiple of an eighth of a power of two.
 
-    The number of blocks is part of every program's shape, so it must come out the same at the next start, when a little
-    more or less memory is free, or the compilation cache would miss.
+    Programs' shapes have the number of blocks: variation with free memory would miss the compilation cache.
     """
     step = 1 << max(0, num_blocks.bit_length() - 4)
     return num_blocks // step * step
 
 
 def _rounded(num_blocks: int, longest: int, asked: Asked) -> int:
-    """Round a number of blocks down, but not below the sequence that they must hold."""
+    """Round down, but not below one sequence."""
     if num_blocks < longest and asked.max_model_len is None:
         return coarse(num_blocks)
     return max(coarse(num_blocks), min(num_blocks, longest))
 
 
 def describe(plan: MemoryPlan, where: str, host: str) -> str:
-    """Write a plan as a small table; `where` names the devices, `host` says how the host's memory stands."""
+    """Return a plan as a small table; `where` names the devices, `host` describes the host's memory."""
     need = plan.need
     cut = f", cut from {need.model_len}" if plan.max_model_len < need.model_len else ""
     rows = [
@@ -203,7 +199,7 @@ def describe(plan: MemoryPlan, where: str, host: str) -> str:
 
 
 def _requests(plan: MemoryPlan) -> float:
-    """Return how many of the longest requests the blocks hold."""
+    """Return the number of longest requests that fit."""
     need = plan.need
     count = plan.num_blocks * need.block_size / plan.max_model_len
     if need.windowed is None:
@@ -212,7 +208,7 @@ def _requests(plan: MemoryPlan) -> float:
 
 
 def size(count: int) -> str:
-    """Write a number of bytes with a unit.
+    """Return a number of bytes with a unit.
 
     >>> size(1536)
     '1.5 KiB'
@@ -242,7 +238,6 @@ def _check_weights(device: Device, need: Need) -> None:
 
 
 def _check_pool(device: Device, need: Need, num_blocks: int, most: int | None, parameter: str) -> None:
-    """Refuse a pool that the user asked for and the device cannot hold."""
     if most is not None and need.kv_bytes(num_blocks) > most:
         programs = need.slots + (need.temporaries if need.is_measured else 0)
         raise UserError(
@@ -254,7 +249,7 @@ def _check_pool(device: Device, need: Need, num_blocks: int, most: int | None, p
 
 
 def _length(device: Device, need: Need, asked: Asked, num_blocks: int) -> int:
-    """Return the longest sequence that is served; none, or a shorter one than the user asked for, is a UserError."""
+    """Return the longest sequence served; raise UserError if 0 or below the user's `max_model_len`."""
     wanted = asked.max_model_len or need.model_len
     holds = num_blocks * need.block_size
     if holds >= wanted:

@@ -1,7 +1,6 @@
-"""Choices made before anything large is allocated: devices, types, sizes, kernels, and the memory for each.
+"""Chooses devices, types, sizes, kernels and their memory, before large allocations.
 
-Made from the configuration, the model's config.json and what the devices report; `jaxllm doctor` prints them. Knows no
-programs and no requests.
+`jaxllm doctor` prints the choices.
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ OPERATIONS = (  # of a step
     *("write_kv", "paged_decode", "paged_prefill", "sample", "linear"),
     *("fused_linear", "fused_topk", "fused_experts"),
 )
-GPU_SHARE = 0.97  # of the remaining memory; the rest is for programs' code and for tuning later ones
-PINNED = 32.0  # GiB of pinned memory that surely fit into XLA's default limit of 64
-CPU_SHARE = 0.25  # of the free memory, for KV blocks: other programs of a laptop need memory too
+GPU_SHARE = 0.97  # of the remaining memory; the rest is for code and autotuning of programs
+PINNED = 32.0  # GiB of pinned memory that fit into XLA's default limit of 64
+CPU_SHARE = 0.25  # of the free memory, for KV blocks; the rest is for a laptop's other programs
 TOKEN_COST = {"cpu": 120, "gpu": 4}  # see `Limits`; measured by benchmarks/verifying.py, on no GPU yet
 CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "int8": "int8"}
 CPU_CEILING = 2 << 30  # bytes of KV blocks: 87,000 tokens of a 0.5B model in float32
@@ -59,7 +58,7 @@ CPU_CEILING = 2 << 30  # bytes of KV blocks: 87,000 tokens of a 0.5B model in fl
 
 @dataclass(frozen=True)
 class Setup:
-    """What was chosen from configuration, model and device, before anything large is allocated."""
+    """The choices from configuration, model and device."""
 
     folder: Path
     spec: Spec
@@ -68,7 +67,7 @@ class Setup:
     generation_config: dict[str, Any]
     platform: str
     devices: tuple[jax.Device, ...]  # pyright: ignore[reportInvalidTypeForm]
-    layout: Layout  # over the first of the devices
+    layout: Layout  # over the first devices
     dtype: jnp.dtype
     cache_dtype: jnp.dtype  # of keys and values
     float8: str | None  # see `Geometry.float8`
@@ -79,12 +78,12 @@ class Setup:
     drafting: Drafting | None
     draft: DraftFolder | None  # of a draft model or an EAGLE-3 head
     token_cost: int  # see `Limits.token_cost`
-    prepared: Mapping[str, Any]  # the manifest that `jaxllm compile` wrote, {} without one
+    prepared: Mapping[str, Any]  # the manifest by `jaxllm compile`, {} without one
 
 
 def choose_devices(config: EngineConfig) -> tuple[jax.Device, ...]:  # pyright: ignore[reportInvalidTypeForm]
-    """Return the devices to run on; a UserError if JAX sees none of the kind asked for."""
-    # Must be set before the back end starts; without it XLA takes 75 % of a GPU.
+    """Return the devices to run on; raise UserError if JAX finds none."""
+    # Read when the back end starts; without it XLA takes 75 % of a GPU.
     if not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & os.environ.keys():
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(config.gpu_memory_utilization)
     if config.kv_offloading_size > PINNED:
@@ -101,10 +100,10 @@ def choose_devices(config: EngineConfig) -> tuple[jax.Device, ...]:  # pyright: 
 
 
 def choose_dtype(config: EngineConfig, checkpoint: Mapping[str, Any], platform: str) -> jnp.dtype:
-    """Return the type of weights and activations, and of the cache where none is set.
+    """Return the type of weights and activations, also the cache's default.
 
-    "auto" is float32 on a CPU (without 16-bit instructions it is the fastest as well as the most exact); on a GPU it is
-    the checkpoint's own type, and bfloat16 for a float32 checkpoint.
+    "auto" is float32 on a CPU (the fastest without 16-bit instructions, and the most exact); on a GPU it is the
+    checkpoint's type, with bfloat16 for float32.
     """
     if config.dtype != "auto":
         return jnp.dtype(config.dtype)
@@ -117,10 +116,10 @@ def choose_dtype(config: EngineConfig, checkpoint: Mapping[str, Any], platform: 
 
 
 def choose_cache_dtype(config: EngineConfig, dtype: jnp.dtype, is_cpu: bool) -> tuple[jnp.dtype, str | None]:
-    """Return the type of the cache's arrays, and the type of 8-bit floats if those hold them as bytes.
+    """Return the type of the cache's arrays, and of 8-bit floats that they store as bytes, if any.
 
-    On a CPU they do: with arrays of 8-bit floats a step of the embedded model took 72 MiB of temporaries for a pool of
-    32, since XLA converts all of it in every layer (jax 0.12).
+    On a CPU XLA would convert the whole pool of 8-bit floats in every layer: a step of the embedded model took 72 MiB
+    of temporaries for a pool of 32 (jax 0.12).
     """
     if config.kv_cache_dtype == "auto":
         return dtype, None
@@ -138,10 +137,9 @@ def choose_kernels(
     cache_dtype: jnp.dtype,
     scheme: Scheme | None,
 ) -> dict[str, Choice]:
-    """Choose an implementation of each operation of a step: the one asked for, or the best available.
+    """Return an implementation for each operation: the configured one, or the best available.
 
-    `scheme` is that of quantized matrices. One that is asked for and cannot run here is a UserError; no other is
-    substituted.
+    `scheme` is that of quantized matrices. Raises UserError if a configured one cannot run here.
     """
     device = layout.devices[0]
     heads, kv_heads = heads_per_shard(spec, layout.shards("heads"))
@@ -175,7 +173,6 @@ def choose_kernels(
 
 
 def kernel_reasons(config: EngineConfig, platform: str, kernels: Mapping[str, Choice]) -> dict[str, str]:
-    """Return the reason why each operation's implementation was chosen."""
     return {
         operation: "asked for"
         if f"{operation}={chosen.name}" in config.kernels
@@ -185,7 +182,7 @@ def kernel_reasons(config: EngineConfig, platform: str, kernels: Mapping[str, Ch
 
 
 def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
-    """Choose everything that can be chosen without loading weights; `jaxllm doctor` prints it."""
+    """Return all choices that need no weights; `jaxllm doctor` prints them."""
     folder = weights.resolve(config.model, config.revision, tokenizer_only=not needs_weights)
     described = describe(folder, config.max_model_len, config.runner, config.pooler_config)
     checkpoint, spec, family, head = described.config, described.spec, described.family, described.head
@@ -215,7 +212,7 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
     most = described.most_tokens
     longest = config.max_model_len or recorded.get("max_model_len") or most
     slots, tokens = step_sizes(config, recorded, is_cpu, head is not None)
-    if not spec.is_causal and tokens < longest:  # its prompts are computed whole
+    if not spec.is_causal and tokens < longest:  # prompts are computed whole
         if config.max_num_batched_tokens is not None:
             raise UserError(
                 f"max_num_batched_tokens ({tokens}) must be at least max_model_len ({longest}), because "
@@ -235,7 +232,7 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
         spec=spec,
         family=family,
         head=head,
-        # Older checkpoints name the end of a text in config.json only.
+        # Older checkpoints have the end token in config.json only.
         generation_config={"eos_token_id": checkpoint.get("eos_token_id")} | weights.read_generation_config(folder),
         platform=platform,
         devices=devices,
@@ -255,7 +252,7 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
 
 
 def _check_stored(config: EngineConfig, stored: Stored) -> None:
-    """Refuse to quantize what is quantized already, unless it comes to the same."""
+    """Raise UserError if a quantized checkpoint would be quantized to another kind."""
     kinds = {"int8": "int8", "fp8": "float8", "int4": "int4"}
     if config.quantization is not None and kinds[config.quantization] != stored.scheme.kind:
         raise UserError(
@@ -266,7 +263,7 @@ def _check_stored(config: EngineConfig, stored: Stored) -> None:
 
 
 def _check_combinations(config: EngineConfig, spec: Spec, rounds: bool, pools: bool, is_cpu: bool) -> None:
-    """Refuse settings that do not go with each other or with the model; `rounds`: its weights may be rounded here."""
+    """Raise UserError for incompatible settings; `rounds`: this engine would quantize the weights."""
     asked = {
         "speculative_config": config.speculative_config is not None,
         "enable_lora": config.enable_lora,
@@ -280,17 +277,17 @@ def _check_combinations(config: EngineConfig, spec: Spec, rounds: bool, pools: b
         combinations.WHOLE_PROMPTS: not spec.is_causal,
         combinations.LATENT: spec.latent is not None,
         combinations.EXPERTS: bool(spec.experts),
-        # A ring all-reduce sums each piece of an array in another order; with two devices there is only one order.
+        # A ring all-reduce sums each piece in another order, except with two devices.
         combinations.MANY_GPUS: not is_cpu and config.tensor_parallel_size > 2,
     }
     combinations.check(*([name for name, holds in own.items() if holds] for own in (asked, present)))
 
 
 def step_sizes(config: EngineConfig, recorded: Mapping[str, Any], is_cpu: bool, pools: bool = False) -> tuple[int, int]:
-    """Return the requests that run at once, and the tokens of a step.
+    """Return the number of slots and the tokens of a step.
 
-    A deterministic step always computes its full size, so that is small, and sizes `recorded` without the mode are not
-    used.
+    A deterministic step always computes its full size, which is therefore small; `recorded` sizes must have the same
+    mode.
     """
     if recorded.get("deterministic", False) != config.deterministic:
         recorded = {}
@@ -298,16 +295,16 @@ def step_sizes(config: EngineConfig, recorded: Mapping[str, Any], is_cpu: bool, 
     tokens = config.max_num_batched_tokens or recorded.get("max_num_batched_tokens")
     if config.deterministic:
         usual_slots, usual_tokens = (16, 32) if is_cpu else (128, 256)
-    elif pools:  # each prompt takes one step, or few
+    elif pools:  # a prompt takes few steps
         usual_slots, usual_tokens = (256, 2048) if is_cpu else (1024, 16384)
     else:
         usual_slots, usual_tokens = (64, 160) if is_cpu else (256, 8192)
-    tokens = tokens or max(usual_tokens, 2 * (slots or 0))  # at least half of a step is left for prompts
+    tokens = tokens or max(usual_tokens, 2 * (slots or 0))  # leaves at least half of a step for prompts
     return slots or min(usual_slots, tokens), tokens
 
 
 def free_bytes(setup: Setup) -> int | None:
-    """Return the free memory of a device before anything is allocated; None where it does not report it."""
+    """Return a device's free bytes before any allocation; None if not reported."""
     if setup.platform == "cpu":
         return psutil.virtual_memory().available // len(setup.layout.devices)  # virtual devices share the host's
     stats = setup.devices[0].memory_stats()
@@ -317,10 +314,9 @@ def free_bytes(setup: Setup) -> int | None:
 
 
 def plan_memory(config: EngineConfig, setup: Setup, free: int | None, temporaries: int | None = None) -> MemoryPlan:
-    """Share out the memory of one device.
+    """Divide the memory of one device; raise UserError if a part does not fit.
 
-    `free` are its bytes before anything is allocated; `temporaries` what its largest program needs while it runs, None
-    before programs are compiled. A UserError if something does not fit.
+    `free`: bytes before any allocation; `temporaries`: of the largest program, None before compilation.
     """
     spec = setup.spec
     longest = -(-setup.max_model_len // config.block_size)
@@ -348,7 +344,7 @@ def plan_memory(config: EngineConfig, setup: Setup, free: int | None, temporarie
     moving = (stores + kv_cache.MOST_LOADED) * (block + (own_windowed.block if own_windowed else 0))
     need = memory_plan.Need(
         weights=_bytes_on_one(described),
-        # At most one is put there in a step, and two steps in flight may read ones that were let go.
+        # A step adds at most one, and two steps in flight may read removed ones.
         adapters=0 if adapters is None else (config.max_loras + 2) * _bytes_on_one(adapters.described),
         temporaries=_guess(setup) if temporaries is None else temporaries,
         # Tables, tokens and extras of every slot, and a step's hidden states, see DeviceState.
@@ -368,7 +364,7 @@ def plan_memory(config: EngineConfig, setup: Setup, free: int | None, temporarie
     asked = memory_plan.Asked(
         max_model_len=config.max_model_len,
         kv_bytes=config.kv_cache_memory_bytes,
-        # Without a cache a block is a number: one for each request, and one more that admissions leave free for it.
+        # Without a cache a block is only a number: one per request, and one that each admission leaves free.
         num_blocks=config.num_kv_blocks if spec.is_causal else 2 * setup.max_num_seqs,
         prepared_blocks=setup.prepared.get("num_kv_blocks"),
     )
@@ -379,13 +375,11 @@ def plan_memory(config: EngineConfig, setup: Setup, free: int | None, temporarie
 
 
 def describe_weights(config: EngineConfig, setup: Setup) -> Params[jax.ShapeDtypeStruct]:
-    """Describe all weights that a step reads: those of the model, and of what drafts for it."""
     described = weights.abstract(setup.spec, setup.layout, setup.dtype, config.quantization, setup.head, setup.family)
     return replace(described, draft=draft_setup.abstract(setup.drafting, setup.layout, setup.dtype))
 
 
 def describe_adapters(config: EngineConfig, setup: Setup) -> RowWeights | None:
-    """Describe the adapters of rows; None without `enable_lora`."""
     if not config.enable_lora:
         return None
     described = lora.abstract(setup.spec, setup.layout, setup.dtype, config.max_lora_rank)
@@ -393,15 +387,12 @@ def describe_adapters(config: EngineConfig, setup: Setup) -> RowWeights | None:
 
 
 def cache_window(setup: Setup) -> int:
-    """Return the tokens that windowed layers with a separate pool see; 0: the model has one pool."""
+    """Return the window of layers with a separate pool; 0 for one pool."""
     return kv_cache.window_of(setup.spec, setup.max_model_len) if setup.head is None else 0
 
 
 def _block_bytes(config: EngineConfig, setup: Setup) -> int:
-    """Return the bytes of a block on one device, in the caches of the model and of its draft model.
-
-    Windowed layers with a separate pool are left out.
-    """
+    """Return a block's bytes on one device, with the draft model's cache, without windowed layers."""
     if not setup.spec.is_causal:
         return 0
     others = setup.spec.windows.count(None) if cache_window(setup) else setup.spec.num_layers
@@ -413,7 +404,6 @@ def _block_bytes(config: EngineConfig, setup: Setup) -> int:
 
 
 def _windowed(config: EngineConfig, setup: Setup) -> memory_plan.Windowed:
-    """Return the needs of windowed layers with a separate pool."""
     spec, window, size = setup.spec, cache_window(setup), config.block_size
     num_layers = spec.num_layers - spec.windows.count(None)
     return memory_plan.Windowed(
@@ -425,18 +415,15 @@ def _windowed(config: EngineConfig, setup: Setup) -> memory_plan.Windowed:
 
 
 def _bytes_on_one(described: Any) -> int:
-    """Count the bytes of described arrays on one device."""
     leaves = jax.tree.leaves(described)
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def extras_of(config: EngineConfig, spec: Spec) -> Extras:
-    """Return the layout of requests' extras in the device's state."""
     return Extras(spec.vocab_size, tuple(map(processor_name, config.logits_processors)))
 
 
 def describe_memory(plan: MemoryPlan, setup: Setup) -> str:
-    """Write a memory plan as a small table, and the host's memory."""
     host = psutil.virtual_memory()
     own = psutil.Process().memory_info().rss
     where = "the host" if setup.platform == "cpu" else setup.devices[0].device_kind
@@ -448,7 +435,7 @@ def describe_memory(plan: MemoryPlan, setup: Setup) -> str:
 
 
 def describe_programs(config: EngineConfig, setup: Setup, plan: MemoryPlan) -> dict[str, Any]:
-    """Return the manifest: what programs are compiled for, beside the model's shapes (see aot_manifest.py)."""
+    """Return the manifest: the inputs of programs besides the model's shapes (see aot_manifest.py)."""
     return {
         "jaxllm": __version__,
         "jax": jax.__version__,
@@ -477,9 +464,9 @@ def describe_programs(config: EngineConfig, setup: Setup, plan: MemoryPlan) -> d
 
 
 def _guess(setup: Setup) -> int:
-    """Estimate, on the high side, what the largest program needs while it runs; checked once it is compiled."""
+    """Return a high estimate of the largest program's temporaries."""
     spec = setup.spec
     widest = max(2 * spec.ffn_width, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size, spec.width)
-    if spec.experts is not None:  # the outputs of each token's experts, twice
+    if spec.experts is not None:  # outputs of each token's experts, twice
         widest = max(widest, 2 * spec.experts.per_token * spec.width)
     return 4 * (8 * setup.max_num_batched_tokens * widest + 8 * setup.max_num_seqs * spec.vocab_size)

@@ -58,9 +58,9 @@ class Yielded:
 
 
 class Feature:
-    """One feature of an engine, which calls the hooks that a subclass overrides.
+    """One feature of an engine, which calls the overridden hooks.
 
-    `thread_of`, `claim` and `accept` are thread-safe; the engine's thread calls the others.
+    `thread_of`, `claim` and `accept` are thread-safe; the others run on the engine's thread.
     """
 
     name: ClassVar[str]  # key in `Accepted.states` and `SequenceGroup.states`
@@ -78,19 +78,19 @@ class Feature:
         """Set the language, parameters or token ids of a request before its prompt is tokenized."""
 
     def accept(self, accepted: Accepted) -> None:
-        """Validate and prepare a tokenized request, for example compile a grammar. May raise UserError."""
+        """Validate and prepare a tokenized request, for example compile its grammar; may raise UserError."""
 
     def begin(self, accepted: Accepted, group: SequenceGroup) -> None:
-        """Create the state of a request after its sequences."""
+        """Create a request's state."""
 
     def schedule(self, own: Output, fields: dict[str, Any]) -> None:
         """Change the fields of a sequence's `scheduler.state.Request` before it is created."""
 
     def place(self, slot: int, own: Output) -> None:
-        """Handle a sequence's assignment to a slot."""
+        """Handle a sequence's slot."""
 
     def inputs(self, step: StepInput) -> None:
-        """Add this feature's inputs to a step."""
+        """Add inputs to a step."""
 
     def masks(self, plan: Plan) -> Masks | None:
         """Return the masks of a held step; all earlier steps are committed."""
@@ -106,7 +106,7 @@ class Feature:
         """Add to an output before it is returned."""
 
     def forget(self, group: SequenceGroup) -> None:
-        """Free the state of a finished request."""
+        """Free a finished request's state."""
 
     def load(self, state: State) -> Mapping[str, Any]:
         """Return fields of `metrics.Load`."""

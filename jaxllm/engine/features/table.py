@@ -1,4 +1,4 @@
-"""The features that engines have: the factories, the calls that they add, and the data that a fleet sends for them."""
+"""The features of engines: factories, calls, and data types that a fleet sends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxllm.engine.features.pooling.client import PoolingClient
 from jaxllm.engine.features.pooling.rows import NoPooling, Pooling
 from jaxllm.engine.features.scoring import Scoring
 
-Factory = Callable[[Core], Feature | None]  # None: the configuration does not have the feature
+Factory = Callable[[Core], Feature | None]  # None: not configured
 
 
 def _adapters(core: Core) -> Feature:
@@ -39,7 +39,7 @@ def _pools(core: Core) -> bool:
     return core.language.model.pooler is not None
 
 
-# By name, in the order in which an engine calls them.
+# By name, in the order of calls.
 FEATURES: Mapping[str, Factory] = {
     "adapters": _adapters,
     "pooling": _pooling,
@@ -53,7 +53,7 @@ SENT: tuple[type[Any], ...] = tuple(kind for each in (Pooling, BeamSearches, Gra
 
 
 class ClientCalls(adapters.AdapterClient, PoolingClient, Protocol):
-    """The calls of an `EngineClient` that are about features."""
+    """The calls of features in `EngineClient`."""
 
 
 class AsyncCalls(adapters.AsyncAdapterCalls, PoolingClient):
@@ -65,8 +65,8 @@ class FleetCalls(adapters.NoAdapters, PoolingClient):
 
 
 class SteppedClientCalls(adapters.SteppedAdapterClient, Protocol):
-    """The calls of a `SteppedEngine` that are about features."""
+    """The calls of features in `SteppedEngine`."""
 
 
 class SteppedCalls(AdapterCalls):
-    """`SteppedClientCalls` of one engine, and vLLM's."""
+    """`SteppedClientCalls` of one engine, with vLLM's."""

@@ -91,7 +91,6 @@ class Reply:
         )
 
     def _fill(self, message: types_pb2.Output | types_pb2.OutputDelta, part: Part) -> None:
-        """Set all fields except tool calls, which differ in type."""
         ids = part.token_ids
         message.index = part.index
         if part.text and self.has_text:
@@ -154,9 +153,9 @@ def logprobs_of(
 ) -> types_pb2.Logprobs:
     """Pack log-probabilities: the sampled token and exactly `top_k` alternatives per row, likeliest first.
 
-    A row maps token ids to log-probabilities: the sampled token, then the likeliest tokens in order, then those in
-    `asked`, without duplicates. `top_k` -1 is the whole vocabulary. Packed arrays take 2.6 µs per token with 20
-    alternatives; one message per alternative takes 19.6 µs.
+    A row maps token ids to log-probabilities: the sampled token, the likeliest tokens in order, then others of `asked`.
+    `top_k` -1 is the whole vocabulary. Packed arrays take 2.6 µs per token with 20 alternatives; one message per
+    alternative takes 19.6 µs.
     """
     chosen = [next(iter(row.values())) for row in rows]
     tops = [_likeliest(row, top_k) for row in rows]
@@ -212,7 +211,7 @@ def usage_of(usage: Usage) -> types_pb2.Usage:
 
 
 def timing_of(timing: Timing) -> types_pb2.Timing:
-    """Return the times; omits phases that an aborted request did not reach."""
+    """Return the times, omitting phases that an aborted request did not reach."""
     spans = {name: getattr(timing, name) for name in ("queue", "prefill", "first_token", "total")}
     return types_pb2.Timing(**{name: duration_of(span) for name, span in spans.items() if span is not None})
 
@@ -244,12 +243,11 @@ def kv_events_of(batch: BlockBatch) -> control_pb2.StreamKvEventsResponse:
 
 
 def _hash(digest: bytes) -> int:
-    """Return 64 bits of a block's digest, enough for a router to distinguish blocks of one server."""
+    """Return 64 bits of a block's digest, enough to distinguish a server's blocks."""
     return int.from_bytes(digest[:8], "big")
 
 
 def default_sampling_of(params: SamplingParams) -> types_pb2.SamplingParams:
-    """Return the default sampling; every field except the seed is set."""
     names = [own for own in SAMPLING_NAMES["sampling"] if getattr(SamplingParams, own) not in (None, ())]
     return types_pb2.SamplingParams(**{own: getattr(params, own) for own in names})
 

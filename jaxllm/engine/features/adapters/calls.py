@@ -12,14 +12,14 @@ from jaxllm.lora_request import LoRARequest
 
 
 class AdapterCalls:
-    """Methods of an engine. Adapters are read on the calling thread."""
+    """Adapter methods of an engine; reads on the calling thread."""
 
     features: Features
     model: ModelInfo
 
     @property
     def adapters(self) -> Adapters:
-        """Adapters that the engine has read; thread-safe."""
+        """The engine's adapters; thread-safe."""
         return cast("AdapterTexts", self.features.by_name[AdapterTexts.name]).store
 
     def model_of(self, lora_request: LoRARequest | None) -> ModelInfo:
@@ -27,12 +27,12 @@ class AdapterCalls:
         return self.model if lora_request is None else self.adapters.get(lora_request).language.model
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Read an adapter before requests name it; raise UserError if invalid."""
+        """Read an adapter in advance; raise UserError if it is invalid."""
         self.adapters.get(lora_request)
         return True
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Forget an adapter; return whether it was known. Its running requests finish with it."""
+        """Forget an adapter, which its running requests keep; return whether it was known."""
         return self.adapters.remove(lora_id)
 
     def list_loras(self) -> set[int]:

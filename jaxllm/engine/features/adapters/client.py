@@ -1,4 +1,4 @@
-"""The adapters of an engine, as servers use them: the protocol, and its methods for one engine and for a fleet."""
+"""Adapter calls for servers: a protocol, implemented by one engine and by a fleet."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxllm.lora_request import LoRARequest
 
 
 class AdapterClient(Protocol):
-    """The part of `EngineClient` that is about adapters."""
+    """The adapter calls of `EngineClient`."""
 
     def find_adapter(self, lora_request: LoRARequest) -> Adapter | None:
         """Return an adapter that is in memory; None if it must be read."""
@@ -29,97 +29,78 @@ class AdapterClient(Protocol):
         ...
 
     def read_adapter(self, lora_request: LoRARequest) -> Adapter:
-        """Read an adapter, which is slow; a problem with it is a UserError. Any thread may call this."""
+        """Read an adapter, slowly; raise UserError if it is invalid. Thread-safe."""
         ...
 
-    async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Read an adapter before requests name it; a problem with it is a UserError."""
-        ...
+    async def add_lora(self, lora_request: LoRARequest) -> bool: ...
 
-    async def remove_lora(self, lora_id: int) -> bool:
-        """Forget an adapter; return whether it was known. Requests that have it end with it."""
-        ...
+    async def remove_lora(self, lora_id: int) -> bool: ...
 
-    async def list_loras(self) -> set[int]:
-        """Return the `lora_int_id` of adapters that were read and not removed."""
-        ...
+    async def list_loras(self) -> set[int]: ...
 
 
 class SteppedAdapterClient(Protocol):
-    """The part of `SteppedEngine` that is about adapters."""
+    """The adapter calls of `SteppedEngine`."""
 
     def model_of(self, lora_request: LoRARequest | None) -> ModelInfo:
-        """Return the model as a request sees it: with the tokenizer of its adapter, if that brings one."""
+        """Return the model with the adapter's tokenizer, if it has one."""
         ...
 
 
 class AsyncAdapterCalls(ABC):
-    """The methods of `AdapterClient` for one engine."""
+    """`AdapterClient` for one engine."""
 
     @property
     @abstractmethod
     def engine(self) -> AdapterCalls:
-        """The engine; UnavailableError while it is being loaded."""
+        """The engine; raises UnavailableError while it is loading."""
 
     @abstractmethod
     async def off_loop(self, function: Callable[..., Any], *arguments: Any, language: bytes | None = None) -> Any:
-        """Run something slow in a thread, as `EngineClient.off_loop`."""
+        """See `EngineClient.off_loop`."""
 
     def find_adapter(self, lora_request: LoRARequest) -> Adapter | None:
-        """Return an adapter that is in memory; None if it must be read."""
         return self.engine.adapters.find(lora_request)
 
     def known_adapter(self, lora_request: LoRARequest) -> Known | None:
-        """Return the record of an adapter that was read, in memory or not."""
         return self.engine.adapters.known(lora_request)
 
     def forget_adapter(self, lora_id: int) -> bool:
-        """Forget an adapter; return whether it was known. Requests that have it end with it."""
         return self.engine.remove_lora(lora_id)
 
     def read_adapter(self, lora_request: LoRARequest) -> Adapter:
-        """Read an adapter, which is slow; a problem with it is a UserError. Any thread may call this."""
         return self.engine.adapters.get(lora_request)
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Read an adapter before requests name it; a problem with it is a UserError."""
         return await self.off_loop(self.engine.add_lora, lora_request, language=b"")
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """Forget an adapter; return whether it was known. Requests that have it end with it."""
         return self.forget_adapter(lora_id)
 
     async def list_loras(self) -> set[int]:
-        """Return the `lora_int_id` of adapters that were read and not removed."""
         return self.engine.list_loras()
 
 
 class NoAdapters:
-    """The methods of `AdapterClient` for a fleet, which has no adapters."""
+    """`AdapterClient` for a fleet, which has no adapters."""
 
     def find_adapter(self, lora_request: LoRARequest) -> Adapter | None:
-        """Raise UserError."""
         raise combinations.refusal("lora_request", combinations.FLEET)
 
     def known_adapter(self, lora_request: LoRARequest) -> Known | None:
         """Return None."""
 
     def forget_adapter(self, lora_id: int) -> bool:
-        """Return False."""
         return False
 
     def read_adapter(self, lora_request: LoRARequest) -> Adapter:
-        """Raise UserError."""
         raise combinations.refusal("lora_request", combinations.FLEET)
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Raise UserError."""
         raise combinations.refusal("lora_request", combinations.FLEET)
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """Return False."""
         return False
 
     async def list_loras(self) -> set[int]:
-        """Return an empty set."""
         return set()

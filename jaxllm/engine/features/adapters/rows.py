@@ -1,4 +1,4 @@
-"""The adapters of the requests that run."""
+"""Adapters of running requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxllm.scheduler.state import State
 
 
 class AdapterTexts(Feature):
-    """The part of the feature that an engine without `enable_lora` has: it refuses adapters by name."""
+    """The feature without `enable_lora`: the store refuses every adapter."""
 
     name = "adapters"
     options = ("lora_request",)
@@ -28,7 +28,7 @@ class AdapterTexts(Feature):
         self.store = _store_of(core) if make_store is None else make_store(core)
 
     def thread_of(self, options: Mapping[str, Any]) -> bytes | None:
-        """Return the language of the adapter of a request, b"" if the adapter must be read."""
+        """Return the language of a request's adapter, or b"" if the adapter must be read."""
         request = options.get("lora_request")
         if request is None:
             return None
@@ -36,7 +36,7 @@ class AdapterTexts(Feature):
         return b"" if adapter is None else adapter.language.model.tokenizer.confined
 
     def claim(self, accepted: Accepted) -> None:
-        """Read the adapter of a request if it is not in memory, and set the language of its texts."""
+        """Read a request's adapter unless it is in memory, and set its language."""
         request = accepted.options.get("lora_request")
         if request is not None:
             adapter = self.store.get(request)
@@ -44,45 +44,40 @@ class AdapterTexts(Feature):
             accepted.states[self.name] = adapter
 
     def close(self) -> None:
-        """End the processes of tokenizers and templates."""
         self.store.close()
 
 
 class AdapterRows(AdapterTexts):
-    """Has the adapters of a step on the devices. The state of a request is its `Adapter`."""
+    """Passes the adapters of each step to the devices. A request's state is its `Adapter`."""
 
     def __init__(self, core: Core, make_store: Callable[[Core], Adapters] | None = None) -> None:
         super().__init__(core, make_store)
         self._numbers = np.zeros(core.runner.limits.num_slots, np.int64)  # by slot; 0 without an adapter
-        self._placed: dict[int, Adapter] = {}  # by number, of sequences placed since the last step with adapters
+        self._placed: dict[int, Adapter] = {}  # by number, placed since the last step with adapters
 
     def begin(self, accepted: Accepted, group: SequenceGroup) -> None:
-        """Keep the adapter for as long as its request runs."""
         if self.name in accepted.states:
             group.states[self.name] = accepted.states[self.name]
 
     def schedule(self, own: Sequence, fields: dict[str, Any]) -> None:
-        """Set the number of the adapter, by which the scheduler admits requests."""
         adapter: Adapter | None = own.group.states.get(self.name)
         if adapter is not None:
             fields["adapter"] = adapter.number
 
     def place(self, slot: int, own: Sequence) -> None:
-        """Note the adapter of a slot, and its weights in case the next step puts them on the devices."""
         adapter: Adapter | None = own.group.states.get(self.name)
         self._numbers[slot] = 0 if adapter is None else adapter.number
         if adapter is not None:
             self._placed[adapter.number] = adapter
 
     def inputs(self, step: StepInput) -> None:
-        """Put the adapters of a step on the devices, and send which one each row has."""
+        """Copy a step's adapters to the devices, and add each row's to its inputs."""
         if step.plan.adapters:
             self.core.runner.hold_adapters(step.plan.adapters, lambda number: self._placed[number].weights)
             step.side["adapters"] = self._numbers[step.plan.slots]
             self._placed.clear()
 
     def load(self, state: State) -> Mapping[str, Any]:
-        """Return the names of the adapters of requests, and the number of requests that wait for a place for one."""
         running = {record.request.adapter for record in state.running if record is not None}
         waiting = {entry.request.adapter for entry in state.waiting}
         return {

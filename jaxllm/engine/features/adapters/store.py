@@ -1,7 +1,7 @@
-"""An engine's adapters: read from folders, kept in host memory, with their tokenizers and templates. Thread-safe.
+"""An engine's adapters, cached in host memory with tokenizers and templates. Thread-safe.
 
-An adapter's content has a number, never reused: scheduler, device and prefix cache identify adapters by number and
-digest. A request holds its adapter, so forgetting one does not affect running requests.
+Scheduler, devices and prefix cache identify an adapter's content by digest and number, never reused. Running requests
+keep an adapter that is forgotten.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Known(NamedTuple):
     has_chat_template: bool
 
 
-NAMES_KEPT = 4096  # at most, of adapters that are forgotten: their blocks may be cached, and are reported by name
+NAMES_KEPT = 4096  # of forgotten adapters, at most: cached blocks are reported by adapter name
 
 
 class Adapters:
@@ -114,12 +114,12 @@ class Adapters:
             return self._known.get(request)
 
     def name_of(self, number: int) -> str:
-        """Return an adapter's name by number; the number if long forgotten."""
+        """Return an adapter's name by number, or the number if long forgotten."""
         with self._lock:
             return self._names.get(number, f"adapter {number}")
 
     def remove(self, lora_int_id: int) -> bool:
-        """Forget adapters by the caller's number; return whether any existed. Requests keep theirs."""
+        """Forget adapters by the caller's number; return whether any existed."""
         with self._lock:
             gone = [request for request in self._known if request.lora_int_id == lora_int_id]
             self._readers.pop(lora_int_id, None)
@@ -134,11 +134,10 @@ class Adapters:
             return {request.lora_int_id for request in self._known}
 
     def close(self) -> None:
-        """End the tokenizer and template processes; idempotent."""
         self._confinement.close()
 
     def _end(self, request: LoRARequest, reader: object) -> bool:
-        """End a reader; return whether its adapter was not removed during the read. The lock is held."""
+        """End a reader; return False if its adapter was removed during the read. Requires the lock."""
         readers = self._readers.get(request.lora_int_id, set())
         is_wanted = reader in readers
         readers.discard(reader)
@@ -147,7 +146,7 @@ class Adapters:
         return is_wanted
 
     def _load(self, request: LoRARequest, reader: object) -> Adapter:
-        """Read an adapter. If removed during the read, only this request has it."""
+        """Read an adapter. If it is removed during the read, only this request has it."""
         with naming(request):
             folder = folder_of(request)
             files = self._read(folder)
@@ -171,7 +170,7 @@ class Adapters:
         return adapter
 
     def _forget_names(self) -> None:
-        """Keep the names of what is known, and of what was read last."""
+        """Keep the names of known and recent adapters."""
         if len(self._names) > NAMES_KEPT + len(self._known):
             numbers = {known.number for known in self._known.values()}
             kept = range(self._num_read - NAMES_KEPT // 2, self._num_read + 1)
@@ -184,7 +183,7 @@ class Adapters:
             self._kept.popitem(last=False)
 
     def _language_of(self, folder: Path) -> Language:
-        """Return the language of an adapter's folder; folders with the same files share one."""
+        """Return the language of an adapter's folder, shared by folders with equal files."""
         templates = read_chat_templates(folder)
         brings = not self._config.skip_tokenizer_init and has_tokenizer(folder)
         if not brings and not templates:
@@ -247,7 +246,7 @@ def naming(request: LoRARequest) -> Iterator[None]:
 
 
 def _eos_ids(tokenizer: Tokenizer, model: ModelInfo) -> frozenset[int]:
-    """Return the end tokens of an adapter's tokenizer: its own, and the model's that are the same in it."""
+    """Return an adapter tokenizer's end token, and the model's end tokens that are the same in it."""
     same = {token for token in model.eos_ids if tokenizer.token(token) == model.tokenizer.token(token)}
     own = tokenizer.eos_token_id
     return frozenset(same if own is None else {own, *same})

@@ -1,1 +1,1 @@
-"""Pooling: prompts that become a vector, by models that embed, classify or score."""
+"""Prompts converted to vectors by models that embed, classify or score."""

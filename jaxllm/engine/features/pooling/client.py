@@ -1,4 +1,4 @@
-"""`PoolingClient`: the call of engines and fleets for a prompt that is pooled."""
+"""`PoolingClient`: the pooling call of engines and fleets."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from jaxllm.pooling_params import PoolingParams
 
 
 class PoolingClient(Protocol):
-    """The part of `EngineClient` that is about pooling. Engines and fleets inherit it."""
+    """The pooling call of `EngineClient`, inherited by engines and fleets."""
 
     def generate(self, prompt: Prompt, *arguments: Any, **options: Any) -> AsyncGenerator[RequestOutput]:
-        """Stream a request's outputs, as `EngineClient.generate`."""
+        """See `EngineClient.generate`."""
         ...
 
     async def encode(
         self, prompt: Prompt, pooling_params: PoolingParams | None = None, request_id: str | None = None, **options: Any
     ) -> AsyncGenerator[PoolingRequestOutput]:
-        """Yield the one output of a prompt that is embedded, classified or scored; options as of `generate`."""
+        """Yield the one output of a prompt to embed, classify or score; options as for `generate`."""
         outputs = self.generate(prompt, pooling_params or PoolingParams(), request_id, **options)
         async with aclosing(outputs):
             async for output in outputs:

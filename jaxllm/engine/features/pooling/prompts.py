@@ -39,8 +39,7 @@ def check_kind(params: Any, model: ModelInfo, name: str) -> None:
 def read(prompt: Prompt, params: PoolingParams, model: ModelInfo) -> PooledPrompt:
     """Check a prompt and its parameters; raise UserError if invalid.
 
-    A prompt that exceeds the model's length is refused unless `truncate_prompt_tokens` cuts it, keeping the first
-    tokens and the tokenizer's special ones.
+    `truncate_prompt_tokens` keeps the first tokens and the tokenizer's special ones.
     """
     _check_params(params, model)
     text, ids, salt = parts_of(prompt, also="token_type_ids")

@@ -1,4 +1,4 @@
-"""Requests for pooling, and their refusal by an engine with a model that generates."""
+"""Pooling requests, and their refusal by generating models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxllm.runner.step_input import StepInput
 
 @dataclass(slots=True, eq=False)
 class PooledOutput(Sequence):
-    """A prompt that is pooled: it yields a vector, and no tokens."""
+    """The result of a pooled prompt: a vector, no tokens."""
 
     not_finite = "its vector was not finite"
 
@@ -32,20 +32,18 @@ class PooledOutput(Sequence):
     def take_in(
         self, result: StepOutput, row: int, count: int, finish_reason: FinishReason | None
     ) -> tuple[int, End | None]:
-        """Take in the vector of a row of a step."""
         assert self.pooler is not None and self.pooling is not None
         self.pooled = finish(self.pooler, result.side["pooled"][row], self.pooling)
         return len(self.tokens), ("stop", None)
 
     def show(self, is_delta: bool) -> CompletionOutput:
-        """Return all of it."""
         output = Sequence.show(self, is_delta)
         output.pooled = self.pooled
         return output
 
 
 class Pooling(Feature):
-    """Handles every request of an engine with a model that pools. The state of a request is in its `PooledOutput`."""
+    """Handles every request of a pooling model. A request's state is in its `PooledOutput`."""
 
     name = "pooling"
     takes = (PoolingParams,)
@@ -58,7 +56,6 @@ class Pooling(Feature):
         self._pooler = pooler
 
     def claim(self, accepted: Accepted) -> None:
-        """Read the prompt; refuse a request that is not to be pooled."""
         model, asked = self.core.language.model, accepted.asked
         prompts.check_kind(asked, model, self.core.config.model)
         if not isinstance(asked, PoolingParams):
@@ -70,7 +67,6 @@ class Pooling(Feature):
         accepted.states[self.name] = asked, read.token_types
 
     def begin(self, accepted: Accepted, group: SequenceGroup) -> None:
-        """Set the pooling parameters and the token types of the sequence."""
         (own,) = group.sequences
         assert isinstance(own, PooledOutput)
         own.pooler, own.row = self._pooler, prompts.ROW
@@ -78,21 +74,19 @@ class Pooling(Feature):
         own.token_types = None if token_types is None else np.asarray(token_types, np.int32)
 
     def schedule(self, own: Sequence, fields: dict[str, Any]) -> None:
-        """Read the prefix cache only for the vector of the last token: a mean needs the hidden states of all."""
+        """Read the prefix cache only for last-token pooling: a mean needs all hidden states."""
         fields["reads_cache"] &= self._pooler.pooling == "last"
 
     def inputs(self, step: StepInput) -> None:
-        """Send the types of the tokens of prompts."""
         owners = [self.core.batch.owner(slot) for slot in step.plan.slots.tolist()]
         step.side["token_types"] = [own.token_types for own in owners if isinstance(own, PooledOutput)]
 
 
 class NoPooling(Feature):
-    """Refuses prompts that are to be pooled by a model that generates."""
+    """Refuses pooling requests to a generating model."""
 
     name = "pooling"
     takes = (PoolingParams,)
 
     def claim(self, accepted: Accepted) -> None:
-        """Refuse `PoolingParams`."""
         prompts.check_kind(accepted.asked, accepted.language.model, self.core.config.model)
