@@ -1,4 +1,4 @@
-"""The host's tier in real engines: the same tokens as with an ample pool."""
+"""Tests that engines with a host tier and few blocks generate the same tokens as with an ample pool."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.adapters import write_adapter
 from tests.support.paths import GOLDEN, STORIES
 from tests.support.sizes import SHORT_BLOCKS
 
-TIGHT = {"num_kv_blocks": 30, "kv_offloading_size": 0.05}  # blocks of 4 tokens, where a request has up to 20
+TIGHT = {"num_kv_blocks": 30, "kv_offloading_size": 0.05}  # blocks of 4 tokens; a request needs up to 20 blocks
 NUM_REQUESTS = 24
 CASES: dict[str, tuple[Path, dict[str, Any]]] = {
     "windows": (GOLDEN / "gemma3", {"preemption_mode": "swap"}),
@@ -44,7 +44,10 @@ def started(model: Path, recorder: FileRecorder | None = None, **settings: Any) 
 
 
 def generate(engine: LLMEngine, adapter: LoRARequest | None) -> list[list[int]]:
-    """Run requests that begin alike, twice; some have an adapter, or obey a grammar where the model can."""
+    """Run requests with common prefixes twice; return their tokens, sorted by name.
+
+    Some requests have the adapter, and some a grammar if the model's vocabulary is large enough.
+    """
     constrained = {3} if engine.model.vocab_size >= 512 else set()
     random = np.random.default_rng(3)
     bases = random.integers(3, 120, (4, 32)).tolist()

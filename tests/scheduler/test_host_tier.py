@@ -1,4 +1,4 @@
-"""The host's tier: tokens that a preempted request computes twice, and held blocks."""
+"""Tests of the host's tier in the scheduler: tokens that a preempted request computes again, and held blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pure core against an oracle device, driven by Hypothesis; and the rules that examples state best."""
+"""Tests of the scheduler: random calls by Hypothesis against a device that checks reads, and examples of rules."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ MOST_PROMPT = 14  # tokens
 
 
 def fingerprint(value: Any) -> bytes:
-    """Hash everything that a state holds."""
+    """Return a digest of all values of a state."""
     digest = hashlib.sha256()
 
     def visit(part: Any) -> None:
         if isinstance(part, np.ndarray):
             digest.update(part.tobytes())
         elif isinstance(part, Request):
-            visit(part.sequence_id)  # its tokens are the engine's, and grow
+            visit(part.sequence_id)  # without its tokens, which belong to the engine and grow
         elif dataclasses.is_dataclass(part):
             for field in dataclasses.fields(part):
                 visit(getattr(part, field.name))
@@ -70,7 +70,7 @@ def plan_bytes(plan: Plan) -> bytes:
 
 
 def check_accounts(state: State, limits: Limits) -> None:
-    """Every block is named, cached or free, exactly once; counts of references are those of the tables."""
+    """Assert that every block is used, cached or free, and that reference counts are those of the block tables."""
     pool = state.pool
     named = [block for table in state.tables for block in table]
     counts = np.bincount(np.asarray(named, np.int64), minlength=limits.num_blocks)
@@ -99,7 +99,7 @@ def check_accounts(state: State, limits: Limits) -> None:
 
 
 class Machine(RuleBasedStateMachine):
-    """Adds, steps, aborts and loses the cache in any order; the fake device checks each read.
+    """Adds and aborts requests, runs steps and resets the cache in any order; the fake device checks each read.
 
     Up to `depth` steps are in flight: planned and run, but not committed.
     """
@@ -137,11 +137,11 @@ class Machine(RuleBasedStateMachine):
         extra_tokens += MOST_PROMPT * is_whole
         most = num_slots + extra_tokens
         drafts = (max_drafts, min(num_slots + more_verified, most), *costs) if max_drafts and not is_whole else ()
-        # Steps whose results have not been taken in: tokens, counts, which rows are finite, whose results are wanted.
+        # Steps that are not committed: plan, tokens, counts, which rows are finite, and the requests that sample.
         self.in_flight: deque[tuple[Plan, np.ndarray, np.ndarray | None, np.ndarray, list[int]]] = deque()
         self.limits = Limits(num_slots, num_blocks, block_size, most, max_chunks, True, is_whole, max_adapters, *drafts)
         self.state = initial(self.limits)
-        self.indexed: set[bytes] = set()  # what the block events say
+        self.indexed: set[bytes] = set()  # digests, according to the block events
         random, share = Random(seed), seed % 4 / 3
         self.device = FakeDevice(self.limits, lambda count: sum(random.random() < share for _ in range(count)))
         self.requests: dict[int, Request] = {}
@@ -150,7 +150,7 @@ class Machine(RuleBasedStateMachine):
         self.plans: list[bytes] = []
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call the core, see that the old state is untouched, and remember the event."""
+        """Call a function of the scheduler, check that the old state is unchanged, and log the call."""
         before, old = fingerprint(self.state), self.state
         result = getattr(scheduler, name)(self.state, self.limits, *arguments)
         assert fingerprint(old) == before, f"{name} changed the state that it was given"
@@ -180,7 +180,7 @@ class Machine(RuleBasedStateMachine):
     ) -> None:
         adapter *= self.limits.max_adapters > 0
         first = len(self.requests) + 1
-        if self.limits.whole_prompts:  # of models that yield no tokens
+        if self.limits.whole_prompts:  # of models that generate no tokens
             num_new, root = 0, None
         if num_new == 0 or root is None or width > self.limits.num_slots or self.limits.max_drafts:
             width = 1
@@ -222,7 +222,7 @@ class Machine(RuleBasedStateMachine):
             self.take_in()
 
     def issue(self) -> bool:
-        """Plan a step and run it; False if there is nothing to do before results are taken in."""
+        """Plan a step and run it; return False if nothing can be planned before a commit."""
         before = self.state.adapters
         sure = self.num_sure()
         self.state, plan = self.call("plan", 0.0)
@@ -257,14 +257,14 @@ class Machine(RuleBasedStateMachine):
         return True
 
     def num_sure(self) -> int:
-        """Count the blocks that running requests need and that are not there, if all drafts in flight are rejected."""
+        """Return the number of blocks that running requests lack if all drafts in flight are rejected."""
         slots, size = self.state.slots, self.limits.block_size
         bounds = slots.length - self.drafts_in_flight()
         missing = np.where(slots.length < slots.limit, -(-(bounds - slots.capacity) // size), 0)
         return max(0, int(np.maximum(0, missing).sum()) - self.state.pool.num_available)
 
     def drafts_in_flight(self) -> np.ndarray:
-        """Count, by slot, the drafts of steps whose results were not taken in."""
+        """Return the number of drafts in uncommitted steps, by slot."""
         counts = np.zeros(self.limits.num_slots, np.int64)
         for plan, *_ in self.in_flight:
             own = plan.epochs[plan.slots] == self.state.slots.epochs[plan.slots]
@@ -273,11 +273,11 @@ class Machine(RuleBasedStateMachine):
         return counts
 
     def take_in(self) -> None:
-        """Commit the oldest step in flight, if there is one."""
+        """Commit the oldest step in flight, if any, and check its events."""
         if not self.in_flight:
             return
         plan, tokens, counts, is_finite, sampling = self.in_flight.popleft()
-        # Whoever has ended, or was preempted, or admitted again since, gets nothing from this step.
+        # Requests that have ended, or were preempted since, get no result from this step.
         waiting = {
             row_id
             for row_id, slot in zip(sampling, plan.slots[plan.samples].tolist(), strict=True)
@@ -300,12 +300,12 @@ class Machine(RuleBasedStateMachine):
             self.end(request_id, "error")
         for leader in events.complete:
             self.go_on(leader)
-        # A result that comes twice, or for a request that has gone, changes nothing.
+        # A second commit of a result, or one for a request that has ended, changes nothing.
         again, none = scheduler.commit(self.state, self.limits, plan, tokens, is_finite, counts, counts)
         assert not len(none.ids) and not none.failed and fingerprint(again) == fingerprint(self.state)
 
     def go_on(self, leader: int) -> None:
-        """Let the members of a gang that has answered fork by a hash of their tokens; at its limit it ends."""
+        """Fork a gang after all its results; a hash of its tokens chooses the parents. At its limit, abort it."""
         gang = [request_id for request_id, request in self.requests.items() if request.gang == leader]
         parents = [each for each in gang if len(self.device.full[each]) > self.requests[each].num_prompt] or [leader]
         assert len({len(self.device.full[each]) for each in parents}) == 1, "they keep in step"
@@ -316,7 +316,7 @@ class Machine(RuleBasedStateMachine):
         chosen = zlib.crc32(repr([self.device.full[each].tolist() for each in parents]).encode())
         moves = [
             Move(each, parents[chosen // 7**at % len(parents)], at) for at, each in enumerate(gang)
-        ]  # tokens of their own, so that no two are the same
+        ]  # distinct tokens
         before = {each: self.device.full[each][:] for each in parents}
         self.state = self.call("fork", moves)
         for target, source, token in moves:
@@ -405,7 +405,7 @@ class Machine(RuleBasedStateMachine):
                 plans.append(plan_bytes(result))
         assert plans == self.plans, "same events, same plans"
         assert fingerprint(core.state) == fingerprint(self.state)
-        # Whoever is left finishes: work is bounded by tokens, and a preemption only delays it.
+        # The remaining requests finish: tokens bound the work, and a preemption only delays it.
         for _ in range(4000):
             if len(self.ended) == len(self.requests):
                 break
@@ -421,7 +421,7 @@ class Machine(RuleBasedStateMachine):
 
 @pytest.fixture(autouse=True)
 def shrunk_for_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure is told within a minute: Hypothesis shrinks for five, and has no setting for that."""
+    """Shrink failures for 20 seconds: Hypothesis takes five minutes, and has no setting for that."""
     monkeypatch.setattr("hypothesis.internal.conjecture.engine.MAX_SHRINKING_SECONDS", 20)
 
 
@@ -619,7 +619,7 @@ def test_a_request_with_an_adapter_needs_places_for_some() -> None:
 
 @pytest.mark.parametrize("num_hot", [0, 8])
 def test_no_adapter_starves(num_hot: int) -> None:
-    """Two hundred adapters come once each, while others run all the time: those drain, and all are served in turn."""
+    """Test that 200 requests, each with a new adapter, are admitted in order, with `num_hot` others in every step."""
     limits = Limits(
         num_slots=80, num_blocks=4096, block_size=4, max_step_tokens=512, max_step_chunks=64, max_adapters=8
     )
@@ -641,7 +641,7 @@ DRAFTING = dataclasses.replace(LIMITS, max_step_tokens=32, max_drafts=3, max_ver
 
 
 def verify(state: State, counts: list[int], plan: Plan, limits: Limits = DRAFTING) -> State:
-    """Take in a step of which each row has sampled so many tokens."""
+    """Commit a step whose rows have sampled `counts` tokens."""
     tokens = np.full((len(counts), max(counts)), 1, np.int32)
     sampled = np.array(counts, np.int32)
     owners = {record.request.sequence_id: record.request for record in state.running if record is not None}
@@ -652,7 +652,7 @@ def verify(state: State, counts: list[int], plan: Plan, limits: Limits = DRAFTIN
 
 
 def drafting_state(*requests: Request, limits: Limits = DRAFTING) -> State:
-    """Run requests to where the device has drafts for them."""
+    """Run requests until the device has drafts for them."""
     state, plan = run(start(*requests, limits=limits), limits=limits)
     assert not plan.proposes and not plan.num_drafts, "beside chunks nothing is drafted"
     state, plan = run(state, limits=limits)
@@ -690,7 +690,7 @@ def test_a_row_at_its_bound_waits_until_its_drafts_are_counted() -> None:
 
 
 def test_drafts_take_blocks_that_are_spare_and_preempt_nobody() -> None:
-    """Of two requests with 10 tokens each: with blocks of 4 their drafts reach beyond the third."""
+    """Test two requests with 10 tokens each, the drafts of which reach beyond their third block of 4 tokens."""
     for num_blocks, lengths in ((10, [4, 4]), (9, [2, 2]), (7, [2, 2]), (6, [2, 2])):
         limits = dataclasses.replace(DRAFTING, num_blocks=num_blocks)
         pair = request(1, num_new=14, root=None), request(2, num_new=10, root=None)
@@ -751,7 +751,7 @@ def beams(width: int = 3, length: int = 6, num_new: int = 9, first: int = 1, **o
 
 
 def fork(state: State, owners: list[Request], parents: list[int], limits: Limits = LIMITS) -> State:
-    """Let each of a gang go on as a child of the request at its place in `parents`, and write their tokens."""
+    """Continue each member of a gang as a child of the member at its index in `parents`, and write their tokens."""
     moves = [
         Move(own.sequence_id, owners[parent].sequence_id, 50 + at)
         for at, (own, parent) in enumerate(zip(owners, parents, strict=True))
@@ -797,7 +797,7 @@ def test_children_share_full_blocks_and_all_but_one_of_a_parent_get_a_copy_of_th
     ]
     assert plan.num_decodes == 1 and plan.lengths.tolist() == [1, 1, 1], "first rows are chunks of a token"
     before = state.tables
-    state = fork(state, owners, [2, 1, 2])  # the first one dies
+    state = fork(state, owners, [2, 1, 2])  # the first one has no child
     assert state.tables[:3] == ((full,), before[1], before[2])
     state, plan = run(state)
     assert plan.num_decodes == 3 and plan.moves[:, [2, 4]].tolist() == [[before[2][1], state.tables[0][1]]]

@@ -1,4 +1,4 @@
-"""Blocks of windowed layers: how many a request has, which go and when, and which prefixes can still be used."""
+"""Tests of windowed layers' blocks: their number, their release, and the cached prefixes that stay usable."""
 
 from __future__ import annotations
 
@@ -85,11 +85,11 @@ def test_a_conversation_that_goes_on_finds_its_whole_prefix(window: int) -> None
 
 def test_a_prefix_is_cut_where_its_window_has_gone() -> None:
     state = finish(scheduler.add(initial(LIMITS), LIMITS, [request(1, 40)]))
-    branch = request(2, 21)  # needs blocks 3 and 4 of the first, which were given back and are cached
+    branch = request(2, 21)  # needs blocks 3 and 4 of the first request, which were released and are cached
     _, plan = scheduler.plan(scheduler.add(state, LIMITS, [branch]), LIMITS, 0.0)
     assert plan.admitted[0].num_cached == 20
     other = Request(sequence_id=3, tokens=array("i", range(100, 140)), num_prompt=40, limit=44)
-    state = finish(scheduler.add(state, LIMITS, [other]))  # takes all blocks of windowed layers
+    state = finish(scheduler.add(state, LIMITS, [other]))  # uses all blocks of windowed layers
     assert len(block_pool.cached_blocks(state.pool)) == 20, "those of other layers are all there"
     _, plan = scheduler.plan(scheduler.add(state, LIMITS, [branch]), LIMITS, 0.0)
     assert plan.admitted[0].num_cached == 0
@@ -114,7 +114,7 @@ def test_a_gang_that_could_not_run_alone_is_refused() -> None:
 
 
 def test_with_a_window_as_long_as_any_request_there_is_one_plan_for_both_groups() -> None:
-    """The second group then has the blocks of the first, a chunk of the prompt later."""
+    """Test that both groups then have equally many blocks, but the second allocates those of a prompt by chunk."""
     limits = replace(LIMITS, window=200, num_window_blocks=60)
     state = scheduler.add(initial(limits), limits, [request(1, 50, 9)])
     while state.num_running or state.waiting:

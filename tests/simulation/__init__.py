@@ -1,10 +1,10 @@
-"""A deterministic simulation: the production engine over a device, a clock, clients and faults that a seed decides.
+"""A deterministic simulation: the production engine with a simulated device, clock and clients, and injected faults.
 
-`oracle.py` says what each request must give, whatever happens around it; `device.py` is a device that checks all it
-reads of the cache; `reference.py` is the scheduler once more, naively; `trace.py` makes a list of events from a seed;
-`world.py` plays it, with a `client.py` for each request, the event loop of `loop.py` and what stands for threads in
-`stand_ins.py`; `checks.py` has the invariants I1 to I14; `shrink.py` makes a failing trace short; `mutants.py` are bugs
-that the simulation must find.
+A seed decides everything. `oracle.py` computes the expected output of each request. `device.py` checks every read of
+the KV cache. `reference.py` is a naive second scheduler. `trace.py` makes a list of events from a seed, and `world.py`
+plays it, with a `client.py` for each request, the event loop of `loop.py` and the replacements for threads in
+`stand_ins.py`. Errors name the invariants I1 to I17; `checks.py` checks those of the whole engine. `shrink.py` shortens
+a failing trace. `mutants.py` lists bugs that the simulation must find.
 
-`python -m tests.simulation --help` runs it; an invariant's number is that of checks.py; reliability.md §2a.
+`python -m tests.simulation` plays seeds; `--help` lists its flags. docs/reliability.md, "Simulation", has the results.
 """

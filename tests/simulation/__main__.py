@@ -1,6 +1,6 @@
-"""`python -m tests.simulation`: play traces of many seeds, on all cores, and print one line.
+"""`python -m tests.simulation`: play the traces of many seeds and print one line of results.
 
-A seed that fails is shrunk; what is left of its trace is written to a file, and the command that plays it is printed.
+The trace of a failing seed is shortened and written to a file, and the command that plays it is printed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; the status is 1 if a seed failed."""
+    """Run the command line; return the exit status, 1 if a seed failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--steps", type=int, default=200_000, help="steps to play at least (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
@@ -64,7 +64,7 @@ def _replay(path: Path) -> int:
 
 
 def explain(seed: int, folder: Path) -> None:
-    """Shrink a failing seed, keep its trace, and say how to play it."""
+    """Shorten the trace of a failing seed, save it, and print the command that plays it."""
     from tests.simulation.shrink import shrink
     from tests.simulation.trace import make_trace
 

@@ -1,7 +1,7 @@
-"""Adapters of a simulated engine: folders whose content is a number, weights that are that number, naive places.
+"""Adapters of a simulated engine: folders that hold a number, which is also their weights, and naive places.
 
-The store (`engine/features/adapters/store.py`) is that of production, and so is what holds weights on the device but
-for the transfer.
+The store (`engine/features/adapters/store.py`) and the weights' places on the device are production code, except for
+the transfer.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ BROKEN_FOLDER = 0  # its files cannot be read
 
 
 class Folders:
-    """The folders of adapters, in each of which a number stands for the files."""
+    """The folders of adapters; a number replaces the files of each."""
 
     def __init__(self, num_adapters: int) -> None:
         self._history = {index: [index] for index in range(1, num_adapters + 1)}  # contents, the newest last
-        self._least = dict.fromkeys(self._history, 0)  # in the history, that a request may still get
+        self._least = dict.fromkeys(self._history, 0)  # index of the oldest content that requests may get
         self._num_contents = num_adapters
-        self.contents: dict[int, int] = {}  # by the numbers that the engine gave
+        self.contents: dict[int, int] = {}  # by the engine's numbers of adapters
 
     def read(self, folder: Path) -> LoraFiles:
         """Read a folder for the engine."""
@@ -44,16 +44,16 @@ class Folders:
         return LoraFiles(rank=1, digest=digest_of(content), weights=(content,))  # type: ignore[arg-type]
 
     def change(self, index: int) -> None:
-        """Put other files into a folder; who has read it keeps what it has."""
+        """Replace the files of a folder; requests that have read the old ones keep them."""
         self._num_contents += 1
         self._history[index].append(self._num_contents)
 
     def forget(self, index: int) -> None:
-        """The engine was told to forget an adapter: from now on its folder is read anew."""
+        """Expect the newest files from now on: the engine has removed the adapter, and must read its folder again."""
         self._least[index] = len(self._history[index]) - 1
 
     def note(self, asked: int, adapter: Adapter | None) -> tuple[int, int]:
-        """Check which adapter a request got that asked for a folder, 0 for none; return its number and content."""
+        """Check the adapter that a request for a folder (0: without one) got; return its number and content."""
         if adapter is None:
             if asked:
                 raise Violation("a request has lost its adapter")
@@ -76,10 +76,10 @@ def request_of(index: int) -> LoRARequest:
 
 
 def make_store(world: World, core: Core) -> Adapters:
-    """Make production's store over a world's folders.
+    """Return the production store over a world's folders.
 
-    Which adapters live on with their requests, the collector of cycles decides at its own times: here those that are
-    kept and no others, or, in some worlds, all.
+    In production the garbage collector decides how long an adapter that the store has dropped can be found. Here only
+    adapters that the store keeps can be found, or, in some worlds, all.
     """
     store = Adapters(core.config, core.language, world.folders.read)
     alive: Any = {} if world.setting["seed"] % 3 == 0 else OnlyKept(store)
@@ -88,7 +88,7 @@ def make_store(world: World, core: Core) -> Adapters:
 
 
 class OnlyKept(dict[LoRARequest, Adapter]):
-    """Adapters that live: those that a store keeps."""
+    """The adapters that can be found: only those that the store keeps."""
 
     def __init__(self, store: Adapters) -> None:
         super().__init__()
@@ -98,11 +98,11 @@ class OnlyKept(dict[LoRARequest, Adapter]):
         return self._store._kept.get(request, default)
 
     def __setitem__(self, request: LoRARequest, adapter: Adapter) -> None:
-        """Nothing: the store puts what it keeps into `_kept`."""
+        """Do nothing: the store has the adapter in `_kept`."""
 
 
 class Held(ResidentAdapters):
-    """What holds weights on the device; to put them there may fail."""
+    """The adapters on the device; a fault may make a transfer fail."""
 
     def __init__(self, before_put: Callable[[], None]) -> None:
         super().__init__(())
@@ -119,13 +119,13 @@ class Held(ResidentAdapters):
 
 
 class Places:
-    """Which adapters are resident, by the naive scheduler: everything is counted anew, from who runs now."""
+    """The resident adapters of the naive scheduler, computed from the running requests each time."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._now = 0
-        self._came: dict[int, int] = {}  # by resident: when it came into use
-        self._left: dict[int, int] = {}  # by idle resident: when it was let go of
+        self._came: dict[int, int] = {}  # by resident adapter: when its use began
+        self._left: dict[int, int] = {}  # by idle resident adapter: when its use ended
         self._claims: list[int] = []
         self._has_loaded = False
         self._were_in_use: list[int] = []
@@ -133,17 +133,17 @@ class Places:
 
     @property
     def in_use(self) -> list[int]:
-        """Those of running requests, longest in use first."""
+        """The adapters of running requests, longest in use first."""
         return sorted((each for each in self._came if each not in self._left), key=lambda each: self._came[each])
 
     @property
     def residents(self) -> tuple[int, ...]:
-        """All, in the order of `State.adapters`."""
+        """All resident adapters, in the order of `State.adapters`."""
         idle = sorted(self._left, key=lambda each: (self._left[each], self._came[each]))
         return (*idle, *self.in_use)
 
     def settle(self, running: Iterable[Entry]) -> None:
-        """Requests have left their slots: what none of the others has is idle."""
+        """Mark adapters without running requests as idle."""
         self._now += 1
         kept = {entry.adapter for entry in running}
         for adapter in self.in_use:
@@ -151,12 +151,12 @@ class Places:
                 self._left[adapter] = self._now
 
     def clear(self) -> None:
-        """The device has lost them."""
+        """Remove all residents: the device has lost its state."""
         self._came.clear()
         self._left.clear()
 
     def begin(self) -> None:
-        """A plan begins to admit."""
+        """Start the admissions of a plan."""
         self._claims = []
         self._has_loaded = False
         self._were_in_use = self.in_use
@@ -164,7 +164,7 @@ class Places:
     def admits(self, adapter: int) -> bool:
         """Whether a waiting request may have its adapter in this plan; if not, the adapter claims a place."""
         in_use = self.in_use
-        num_free = self._most - len(in_use) - len(self._claims)  # below 0: so many of those in use are to drain
+        num_free = self._most - len(in_use) - len(self._claims)  # negative: that number of used ones must drain
         if not adapter:
             return True
         if adapter in in_use:
@@ -180,7 +180,7 @@ class Places:
         return False
 
     def enter(self, adapter: int) -> None:
-        """A request with this adapter was admitted."""
+        """Make the adapter of an admitted request resident and used."""
         if not adapter or adapter in self.in_use:
             return
         if adapter not in self._left:

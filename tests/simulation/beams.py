@@ -1,7 +1,7 @@
-"""What a beam search must give: the search of transformers over the whole vocabulary, one request by itself.
+"""The expected result of a beam search: the search of transformers over the whole vocabulary, for one request alone.
 
-A log-probability is a hash of the sequence and the token. All candidates of all beams are looked at in each step, while
-production sees the likeliest few of each.
+A log-probability is a hash of the sequence and the token. Each step considers all candidates of all beams, while
+production considers the few likeliest of each beam.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.simulation.oracle import BROKEN, EOS, NUM_LOGPROBS, VOCABULARY, Outco
 
 @lru_cache(maxsize=4096)
 def likeliest(chain: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Return all tokens behind a sequence and their log-probabilities, the likeliest first; a search ends often."""
+    """Return all tokens and their log-probabilities after a sequence, sorted; a likely EOS makes searches end."""
     values = np.array([logprob(chain, token) for token in range(VOCABULARY)])
     values[EOS] /= 4
     tokens = np.argsort(-values, kind="stable")
@@ -27,7 +27,7 @@ def likeliest(chain: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
 
 
 def params_of_beams(asked: BeamSearchParams) -> SamplingParams:
-    """Return what a beam looks like to all who know requests only."""
+    """Return sampling parameters with which code without beam search can treat a search."""
     params = SamplingParams(
         temperature=0.0,
         max_tokens=asked.max_tokens,
@@ -40,12 +40,12 @@ def params_of_beams(asked: BeamSearchParams) -> SamplingParams:
 
 
 def is_too_wide(asked: BeamSearchParams, num_slots: int) -> bool:
-    """Whether an engine must refuse a search."""
+    """Whether an engine must refuse a search because of its width."""
     return asked.beam_width + (not asked.ignore_eos) > NUM_LOGPROBS or asked.beam_width > num_slots
 
 
 def blocks_of(num_prompt: int, limit: int, width: int, size: int, shares: bool = True) -> int:
-    """Return the blocks that a search may need: it shares what the prompt fills, and each beam goes on by itself."""
+    """Return the most blocks that a search needs; if `shares`, beams share the full blocks of the prompt."""
     shared = num_prompt // size if shares else 0
     return shared + width * max(1, -(-(limit - 1) // size) - shared)
 
@@ -60,10 +60,10 @@ class Found(NamedTuple):
 
 
 class Oracle:
-    """One search: its running beams, the best first, and what it has found."""
+    """A beam search: its running beams, the best first, and its outputs."""
 
     def __init__(self, asked: BeamSearchParams, first: int, most: int) -> None:
-        """`first` is the chain of hashes behind the prompt, `most` the tokens of the longest output."""
+        """Start a search; `first` is the hash of the prompt, `most` the tokens of the longest output."""
         self.asked = asked
         self.most = most
         self.running: list[tuple[tuple[int, ...], int, float]] = [((), first, 0.0)]  # tokens, chain, log-probability
@@ -80,7 +80,7 @@ class Oracle:
             for token, own in zip(*likeliest(chain), strict=True)
         ]
         candidates.sort(key=lambda each: -each[0])
-        kept = candidates[: 2 * width]  # with one token that ends, or none
+        kept = candidates[: 2 * width]  # at most `width` of them end
 
         def hits(token: int) -> bool:
             return length == self.most or (token == EOS and not asked.ignore_eos)
@@ -100,7 +100,7 @@ class Oracle:
             self.running = [((*tokens, token), mix(chain, token), total) for total, tokens, chain, token in going]
 
     def outcome(self) -> list[Found]:
-        """Run to the end."""
+        """Return the outputs of the search at its end."""
         own = Oracle(self.asked, 0, self.most)
         own.running, own.found, own.is_over = self.running, [*self.found], self.is_over
         while not own.is_over:
@@ -109,7 +109,7 @@ class Oracle:
 
 
 class BeamTruth(Truth):
-    """One beam: it becomes what a fork says, and the search of which it is knows whether that is right."""
+    """The expected sequence of a beam, which each fork replaces; `search` is the search that it belongs to."""
 
     def __init__(self, oracle: Oracle | None, asked: BeamSearchParams, *args: Any) -> None:
         super().__init__(*args)
@@ -122,7 +122,7 @@ class BeamTruth(Truth):
             raise AssertionError("the host chooses the tokens of beams")
 
     def become(self, tokens: Sequence[int], chain: Sequence[int], token: int) -> None:
-        """Go on as a child of a sequence."""
+        """Replace the sequence by a child of another: its tokens and hashes, and a new token."""
         self.length = len(tokens) + 1
         self.tokens[: self.length] = (*tokens, token)
         self.chain[: self.length] = (*chain, mix(int(chain[-1]), token))
@@ -138,7 +138,7 @@ class BeamTruth(Truth):
         return text + ("</s>" if shows else "")
 
     def breaks_at(self) -> int | None:
-        """Whether the text of what there is, or of what there will be, cannot be made."""
+        """Return 1 if decoding the current or the final sequences raises, else None."""
         if not self._is_broken:
             return None
         texts = [each.tokens for each in self.search.outcome()]

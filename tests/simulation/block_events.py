@@ -1,4 +1,4 @@
-"""Somebody who follows the events of the prefix cache, as a router in front of several engines does."""
+"""A subscriber of the prefix cache's events, as a router of several engines is."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tests.simulation.device import Violation
 
 
 def root_of(salt: bytes, adapter: bytes = b"") -> bytes:
-    """Return the root of the blocks of a request with this salt, and this digest of its adapter."""
+    """Return the root digest of a request with this salt and this digest of its adapter."""
     return sha256(b"".join(len(part).to_bytes(8, "little") + part for part in (salt, adapter))).digest()
 
 
 class Follower:
-    """Knows what the cache holds, by what is told of it, and checks that.
+    """Derives the content of the prefix cache from its events, and checks each event.
 
-    `ids` are those of all requests so far, after which private caches are called; `contents` are those of adapters, by
-    their numbers; what is wrong goes to `failures`.
+    `ids` has the ids of all requests so far, which are the salts of private caches; `contents` has the contents of
+    adapters by number; errors are appended to `failures`.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Follower:
         self.stored: set[bytes] = set()  # digests of blocks that can be hit
 
     async def run(self) -> None:
-        """Read what the engine tells of its prefix cache, to its end."""
+        """Read batches of events until the engine ends; check that no batch is missing."""
         number = 0
         try:
             async for batch in self._llm.kv_events():
@@ -57,7 +57,7 @@ class Follower:
             self._failures.append(error)
 
     def _note(self, events: Sequence[Any]) -> None:
-        """Follow what the engine tells of its prefix cache."""
+        """Check and apply events."""
         for event in events:
             match event:
                 case Cleared():

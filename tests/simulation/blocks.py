@@ -1,4 +1,4 @@
-"""The blocks of one group of layers in the simplest form: counts, a set, and two dicts."""
+"""A naive model of the blocks of one group of layers: reference counts, a set of free blocks, and two dicts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Blocks:
     def __init__(self, count: int) -> None:
         self.references = [0] * count
         self.free = set(range(count))
-        self.cached: dict[int, int] = {}  # block -> key, the first is evicted first
-        self.index: dict[int, int] = {}  # key -> block
+        self.cached: dict[int, int] = {}  # by block: key; the first is evicted first
+        self.index: dict[int, int] = {}  # by key: block
         self.evicted: list[tuple[int, int]] = []  # keys and blocks, in this plan
 
     @property
@@ -37,7 +37,7 @@ class Blocks:
             self.cached.pop(block, None)
 
     def take(self, block: int, any_free: bool) -> None:
-        """Hand a block out that production has chosen: a free one, or the least recently released one."""
+        """Allocate the block that production chose; check that it is free, or else the least recently released."""
         if any_free:
             if block not in self.free:
                 raise Violation(f"I1: block {block} is handed out, and is not free")
@@ -51,7 +51,7 @@ class Blocks:
         self.references[block] = 1
 
     def release(self, block: int, key: int | None) -> None:
-        """Give a block back; with a key it may be in the index."""
+        """Release a reference of a block; the last one caches it if the index has it under `key`, and else frees it."""
         self.references[block] -= 1
         if self.references[block]:
             return
@@ -61,12 +61,12 @@ class Blocks:
             self.free.add(block)
 
     def forget(self, key: int, block: int) -> None:
-        """Take a block out of the index that one request names."""
+        """Remove a block from the index, if exactly one request uses it."""
         if self.index.get(key) == block and self.references[block] == 1:
             del self.index[key]
 
     def discard(self, key: int) -> None:
-        """Free a block that is cached."""
+        """Free the cached block of a key, if it exists."""
         block = self.index.get(key)
         if block in self.cached:
             del self.index[key], self.cached[block]

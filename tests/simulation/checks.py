@@ -1,4 +1,4 @@
-"""What must hold of a world: after every turn, when nothing runs, and when the engine has ended."""
+"""Invariants of a world: after every turn, when no request runs, and after the engine has ended."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROUNDING = 1e-6  # seconds by which a timer may be late
 
 
 def check_turn(world: World, began: float) -> None:
-    """What is reported is true, and no client waits for what is due. `began` is when the turn did."""
+    """Check metrics and loads, and that each client got its outputs in time. `began` is the start of the turn."""
     if world.is_dead:
         return
     reference, metrics, device = world.reference, world.engine.metrics, world.runner.device
@@ -87,14 +87,14 @@ def check_turn(world: World, began: float) -> None:
             new = entry.known - entry.truth.num_prompt - told
             if entry.slot == -2 and index not in client.ends:
                 raise Violation(f"{client.name} was not told that sample {index} has ended")
-            # Where the interval is the engine's own, who gets no token is not looked at when it becomes shorter.
+            # When the engine's default interval becomes shorter, samples without a new token are not shown at once.
             has_grown, entry.seen = entry.known > entry.seen or bool(client.params.stream_interval), entry.known
             if entry.slot > -2 and ((new >= enough and has_grown) or (new and not told)):
                 raise Violation(f"{client.name} was not shown {new} tokens")
 
 
 def check_idle(world: World) -> None:
-    """Nothing runs: nothing may be held."""
+    """Check that an engine without requests holds no blocks, streams or timers."""
     world.reference.compare()
     state, engine = world.engine.scheduler.state, world.engine
     pools = (state.pool, *([] if state.window_pool is None else [state.window_pool]))
@@ -113,7 +113,7 @@ def check_idle(world: World) -> None:
 
 
 def check_over(world: World) -> None:
-    """Nobody is left waiting, and no stream is kept."""
+    """Check that an ended engine has no waiting client, stream or call."""
     for client in world.clients:
         raise Violation(f"I7: {client.name} waits for a dead engine")
     if world.draining is not None and world.draining.done() and world.draining.result() and world.num_cut_off:

@@ -1,4 +1,4 @@
-"""A reader of one request, and what it checks of everything that it is given."""
+"""A client of one request, and its checks of every output."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Client:
-    """Submits a request and reads it as its reader would: at once, slowly, or not to the end."""
+    """Submits a request and reads its outputs: at once, slowly, or not to the end."""
 
     def __init__(self, world: World, request: dict[str, Any], ids: list[int], params: SamplingParams) -> None:
         self.world = world
@@ -47,40 +47,40 @@ class Client:
                 "cache_salt": request["salt"],
             }
         self.salt: str = request.get("salt", "")
-        self.folder: int | None = request.get("adapter")  # of its adapter, None: none
-        self.adapter = self.weights = 0  # number and content of its adapter, once the engine has read it
+        self.folder: int | None = request.get("adapter")  # of its adapter, None without one
+        self.adapter = self.weights = 0  # number and content of its adapter, once read
         self.priority: int = request.get("priority", 0)
         self.timeout: float | None = request.get("timeout")
         self.time_limit: float | None = request.get("time_limit")
         self.reads: int | None = request.get("reads")
         self.arrival = world.now
-        if self.timeout is not None and self.time_limit is None and len(ids) % 2:  # it came before the call
+        if self.timeout is not None and self.time_limit is None and len(ids) % 2:  # it arrived before the call
             self.arrival -= self.timeout / 2
-        self.latest = world.now  # what a clock that goes back has shown before counts: see `events`
+        self.latest = world.now  # the latest time before the clock was changed, see `events`
         self.limit = min(world.max_model_len, len(ids) + (params.max_tokens or world.max_model_len))
-        self.truths: list[Truth] = []  # by sample, once the engine has taken it in
+        self.truths: list[Truth] = []  # by sample, once the engine has queued the request
         self.entries: list[Entry] = []  # of the reference
         self.tokens: dict[int, list[int]] = {}
         self.texts: dict[int, str] = {}
-        self.logprobs: dict[int, int] = {}  # positions told
+        self.logprobs: dict[int, int] = {}  # positions received
         self.prompt_logprobs_told = 0
         self.ends: dict[int, tuple[str, Any]] = {}
         self.num_outputs = 0
         self.is_submitted = False
-        self.has_end = False  # its last output was handed over, and nothing had failed it
+        self.has_end = False  # its last output was delivered, and no error before it
         self.times: dict[str, float] = {}
-        self.enough = MANY_STREAMS_INTERVAL  # tokens for which it may be shown something: what held when that was made
+        self.enough = MANY_STREAMS_INTERVAL  # tokens between outputs, when its next one was made
         self.is_over = False
         self.may_be_aborted = False
         self.aborted_in: int | None = None  # the turn
-        self.was_dropped = False  # by us: the reader went away
+        self.was_dropped = False  # the client disconnected
         self.error: BaseException | None = None
         self.pause: asyncio.Future[None] | None = None
         self.task: asyncio.Task[None] | None = None
 
     @property
     def is_unreadable(self) -> bool:
-        """Whether the text of the prompt's end, which the output's begins with, cannot be made."""
+        """Whether the last tokens of the prompt, which the output's decoder reads first, have no text."""
         if not self.world.tokenizer.is_broken:
             return False
         num_bytes = 0
@@ -95,7 +95,7 @@ class Client:
         return False
 
     async def run(self) -> None:
-        """Read to the end, whatever it is."""
+        """Read all outputs, to the last one or an error, and report the end to the world."""
         world = self.world
         world.submitting = self
         stream = world.llm.generate(
@@ -131,7 +131,7 @@ class Client:
             world.loop.failures.append(error)
 
     def _take(self, output: RequestOutput) -> None:
-        """Check an output and add it to what there is."""
+        """Check an output and append it to the earlier ones."""
         self.num_outputs += 1
         params = self.params
         if len(self.ends) == params.n:
@@ -252,7 +252,7 @@ class Client:
             raise Violation(f"{self.name} misses log-probabilities")
         positions = range(truth.num_prompt, truth.num_prompt + count)
         together = sum(logprob(int(truth.chain[at - 1]), int(truth.tokens[at])) for at in positions)
-        if part.cumulative_logprob != together:  # halves of halves: sums are exact
+        if part.cumulative_logprob != together:  # multiples of 1/64: sums are exact
             raise Violation(f"{self.name} is told another sum of log-probabilities")
         for at, entry in enumerate(part.logprobs, truth.num_prompt + first):
             token, chain = int(truth.tokens[at]), int(truth.chain[at - 1])
@@ -272,12 +272,12 @@ class Client:
 
 
 def told_of(entry: dict[int, Any]) -> list[tuple[int, float, int]]:
-    """Take what was told of a position apart: tokens with their log-probabilities and ranks, in order."""
+    """Return the tokens of a position with their log-probabilities and ranks, in order."""
     return [(token, each.logprob, each.rank) for token, each in entry.items()]
 
 
 def logprobs_of(chain: int, token: int, count: int) -> list[tuple[int, float, int]]:
-    """Say what must be told of a position: its token, then the likeliest, as `device._fill_logprobs` makes them."""
+    """Return the expected entry of a position: its token, then the likeliest, as `device._fill_logprobs` makes them."""
     due = {token: (logprob(chain, token), 1 + chain % NUM_LOGPROBS)}
     for number in range(count):
         due.setdefault((chain + number) % VOCABULARY, (logprob(chain, (chain + number) % VOCABULARY), number + 1))

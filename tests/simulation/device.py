@@ -1,14 +1,14 @@
-"""A device without arithmetic that knows what every place of the cache holds, and checks all that a step reads.
+"""A simulated device without arithmetic, which records the content of the KV cache and checks every read of a step.
 
-The runner is the production one but for its programs: it chooses among compiled shapes, packs the buffer and sends
-ahead what does not fit. A program here reads that buffer as `step.py` does. Each place of the cache holds the hash of
-the sequence that wrote it, conditioning included; a step writes, then checks every place of every row against the
-truth of the request whose seed stands in the slot's sampling row. What it samples is what `oracle.Truth` says, and the
-mask of a row that obeys a grammar must be the truth's at that position.
+The runner is the production one except for its programs: it chooses among compiled shapes, packs the buffer and sends
+separately the data that does not fit. A program here reads that buffer as `step.py` does. Each token's position in the
+cache holds a hash of the sequence up to that token, with its salt and adapter. A step writes, then compares the content
+that each row reads with the expected sequence, `oracle.Truth`, of the request whose seed is in the slot's sampling row.
+The tokens that it samples are those of `oracle.Truth`, and the mask of a row with a grammar must be the expected mask.
 
-Drafts are the truth's next tokens, some of them made wrong. A wrong one leaves the hash of the wrong sequence in the
-cache, so who reads it later is found. A *place* is where a step samples: behind each row, or behind each token if the
-program verifies drafts.
+Drafts are the next tokens of the expected sequence, some of them replaced by wrong ones. A wrong draft leaves the hash
+of a wrong sequence in the cache, so a later read of it is found. A *place* is a position where a step samples: after
+the last token of each row, or after each token if the program verifies drafts.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from jaxllm.setup.kv_cache import Geometry
 from tests.simulation.beams import BeamTruth, likeliest
 from tests.simulation.oracle import NUM_LOGPROBS, VOCABULARY, Truth, logprob, mix
 
-POISON = np.uint64(0xBAD)  # what a row whose numbers were not finite leaves in the cache
+POISON = np.uint64(0xBAD)  # content of the cache after a row without finite numbers
 WIDTHS = (2, 2, 4 + 2 * NUM_LOGPROBS, 4 + 2 * NUM_LOGPROBS + 128)  # columns of results, by variant
-KEY_AT = 13  # words of a sampling row that hold the seed
+KEY_AT = 13  # index of the words of a sampling row that hold the seed
 VARIANTS = tuple(Variant)
 DRAFT_SHARES = (
     256,
@@ -54,15 +54,15 @@ DRAFT_SHARES = (
     96,
     0,
     -1,
-)  # of the drafts of a request, in 256ths, that are right; -1: it has none
+)  # shares of a request's drafts that are right, in 256ths; -1: no drafts
 
 
 class Violation(AssertionError):
-    """Something that must never be."""
+    """An invariant does not hold, or production differs from the expected behavior."""
 
 
 class Faults(Protocol):
-    """Decides what goes wrong with a step."""
+    """Injects faults into a step, and checks facts that the device cannot see."""
 
     def before_dispatch(self, shape: Shape) -> None: ...
     def before_sample(self) -> None: ...
@@ -88,7 +88,7 @@ class Flight:
         self._generation = device.generation
 
     def copy_to_host_async(self) -> None:
-        """Nothing is far away."""
+        """Do nothing: the results are in the host's memory."""
 
     def __array__(self, *_: Any, **__: Any) -> np.ndarray:
         if self._generation != self._device.generation:
@@ -102,20 +102,20 @@ class Flight:
 
 @dataclass
 class Logits:
-    """What the first half of a step leaves for the second: a list for each place."""
+    """Results of the first half of a step, for the second half; lists are by place."""
 
     number: int  # of the step
     num_decodes: int  # places of decode rows
     slots: np.ndarray
-    ends: np.ndarray  # positions of the tokens to sample
+    ends: np.ndarray  # positions of the tokens that are sampled
     samples: list[bool]
     owners: list[Truth]
     offsets: list[int]  # from the row's first place
-    tokens: list[int]  # behind which is sampled
-    written: list[np.ndarray]  # where in the cache of each group these are
+    tokens: list[int]  # the last one before each place
+    written: list[np.ndarray]  # indices of these tokens in the cache, by group
     poisoned: set[int]  # places
     num_chunk_tokens: int = 0
-    verified: Sequence[tuple[int, int]] = ()  # drafts that each row had, and those that were kept
+    verified: Sequence[tuple[int, int]] = ()  # drafts of each row, and accepted ones
 
 
 class Device:
@@ -139,14 +139,14 @@ class Device:
         self.renew()
 
     def renew(self) -> None:
-        """Forget everything, as after a step that failed with the state in its hands."""
+        """Reset all memory, as after a failed step that had donated the state."""
         geometry = self.geometry
         slots, longest = geometry.num_slots, geometry.max_blocks * geometry.block_size
         self.is_lost = False
         self.generation += 1
         groups = range(geometry.num_groups)
         self.content = [np.zeros(geometry.array_blocks(group) * geometry.block_size, np.uint64) for group in groups]
-        # Entries of windowed layers that were never written name a block that holds something else.
+        # Entries of windowed layers that were never written name block 0, so that a read of it fails.
         self.tables = np.zeros((slots, geometry.max_blocks * len(groups)), np.int32)
         self.tables[:, :: len(groups)] = geometry.num_blocks
         self.tokens = np.full((slots, longest + 2), -1, np.int32)
@@ -156,10 +156,10 @@ class Device:
         self.lengths = np.zeros(slots, np.int32)
         self.drafts = np.zeros((slots, self.max_drafts), np.int32)
         self.owners: list[Truth | None] = [None] * slots
-        self._with_extras: list[Truth | None] = [None] * slots  # whose extras were found to be right
-        self.astray: dict[int, int] = {}  # by slot: position of a token that was sampled without its mask
-        self._versions = [-1] * slots  # of the owners' truths
-        # Of the owners' truths, as far as they are made:
+        self._with_extras: list[Truth | None] = [None] * slots  # owners whose extras were checked
+        self.astray: dict[int, int] = {}  # by slot: position of a token that was sampled without its late mask
+        self._versions = [-1] * slots  # of the owners
+        # Hashes and tokens of the owners, as far as they are computed:
         self._chains = np.zeros((slots, longest + 2), np.uint64)
         self._truths = np.full((slots, longest + 2), -1, np.int32)
 
@@ -179,7 +179,7 @@ class Device:
             self.accepted_tokens[place] += 1
 
     def program(self, key: Key) -> Callable[..., tuple[Any, Any]]:
-        """Return what runs a plan in one shape, or a half of that."""
+        """Return the program of a key: a step in one shape, or a half of a step."""
         shape = key.shape
         variant = -1 if key.variant is None else VARIANTS.index(key.variant)
 
@@ -224,7 +224,7 @@ class Device:
         return {"step": run, "forward": forward, "sample": sample, "finish": finish}[key.part]
 
     def patch(self, tables: np.ndarray, tokens: np.ndarray, changes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Write what is sent ahead of a step."""
+        """Write the entries of block tables and the tokens that do not fit into the buffer of a step."""
         self._check_state()
         num_slots = self.geometry.num_slots
         for target, change in ((self.tables, changes[0]), (self.tokens, changes[1])):
@@ -241,7 +241,7 @@ class Device:
         return extras
 
     def score(self, params: Any, hidden: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """Score tokens behind positions of the step before."""
+        """Return log-probabilities of prompt tokens after positions of the previous step."""
         joined = np.zeros((SCORED_ROWS, 4 + 2 * NUM_LOGPROBS), np.int32)
         wanted = [(index, token) for index, token in places.tolist() if token]  # no prompt holds token 0
         chains = [int(self.hidden[index]) if index < len(self.hidden) else 0 for index, _ in wanted]
@@ -259,7 +259,7 @@ class Device:
             raise Violation("a program was given a state that is gone")
 
     def _forward(self, shape: Shape, field: Mapping[str, np.ndarray], adapters: Sequence[int]) -> Logits:
-        """Compute the tokens of a step; `adapters` are the contents of those that it was given."""
+        """Write and check the tokens of a step; `adapters` has the contents of its adapter arguments."""
         geometry = self.geometry
         num_slots, size = geometry.num_slots, geometry.block_size
         self.num_steps += 1
@@ -300,7 +300,7 @@ class Device:
         elif any(owner is not None and owner.weights for owner in owners):
             raise Violation("a row is computed without its adapter")
 
-        # Write: content follows from the token and from what stands before it, which is checked below.
+        # Write: the content follows from the token and from the sequence before it, which is checked below.
         content = self._chains[token_slots, positions]
         is_wrong = tokens != self._truths[token_slots, positions]
         if any(offsets):
@@ -327,7 +327,7 @@ class Device:
         self.hidden, self._hidden_slots = content, token_slots
         self.num_tokens += len(content)
 
-        # Read: every place of every row. What drafts read behind the row's first token this step has just written.
+        # Read: every position of every row. The positions that only drafts read were written by this step.
         firsts = [place for place, offset in enumerate(offsets) if not offset]
         row_slots, row_ends = (slots, ends) if len(firsts) == num_places else (slots[firsts], ends[firsts])
         longest = int(row_ends.max())
@@ -340,7 +340,7 @@ class Device:
                 wrong &= self._positions[:longest] < row_ends[:, None]
             for slot in astray:
                 wrong[row_slots == slot, self.astray[slot]] = False
-            if group:  # before the window, with weight 0: the row's blocks, or the block of zeros
+            if group:  # before the window, where weights are 0, the block of zeros is allowed
                 lengths = 1 if shape.is_decode else np.diff(field["row_last"][:num_places], prepend=-1)
                 starts = row_ends - lengths
                 is_nothing = (blocks == geometry.num_window_blocks) & (found == 0)
@@ -349,7 +349,7 @@ class Device:
                 for row in wrong.any(1).nonzero()[0].tolist():
                     if (found[row][wrong[row]] != POISON).any():
                         raise Violation(f"I3: slot {row_slots[row]} reads a place that holds something else")
-                    poisoned.add(firsts[row])  # by a failed row, of which the host could not know
+                    poisoned.add(firsts[row])  # by a failed row, which the host has not seen yet
 
         last = slice(None) if shape.is_decode else field["row_last"][:num_places]
         living = [owner for owner in owners if owner is not None]
@@ -369,7 +369,7 @@ class Device:
     def _read_rows(
         self, shape: Shape, field: Mapping[str, np.ndarray], slots: np.ndarray, ends: np.ndarray
     ) -> list[int]:
-        """Check how the places of a program that verifies drafts make rows; return the offset of each in its row."""
+        """Check the rows of a program that verifies drafts; return the offset of each place in its row."""
         offsets, drafts = (field[name][: len(slots)].tolist() for name in ("row_offset", "row_drafts"))
         bounds = ends.tolist()
         rows: list[int] = []
@@ -392,7 +392,7 @@ class Device:
         return offsets
 
     def _begin(self, slots: np.ndarray, bounds: np.ndarray, offsets: Sequence[int]) -> np.ndarray:
-        """Return where decode rows end, which the device knows, and the host if no drafts are in flight."""
+        """Return the lengths of decode rows from the device; the host's `bounds` may count drafts in flight on top."""
         ends = self.lengths[slots] + np.array(offsets, np.int32)
         for slot, slack in zip(slots.tolist(), (bounds - ends).tolist(), strict=True):
             if slack and not 0 < slack <= self.faults.unsettled(slot):
@@ -402,7 +402,7 @@ class Device:
     def _put_drafts(
         self, slots: np.ndarray, positions: np.ndarray, offsets: Sequence[int], tokens: np.ndarray, content: np.ndarray
     ) -> None:
-        """Put the drafts of slots into a step's tokens, and what they leave in the cache into `content`."""
+        """Write the drafts of slots into a step's tokens, and their hashes into `content`."""
         for place, offset in enumerate(offsets):
             if offset:
                 token = max(int(self.drafts[slots[place], offset - 1]), 0)
@@ -410,7 +410,7 @@ class Device:
                 content[place] = mix(int(content[place - 1]), token)
 
     def _propose(self, owner: Truth, length: int) -> list[int]:
-        """Draft what follows so many tokens: some requests get what is right, some what is wrong, some nothing."""
+        """Return drafts after `length` tokens: right ones, wrong ones or none, in shares that depend on the request."""
         share = DRAFT_SHARES[mix(owner.seed % 2**64, 3) >> 20 & 7]
         drafts: list[int] = []
         owner.ensure(min(length + self.max_drafts, owner.limit))
@@ -423,7 +423,7 @@ class Device:
     def _follow_astray(
         self, slots: np.ndarray, positions: np.ndarray, tokens: np.ndarray, content: np.ndarray, is_wrong: np.ndarray
     ) -> list[int]:
-        """Compute the content after tokens that were sampled without a mask; return the slots that are still there."""
+        """Compute the content of tokens that were sampled without their masks; return the slots with such a token."""
         rows = {slot: row for row, slot in enumerate(slots.tolist())}
         for slot, row in rows.items():
             if self.astray.get(slot, -1) == positions[row]:
@@ -434,7 +434,7 @@ class Device:
         return [slot for slot in self.astray if slot in rows]
 
     def _check_adapters(self, chosen: np.ndarray, token_slots: np.ndarray, adapters: Sequence[int]) -> None:
-        """Check that each token of a step is computed with the adapter of its request, and with no other."""
+        """Check that each token of a step is computed with the adapter of its request."""
         weights = [*adapters, 0]
         if not all(0 <= index < len(weights) for index in chosen.tolist()):
             raise Violation("a token has an adapter that the step was not given")
@@ -444,14 +444,14 @@ class Device:
                 raise Violation(f"slot {slot} is computed with the adapter of another")
 
     def _read_masks(self, num_rows: int, logits: Logits, buffer: np.ndarray) -> list[int | None]:
-        """Check that the buffer of a second half belongs to its first; return the mask of each row, if it has one."""
+        """Check that the buffer of a second half fits its first half; return the mask of each row, or None."""
         if logits.number != self.num_steps:
             raise Violation("a step came between the halves of another")
         columns, used = len(batch.MASK_COLUMNS), len(logits.slots)
         if buffer.shape != (num_rows, columns + VOCABULARY // 32):
             raise Violation("I12: the buffer is not one of the program's")
         slot, position, samples, is_masked = buffer[:, :columns].T
-        # Where decode rows are, the device knows: the host's positions are bounds.
+        # With drafts, the host's positions of decode rows are bounds.
         first = logits.num_decodes if self.max_drafts else 0
         positions = (logits.ends - 1).tolist()[first:]
         if (
@@ -465,14 +465,14 @@ class Device:
         return [word if has_mask else None for word, has_mask in zip(words, is_masked.tolist(), strict=False)]
 
     def _sample(self, shape: Shape, variant: int, logits: Logits, masks: list[int | None] | None) -> np.ndarray:
-        """Sample the places of a step; without `masks` it is one program and its host did not wait for any."""
+        """Sample the places of a step; `masks` is None for a step of one program, which needs no masks."""
         joined = np.zeros((shape.sampled, WIDTHS[variant] + 2 * bool(shape.drafts)), np.int32)
         joined[: len(logits.slots), 1] = 1
         struck = {*self.faults.not_finite(logits.samples), *logits.poisoned}
-        counts: dict[int, int] = {}  # tokens that a row yields, by its first place
+        counts: dict[int, int] = {}  # number of tokens that a row yields, by its first place
         for place, offset in enumerate(logits.offsets):
             if offset and place - 1 in struck:
-                struck.add(place)  # it reads what the place before has left
+                struck.add(place)  # it reads the content of the place before
         first = 0
         rows = zip(logits.slots.tolist(), logits.owners, logits.ends.tolist(), strict=True)
         for row, (slot, owner, end) in enumerate(rows):
@@ -488,7 +488,7 @@ class Device:
             if owner.variant > variant:
                 raise Violation("a program samples less widely than its row needs")
             if isinstance(owner, BeamTruth):
-                self.tokens[slot, end] = -1  # the host chooses it, and must say so
+                self.tokens[slot, end] = -1  # the host chooses the token, and must send it
                 self._fill_likeliest(joined[row], int(owner.chain[end - 1]))
                 continue
             owner.ensure(end + 1)
@@ -496,7 +496,7 @@ class Device:
             if offset:
                 is_kept = counts[first] == offset and self._truths[slot, end - 1] == self.drafts[slot, offset - 1]
                 if not is_kept or row in struck:
-                    joined[row, 0] = mix(int(owner.chain[end - 1]), end) % VOCABULARY  # whatever follows a wrong token
+                    joined[row, 0] = mix(int(owner.chain[end - 1]), end) % VOCABULARY  # any token, after a wrong one
                     continue
                 counts[first] += 1
             mask = None if masks is None else masks[row]
@@ -507,7 +507,7 @@ class Device:
                 if not is_wanted or (mask is None and self.faults.is_late(slot)):
                     if is_wanted:
                         self.astray[slot] = end
-                    self.tokens[slot, end] = joined[row, 0] = (token + 1) % VOCABULARY  # whatever its mask allows
+                    self.tokens[slot, end] = joined[row, 0] = (token + 1) % VOCABULARY  # any wrong token
                     continue
                 joined[row, 1] = _check_mask(owner, end, mask)
             elif mask is not None:
@@ -531,8 +531,8 @@ class Device:
         return joined
 
     def _finish_drafts(self, joined: np.ndarray, logits: Logits, counts: Mapping[int, int]) -> None:
-        """Say of each row how many tokens it yields and how many drafts it had, and draft for the next step."""
-        joined[:, -2:] = -9  # of places that are no row's first
+        """Write the numbers of tokens and drafts of each row into `joined`, and draft for the next step."""
+        joined[:, -2:] = -9  # except for the first place of a row, no result
         firsts = [*counts, len(logits.offsets)]
         verified = []
         for row, following in pairwise(firsts):
@@ -546,13 +546,13 @@ class Device:
         logits.verified = verified
 
     def _fill_likeliest(self, joined: np.ndarray, chain: int) -> None:
-        """Write the columns of the likeliest tokens behind a sequence."""
+        """Write the columns of the likeliest tokens after a sequence."""
         tokens, logprobs = likeliest(chain)
         joined[4 : 4 + NUM_LOGPROBS] = np.array(logprobs[:NUM_LOGPROBS], np.float32).view(np.int32)
         joined[4 + NUM_LOGPROBS : 4 + 2 * NUM_LOGPROBS] = tokens[:NUM_LOGPROBS]
 
     def copy_blocks(self, kv: tuple[()], places: np.ndarray, group: int = 0) -> tuple[()]:
-        """Copy blocks of a group's layers; those of no number are padding."""
+        """Copy blocks of a group's layers; numbers beyond the last block are padding."""
         self._check_state()
         copies = places[places[:, 1] < self.geometry.array_blocks(group)]
         sources, targets = copies.T.tolist()
@@ -572,7 +572,7 @@ class Device:
     def write_blocks(
         self, kv: tuple[()], blocks: np.ndarray, rows: Sequence[tuple[np.ndarray]], group: int = 0
     ) -> tuple[()]:
-        """Write blocks of a group's layers; those of no number are padding."""
+        """Write blocks of a group's layers; numbers beyond the last block are padding."""
         self.faults.before_load()
         self._check_state()
         targets = [block for block in blocks.tolist() if block < self.geometry.array_blocks(group)]
@@ -588,7 +588,7 @@ class Device:
     def _read_ragged(
         self, field: Mapping[str, np.ndarray], slots: np.ndarray, ends: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Take a ragged step apart: the slot, position and token of each of its tokens, and where its rows end."""
+        """Check a ragged step; return the slot, position and value of each of its tokens, and the ends of its rows."""
         num_slots, num_rows = self.geometry.num_slots, len(slots)
         num_tokens = int(np.count_nonzero(field["token_slot"] < num_slots))
         num_decodes = int(field["num_decodes"][0])
@@ -646,7 +646,7 @@ class Device:
         return token_slots, positions, tokens, ends
 
     def _check_full(self, slot: int, owner: Truth, end: int) -> None:
-        """Check what only the widest variant reads: the sequence so far and the extras."""
+        """Check the inputs of the widest variant only: the sequence so far, and the extras."""
         if owner.reads_history and not np.array_equal(self.tokens[slot, :end], owner.tokens[:end]):
             raise Violation("the device does not know the sequence that penalties need")
         if not owner.has_extras or self._with_extras[slot] is owner:
@@ -667,7 +667,7 @@ class Device:
 
 
 def _check_mask(owner: Truth, end: int, mask: int | None) -> bool:
-    """Check the mask of a row that is wanted; return whether it leaves a token."""
+    """Check the mask of a row whose result is wanted; return whether it allows a token."""
     due = 0 if owner.has_lost_grammar else owner.masks[end - owner.num_prompt]
     if mask is None:
         raise Violation("a row that obeys a grammar is sampled without a mask")
@@ -677,7 +677,7 @@ def _check_mask(owner: Truth, end: int, mask: int | None) -> bool:
 
 
 def _fill_logprobs(joined: np.ndarray, chains: list[int], tokens: list[int]) -> None:
-    """Write the columns of log-probabilities: the token's own, its rank, then the likeliest ones and their ids."""
+    """Write the columns of log-probabilities: the token's, its rank, the likeliest tokens', their ids."""
     for row, (chain, token) in enumerate(zip(chains, tokens, strict=True)):
         joined[row, 2] = np.float32(logprob(chain, token)).view(np.int32)
         joined[row, 3] = 1 + chain % NUM_LOGPROBS
@@ -687,7 +687,7 @@ def _fill_logprobs(joined: np.ndarray, chains: list[int], tokens: list[int]) -> 
 
 
 class SimulatedRunner(Runner):
-    """The production runner over a `Device`; which of the smaller programs are compiled is given."""
+    """The production runner over a `Device`; it compiles the covering programs, and others on `compile`."""
 
     def __init__(
         self,
@@ -771,7 +771,7 @@ class SimulatedRunner(Runner):
         return min(super()._max_verified, self._most_verified)
 
     def compile(self, key: Key) -> None:
-        """Make a program ready, as a thread in the background does."""
+        """Make a program ready, as production's background thread does."""
         self.programs._ready[key] = self.device.program(key)
 
     def sample(

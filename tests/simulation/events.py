@@ -1,4 +1,4 @@
-"""What happens to an engine between its steps or while one is in flight: the events of a trace."""
+"""The events of a trace, which happen between the steps of an engine or while one is in flight."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def happen(world: World, kind: str, arguments: Sequence[Any]) -> None:
-    """Let an event happen; what has no effect now is not counted."""
+    """Carry out an event; count it in `fired` if it has an effect now."""
     match kind:
         case "request":
             submit(world, arguments[0])
@@ -43,7 +43,7 @@ def happen(world: World, kind: str, arguments: Sequence[Any]) -> None:
             burst(world, *arguments)
         case "clock_forward" | "clock_back":
             world.fired[kind] += 1
-            for client in world.clients:  # its deadline may have passed, and it has not read that yet
+            for client in world.clients:  # a deadline that has passed by now still counts
                 client.latest = max(client.latest, world.now)
             world.now += arguments[0] if kind == "clock_forward" else -arguments[0]
         case "clock_freeze":
@@ -73,7 +73,7 @@ def happen(world: World, kind: str, arguments: Sequence[Any]) -> None:
             if world.draining is None:
                 world.fired[kind] += 1
                 if world.turn % 3 == 0:
-                    pause(world, "keep", 1)  # there is no way back from a drain, but what was kept is finished
+                    pause(world, "keep", 1)  # a drain finishes the requests that a pause kept
                 world.is_draining = True
                 world.resume_at = None
                 world.is_held = False
@@ -96,7 +96,7 @@ def happen(world: World, kind: str, arguments: Sequence[Any]) -> None:
 
 
 def reload_adapter(world: World, number: int, is_changed: bool, is_forgotten: bool) -> None:
-    """Change the files of an adapter, tell the engine to forget it, or both."""
+    """Change the files of an adapter, remove it from the engine, or both."""
     index = 1 + number % world.setting["num_adapters"]
     world.fired["reload_adapter"] += 1
     if is_changed:
@@ -116,7 +116,7 @@ async def forget_adapter(world: World, index: int) -> None:
 
 
 def stop_one(world: World, kind: str, number: int, _is_mid: bool, is_twice: bool, wanted: str | None) -> None:
-    """End a request from outside, in whatever phase it is; perhaps twice, perhaps after its end."""
+    """Disconnect or abort a request, in the phase `wanted` if one is, perhaps twice; without requests, abort no id."""
     if not world.clients:
         call(world, world.llm.abort("nobody"))
         world.fired["abort_after_end"] += 1
@@ -160,7 +160,7 @@ def commit_again(
     sampled: np.ndarray | None,
     kind: str,
 ) -> None:
-    """Give the core a result that it has had, or whose requests are gone."""
+    """Commit a result again, or one whose requests have ended; check that nothing changes."""
     world.fired[kind] += 1
     kept = world.last_commit
     events = world.engine.scheduler.commit(plan, tokens, is_finite, counts, sampled)
@@ -183,7 +183,7 @@ def pause(world: World, mode: PauseMode, turns: int) -> None:
 
 
 async def paused(world: World, mode: PauseMode) -> None:
-    """Pause, and see whether that is what it is said to be once the call returns."""
+    """Pause; unless `mode` is "keep", check after the call that no requests are left and the cache was reset."""
     resets, resumed = world.reference.num_resets, world.num_resumed
     world.pausing += 1
     try:
@@ -201,7 +201,7 @@ async def paused(world: World, mode: PauseMode) -> None:
 
 
 async def drain(world: World, timeout: float) -> bool:
-    """Drain, and see whether it tells the truth of that."""
+    """Drain, and check that a True result means that all requests have ended."""
     is_through = await world.llm.drain(timeout)
     if is_through and (world.clients or world.has_died):
         raise Violation("a drain says that all were through, and some wait, or the engine is dead")
@@ -222,7 +222,7 @@ async def reset_cache(world: World) -> None:
 
 
 def call(world: World, coroutine: Coroutine[Any, Any, Any]) -> None:
-    """Run something on the loop that may fail because the engine has stopped."""
+    """Run a call on the event loop; an EngineError is allowed while the engine is stopped, paused or hung."""
 
     async def guarded() -> None:
         try:

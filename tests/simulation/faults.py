@@ -1,4 +1,4 @@
-"""What goes wrong with a step: faults of the device (`device.Faults`), and those put into production code."""
+"""Faults of a step: those of the device (`device.Faults`), and those injected into production code."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from tests.simulation.stand_ins import InjectedError, no_span
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
-HANG = 8.0  # seconds after which the engine counts as hung
+HANG = 8.0  # seconds of a step after which the engine counts as hung
 
 
 class StepFaults:
-    """Lets happen what the world's events have armed."""
+    """Injects the faults that events of the trace have armed."""
 
     def __init__(self, world: World) -> None:
         self.world = world
 
     def before_dispatch(self, shape: Shape) -> None:
-        """Fail before or after the state is in the step's hands, or take very long."""
+        """Fail before or after the step takes the state, or take very long."""
         world = self.world
         if world.armed.pop("compile_stall", None):
             world.fired["compile_stall"] += 1
@@ -65,7 +65,7 @@ class StepFaults:
                 self.fail(kind, is_lost=kind == "sample_raises_after")
 
     def _exhaust(self, kind: str, tokens: int = 16) -> None:
-        """Have no memory for a step: once, or until a request has made room, or as long as requests may be given up."""
+        """Fail for lack of memory: once, until one request has failed for it, or until the engine gives up."""
         armed = self.world.armed
         limit = armed.get(kind)
         if limit is None or tokens < limit:
@@ -81,7 +81,7 @@ class StepFaults:
             self.fail("put_raises", is_lost=False)
 
     def before_load(self) -> None:
-        """Fail while blocks of the host are put on the device."""
+        """Fail while blocks of the host's tier are loaded to the device."""
         if self.world.armed.pop("load_raises", None):
             self.fail("load_raises", is_lost=False)
 
@@ -91,7 +91,7 @@ class StepFaults:
             self.fail("fill_raises", is_lost=False)
 
     def in_consume(self, constraint: Constraint) -> None:
-        """Fail while a grammar reads a token: that ends its request alone, and no step."""
+        """Fail while a grammar reads a token, which ends that request only."""
         world = self.world
         if not world.armed.pop("grammar_raises", None):
             return
@@ -109,7 +109,7 @@ class StepFaults:
         return samples and entry.slot >= 0 and entry.admission == admission and turn > entry.done
 
     def while_in_flight(self, flight: Flight) -> None:
-        """The device computes: the world goes on, and perhaps no result comes."""
+        """Let events happen while a step runs; its result may be late or lost."""
         world = self.world
         if world.armed.pop("result_late", None):
             world.fired["result_late"] += 1
@@ -129,21 +129,21 @@ class StepFaults:
         world.failures, world.most_failures = 0, MAX_FAILURES
 
     def leaves_late(self, place: int) -> bool:
-        """Whether the mask of a row, of those that a step wants, is not made in time."""
+        """Whether the mask at index `place` of a step's masks is not ready in time."""
         return bool(self.world.armed.get("masks_late", 0) >> place % 8 & 1)
 
     def note_filled(self, num_late: int) -> None:
-        """Count the masks that were not made in time; end this fault."""
+        """Count the late masks of a step; end this fault."""
         if self.world.armed.pop("masks_late", None) is not None:
             self.world.fired["masks_late"] += num_late
 
     def is_late(self, slot: int) -> bool:
-        """Whether the mask of the row of a slot was not made in time."""
+        """Whether the mask of a slot's row was late."""
         constraint = constraint_of(self.world.engine._batch.owner(slot))
         return constraint is not None and constraint.is_late
 
     def not_finite(self, samples: Sequence[bool]) -> Sequence[int]:
-        """Strike a row that samples."""
+        """Return the row whose numbers are not finite, at most one, among those that sample."""
         world = self.world
         if "not_finite" not in world.armed or not any(samples):
             return ()
@@ -152,13 +152,13 @@ class StepFaults:
         return (candidates[world.armed.pop("not_finite") % len(candidates)],)
 
     def unsettled(self, slot: int) -> int:
-        """Return the drafts of a slot in steps that were not committed when this step was planned."""
+        """Return the number of drafts of a slot in steps that were not committed when the newest step was planned."""
         entry = self.world.reference.running[slot]
         own = self.world.reference.plans[self.world.plans[-1].number]
         return entry.unsettled - sum(row[-1] for row in own if row[0] is entry)
 
     def check_private(self, slot: int, group: int, written: Collection[int]) -> None:
-        """Check that blocks that drafts are written to are a slot's own, and cannot be found by others."""
+        """Check that drafts are written to blocks that no other request uses and the prefix index lacks."""
         reference = self.world.reference
         entry = reference.running[slot]
         blocks, named = (reference.windowed, entry.window.values()) if group else (reference.blocks, entry.table)
@@ -167,7 +167,7 @@ class StepFaults:
                 raise Violation("I16: a draft is written where another may read")
 
     def check_unshared(self, group: int, block: int) -> None:
-        """Check that a block is loaded into by a plan that has just given it to one request."""
+        """Check that a load writes a block that its plan has allocated for it."""
         reference = self.world.reference
         blocks = (reference.blocks, reference.windowed)[group]
         if blocks.references[block] < 1 or block not in [each[4] for each in reference.host.loads if each[0] == group]:
@@ -191,7 +191,7 @@ class StepFaults:
         return True
 
     def fail(self, kind: str, is_lost: bool, words: str = "") -> None:
-        """Raise what counts as a failed step; `is_lost`: with the state in its hands."""
+        """Raise the error of a failed step; `is_lost`: the step had taken the state, which is lost."""
         world = self.world
         world.fired[kind] += 1
         world.failures += 1
@@ -202,7 +202,7 @@ class StepFaults:
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """Put faults into production code, and bounds that small worlds reach; say nothing of requests that fail."""
+        """Inject faults into production code, lower bounds so that small worlds reach them, and silence logs."""
         world = self.world
         take, place, variant_of = PoolEditor.take, InputBatch.place, InputBatch.variant
 
@@ -218,7 +218,7 @@ class StepFaults:
                 world.fired["request_fault"] += 1
                 world.num_recoveries += 1
                 admitted = [each.request.sequence_id for each in world.plans[-1].admitted]
-                for number, client, cached in world.counted:  # they are admitted again, and count then
+                for number, client, cached in world.counted:  # another plan admits and counts them again
                     if number in admitted[admitted.index(sequence.sequence_id) :]:
                         world.was_admitted.remove(client)
                         world.prompt_tokens -= len(client.ids)
@@ -241,19 +241,19 @@ class StepFaults:
             with (
                 mock.patch.object(PoolEditor, "take", refusing if refuses else take),
                 mock.patch.object(drafting, "PROBE_ROWS", 8),
-                mock.patch.object(block_pool, "MOST_STALE", 8),  # so that the queue of cached blocks is swept
+                mock.patch.object(block_pool, "MOST_STALE", 8),  # stale entries of the cached blocks' queue are removed
                 mock.patch.object(async_llm, "LONG_TEXT", 6),
                 mock.patch.object(kv_events, "LOGGED_EVENTS", 20),
                 mock.patch.object(store, "ADAPTERS", FOLDERS),
                 mock.patch.object(InputBatch, "place", placing),
                 mock.patch.object(InputBatch, "variant", narrowest),
                 mock.patch.object(output_processor, "FEW_STREAMS", world.few_streams),
-                mock.patch.object(small_programs, "PATCH_ENTRIES", 3),  # so that more is sent than one call takes
+                mock.patch.object(small_programs, "PATCH_ENTRIES", 3),  # one call cannot send all changes
                 mock.patch.object(small_programs, "PATCH_EXTRAS", 1),
                 mock.patch.object(small_programs, "SCORED_ROWS", 5),
                 mock.patch.object(engine_core, "span", no_span),
                 mock.patch.object(model_runner, "span", no_span),
-                mock.patch.object(engine_core, "uninterrupted", nullcontext),  # the engine's thread is not the main one
+                mock.patch.object(engine_core, "uninterrupted", nullcontext),  # the engine runs in the main thread here
             ):
                 yield
         finally:

@@ -1,6 +1,6 @@
-"""Settings and events under which a trace often reaches a state that is rare in random traces.
+"""Settings and events with which a trace often reaches a state that is rare in random traces.
 
-Random draws reach a state that needs two events at once some times in ten thousand steps; here each trace reaches it.
+Random traces reach a state that needs two events at once only a few times in ten thousand steps.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ class Focus:
     """Settings and events that lead a trace to a state."""
 
     setting: Callable[[random.Random], dict[str, Any]]  # replaces the setting that was drawn
-    rates: Mapping[str, float]  # of the only kinds of events, besides requests, in a turn
+    rates: Mapping[str, float]  # by kind of event, in a turn; requests aside, no other events happen
     reaches: tuple[str, ...]  # counters that a thousand steps must raise, see `World.fired`
-    phases: tuple[str | None, ...] = (None,)  # of the requests that are ended from outside
+    phases: tuple[str | None, ...] = (None,)  # of the requests that are aborted or disconnected, see `events.phase_of`
 
 
 def windowed_blocks(chance: random.Random, window: int, block_size: int, num_blocks: int) -> int:
-    """Draw the number of blocks of windowed layers, between the need of one request and the number of the others."""
+    """Draw the number of blocks of windowed layers, from the need of one request to that of full layers' blocks."""
     if not window:
         return 0
     need = min(num_blocks, -(-(window - 1) // block_size) + 1 + -(-2 // block_size))
@@ -30,7 +30,7 @@ def windowed_blocks(chance: random.Random, window: int, block_size: int, num_blo
 
 
 def _tight(chance: random.Random, slots: int, spare: int, **others: Any) -> dict[str, Any]:
-    """Return the setting of a pool that holds a long request, and not all that run."""
+    """Return settings with a pool that holds one long request, but not all running ones."""
     size = chance.choice((1, 2, 2, 4))
     length = size * chance.choice((6, 8))
     own = {"block_size": size, "max_model_len": length, "num_blocks": length // size + chance.randint(1, spare)}
@@ -41,33 +41,33 @@ def _tight(chance: random.Random, slots: int, spare: int, **others: Any) -> dict
 
 
 def _hosted(setting: dict[str, Any], times: int, **others: Any) -> dict[str, Any]:
-    """Return a setting with a tier in the host, `times` as large as the device's pools."""
+    """Return settings with a host tier that is `times` as large as the device's pools."""
     blocks = times * setting["num_blocks"], times * setting["num_window_blocks"]
     return setting | {"host_blocks": [*blocks]} | others
 
 
 FOCUS = {
-    # Searches that are preempted, run again in a pool that is as tight as before, fork and end there.
+    # Beam searches that are preempted, run again in a pool that is as small as before, fork and end there.
     "searches": Focus(
         lambda chance: _tight(chance, 6, 6, beams=0.8, max_drafts=0, grammars=0.0, most_queued_tokens=None),
         {"abort": 0.05, "disconnect": 0.05, "result_lost": 0.01, "not_finite": 0.02},
         ("gang_preempted", "gang_readmitted", "beam_forks", "beam_copies"),
         (None, "preempted"),
     ),
-    # Rows with a late mask, and that end, are preempted or lose the device before they are computed again.
+    # Rows with a late mask that end, are preempted or lose the device before they are computed again.
     "late masks": Focus(
         lambda chance: _tight(chance, 5, 8, beams=0.0, max_drafts=chance.choice((0, 0, 3)), grammars=0.9),
         {"masks_late": 0.7, "abort": 0.2, "disconnect": 0.1, "result_lost": 0.02, "allocation_refused": 0.02},
         ("masks_late", "late_ended", "late_preempted"),
     ),
-    # Requests that are ended from outside while they wait with the tokens that they had.
+    # Requests that are aborted or disconnected while they are preempted.
     "preempted": Focus(
         lambda chance: _tight(chance, 8, 4, beams=0.1, grammars=0.1, policy="priority"),
         {"abort": 0.3, "disconnect": 0.3, "allocation_refused": 0.02},
         ("abort_preempted", "disconnect_preempted", "preemption"),
         ("preempted",),
     ),
-    # More adapters than places, and files that change under those that wait.
+    # More adapters than places, and files that change while requests for them wait.
     "adapters": Focus(
         lambda chance: _tight(chance, 4, 20, max_adapters=chance.choice((1, 2)), num_adapters=6, max_kept=2, beams=0.1),
         {"reload_adapter": 0.3, "put_raises": 0.03, "abort": 0.05},

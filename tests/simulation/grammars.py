@@ -1,4 +1,4 @@
-"""Grammars for the engine whose meaning is `oracle.Place`, as `jaxllm.structured_output` has them."""
+"""Toy grammars with the interface of `jaxllm.structured_output`; `oracle.Place` defines their masks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from jaxllm.structured_output.slow_masks import Pace
 from jaxllm.structured_outputs_params import StructuredOutputsParams
 from tests.simulation.oracle import Place, seed_of
 
-REFUSED = 16  # every so manyth grammar cannot be compiled
+REFUSED = 16  # grammars whose number is a multiple of this cannot be compiled
 
 
 class Faults(Protocol):
-    """Decides what goes wrong in a grammar."""
+    """Injects faults into grammars."""
 
     def in_consume(self, constraint: Constraint) -> None: ...
     def before_fill(self) -> None: ...
@@ -25,7 +25,7 @@ class Faults(Protocol):
 
 
 class Constraint:
-    """What follows one output, as `structured_output.constraint.Constraint` does."""
+    """The grammar state of one output, with the interface of `structured_output.constraint.Constraint`."""
 
     def __init__(self, place: Place, faults: Faults) -> None:
         self.place = place
@@ -33,7 +33,7 @@ class Constraint:
         self.expected: list[int] = []
         self.job = None
         self.pace = Pace()
-        self.is_late = False  # the mask of its last row was not made
+        self.is_late = False  # the mask of its last row was not ready in time
         self._faults = faults
         self._check()
 
@@ -61,7 +61,7 @@ class Constraint:
 
 
 class Grammar:
-    """A compiled toy."""
+    """A compiled toy grammar."""
 
     def __init__(self, asked: StructuredOutputsParams, faults: Faults) -> None:
         self._asked = asked
@@ -72,7 +72,7 @@ class Grammar:
 
 
 class Grammars:
-    """Compiles toys, and fills their masks."""
+    """Compiles toy grammars, and fills their masks."""
 
     def __init__(self, faults: Faults) -> None:
         self._faults = faults

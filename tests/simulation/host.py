@@ -1,4 +1,4 @@
-"""The host's tier of blocks in the simplest form; slow, failed, reordered and lost copies to it."""
+"""A naive model of the host's tier of blocks; and copies to it that are slow, failed, reordered or lost."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Tier:
     def __init__(self, num_blocks: Sequence[int], most_stores: int) -> None:
         self.groups = [Blocks(count) for count in num_blocks]
         self.most_stores = most_stores
-        self.storing: dict[tuple[int, int], tuple[int, int | None]] = {}  # by group and block: plan, key
+        self.storing: dict[tuple[int, int], tuple[int, int | None]] = {}  # by group and host block: plan, key
         self.held: list[tuple[int, int, int, int]] = []  # id, group, block, key
-        self.loads: list[list[int]] = []  # of this plan
+        self.loads: list[list[int]] = []  # moves of this plan
         self.stores: list[list[int]] = []
         self.num_stored = 0
         self.fired: Counter[str] = Counter()
@@ -34,12 +34,12 @@ class Tier:
         self.loads, self.stores = [], []
 
     def find(self, group: int, key: int) -> int | None:
-        """Return ~b for the block b that has a content."""
+        """Return ~b for the host block b with this content, or None."""
         there = self.groups[group].index.get(key) if self.groups else None
         return None if there is None else ~there
 
     def store(self, plan: int, group: int, key: int, block: int) -> int | None:
-        """Expect a store, unless the content is stored already, or the host is full."""
+        """Expect a store, unless the content is stored already or the host is full; return the host block, or None."""
         blocks = self.groups[group]
         there = blocks.index.get(key)
         if there is not None:
@@ -72,7 +72,7 @@ class Tier:
         self.fired["loads"] += 1
 
     def hold(self, plan: int, owner: int, group: int, contents: Sequence[tuple[int, int]]) -> None:
-        """Expect stores of a preempted request's blocks, keys and blocks, until the host is full, and hold them."""
+        """Expect stores of a preempted request's blocks (key, block), until the host is full, and hold them."""
         for key, block in contents:
             there = self.store(plan, group, key, block)
             if there is None:
@@ -112,7 +112,7 @@ class Tier:
             self.fired["stored" if is_whole else "store_failed"] += 1
 
     def finish(self, plan: int, evicted: Sequence[Sequence[tuple[int, int]]]) -> list[list[int]]:
-        """Store the keys and blocks that were evicted in each group; return the plan's moves between tiers."""
+        """Expect stores of the evicted keys and blocks of each group; return the plan's moves between tiers."""
         for group, own in enumerate(evicted):
             for key, block in own[max(0, len(own) - self._room(group)) :]:
                 self.store(plan, group, key, block)
@@ -136,7 +136,7 @@ class Tier:
 
 
 class SlowCopies:
-    """Copies that end at random turns, in random order; some fail, and in some worlds none ends."""
+    """Copies that end at random turns, in random order; some fail, and in some worlds no copy ends."""
 
     def __init__(self, setting: Mapping[str, Any]) -> None:
         self._chance = random.Random(setting["seed"])
@@ -153,4 +153,4 @@ class SlowCopies:
         return [Copied(key, None if self._chance.random() < self._fails else row) for key, row in ended]
 
     def close(self) -> None:
-        """No thread copies."""
+        """Do nothing: no thread copies."""

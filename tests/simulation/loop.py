@@ -1,4 +1,4 @@
-"""An asyncio event loop whose time is the world's: it runs what is ready, in order, whenever it is told to."""
+"""An asyncio event loop in virtual time, which runs ready callbacks, in order, on each call of `run`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-MOST_CALLBACKS = 200_000  # that one turn may run; more is a loop that never comes to rest
+MOST_CALLBACKS = 200_000  # most of one call of `run`; more are an endless loop
 
 
 class Loop(asyncio.AbstractEventLoop):
-    """As much of an event loop as `AsyncLLM` and its readers use."""
+    """The methods of an event loop that `AsyncLLM` and its clients use."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.time = clock  # type: ignore[method-assign]
@@ -20,7 +20,7 @@ class Loop(asyncio.AbstractEventLoop):
         self._ready: deque[asyncio.Handle] = deque()
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._num_timers = 0
-        self.held: list[Callable[[], None]] | None = None  # what other threads would do, if they are slow
+        self.held: list[Callable[[], None]] | None = None  # functions of executors, held back if not None
 
     def call_soon(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> asyncio.Handle:
         handle = asyncio.Handle(callback, args, self, context)
@@ -45,7 +45,7 @@ class Loop(asyncio.AbstractEventLoop):
         return asyncio.Task(coro, loop=self)
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-        """Run it a callback later: as if by another thread, which is fast."""
+        """Run a function in the next callback, as a fast thread would; while `held` is a list, append it there."""
         future = self.create_future()
 
         def run() -> None:
@@ -77,16 +77,16 @@ class Loop(asyncio.AbstractEventLoop):
         return False
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """It is skipped when its time comes."""
+        """Do nothing: `run` skips cancelled timers."""
 
     def next_timer(self) -> float | None:
-        """Return the time of the first timer that is due."""
+        """Return the time of the first timer, or None."""
         while self._timers and self._timers[0][2].cancelled():
             heapq.heappop(self._timers)
         return self._timers[0][0] if self._timers else None
 
     def run(self) -> None:
-        """Run all that is ready and due, and what that makes ready."""
+        """Run all ready callbacks and due timers, and the callbacks that these add; raise their errors."""
         now, ready = self.time(), self._ready
         while self._timers and self._timers[0][0] <= now:
             handle = heapq.heappop(self._timers)[2]

@@ -1,6 +1,6 @@
-"""Bugs to plant in production code, by changing a line of a function's source: what the simulation must notice.
+"""Bugs to plant in production code, which the simulation must find; other engines had bugs like these.
 
-They are bugs that other engines had. A mutant is plain data: the function, a piece of its source, and the replacement.
+A mutant is plain data: a function, a piece of its source, and the replacement.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Mutant:
     target: str  # "room.module.function" or "room.module.Class.method" of jaxllm
     old: str
     new: str
-    focus: str = ""  # of the traces that find it, see focus.py: random ones would play tens of thousands of steps
+    focus: str = ""  # of traces that find it, see focus.py; random traces would take tens of thousands of steps
 
 
 HISTORY = [
@@ -515,7 +515,7 @@ HISTORY = [
 
 @contextmanager
 def planted(mutant: Mutant) -> Iterator[None]:
-    """Run with a bug in production code."""
+    """Plant a bug in production code within the context; raise LookupError if the source has changed."""
     names = mutant.target.split(".")
     end = next((at for at, name in enumerate(names) if name[0].isupper()), len(names) - 1)
     path, module = names[end:], importlib.import_module(".".join(("jaxllm", *names[:end])))
@@ -533,7 +533,7 @@ def planted(mutant: Mutant) -> Iterator[None]:
     changed = made[path[-1]]
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(owner, path[-1], changed))
-        if owner is module:  # who imported it by name has a name of his own
+        if owner is module:  # other modules may have imported it by name
             for other in [each for name, each in sys.modules.items() if name.startswith("jaxllm.")]:
                 for name, value in list(vars(other).items()):
                     if value is original:

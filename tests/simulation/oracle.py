@@ -1,7 +1,7 @@
-"""What each sample of a request must be, whatever happens around it: its tokens, its text and its end.
+"""The expected output of each sample of a request: its tokens, its text and its end.
 
-Everything here is a function of the request alone, and written as simply as it can be: text is decoded from the
-beginning each time, stop strings are looked for in the whole text.
+Everything here depends on the request only, not on other requests or faults, and the code is naive: text is decoded
+from the beginning each time, and stop strings are searched in the whole text.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ VOCABULARY = 64
 NUM_LOGPROBS = 5  # likeliest tokens that a step reports
 SPECIAL = frozenset((EOS, BEGIN))
 _TEXTS = [b"</s>", b"<s>", *(bytes([letter]) for letter in b"ab .cdefghijklmnopqrstuvwxyz"), b"ab", b"ba", b"aba"]
-_PARTS = [bytes([byte]) for byte in b"\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80\xff"]  # of characters
+_PARTS = [bytes([byte]) for byte in b"\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80\xff"]  # parts of characters in UTF-8
 PIECES = (_TEXTS + _PARTS + [f"<{number}>".encode() for number in range(VOCABULARY)])[:VOCABULARY]
 EVERY = _MASK = 2**64 - 1  # a bit for each token of the vocabulary
-LONGEST_RUN = 20  # tokens that a grammar forces at once
-LEAST_FORCED = 2  # tokens that a grammar must force to be taken unsampled
+LONGEST_RUN = 20  # most tokens that a grammar forces at once
+LEAST_FORCED = 2  # forced tokens in a row from which they are not sampled
 _SPREAD = 0x9E3779B97F4A7C15
 
 
 def _likely() -> tuple[int, ...]:
-    """Make the 256 tokens among which a hash chooses: few letters, so that stop strings and repetitions come about."""
+    """Return the 256 tokens among which a hash chooses: mostly a and b, so that stop strings and repetitions occur."""
     a, b = PIECES.index(b"a"), PIECES.index(b"b")
     e_acute = [PIECES.index(b"\xc3"), PIECES.index(b"\xa9")]
     usual = [a] * 60 + [b] * 50 + e_acute * 12 + [EOS] * 5 + [BEGIN] * 3
@@ -48,22 +48,22 @@ _USUAL = EVERY & ~sum(1 << token for token in SPECIAL)
 
 
 def mix(value: int, token: int) -> int:
-    """Continue a chain of hashes."""
+    """Return the next hash of a chain of hashes."""
     value = ((value ^ (token + 1)) * _SPREAD) & _MASK
     return value ^ (value >> 29)
 
 
 def logprob(chain: int, token: int) -> float:
-    """The log-probability of a token behind a sequence; a float32 holds it exactly."""
+    """Return the log-probability of a token after a sequence with this hash; float32 represents it exactly."""
     return -(mix(chain, token) % 1000) / 64
 
 
 class BrokenTextError(RuntimeError):
-    """What the tokenizer raises for what it is made to fail at."""
+    """An injected error of the tokenizer."""
 
 
 class Tokenizer:
-    """Every token is bytes. One of them, if it `is_broken`, has no text: asking for it raises."""
+    """A tokenizer whose tokens are bytes. If it `is_broken`, decoding the token `BROKEN` raises."""
 
     decoding = Decoding("level")
     special_ids = SPECIAL
@@ -84,7 +84,7 @@ class Tokenizer:
         return PIECES[token_id]
 
     def is_special(self, text: str) -> bool:
-        return False  # its stop strings are drawn from letters
+        return False  # stop strings consist of letters
 
     def token_text(self, token_id: int) -> str:
         return PIECES[token_id].decode(errors="replace")
@@ -104,9 +104,9 @@ class Tokenizer:
 
 
 def row_of(params: SamplingParams, seed: int, num_prompt: int) -> np.ndarray:
-    """Write what the device must be told of a sample."""
+    """Return the expected sampling row of a sample."""
     stops = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
-    min_tokens = params.min_tokens if params.structured_outputs is None else 0  # the masks see to that
+    min_tokens = params.min_tokens if params.structured_outputs is None else 0  # masks enforce it then
     held = sorted(stops) if min_tokens else []
     floats = (
         *(params.temperature, params.top_p, params.min_p),
@@ -124,23 +124,23 @@ def row_of(params: SamplingParams, seed: int, num_prompt: int) -> np.ndarray:
 
 
 class Place(NamedTuple):
-    """How far an output has come in a grammar: all of that is a hash of the grammar and of the output's tokens."""
+    """The state of a grammar after an output: a hash of the grammar and of the output's tokens decides all of it."""
 
-    number: int  # the hash since the grammar began; its lowest bits are the grammar's
-    forced: tuple[int, ...] = ()  # tokens that must come next
-    marker: int | None = None  # it constrains nothing before this token
+    number: int  # hash since the grammar began; its two lowest bits never change
+    forced: tuple[int, ...] = ()  # the next tokens, all of them forced
+    marker: int | None = None  # the grammar begins after this token
     has_failed: bool = False
 
     @classmethod
     def begin(cls, asked: StructuredOutputsParams) -> Place:
-        """Return where an output begins."""
+        """Return the state before the first token."""
         if asked.begin_after is not None:
             return cls(seed_of(asked), marker=PIECES.index(asked.begin_after.encode()))
         return cls._reach(_continued(seed_of(asked), 0))
 
     @classmethod
     def _reach(cls, number: int, last: int = EOS) -> Place:
-        """Decide by the hash alone what comes next; some grammars often fail behind what most stop strings end in."""
+        """Return a state by its hash: failed, with forced tokens, or neither; some grammars often fail after a "b"."""
         draw = mix(number, VOCABULARY + 1) >> 16
         if draw % 256 == 1 or (last == PIECES.index(b"b") and not number & 3 and draw >> 16 & 1):
             return cls(number, has_failed=True)
@@ -150,7 +150,7 @@ class Place(NamedTuple):
         return cls(number, tuple(PIECES.index(b"b") if token in SPECIAL else token for token in run))
 
     def after(self, token: int) -> Place:
-        """Return where the output is behind one more token."""
+        """Return the state after one more token."""
         if self.has_failed:
             return self
         if self.marker is not None:
@@ -161,7 +161,7 @@ class Place(NamedTuple):
         return Place(number, self.forced[1:]) if len(self.forced) > 1 else self._reach(number, token)
 
     def allowed(self) -> int:
-        """Return the tokens that may come next, a bit for each; none where the output cannot go on."""
+        """Return the mask of the allowed next tokens, a bit for each; 0 where the output cannot continue."""
         if self.has_failed:
             return 0
         if self.marker is not None:
@@ -170,7 +170,7 @@ class Place(NamedTuple):
             return 1 << self.forced[0]
         draw = mix(self.number, VOCABULARY) >> 16
         kind, end = draw % 32, int(draw >> 8 & 7 == 0) << EOS
-        if kind == 0:  # the end must come; or nothing can
+        if kind == 0:  # only the end is allowed, or no token
             return 0 if draw >> 16 & 3 == 0 else 1 << EOS
         if kind < 14:
             return _USUAL | end
@@ -178,19 +178,19 @@ class Place(NamedTuple):
 
 
 def _continued(number: int, token: int) -> int:
-    """Continue a hash that keeps its two lowest bits."""
+    """Return the next hash of a chain, with the two lowest bits unchanged."""
     return mix(number, token) & ~3 | number & 3
 
 
 def seed_of(asked: StructuredOutputsParams) -> int:
-    """Return which toy is asked for."""
+    """Return the number of the requested toy grammar."""
     assert asked.regex is not None
     return int(asked.regex.removeprefix("toy"))
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a sample ends if nothing happens to it."""
+    """The end of a sample without faults."""
 
     tokens: tuple[int, ...]
     text: str
@@ -199,12 +199,13 @@ class Outcome:
 
 
 class Truth:
-    """One sample. `root` names those with whom it may share blocks; `weights` is the content of its adapter, 0: none.
+    """The expected sequence of one sample.
 
-    Both stand before every link of its chain, so that neither a token nor a place of the cache is that of another's.
+    Only requests of equal `root` share blocks; `weights` is the content of the adapter, 0 without one. Both enter every
+    hash of `chain`, so that tokens and contents of the cache differ between different roots or adapters.
     """
 
-    version = 0  # grows when it becomes another sequence, as a beam does
+    version = 0  # number of times that the sequence was replaced, as a fork does to a beam
 
     def __init__(
         self,
@@ -224,7 +225,7 @@ class Truth:
         self.num_prompt = len(self.prompt)
         self.row_bytes = row_of(params, seed, self.num_prompt).tobytes()
         asked = params.structured_outputs
-        # A grammar's end is an end even where `ignore_eos` is: it comes only where nothing else may.
+        # With a grammar, EOS ends the output in spite of `ignore_eos`: it is sampled only if no other token is allowed.
         self._ignores_eos = params.ignore_eos and asked is None
         self.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if self._ignores_eos else {EOS})
         self.has_extras = bool(params.logit_bias or params.allowed_token_ids)
@@ -234,7 +235,7 @@ class Truth:
         penalized = self.has_extras or self.reads_history
         filtered = params.top_k or params.top_p < 1 or params.min_p or params.min_tokens or params.logprobs is not None
         self.variant = 3 if penalized else 2 if filtered else int(params.temperature > 0)
-        self.may_fail = False  # a fault has touched it
+        self.may_fail = False  # a fault may have ended it
         self.tokens = np.zeros(limit + 2, np.int32)
         self.tokens[: self.num_prompt] = self.prompt
         self.chain = np.zeros(limit + 2, np.uint64)
@@ -242,25 +243,25 @@ class Truth:
         self._allowed = sorted(params.allowed_token_ids or ())
         self._allowed_mask = sum(1 << token for token in self._allowed) or EVERY
         self._place = None if asked is None else Place.begin(asked)
-        self._forced: tuple[int, ...] = ()  # tokens that come next, and are not sampled
-        self.masks: list[int] = []  # by output token: among which it is sampled
-        self._forced_at: set[int] = set()  # output tokens that are perhaps not sampled
+        self._forced: tuple[int, ...] = ()  # the next tokens, which are not sampled
+        self.masks: list[int] = []  # by output token: the tokens among which it is sampled
+        self._forced_at: set[int] = set()  # indices of output tokens that may be forced instead of sampled
         self.fails_at: int | None = None  # the position where no token can be sampled
         self.has_lost_grammar = False  # a fault has ended its constraint
         bias = repr(sorted((params.logit_bias or {}).items())).encode()
         self._salted = zlib.crc32(self.row_bytes) | zlib.crc32(bias) << 32
-        self._last = mix(root, VOCABULARY + weights) if weights else root  # no token's link
+        self._last = mix(root, VOCABULARY + weights) if weights else root  # hash before the first token
         links = []
         for token in self.prompt:
             self._last = mix(self._last, token)
             links.append(self._last)
         self.chain[: self.num_prompt] = links
-        self.length = self.num_prompt  # tokens made so far
+        self.length = self.num_prompt  # tokens computed so far
         self._outcome: Outcome | None = None
-        self._tail: bytes | None = None  # the character that the prompt has begun and not ended
+        self._tail: bytes | None = None  # bytes of an incomplete character at the end of the prompt
 
     def ensure(self, length: int) -> None:
-        """Make the sequence so long."""
+        """Compute the sequence up to `length` tokens."""
         while self.length < length:
             token = self._next()
             self.tokens[self.length] = token
@@ -273,7 +274,7 @@ class Truth:
         return self._place is not None
 
     def is_forced(self, position: int) -> bool:
-        """Whether a token of the output is given by the grammar, and perhaps not sampled."""
+        """Whether the grammar forces the token at a position, so that it may be accepted without sampling."""
         return position - self.num_prompt in self._forced_at
 
     def _next(self) -> int:
@@ -289,7 +290,7 @@ class Truth:
         return token
 
     def _follow(self, place: Place, number: int) -> int:
-        """Choose among the tokens that the grammar allows, or take the one that it forces."""
+        """Return the next token: the one that the grammar forces, or a choice among those that it allows."""
         if self._forced:
             token, *rest = self._forced
             self._forced, self._place = tuple(rest), place.after(token)
@@ -305,7 +306,7 @@ class Truth:
         choices = mask & self._allowed_mask
         if not choices:
             self.fails_at = self.length if self.fails_at is None else self.fails_at
-            return EOS  # no request gets it: with nothing allowed it fails
+            return EOS  # never returned: the request fails here
         token = next(each for at in range(256) if choices >> (each := LIKELY[(number + at) & 255]) & 1)
         self._place = place = place.after(token)
         if token not in self.stop_ids and params.logprobs is None and place.marker is None and not place.has_failed:
@@ -320,7 +321,7 @@ class Truth:
         return tuple(self.tokens[self.num_prompt : self.num_prompt + count].tolist())
 
     def outcome(self) -> Outcome:
-        """Run the sample alone."""
+        """Return the end of the sample without faults."""
         if self._outcome is None:
             self._outcome = self._alone()
         return self._outcome
@@ -357,7 +358,7 @@ class Truth:
         return Outcome(tuple(tokens), text, reason, stop)
 
     def breaks_at(self) -> int | None:
-        """Return after how many tokens of the output its text cannot be made; None: always can."""
+        """Return the number of output tokens after which decoding raises; None if it never does."""
         if not self._is_broken or not self.params.detokenize:
             return None
         outcome = self.outcome()
@@ -369,9 +370,9 @@ class Truth:
         return is_read.index(BROKEN) + 1 if BROKEN in is_read else None
 
     def text(self, count: int, is_final: bool) -> tuple[str, str | None]:
-        """Return what can be shown of `count` tokens, and the stop string that ended it.
+        """Return the text of `count` tokens that is shown, and the stop string that ended it.
 
-        If final, all of it; else without what later tokens may change.
+        Unless `is_final`, the text leaves out characters that later tokens may change or make part of a stop string.
         """
         params = self.params
         if not params.detokenize:
@@ -397,7 +398,7 @@ class Truth:
         return self.decoded(self.output(count), is_final)
 
     def decoded(self, tokens: Sequence[int], is_final: bool) -> str:
-        """Return the text of tokens behind the prompt."""
+        """Return the text of tokens after the prompt."""
         skipped = SPECIAL if self.params.skip_special_tokens else frozenset()
         new = b"".join([PIECES[token] for token in tokens if token not in skipped])
         if not new:
@@ -412,7 +413,7 @@ class Truth:
             try:
                 codecs.getincrementaldecoder("utf-8")("strict").decode(tail + new[:1])
             except UnicodeDecodeError:
-                text = text[1:]  # the prompt's own
+                text = text[1:]  # the incomplete character of the prompt
         return text
 
 

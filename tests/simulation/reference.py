@@ -1,8 +1,9 @@
-"""The scheduler once more, as simply as it can be said: lists and dicts, everything looked at in every step.
+"""A naive second scheduler, with which the simulation compares the production scheduler.
 
-It hears what the core is told (`jaxllm.scheduler.recorded.Recorder`), does the same by its own rules, and compares:
-every plan row by row, every block that changes hands, and now and then the whole state. Blocks are named by the hash of
-the sequence up to their end (`oracle.Truth.chain`), the least recently released cached block is evicted first.
+It uses lists and dicts, and looks at every request in every step. As a `jaxllm.scheduler.recorded.Recorder` it receives
+each call of the production scheduler, computes the result by simple rules, and compares: every plan row by row, every
+block that is allocated, and at times the whole state. The key of a block's content is the hash of the sequence up to
+the block's end (`oracle.Truth.chain`). The least recently released cached block is evicted first.
 """
 
 from __future__ import annotations
@@ -27,45 +28,45 @@ from tests.simulation.host import Tier
 from tests.simulation.oracle import Truth
 
 CHECK_EVERY = 16  # plans between two comparisons of the whole state
-INDEX_EVERY = 128  # … and of the prefix index, of which production has a thousand parts
+INDEX_EVERY = 128  # … and of the prefix index, which takes longer
 
 
 @dataclass(eq=False)
 class Entry:
-    """A request, waiting or running."""
+    """A sequence, waiting or running: a sample of a request, or a beam. Most fields are those of `state.Slots`."""
 
     id: int
     truth: Truth
     order: int
     priority: int
-    is_shared: bool  # may its blocks be found by others
+    is_shared: bool  # other requests may use its blocks
     reads_cache: bool
-    known: int
-    adapter: int = 0  # its number, 0: none
-    gang: int = 0  # id of the first beam of its search, 0: it is no beam
-    is_idle: bool = False  # a beam that has no tokens of its own yet
-    seen: int = 0  # of `known`, when it was last looked at whether its reader has them
-    is_late: bool = False  # its last token is to be computed again
-    brought: int = 0  # full blocks that it brought when it was queued
-    slot: int = -1  # -1: waits, -2: has ended
-    admission: int = 0  # counts those of this request
-    given: int = 0
-    issued: int = 0
-    length: int = 0
+    known: int  # tokens whose value the host has
+    adapter: int = 0  # number of its adapter, 0: no adapter
+    gang: int = 0  # id of the first beam of its search, 0: not a beam
+    is_idle: bool = False  # a beam without tokens: the first beam alone computes the prompt
+    seen: int = 0  # `known` at the last check that its client received the tokens
+    is_late: bool = False  # its mask was late: its last token must be computed again
+    brought: int = 0  # full blocks of its tokens when it was queued
+    slot: int = -1  # -1: waiting, -2: ended
+    admission: int = 0  # number of times that it was admitted
+    given: int = 0  # tokens that the host sends to the device
+    issued: int = 0  # tokens in the cache once all planned steps have run
+    length: int = 0  # tokens that exist once all planned steps have run
     may_draft: bool = True
     has_drafts: bool = False
-    tried: int = 0
-    kept: int = 0
-    unsettled: int = 0  # drafts in flight: by so many tokens `issued` and `length` may be too large
-    turn: int = 0  # rows planned whose result is wanted
-    done: int = 0  # of them, those whose result came or is wanted no more
+    tried: int = 0  # recent drafts that were compared …
+    kept: int = 0  # … and accepted
+    unsettled: int = 0  # drafts in flight, which `issued` and `length` count as accepted
+    turn: int = 0  # planned rows with a wanted result …
+    done: int = 0  # … those with results, or not wanted any more
     table: list[int] = field(default_factory=list)
-    window: dict[int, int] = field(default_factory=dict)  # blocks of windowed layers, by their place in the sequence
-    behind: int = 0  # places before the first of them
+    window: dict[int, int] = field(default_factory=dict)  # blocks of windowed layers, by index in the sequence
+    behind: int = 0  # index of the first of them: earlier blocks are released
 
     @property
     def reach(self) -> int:
-        """The place that the next block of windowed layers will have."""
+        """The index of the next block of windowed layers."""
         return self.behind + len(self.window)
 
     @property
@@ -78,7 +79,7 @@ class Entry:
 
 
 def is_stuck(entry: Entry) -> bool:
-    """Whether a request has come to where its grammar, or what else it asks for, allows no token."""
+    """Whether a request is at a position where its grammar and its parameters together allow no token."""
     return entry.truth.outcome().reason == "error" and entry.known == entry.truth.fails_at
 
 
@@ -88,11 +89,11 @@ def is_held(entry: Entry) -> bool:
 
 
 class Reference:
-    """The naive scheduler. `claim` gives the truth of a request that is queued, by its id."""
+    """The naive scheduler. `claim` makes the entries of requests that are queued."""
 
     def __init__(self, limits: Limits, claim: Callable[[Sequence[Request]], list[Entry]]) -> None:
         self.limits = limits
-        self.core: RecordedScheduler | None = None  # that it is compared with
+        self.core: RecordedScheduler | None = None  # the production scheduler
         # Rows by number: entry, turn, whether it samples, admission, drafts.
         self.plans: dict[int, list[tuple[Entry, int, bool, int, int]]] = {}
         self.by_id: dict[int, Entry] = {}
@@ -101,20 +102,20 @@ class Reference:
         self.num_added = 0
         self.num_planned = 0
         self.num_generated = self.num_forced = 0
-        self.late: Counter[str] = Counter()  # rows that were to be computed again, by the event before
+        self.late: Counter[str] = Counter()  # rows due for another computation that ended or were preempted first
         self.num_preempted = 0
         self.num_resets = self.num_skipped = 0
-        self.drafting: Counter[str] = Counter()  # what has happened in it
+        self.drafting: Counter[str] = Counter()  # events, by name
         self.places = Places(limits.max_adapters)
         self._passed_over: tuple[Entry, int, set[tuple[int, int]]] | None = None  # see `_check_patience`
-        self.gangs: dict[int, list[Entry]] = {}  # searches that run, by their first beam's id
-        # For the next plan: entries of block tables (entry, place, group, block), and copies (group, entry, source).
+        self.gangs: dict[int, list[Entry]] = {}  # running beam searches, by the id of the first beam
+        # For the next plan: entries of block tables (entry, index, group, block), and copies (group, entry, source).
         self.entries: list[tuple[Entry, int, int, int]] = []
         self.copies: list[tuple[int, Entry, int]] = []
-        self.unread: deque[list[int]] = deque()  # entries of a plan's block table that are not compared yet
+        self.unread: deque[list[int]] = deque()  # entries of a plan's block table, not compared yet
         self.windows: Counter[str] = Counter()  # events of windowed layers' blocks, by name
         self.num_readmitted = 0
-        self._began: list[tuple[int, int]] = []  # of the beams of this plan that were admitted: tokens, and cached ones
+        self._began: list[tuple[int, int]] = []  # tokens and cached tokens of beams that this plan admits
         self._claim = claim
         self._forget_cache()
 
@@ -127,13 +128,13 @@ class Reference:
     def num_available(self) -> int:
         return self.blocks.num_available
 
-    # What the core is told.
+    # The calls of the production scheduler.
 
     def begin(self, core: RecordedScheduler) -> None:
         self.core = core
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: no file is open."""
 
     def added(self, requests: Sequence[Request]) -> None:
         for entry in self._claim(requests):
@@ -217,7 +218,7 @@ class Reference:
             after = self.num_available + self.windowed.num_available
             if after <= before and not any(each in (*growing, *lacking) for each in victims):
                 raise Violation(f"preempting the owner of slot {slot} gave no block")
-        for entry, index, group, block in self.entries:  # those of requests that were preempted are dropped
+        for entry, index, group, block in self.entries:  # without those of preempted requests
             self._read(entry.slot, index, group, block)
         for slot, index in gone:
             self._read(slot, index, 1, self.limits.num_window_blocks)
@@ -251,7 +252,7 @@ class Reference:
         residents = self.places.residents
         self.places.begin()
         self._began = []
-        passed: set[int] = set()  # searches that were looked at
+        passed: set[int] = set()  # beam searches that were considered
         for entry in [] if preempted else list(self.waiting):
             if entry.gang in passed:
                 continue
@@ -379,7 +380,7 @@ class Reference:
         record = self.plans.pop(plan.number, [])
         failed: list[Entry] = []
         ended: list[Entry] = []
-        fresh: dict[int, int] = {}  # tokens that a request got in this call
+        fresh: dict[int, int] = {}  # new tokens of each request
         reasons: dict[int, str] = {}
         ids: list[int] = []
         wanted = [
@@ -398,7 +399,7 @@ class Reference:
             if entry.gang:
                 answered.append(row)
                 continue
-            if counts is not None and not counts[row]:  # late: its last token is computed again
+            if counts is not None and not counts[row]:  # the mask was late: the last token is computed again
                 entry.done, entry.length, entry.issued = entry.turn, entry.known, entry.known - 1
                 entry.given = entry.known if self.limits.max_drafts else entry.issued
                 entry.is_late = True
@@ -428,7 +429,7 @@ class Reference:
                 reasons[entry.id] = "length"
             if entry.id in reasons:
                 ended.append(entry)
-            elif got > own:  # those behind the sampled ones are to be computed, and what is in flight knew none of them
+            elif got > own:  # forced tokens must be computed; rows in flight lack them
                 entry.given = entry.length = entry.known
                 entry.done = entry.turn
         touched = {record[row][0].gang for row in answered}
@@ -463,7 +464,7 @@ class Reference:
             entry.slot = -2
 
     def forked(self, moves: Sequence[Move]) -> None:
-        """Beams go on: each as its own child, or as another's."""
+        """Continue each beam as a child of itself or of another beam."""
         size = self.limits.block_size
         gang = self.gangs[self.by_id[moves[0].target].gang]
         if sorted(move.target for move in moves) != sorted(each.id for each in gang):
@@ -526,7 +527,7 @@ class Reference:
                 target.is_idle, target.given = False, issued + 1
             target.issued, target.length, target.known = issued, issued + 1, issued + 1
 
-    # Its own rules.
+    # The rules.
 
     def _has_answered(self, gang: int) -> bool:
         return all(
@@ -535,7 +536,7 @@ class Reference:
         )
 
     def _seen_from(self, entry: Entry) -> int:
-        """Return the place of the first block of windowed layers that a later query of a request may see.
+        """Return the index of the first block of windowed layers that a later query of a request may see.
 
         The next query is at the next token, or at the last known token if that is computed again. The first token of
         its block counts, because another request that finds the prefix begins there. A request without work keeps its
@@ -548,7 +549,7 @@ class Reference:
         return max(entry.behind, first // size) if window and works and not is_held(entry) else entry.behind
 
     def _give_back(self, entry: Entry) -> list[tuple[int, int]]:
-        """Give back the blocks that no later query sees; return their slot and places."""
+        """Release the blocks that no later query sees; return pairs of their slot and index."""
         end = self._seen_from(entry)
         self.windows["window_given_back"] += end > entry.behind
         gone = {index: entry.window.pop(index) for index in range(entry.behind, end)}
@@ -558,20 +559,20 @@ class Reference:
         return [(entry.slot, index) for index in gone]
 
     def _near(self, entry: Entry, count: int) -> dict[int, int]:
-        """Return the blocks of windowed layers that the first query after `count` found blocks sees."""
+        """Return the blocks of windowed layers that the first query after a hit of `count` blocks sees, by index."""
         size = self.limits.block_size
         first = max(0, (count * size - self.limits.window + 1) // size) if self.limits.window else count
         return {index: self._find_block(1, self._key(entry, index)) for index in range(first, count)}
 
     def _least(self, entry: Entry, count: int, near: Mapping[int, int]) -> int:
-        """Return the further blocks of windowed layers that a request needs to be admitted."""
+        """Return the number of new blocks of windowed layers that a request needs to be admitted."""
         size, window = self.limits.block_size, self.limits.window
         if not window:
             return 0
         return min(-(-entry.known // size) - count, -(-(window - 1) // size) + 2 - len(near))
 
     def _enter(self, entry: Entry, hits: Sequence[int], near: Mapping[int, int], num_new: int) -> None:
-        """Begin a request with the blocks that it finds and `num_new` others."""
+        """Start a request with the cached blocks that it hits and `num_new` new blocks."""
         entry.table, entry.window = list(hits), {}
         for index, block in enumerate(hits):
             entry.table[index] = self._use(entry, index, 0, block)
@@ -582,7 +583,7 @@ class Reference:
             entry.window |= {index: block} if index in near else {}
 
     def _use(self, entry: Entry, index: int, group: int, found: int) -> int:
-        """Use a block that was found: one of the device, or ~b for block b of the host, which is loaded."""
+        """Use a cached block, `found`, of the device; or load block b of the host's tier, where `found` is ~b."""
         if found >= 0:
             return self._read(entry.slot, index, group, found)
         blocks, key = (self.blocks, self.windowed)[group], self._key(entry, index)
@@ -593,12 +594,12 @@ class Reference:
         return block
 
     def _find_block(self, group: int, key: int, with_host: bool = True) -> Any:
-        """Return the block of a content, ~b for block b of the host, or None."""
+        """Return the block with this content, ~b for block b of the host's tier, or None."""
         block = (self.blocks, self.windowed)[group].index.get(key)
         return self.host.find(group, key) if block is None and with_host else block
 
     def _extend(self, entry: Entry, start: int, length: int, spare: int) -> int:
-        """Give a request blocks of windowed layers for a chunk, as far as available; return the tokens that fit."""
+        """Allocate available blocks of windowed layers for a chunk; return the number of tokens that fit."""
         if not self.limits.window:
             return length
         size = self.limits.block_size
@@ -609,7 +610,7 @@ class Reference:
         return min(length, entry.reach * size - start)
 
     def _read(self, slot: int, index: int, group: int, due: int | None = None) -> int:
-        """Read the next entry of the plan's block table, which is due to be this."""
+        """Read the next entry of the plan's block table, check its slot, index and group, and `due` if given."""
         groups = 2 if self.limits.window else 1
         if not self.unread or self.unread[0][:2] != [slot, groups * index + group]:
             raise Violation(f"the plan's block table misses an entry of slot {slot}: block {index} of {group}")
@@ -619,7 +620,7 @@ class Reference:
         return block
 
     def _find(self, members: list[Entry]) -> list[tuple[list[int], Entry | None, int]] | None:
-        """Say what blocks each beam finds, in the index or with one before it; None if they cannot all be admitted."""
+        """Return the blocks that each beam hits or shares with an earlier beam; None unless all can be admitted."""
         size = self.limits.block_size
         if len(members) > self.limits.num_slots - len(self.running):
             return None
@@ -628,7 +629,7 @@ class Reference:
         num_new, num_windowed, shared, near = 0, 0, set(), set()
         for number, entry in enumerate(members):
             if is_new and number:
-                num_new += 1  # for its first token
+                num_new += 1  # for its first sampled token
                 num_windowed += 1
                 continue
             hits, best = self._hits(entry), None
@@ -663,7 +664,7 @@ class Reference:
         budget: int,
         chunks: list[tuple[Entry, int, int]],
     ) -> int:
-        """Give slots and blocks to all beams of a search; return the tokens that are left."""
+        """Allocate slots and blocks for all beams of a search; return the remaining token budget."""
         size = self.limits.block_size
         self.gangs[members[0].gang] = members
         self.num_readmitted += len(found) == len(members) > 1
@@ -732,13 +733,13 @@ class Reference:
         return hits
 
     def _is_covered(self, entry: Entry, count: int, with_host: bool) -> bool:
-        """Whether windowed layers have the blocks that the first query after `count` blocks sees."""
+        """Whether the blocks of windowed layers that the first query after `count` blocks sees are cached."""
         size, window = self.limits.block_size, self.limits.window
         seen = range(max(0, count * size - window + 1), count * size) if window else ()
         return all(self._find_block(1, self._key(entry, token // size), with_host) is not None for token in seen)
 
     def _draft(self, decodes: list[Entry]) -> tuple[list[int], list[int], bool]:
-        """Say how many drafts of each row are verified, the blocks that they need, and whether others are drafted."""
+        """Return the number of drafts to verify by row, the blocks that they need, and whether the step drafts."""
         limits, size = self.limits, self.limits.block_size
         wanted: list[int] = []
         for entry in decodes:
@@ -758,7 +759,7 @@ class Reference:
             drafts.append(count if left >= 0 else 0)
         rooms = [len(entry.table) * size - entry.length for entry in decodes]
         blocks = [max(0, -(-(count - room) // size)) for count, room in zip(drafts, rooms, strict=True)]
-        # Those that run must be able to grow; where that is not sure, not even the bound goes beyond a row's blocks.
+        # Running requests must be able to grow: with few blocks, drafts and the next token stay in a row's blocks.
         available = [self.num_available, self.windowed.num_available][: 2 if self.limits.window else 1]
         if sum(blocks) > min(available) - len(self.running):
             fewer = [min(count, max(0, room - 1)) for count, room in zip(drafts, rooms, strict=True)]
@@ -770,8 +771,8 @@ class Reference:
         return drafts, blocks, any(wanted)
 
     def _best(self, entry: Entry, num_rows: int) -> int:
-        """Say with how many drafts of each row a step yields the most tokens in its time."""
-        rate = Fraction(32 * entry.kept // entry.tried, 32)  # that a draft is kept
+        """Return the number of drafts per row at which a step yields the most tokens in a time."""
+        rate = Fraction(32 * entry.kept // entry.tried, 32)  # at which drafts are accepted
         per_token, per_draft = Fraction(self.limits.token_cost, 1000), Fraction(self.limits.draft_cost, 1000)
         without = 1 + num_rows * per_token
         speeds = [
@@ -782,7 +783,7 @@ class Reference:
         return speeds.index(max(speeds))
 
     def _settle(self, entry: Entry, drafts: int, own: int) -> None:
-        """A row that verified drafts has sampled `own` tokens."""
+        """Take in the result of a row that verified drafts and sampled `own` tokens."""
         entry.unsettled -= drafts
         entry.issued -= drafts + 1 - own
         entry.length -= drafts + 1 - own
@@ -792,13 +793,13 @@ class Reference:
             entry.tried, entry.kept = entry.tried // 2, entry.kept // 2
 
     def _hand_out(self, entries: list[Entry], counts: list[int], windowed: bool | None = False) -> None:
-        """Give blocks: free ones first, of which production may choose; then the least recently released ones.
+        """Allocate blocks: free ones first, in the order that production chose; then the least recently released.
 
         `windowed`: None for the first group alone, True for the second alone, False for both.
         """
         wanted = [entry for entry, count in zip(entries, counts, strict=True) for _ in range(count)]
         for group, blocks in enumerate((self.blocks, self.windowed)):
-            if group and windowed is False:  # prompts get theirs as they are computed
+            if group and windowed is False:  # chunks of prompts get these in `_extend`
                 wanted = [entry for entry in wanted if entry.issued >= entry.given]
             if (windowed and not group) or (group and (windowed is None or not self.limits.window)):
                 continue
@@ -825,7 +826,7 @@ class Reference:
                     self.windowed.index.setdefault(self._key(entry, index), entry.window[index])
 
     def _vacate(self, entry: Entry, publishes: bool = True, fresh: int = 0, is_preempted: bool = False) -> None:
-        """Empty a slot; `fresh` tokens of it are committed in this very call, and not the request's yet."""
+        """Free a slot. `fresh` of its tokens are committed in this call, and are not in the cache yet."""
         self.late["late_ended"] += entry.is_late
         entry.is_late = False
         written = min(entry.issued, entry.known - fresh)
@@ -846,18 +847,18 @@ class Reference:
         entry.turn = entry.done = 0
 
     def _release(self, entry: Entry, table: Mapping[int, int], full: int, blocks: Blocks) -> None:
-        """Give blocks back, by their place in the sequence, of which the first `full` may be in the index."""
+        """Release blocks by index in the sequence; the first `full` of the sequence may be in the prefix index."""
         for index in sorted(table, reverse=True):
             blocks.release(table[index], self._key(entry, index) if index < full and entry.is_shared else None)
 
-    # Comparing.
+    # Comparison with the production scheduler.
 
     def _check_patience(self, before: Mapping[tuple[int, int], int], admitted: Collection[int]) -> None:
-        """I15: who is passed over for want of a place for its adapter waits for one generation of requests at most.
+        """I15: a request that is skipped because its adapter has no place waits for one generation of requests at most.
 
-        If the first in the queue was passed over, it waits only for the requests that run with the adapter longest in
-        use: no request from further behind gets that adapter, and when they have ended the first in the queue is
-        admitted before all others. `before` are the adapters of those who ran before this plan admitted.
+        If the first request of the queue was skipped, it waits only for the running requests of the adapter longest in
+        use: no later request of the queue gets that adapter, and when they have ended the first request is admitted
+        before all others. `before` has the adapters of the requests that ran before this plan's admissions.
         """
         first = self.waiting[0] if self.waiting else None
         kept, self._passed_over = self._passed_over, None
@@ -873,7 +874,7 @@ class Reference:
         _, oldest, ahead = kept
         left = {each for each, adapter in before.items() if adapter == oldest and each in ahead}
         if not left and any(one.adapter and one.rank < first.rank for one in map(self.by_id.__getitem__, admitted)):
-            return  # one before it has taken the place
+            return  # a request of higher rank has taken the place
         joined = {(each.id, each.admission) for each in self.running.values() if each.adapter == oldest} - ahead
         behind = [each for each in self.running.values() if (each.id, each.admission) in joined]
         if any(each.rank > first.rank for each in behind):
@@ -883,7 +884,7 @@ class Reference:
         self._passed_over = first, oldest, ahead | joined
 
     def compare(self, with_index: bool = True) -> None:
-        """Compare all that production's state holds."""
+        """Compare the whole state of the production scheduler."""
         assert self.core is not None
         state, size = self.core.state, self.limits.block_size
         if [entry.request.sequence_id for entry in state.waiting] != [entry.id for entry in self.waiting]:
@@ -928,7 +929,7 @@ class Reference:
         self.host.compare(state.host, with_index)
 
     def loads(self) -> tuple[Any, ...]:
-        """Say how busy the engine must be: running, waiting, tokens that wait, blocks in use."""
+        """Return the expected load: running and waiting requests, waiting tokens, blocks in use."""
         used = self.blocks.num_used
         if self.limits.window:
             used = max(used, -(-self.windowed.num_used * self.limits.num_blocks // self.limits.num_window_blocks))

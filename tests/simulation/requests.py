@@ -1,4 +1,4 @@
-"""Requests that a trace sends: what they are, and whether the engine must refuse them."""
+"""Submits the requests of a trace, and predicts which ones the engine refuses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def submit(world: World, request: dict[str, Any]) -> bool:
-    """Send a request; whether it must be refused, and how, is known beforehand."""
+    """Submit a request; check that it is accepted, or refused with the expected error. Always returns True."""
     ids = ids_of(world, request)
     client = Client(world, request, ids, params_of(world, request["params"]))
     due = refusal(world, client)
@@ -53,7 +53,10 @@ def submit(world: World, request: dict[str, Any]) -> bool:
 
 
 def race(world: World, request: dict[str, Any]) -> bool:
-    """Send two requests with one id, whose prompts are made by other threads at once: the second is refused."""
+    """Submit two requests of equal id while threads prepare their prompts; check that the second is refused.
+
+    Returns False, without a test, if the first would be refused or the queue has too little room.
+    """
     ids, params = ids_of(world, request), params_of(world, request["params"])
     first, second = (Client(world, request, ids, params) for _ in range(2))
     if refusal(world, first) is not None or queue_is_full(world, params.n + 1, params.n * len(ids)):
@@ -79,7 +82,10 @@ def race(world: World, request: dict[str, Any]) -> bool:
 
 
 def leave_early(world: World, request: dict[str, Any]) -> bool:
-    """Send a request whose reader goes away while another thread makes its prompt: its place is free again."""
+    """Submit a request whose client disconnects while a thread prepares the prompt; check that it is never queued.
+
+    Returns False, without a test, if the request would be refused.
+    """
     client = Client(world, request, ids_of(world, request), params_of(world, request["params"]))
     if refusal(world, client) is not None:
         return False
@@ -118,12 +124,12 @@ def ids_of(world: World, request: dict[str, Any]) -> list[int]:
 
 
 def beams_of(given: dict[str, Any]) -> BeamSearchParams | None:
-    """Make the parameters of a beam search, if one is asked for."""
+    """Return the parameters of a beam search, or None without one."""
     return BeamSearchParams(**given["beams"]) if "beams" in given else None
 
 
 def params_of(world: World, given: dict[str, Any]) -> SamplingParams:
-    """Make parameters; equal ones once, but for a seed of their own."""
+    """Return sampling parameters, the same object for equal `given`, except for distinct seeds if it has "seeded"."""
     name = repr(given)
     asked = beams_of(given)
     if asked is not None:
@@ -135,12 +141,12 @@ def params_of(world: World, given: dict[str, Any]) -> SamplingParams:
         world.num_seeds += 1
         params = copy.copy(params)
         seed = (-1) ** world.num_seeds * (world.num_seeds << 20)
-        object.__setattr__(params, "seed", seed)  # what is valid for one is for another
+        object.__setattr__(params, "seed", seed)  # every seed is valid: no further check
     return params
 
 
 def refusal(world: World, client: Client) -> type[Exception] | None:
-    """Say with what a request must be refused."""
+    """Return the error with which a request must be refused, or None."""
     setting, params = world.setting, client.params
     num_ids = len(client.ids)
     if world.is_draining and not world.is_dead:
@@ -183,7 +189,7 @@ def refusal(world: World, client: Client) -> type[Exception] | None:
 
 
 def least_windowed(setting: Mapping[str, Any]) -> int:
-    """Return the blocks of windowed layers with which one sequence can go on."""
+    """Return the number of blocks of windowed layers with which one sequence can run."""
     size = setting["block_size"]
     return -(-(setting["window"] - 1) // size) + 1 + -(-2 // size)
 
@@ -202,7 +208,7 @@ def queue_is_full(world: World, num_samples: int, num_tokens: int) -> bool:
 
 
 def burst(world: World, size: int, request: dict[str, Any]) -> None:
-    """Many at once: as many as the queue holds are taken, all others are refused without a thought."""
+    """Submit `size` requests at once; check that the queue takes those it has room for and refuses the others."""
     world.fired["burst"] += 1
     world.fired["burst_10000"] += size >= 10_000
     probe = Client(world, {"name": "burst"}, [5], params_of(world, {"max_tokens": 1}))

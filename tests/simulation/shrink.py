@@ -1,4 +1,4 @@
-"""Make a failing trace short: fewer events, then plainer ones (delta debugging, Zeller and Hildebrandt 2002)."""
+"""Shorten a failing trace by removing events (delta debugging, Zeller and Hildebrandt 2002)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.simulation.world import World
 
 
 def failure(trace: Trace) -> BaseException | None:
-    """Play a trace; return what went wrong."""
+    """Play a trace; return its error, or None."""
     try:
         World(trace).play()
     except Exception as error:
@@ -20,14 +20,17 @@ def failure(trace: Trace) -> BaseException | None:
 
 
 def kind(error: BaseException | None) -> str | None:
-    """Name a failure, so that shrinking does not slip from one to another: its type, and its words without numbers."""
+    """Return an error's type and the start of its message without digits; shrinking must keep the kind of failure."""
     if error is None:
         return None
     return f"{type(error).__name__}: " + "".join(letter for letter in str(error) if not letter.isdigit())[:24]
 
 
 def shrink(trace: Trace, most_plays: int = 600, find: Callable[[Trace], Any] = failure) -> Trace:
-    """Return a trace with as few events that fails in the same way; `trace` must fail."""
+    """Return a trace with fewer events that fails in the same way, after at most `most_plays` plays.
+
+    Raises ValueError if `trace` does not fail.
+    """
     wanted = kind(find(trace))
     if wanted is None:
         raise ValueError("the trace does not fail")

@@ -1,4 +1,4 @@
-"""What stands for parts of production that a simulation cannot have: threads, waiting, traces; and a recorder."""
+"""Replacements for the threads, conditions and tracing of production code; and the recorder of the simulation."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 
 class InjectedError(RuntimeError):
-    """A fault of the device, or of an allocation."""
+    """An injected fault."""
 
 
 _nothing = nullcontext()
 
 
 def no_span(*_: object, **__: object) -> nullcontext[None]:
-    """Stand for a part of a trace: to make none costs a step in a hundred."""
+    """Replace spans of tracing, which would take 1% of the time."""
     return _nothing
 
 
 class Condition:
-    """Stands for the inbox's: it never waits, since the world runs the engine only when there is something to do."""
+    """Replaces the condition of the inbox; it never waits, because the world runs the engine only when it has work."""
 
     is_notified = False
 
@@ -46,7 +46,7 @@ class Condition:
 
 
 class SimulatedThread(EngineThread):
-    """The engine's thread, of which the world runs a turn when it likes."""
+    """The engine's thread as a generator, of which the world runs one iteration at a time."""
 
     world: World
 
@@ -67,7 +67,7 @@ class SimulatedThread(EngineThread):
 
 
 class Recorder(Reference):
-    """The reference, with what the world wants to know beside it."""
+    """The naive scheduler, with counters of events and the expected metrics for the world."""
 
     world: World
 

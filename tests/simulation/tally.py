@@ -1,4 +1,4 @@
-"""Plays seeds in processes of their own and adds up what they came to."""
+"""Plays a seed in a worker process, and sums up the results of seeds."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import traceback
 from collections import Counter
 from dataclasses import dataclass, field
 
-LEAST_PER_MILLION = 1000  # times that each kind of fault must happen, but for
-SEEDS_COLLECTED = 8  # at once: worlds are full of cycles, and to look for them takes a twentieth of a seed's time
-# What costs much or takes two chances at once:
+LEAST_PER_MILLION = 1000  # times that each kind of fault must happen, except the kinds below
+SEEDS_COLLECTED = 8  # at once: worlds have many reference cycles, and a collection takes 5% of a seed's time
+# Kinds that are expensive, or need two events at once:
 FOCUSED = (  # reached by the traces of focus.py
     *("late_ended", "late_preempted", "gang_readmitted", "burst_10000"),
     *("load_raises", "stale_store", "forgotten_store"),
@@ -21,7 +21,7 @@ RARE = ("abort_preempted", "disconnect_preempted", "gang_preempted")
 
 @dataclass
 class Tally:
-    """What some seeds came to."""
+    """The results of some seeds."""
 
     seeds: int = 0
     steps: int = 0
@@ -59,9 +59,9 @@ _played = itertools.count(1)
 
 
 def play(seed: int) -> Tally:
-    """Play one seed."""
+    """Play one seed; print the error if it fails."""
     from tests.simulation.trace import make_trace
-    from tests.simulation.world import World  # after JAX_PLATFORMS is set
+    from tests.simulation.world import World  # imported after JAX_PLATFORMS is set
 
     began = time.process_time()
     world = World(make_trace(seed))
@@ -81,7 +81,7 @@ def play(seed: int) -> Tally:
 
 
 def prepare() -> None:
-    """Make a process ready: what is imported is never looked at again by the collector of cycles."""
+    """Prepare a process: exclude imported objects from garbage collection, which `play` runs from now on."""
     import tests.simulation.world  # noqa: F401
     from tests.support import accounts
 

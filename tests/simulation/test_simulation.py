@@ -1,4 +1,4 @@
-"""The simulation: no seed fails, equal seeds give equal states, every fault happens, and planted bugs are found."""
+"""Tests that no seed fails, equal seeds give equal states, every fault happens, and planted bugs are found."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.simulation.tally import RARE, Tally, play
 from tests.simulation.trace import Trace, make_trace
 from tests.simulation.world import World
 
-STEPS = 65_000  # in all, within which every kind of fault happens; `make test` plays the first part, CI the others
+STEPS = 65_000  # of all parts, in which every kind of fault happens; `make test` plays the first part, CI the others
 PARTS = 8
 FOCUSED_STEPS = 1_500  # of each focus
 MUTANT_STEPS = 100_000  # within which a planted bug must be found
-# What seeds 0 to 5 come to, in any process; it changes with the scheduler's plans, the traces, or what requests get.
+# Digest of seeds 0 to 5 in any process; it changes with the scheduler's plans, the traces, or the outputs.
 DIGEST = "5408ebd5"
 PRINT_DIGEST = """
 from tests.simulation.trace import make_trace
@@ -41,7 +41,7 @@ print(f"{digest:08x}")
 
 @pytest.fixture(autouse=True)
 def collected_by_hand() -> Iterator[None]:
-    """Worlds are full of cycles: they are collected one by one, and not while they play."""
+    """Disable garbage collection during a test: worlds have many reference cycles."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -52,13 +52,13 @@ def collected_by_hand() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def total() -> Tally:
-    """What the seeds that were played so far came to."""
+    """Return the results of the seeds played so far."""
     return Tally()
 
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.ci) for part in range(1, PARTS))])
 def test_no_seed_fails(part: int, total: Tally, tmp_path: Path) -> None:
-    """T48: no leak, no wrong token, no stall, whatever happens."""
+    """Test that no seed has a leak, a wrong token or a stall, under any faults; seeds are divided among the parts."""
     steps, seed = 0, part
     while steps < STEPS // PARTS:
         tally = play(seed)
@@ -82,7 +82,7 @@ def test_every_kind_of_fault_happens(total: Tally) -> None:
 @pytest.mark.ci
 @pytest.mark.parametrize("name", FOCUS)
 def test_traces_with_a_focus_reach_their_states(name: str) -> None:
-    """Random traces of the same length seldom reach these states once."""
+    """Test that traces with a focus reach states that random traces of the same length seldom reach."""
     steps, seed, fired = 0, 0, Counter[str]()
     while steps < FOCUSED_STEPS:
         world = World(make_trace(seed, 300, FOCUS[name]))
@@ -102,7 +102,7 @@ def test_ten_thousand_requests_at_once() -> None:
 @pytest.mark.ci
 @pytest.mark.parametrize("hash_seed", ["4711", pytest.param("0", marks=pytest.mark.slow)])
 def test_a_seed_gives_the_same_states_in_every_process(hash_seed: str) -> None:
-    """T51 and I14."""
+    """I14: test that plans and outputs do not depend on the process or its hash seed."""
     environment = os.environ | {"PYTHONHASHSEED": hash_seed}
     found = subprocess.run([sys.executable, "-c", PRINT_DIGEST], env=environment, capture_output=True, text=True)
     assert found.stdout.strip() == DIGEST, found.stderr[-2000:]
@@ -115,7 +115,7 @@ def test_a_trace_survives_json(tmp_path: Path) -> None:
 
 
 def found_after(mutant: Mutant, most: int) -> int | None:
-    """Return after how many steps a planted bug is found; None if it is not."""
+    """Return the number of steps until a planted bug is found; None if it is not found within `most`."""
     steps = 0
     with planted(mutant):
         for seed in range(10**6):
@@ -143,7 +143,7 @@ def test_a_bug_can_still_be_planted(mutant: Mutant) -> None:
 
 
 def test_a_failing_seed_is_cut_down_and_can_be_played(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is left of its trace fails as it does, has at most 30 events, and is played by the command that is told."""
+    """Test that the shortened trace has at most 30 events, and that the printed command plays it and fails."""
     with planted(HISTORY[0]):
         trace = next(trace for trace in map(make_trace, range(100)) if failure(trace) is not None)
         explain(trace.seed, tmp_path)

@@ -1,4 +1,4 @@
-"""A trace: the settings of an engine and the events that happen to it, made from a seed; plain data, as JSON has it."""
+"""A trace: the settings of an engine and a list of events, made from a seed; plain data for JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from tests.simulation.focus import Focus, windowed_blocks
 from tests.simulation.oracle import BROKEN, PIECES, VOCABULARY
 
-# Every kind of fault that can be switched on for a seed. What is not a fault (an edge of lengths, a fork) is always on.
+# Kinds of faults, each of which a seed switches on or off; edges of lengths and forks, no faults, are always on.
 FAULTS = (
     *("disconnect", "abort", "duplicate_id", "slow_reader", "stopped_reader", "deadline", "time_limit"),
     *("clock_forward", "clock_back", "clock_freeze", "allocation_refused", "raise_before", "raise_after"),
@@ -22,14 +22,14 @@ FAULTS = (
     *("sample_raises_before", "sample_raises_after", "fill_raises", "grammar_raises", "sample_out_of_memory"),
     *("reload_adapter", "put_raises", "masks_late"),
 )
-# What a prompt may end in: characters that it has begun, of two bytes, three and four.
+# Ends of prompts: incomplete characters of two, three and four bytes.
 HALVES = tuple(tuple(PIECES.index(bytes([byte])) for byte in end) for end in (b"ab\xc3", b"a\xe2\x82", b"\xf0\x9f\x98"))
 BLOCK_SIZES = (1, 2, 2, 16, 16, 64, 128)
 
 
 @dataclass
 class Trace:
-    """What happens: `events` are (turn, kind, arguments), in order of their turns."""
+    """Settings and `events`, each (turn, kind, *arguments), in order of their turns."""
 
     seed: int
     setting: dict[str, Any]
@@ -45,7 +45,7 @@ class Trace:
 
 
 def make_trace(seed: int, num_turns: int = 600, focus: Focus | None = None) -> Trace:
-    """Make a trace; equal seeds make equal ones, in any process. One with a focus reaches a rare state."""
+    """Return a trace, equal for equal seeds in any process. With a focus, its events often reach a rare state."""
     chance = random.Random(seed)
     faults = [name for name in FAULTS if chance.random() < 0.4] if focus is None else [*focus.rates]
     setting = _setting(chance, faults)
@@ -56,7 +56,7 @@ def make_trace(seed: int, num_turns: int = 600, focus: Focus | None = None) -> T
 
 def _setting(chance: random.Random, faults: Sequence[str]) -> dict[str, Any]:
     block_size = chance.choice(BLOCK_SIZES)
-    is_wide = chance.random() < 0.02  # more streams than are shown every token
+    is_wide = chance.random() < 0.02  # more streams than get an output for every token
     num_slots = 40 if is_wide else chance.choice((1, 2, 3, 4, 4, 5, 6, 8))
     longest = max(12, block_size * chance.choice((2, 3)) if block_size > 16 else chance.choice((12, 24, 48, 64, 64)))
     longest += chance.choice((-1, 0, 0, 1))
@@ -76,7 +76,7 @@ def _setting(chance: random.Random, faults: Sequence[str]) -> dict[str, Any]:
     setting = {
         "max_adapters": max_adapters,
         "num_adapters": chance.choice((1, 2, 4, 6)) if max_adapters else 0,
-        "max_kept": max_adapters + chance.choice((0, 0, 1, 3)),  # in the host's memory
+        "max_kept": max_adapters + chance.choice((0, 0, 1, 3)),  # adapters in the host's memory
         "block_size": block_size,
         "num_slots": num_slots,
         "num_blocks": max(1, num_blocks),
@@ -86,35 +86,35 @@ def _setting(chance: random.Random, faults: Sequence[str]) -> dict[str, Any]:
         "async_scheduling": chance.random() < 0.6,
         "policy": "priority" if "priority_inversion" in faults or chance.random() < 0.3 else "fcfs",
         "block_events": chance.random() < 0.2,
-        "compiled": chance.choice((0.0, 0.5, 1.0)),  # share of the smaller programs that are there from the start
-        # Not the engine's own bound, which no trace would reach.
+        "compiled": chance.choice((0.0, 0.5, 1.0)),  # share of the smaller programs that are compiled at the start
+        # Lower than the default of the engine, which no trace would reach.
         "most_queued": chance.choice((4 * num_slots, 4 * num_slots, 3, 50)),
         "most_queued_tokens": chance.choice((None, None, None, 2 * longest)),
         "broken_text": "detokenizer_error" in faults,
-        "beams": chance.choice((0.05, 0.2, 0.5)),  # share of the parameters that are those of a beam search
+        "beams": chance.choice((0.05, 0.2, 0.5)),  # share of the drawn parameters with beam search
         "seed": chance.randrange(1000),
-        "window": window,  # of layers in a second group of blocks; 0: one group
+        "window": window,  # tokens, of layers in a second group of blocks; 0: one group
         "num_window_blocks": windowed_blocks(chance, window, block_size, max(1, num_blocks)),
         "max_drafts": (max_drafts := chance.choice((0, 0, 0, 0, 1, 2, 3, 4))),
         "most_verified": chance.choice((256, num_slots + 1)),
-        # Of a token and of a draft, see `Limits`: where they are small, drafts pay even if few are kept.
+        # `token_cost` and `draft_cost` of `Limits`: where they are small, drafts pay even if few are accepted.
         "costs": [chance.choice((0, 20, 90, 400)), chance.choice((0, 0, 10, 60))],
         "grammars": chance.choice((0.0, 0.25))
         if max_drafts
-        else 0.25,  # share of the requests, beside which none draft
+        else 0.25,  # share of requests; steps with such a row verify no drafts
     }
-    # Drawn from another generator, so that the events are those of a setting without the tier.
+    # Drawn from another generator, so that the events are the same as without the tier.
     return setting | _tier(random.Random(repr(setting)), setting["num_blocks"])
 
 
 def _tier(chance: random.Random, num_blocks: int) -> dict[str, Any]:
-    """Draw a tier in the host's memory: its blocks of full layers and of windowed ones, and its copies."""
+    """Draw the host's tier: its blocks of full layers and of windowed layers, and the behavior of its copies."""
     host = chance.choice((0, 0, 1, 1, 4)) * num_blocks
     return {
         "host_blocks": [host, host and 1 + host // 2],
         "max_stores": chance.choice((1, 4, 64, 64)),
         "swaps": host > 0 and chance.random() < 0.5,
-        # Shares of the copies that end in a turn, in any order, and that fail; 0.0: all are lost.
+        # Share of the copies that end in a turn, in any order (0.0: all are lost), and share of these that fail.
         "transfers": [chance.choice((0.0, 0.1, 0.5, 0.9, 1.0)), chance.choice((0.0, 0.0, 0.2))],
     }
 
@@ -142,7 +142,7 @@ class _Maker:
         chance, faults = self.chance, self.faults
         setting = self.setting
         load = chance.choice((0.7, 1.2, 2.0)) * min(setting["num_slots"] + 2, 12) / 24
-        # Each is drawn at most turns; what it is in FAULTS under is on or off for the seed.
+        # Probabilities in each turn, of the kinds that are on for the seed.
         rates = {
             "disconnect": 0.07, "abort": 0.07, "duplicate_id": 0.02, "clock_forward": 0.006, "clock_back": 0.006,
             "clock_freeze": 0.006, "allocation_refused": 0.012, "raise_before": 0.008, "raise_after": 0.008,
@@ -170,7 +170,7 @@ class _Maker:
         chance = self.chance
         match kind:
             case "disconnect" | "abort":
-                # Phases: any name that may live, at rest or while a step is in flight; once or twice.
+                # The client's number, whether a step is in flight, whether twice, and the phase of the request.
                 phases = (None, "prefill", "prefill", "preempted", "ended", "unseen")
                 phase = chance.choice(phases if self.focus is None else self.focus.phases)
                 return [chance.randrange(1000), chance.random() < 0.5, chance.random() < 0.2, phase]
@@ -210,7 +210,7 @@ class _Maker:
         return [2 + int(chance.random() * 50) for _ in range(count)]
 
     def _length(self) -> int:
-        """Draw a prompt's length: the edges of blocks, of the budget and of the context, or anything."""
+        """Draw a prompt's length: an edge of blocks, of the budget or of the context, or any length."""
         chance, setting = self.chance, self.setting
         size, most, budget = setting["block_size"], setting["max_model_len"], setting["max_step_tokens"]
         if chance.random() < 0.4:
@@ -247,7 +247,7 @@ class _Maker:
             request["adapter"] = 0 if draw() < 0.01 else 1 + int(draw() * setting["num_adapters"])
         if setting["policy"] == "priority":
             request["priority"] = chance.choice((-1, 0, 0, 5))
-            if "priority_inversion" in faults:  # the long ones are unimportant, the short ones urgent
+            if "priority_inversion" in faults:  # long requests have low priority, short ones high
                 request["priority"] = 9 if length > 8 else -draw() // 0.25
                 request["priority"] = int(request["priority"])
         if "deadline" in faults and draw() < 0.15:
@@ -257,7 +257,7 @@ class _Maker:
         if "slow_reader" in faults and draw() < 0.3:
             request["reads"] = chance.randint(1, 3)  # outputs, then it waits for "resume_reading"
         elif "stopped_reader" in faults and draw() < 0.3:
-            request["reads"] = -chance.randint(1, 3)  # outputs, then it never reads again
+            request["reads"] = -chance.randint(1, 3)  # outputs, then it stops reading
         if "detokenizer_error" in faults and draw() < 0.15 and ids:
             request["ids"] = [*ids[:-1], BROKEN]
         if draw() < 0.05 and length > 3:
@@ -267,7 +267,7 @@ class _Maker:
         return request
 
     def _params(self) -> dict[str, Any]:
-        """Draw sampling parameters; few have much."""
+        """Draw sampling parameters; most are at their defaults."""
         chance, setting = self.chance, self.setting
         size = setting["block_size"]
         if chance.random() < setting["beams"] and not setting["max_drafts"]:
@@ -290,10 +290,10 @@ class _Maker:
         if params["temperature"] and chance.random() < 0.35:
             params["n"] = chance.choice((2, 3))
         if chance.random() < 0.3:
-            params["seeded"] = True  # the world gives it a seed of its own
+            params["seeded"] = True  # the world sets a distinct seed for each request
         if chance.random() < 0.35:
             words = ["ab", "aba", "bbb", "é", "aab", "abab", "baab", "aaaa", "éa", "b a"]
-            nested = ["ab", "aab"] if chance.random() < 0.3 else []  # which end at the same character
+            nested = ["ab", "aab"] if chance.random() < 0.3 else []  # both end at the same character
             params["stop"] = nested or chance.sample(words, chance.randint(1, 3))
             params["include_stop_str_in_output"] = chance.random() < 0.3
         if chance.random() < 0.3:

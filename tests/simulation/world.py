@@ -1,8 +1,9 @@
-"""Plays a trace against the production engine, in virtual time, and checks what must hold after every turn.
+"""Plays a trace against the production engine, in virtual time, and checks invariants after every turn.
 
-A turn: events happen, the event loop runs, the engine's thread makes one turn of its own, the loop hands over what that
-gave. While a step is in flight the loop may run too. All of `AsyncLLM`, the thread's loop, the engine, the core and the
-runner is production code; the device's programs, the tokenizer, the clock and the event loop are not.
+In a turn the events of the trace happen, the event loop runs, the engine's thread does one iteration, and the event
+loop delivers its outputs. The event loop may also run while a step is in flight. `AsyncLLM`, the thread's loop, the
+engine, the scheduler and the runner are production code; the device's programs, the tokenizer, the clock and the event
+loop are simulated.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def _drafting(max_drafts: int) -> dict[str, Any] | None:
 
 
 class World:
-    """One trace being played. `play` raises `Violation` or whatever else went wrong."""
+    """A trace that is played. `play` raises `Violation`, or the error of the engine."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -71,7 +72,7 @@ class World:
         self.now = FIRST_MOMENT
         self.turn = 0
         self.frozen_until = -1
-        self.num_steps = 0  # of the engine
+        self.num_steps = 0  # of all engines of the trace
         self.digest = 0
         self.fired: Counter[str] = Counter()
         self.loop = Loop(lambda: self.now)
@@ -87,10 +88,10 @@ class World:
             self._events.setdefault(event[0], []).append(event)
         self.begin()
 
-    # A life of the engine.
+    # Start and stop of an engine.
 
     def begin(self) -> None:
-        """Start an engine."""
+        """Start an engine, with the state of the checks reset."""
         setting = self.setting
         geometry = Geometry(
             num_slots=setting["num_slots"],
@@ -101,45 +102,45 @@ class World:
             num_window_blocks=setting["num_window_blocks"],
         )
         self.live: dict[str, Client] = {}
-        self.clients: list[Client] = []  # that have not ended
-        self.submitted: deque[Client] = deque()  # not yet taken in by the engine
+        self.clients: list[Client] = []  # not ended
+        self.submitted: deque[Client] = deque()  # not yet read by the engine's thread
         self.client_of: dict[int, Client] = {}  # by the id of a sample
         self.was_admitted: set[Client] = set()
         self.cached_of: dict[str, int] = {}  # by name: cached tokens at the first admission
         self.prompt_tokens = self.cached_tokens = 0
-        self.counted: list[tuple[int, Client, int]] = []  # who was admitted for the first time in the last plan
-        self.num_told = 0  # tokens, to the observer
-        self.is_deaf = False  # it has failed, and was not told of the others
-        self.last_interval = 1  # when outputs were last made
-        self.due_to_tell = 0  # tokens that it must hear of
+        self.counted: list[tuple[int, Client, int]] = []  # first admissions of the last plan
+        self.num_told = 0  # tokens that the observer received
+        self.is_deaf = False  # the observer has raised, and so missed other requests of that delivery
+        self.last_interval = 1  # tokens between outputs, when outputs were last made
+        self.due_to_tell = 0  # tokens that the observer must receive
         self.shown: dict[tuple[str, int], int] = {}  # tokens by key and sample, in outputs
-        self.reported = [0, 0]  # tokens of prompts and outputs, and of outputs, by the reports of steps
+        self.reported = [0, 0]  # sums of step reports: all tokens, and output tokens
         self.is_asleep = True  # whether the engine's thread waits to be woken
-        self.is_held = False  # whether a pause has been told to be there
+        self.is_held = False  # whether a call of `pause` has returned, without a later resume
         self.num_resumed = 0
         self.pausing = 0  # calls of `pause` that have not returned
-        self.turns_pausing = 0  # in which they had nothing to wait for
+        self.turns_pausing = 0  # consecutive turns in which such calls had nothing to wait for
         self.drain_until = 0.0
         self.most_failures = MAX_FAILURES
-        self.reasons: Counter[str] = Counter()  # samples by how they ended, as the engine told
-        self.told: dict[str, set[int]] = {}  # by key: samples whose end was told
+        self.reasons: Counter[str] = Counter()  # ended samples by finish reason, in the engine's outputs
+        self.told: dict[str, set[int]] = {}  # by key: samples with a finish reason in an output
         self.finished_keys: set[str] = set()
         self.armed: dict[str, Any] = {}
-        self.failures = 0  # steps in a row
+        self.failures = 0  # consecutive failed steps
         self.num_recoveries = 0
         self.is_recovering = False
-        self.left: list[tuple[int, Client]] = []  # who went away while their requests ran, and in which turn
-        self.unexpected: Exception | None = None  # that a step failed with
+        self.left: list[tuple[int, Client]] = []  # ended clients, with the turn of their end
+        self.unexpected: Exception | None = None  # error of a step that was not injected
         self.takes_until_refusal = 0
         self.mid: list[list[Any]] = []  # events of this turn that wait for a step in flight
         self.plans: deque[Plan] = deque(maxlen=8)
         self.last_commit: Any = None
         self.is_paused = self.is_draining = self.is_dead = self.is_hung = False
-        self.has_died = False  # by itself
+        self.has_died = False  # from failures
         self.resume_at: int | None = None
         self.draining: asyncio.Task[bool] | None = None
         self.num_drain_failures = 0
-        self.num_cut_off = 0  # who was told that the engine has ended, during a drain
+        self.num_cut_off = 0  # clients that got EngineDeadError during a drain
         self.tasks: list[asyncio.Task[Any]] = []
         self.random = np.random.default_rng(setting["seed"])
         self.llm = llm = AsyncLLM(
@@ -161,7 +162,7 @@ class World:
             seed=setting["seed"],
             max_logprobs=5,
         )
-        self.folders.contents.clear()  # numbers begin anew
+        self.folders.contents.clear()  # a new engine numbers its adapters from 1
         self.held = Held(self.faults.before_put)
         self.runner = SimulatedRunner(
             llm.config,
@@ -222,7 +223,7 @@ class World:
         due = self.engine.outputs.due
 
         def make(changed: Collection[Any], now: float) -> list[RequestOutput]:
-            if not all(group.is_finished for group in changed):  # of those that have ended all is due
+            if not all(group.is_finished for group in changed):  # finished groups are shown at once
                 self.last_interval = self.interval
             return due(changed, now)
 
@@ -231,7 +232,7 @@ class World:
         self.following = self.loop.create_task(self.follower.run()) if setting["block_events"] else None
 
     def end(self) -> None:
-        """Close the engine and check that nothing is left of it."""
+        """Close the engine and check that it left nothing."""
         self.is_dead = True
         closing = self.loop.create_task(self.llm.close())
         self.loop.run()
@@ -240,10 +241,10 @@ class World:
             raise Violation("the engine does not close")
         check_over(self)
 
-    # What others tell the world.
+    # Callbacks of the engine, the scheduler and the clients.
 
     def _recover(self, error: Exception) -> list[RequestOutput]:
-        """Let the engine recover from what was injected; anything else is what we are looking for."""
+        """Let the engine recover from an injected fault; raise any other error, which is a bug."""
         blamed: list[Entry] = []
         if isinstance(error, RequestFault) and isinstance(error.__cause__, InjectedError):
             blamed = [self.reference.by_id[error.sequence.sequence_id]]
@@ -267,14 +268,14 @@ class World:
         return outputs
 
     def _largest(self) -> list[Entry]:
-        """Find who has the most tokens in the step that failed; of equals the last."""
+        """Return the request with the most tokens in the failed step, of equals the last; an empty list without one."""
         plan = self.engine._planned
         rows = self.reference.plans.get(plan.number, []) if plan is not None else []
         living = [(int(plan.lengths[at]), at, row[0]) for at, row in enumerate(rows) if row[0].slot > -2]
         return [max(living)[2]] if living else []
 
     def _claim(self, requests: Sequence[Request]) -> list[Entry]:
-        """Find out whose requests the engine has taken in, and what they must become."""
+        """Find the clients of requests that the engine queues; return entries with the expected outputs."""
         entries: list[Entry] = []
         while len(entries) < len(requests):
             client = self.submitted.popleft()
@@ -319,13 +320,13 @@ class World:
         return entries
 
     def _note_refused(self, client: Client) -> None:
-        """The engine could not take a request in."""
+        """Count a request that the engine could not queue; raise `Violation` if it is readable."""
         if not client.is_unreadable:
             raise Violation(f"{client.name} was not taken in")
         self.reasons["error"] += client.params.n
 
     def note_outputs(self, outputs: list[RequestOutput]) -> None:
-        """Count how samples ended, before any reader is told."""
+        """Count finish reasons and tokens of outputs before clients receive them."""
         for output in outputs:
             key = output.internal_id
             if key in self.finished_keys:
@@ -352,7 +353,7 @@ class World:
                 del self.told[key]
 
     def note_over(self, client: Client) -> None:
-        """A client has ended: say if it may have."""
+        """Remove a client that has ended; raise `Violation` if its error has no reason."""
         if self.live.get(client.name) is client:
             del self.live[client.name]
         if client in self.clients:
@@ -388,19 +389,19 @@ class World:
     # The observer of the production engine.
 
     def step(self, report: StepReport) -> None:
-        """A step has ended."""
+        """Add the report of a step."""
         self.reported[0] += report.num_tokens
         self.reported[1] += report.num_sampled
 
     def tokens(self, seconds: float, count: int, is_first: bool) -> None:
-        """Tokens came."""
+        """Count tokens."""
         self.num_told += count
 
     def finished(self, output: RequestOutput, params: SamplingParams) -> None:
-        """A request has ended; its reader may not have read all of it."""
+        """Check the summary of a request that has ended, even if its client has not read all outputs."""
         try:
             self._check_summary(self.live[output.request_id], output)
-        except Exception as error:  # production says nothing of an observer that fails
+        except Exception as error:  # production catches errors of observers
             self.loop.failures.append(error)
         if self.setting["seed"] % 5 == 0:
             self.is_deaf = True
@@ -408,7 +409,7 @@ class World:
 
     def _check_summary(self, client: Client, output: RequestOutput) -> None:
         if len(output.outputs) < len(client.truths):
-            return  # samples that ended without a token
+            return  # samples without a token are missing
         for part, truth in zip(output.outputs, client.truths, strict=True):
             if isinstance(truth, BeamTruth):
                 due = truth.search.outcome()[part.index].tokens
@@ -424,18 +425,18 @@ class World:
 
     @property
     def interval(self) -> int:
-        """Tokens after which a reader who did not say is shown them."""
+        """The number of tokens between outputs of a request without `stream_interval`."""
         return 1 if len(self.reference.running) <= self.few_streams else MANY_STREAMS_INTERVAL
 
     @property
     def few_streams(self) -> int:
-        """Running requests up to which every token is shown: few enough, in some worlds, to have more."""
+        """The most running requests with an output for every token; small in some worlds, so that more run."""
         return 3 if self.setting["seed"] % 4 == 0 else FEW_STREAMS
 
-    # Playing.
+    # Turns.
 
     def play(self) -> None:
-        """Play all turns, then let everything end, and check that nothing is left."""
+        """Play all turns, let all requests end, and check that nothing is left."""
         try:
             with self.faults.patched():
                 for turn in range(self.trace.num_turns):
@@ -448,7 +449,7 @@ class World:
             raise
 
     def _abandon(self) -> None:
-        """After a violation: let the tasks that are left end quietly."""
+        """Cancel the remaining tasks after a violation, and ignore their errors."""
         self.note_over = lambda client: None  # type: ignore[method-assign]
         for task in asyncio.all_tasks(self.loop):  # type: ignore[arg-type]
             task.cancel()
@@ -490,7 +491,7 @@ class World:
                 self.runner.compile(missing[self.turn % len(missing)])
 
     def _serve(self) -> None:
-        """Let the engine's thread make a turn, if it would not sleep."""
+        """Run an iteration of the engine's thread, unless it would sleep."""
         inbox, served = self.llm._inbox, self.engine
         has_news = bool(inbox._added or inbox._aborted or inbox._calls or inbox._is_stopped)
         works = served.has_unfinished_requests() and not self.is_held
@@ -504,7 +505,7 @@ class World:
         waits = bool(served._in_flight and self.reference.gangs)
         try:
             next(self.thread.running)
-            while self.submitted:  # what is left there was refused by the engine
+            while self.submitted:  # the engine refused these
                 self._note_refused(self.submitted.popleft())
         except StopIteration:
             self.is_asleep = False
@@ -529,13 +530,13 @@ class World:
         if works and served.has_unfinished_requests():
             self.num_steps += 1
             has_run = self.runner.device.num_steps > steps or self.num_recoveries > recoveries
-            has_run |= self.last_commit is not committed  # which a row at its bound may have waited for
-            # With nothing but beams in flight there is nothing to plan before their results have come.
+            has_run |= self.last_commit is not committed  # a row at its limit may have waited for this commit
+            # With only beams in flight, nothing can be planned before their results arrive.
             if not has_run and not waits and not served._in_flight and self.reference.running:
                 raise Violation("there is work, and no step computes anything")
 
     def _settle(self) -> None:
-        """Without further faults, everything must end within a bound."""
+        """Play turns without faults until all requests have ended; raise `Violation` beyond a bound."""
         self.armed.clear()
         self.takes_until_refusal = 0
         self.frozen_until = -1
@@ -567,7 +568,7 @@ class World:
         self.begin()
 
     def _drop_all(self) -> None:
-        """Let readers that do not read go; whose end is there finds it, whatever has happened since."""
+        """End clients that have stopped reading: one with a final output reads it, others are cancelled."""
         for client in list(self.clients):
             if client.pause is not None and client.task is not None:
                 self.fired["stopped_reader"] += (client.reads or 0) < 0

@@ -1,7 +1,8 @@
 """The few engine sizes of tests, which share compiled programs.
 
 Compiling the two programs of an engine takes 11 s of a slow core, loading them from the cache 1 s. They depend on the
-model and on these sizes: use other sizes only in tests about sizes (DECISIONS.md, 69).
+model and on these sizes: use other sizes only in tests about sizes. See DECISIONS.md, "The simulation runs production
+code, and tests have tiers".
 """
 
 from __future__ import annotations
