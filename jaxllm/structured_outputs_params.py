@@ -73,7 +73,6 @@ class StructuredOutputsParams:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Return the texts of `begin_after`."""
         texts = () if self.begin_after is None else self.begin_after
         return texts if isinstance(texts, tuple) else (texts,)
 

@@ -112,7 +112,6 @@ def module(operation: str, name: str) -> ModuleType:
 
 
 def refusal(operation: str, name: str, site: Site) -> str | None:
-    """Return why a site is unsupported; None if it is supported."""
     if name == "triton":
         if importlib.util.find_spec("triton") is None:
             return "the package triton is not installed"

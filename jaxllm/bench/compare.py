@@ -215,7 +215,6 @@ def _replicas(
 
 
 def _statistic_of(name: str) -> tuple[str, str] | None:
-    """Split a figure's name: `p99_ttft_ms` is ("p99", "ttft_ms")."""
     if name.startswith("percentiles."):
         return "p" + name.removeprefix("percentiles."), "latency"
     name = {"avg_latency": "mean_latency"}.get(name, name)

@@ -133,7 +133,6 @@ def add_flags(
 
 
 def _argument_of(kind: Any, field: Field[Any]) -> dict[str, Any]:
-    """Return argparse's settings: choice, switch with `--no-`, repeatable flag, or value."""
     members = get_args(kind)
     inner = next((member for member in members if member is not type(None)), kind)
     if inner is bool:

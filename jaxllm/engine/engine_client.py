@@ -44,9 +44,7 @@ class EngineView(Protocol):
 
     def get_load(self) -> Load: ...
 
-    def device_report(self) -> DeviceReport | None:
-        """Return compiled programs and memory use; None if unknown."""
-        ...
+    def device_report(self) -> DeviceReport | None: ...
 
 
 class EngineClient(EngineView, ClientCalls, Protocol):

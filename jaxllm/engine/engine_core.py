@@ -90,7 +90,6 @@ class EngineCore:
     def accept(
         self, request_id: str, prompt: Prompt, params: RequestParams | None = None, priority: int = 0, **options: Any
     ) -> Accepted:
-        """Validate and tokenize a request; see `InputProcessor.accept`."""
         return self.inputs.accept(request_id, prompt, params, priority, options)
 
     def add(self, requests: Sequence[Accepted]) -> None:
@@ -124,7 +123,6 @@ class EngineCore:
         return outputs[0] if outputs else None
 
     def abort_requests(self, requests: Sequence[tuple[str, FinishReason]]) -> list[RequestOutput]:
-        """Abort (internal id, reason) requests; return the last outputs of known ids."""
         return self.outputs.abort(requests)
 
     def take_block_events(self) -> tuple[BlockEvent, ...]:
@@ -229,7 +227,7 @@ class EngineCore:
         return ended
 
     def _issue(self) -> tuple[Plan, Flight] | None:
-        """Plan and dispatch a step; return None if all requests wait for tokens in flight."""
+        """Return None if all requests wait for tokens in flight."""
         with span("plan"):
             if landed := self.runner.landed():
                 self.scheduler.land(landed)
@@ -325,7 +323,6 @@ class EngineCore:
         return None
 
     def reset_prefix_cache(self) -> bool:
-        """Clear the prefix cache; return False, without clearing, while requests run."""
         if self.scheduler.state.num_running:
             return False
         self._in_flight.clear()  # a replay cannot apply a plan across a reset
@@ -333,7 +330,6 @@ class EngineCore:
         return True
 
     def start_profile(self, folder: str | Path, num_steps: int = DEFAULT_STEPS) -> Profile:
-        """Trace the next `num_steps` steps into `folder`."""
         self._check_open()
         self._profile = Profile(folder, num_steps)
         return self._profile

@@ -47,7 +47,6 @@ class Inbox:
             self._changed.notify()
 
     def call(self, function: Callable[[LLMEngine], None]) -> None:
-        """Run a function between two steps."""
         with self._changed:
             self._calls.append(function)
             self._changed.notify()
@@ -78,7 +77,7 @@ class Inbox:
             return taken
 
     def settle(self, added: list[Accepted]) -> None:
-        """Stop counting requests that the engine's load includes."""
+        """The engine's load includes these from now on."""
         if added:
             with self._changed:
                 self._num_sequences -= sum(accepted.num_sequences for accepted in added)

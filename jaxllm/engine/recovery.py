@@ -20,7 +20,6 @@ class FailedSteps:
         self.count = 0
 
     def add(self, error: Exception) -> Action:
-        """Count a failure and return the action."""
         self.count += 1
         if self.count % MAX_FAILURES:
             return "retry"

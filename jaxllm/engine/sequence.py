@@ -253,7 +253,6 @@ class SequenceGroup:
         )
 
     def show_failure(self, why: str) -> RequestOutput:
-        """Return a final output without tokens, after an exception."""
         for sequence in self.sequences:
             sequence.finish_reason, sequence.stop_reason = "error", why
         ends = [

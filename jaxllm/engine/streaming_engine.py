@@ -240,7 +240,6 @@ class StreamingEngine:
             self._close(stream)
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
-        """Abort requests by id, of all owners; unknown ids are ignored."""
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             self.end(request_id, "abort")
 
@@ -369,7 +368,7 @@ class StreamingEngine:
         return is_through and not self._life.has_ended
 
     async def wait_dead(self) -> BaseException:
-        """Wait until the engine dies, and return the cause; raise UnavailableError if it was never started."""
+        """Return the cause; raise UnavailableError if the engine was never started."""
         if self._death is None:
             raise UnavailableError(NOT_STARTED)
         return await asyncio.shield(self._death)

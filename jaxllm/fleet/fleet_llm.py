@@ -97,7 +97,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
         return cls(engine_args, **bounds)
 
     async def _begin(self) -> None:
-        """Start the replicas; wait for local ones, or else for the first remote one."""
+        """Wait for local replicas, or else for the first remote one."""
         await self._supervisor.start()
 
     async def close(self, timeout: float = 30.0) -> bool:
@@ -118,7 +118,6 @@ class FleetLLM(StreamingEngine, FleetCalls):
         await self._supervisor.drain(self.replicas[number])
 
     def _settings_of(self, number: int, path: str) -> tuple[node.Settings, Mapping[str, str]]:
-        """Return the settings and environment, including visible GPUs, of a local replica."""
         config = self.config
         engine = asdict(config) | {
             "data_parallel_size": 1,
@@ -229,7 +228,6 @@ class FleetLLM(StreamingEngine, FleetCalls):
             self._started.set_result(None)
 
     def _read_model(self, known: Mapping[str, Any]) -> ModelInfo:
-        """Return the first replica's model with a local tokenizer."""
         config = self.config
         source = config.tokenizer or config.model
         tokenizer = NoTokenizer(source) if config.skip_tokenizer_init else load_tokenizer(source, config.revision)
@@ -281,7 +279,6 @@ class FleetLLM(StreamingEngine, FleetCalls):
         return all(await self._call_all("reset_prefix_cache"))
 
     async def kv_events(self, start_sequence: int = 0) -> AsyncGenerator[BlockBatch]:
-        """Raise FeatureDisabledError: only the router reads replicas' events."""
         raise FeatureDisabledError("kv_events is not supported with data_parallel_size above 1.", "data_parallel_size")
         yield  # makes it a generator
 
@@ -312,7 +309,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
         client: str | None,
         timeout: float | None,
     ) -> Routed:
-        """Return a request with the data for routing; its replica validates it."""
+        """The chosen replica validates the request."""
         unknown = options.keys() - {"lora_request"}
         if unknown:
             raise TypeError(f"a request has no {', '.join(sorted(unknown))}")
@@ -353,7 +350,6 @@ class FleetLLM(StreamingEngine, FleetCalls):
     async def check_request(
         self, request_id: str, prompt: Prompt, params: Any, priority: int, options: Mapping[str, Any]
     ) -> Routed:
-        """Let a replica validate a request."""
         accepted = await self._accept(request_id, prompt, params, priority, options, client=None, timeout=None)
         replica = next((each for each in self.replicas if each.takes_work), None)
         if replica is None:

@@ -100,7 +100,6 @@ def _object(value: Any) -> Any:
 
 
 def _error(value: Any) -> Exception:
-    """Return a decoded error; unknown classes become EngineError."""
     name, message, attributes = value
     kind = _ERRORS.get(name, EngineError)
     made = kind.__new__(kind)

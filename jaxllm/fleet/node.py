@@ -52,7 +52,6 @@ class Settings:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Split HOST:PORT; raise UserError for other text."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port[:9]) < 65536:
         raise UserError(f"data_parallel_address must be HOST:PORT, got {address!r:.80}.", "data_parallel_address")
@@ -224,7 +223,6 @@ class Node:
 
 
 def _own(error: Exception) -> Exception:
-    """Return a UserError or EngineError unchanged; log others and return a RequestFailedError."""
     if isinstance(error, UserError | EngineError):
         return error
     _log.error("a request failed", exc_info=error)

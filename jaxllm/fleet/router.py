@@ -46,7 +46,7 @@ class Router:
         return replica
 
     def leave(self, internal_id: str) -> None:
-        """Cancel a request without a reader."""
+        """Cancel a request without a reader; no output is delivered."""
         replica = self.forget(internal_id)
         if replica is not None:
             replica.send("forget", internal_id)

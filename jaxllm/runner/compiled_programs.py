@@ -214,7 +214,6 @@ class ProgramTable:
             self._queue.clear()
 
     def join(self, seconds: float | None = None) -> bool:
-        """Close, and wait at most `seconds` for compilations; return whether they ended."""
         self.close()
         end = None if seconds is None else time.monotonic() + seconds
         for thread in self._threads:
@@ -280,7 +279,6 @@ class ProgramTable:
             self._queue[:] = [other for other in self._queue if other != key]
 
     def _make(self, key: Key, in_background: bool) -> Any:
-        """Load a stored program, or trace and compile it; None after `close`."""
         kept = self.kept
         if kept is not None:
             if in_background and self._only_when_idle and not self._rest(math.inf):

@@ -28,7 +28,6 @@ Make = Callable[..., Any]  # (name, function, donated arguments, *descriptions) 
 
 
 def compile_all(model: StepModel, make: Make) -> dict[str, Any]:
-    """Compile the small programs of a generating engine, by name."""
     shapes, everywhere = model.state, model.layout.sharding()
 
     def described(*size: int) -> jax.ShapeDtypeStruct:

@@ -168,7 +168,6 @@ def _admit_gang(
 
 
 def _find_windowed(editor: StateEditor, limits: Limits, digest: bytes) -> int | None:
-    """Return the cached block of windowed layers with a digest."""
     pool = editor.window_pool
     return editor.host.find(pool, windowed.GROUP, digest) if limits.num_host_blocks else pool.find(digest)
 

@@ -23,14 +23,13 @@ _RATES = 32  # the acceptance rate is rounded to a multiple of 1 / 32
 
 
 def begin(editor: StateEditor, slot: int, may_draft: bool) -> None:
-    """Set whether an admitted request may have drafts."""
     own = editor.own_slots
     own.may_draft[slot] = may_draft
     own.tried[slot], own.kept[slot] = PRIOR
 
 
 def columns(editor: StateEditor) -> tuple[np.ndarray, ...]:
-    """Return the columns of slots for drafts, for writing."""
+    """The arrays are writable."""
     own = editor.own_slots
     return own.may_draft, own.has_drafts, own.tried, own.kept
 

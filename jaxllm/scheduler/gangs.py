@@ -56,7 +56,6 @@ def _nature(request: Request) -> tuple[object, ...]:
 
 
 def queued(waiting: Sequence[Waiting], at: int) -> Sequence[Waiting]:
-    """Return the members of the gang that begins at `at` in a queue."""
     gang = waiting[at].request.gang
     end = next((end for end in range(at, len(waiting)) if waiting[end].request.gang != gang), len(waiting))
     return waiting[at:end]
@@ -223,7 +222,6 @@ def take_changes(editor: StateEditor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def disband(editor: StateEditor, slots: Collection[int]) -> None:
-    """Remove the gangs of slots that are being emptied."""
     gone = set(slots)
     editor.gangs = tuple(gang for gang in editor.gangs if gone.isdisjoint(gang))
     editor.entries = tuple(entry for entry in editor.entries if entry[0] not in gone)

@@ -60,7 +60,6 @@ class Host(NamedTuple):
 
 
 def make_host(num_blocks: Iterable[int]) -> Host:
-    """Return the tier with free blocks, numbers by group."""
     return Host(tuple(map(block_pool.make_pool, num_blocks)))
 
 
@@ -122,7 +121,6 @@ class HostEditor:
             self._held += (Held(owner, group, there, digest),)
 
     def let_go(self, owners: Collection[int]) -> None:
-        """Release the blocks held for requests."""
         gone = [each for each in self._held if each.owner in owners]
         if gone:
             self._held = tuple(each for each in self._held if each.owner not in owners)
@@ -165,7 +163,6 @@ class HostEditor:
         return [*self._stores, *self._loads]
 
     def done(self) -> Host:
-        """Return the changed tier, finishing the editor."""
         return Host(tuple(pool.done() for pool in self._pools), tuple(self._storing.values()), self._held)
 
     def _store(self, plan: int, most: int, group: int, digest: bytes, block: int) -> int | None:

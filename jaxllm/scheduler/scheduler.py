@@ -296,7 +296,6 @@ def is_live(state: State, step: Plan) -> np.ndarray:
 
 
 def _stops(editor: StateEditor, row_slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Return whether each row's token ends its request."""
     slots = editor.slots
     stopped = tokens == slots.stop_id[row_slots]
     if slots.has_more_stops.any():
@@ -378,7 +377,6 @@ def _grow(editor: StateEditor, limits: Limits, table: list[np.ndarray]) -> tuple
 def _hand_out(
     editor: StateEditor, limits: Limits, slots: np.ndarray, counts: np.ndarray, table: list[np.ndarray]
 ) -> None:
-    """Allocate `counts` available blocks to `slots`, and add them to `table`."""
     taken = editor.pool.take(int(counts.sum()))
     index = editor.slots.capacity[slots] // limits.block_size
     editor.own_slots.capacity[slots] += counts * limits.block_size
@@ -441,7 +439,7 @@ def _continue_prompts(
 
 
 def _issue_chunks(editor: StateEditor, chunks: np.ndarray) -> np.ndarray:
-    """Issue the tokens of chunks, int32[·, 3]; return which ones reach the end of their sequence."""
+    """Return which chunks of int32[·, 3] reach the end of their sequence."""
     slots = chunks[:, 0]
     issued, length = editor.own_slots.issued, editor.own_slots.length
     issued[slots] += chunks[:, 2]

@@ -103,7 +103,6 @@ class Running:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Sort key: priority, then arrival order."""
         return self.request.priority, self.order
 
 
@@ -197,7 +196,6 @@ class State(NamedTuple):
         return max(used, -(-(other.num_blocks - other.num_available) * pool.num_blocks // other.num_blocks))
 
     def num_deferred(self, limits: Limits) -> int:
-        """Return the number of waiting requests that have a free slot, but no place for their adapters."""
         if not limits.max_adapters or self.num_running == limits.num_slots:
             return 0
         places = AdapterPlaces(self.adapters, _adapters_of(self.running), limits.max_adapters)
@@ -274,7 +272,6 @@ class Events(NamedTuple):
 
 
 def initial(limits: Limits) -> State:
-    """Return the state without requests."""
     num_slots = limits.num_slots
 
     def zeros(size: int, dtype: type = np.int32) -> np.ndarray:
@@ -416,12 +413,10 @@ class StateEditor:
         return AdapterPlaces(self.adapters, _adapters_of(self.running), most) if most else None
 
     def rank_adapters(self) -> None:
-        """Reorder the resident adapters after requests have left their slots."""
         if self.adapters:
             self.adapters = idle_first(self.adapters, _adapters_of(self.running))
 
     def enqueue(self, entries: Sequence[Waiting]) -> None:
-        """Insert into the queue by rank."""
         together = (*self.waiting, *entries)
         # Entries usually belong at the end; checking every rank of a long queue would add up.
         first = max(0, len(self.waiting) - 1)
@@ -429,7 +424,6 @@ class StateEditor:
         self.waiting = together if is_sorted else tuple(sorted(together, key=lambda entry: entry.rank))
 
     def forget_cache(self, limits: Limits) -> None:
-        """Replace the pools by new ones with free blocks."""
         self._parts["pool"] = PoolEditor(block_pool.make_pool(limits.num_blocks), self._state.block_events is not None)
         if limits.window:
             self._parts["window_pool"] = PoolEditor(block_pool.make_pool(limits.num_window_blocks))
@@ -447,7 +441,6 @@ class StateEditor:
             self._described[digests[index]] = Stored(digests[index], parent, tokens, request.adapter)
 
     def done(self) -> State:
-        """Return the changed state, finishing the editor."""
         old = self._state
         columns: dict[str, Any] = vars(self._columns)
         new_slots: Slots = columns.pop("_slots")

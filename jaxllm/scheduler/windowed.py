@@ -128,7 +128,6 @@ def lacking(editor: StateEditor, limits: Limits) -> list[int]:
 
 
 def can_grow(editor: StateEditor, growing: np.ndarray, counts: np.ndarray, lacking: Sequence[int]) -> bool:
-    """Return whether the blocks for `grow` are available."""
     is_decode = editor.slots.issued[growing] >= editor.slots.given[growing]
     return int(counts[is_decode].sum()) + len(lacking) <= editor.window_pool.num_available
 

@@ -94,7 +94,6 @@ def abstract(drafting: Drafting | None, layout: Layout, dtype: jnp.dtype) -> Par
 
 
 def check(drafting: Drafting | None, source: DraftFolder | None, layout: Layout) -> None:
-    """Check that the files have the weights; reads headers only."""
     if drafting is None or drafting.spec is None or source is None:
         return
     if drafting.head is not None:
@@ -111,7 +110,6 @@ def load(
     progress: bool,
     seed: int | None,
 ) -> Params[jax.Array] | None:
-    """Read the draft model's weights, if any, or make random ones from `seed`."""
     if drafting is None or drafting.spec is None or source is None:
         return None
     if drafting.head is not None:

@@ -163,7 +163,7 @@ def coarse(num_blocks: int) -> int:
 
 
 def _rounded(num_blocks: int, longest: int, asked: Asked) -> int:
-    """Round down, but not below one sequence."""
+    """At least one sequence."""
     if num_blocks < longest and asked.max_model_len is None:
         return coarse(num_blocks)
     return max(coarse(num_blocks), min(num_blocks, longest))
@@ -199,7 +199,7 @@ def describe(plan: MemoryPlan, where: str, host: str) -> str:
 
 
 def _requests(plan: MemoryPlan) -> float:
-    """Return the number of longest requests that fit."""
+    """In longest requests."""
     need = plan.need
     count = plan.num_blocks * need.block_size / plan.max_model_len
     if need.windowed is None:

@@ -95,7 +95,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Return the number of tokens, including added ones. Logits may be wider."""
+        """Includes added tokens. Logits may be wider."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     @property
@@ -108,7 +108,7 @@ class Tokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """Return the end-of-sequence id, if named. Generation configs may list more."""
+        """Generation configs may list more."""
         return self._named_id("eos_token")
 
     @property

@@ -195,7 +195,6 @@ class Server:
         self._signalled.set()
 
     async def _watch(self) -> None:
-        """Copy the engine's state to the gRPC health service."""
         reported = None
         while self.grpc is not None:
             state = "draining" if self._signalled.is_set() else self.engine.state
@@ -211,7 +210,6 @@ class Server:
             await log_stats(self.engine, self.options.log_stats_interval, _log.info)
 
     async def _drain(self) -> None:
-        """Report "not ready", reject new requests and wait for the running ones."""
         self.engine.announce_drain()
         if self.grpc is not None:
             await self.grpc.set_state("draining")
@@ -223,7 +221,6 @@ class Server:
             )
 
     def _check_http(self) -> None:
-        """Raise the exception that stopped the HTTP front end, if any."""
         if self._http_task is not None and self._http_task.done():
             self._http_task.result()
 

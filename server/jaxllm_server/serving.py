@@ -223,7 +223,7 @@ class Serving:
         return {**await self._prompts.prompt_of(call, params, model), **self.salt_of(call.client, call.cache_salt)}
 
     async def _adapter(self, served: Served | None, client: str) -> Adapter | None:
-        """Return the adapter; reads it again if the engine evicted it from host memory."""
+        """Read the adapter again if the engine evicted it from host memory."""
         if served is None:
             return None
         try:
@@ -234,7 +234,6 @@ class Serving:
             raise RequestFailedError("The adapter could not be read again; the server's log has the reason.") from error
 
     async def _model_of(self, name: str, client: str) -> ModelInfo:
-        """Return the model with the tokenizer of the named adapter."""
         served = self._served(name)
         with self.adapters.using(served):
             adapter = await self._adapter(served, client)
@@ -326,7 +325,6 @@ class Serving:
             raise UserError(f"{name} must be 1 to {most} characters of A-Z, a-z, 0-9, '.', '_' and '-'.", name)
 
     def _check_length(self, call: Call, params: SamplingParams, prompt: Mapping[str, Any]) -> None:
-        """Raise UserError if prompt and `max_tokens` together exceed the context."""
         ids = prompt["prompt_token_ids"]
         asked = params.max_tokens if "max_tokens" in call.sampling and not call.may_fill_context else None
         is_cut = params.truncate_prompt_tokens is not None

@@ -46,7 +46,6 @@ class Ledger:
         return entry
 
     def watch(self, account: str, read: Callable[[], int]) -> None:
-        """Add an account kept elsewhere."""
         self._watched[account] = read
 
     def accounts(self) -> dict[str, int]:

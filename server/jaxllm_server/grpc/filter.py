@@ -188,7 +188,6 @@ class Client(asyncio.BufferedProtocol):
         return self._filter.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Forward bytes, then pause according to their price."""
         data = bytes(self._filter.buffer[:nbytes])
         try:
             price = self._frames.price(data)

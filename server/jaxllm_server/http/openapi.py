@@ -280,7 +280,6 @@ def _or_null(shape: Schema) -> Schema:
 
 
 def _of_sampling() -> dict[str, Schema]:
-    """Return schemas and descriptions of the shared `SamplingParams` fields."""
     found: dict[str, Schema] = {}
     for own in fields_of(SamplingParams):
         if own.name in SAMPLING:

@@ -202,7 +202,7 @@ class WebSocket:
         self.close(CloseCode.POLICY_VIOLATION, f"a message was not received within {self._stall_seconds:g} seconds")
 
     def _expect_more(self) -> None:
-        """Disconnect a client that did not respond to the last ping."""
+        """Disconnect if the client did not respond to the last ping."""
         assert self._stall_seconds is not None
         reads = not self._messages and not self._flow.write_paused
         if reads and self._is_silent:

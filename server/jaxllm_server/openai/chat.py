@@ -269,7 +269,6 @@ def _tool_choice(choice: Any, has_tools: bool) -> ToolChoice:
 
 
 def _num_logprobs(fields: Body) -> Any:
-    """Return the number of alternatives per token, not validated."""
     top = fields.get("top_logprobs")
     if not flag(fields, "logprobs", False):
         if top:

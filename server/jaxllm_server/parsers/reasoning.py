@@ -187,7 +187,6 @@ class TagParser:
         return rest
 
     def _split(self, text: str) -> tuple[str, str]:
-        """Return the text before and after an end tag."""
         text = self._held + text
         self._held = ""
         found = [(at, tag) for tag in self._ends if (at := text.find(tag)) >= 0]

@@ -146,7 +146,7 @@ class Adapters:
         return is_wanted
 
     def _load(self, request: LoRARequest, reader: object) -> Adapter:
-        """Read an adapter. If it is removed during the read, only this request has it."""
+        """If the adapter is removed during the read, only this request has it."""
         with naming(request):
             folder = folder_of(request)
             files = self._read(folder)
@@ -170,7 +170,6 @@ class Adapters:
         return adapter
 
     def _forget_names(self) -> None:
-        """Keep the names of known and recent adapters."""
         if len(self._names) > NAMES_KEPT + len(self._known):
             numbers = {known.number for known in self._known.values()}
             kept = range(self._num_read - NAMES_KEPT // 2, self._num_read + 1)

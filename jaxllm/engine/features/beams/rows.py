@@ -95,7 +95,6 @@ class BeamSearches(Feature):
         )
 
     def accept(self, accepted: Accepted) -> None:
-        """Refuse a search with more beams than can run together."""
         beams = accepted.asked
         if not isinstance(beams, BeamSearchParams):
             return
@@ -111,7 +110,6 @@ class BeamSearches(Feature):
         )
 
     def begin(self, accepted: Accepted, group: SequenceGroup) -> None:
-        """Create the search of a request."""
         beams = accepted.asked
         if isinstance(beams, BeamSearchParams):
             shows_stop = beams.include_stop_str_in_output
@@ -120,7 +118,6 @@ class BeamSearches(Feature):
                 own.logprobs = None  # used only by the search
 
     def schedule(self, own: Sequence, fields: dict[str, Any]) -> None:
-        """Group the sequences of a search to share prompt blocks."""
         if self.name in own.group.states:
             leader = own.group.sequences[0].sequence_id
             fields["gang"] = leader
@@ -128,11 +125,9 @@ class BeamSearches(Feature):
                 fields["root"] = content_root(salt=f"{leader - 1}".encode())  # as for n outputs of a prompt
 
     def place(self, slot: int, own: Sequence) -> None:
-        """Record whether a slot has a beam."""
         self._is_beam[slot] = self.name in own.group.states
 
     def inputs(self, step: StepInput) -> None:
-        """Send the tokens that the search chose as inputs."""
         plan, batch = step.plan, self.core.batch
         if not self.core.scheduler.state.gangs:
             return
@@ -142,7 +137,6 @@ class BeamSearches(Feature):
         step.tokens += [(slot, position, batch.owner(slot).tokens[position]) for slot, position in places]
 
     def take_in(self, plan: Plan, result: StepOutput, events: Events) -> list[SequenceGroup]:
-        """Collect beams' likeliest tokens; advance complete searches."""
         if not len(events.answered):
             return []
         assert result.top_ids is not None and result.top_logprobs is not None
@@ -165,7 +159,6 @@ class BeamSearches(Feature):
         return group.states[self.name]
 
     def _go_on(self, group: SequenceGroup) -> None:
-        """Advance a search by the tokens of all its beams, or end it."""
         search = self._search(group)
         if group.metrics.first_token_time is None:
             group.metrics.first_token_time = self.core.clock()
