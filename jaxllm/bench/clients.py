@@ -1,7 +1,4 @@
-"""Client processes, which send their share of the jobs on schedule.
-
-Times are of `time.perf_counter`, common to all processes.
-"""
+"""Client processes, which send their share of the jobs on schedule, by `time.perf_counter`, common to all processes."""
 
 from __future__ import annotations
 

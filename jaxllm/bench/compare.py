@@ -196,7 +196,6 @@ def _sorted(groups: Groups) -> Samples:
 
 
 def _draw(kinds: Mapping[str, Samples], resamples: int, random: np.random.Generator) -> dict[int, np.ndarray]:
-    """Draw resampling counts, [resamples, owners], by number of owners."""
     counts = dict.fromkeys(samples.num_owners for samples in kinds.values())
     return {count: random.multinomial(count, np.full(count, 1 / count), resamples) for count in counts}
 

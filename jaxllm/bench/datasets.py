@@ -183,7 +183,6 @@ def poem() -> Iterator[str]:
 
 
 def _custom(options: DatasetOptions, writer: _Writer) -> list[Job]:
-    """Read JSON lines with "prompt" and optionally "output_tokens"."""
     path = Path(str(options.dataset_path))
     default = options.output_len or options.custom_output_len
     records = list(_read_records(path))

@@ -52,7 +52,6 @@ def add_engine_flags(
 
 
 def add_common_flags(parser: argparse.ArgumentParser, server: type) -> None:
-    """Add the flags of `COMMON`, the server's first."""
     for cls in (server, EngineConfig):
         others = {field.name for field in fields(cls)} - set(COMMON)
         add_flags(parser, cls, skipped=others)

@@ -1,7 +1,4 @@
-"""The engine's step loop: plan a step, dispatch it, commit its result, and make outputs.
-
-Sampling options beyond the plain ones are features, see features/feature.py.
-"""
+"""The engine's step loop: plan a step, dispatch it, commit its result, and make outputs."""
 
 from __future__ import annotations
 
@@ -90,6 +87,7 @@ class EngineCore:
     def accept(
         self, request_id: str, prompt: Prompt, params: RequestParams | None = None, priority: int = 0, **options: Any
     ) -> Accepted:
+        """Validate and tokenize a request; see `InputProcessor.accept`."""
         return self.inputs.accept(request_id, prompt, params, priority, options)
 
     def add(self, requests: Sequence[Accepted]) -> None:
@@ -323,6 +321,7 @@ class EngineCore:
         return None
 
     def reset_prefix_cache(self) -> bool:
+        """Clear the prefix cache; return False, without clearing, while requests run."""
         if self.scheduler.state.num_running:
             return False
         self._in_flight.clear()  # a replay cannot apply a plan across a reset
@@ -330,6 +329,7 @@ class EngineCore:
         return True
 
     def start_profile(self, folder: str | Path, num_steps: int = DEFAULT_STEPS) -> Profile:
+        """Trace the next `num_steps` steps into `folder`."""
         self._check_open()
         self._profile = Profile(folder, num_steps)
         return self._profile

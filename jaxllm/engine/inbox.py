@@ -62,7 +62,7 @@ class Inbox:
             self._changed.notify()
 
     def counts(self) -> tuple[int, int]:
-        """Return the unsettled sequences and their prompts' tokens."""
+        """Return the unsettled sequences and their prompt tokens."""
         return self._num_sequences, self._num_tokens
 
     def take(self, is_idle: bool) -> Taken:

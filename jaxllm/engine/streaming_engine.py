@@ -1,7 +1,4 @@
-"""`StreamingEngine`: the readers of outputs and the bounds of the queue, for `AsyncLLM` and `FleetLLM`.
-
-All methods belong to the event loop that called `start`.
-"""
+"""`StreamingEngine`: the readers of outputs and the bounds of the queue, for `AsyncLLM` and `FleetLLM`."""
 
 from __future__ import annotations
 
@@ -240,6 +237,7 @@ class StreamingEngine:
             self._close(stream)
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
+        """Abort requests by id, of all owners; unknown ids are ignored."""
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             self.end(request_id, "abort")
 
@@ -368,7 +366,7 @@ class StreamingEngine:
         return is_through and not self._life.has_ended
 
     async def wait_dead(self) -> BaseException:
-        """Return the cause; raise UnavailableError if the engine was never started."""
+        """Wait until the engine dies, and return the cause; raise UnavailableError if it was never started."""
         if self._death is None:
             raise UnavailableError(NOT_STARTED)
         return await asyncio.shield(self._death)

@@ -1,7 +1,6 @@
 """`FleetLLM`: several engines with the interface of one, each a process on this machine or another.
 
-A supervisor restarts replicas; a router sends each request to one that `choose` returns. Queues and their bounds cover
-all replicas.
+Queues and their bounds cover all replicas.
 """
 
 from __future__ import annotations
@@ -97,7 +96,6 @@ class FleetLLM(StreamingEngine, FleetCalls):
         return cls(engine_args, **bounds)
 
     async def _begin(self) -> None:
-        """Wait for local replicas, or else for the first remote one."""
         await self._supervisor.start()
 
     async def close(self, timeout: float = 30.0) -> bool:
@@ -168,7 +166,6 @@ class FleetLLM(StreamingEngine, FleetCalls):
                     vars(self.metrics).update(vars(summed([each.metrics for each in self.replicas])))
 
     def lost(self, replica: Replica, error: Exception) -> None:
-        """Reroute the requests of a lost replica."""
         if self._life.has_ended:
             replica.end(error)
         else:
@@ -238,7 +235,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
 
     @property
     def model(self) -> ModelInfo:
-        """The replicas' model; raises UnavailableError until one has loaded it."""
+        """Raises UnavailableError until a replica has loaded it."""
         if self._model is None:
             raise self._unavailable() or UnavailableError("The model is still being loaded.")
         return self._model
@@ -252,7 +249,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
 
     @property
     def state(self) -> EngineState:
-        """The fleet's state: "hung" while no replica accepts requests."""
+        """The state is "hung" while no replica accepts requests."""
         state = super().state
         return "hung" if state == "serving" and not any(each.takes_work for each in self.replicas) else state
 
@@ -283,7 +280,6 @@ class FleetLLM(StreamingEngine, FleetCalls):
         yield  # makes it a generator
 
     async def start_profile(self, folder: str, num_steps: int) -> None:
-        """Trace each replica's next steps, into one folder per replica."""
         calls = [each.call("start_profile", f"{folder}/replica-{each.number}", num_steps) for each in self._loaded_ones]
         await asyncio.gather(*calls)
 

@@ -1,8 +1,7 @@
-"""The replica process: runs one engine and serves a front end over one connection.
+"""The replica process: runs one engine and serves a front end over one connection, with which it ends.
 
 A front end starts `python -m jaxllm.fleet.node` on its machine, with settings on standard input; `jaxllm serve
---headless` is the same elsewhere. The node connects, sends a heartbeat every 0.25 s, and all outputs of a step in one
-frame. It ends with its connection.
+--headless` is the same elsewhere. All outputs of a step are in one frame.
 """
 
 from __future__ import annotations
@@ -190,7 +189,7 @@ class Node:
         self._engine.end(name, reason)
 
     def _on_forget(self, name: str) -> None:
-        """Cancel a request without reader, even during its preparation."""
+        """The request may still be in preparation."""
         task = self._requests.pop(name, None)
         if task is not None:
             task.cancel()

@@ -103,7 +103,7 @@ class Replica:
         return self._devices
 
     def start(self, settings: node.Settings, environment: Mapping[str, str], module: str) -> None:
-        """Start a process, which then connects; raises OSError."""
+        """The process then connects. Raises OSError."""
         self.lost.clear()
         self.error = None
         self.num_starts += 1

@@ -25,7 +25,7 @@ class Router:
         self._of: dict[str, Replica] = {}
 
     def add(self, request: Routed, num_runs: int = 1) -> None:
-        """Route a request; raises UnavailableError if no replica is available."""
+        """Raises UnavailableError if no replica is available."""
         loads = {each.number: each.num_tokens for each in self.replicas if each.takes_work}
         if not loads:
             raise UnavailableError(NONE_TAKES_WORK)

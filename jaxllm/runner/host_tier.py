@@ -1,8 +1,7 @@
 """The host's tier of KV blocks: programs that read and write blocks, and a thread for copies to the host.
 
-A step overwrites evicted blocks of the donated cache. So the engine's thread dispatches a program that reads the blocks
-into new arrays, in the device's order, and another thread copies these to the host. A load is a transfer and a program,
-dispatched before the step. `scheduler/host_tier.py` decides which blocks move.
+A step overwrites evicted blocks of the donated cache. So a program reads them into new arrays, in the device's order,
+and another thread copies these to the host. A load is a transfer and a program, dispatched before the step.
 
 The content of a block is a row: one array per kind of leaf (shape and type), stacked over the kind's leaves. Rows are
 immutable: a host block may be evicted during its load.
@@ -111,7 +110,7 @@ def to_device(rows: Sequence[Row]) -> list[Row]:
 
 
 def _memory_kinds(array: jax.Array) -> list[str]:
-    """Return the host's memory kinds of an array's device, in order of preference."""
+    """In order of preference."""
     (device, *_) = array.sharding.device_set
     reachable = {memory.kind for memory in device.addressable_memories()}
     return [kind for kind in MEMORY_KINDS if kind in reachable]

@@ -1,7 +1,4 @@
-"""Owns the device's data: weights, the donated state, and the programs that compute the next state.
-
-Handles plans and arrays; no requests, text or queues.
-"""
+"""Owns the device's data: weights, the donated state, and the programs that compute the next state."""
 
 from __future__ import annotations
 
@@ -232,14 +229,13 @@ class Runner:
 
     @property
     def _max_verified(self) -> int:
-        """Return the most tokens of a step that verifies drafts."""
         slots, drafts = self.geometry.num_slots, 0 if self.drafting is None else self.drafting.most
         most = max(slots, min(slots * (1 + drafts), MOST_VERIFIED))
         return min(most, self.setup.max_num_batched_tokens)
 
     @property
     def _keeps_batch(self) -> bool:
-        """Whether batches are copied to a fixed address, for CUDA graphs."""
+        """CUDA graphs need a fixed address."""
         return self.setup.platform == "gpu"
 
     @property

@@ -1,7 +1,6 @@
 """Traces of an engine's steps by JAX's profiler, for Perfetto.
 
-Host spans are made by `engine_core.py` and `model_runner.py`; device operations have the names of their program
-(`step.program_name`) and model scopes.
+Device operations have the names of their program (`step.program_name`) and model scopes.
 """
 
 from __future__ import annotations

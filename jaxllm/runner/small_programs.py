@@ -1,6 +1,6 @@
 """The small programs of a runner: changes of the state before a step, and log-probabilities after it.
 
-Each has one size and is called repeatedly for more. The state is a tuple of arrays, donated.
+Each has one size and is called repeatedly for more.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The pool of KV blocks: a value, and an editor that makes the next value from it.
 
 A block is used by running requests (`references` counts them), or cached (unused, with content in the prefix index), or
-free. Blocks are numbers, and contents are hashes. A `Pool` is immutable; a `PoolEditor` exists within one call of the
-scheduler.
+free. Contents are hashes.
 
 Letters: N blocks in the pool.
 """
@@ -67,7 +66,6 @@ class Pool(NamedTuple):
 
     @property
     def index(self) -> dict[bytes, int]:
-        """The prefix index: blocks by digest."""
         return dict(entry for shard in self.shards for entry in _entries(shard))
 
 
@@ -342,7 +340,7 @@ def _number(digest: bytes, num_shards: int) -> int:
 
 
 def _extended(shard: bytes, digest: bytes, block: int) -> bytes:
-    """Return a shard with a further entry; its first byte is the length of digests."""
+    """A shard's first byte is the length of digests."""
     return (shard or bytes([len(digest)])) + digest + block.to_bytes(BLOCK_BYTES)
 
 

@@ -1,8 +1,7 @@
 """The number of drafts that a step verifies in each row. Integers only, so that replays agree.
 
 The device drafts at the end of a step and verifies in the next, before the host has read the first. So the host counts
-a row of d drafts as 1 + d tokens, a bound that `commit` makes exact. Verifying takes time per token, and the best
-number of drafts depends on the request's recent acceptance.
+a row of d drafts as 1 + d tokens, a bound that `commit` makes exact.
 
 Letters: R rows of a plan, S slots, K most drafts of a row.
 """

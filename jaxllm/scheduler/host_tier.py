@@ -1,12 +1,11 @@
 """A second tier of blocks in the host's memory: evicted blocks are stored there, and loaded when hit.
 
-A block is (group, tier, index). The plan that evicts a device block copies it to the host before its step overwrites it
-(a store). The plan that admits a request with a prefix in the host copies it to new device blocks before its step reads
-them (a load). Both run in the device's order. A store ends later, in any order, or fails; `land` records the end, and
-then the block can be found.
+A block is (group, tier, index). The plan that evicts a device block stores it, before its step overwrites it; the plan
+that admits a request with a prefix in the host loads it, before its step reads it. Both copies run in the device's
+order. A store ends later, in any order, or fails; `land` records the end, and then the block can be found.
 
-The host has a `Pool` per group, like the device. Its blocks are used during a store or load, or while held for a
-preempted request; otherwise cached, and evicted in order of last use.
+The host's blocks are used during a store or load, or while held for a preempted request; otherwise cached, and evicted
+in order of last use.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class HostEditor:
         self._loaded: list[tuple[int, int, bytes]] = []  # group, block, digest: used until the plan is made
 
     def find(self, device: PoolEditor, group: int, digest: bytes) -> int | None:
-        """Return the block of a digest, of the device if it has one."""
+        """Prefer the device's block."""
         block = device.find(digest)
         if block is None:
             there = self._pools[group].find(digest)

@@ -1,7 +1,6 @@
 """The scheduler: pure functions from state and event to state and plan.
 
-`add` and `abort` queue and remove requests, `plan` selects the next step, `commit` records its tokens. Token ids matter
-only as the content of blocks. Independent of clock, device, text and sampling. state.py has the data.
+Token ids matter only as the content of blocks. Independent of clock, device, text and sampling. state.py has the data.
 
 Letters: S slots, R rows of a plan, P tokens per block.
 """
@@ -451,7 +450,7 @@ def _issue_chunks(editor: StateEditor, chunks: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _ones(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the lengths and flags of `count` decode rows, shared between plans."""
+    """Shared between plans."""
     lengths, samples = np.ones(count, np.int32), np.ones(count, np.bool_)
     lengths.flags.writeable = samples.flags.writeable = False
     return lengths, samples

@@ -78,7 +78,7 @@ def by_lookup(own: SpeculativeConfig) -> Drafting:
 
 
 def with_cost(drafting: Drafting | None, described: Params[jax.ShapeDtypeStruct]) -> Drafting | None:
-    """Return `drafting` with its cost: bytes of the draft model per 1,000 bytes of the target."""
+    """The cost is bytes of the draft model per 1,000 bytes of the target."""
     if drafting is None or described.draft is None:
         return drafting
     whole = weights.num_bytes(replace(described, draft=None))

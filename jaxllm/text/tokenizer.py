@@ -146,7 +146,7 @@ class Tokenizer:
         return hashlib.sha256(json.dumps(beside, sort_keys=True).encode() + self.backend.to_str().encode()).digest()
 
     def lengths(self) -> tuple[int, int | None]:
-        """Return the characters of the longest token, and the maximal text length per token."""
+        """The characters of the longest token, and the maximal text length per token."""
         return self._most_characters, self._longest_token
 
     def token_id(self, token: str) -> int | None:

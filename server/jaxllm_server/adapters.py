@@ -78,7 +78,7 @@ class ServedAdapters:
         return served
 
     def known(self, served: Served) -> Known | None:
-        """Return the engine's record of an adapter, which outlasts its weights."""
+        """The record outlasts the adapter's weights."""
         return self._engine.known_adapter(served.request)
 
     @contextmanager

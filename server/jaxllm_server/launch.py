@@ -1,7 +1,6 @@
 """`jaxllm serve`: run the gRPC and HTTP front ends and the engine on one event loop.
 
-Owns startup and shutdown order, signals and exit codes. Ports open before the model is loaded, so that probes get "not
-ready" from the first second.
+Ports open before the model is loaded, so that probes get "not ready" from the first second.
 
 Exit codes: 0 after a signal and a drain, 1 if the engine failed to start or died. A second signal exits at once.
 """
@@ -45,7 +44,7 @@ SECOND_SIGNAL = 130  # the shell's exit code for ^C
 
 
 def new_server(config: EngineConfig, options: ServerOptions, progress: bool = False) -> Server:
-    """Return the server of this process. Raises UserError for options that it cannot meet."""
+    """Raises UserError for options that it cannot meet."""
     try:
         import uvicorn  # noqa: F401
         import uvloop  # noqa: F401
@@ -59,14 +58,13 @@ def new_server(config: EngineConfig, options: ServerOptions, progress: bool = Fa
 
 
 def serve(server: Server) -> int:
-    """Serve until a signal or the engine's death; return the exit code."""
+    """Return the exit code."""
     import uvloop
 
     return uvloop.run(server.run())
 
 
 def configure_logging() -> None:
-    """Log to standard error, without noise of libraries."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(
         Seldom("uvicorn.error", "jaxllm.server.http", "jaxllm.server.listener")
@@ -293,7 +291,6 @@ def be_replica(config: EngineConfig, options: ServerOptions) -> int:
 
 
 def recorder_of(config: EngineConfig, options: ServerOptions) -> FileRecorder | None:
-    """Open the recording, if one is wanted."""
     if options.record is None:
         return None
     _log.info("recording into %s%s", options.record, ", redacted" if options.record_redacted else "")

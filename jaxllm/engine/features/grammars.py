@@ -71,7 +71,7 @@ class GrammarRows(Feature):
             own.eos_ids = group.language.model.eos_ids
 
     def schedule(self, own: Sequence, fields: dict[str, Any]) -> None:
-        """Disable drafts for constrained sequences: a mask depends on the previous token."""
+        """Disable drafts: a mask depends on the previous token."""
         if self.name in own.group.states:
             fields["may_draft"] = False
 
@@ -113,7 +113,6 @@ class GrammarRows(Feature):
         yielded.tokens, yielded.counts = tokens, counts
 
     def take_in(self, plan: Plan, result: StepOutput, events: Events) -> tuple[SequenceGroup, ...]:
-        """Count forced tokens."""
         if result.counts is None:
             self.core.metrics.forced_tokens += max(0, len(events.tokens) - len(events.ids))
         return ()

@@ -347,7 +347,7 @@ class ResponseEndpoints:
             span.end(failure)
 
     async def _end_job(self, client: str, response_id: str) -> Job | None:
-        """Wait for the end of a cancelled background response."""
+        """Return once the cancelled response has ended."""
         job = self._jobs.get((client, response_id))
         if job is not None:
             job.task.cancel()

@@ -131,7 +131,6 @@ class WebSocket:
             self._flow.pause_reading()  # otherwise pongs would accumulate
 
     def resume(self) -> None:
-        """Resume reading, unless a message is waiting."""
         if not self._messages:
             self._flow.resume_reading()
             self._time_message()
@@ -187,7 +186,6 @@ class WebSocket:
             self._arrived.set()
 
     def _write(self) -> None:
-        """Close the transport after the last frame."""
         for data in self._protocol.data_to_send():
             if data:
                 self._transport.write(data)

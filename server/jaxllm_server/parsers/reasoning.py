@@ -67,7 +67,7 @@ class TaggedReasoning:
         return self.ends
 
     def openings(self, prompt: str) -> tuple[str, ...]:
-        """Return the texts that open reasoning; () if the output begins inside it."""
+        """Empty if the output begins inside reasoning."""
         return () if self._starts_inside(prompt) else self.starts
 
     def opens(self, prompt: str) -> bool:

@@ -1,7 +1,7 @@
 """Embed, classify and score: check a `PoolCall` as a whole, then compute it in parts.
 
 Keeps prompts for three steps in the engine, in at most half of its queue. Clients submit prompts round-robin, so that
-long calls delay another client's prompt by a few steps only. Independent of messages, status codes and connections.
+long calls delay another client's prompt by a few steps only.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ async def _cosines(call: PoolCall, outputs_of: _Outputs) -> AsyncGenerator[PoolR
 async def _outputs(
     serving: PoolSite, places: FairPlaces, call: PoolCall, params: PoolingParams, items: Sequence[_Item]
 ) -> AsyncGenerator[tuple[int, PoolingRequestOutput]]:
-    """Yield the engine's outputs as they complete, with the index of each item."""
+    """Yield outputs as they complete, each with its item's index."""
     arrival, engine = time.monotonic(), serving.engine
     model = engine.model
     timeout = serving.options.request_timeout or None

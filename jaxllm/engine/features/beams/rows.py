@@ -1,7 +1,7 @@
 """The beam searches of an engine.
 
-Steps report each beam's likeliest next tokens. When a search has those of all its beams, `rules.choose` selects the
-next beams and the scheduler forks. An exception in one search ends only its request.
+Once a step has reported the likeliest next tokens of all beams of a search, `rules.choose` selects the next beams and
+the scheduler forks. An exception in one search ends only its request.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class BeamOutput(Sequence):
     score: float | None = None  # ranks outputs
 
     def end_as(self, ended: Ended, shows_stop: bool) -> None:
-        """Become a final output; `shows_stop`: include the stop token in the text."""
+        """`shows_stop`: include the stop token in the text."""
         tokenizer = self.group.tokenizer
         self.tokens = array("i", (*self.group.prompt_token_ids, *ended.tokens))
         self.cumulative_logprob, self.score = ended.logprob, ended.score
