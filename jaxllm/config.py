@@ -239,7 +239,6 @@ def config_of(engine_args: str | os.PathLike[str] | EngineConfig | None, setting
 
 
 def no_effect(names: Iterable[str]) -> str:
-    """Return the warning for arguments in `WITHOUT_EFFECT`."""
     return f"{', '.join(names)}: accepted for compatibility with vLLM, without effect in jaxllm"
 
 

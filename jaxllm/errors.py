@@ -1,7 +1,7 @@
 """Exceptions, by cause and remedy.
 
 `UserError` and subclasses: the request is invalid, and retries fail again. `EngineError` and subclasses: the request
-was valid. `jaxllm_server/errors.py` maps them to status codes.
+was valid. `jaxllm_server/shared/error_table.py` maps them to status codes.
 """
 
 from __future__ import annotations

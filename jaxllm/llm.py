@@ -85,7 +85,6 @@ class LLM:
     if not TYPE_CHECKING:  # otherwise type checkers accept any name
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Raise NotBuiltError that names the alternative."""
             if name in _MISSING:
                 raise NotBuiltError(f"jaxllm's LLM has no {name}: {_MISSING[name]}.", name=name, obj=self)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
@@ -370,7 +369,7 @@ def _pooling_params(given: Any) -> PoolingParams:
 
 
 def _as_list(prompts: Any) -> list[Prompt]:
-    """Return prompts as a list; a list of integers is one prompt."""
+    """A list of integers is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Iterable):

@@ -31,9 +31,9 @@ class Metrics:
     drafting_rows: int = 0  # rows that verified drafts
     draft_tokens: int = 0
     accepted_tokens: list[int] = field(default_factory=list)  # accepted drafts, by position
-    adapter_loads: int = 0  # adapters copied to devices
+    adapter_loads: int = 0  # copies to devices
     offloaded_blocks: int = 0  # KV blocks copied to the host's tier
-    offload_failures: int = 0  # failed copies of KV blocks to the host's tier
+    offload_failures: int = 0  # failed copies to the host's tier
     loaded_tokens: int = 0  # prompt tokens loaded from the host's tier
     preemptions: int = 0
     recoveries: int = 0  # failed steps that lost the cache

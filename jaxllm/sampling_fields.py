@@ -95,7 +95,6 @@ def names_in(cls: type, protocol: str) -> Mapping[str, str]:
 
 
 def at_least(low: float, text: str | None = None) -> Rule:
-    """Return a rule that accepts `low` or more, and None."""
     return Rule(lambda value, _: value is None or value >= low, text or f"must be at least {low}")
 
 
@@ -104,12 +103,10 @@ def at_most(high: float) -> Rule:
 
 
 def within(low: float, high: float) -> Rule:
-    """Return a rule that accepts a range, bounds included."""
     return Rule(lambda value, _: low <= value <= high, f"must be in [{low}, {high}]")
 
 
 def texts(name: str, value: object, most: int | None = None) -> tuple[str, ...]:
-    """Return a list of strings; None becomes empty."""
     found = () if value is None else checks.sequence(name, value, "strings", most)
     if any(not isinstance(text, str) for text in found):
         raise UserError(f"{name} must contain only strings, got {checks.shown(list(found))}.", name, value)
@@ -121,7 +118,6 @@ def texts(name: str, value: object, most: int | None = None) -> tuple[str, ...]:
 
 
 def text_or_texts(name: str, value: object) -> tuple[str, ...]:
-    """Return a list of strings; a string becomes a list of one."""
     return texts(name, (value,) if isinstance(value, str) else value)
 
 
@@ -139,11 +135,11 @@ def ids(name: str, value: object, most: int = MAX_IDS) -> tuple[int, ...]:
 
 
 def count(name: str, value: object) -> int:
-    """Return a number of log-probabilities; True is 1."""
+    """True is 1."""
     return 1 if value is True else checks.integer(name, value)
 
 
 def seed(name: str, value: object) -> int | None:
-    """Return a 64-bit seed; None for -1."""
+    """-1 is None."""
     found = checks.integer(name, value, -(2**63), 2**63 - 1)
     return None if found == -1 else found

@@ -116,7 +116,6 @@ def _extra_args(name: str, value: object) -> dict[str, tuple[float, ...]] | None
 
 
 def _repetition_detection(name: str, value: object) -> RepetitionDetectionParams | None:
-    """Return parameters from an instance or mapping; None if disabled."""
     if isinstance(value, Mapping):
         known = [own.name for own in fields(RepetitionDetectionParams)]
         for key in value:
@@ -140,7 +139,6 @@ def _output_kind(name: str, value: object) -> RequestOutputKind:
 
 
 def _check_biased(bias: Mapping[object, object]) -> None:
-    """Refuse invalid token ids, all at once; JSON's keys are text."""
     wrong = [
         token
         for token in bias

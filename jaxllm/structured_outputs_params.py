@@ -95,7 +95,7 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """Return the name of the constraint, one of KINDS."""
+        """One of KINDS."""
         return next(kind for kind in KINDS if getattr(self, kind) is not None)
 
 

@@ -98,7 +98,7 @@ def capability_of(device: Any) -> int | None:
 
 
 def implementations(operation: str) -> tuple[str, ...]:
-    """Return implementations, reference first; raise ValueError if unknown."""
+    """The reference is first."""
     if operation not in MODULES:
         raise ValueError(f"{operation!r} is not one of {', '.join(MODULES)}")
     return tuple(MODULES[operation])
@@ -112,7 +112,6 @@ def module(operation: str, name: str) -> ModuleType:
 
 
 def refusal(operation: str, name: str, site: Site) -> str | None:
-    """Return why a site is unsupported; None if it is supported."""
     if name == "triton":
         if importlib.util.find_spec("triton") is None:
             return "the package triton is not installed"

@@ -1,7 +1,4 @@
-"""Client processes, which send their share of the jobs on schedule.
-
-Times are of `time.perf_counter`, common to all processes.
-"""
+"""Client processes, which send their share of the jobs on schedule, by `time.perf_counter`, common to all processes."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ class BenchClient(Protocol):
     """Sends jobs to a server; an async context manager."""
 
     async def send(self, name: str, job: Job, outcome: Outcome) -> None:
-        """Send a job and fill in its outcome, including errors."""
+        """Send a job; record its result or error in `outcome`."""
 
     async def __aenter__(self) -> Self: ...
 
@@ -202,7 +199,6 @@ async def _sleep_until(moment: float) -> None:
 
 
 def _cancel_on_word(connection: Connection, task: asyncio.Task[None]) -> None:
-    """Cancel a task when the parent sends a message or dies."""
     loop = asyncio.get_running_loop()
 
     def listen() -> None:

@@ -196,7 +196,6 @@ def _sorted(groups: Groups) -> Samples:
 
 
 def _draw(kinds: Mapping[str, Samples], resamples: int, random: np.random.Generator) -> dict[int, np.ndarray]:
-    """Draw resampling counts, [resamples, owners], by number of owners."""
     counts = dict.fromkeys(samples.num_owners for samples in kinds.values())
     return {count: random.multinomial(count, np.full(count, 1 / count), resamples) for count in counts}
 
@@ -215,7 +214,6 @@ def _replicas(
 
 
 def _statistic_of(name: str) -> tuple[str, str] | None:
-    """Split a figure's name: `p99_ttft_ms` is ("p99", "ttft_ms")."""
     if name.startswith("percentiles."):
         return "p" + name.removeprefix("percentiles."), "latency"
     name = {"avg_latency": "mean_latency"}.get(name, name)

@@ -104,7 +104,6 @@ def _range(length: int, ratio: float) -> tuple[int, int]:
 
 
 def _prefix_repetition(options: DatasetOptions, writer: _Writer) -> list[Job]:
-    """Return shared prefixes, equally often in random order, each with a random suffix."""
     num_prefix, num_suffix = options.prefix_repetition_prefix_len, options.prefix_repetition_suffix_len
     if options.input_len is not None:
         num_suffix = options.input_len - num_prefix
@@ -184,7 +183,6 @@ def poem() -> Iterator[str]:
 
 
 def _custom(options: DatasetOptions, writer: _Writer) -> list[Job]:
-    """Read JSON lines with "prompt" and optionally "output_tokens"."""
     path = Path(str(options.dataset_path))
     default = options.output_len or options.custom_output_len
     records = list(_read_records(path))
@@ -201,10 +199,7 @@ def _custom(options: DatasetOptions, writer: _Writer) -> list[Job]:
 
 
 def _timed_trace(options: DatasetOptions, writer: _Writer) -> list[Job]:
-    """The first `num_prompts` requests of a trace in Mooncake's format (kvcache-ai/Mooncake, mooncake_trace.jsonl).
-
-    `hash_ids` has a number per block of 512 tokens, equal for equal prefixes.
-    """
+    """Read a trace in Mooncake's format: a number in `hash_ids` per block of 512 tokens, equal for equal prefixes."""
     path = Path(str(options.dataset_path))
     size = options.timed_trace_block_size
     scale = 1e-3 if options.timed_trace_unit == "ms" else 1.0

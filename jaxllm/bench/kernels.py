@@ -43,7 +43,7 @@ class Measured(NamedTuple):
 
 
 def make_cases(dtype: str, decode: Sequence[tuple[int, int]], prefill: Sequence[tuple[int, int]]) -> list[Case]:
-    """Return calls for (rows, cached tokens) in `decode` and (rows, tokens) in `prefill`."""
+    """`decode` is (rows, cached tokens), `prefill` (rows, tokens)."""
     cases = []
     for model, heads in HEADS.items():
         for size in decode:

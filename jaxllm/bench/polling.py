@@ -25,7 +25,7 @@ _PREFIXES = ("jaxllm:", "vllm:")
 
 
 def read_metrics(page: str) -> dict[str, float] | None:
-    """Return the values of `SERIES` and `COUNTERS` on a metrics page; None without series."""
+    """Return None for a page without series."""
     totals: dict[str, float] = {}
     for line in page.splitlines():
         prefix = next((prefix for prefix in _PREFIXES if line.startswith(prefix)), None)

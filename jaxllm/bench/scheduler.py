@@ -26,7 +26,7 @@ LEAST_BLOCKS = 64  # per request
 def measure(
     num_requests: int, load: Load, num_steps: int, num_warmups: int, seed: int, advance: Callable[[], object]
 ) -> np.ndarray:
-    """Return the microseconds per step; `advance` is called after each."""
+    """Return the microseconds per step; call `advance` after each."""
     total = num_steps + num_warmups
     limits = Limits(
         num_slots=num_requests,

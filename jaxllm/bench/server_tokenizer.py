@@ -19,7 +19,7 @@ class ServerTokenizer:
         self.ids: Sequence[int] = sorted({token for line in shown for token in encode(line, False)})
 
     def is_text(self, token_id: int) -> bool:
-        """Return True: tokens of plain words are text."""
+        """Tokens of plain words are text."""
         return True
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -108,7 +108,6 @@ def _run_cell(cell: Cell, folder: Path) -> Outcome:
 
 
 def reason_of(said: str) -> str:
-    """Return the line that explains a failure: the last error, else the last line."""
     lines = said.strip().splitlines() or ["no output"]
     # Lines after the error may be hints or saved files.
     return next((line for line in reversed(lines) if _ERROR.search(line)), lines[-1])

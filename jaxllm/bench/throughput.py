@@ -117,7 +117,7 @@ def run_async(
     detokenize: bool = True,
     num_warmups: int = 0,
 ) -> Served:
-    """As `run`, through an `AsyncLLM` with a reader per job."""
+    """As `run`, with a reader per job."""
     return asyncio.run(_run_async(engine_args, jobs, n, detokenize, num_warmups))
 
 

@@ -36,7 +36,7 @@ class Described:
 def describe(
     folder: Path, max_model_len: int | None = None, runner: str = "auto", pooler_config: Mapping[str, Any] | None = None
 ) -> Described:
-    """Read a model's description. The arguments after the folder are fields of `EngineConfig`."""
+    """The arguments after the folder are fields of `EngineConfig`."""
     config = read_config(folder)
     spec, family = read_spec(config, max_model_len)
     spec = with_stored_head(folder, spec, family)

@@ -61,7 +61,7 @@ def check(folder: Path, head: Head, layout: Layout) -> None:
 
 
 def load(folder: Path, head: Head, layout: Layout, dtype: DTypeLike, progress: bool = False) -> Params[Array]:
-    """Load the parameters declared by `eagle.abstract`; raises as `check`."""
+    """Raises as `check`."""
     with _of_the_head():
         declared, sources, numbers = _find(folder, head, layout)
         return _with_map(head, weights.read(declared, sources, layout, dtype, progress), numbers, layout)

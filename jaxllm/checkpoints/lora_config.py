@@ -115,7 +115,6 @@ def _layer_of(module: str, containers: list[str]) -> int | None:
 
 
 def _named(field: str, given: str | list[str], work: Work) -> _Matches:
-    """Return a matcher: an expression for the full name, or names for its last components."""
     if isinstance(given, str):
         return _following(field, given, work)
     names = frozenset(given)

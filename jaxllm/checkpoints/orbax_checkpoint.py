@@ -36,7 +36,7 @@ Name = tuple[int | None, str]  # a part's layer (None outside) and name
 
 
 def is_here(folder: Path) -> bool:
-    """Return whether a folder contains an Orbax checkpoint, even a damaged one."""
+    """A damaged checkpoint counts too."""
     return (folder / LISTING).is_file() or (folder / FOLDER).is_dir()
 
 

@@ -211,7 +211,7 @@ def _dense(fields: Fields, path: str, width: int) -> Dense:
 
 
 def _dimensions(config: Mapping[str, Any], size: int) -> tuple[int, ...] | None:
-    """Return the lengths to which embeddings may be cut, from the keys that vLLM reads."""
+    """Read the keys that vLLM reads."""
     listed = config.get("matryoshka_dimensions")
     if listed is None:
         return () if Fields(config).take("is_matryoshka", bool, False) else None

@@ -199,7 +199,6 @@ def _packed(own: _Tensors) -> Matrix:
 
 
 def _plain(own: _Tensors) -> Matrix:
-    """Read one number per element: 8 bits, or 4 stored in 8."""
     kind = own.stored.scheme.kind
     if len(own.main.shape) != 2:
         raise own.refuse(f"has shape {list(own.main.shape)}, which no quantized matrix has")

@@ -83,7 +83,6 @@ def resolve(model: str, revision: str | None = None, tokenizer_only: bool = Fals
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return config.json; raise UserError if missing."""
     config = read_object(folder, "config.json")
     if config is None:
         raise UserError(f"{folder} has no config.json.", "model")

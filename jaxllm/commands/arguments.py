@@ -31,7 +31,6 @@ def new_command(
 
 
 def add_model(parser: argparse.ArgumentParser, default: str = "the small model in jaxllm") -> None:
-    """Add `--model`."""
     parser.add_argument("-m", "--model", help=f"folder or hub id (default: {default})")
 
 
@@ -41,7 +40,7 @@ def add_profile(parser: argparse.ArgumentParser, what: str = "the first steps") 
 
 
 def build(cls: type, options: Mapping[str, Any], **others: Any) -> Any:
-    """Construct a dataclass from its flags and `others`; raises Usage."""
+    """Raises Usage."""
     with errors_by_flags(cls, has_sampling=options.get("command") in WITH_SAMPLING):
         return cls(**{**others, **given(options, cls)})
 
@@ -67,7 +66,6 @@ def by_flags(message: str, cls: type, has_sampling: bool = False) -> str:
 
 
 def engine_config(options: Mapping[str, Any]) -> EngineConfig:
-    """The default model is the embedded one."""
     from jaxllm.embedded import MODEL_DIR
 
     return build(EngineConfig, options, model=options["model"] or str(MODEL_DIR))

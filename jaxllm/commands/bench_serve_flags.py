@@ -113,7 +113,7 @@ def base_of(options: Mapping[str, Any]) -> str:
 
 
 def headers_of(options: Mapping[str, Any]) -> dict[str, str]:
-    """Return the headers, with the environment's API key by default."""
+    """The environment's API key is the default."""
     given = dict(options["header"])
     key = next((os.environ[name] for name in _KEYS if os.environ.get(name)), None)
     if key is None or any(name.lower() == "authorization" for name in given):
@@ -126,7 +126,6 @@ def schema_in(options: Mapping[str, Any]) -> StructuredOutputsParams | None:
 
 
 def fields_of(options: Mapping[str, Any], ignores_eos: bool) -> dict[str, Any]:
-    """Return all fields except prompt and length."""
     fields: dict[str, Any] = {name: options[name] for name in SAMPLING if options[name] is not None}
     if (constraint := schema_in(options)) is not None:
         schema = constraint.json
@@ -154,7 +153,6 @@ def adds_ignore_eos(options: Mapping[str, Any], dataset_name: str) -> bool:
 
 
 def ignores_eos(options: Mapping[str, Any], dataset_name: str) -> bool:
-    """Return whether to ignore end tokens; by default, if lengths are drawn and no schema applies."""
     if options["ignore_eos"] is not None or options["embeds"]:
         return bool(options["ignore_eos"])
     return dataset_name in ("random", "prefix_repetition") and not options["json_schema_path"]

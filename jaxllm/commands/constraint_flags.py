@@ -22,7 +22,6 @@ _FLAGS = {
 
 
 def add_constraint_flags(group: argparse._ArgumentGroup) -> None:
-    """Add the flags, which are mutually exclusive."""
     group.add_argument("--json-schema", metavar="FILE", help="the output is JSON that matches the schema in this file")
     group.add_argument("--json-object", action="store_true", help="the output is a JSON object")
     group.add_argument("--regex", metavar="TEXT", help="the output matches this regular expression")

@@ -69,7 +69,6 @@ def _check_target(target: Path) -> None:
 
 
 def _copy_files(source: Path, target: Path) -> None:
-    """Copy all files except weights."""
     for pattern in _KEPT:
         for path in source.glob(pattern):
             if path.is_file() and not path.name.endswith(INDEX.removeprefix("model")):

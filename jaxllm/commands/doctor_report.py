@@ -151,7 +151,6 @@ def has_nvidia_gpu() -> bool:
 
 
 def _choices(config: EngineConfig) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """Return choices with reasons, and the memory plan."""
     is_local = Path(config.model).expanduser().is_dir()
     setup = prepare(config, needs_weights=False)
     if is_local:

@@ -96,7 +96,7 @@ def run(options: dict[str, Any]) -> int:
 
 @contextmanager
 def _opened(name: str) -> Iterator[IO[bytes]]:
-    """Open a file to read twice; standard input is copied."""
+    """Standard input is copied, so that it can be read twice."""
     if name != "-":
         with open(name, "rb") as file:
             yield file

@@ -52,7 +52,6 @@ def add_engine_flags(
 
 
 def add_common_flags(parser: argparse.ArgumentParser, server: type) -> None:
-    """Add the flags of `COMMON`, the server's first."""
     for cls in (server, EngineConfig):
         others = {field.name for field in fields(cls)} - set(COMMON)
         add_flags(parser, cls, skipped=others)
@@ -133,7 +132,6 @@ def add_flags(
 
 
 def _argument_of(kind: Any, field: Field[Any]) -> dict[str, Any]:
-    """Return argparse's settings: choice, switch with `--no-`, repeatable flag, or value."""
     members = get_args(kind)
     inner = next((member for member in members if member is not type(None)), kind)
     if inner is bool:

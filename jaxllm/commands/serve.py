@@ -47,7 +47,6 @@ def _add_habits(group: argparse._ArgumentGroup) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Serve until a signal or the engine's failure."""
     config = engine_config({**options, "model": options["model_tag"] or options["model"]})
     server = build(
         ServerOptions, {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}

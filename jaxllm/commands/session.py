@@ -34,7 +34,6 @@ def add_request_flags(parser: argparse.ArgumentParser, max_tokens: int, skipped:
 
 
 def params_of(options: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
-    """Validate and return the sampling parameters from flags."""
     build(SamplingParams, options, max_tokens=max_tokens)
     return {"max_tokens": max_tokens, **given(options, SamplingParams), **constraint_of(options)}
 

@@ -56,7 +56,6 @@ class VectorFile:
         self._note.unlink()
 
     def _save(self) -> None:
-        """Record the complete rows, in the note and in the header of an .npy file."""
         if self._is_binary:
             header = io.BytesIO()
             shape = (self.num_rows, len(self._first))

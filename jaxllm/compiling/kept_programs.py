@@ -188,7 +188,7 @@ def _payload(program: Any) -> bytes:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Create the folder; return whether its files can be trusted, with a warning if not."""
+    """Warn and return False if other users could write the folder's files."""
     try:
         if not hasattr(os, "getuid"):
             raise ValueError("this system does not say whose a file is")

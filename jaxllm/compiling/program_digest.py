@@ -72,7 +72,7 @@ def digest_compiler(devices: tuple[Any, ...]) -> str:
 
 
 def digest_options() -> str:
-    """Return a digest of JAX's options in the calling thread."""
+    """JAX's options are those of the calling thread."""
     options: Any = jax.config
     values = options.values | {"jax_default_matmul_precision": options.jax_default_matmul_precision}
     return digest({name: repr(value) for name, value in values.items() if not name.startswith(_WITHOUT_EFFECT)})
@@ -103,7 +103,6 @@ def host() -> tuple[Any, ...]:
 
 
 def cpu_name() -> str:
-    """Return the processor's name and number of cores."""
     _, model, cores = host()
     names = [line.partition(":")[2].strip() for line in model.splitlines() if line.startswith("model name")]
     return f"{names[0] if names else model}, {cores} cores"

@@ -214,7 +214,6 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
         client: str | None,
         timeout: float | None,
     ) -> Accepted:
-        """Check a request; a thread prepares long texts, grammars and adapters."""
         text = prompt.get("prompt") if isinstance(prompt, Mapping) and "prompt_token_ids" not in prompt else prompt
         is_slow = isinstance(text, str) and len(text) > LONG_TEXT
         is_slow |= isinstance(params, SamplingParams) and params.structured_outputs is not None
@@ -263,7 +262,6 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
         set_result(self._started, None)
 
     def _deliver(self, outputs: list[RequestOutput], report: StepReport | None) -> None:
-        """Pass a step's outputs to their readers, and its numbers to the observers."""
         now = self._clock()
         delivered = []
         for output in outputs:

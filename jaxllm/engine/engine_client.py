@@ -1,6 +1,6 @@
-"""`EngineClient`: the interface of servers to an engine or a fleet.
+"""`EngineClient`: the interface of `AsyncLLM` and `FleetLLM` to servers.
 
-`AsyncLLM` and `FleetLLM` implement it. `SteppedEngine` is its counterpart for callers without an event loop.
+`SteppedEngine` is its counterpart for callers without an event loop.
 """
 
 from __future__ import annotations
@@ -44,9 +44,7 @@ class EngineView(Protocol):
 
     def get_load(self) -> Load: ...
 
-    def device_report(self) -> DeviceReport | None:
-        """Return compiled programs and memory use; None if unknown."""
-        ...
+    def device_report(self) -> DeviceReport | None: ...
 
 
 class EngineClient(EngineView, ClientCalls, Protocol):
@@ -123,10 +121,7 @@ class EngineClient(EngineView, ClientCalls, Protocol):
         client: str | None = None,
         language: bytes | None = None,
     ) -> Result:
-        """Run a slow function in a thread; clients take turns.
-
-        `language` is the `confined` of the tokenizer that it uses, or b"" to read an adapter.
-        """
+        """Run a slow function in a thread; see `StreamingEngine.off_loop`."""
         ...
 
     async def reset_prefix_cache(self) -> bool:
@@ -192,9 +187,7 @@ class SteppedEngine(SteppedClientCalls, Protocol):
 
     def program_texts(self, names: Collection[str]) -> dict[str, str]: ...
 
-    def reset_prefix_cache(self) -> bool:
-        """Clear the prefix cache; return False if requests run."""
-        ...
+    def reset_prefix_cache(self) -> bool: ...
 
     def close(self) -> None:
         """Free the devices' memory."""

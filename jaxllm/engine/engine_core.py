@@ -1,7 +1,4 @@
-"""The engine's step loop: plan a step, dispatch it, commit its result, and make outputs.
-
-Sampling options beyond the plain ones are features, see features/feature.py.
-"""
+"""The engine's step loop: plan a step, dispatch it, commit its result, and make outputs."""
 
 from __future__ import annotations
 
@@ -124,7 +121,6 @@ class EngineCore:
         return outputs[0] if outputs else None
 
     def abort_requests(self, requests: Sequence[tuple[str, FinishReason]]) -> list[RequestOutput]:
-        """Abort (internal id, reason) requests; return the last outputs of known ids."""
         return self.outputs.abort(requests)
 
     def take_block_events(self) -> tuple[BlockEvent, ...]:
@@ -229,7 +225,7 @@ class EngineCore:
         return ended
 
     def _issue(self) -> tuple[Plan, Flight] | None:
-        """Plan and dispatch a step; return None if all requests wait for tokens in flight."""
+        """Return None if all requests wait for tokens in flight."""
         with span("plan"):
             if landed := self.runner.landed():
                 self.scheduler.land(landed)

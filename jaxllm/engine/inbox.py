@@ -47,7 +47,6 @@ class Inbox:
             self._changed.notify()
 
     def call(self, function: Callable[[LLMEngine], None]) -> None:
-        """Run a function between two steps."""
         with self._changed:
             self._calls.append(function)
             self._changed.notify()
@@ -63,7 +62,7 @@ class Inbox:
             self._changed.notify()
 
     def counts(self) -> tuple[int, int]:
-        """Return the unsettled sequences and their prompts' tokens."""
+        """Return the unsettled sequences and their prompt tokens."""
         return self._num_sequences, self._num_tokens
 
     def take(self, is_idle: bool) -> Taken:
@@ -78,7 +77,7 @@ class Inbox:
             return taken
 
     def settle(self, added: list[Accepted]) -> None:
-        """Stop counting requests that the engine's load includes."""
+        """The engine's load includes these from now on."""
         if added:
             with self._changed:
                 self._num_sequences -= sum(accepted.num_sequences for accepted in added)

@@ -145,7 +145,7 @@ class InputProcessor:
         )
 
     def _root(self, accepted: Accepted) -> bytes | None:
-        """Return the root of a request's block digests; None if its blocks are not shared."""
+        """Return None if the request's blocks are not shared."""
         if self._limits.whole_prompts:  # no cache
             return None
         if self._config.enable_prefix_caching:

@@ -31,7 +31,7 @@ class Parts:
     language: Language  # of requests without an adapter
     features: Mapping[str, Factory] = field(default_factory=lambda: FEATURES)
     clock: Callable[[], float] = time.monotonic  # seconds
-    start_phases: tuple[Phase, ...] = ()  # duration and cause of each
+    start_phases: tuple[Phase, ...] = ()
 
 
 def load_parts(config: EngineConfig, progress: bool, metrics: Metrics) -> Parts:

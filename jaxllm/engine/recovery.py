@@ -20,7 +20,6 @@ class FailedSteps:
         self.count = 0
 
     def add(self, error: Exception) -> Action:
-        """Count a failure and return the action."""
         self.count += 1
         if self.count % MAX_FAILURES:
             return "retry"
@@ -30,5 +29,5 @@ class FailedSteps:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether device or host memory is exhausted; XLA reports it only in the message."""
+    """XLA reports exhausted memory only in the message."""
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)

@@ -163,7 +163,6 @@ class Sequence:
         return self.num_shown >= 0 and (self.num_tokens > self.num_shown or self.finish_reason is not None)
 
     def is_due(self, interval: int) -> bool:
-        """Whether an output is due: a first token, an end, or at least `interval` new tokens."""
         new = self.num_tokens - self.num_shown
         is_first_or_last = self.num_shown == 0 or self.finish_reason is not None
         return self.has_news and (is_first_or_last or new >= (self.params.stream_interval or interval))
@@ -232,7 +231,7 @@ class SequenceGroup:
         return all(sequence.finish_reason is not None for sequence in self.sequences)
 
     def is_due(self, interval: int) -> bool:
-        """Whether an output is due; `interval`: default number of new tokens."""
+        """`interval`: default number of new tokens."""
         if self.is_finished:
             return True
         is_final_only = self.kind is RequestOutputKind.FINAL_ONLY
@@ -253,7 +252,6 @@ class SequenceGroup:
         )
 
     def show_failure(self, why: str) -> RequestOutput:
-        """Return a final output without tokens, after an exception."""
         for sequence in self.sequences:
             sequence.finish_reason, sequence.stop_reason = "error", why
         ends = [

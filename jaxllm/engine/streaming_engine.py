@@ -1,7 +1,4 @@
-"""`StreamingEngine`: the readers of outputs and the bounds of the queue, for `AsyncLLM` and `FleetLLM`.
-
-All methods belong to the event loop that called `start`.
-"""
+"""`StreamingEngine`: the readers of outputs and the bounds of the queue, for `AsyncLLM` and `FleetLLM`."""
 
 from __future__ import annotations
 

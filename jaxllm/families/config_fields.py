@@ -337,7 +337,6 @@ def read_multipliers(fields: Fields) -> dict[str, Any]:
 
 
 def slides(fields: Fields, pattern: int | None = None) -> tuple[bool, ...]:
-    """Return which layers slide: all, or all but every `pattern`th."""
     layers = range(fields.layers())
     return tuple(pattern is None or (layer + 1) % pattern != 0 for layer in layers)
 

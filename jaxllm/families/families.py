@@ -1,7 +1,6 @@
 """The table of model families: find a config.json's row, and read its Spec.
 
-The rows are in `dense_families`, `moe_families` and `encoder_families`, the only modules that name families. A key that
-the row's reader did not access is an error, unless it has no effect on the computation.
+A key that the row's reader did not access is an error, unless it has no effect on the computation.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from jaxllm.model.pooler import Activation, Dense, Pooler, Pooling
 
 
 def one_product(fields: Fields, width: int, labels: int) -> Pooler:
-    """Return a head of one product on the last token."""
     return Pooler("last", (Dense(labels, bias=False, stem="score"),))
 
 

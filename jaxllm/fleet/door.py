@@ -54,7 +54,7 @@ class Greeting(NamedTuple):
 
 
 async def read_greeting(reader: asyncio.StreamReader) -> Greeting:
-    """Read a greeting; raises TimeoutError after `HELLO_SECONDS`, ValueError for other data."""
+    """Raises TimeoutError after `HELLO_SECONDS`, ValueError for other data."""
     async with asyncio.timeout(HELLO_SECONDS):
         (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         if size > MOST_GREETING:

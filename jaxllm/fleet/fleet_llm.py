@@ -1,7 +1,6 @@
 """`FleetLLM`: several engines with the interface of one, each a process on this machine or another.
 
-A supervisor restarts replicas; a router sends each request to one that `choose` returns. Queues and their bounds cover
-all replicas.
+Queues and their bounds cover all replicas.
 """
 
 from __future__ import annotations
@@ -97,7 +96,6 @@ class FleetLLM(StreamingEngine, FleetCalls):
         return cls(engine_args, **bounds)
 
     async def _begin(self) -> None:
-        """Start the replicas; wait for local ones, or else for the first remote one."""
         await self._supervisor.start()
 
     async def close(self, timeout: float = 30.0) -> bool:
@@ -118,7 +116,6 @@ class FleetLLM(StreamingEngine, FleetCalls):
         await self._supervisor.drain(self.replicas[number])
 
     def _settings_of(self, number: int, path: str) -> tuple[node.Settings, Mapping[str, str]]:
-        """Return the settings and environment, including visible GPUs, of a local replica."""
         config = self.config
         engine = asdict(config) | {
             "data_parallel_size": 1,
@@ -169,7 +166,6 @@ class FleetLLM(StreamingEngine, FleetCalls):
                     vars(self.metrics).update(vars(summed([each.metrics for each in self.replicas])))
 
     def lost(self, replica: Replica, error: Exception) -> None:
-        """Reroute the requests of a lost replica."""
         if self._life.has_ended:
             replica.end(error)
         else:
@@ -229,7 +225,6 @@ class FleetLLM(StreamingEngine, FleetCalls):
             self._started.set_result(None)
 
     def _read_model(self, known: Mapping[str, Any]) -> ModelInfo:
-        """Return the first replica's model with a local tokenizer."""
         config = self.config
         source = config.tokenizer or config.model
         tokenizer = NoTokenizer(source) if config.skip_tokenizer_init else load_tokenizer(source, config.revision)
@@ -240,7 +235,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
 
     @property
     def model(self) -> ModelInfo:
-        """The replicas' model; raises UnavailableError until one has loaded it."""
+        """Raises UnavailableError until a replica has loaded it."""
         if self._model is None:
             raise self._unavailable() or UnavailableError("The model is still being loaded.")
         return self._model
@@ -254,7 +249,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
 
     @property
     def state(self) -> EngineState:
-        """The fleet's state: "hung" while no replica accepts requests."""
+        """The state is "hung" while no replica accepts requests."""
         state = super().state
         return "hung" if state == "serving" and not any(each.takes_work for each in self.replicas) else state
 
@@ -281,12 +276,10 @@ class FleetLLM(StreamingEngine, FleetCalls):
         return all(await self._call_all("reset_prefix_cache"))
 
     async def kv_events(self, start_sequence: int = 0) -> AsyncGenerator[BlockBatch]:
-        """Raise FeatureDisabledError: only the router reads replicas' events."""
         raise FeatureDisabledError("kv_events is not supported with data_parallel_size above 1.", "data_parallel_size")
         yield  # makes it a generator
 
     async def start_profile(self, folder: str, num_steps: int) -> None:
-        """Trace each replica's next steps, into one folder per replica."""
         calls = [each.call("start_profile", f"{folder}/replica-{each.number}", num_steps) for each in self._loaded_ones]
         await asyncio.gather(*calls)
 
@@ -312,7 +305,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
         client: str | None,
         timeout: float | None,
     ) -> Routed:
-        """Return a request with the data for routing; its replica validates it."""
+        """The chosen replica validates the request."""
         unknown = options.keys() - {"lora_request"}
         if unknown:
             raise TypeError(f"a request has no {', '.join(sorted(unknown))}")
@@ -353,7 +346,6 @@ class FleetLLM(StreamingEngine, FleetCalls):
     async def check_request(
         self, request_id: str, prompt: Prompt, params: Any, priority: int, options: Mapping[str, Any]
     ) -> Routed:
-        """Let a replica validate a request."""
         accepted = await self._accept(request_id, prompt, params, priority, options, client=None, timeout=None)
         replica = next((each for each in self.replicas if each.takes_work), None)
         if replica is None:

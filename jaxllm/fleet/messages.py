@@ -50,7 +50,7 @@ def unpack(packed: bytes, level: int = 0) -> Any:
 
 
 def frame(messages: list[bytes]) -> bytes:
-    """Return a frame of packed messages, packed separately so that a failure affects one."""
+    """Messages are packed separately so that a failure affects one."""
     packed = msgpack.Packer().pack_array_header(len(messages)) + b"".join(messages)
     return _LENGTH.pack(len(packed)) + packed
 
@@ -100,7 +100,6 @@ def _object(value: Any) -> Any:
 
 
 def _error(value: Any) -> Exception:
-    """Return a decoded error; unknown classes become EngineError."""
     name, message, attributes = value
     kind = _ERRORS.get(name, EngineError)
     made = kind.__new__(kind)

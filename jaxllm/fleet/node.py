@@ -1,8 +1,7 @@
-"""The replica process: runs one engine and serves a front end over one connection.
+"""The replica process: runs one engine and serves a front end over one connection, with which it ends.
 
 A front end starts `python -m jaxllm.fleet.node` on its machine, with settings on standard input; `jaxllm serve
---headless` is the same elsewhere. The node connects, sends a heartbeat every 0.25 s, and all outputs of a step in one
-frame. It ends with its connection.
+--headless` is the same elsewhere. All outputs of a step are in one frame.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ class Settings:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Split HOST:PORT; raise UserError for other text."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port[:9]) < 65536:
         raise UserError(f"data_parallel_address must be HOST:PORT, got {address!r:.80}.", "data_parallel_address")
@@ -191,7 +189,7 @@ class Node:
         self._engine.end(name, reason)
 
     def _on_forget(self, name: str) -> None:
-        """Cancel a request without reader, even during its preparation."""
+        """The request may still be in preparation."""
         task = self._requests.pop(name, None)
         if task is not None:
             task.cancel()
@@ -224,7 +222,6 @@ class Node:
 
 
 def _own(error: Exception) -> Exception:
-    """Return a UserError or EngineError unchanged; log others and return a RequestFailedError."""
     if isinstance(error, UserError | EngineError):
         return error
     _log.error("a request failed", exc_info=error)

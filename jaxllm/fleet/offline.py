@@ -76,7 +76,6 @@ class FleetEngine:
         self.add([self.accept(request_id, prompt, params, priority, **options)])
 
     def accept(self, request_id: str, prompt: Any, params: Any = None, priority: int = 0, **options: Any) -> Routed:
-        """Return a request that a replica validated."""
         given = {name: value for name, value in options.items() if value is not None}
         return self._run(self._fleet.check_request(request_id, prompt, params, priority, given))
 
@@ -102,7 +101,7 @@ class FleetEngine:
             self._told.put((request_id, RequestOutput(request_id, None, ids, [failed], finished=True)))
 
     def _forget(self, request_id: str, task: asyncio.Task[None]) -> None:
-        """Remove a finished task, unless a newer request has its id."""
+        """The id may belong to a newer request."""
         if self._tasks.get(request_id) is task:
             del self._tasks[request_id]
 
@@ -119,7 +118,6 @@ class FleetEngine:
             return [output]
 
     def abort_request(self, request_ids: str, reason: FinishReason = "abort") -> RequestOutput | None:
-        """Abort a request; later outputs are dropped."""
         request_id = request_ids
 
         async def end() -> None:

@@ -103,7 +103,7 @@ class Replica:
         return self._devices
 
     def start(self, settings: node.Settings, environment: Mapping[str, str], module: str) -> None:
-        """Start a process, which then connects; raises OSError."""
+        """The process then connects. Raises OSError."""
         self.lost.clear()
         self.error = None
         self.num_starts += 1
@@ -127,7 +127,7 @@ class Replica:
         return self._writer is writer
 
     def send(self, *message: Any) -> None:
-        """Send a message, batched per event loop iteration."""
+        """Batched per event loop iteration."""
         packed = messages.pack(message)
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
@@ -144,7 +144,6 @@ class Replica:
             self._writer.write(messages.frame([messages.pack(message)]))
 
     def add(self, request: Routed, num_runs: int = 1) -> None:
-        """Send a request; raises UserError if it cannot be serialized."""
         count = request.num_sequences * len(request.prompt_token_ids)
         try:
             self.send("add", request.internal_id, request.prompt, request.sent, request.priority)
@@ -207,7 +206,6 @@ class Replica:
         return lost
 
     async def reap(self) -> None:
-        """Kill the process; wait until its device memory is free."""
         process, self.process = self.process, None
         if process is not None:
             process.kill()

@@ -25,7 +25,7 @@ class Router:
         self._of: dict[str, Replica] = {}
 
     def add(self, request: Routed, num_runs: int = 1) -> None:
-        """Route a request; raises UnavailableError if no replica is available."""
+        """Raises UnavailableError if no replica is available."""
         loads = {each.number: each.num_tokens for each in self.replicas if each.takes_work}
         if not loads:
             raise UnavailableError(NONE_TAKES_WORK)
@@ -46,7 +46,7 @@ class Router:
         return replica
 
     def leave(self, internal_id: str) -> None:
-        """Cancel a request without a reader."""
+        """Cancel a request without a reader; no output is delivered."""
         replica = self.forget(internal_id)
         if replica is not None:
             replica.send("forget", internal_id)

@@ -74,7 +74,6 @@ class Supervisor:
         self._tasks: list[asyncio.Task[Any]] = []
 
     async def start(self) -> None:
-        """Listen, and start the local replicas; raises UserError if the address cannot be bound."""
         path = str(self._folder.path / "socket")
         self._servers.append(await asyncio.start_unix_server(self._connected, path))
         if self._door is not None:
@@ -167,7 +166,7 @@ class Supervisor:
             _log.warning("replica %d disconnected: %s; its slot is free", replica.number, end.why)
 
     async def until_lost(self, replica: Replica) -> End:
-        """Notify the listener, and return the reason."""
+        """Notify the listener of a replica's loss; return the reason."""
         why = ""
         looked = replica.heard = time.monotonic()
         while not why:
@@ -229,7 +228,7 @@ class Supervisor:
                 replica.lost.set()
 
     def _warn(self, text: str, why: object) -> None:
-        """Log at most once a second: any peer can cause warnings."""
+        """At most one line a second: any peer can cause warnings."""
         now = time.monotonic()
         if now - self._warned >= WARN_SECONDS:
             self._warned = now

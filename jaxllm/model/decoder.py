@@ -348,14 +348,12 @@ def head(spec: Spec, params: Params[Array], hidden: Float[Array, "R D"]) -> Floa
 
 
 def _added(spec: Spec, weights: Arrays, name: str, x: Array, mixed: Array) -> Array:
-    """Add a sublayer's output to its input; norm `name` applies to the output or the sum."""
     if spec.norm_place == "after":
         return norm(spec, weights, name, x + scaled(mixed, spec.residual_scale))
     return x + scaled(norm(spec, weights, name, mixed), spec.residual_scale)
 
 
 def scaled(x: Array, factor: float) -> Array:
-    """Multiply in float32, unless the factor is 1."""
     return x if factor == 1.0 else (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 

@@ -61,7 +61,7 @@ def norm(x: Array, scale: Array, bias: Array | None, kind: NormKind, eps: float,
 
 
 def softcap(x: Array, cap: float | None) -> Array:
-    """Return cap · tanh(x / cap) (Riviere et al. 2024, §2); `x` if cap is None."""
+    """See Riviere et al. 2024, §2."""
     return x if cap is None else jnp.tanh(x / cap) * cap
 
 

@@ -32,7 +32,6 @@ class AdapterWeights:
     joins: bool  # see `adapted_linear`
 
     def linear(self, sets: Sequence[Adapter[Array]], token_set: Array) -> Linear:
-        """Return the product of a layer's weights for tokens with adapters."""
         return adapted_linear(sets, token_set, self.joins)
 
 

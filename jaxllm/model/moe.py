@@ -1,7 +1,7 @@
 """Mixture of experts on one shard: weights, routing, and products.
 
 Kernels replace the products of unquantized experts inside `pallas_kernels.fused_experts_by`, and the routing without
-groups inside `fused_topk_by`. Every shard holds a slice of every expert; one all-reduce sums them. No token is dropped.
+groups inside `fused_topk_by`. Every shard holds a slice of every expert. No token is dropped.
 
 Letters: F an expert's width (on this shard), n experts per token, N = T · n assignments.
 """

@@ -82,7 +82,7 @@ def describe(weight: Weight, layout: Layout, dtype: DTypeLike) -> Any:
 
 
 def turned(axes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Exchange the last two axes: from a matrix's to its scales'."""
+    """Exchange the last two axes, as a matrix's scales do."""
     return (*axes[:-2], axes[-1], axes[-2])
 
 

@@ -110,7 +110,6 @@ class FileRecorder:
             self._write([Kind.RESET, self._now()])
 
     def landed(self, landed: Sequence[Landed]) -> None:
-        """Note the ends of copies to the host."""
         if self.file is not None:
             self._write([Kind.LANDED, self._now(), [list(each) for each in landed]])
 

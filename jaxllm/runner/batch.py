@@ -141,12 +141,11 @@ def uniform_shape(max_tokens: int, num_slots: int, block_size: int, sampling_fie
 
 
 def of_two_groups(shapes: Sequence[Shape]) -> list[Shape]:
-    """Triple the block-table entries, for blocks that windowed layers allocate and free."""
+    """Triple the block-table entries: windowed layers also allocate and free blocks."""
     return [replace(shape, entries=3 * shape.entries) for shape in shapes]
 
 
 def coarser(shapes: Sequence[Shape], factor: int = 2) -> list[Shape]:
-    """Return the shapes of powers of `factor`, 2 or 4, and the largest."""
     step = factor.bit_length() - 1
     powers = {1 << power for power in range(0, 64, step)}
     return [shape for shape in shapes if shape.tokens == shapes[-1].tokens or shape.tokens in powers]
@@ -163,7 +162,7 @@ def _sizes(first: int, last: int, parts: Mapping[int, int]) -> list[int]:
 
 
 def max_chunks(tokens: int, num_slots: int) -> int:
-    """Return the most prompts with a chunk in a ragged step: half a tile each on average."""
+    """A chunk has at least half a tile on average."""
     return min(num_slots, max(1, 2 * tokens // TILE))
 
 
@@ -226,7 +225,7 @@ def buffer_size(shape: Shape) -> int:
 
 
 def size_of(table: Mapping[str, tuple[int, tuple[int, ...]]]) -> int:
-    """Return the length of a buffer of these fields, in int32."""
+    """Return the length of a packed buffer, in int32."""
     offset, size = list(table.values())[-1]
     return offset + math.prod(size)
 

@@ -1,9 +1,9 @@
 """Table of compiled programs, and the threads that compile them.
 
-A step is one program, or a forward and a sampling program if the host makes masks in between. An engine serves once its
-*covering* programs are compiled, which can run any plan: the two parts of the largest decode step and of the largest
-ragged step, with the widest sampling. On a CPU others are compiled in the background on demand; on a GPU first, because
-loading one disturbs the others. In deterministic mode two programs run every plan.
+An engine serves once its *covering* programs are compiled, which can run any plan: the forward and the sampling program
+of the largest decode step and of the largest ragged step, with the widest sampling. On a CPU others are compiled in the
+background on demand; on a GPU first, because loading one disturbs the others. In deterministic mode two programs run
+every plan.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class ProgramTable:
         return self._failures[key] < _MOST_TRIES and self._last_step >= self._rests_until.get(key, 0.0)
 
     def begin_kept(self, num_threads: int) -> None:
-        """Start to load the programs stored by an earlier start; `wait` finishes it."""
+        """As `begin`, for the programs stored by an earlier start."""
         kept = self.kept
         if kept is not None:
             self.begin([key for key in self.rest if kept.has(key.name, key)], num_threads)
@@ -208,13 +208,12 @@ class ProgramTable:
             raise self._failure
 
     def close(self) -> None:
-        """Drop the queue; running compilations continue."""
+        """Running compilations continue."""
         self._is_closed.set()
         with self._lock:
             self._queue.clear()
 
     def join(self, seconds: float | None = None) -> bool:
-        """Close, and wait at most `seconds` for compilations; return whether they ended."""
         self.close()
         end = None if seconds is None else time.monotonic() + seconds
         for thread in self._threads:
@@ -223,7 +222,7 @@ class ProgramTable:
 
     @property
     def _is_over(self) -> bool:
-        """Whether to compile no more: closed, or at exit, when threads cannot start."""
+        """Threads cannot start at exit."""
         return self._is_closed.is_set() or not threading.main_thread().is_alive()
 
     def _start(self, in_background: bool) -> None:
@@ -280,7 +279,6 @@ class ProgramTable:
             self._queue[:] = [other for other in self._queue if other != key]
 
     def _make(self, key: Key, in_background: bool) -> Any:
-        """Load a stored program, or trace and compile it; None after `close`."""
         kept = self.kept
         if kept is not None:
             if in_background and self._only_when_idle and not self._rest(math.inf):
@@ -407,6 +405,5 @@ def _cost(way: Way) -> tuple[int, ...]:
 
 
 def _urgency(key: Key) -> tuple[bool, int, int, int]:
-    """Sort key of compilation: one-program steps, usual sampling, then large programs."""
     variant, shape = key.variant, key.shape
     return key.part != "step", -1 if variant is None else VARIANTS.index(variant), shape.adapters, -shape.tokens

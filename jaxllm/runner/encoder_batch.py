@@ -54,7 +54,7 @@ def covering(made: Sequence[Shape]) -> list[Shape]:
 
 
 def place(lengths: np.ndarray, shape: Shape) -> np.ndarray | None:
-    """Return the prompts' starts, int32[R], in a program; None if they do not fit."""
+    """Return the prompts' starts in a program, int32[R]; None if they do not fit."""
     if len(lengths) > shape.rows or lengths.sum() > shape.tokens or lengths.max() > shape.bin_tokens:
         return None
     starts, open_bins, num_bins = np.zeros(len(lengths), np.int32), [], 0

@@ -1,8 +1,7 @@
 """The host's tier of KV blocks: programs that read and write blocks, and a thread for copies to the host.
 
-A step overwrites evicted blocks of the donated cache. So the engine's thread dispatches a program that reads the blocks
-into new arrays, in the device's order, and another thread copies these to the host. A load is a transfer and a program,
-dispatched before the step. `scheduler/host_tier.py` decides which blocks move.
+A step overwrites evicted blocks of the donated cache. So a program reads them into new arrays, in the device's order,
+and another thread copies these to the host. A load is a transfer and a program, dispatched before the step.
 
 The content of a block is a row: one array per kind of leaf (shape and type), stacked over the kind's leaves. Rows are
 immutable: a host block may be evicted during its load.
@@ -55,7 +54,7 @@ class Copies(Protocol):
         """Start copying rows."""
 
     def ended(self) -> Sequence[Copied]:
-        """Return the copies that ended since the last call."""
+        """Each copy is returned once."""
         ...
 
     def close(self) -> None:
@@ -94,8 +93,6 @@ class ThreadedCopies:
 
 
 def to_host(rows: Sequence[Row]) -> list[Row]:
-    """Start copying rows to the host."""
-
     def there(array: jax.Array) -> NamedSharding:
         (kind,) = _memory_kinds(array)[:1]
         assert isinstance(array.sharding, NamedSharding)
@@ -105,8 +102,6 @@ def to_host(rows: Sequence[Row]) -> list[Row]:
 
 
 def to_device(rows: Sequence[Row]) -> list[Row]:
-    """Start copying rows to the devices of the cache."""
-
     def here(array: jax.Array) -> NamedSharding:
         assert isinstance(array.sharding, NamedSharding)
         return array.sharding.with_memory_kind("device")
@@ -115,7 +110,7 @@ def to_device(rows: Sequence[Row]) -> list[Row]:
 
 
 def _memory_kinds(array: jax.Array) -> list[str]:
-    """Return the host's memory kinds of an array's device, in order of preference."""
+    """In order of preference."""
     (device, *_) = array.sharding.device_set
     reachable = {memory.kind for memory in device.addressable_memories()}
     return [kind for kind in MEMORY_KINDS if kind in reachable]
@@ -143,7 +138,7 @@ class HostTier:
         self._newest: dict[tuple[int, int], int] = {}  # number of the plan of the block's last store
 
     def move(self, state: Leaves, moves: np.ndarray, plan: int) -> Leaves:
-        """Dispatch the stores of a plan, then its loads."""
+        """Stores precede loads."""
         stores = moves[moves[:, 3] == HOST]
         for group, own in enumerate(self._kv):
             pairs = stores[stores[:, 0] == group][:, [2, 4]]
@@ -172,7 +167,6 @@ class HostTier:
         return landed
 
     def close(self) -> None:
-        """Stop copying and free the host's memory."""
         self._copies.close()
         self._rows.clear()
 
@@ -230,7 +224,6 @@ def compile_moves(model: StepModel, make: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _kinds(cache: Sequence[jax.ShapeDtypeStruct]) -> list[list[int]]:
-    """Return the indices of leaves by shape and type of their blocks."""
     kinds: dict[Any, list[int]] = {}
     for place, leaf in enumerate(cache):
         kinds.setdefault((leaf.shape[1:], leaf.dtype, _row_spec(leaf)), []).append(place)

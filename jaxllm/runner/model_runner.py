@@ -1,7 +1,4 @@
-"""Owns the device's data: weights, the donated state, and the programs that compute the next state.
-
-Handles plans and arrays; no requests, text or queues.
-"""
+"""Owns the device's data: weights, the donated state, and the programs that compute the next state."""
 
 from __future__ import annotations
 
@@ -232,14 +229,13 @@ class Runner:
 
     @property
     def _max_verified(self) -> int:
-        """Most tokens of a step that verifies drafts."""
         slots, drafts = self.geometry.num_slots, 0 if self.drafting is None else self.drafting.most
         most = max(slots, min(slots * (1 + drafts), MOST_VERIFIED))
         return min(most, self.setup.max_num_batched_tokens)
 
     @property
     def _keeps_batch(self) -> bool:
-        """Whether batches are copied to a fixed address, for CUDA graphs."""
+        """CUDA graphs need a fixed address."""
         return self.setup.platform == "gpu"
 
     @property
@@ -265,7 +261,6 @@ class Runner:
         return self.sample(started) if isinstance(started, HeldStep) else started
 
     def landed(self) -> Sequence[Landed]:
-        """Return the copies of blocks to the host that have ended since the last call."""
         return () if self._host is None else self._host.landed()
 
     def hold_adapters(self, numbers: tuple[int, ...], weights: Weights) -> None:
@@ -360,7 +355,7 @@ class Runner:
 
     @contextmanager
     def _compilations_counted(self) -> Iterator[None]:
-        """Count compilations of this thread: they delay requests."""
+        """Compilations of this thread delay requests."""
         self._running_thread = threading.get_ident()
         try:
             yield
@@ -368,7 +363,6 @@ class Runner:
             self._running_thread = None
 
     def program_texts(self, names: Collection[str]) -> dict[str, str]:
-        """Return the HLO of programs by their names in a trace, omitting unknown names."""
         named = {key.name: program for key, program in self.programs.ready().items()}
         named |= self._small.programs
         return {name: program.as_text() for name, program in named.items() if name in names}
@@ -379,7 +373,6 @@ class Runner:
         return DeviceReport(len(programs), programs.num_compiling, programs.num_all, memory)
 
     def renew(self) -> None:
-        """Replace the state by an empty one."""
         self._state = ()
         self._state = jax.block_until_ready(self._allocate_program())
 
@@ -406,7 +399,7 @@ class Runner:
         return replace(params, draft=draft)
 
     def _start_programs(self, plan: MemoryPlan) -> None:
-        """Start compiling the covering programs for a memory plan, while weights are read."""
+        """Called while weights are read."""
         setup = self.setup
         self.memory_plan = plan
         self.geometry = geometry = Geometry(
@@ -523,7 +516,6 @@ class Runner:
             self._start_programs(fitting)
 
     def _temporary_bytes(self, key: Key) -> int:
-        """Return a program's bytes on one device besides weights and state."""
         memory = self.programs[key].memory_analysis()
         own = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         is_second = key.part in ("sample", "finish")

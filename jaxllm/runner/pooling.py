@@ -51,7 +51,6 @@ class PoolState(Generic[Leaf]):
 def abstract(
     spec: Spec, own: Pooler, geometry: Geometry, layout: Layout, cache_dtype: jnp.dtype
 ) -> PoolState[jax.ShapeDtypeStruct]:
-    """Describe the state (shapes, types, shardings) without allocating."""
     if not spec.is_causal:
         return PoolState()
     of_slots = partial(jax.ShapeDtypeStruct, sharding=layout.sharding("slots"))

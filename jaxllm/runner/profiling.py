@@ -1,7 +1,6 @@
 """Traces of an engine's steps by JAX's profiler, for Perfetto.
 
-Host spans are made by `engine_core.py` and `model_runner.py`; device operations have the names of their program
-(`step.program_name`) and model scopes.
+Device operations have the names of their program (`step.program_name`) and model scopes.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ class Profile:
             raise UserError("a trace is running already; stop it first.", "folder") from error
 
     def note_step(self) -> None:
-        """Count a step; the last one ends the trace."""
         self._steps_left -= 1
         if self._steps_left <= 0:
             self.stop()
@@ -61,9 +59,7 @@ class Profile:
 class Profiled(Protocol):
     """An engine that can trace its steps."""
 
-    def start_profile(self, folder: str | Path, num_steps: int = DEFAULT_STEPS) -> Profile:
-        """Begin a trace of the next steps."""
-        ...
+    def start_profile(self, folder: str | Path, num_steps: int = DEFAULT_STEPS) -> Profile: ...
 
 
 @contextmanager
@@ -80,5 +76,4 @@ def profiled(engine: Profiled, folder: str | None, num_steps: int = DEFAULT_STEP
 
 
 def where(path: Path) -> str:
-    """Format the path of a trace with a hint for viewing it."""
     return f"trace: {path} (open it at https://ui.perfetto.dev, or the folder in xprof)"

@@ -41,7 +41,6 @@ class ResidentAdapters:
         return len(missing)
 
     def of_rows(self, rows: np.ndarray) -> tuple[int, ...]:
-        """Return the distinct nonzero adapter numbers of rows, int64[R]."""
         return tuple(number for number in dict.fromkeys(rows.tolist()) if number)
 
     def places(self, rows: np.ndarray | None, distinct: Sequence[int], count: int) -> np.ndarray | None:
@@ -66,7 +65,6 @@ class ResidentAdapters:
         return tuple(jax.device_put(jax.tree.leaves(weights), shardings))
 
     def _zeros(self) -> Leaves:
-        """Return a zero adapter; layers share its arrays."""
         if not self._nothing:
 
             @cache

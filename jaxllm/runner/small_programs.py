@@ -1,6 +1,6 @@
 """The small programs of a runner: changes of the state before a step, and log-probabilities after it.
 
-Each has one size and is called repeatedly for more. The state is a tuple of arrays, donated.
+Each has one size and is called repeatedly for more.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ Make = Callable[..., Any]  # (name, function, donated arguments, *descriptions) 
 
 
 def compile_all(model: StepModel, make: Make) -> dict[str, Any]:
-    """Compile the small programs of a generating engine, by name."""
     shapes, everywhere = model.state, model.layout.sharding()
 
     def described(*size: int) -> jax.ShapeDtypeStruct:

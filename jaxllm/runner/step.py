@@ -1,7 +1,6 @@
 """One engine step as a traced function: forward, attention, logits, sampling, slot update. Pure.
 
-Takes weights, the donated state and the packed batch; returns the next state and one array of results. Two programs can
-share a step: `build_forward` ends with logits, which `build_sample` or `build_finish` reads.
+Takes weights, the donated state and the packed batch; returns the next state and one array of results.
 
 Letters: T flat tokens, R rows, Y tiles, S slots, M blocks per slot, P tokens per block, N blocks, Vx vocabulary of one
 shard.

@@ -1,8 +1,7 @@
 """Selects the adapters resident on the device, and the waiting requests that may use or replace one.
 
 Residents are adapter numbers in one order: idle ones first, least recently used first; then those of running requests,
-longest in use first. A waiting request without a place for its adapter is skipped, and claims a place to avoid
-starvation.
+longest in use first.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Set
 
 
 def idle_first(residents: tuple[int, ...], in_use: Set[int]) -> tuple[int, ...]:
-    """Reorder residents after requests have left their slots: idle adapters first."""
+    """Reorder residents after requests have left their slots."""
     ordered = tuple(sorted(residents, key=in_use.__contains__))  # a stable sort
     return residents if ordered == residents else ordered
 

@@ -168,7 +168,6 @@ def _admit_gang(
 
 
 def _find_windowed(editor: StateEditor, limits: Limits, digest: bytes) -> int | None:
-    """Return the cached block of windowed layers with a digest."""
     pool = editor.window_pool
     return editor.host.find(pool, windowed.GROUP, digest) if limits.num_host_blocks else pool.find(digest)
 
@@ -185,6 +184,6 @@ def _load(
 
 
 def _entries(limits: Limits, slot: int, owned: Sequence[int]) -> np.ndarray:
-    """Return the entries of a slot's block table, int32[·, 3], as in `Plan.table`."""
+    """As in `Plan.table`, int32[·, 3]."""
     columns = range(0, len(owned) * limits.num_groups, limits.num_groups)
     return np.array(([slot] * len(owned), columns, owned), np.int32).T

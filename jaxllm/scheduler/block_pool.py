@@ -1,8 +1,7 @@
 """The pool of KV blocks: a value, and an editor that makes the next value from it.
 
 A block is used by running requests (`references` counts them), or cached (unused, with content in the prefix index), or
-free. Blocks are numbers, and contents are hashes. A `Pool` is immutable; a `PoolEditor` exists within one call of the
-scheduler.
+free. Contents are hashes.
 
 Letters: N blocks in the pool.
 """
@@ -67,12 +66,11 @@ class Pool(NamedTuple):
 
     @property
     def index(self) -> dict[bytes, int]:
-        """The prefix index: blocks by digest."""
         return dict(entry for shard in self.shards for entry in _entries(shard))
 
 
 def make_pool(num_blocks: int) -> Pool:
-    """Return a pool of free blocks; block 0 is taken first."""
+    """Block 0 is taken first."""
     return Pool(
         references=_frozen(np.zeros(num_blocks, np.int16)),
         stamps=_frozen(np.zeros(num_blocks, np.int32)),
@@ -139,7 +137,6 @@ class PoolEditor:
         return len(self._free) + len(self._freed) + self._num_cached
 
     def find(self, digest: bytes) -> int | None:
-        """Return the indexed block of a digest."""
         return self._find(digest)
 
     def look_up(self, digests: Iterable[bytes]) -> list[int]:
@@ -248,7 +245,6 @@ class PoolEditor:
             )
 
     def done(self) -> Pool:
-        """Return the changed pool, finishing the editor."""
         pool = Pool(
             references=self._pool.references if self._references is None else _frozen(self._references),
             stamps=self._pool.stamps if self._stamps is None else _frozen(self._stamps),
@@ -326,7 +322,7 @@ class PoolEditor:
 
 
 def cached_blocks(pool: Pool) -> list[int]:
-    """Return the cached blocks in order of eviction."""
+    """In order of eviction."""
     return [entry.block for entry in cached_entries(pool)]
 
 
@@ -344,7 +340,7 @@ def _number(digest: bytes, num_shards: int) -> int:
 
 
 def _extended(shard: bytes, digest: bytes, block: int) -> bytes:
-    """Return a shard with a further entry; its first byte is the length of digests."""
+    """A shard's first byte is the length of digests."""
     return (shard or bytes([len(digest)])) + digest + block.to_bytes(BLOCK_BYTES)
 
 
@@ -368,7 +364,7 @@ def _compact(pool: Pool) -> Pool:
 
 
 def make_queue(entries: Iterable[Cached]) -> Chunk | None:
-    """Return the queue of cached blocks, in order of eviction."""
+    """Entries are in order of eviction."""
     kept = [*entries]
     chunk = None
     for start in reversed(range(0, len(kept), QUEUE_CHUNK)):
@@ -378,7 +374,7 @@ def make_queue(entries: Iterable[Cached]) -> Chunk | None:
 
 
 def cached_entries(pool: Pool) -> Iterator[Cached]:
-    """Yield the entries of cached blocks in order of eviction, without stale ones."""
+    """In order of eviction, without stale ones."""
     for chunk in (pool.oldest, _reversed(pool.newest)):
         while chunk is not None:
             for entry in zip(chunk.blocks, chunk.digests, chunk.stamps, strict=True):

@@ -1,8 +1,7 @@
 """The number of drafts that a step verifies in each row. Integers only, so that replays agree.
 
 The device drafts at the end of a step and verifies in the next, before the host has read the first. So the host counts
-a row of d drafts as 1 + d tokens, a bound that `commit` makes exact. Verifying takes time per token, and the best
-number of drafts depends on the request's recent acceptance.
+a row of d drafts as 1 + d tokens, a bound that `commit` makes exact.
 
 Letters: R rows of a plan, S slots, K most drafts of a row.
 """
@@ -23,14 +22,13 @@ _RATES = 32  # the acceptance rate is rounded to a multiple of 1 / 32
 
 
 def begin(editor: StateEditor, slot: int, may_draft: bool) -> None:
-    """Set whether an admitted request may have drafts."""
     own = editor.own_slots
     own.may_draft[slot] = may_draft
     own.tried[slot], own.kept[slot] = PRIOR
 
 
 def columns(editor: StateEditor) -> tuple[np.ndarray, ...]:
-    """Return the columns of slots for drafts, for writing."""
+    """The arrays are writable."""
     own = editor.own_slots
     return own.may_draft, own.has_drafts, own.tried, own.kept
 

@@ -1,12 +1,11 @@
 """Gangs: requests of one prompt that run together and fork, for example the beams of a search.
 
-The members of a gang are consecutive in rank, and are admitted, preempted and removed together. A member's next row
-waits until all have results and `fork` has chosen the sequences to continue and their tokens; other requests keep two
-steps in flight. Until the first fork only the leader, the first in rank, computes.
+The members of a gang are consecutive in rank, and are admitted, preempted and removed together. Until the first fork
+only the leader, the first in rank, computes. A member's next row waits until all have results and `fork` has chosen the
+sequences to continue and their tokens; other requests keep two steps in flight.
 
 A child shares its parent's full blocks. A partial last block stays with one child of each parent; the others get a new
-one in the next plan, which copies the content (`Plan.moves`). So a fork takes no blocks, and a member without a block
-is treated like other requests.
+one in the next plan, which copies the content (`Plan.moves`). So a fork takes no blocks.
 """
 
 from __future__ import annotations
@@ -32,10 +31,7 @@ class Found(NamedTuple):
 
 
 def blocks_needed(limits: Limits, num_prompt: int, limit: int, width: int) -> int:
-    """Return the most blocks that a gang of `width` members needs.
-
-    Members share the prompt's full blocks, but not those of windowed layers, see `find`.
-    """
+    """Members share the prompt's full blocks, but not those of windowed layers, see `find`."""
     size = limits.block_size
     shared = 0 if limits.window else num_prompt // size
     return shared + width * max(1, -(-max(num_prompt, limit - 1) // size) - shared)
@@ -56,26 +52,22 @@ def _nature(request: Request) -> tuple[object, ...]:
 
 
 def queued(waiting: Sequence[Waiting], at: int) -> Sequence[Waiting]:
-    """Return the members of the gang that begins at `at` in a queue."""
     gang = waiting[at].request.gang
     end = next((end for end in range(at, len(waiting)) if waiting[end].request.gang != gang), len(waiting))
     return waiting[at:end]
 
 
 def closure(requests: Iterable[Request], ids: Collection[int]) -> frozenset[int]:
-    """Return `ids` with those of all members of their gangs."""
     kept = list(requests)
     gone = {request.gang for request in kept if request.gang and request.sequence_id in ids}
     return frozenset(ids).union(request.sequence_id for request in kept if request.gang in gone)
 
 
 def members(gangs: Sequence[tuple[int, ...]], slot: int) -> tuple[int, ...]:
-    """Return the slots of a slot's gang; the slot alone without a gang."""
     return next((gang for gang in gangs if slot in gang), (slot,))
 
 
 def with_members(gangs: Sequence[tuple[int, ...]], slots: Sequence[int]) -> list[int]:
-    """Return slots, each followed by the others of its gang, without duplicates."""
     return list(dict.fromkeys(chain.from_iterable(members(gangs, slot) for slot in slots)))
 
 
@@ -223,7 +215,6 @@ def take_changes(editor: StateEditor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def disband(editor: StateEditor, slots: Collection[int]) -> None:
-    """Remove the gangs of slots that are being emptied."""
     gone = set(slots)
     editor.gangs = tuple(gang for gang in editor.gangs if gone.isdisjoint(gang))
     editor.entries = tuple(entry for entry in editor.entries if entry[0] not in gone)

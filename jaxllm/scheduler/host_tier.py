@@ -1,12 +1,11 @@
 """A second tier of blocks in the host's memory: evicted blocks are stored there, and loaded when hit.
 
-A block is (group, tier, index). The plan that evicts a device block copies it to the host before its step overwrites it
-(a store). The plan that admits a request with a prefix in the host copies it to new device blocks before its step reads
-them (a load). Both run in the device's order. A store ends later, in any order, or fails; `land` records the end, and
-then the block can be found.
+A block is (group, tier, index). The plan that evicts a device block stores it, before its step overwrites it; the plan
+that admits a request with a prefix in the host loads it, before its step reads it. Both copies run in the device's
+order. A store ends later, in any order, or fails; `land` records the end, and then the block can be found.
 
-The host has a `Pool` per group, like the device. Its blocks are used during a store or load, or while held for a
-preempted request; otherwise cached, and evicted in order of last use.
+The host's blocks are used during a store or load, or while held for a preempted request; otherwise cached, and evicted
+in order of last use.
 """
 
 from __future__ import annotations
@@ -60,7 +59,6 @@ class Host(NamedTuple):
 
 
 def make_host(num_blocks: Iterable[int]) -> Host:
-    """Return the tier with free blocks, numbers by group."""
     return Host(tuple(map(block_pool.make_pool, num_blocks)))
 
 
@@ -78,7 +76,7 @@ class HostEditor:
         self._loaded: list[tuple[int, int, bytes]] = []  # group, block, digest: used until the plan is made
 
     def find(self, device: PoolEditor, group: int, digest: bytes) -> int | None:
-        """Return the block of a digest, of the device if it has one."""
+        """Prefer the device's block."""
         block = device.find(digest)
         if block is None:
             there = self._pools[group].find(digest)
@@ -122,7 +120,6 @@ class HostEditor:
             self._held += (Held(owner, group, there, digest),)
 
     def let_go(self, owners: Collection[int]) -> None:
-        """Release the blocks held for requests."""
         gone = [each for each in self._held if each.owner in owners]
         if gone:
             self._held = tuple(each for each in self._held if each.owner not in owners)
@@ -165,7 +162,6 @@ class HostEditor:
         return [*self._stores, *self._loads]
 
     def done(self) -> Host:
-        """Return the changed tier, finishing the editor."""
         return Host(tuple(pool.done() for pool in self._pools), tuple(self._storing.values()), self._held)
 
     def _store(self, plan: int, most: int, group: int, digest: bytes, block: int) -> int | None:

@@ -16,7 +16,6 @@ NO_TOKEN = np.iinfo(np.int32).max
 def occupy(
     editor: StateEditor, limits: Limits, slot: int, entry: Waiting, num_cached: int, owned: tuple[int, ...]
 ) -> None:
-    """Assign a slot to an admitted request."""
     request, own = entry.request, editor.own_slots
     editor.num_admitted += 1
     editor.running[slot] = Running(request, entry.order, entry.digests)

@@ -66,14 +66,12 @@ class RecordedScheduler:
             recorder.begin(self)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests; raise UserError, without queuing any, if one does not fit."""
         self.state = scheduler.add(self.state, self.limits, requests)
         self.requests.update((request.sequence_id, request) for request in requests)
         if self._recorder is not None:
             self._recorder.added(requests)
 
     def abort(self, reasons: Mapping[int, str]) -> None:
-        """Abort requests by id, in any phase; unknown ids are ignored."""
         self.state = scheduler.abort(self.state, self.limits, reasons)
         gone = frozenset(reasons)
         if any(request_id in self.requests and self.requests[request_id].gang for request_id in reasons):
@@ -84,13 +82,11 @@ class RecordedScheduler:
             self._recorder.aborted(reasons)
 
     def reset(self) -> None:
-        """Clear the cache and requeue running requests."""
         self.state = scheduler.reset(self.state, self.limits)
         if self._recorder is not None:
             self._recorder.was_reset()
 
     def land(self, landed: Sequence[Landed]) -> None:
-        """Record the ends of copies to the host."""
         self.state = scheduler.land(self.state, self.limits, landed)
         if self._recorder is not None:
             self._recorder.landed(landed)
@@ -110,7 +106,7 @@ class RecordedScheduler:
         counts: np.ndarray | None = None,
         sampled: np.ndarray | None = None,
     ) -> Events:
-        """Record a step's tokens, and append them to the requests'."""
+        """The step's tokens are appended to the requests'."""
         self.state, events = scheduler.commit(self.state, self.limits, plan, tokens, is_finite, counts, sampled)
         requests = self.requests
         if counts is None and len(events.tokens) == len(events.ids):
@@ -138,7 +134,6 @@ class RecordedScheduler:
             self._recorder.forked(moves)
 
     def take_block_events(self) -> tuple[BlockEvent, ...]:
-        """Return the changes of the prefix index since the last call."""
         self.state, events = state.take_block_events(self.state)
         return events
 

@@ -1,7 +1,6 @@
 """The scheduler: pure functions from state and event to state and plan.
 
-`add` and `abort` queue and remove requests, `plan` selects the next step, `commit` records its tokens. Token ids matter
-only as the content of blocks. Independent of clock, device, text and sampling. state.py has the data.
+Token ids matter only as the content of blocks. Independent of clock, device, text and sampling. state.py has the data.
 
 Letters: S slots, R rows of a plan, P tokens per block.
 """
@@ -296,7 +295,6 @@ def is_live(state: State, step: Plan) -> np.ndarray:
 
 
 def _stops(editor: StateEditor, row_slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Return whether each row's token ends its request."""
     slots = editor.slots
     stopped = tokens == slots.stop_id[row_slots]
     if slots.has_more_stops.any():
@@ -378,7 +376,6 @@ def _grow(editor: StateEditor, limits: Limits, table: list[np.ndarray]) -> tuple
 def _hand_out(
     editor: StateEditor, limits: Limits, slots: np.ndarray, counts: np.ndarray, table: list[np.ndarray]
 ) -> None:
-    """Allocate `counts` available blocks to `slots`, and add them to `table`."""
     taken = editor.pool.take(int(counts.sum()))
     index = editor.slots.capacity[slots] // limits.block_size
     editor.own_slots.capacity[slots] += counts * limits.block_size
@@ -441,7 +438,7 @@ def _continue_prompts(
 
 
 def _issue_chunks(editor: StateEditor, chunks: np.ndarray) -> np.ndarray:
-    """Issue the tokens of chunks, int32[·, 3]; return which ones reach the end of their sequence."""
+    """Return which chunks of int32[·, 3] reach the end of their sequence."""
     slots = chunks[:, 0]
     issued, length = editor.own_slots.issued, editor.own_slots.length
     issued[slots] += chunks[:, 2]
@@ -453,7 +450,7 @@ def _issue_chunks(editor: StateEditor, chunks: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _ones(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the lengths and flags of `count` decode rows, shared between plans."""
+    """Shared between plans."""
     lengths, samples = np.ones(count, np.int32), np.ones(count, np.bool_)
     lengths.flags.writeable = samples.flags.writeable = False
     return lengths, samples

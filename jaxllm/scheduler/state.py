@@ -1,8 +1,7 @@
 """The scheduler's data: requests, slots, plans, events; and the editor that makes the next state.
 
-Columns of numpy arrays have a row per slot and change every step; a request's record is immutable (DECISIONS, "The
-scheduler is a pure function over columns"). Objects made every step are named tuples, which take a fifth of the time of
-frozen dataclasses. A `State` is immutable; a `StateEditor` exists within one call of the scheduler.
+Objects made every step are named tuples, which take a fifth of the time of frozen dataclasses (DECISIONS, "The
+scheduler is a pure function over columns").
 
 Letters: S slots, R rows of a plan, U block-table entries. "Issued" tokens have keys and values in the cache once all
 planned steps have run; the host has the values of "known" tokens. While a step that verifies drafts is in flight,
@@ -56,7 +55,6 @@ class Limits:
 
     @property
     def host_blocks(self) -> tuple[int, ...]:
-        """Blocks of the host's tier, by group."""
         return (self.num_host_blocks, self.num_host_window_blocks)[: self.num_groups]
 
 
@@ -89,7 +87,6 @@ class Waiting:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Sort key: priority, then arrival order."""
         return self.request.priority, self.order
 
 
@@ -103,7 +100,6 @@ class Running:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Sort key: priority, then arrival order."""
         return self.request.priority, self.order
 
 
@@ -111,14 +107,14 @@ class Slots(NamedTuple):
     """Columns that change every step: one row per slot, read-only, replaced as a whole."""
 
     epochs: np.ndarray  # int64[S]: number of the admission to the slot, 0 if free
-    ids: np.ndarray  # int64[S]: the request's id
+    ids: np.ndarray  # int64[S]
     given: np.ndarray  # int32[S]: tokens that the host sends to the device, which samples the later ones
     issued: np.ndarray  # int32[S]: tokens in the cache once all planned steps have run
     length: np.ndarray  # int32[S]: tokens that exist once all planned steps have run
     known: np.ndarray  # int32[S]: tokens whose value the host has
     turn: np.ndarray  # int32[S]: planned rows with a wanted result …
     done: np.ndarray  # int32[S]: … those with results, or not wanted any more
-    limit: np.ndarray  # int32[S]: most tokens of the request
+    limit: np.ndarray  # int32[S]: most tokens
     capacity: np.ndarray  # int32[S]: tokens that its blocks hold
     stop_id: np.ndarray  # int32[S]: its usual stop token; without one, at least the vocabulary's size
     has_more_stops: np.ndarray  # bool[S]: further stop tokens must be checked
@@ -197,7 +193,6 @@ class State(NamedTuple):
         return max(used, -(-(other.num_blocks - other.num_available) * pool.num_blocks // other.num_blocks))
 
     def num_deferred(self, limits: Limits) -> int:
-        """Return the number of waiting requests that have a free slot, but no place for their adapters."""
         if not limits.max_adapters or self.num_running == limits.num_slots:
             return 0
         places = AdapterPlaces(self.adapters, _adapters_of(self.running), limits.max_adapters)
@@ -274,7 +269,6 @@ class Events(NamedTuple):
 
 
 def initial(limits: Limits) -> State:
-    """Return the state without requests."""
     num_slots = limits.num_slots
 
     def zeros(size: int, dtype: type = np.int32) -> np.ndarray:
@@ -315,7 +309,6 @@ def initial(limits: Limits) -> State:
 
 
 def take_block_events(state: State) -> tuple[State, tuple[BlockEvent, ...]]:
-    """Return the changes of the prefix index since the last call."""
     events = state.block_events
     return (state._replace(block_events=()), events) if events else (state, ())
 
@@ -368,7 +361,6 @@ class StateEditor:
         self._described: dict[bytes, Stored] = {}
 
     def issue(self, *, issued: np.ndarray, length: np.ndarray, turn: np.ndarray) -> None:
-        """Replace the columns that every plan changes."""
         vars(self._columns).update(issued=issued, length=length, turn=turn)
 
     @property
@@ -404,24 +396,20 @@ class StateEditor:
         return self._list("window_tables")
 
     def owner(self, slot: int) -> Running:
-        """Return the record of a slot in use."""
         record = (self._parts.get("running") or self._state.running)[slot]
         if record is None:
             raise RuntimeError(f"slot {slot} has a row in the columns and no record")
         return record
 
     def places(self, limits: Limits) -> AdapterPlaces | None:
-        """Return the places for adapters of a plan; None without adapters."""
         most = limits.max_adapters
         return AdapterPlaces(self.adapters, _adapters_of(self.running), most) if most else None
 
     def rank_adapters(self) -> None:
-        """Reorder the resident adapters after requests have left their slots."""
         if self.adapters:
             self.adapters = idle_first(self.adapters, _adapters_of(self.running))
 
     def enqueue(self, entries: Sequence[Waiting]) -> None:
-        """Insert into the queue by rank."""
         together = (*self.waiting, *entries)
         # Entries usually belong at the end; checking every rank of a long queue would add up.
         first = max(0, len(self.waiting) - 1)
@@ -429,7 +417,6 @@ class StateEditor:
         self.waiting = together if is_sorted else tuple(sorted(together, key=lambda entry: entry.rank))
 
     def forget_cache(self, limits: Limits) -> None:
-        """Replace the pools by new ones with free blocks."""
         self._parts["pool"] = PoolEditor(block_pool.make_pool(limits.num_blocks), self._state.block_events is not None)
         if limits.window:
             self._parts["window_pool"] = PoolEditor(block_pool.make_pool(limits.num_window_blocks))
@@ -447,7 +434,6 @@ class StateEditor:
             self._described[digests[index]] = Stored(digests[index], parent, tokens, request.adapter)
 
     def done(self) -> State:
-        """Return the changed state, finishing the editor."""
         old = self._state
         columns: dict[str, Any] = vars(self._columns)
         new_slots: Slots = columns.pop("_slots")

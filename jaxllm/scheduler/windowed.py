@@ -1,7 +1,7 @@
 """A second group of blocks, for layers that see only the last W tokens in models with other layers.
 
-A query of these layers sees the W tokens up to its position. A slot frees a block once later queries cannot see it, and
-a prompt gets its blocks per chunk, not at admission. Otherwise a decode row has equally many blocks in both groups.
+A slot frees a block once later queries cannot see it, and a prompt gets its blocks per chunk, not at admission.
+Otherwise a decode row has equally many blocks in both groups.
 
 A cached prefix is usable if all its blocks are in the first group's index, and those in the window in the second's.
 Freed blocks may have been evicted; then the prefix is cut.
@@ -69,7 +69,7 @@ def cut(
 
 
 def has_room(editor: StateEditor, limits: Limits, entering: Sequence[Entering], spare: int) -> bool:
-    """Return whether enough blocks are available to admit requests, with `spare` left over."""
+    """`spare` blocks must be left over."""
     found = list({block for each in entering for block in each.near if block >= 0})
     needed = sum(
         min(-(-each.known // limits.block_size) - each.num_hits, covered(limits) + 2 - len(each.near))
@@ -128,7 +128,6 @@ def lacking(editor: StateEditor, limits: Limits) -> list[int]:
 
 
 def can_grow(editor: StateEditor, growing: np.ndarray, counts: np.ndarray, lacking: Sequence[int]) -> bool:
-    """Return whether the blocks for `grow` are available."""
     is_decode = editor.slots.issued[growing] >= editor.slots.given[growing]
     return int(counts[is_decode].sum()) + len(lacking) <= editor.window_pool.num_available
 
@@ -177,7 +176,7 @@ def publish(editor: StateEditor, slot: int, digests: Sequence[bytes], full: rang
 
 
 def leave(editor: StateEditor, slot: int, digests: Sequence[bytes]) -> None:
-    """Release all blocks of a slot; `digests` are those of its leading blocks."""
+    """`digests` are those of the leading blocks."""
     editor.window_pool.release(editor.window_tables[slot], digests[int(editor.slots.behind[slot]) :])
     editor.window_tables[slot] = ()
 

@@ -78,7 +78,7 @@ def by_lookup(own: SpeculativeConfig) -> Drafting:
 
 
 def with_cost(drafting: Drafting | None, described: Params[jax.ShapeDtypeStruct]) -> Drafting | None:
-    """Return `drafting` with its cost: bytes of the draft model per 1,000 bytes of the target."""
+    """The cost is bytes of the draft model per 1,000 bytes of the target."""
     if drafting is None or described.draft is None:
         return drafting
     whole = weights.num_bytes(replace(described, draft=None))
@@ -94,7 +94,6 @@ def abstract(drafting: Drafting | None, layout: Layout, dtype: jnp.dtype) -> Par
 
 
 def check(drafting: Drafting | None, source: DraftFolder | None, layout: Layout) -> None:
-    """Check that the files have the weights; reads headers only."""
     if drafting is None or drafting.spec is None or source is None:
         return
     if drafting.head is not None:
@@ -111,7 +110,6 @@ def load(
     progress: bool,
     seed: int | None,
 ) -> Params[jax.Array] | None:
-    """Read the draft model's weights, if any, or make random ones from `seed`."""
     if drafting is None or drafting.spec is None or source is None:
         return None
     if drafting.head is not None:

@@ -85,7 +85,6 @@ def window_of(spec: Spec, max_model_len: int) -> int:
 
 
 def leaves_by_group(spec: Spec, geometry: Geometry, kv: Sequence[KvLayer[Any]]) -> list[list[int]]:
-    """Return each group's indices of leaves."""
     groups = [
         geometry.group_of(window)
         for window, layer in zip(spec.windows, kv, strict=True)

@@ -1,7 +1,6 @@
 """Divides a device's memory among weights, temporaries of programs, slots and KV blocks.
 
-Takes measured numbers (model_setup.py), before large allocations; returns a plan, or raises a UserError with the
-missing bytes and a remedy.
+Takes measured numbers, before large allocations. A UserError has the missing bytes and a remedy.
 """
 
 from __future__ import annotations
@@ -67,7 +66,6 @@ class Need:
         return min(num_blocks, requests * self.windowed.most + chunks)
 
     def kv_bytes(self, num_blocks: int) -> int:
-        """Return the bytes of `num_blocks` blocks and the windowed ones."""
         if self.windowed is None:
             return num_blocks * self.block
         return num_blocks * self.block + (self.window_blocks(num_blocks) + 1) * self.windowed.block
@@ -199,7 +197,7 @@ def describe(plan: MemoryPlan, where: str, host: str) -> str:
 
 
 def _requests(plan: MemoryPlan) -> float:
-    """Return the number of longest requests that fit."""
+    """Return how many requests of the greatest length fit."""
     need = plan.need
     count = plan.num_blocks * need.block_size / plan.max_model_len
     if need.windowed is None:

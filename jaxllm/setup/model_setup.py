@@ -82,7 +82,6 @@ class Setup:
 
 
 def choose_devices(config: EngineConfig) -> tuple[jax.Device, ...]:  # pyright: ignore[reportInvalidTypeForm]
-    """Return the devices to run on; raise UserError if JAX finds none."""
     # Read when the back end starts; without it XLA takes 75 % of a GPU.
     if not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & os.environ.keys():
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(config.gpu_memory_utilization)
@@ -304,7 +303,7 @@ def step_sizes(config: EngineConfig, recorded: Mapping[str, Any], is_cpu: bool, 
 
 
 def free_bytes(setup: Setup) -> int | None:
-    """Return a device's free bytes before any allocation; None if not reported."""
+    """Measured before any allocation; None if the device does not report it."""
     if setup.platform == "cpu":
         return psutil.virtual_memory().available // len(setup.layout.devices)  # virtual devices share the host's
     stats = setup.devices[0].memory_stats()
@@ -387,7 +386,7 @@ def describe_adapters(config: EngineConfig, setup: Setup) -> RowWeights | None:
 
 
 def cache_window(setup: Setup) -> int:
-    """Return the window of layers with a separate pool; 0 for one pool."""
+    """0 for one pool."""
     return kv_cache.window_of(setup.spec, setup.max_model_len) if setup.head is None else 0
 
 

@@ -69,7 +69,7 @@ class Constraint:
 
     @property
     def turn(self) -> float:
-        """Return the mask's sort key in a step: its duration, halved per step waited."""
+        """The sort key of masks in a step: a mask's duration, halved per step waited."""
         return self._seconds / (1 << self.num_late)
 
     def note_filled(self, seconds: float) -> None:

@@ -77,7 +77,6 @@ class SlowMasks:
             self._changed.wait_for(lambda: not self._num_undone, seconds)
 
     def close(self) -> None:
-        """Discard queued jobs and wait for running ones."""
         with self._changed:
             self._num_undone -= sum(map(len, self._waiting.values()))
             self._waiting.clear()

@@ -1,7 +1,7 @@
 """Render chat templates.
 
 A template is jinja2 source of a model's folder, never of a request. It runs in jinja2's sandbox
-(template_environment.py) and receives plain values in its shape (template_shapes.py).
+(template_environment.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Determine a chat template's message shape by rendering small conversations.
 
 Templates differ in null content, call arguments (text or objects) and the name of reasoning; the first shape that
-renders completely is used. transformers leaves this to the caller.
+renders completely is used.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Return the number of tokens, including added ones. Logits may be wider."""
+        """Includes added tokens. Logits may be wider."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     @property
@@ -108,7 +108,7 @@ class Tokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """Return the end-of-sequence id, if named. Generation configs may list more."""
+        """Generation configs may list more."""
         return self._named_id("eos_token")
 
     @property
@@ -146,7 +146,7 @@ class Tokenizer:
         return hashlib.sha256(json.dumps(beside, sort_keys=True).encode() + self.backend.to_str().encode()).digest()
 
     def lengths(self) -> tuple[int, int | None]:
-        """Return the characters of the longest token, and the maximal text length per token."""
+        """The characters of the longest token, and the maximal text length per token."""
         return self._most_characters, self._longest_token
 
     def token_id(self, token: str) -> int | None:

@@ -172,7 +172,7 @@ def _convert(folder: Path) -> tuple[Any, dict[str, str]]:
 def _add_special_tokens(backend: Any, settings: Mapping[str, Any], folder: Path) -> dict[str, str]:
     """Add the config's special tokens that the backend lacks; return the named ones.
 
-    Order determines new ids, as in transformers 5 (tokenization_utils_tokenizers.py): the config's table by id, named
+    New ids follow the order of transformers 5 (tokenization_utils_tokenizers.py): the config's table by id, named
     tokens, others.
     """
     from tokenizers import AddedToken

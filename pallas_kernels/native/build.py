@@ -164,7 +164,7 @@ def is_whole(file: Path) -> bool:
 
 
 def compile_library(command: list[str], sources: Sequence[Path], place: Path) -> Path:
-    """Build the library at `place`, or in a private folder if that is not writable."""
+    """Build at `place`, or in a private folder if that is not writable."""
     _log.warning("building kernels, once for this machine, which takes up to 20 seconds: %s", place)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)

@@ -109,7 +109,6 @@ def words(weights: Array) -> Array:
 
 
 def from_words(totals: Array) -> Array:
-    """Convert words, u32[R, 3], to f32[R, 1]."""
     high, middle, low = (totals[:, at : at + 1].astype(jnp.float32) for at in range(3))
     return (high + (middle + low * 2.0**-WORD_BITS) * 2.0**-WORD_BITS) * 2.0**-WORD_BITS
 

@@ -1,7 +1,6 @@
 """`jaxllm serve`: run the gRPC and HTTP front ends and the engine on one event loop.
 
-Owns startup and shutdown order, signals and exit codes. Ports open before the model is loaded, so that probes get "not
-ready" from the first second.
+Ports open before the model is loaded, so that probes get "not ready" from the first second.
 
 Exit codes: 0 after a signal and a drain, 1 if the engine failed to start or died. A second signal exits at once.
 """
@@ -45,7 +44,7 @@ SECOND_SIGNAL = 130  # the shell's exit code for ^C
 
 
 def new_server(config: EngineConfig, options: ServerOptions, progress: bool = False) -> Server:
-    """Return the server of this process. Raises UserError for options that it cannot meet."""
+    """Raises UserError for options that it cannot meet."""
     try:
         import uvicorn  # noqa: F401
         import uvloop  # noqa: F401
@@ -59,14 +58,13 @@ def new_server(config: EngineConfig, options: ServerOptions, progress: bool = Fa
 
 
 def serve(server: Server) -> int:
-    """Serve until a signal or the engine's death; return the exit code."""
+    """Return the exit code."""
     import uvloop
 
     return uvloop.run(server.run())
 
 
 def configure_logging() -> None:
-    """Log to standard error, without noise of libraries."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(
         Seldom("uvicorn.error", "jaxllm.server.http", "jaxllm.server.listener")
@@ -195,7 +193,6 @@ class Server:
         self._signalled.set()
 
     async def _watch(self) -> None:
-        """Copy the engine's state to the gRPC health service."""
         reported = None
         while self.grpc is not None:
             state = "draining" if self._signalled.is_set() else self.engine.state
@@ -211,7 +208,6 @@ class Server:
             await log_stats(self.engine, self.options.log_stats_interval, _log.info)
 
     async def _drain(self) -> None:
-        """Report "not ready", reject new requests and wait for the running ones."""
         self.engine.announce_drain()
         if self.grpc is not None:
             await self.grpc.set_state("draining")
@@ -223,7 +219,6 @@ class Server:
             )
 
     def _check_http(self) -> None:
-        """Raise the exception that stopped the HTTP front end, if any."""
         if self._http_task is not None and self._http_task.done():
             self._http_task.result()
 
@@ -296,7 +291,6 @@ def be_replica(config: EngineConfig, options: ServerOptions) -> int:
 
 
 def recorder_of(config: EngineConfig, options: ServerOptions) -> FileRecorder | None:
-    """Open the recording, if one is wanted."""
     if options.record is None:
         return None
     _log.info("recording into %s%s", options.record, ", redacted" if options.record_redacted else "")

@@ -1,6 +1,6 @@
 """Serve the calls of all protocols: check, complete the defaults, generate, and yield `Chunk`s.
 
-Owns the limits of a request and the served model names. Independent of messages, status codes and connections.
+Owns the limits of a request and the served model names.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ class Serving:
         return {**await self._prompts.prompt_of(call, params, model), **self.salt_of(call.client, call.cache_salt)}
 
     async def _adapter(self, served: Served | None, client: str) -> Adapter | None:
-        """Return the adapter; reads it again if the engine evicted it from host memory."""
+        """Read the adapter again if the engine evicted it from host memory."""
         if served is None:
             return None
         try:
@@ -234,7 +234,6 @@ class Serving:
             raise RequestFailedError("The adapter could not be read again; the server's log has the reason.") from error
 
     async def _model_of(self, name: str, client: str) -> ModelInfo:
-        """Return the model with the tokenizer of the named adapter."""
         served = self._served(name)
         with self.adapters.using(served):
             adapter = await self._adapter(served, client)
@@ -248,7 +247,7 @@ class Serving:
     async def off_loop(
         self, client: str, function: Callable[..., Item], *arguments: Any, language: bytes | None = None
     ) -> Item:
-        """Run a client's function in a thread. Raises DeadlineError after the request timeout."""
+        """Raises DeadlineError after the request timeout."""
         try:
             async with asyncio.timeout(self.options.request_timeout or None):
                 return await self.engine.off_loop(function, *arguments, client=client, language=language)
@@ -256,7 +255,7 @@ class Serving:
             raise late(self.options.request_timeout) from error
 
     def owner_of(self, client: str) -> str:
-        """Return the scope of unique request ids: the client if keys distinguish clients, else ""."""
+        """The scope of unique request ids: the client if keys distinguish clients, else ""."""
         return client if self._has_tenants else ""
 
     def salt_of(self, client: str, given: str | None) -> dict[str, str]:
@@ -279,7 +278,7 @@ class Serving:
         return (await self._model_of(name, client)).tokenizer
 
     async def tokenizer_info(self, client: str = "") -> dict[str, Any]:
-        """Return the contents of tokenizer_config.json, with the chat template in use."""
+        """With the chat template in use."""
         config = (await self.tokenizer_of("", client)).config()
         return config if self._template is None else config | {"chat_template": self._template}
 
@@ -320,13 +319,11 @@ class Serving:
             raise UserError(message, "allowed_token_ids")
 
     def check_text(self, name: str, value: str | None) -> None:
-        """Raise UserError for a long value, or characters other than letters, digits, '.', '_' and '-'."""
         most = self.options.max_request_id_chars
         if value is not None and (not isinstance(value, str) or not 0 < len(value) <= most or not _is_plain(value)):
             raise UserError(f"{name} must be 1 to {most} characters of A-Z, a-z, 0-9, '.', '_' and '-'.", name)
 
     def _check_length(self, call: Call, params: SamplingParams, prompt: Mapping[str, Any]) -> None:
-        """Raise UserError if prompt and `max_tokens` together exceed the context."""
         ids = prompt["prompt_token_ids"]
         asked = params.max_tokens if "max_tokens" in call.sampling and not call.may_fill_context else None
         is_cut = params.truncate_prompt_tokens is not None

@@ -1,6 +1,6 @@
 """`Feature`: hooks that the engine calls for sampling options beyond the plain ones.
 
-State is kept by request, sequence or slot. table.py selects the features of a configuration.
+table.py selects the features of a configuration.
 """
 
 from __future__ import annotations

@@ -56,7 +56,6 @@ class GrammarRows(Feature):
         self._late: tuple[int, list[int]] = (0, [])  # (plan number, late rows)
 
     def accept(self, accepted: Accepted) -> None:
-        """Compile a request's grammar, if any."""
         asked = accepted.params.structured_outputs
         if asked is None:
             return
@@ -64,7 +63,6 @@ class GrammarRows(Feature):
         accepted.packed = replace(accepted.params, min_tokens=0)  # the masks enforce it
 
     def begin(self, accepted: Accepted, group: SequenceGroup) -> None:
-        """Create a constraint for each sequence."""
         grammar: Grammar | None = accepted.states.get(self.name)
         if grammar is None:
             return
@@ -73,12 +71,11 @@ class GrammarRows(Feature):
             own.eos_ids = group.language.model.eos_ids
 
     def schedule(self, own: Sequence, fields: dict[str, Any]) -> None:
-        """Disable drafts for constrained sequences: a mask depends on the previous token."""
+        """Disable drafts: a mask depends on the previous token."""
         if self.name in own.group.states:
             fields["may_draft"] = False
 
     def place(self, slot: int, own: Sequence) -> None:
-        """Record whether the sequence of a slot is constrained."""
         self._is_constrained[slot] = self.name in own.group.states
 
     def inputs(self, step: StepInput) -> None:
@@ -116,7 +113,6 @@ class GrammarRows(Feature):
         yielded.tokens, yielded.counts = tokens, counts
 
     def take_in(self, plan: Plan, result: StepOutput, events: Events) -> tuple[SequenceGroup, ...]:
-        """Count forced tokens."""
         if result.counts is None:
             self.core.metrics.forced_tokens += max(0, len(events.tokens) - len(events.ids))
         return ()
@@ -185,7 +181,6 @@ class GrammarRows(Feature):
         return []
 
     def _begin(self, own: Sequence, token: int | None) -> None:
-        """Queue consuming `token`, if given, and making the next mask."""
         constraint, grammars = self._constraint(own), own.group.language.grammars
         words = np.zeros((1, self._num_words), np.int32)
 
@@ -200,7 +195,7 @@ class GrammarRows(Feature):
         constraint.job = self._slow.begin(constraint.pace, work, words[0])
 
     def _take(self, own: Sequence, forced: list[int]) -> bool:
-        """Let a sequence's grammar consume forced tokens; return whether it succeeded."""
+        """Return whether the grammar accepted the forced tokens."""
         constraint = self._constraint(own)
         with _failing(own, constraint):
             for token in forced:

@@ -67,7 +67,6 @@ class Scoring(Feature):
         self._is_scored[slot] = self._scores_prompt[slot] or self._is_whole(own.params.logprobs)
 
     def inputs(self, step: StepInput) -> None:
-        """List the positions that a step scores, which requires the widest variant."""
         scored = self._scored(step.plan)
         if scored:
             step.side["scored"], step.variant = scored, Variant.FULL
@@ -97,7 +96,7 @@ class Scoring(Feature):
         return ended
 
     def show(self, group: SequenceGroup, output: RequestOutput) -> None:
-        """Add complete prompt log-probabilities to an output; to deltas once."""
+        """Prompt log-probabilities appear once complete; in deltas once."""
         scores: PromptScores | None = group.states.get(self.name)
         if scores is None or scores.are_missing(group):
             return

@@ -46,7 +46,6 @@ class Keys:
 
 
 def only_header(values: Sequence[str]) -> str | None:
-    """Return the only Authorization header, if any."""
     if len(values) > 1:
         raise AuthError("Send only one API key, in an Authorization or an x-api-key header.", False)
     return values[0] if values else None

@@ -85,7 +85,6 @@ class Shares:
         return self.bound.share - self.bound.held[client]
 
     def place(self, client: str, num_sequences: int) -> AbstractContextManager[None]:
-        """Count sequences within the context."""
         self.check(client, num_sequences)
         return self.bound.counted(client, num_sequences)
 

@@ -46,7 +46,6 @@ class Ledger:
         return entry
 
     def watch(self, account: str, read: Callable[[], int]) -> None:
-        """Add an account kept elsewhere."""
         self._watched[account] = read
 
     def accounts(self) -> dict[str, int]:
@@ -92,7 +91,7 @@ class Entry:
             self.release(account)
 
     def give(self) -> Entry:
-        """Move all bytes to a new entry, which may outlive this one."""
+        """The new entry may outlive this one."""
         given = Entry(self._ledger, self._client)
         given._held, self._held = self._held, Counter()
         return given

@@ -33,7 +33,7 @@ def check_uds(path: str, flag: str) -> None:
 
 
 def listen(host: str, port: int | None, uds: str | None, names: tuple[str, str, str]) -> list[socket.socket]:
-    """Open a Unix socket, or TCP sockets on all addresses of the host, with the same port.
+    """TCP sockets on all addresses of the host have the same port.
 
     `names` are the front end's name and its two flags.
     """

@@ -209,7 +209,6 @@ class MessagesReply:
 
 
 def count_call_of(body: Body, policy: str = "refuse", ignored: list[str] | None = None) -> Call:
-    """Return the call to tokenize."""
     return Call(**_call_of(given(body, _FIELDS, _UNBUILT, policy, ignored)))
 
 

@@ -54,7 +54,6 @@ class Calls:
         return call if self._is_single else f"{call} ({separator} {call})*"
 
     def any_tool(self, rule: Callable[[str], str]) -> str:
-        """Return rules for each tool, and `tool` for any of them."""
         rules = [f"tool{number}: {rule(name)}\n" for number, name in enumerate(self.tools)]
         return "".join([f"tool: {' | '.join(f'tool{number}' for number in range(len(rules)))}\n", *rules])
 

@@ -21,7 +21,7 @@ _VALUES = ("enum", "const", "default", "examples")  # contain values, not schema
 
 
 def with_forced_calls(call: Call, sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the constraint of `tool_choice`; raises UserError for `tool_choice` or `tools`."""
+    """Raises UserError for `tool_choice` or `tools`."""
     if sampling.get("structured_outputs") is not None:
         message = "structured_outputs and a tool_choice that forces a call exclude each other: give one of them."
         raise UserError(message, "tool_choice")
@@ -42,7 +42,6 @@ def with_forced_calls(call: Call, sampling: Mapping[str, Any]) -> dict[str, Any]
 
 @contextmanager
 def blaming_tools(call: Call) -> Iterator[None]:
-    """Make errors of a constraint built from tools name `tools`."""
     try:
         yield
     except UserError as error:
@@ -52,14 +51,13 @@ def blaming_tools(call: Call) -> Iterator[None]:
 
 
 def parameters_of(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return a schema, always of an object."""
+    """The result always is a schema of an object."""
     if not parameters:
         return _NO_ARGUMENTS
     return parameters if any(name in parameters for name in _COMBINED) else {"type": "object", **parameters}
 
 
 def list_of_calls(tools: Sequence[tuple[str, Mapping[str, Any] | None]], is_single: bool) -> dict[str, Any]:
-    """Return the schema of at least one call, or exactly one."""
     kinds, definitions = [], {}
     for number, (name, parameters) in enumerate(tools):
         own = f"{number}"

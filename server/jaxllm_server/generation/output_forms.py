@@ -57,7 +57,6 @@ class OutputForms:
         return None if name is None else REASONING_PARSERS[name]
 
     def choose(self) -> None:
-        """Detect `auto` formats of the loaded model."""
         _ = self.tool_form, self.reasoning_form
 
     def _form_name(self, parameter: str, forms: Mapping[str, ToolForm] | Mapping[str, ReasoningForm]) -> str | None:
@@ -118,7 +117,6 @@ class OutputForms:
         return replace(asked, or_grammar=grammar_of(form.parser, calls), or_grammar_after=headers)
 
     def _tool_parsers(self, call: Call) -> Callable[[], tuple[CallReader, ToolParser | None]] | None:
-        """Return a factory of parsers for content and reasoning."""
         form = self.tool_form
         style = "" if form is None else form.ids
         num_before = sum(len(_calls_of(message)) for message in call.messages or ()) if style == "kimi_k2" else 0

@@ -188,7 +188,6 @@ class Client(asyncio.BufferedProtocol):
         return self._filter.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Forward bytes, then pause according to their price."""
         data = bytes(self._filter.buffer[:nbytes])
         try:
             price = self._frames.price(data)
@@ -223,7 +222,6 @@ class Client(asyncio.BufferedProtocol):
             self.transport.resume_reading()
 
     def pause_writing(self) -> None:
-        """The client reads too slowly."""
         if self.core is not None and not self.core.is_closing():
             self.core.pause_reading()
 
@@ -251,7 +249,6 @@ class Core(asyncio.Protocol):
             self._client.transport.write(data)
 
     def pause_writing(self) -> None:
-        """The core reads too slowly."""
         self._client.pause()
 
     def resume_writing(self) -> None:

@@ -192,7 +192,6 @@ class Gate(grpc.aio.ServerInterceptor):
     async def _answer(
         self, method: str, context: grpc.aio.ServicerContext, respond: Respond, raws: AsyncIterator[bytes]
     ) -> Any:
-        """Convert exceptions to statuses."""
         is_counted = not method.startswith(_HEALTH_PREFIX)
         began = time.monotonic()
         span = self._tracer.start(first(context.invocation_metadata(), "traceparent"), method[1:], _SPAN)
@@ -242,7 +241,6 @@ class Gate(grpc.aio.ServerInterceptor):
 
 
 async def _fail(context: grpc.aio.ServicerContext, failure: Failure) -> None:
-    """Always raises."""
     trailers: list[tuple[str, str | bytes]] = [("grpc-status-details-bin", failure.status.SerializeToString())]
     if request_id := _request_id(context):
         trailers.append((REQUEST_ID, request_id))

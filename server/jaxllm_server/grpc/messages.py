@@ -198,7 +198,6 @@ def _chat_of(chat: types_pb2.ChatPrompt, max_json_depth: int) -> dict[str, Any]:
 
 
 def _message_of(message: types_pb2.ChatMessage, path: str) -> dict[str, Any]:
-    """Return a message in OpenAI's form, which chat templates read."""
     plain: dict[str, Any] = {"role": message.role}
     if message.parts:
         if message.HasField("content"):

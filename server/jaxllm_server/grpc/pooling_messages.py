@@ -26,7 +26,6 @@ _POOLING_TASKS: Mapping[type[PoolRequest], PoolingTask] = {
 
 
 def pool_call_of(request: PoolRequest, request_id: str | None) -> PoolCall:
-    """Return the call of a pooling request. Raises as `call_of` does."""
     refuse_unknown_fields(request)
     given = {own.name: value for own, value in request.ListFields() if own.name in PoolCall.__dataclass_fields__}
     inputs = _pairs_of(request) if isinstance(request, inference_pb2.ScoreRequest) else _input_of(request)

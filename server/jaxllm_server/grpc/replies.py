@@ -211,7 +211,7 @@ def usage_of(usage: Usage) -> types_pb2.Usage:
 
 
 def timing_of(timing: Timing) -> types_pb2.Timing:
-    """Return the times, omitting phases that an aborted request did not reach."""
+    """An aborted request may not have reached all phases."""
     spans = {name: getattr(timing, name) for name in ("queue", "prefill", "first_token", "total")}
     return types_pb2.Timing(**{name: duration_of(span) for name, span in spans.items() if span is not None})
 
@@ -243,7 +243,7 @@ def kv_events_of(batch: BlockBatch) -> control_pb2.StreamKvEventsResponse:
 
 
 def _hash(digest: bytes) -> int:
-    """Return 64 bits of a block's digest, enough to distinguish a server's blocks."""
+    """64 bits are enough to distinguish a server's blocks."""
     return int.from_bytes(digest[:8], "big")
 
 
@@ -253,7 +253,7 @@ def default_sampling_of(params: SamplingParams) -> types_pb2.SamplingParams:
 
 
 def default_stop_of(params: SamplingParams, max_tokens: int | None) -> types_pb2.StopConditions:
-    """Return the default stop conditions; `max_tokens` None: until the context is full."""
+    """`max_tokens` None: until the context is full."""
     return types_pb2.StopConditions(
         max_tokens=max_tokens,
         min_tokens=params.min_tokens,

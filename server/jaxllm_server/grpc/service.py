@@ -1,7 +1,6 @@
 """The services of `jaxllm.v1`: inference and control.
 
-The interceptor converts exceptions to statuses. However a call ends, the iterator of `Serving` is closed, which aborts
-the request in any phase.
+However a call ends, the iterator of `Serving` is closed, which aborts the request in any phase.
 """
 
 from __future__ import annotations

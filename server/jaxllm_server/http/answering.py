@@ -49,8 +49,6 @@ class Answering:
         is_invoked: bool = False,
         media: Sequence[str] = (JSON,),
     ) -> ApiRoute:
-        """Return a route that converts bodies with `make_reply` and answers with `write`."""
-
         async def run(request: Request) -> ASGIApp:
             self.serving.check_room(request.scope[CLIENT], pools=pools)
             return write(request, await self.read(request, make_reply))

@@ -80,7 +80,6 @@ class BodyReader:
             raise Refusal(408, text, "REQUEST_TIMEOUT", "timeout", closes=True) from error
 
     async def run(self, function: Callable[[], Result], is_long: bool, client: str) -> Result:
-        """Use an engine thread if the function is slow."""
         if is_long and self._serving.engine.state not in DEAD:
             return await self._serving.engine.off_loop(function, client=client)
         return function()

@@ -1,7 +1,4 @@
-"""The table of HTTP routes, and the handlers for text and tokens.
-
-`status.py`, `responses.py` and the modules of features have the other handlers.
-"""
+"""The table of HTTP routes, and the handlers for text and tokens."""
 
 from __future__ import annotations
 
@@ -226,8 +223,6 @@ class Endpoints:
         return dumps(self._description)
 
     def _bounded(self, run: Run) -> Run:
-        """Count requests against `max_rpcs` until they are answered."""
-
         async def hold(request: Request) -> ASGIApp:
             async def answer(scope: Scope, receive: Receive, send: Send) -> None:
                 with self._places.place(), self._serving.ledger.entry(scope[CLIENT]) as entry:

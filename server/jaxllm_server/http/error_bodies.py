@@ -65,7 +65,6 @@ class Refusal(Exception):
 
 
 def body_too_large(max_body_bytes: int) -> Refusal:
-    """Return the refusal of a body that is too large."""
     message = f"The body is larger than this server's limit of {max_body_bytes} bytes."
     return Refusal(413, message, "BODY_TOO_LARGE", closes=True)
 

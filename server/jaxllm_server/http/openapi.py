@@ -192,7 +192,7 @@ _ERROR: Schema = {
 
 
 def description_of(routes: Iterable[ApiRoute], root_path: str = "") -> dict[str, Any]:
-    """Return the document for these routes; `root_path` is a proxy's path prefix."""
+    """`root_path` is a proxy's path prefix."""
     paths: dict[str, dict[str, Any]] = {}
     schemas = {"Error": _ERROR}
     for route in routes:
@@ -280,7 +280,6 @@ def _or_null(shape: Schema) -> Schema:
 
 
 def _of_sampling() -> dict[str, Schema]:
-    """Return schemas and descriptions of the shared `SamplingParams` fields."""
     found: dict[str, Schema] = {}
     for own in fields_of(SamplingParams):
         if own.name in SAMPLING:

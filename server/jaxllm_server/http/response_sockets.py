@@ -87,7 +87,6 @@ class ResponseSockets:
 
 @contextmanager
 def _received(ledger: Ledger, client: str) -> Iterator[Callable[[int], None]]:
-    """Yield a function that charges a message's bytes until the block ends."""
     with ledger.entry(client) as entry:
         yield partial(entry.charge, BODIES)
 

@@ -176,7 +176,6 @@ class ResponseEndpoints:
         return TextAnswer(**parts, writer=NamedWriter(reply, head))
 
     async def _reply_of(self, request: Request, reply_type: type[OwnReply]) -> tuple[OwnReply, dict[str, Stored]]:
-        """Return the reply, and earlier responses by name."""
         client, kept_here = request.scope[CLIENT], request.scope.get(KEPT)
         body = await self._bodies.json(request)
         if kept_here is not None:
@@ -291,7 +290,6 @@ class ResponseEndpoints:
         keep: Callable[[bytes], None],
         num_bytes: int,
     ) -> ASGIApp:
-        """Start a background response, with a place and a ledger entry."""
         client, name = request.scope[CLIENT], request.scope["jaxllm"]["name"]
         entry: Entry = request.scope["jaxllm"]["entry"].give()
         with ExitStack() as places:
@@ -329,7 +327,6 @@ class ResponseEndpoints:
         return _json(await self._written(job, client))
 
     async def _written(self, job: Job, client: str) -> bytes:
-        """Use a thread if the request is long."""
         response = job.reply.snapshot()
         if job.num_bytes <= _LARGE:
             return dumps(response)
@@ -350,7 +347,7 @@ class ResponseEndpoints:
             span.end(failure)
 
     async def _end_job(self, client: str, response_id: str) -> Job | None:
-        """Wait for the end of a cancelled background response."""
+        """Return once the cancelled response has ended."""
         job = self._jobs.get((client, response_id))
         if job is not None:
             job.task.cancel()

@@ -1,7 +1,4 @@
-"""`ApiRoute` and `Body`: a route's handler and its description.
-
-`endpoints` collects the routes of all modules in a table, from which `openapi` builds the document.
-"""
+"""`ApiRoute` and `Body`: a route's handler and its description."""
 
 from __future__ import annotations
 

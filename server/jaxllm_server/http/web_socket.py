@@ -131,7 +131,6 @@ class WebSocket:
             self._flow.pause_reading()  # otherwise pongs would accumulate
 
     def resume(self) -> None:
-        """Resume reading, unless a message is waiting."""
         if not self._messages:
             self._flow.resume_reading()
             self._time_message()
@@ -187,7 +186,6 @@ class WebSocket:
             self._arrived.set()
 
     def _write(self) -> None:
-        """Close the transport after the last frame."""
         for data in self._protocol.data_to_send():
             if data:
                 self._transport.write(data)
@@ -202,7 +200,7 @@ class WebSocket:
         self.close(CloseCode.POLICY_VIOLATION, f"a message was not received within {self._stall_seconds:g} seconds")
 
     def _expect_more(self) -> None:
-        """Disconnect a client that did not respond to the last ping."""
+        """Disconnect if the client did not respond to the last ping."""
         assert self._stall_seconds is not None
         reads = not self._messages and not self._flow.write_paused
         if reads and self._is_silent:

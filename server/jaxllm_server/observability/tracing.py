@@ -42,7 +42,7 @@ _current: ContextVar[Span] = ContextVar("jaxllm_span", default=NO_SPAN)
 
 
 def current_span() -> Span:
-    """Return the span of the current task's call, or one that does nothing."""
+    """Without a call, return a span that does nothing."""
     return _current.get()
 
 

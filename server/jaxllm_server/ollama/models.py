@@ -18,7 +18,6 @@ _NEVER = "9999-12-31T23:59:59Z"
 
 
 def model_name(fields: Body) -> str:
-    """Return the model name in a body, without the tag that Ollama's clients append."""
     return (text(fields, "model") or text(fields, "name") or "").removesuffix(":latest")
 
 

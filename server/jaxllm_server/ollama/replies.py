@@ -84,7 +84,6 @@ class _Reply:
         return lines
 
     def last_events(self) -> list[dict[str, Any]]:
-        """Return the tool calls, whole, and the last line."""
         calls = self._tool_calls()
         return [*([self._line("", "", calls)] if calls else []), self._line("", "") | self._ending(self._last)]
 
@@ -96,7 +95,7 @@ class _Reply:
             self._tools.setdefault(call.index, (call.name or "", []))[1].append(call.arguments)
 
     def _tool_calls(self) -> list[dict[str, Any]]:
-        """Return the tool calls, except truncated ones."""
+        """Omit truncated calls."""
         given = [(name, "".join(texts).strip() or "{}") for name, texts in self._tools.values()]
         read = [(name, strict_json.object_of(arguments, self._max_depth)) for name, arguments in given]
         return [{"function": {"name": name, "arguments": each}} for name, each in read if each is not None]

@@ -11,12 +11,12 @@ UNLOAD_FIELDS = frozenset({"lora_name", "lora_int_id"})
 
 
 def load_request_of(body: Body) -> tuple[str, str, bool]:
-    """Return name and path, "" if missing, and whether to replace one of the same name."""
+    """Return name, path, and whether to replace a namesake; missing texts are ""."""
     fields = given(body, LOAD_FIELDS, UNBUILT)
     in_place = bool(flag(fields, "load_inplace", False))
     return text(fields, "lora_name") or "", text(fields, "lora_path") or "", in_place
 
 
 def unload_request_of(body: Body) -> str:
-    """Return the adapter to unload, "" if missing; `lora_int_id` is ignored, as in vLLM."""
+    """As in vLLM, `lora_int_id` is ignored."""
     return text(given(body, UNLOAD_FIELDS, {}), "lora_name") or ""

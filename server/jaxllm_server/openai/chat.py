@@ -139,7 +139,6 @@ class ChatReply:
         return answer
 
     def events(self, number: int, chunk: Chunk) -> list[dict[str, Any]]:
-        """Return events without the common header."""
         self._usage = [chunk.usage]
         tails: list[dict[str, Any]] = []
         for place, part in enumerate(chunk.outputs):
@@ -170,7 +169,6 @@ class ChatReply:
         return tails
 
     def last_event(self) -> dict[str, Any] | None:
-        """Return the usage if requested."""
         return {"choices": [], "usage": usage_fields(self._usage, self.form)} if self.form.include_usage else None
 
     def _add_usage(self, tail: dict[str, Any], chunk: Chunk, place: int) -> None:
@@ -269,7 +267,6 @@ def _tool_choice(choice: Any, has_tools: bool) -> ToolChoice:
 
 
 def _num_logprobs(fields: Body) -> Any:
-    """Return the number of alternatives per token, not validated."""
     top = fields.get("top_logprobs")
     if not flag(fields, "logprobs", False):
         if top:

@@ -112,7 +112,6 @@ class CompletionReply:
         return {"choices": choices, "usage": usage_fields(self._usages.values(), self.form)}
 
     def events(self, number: int, chunk: Chunk) -> list[dict[str, Any]]:
-        """Return events without the common header."""
         tails: list[dict[str, Any]] = []
         for choice in self._choices(number, chunk):
             tails.append({"choices": [choice]})
@@ -122,7 +121,6 @@ class CompletionReply:
         return tails
 
     def last_event(self) -> dict[str, Any] | None:
-        """Return the usage if requested."""
         if not self.form.include_usage:
             return None
         return {"choices": [], "usage": usage_fields(self._usages.values(), self.form)}

@@ -103,7 +103,6 @@ def _thinking(fields: Body) -> dict[str, Any]:
 
 
 def _message_in(message: Any, name: str) -> Mapping[str, Any]:
-    """Rename `reasoning` to the templates' `reasoning_content`."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise UserError(f"{name} must be an object with a role and a content.", "messages")
     reasoning = message.get("reasoning")

@@ -208,12 +208,11 @@ class RerankReply(PoolReply):
         super().__init__(fields, request_id, task="score", inputs=inputs, pairs=self._documents)
 
     def items(self, results: Sequence[PoolResult], labels: Sequence[str]) -> Iterator[str]:
-        """Yield the `top_n` documents, best first."""
         ranked = sorted(results, key=lambda result: -result.values[0])
         return super().items(ranked[: self._top or None], labels)
 
     def tail(self, results: Sequence[PoolResult]) -> dict[str, Any]:
-        """Return the usage in Jina's form and in Cohere's."""
+        """Write the usage in Jina's form and in Cohere's."""
         billed = {"search_units": -(-len(results) // _DOCUMENTS_PER_UNIT)}
         return super().tail(results) | {"meta": {"api_version": {"version": "2"}, "billed_units": billed}}
 

@@ -88,7 +88,6 @@ def prompt_logprobs_of(entries: Sequence[dict[int, Logprob] | None] | None) -> l
 
 
 def finite(entry: Logprob) -> float:
-    """Return LEAST_LOGPROB for values that JSON lacks."""
     return max(LEAST_LOGPROB, entry.logprob)  # this argument order also replaces NaN
 
 

@@ -66,7 +66,6 @@ class PythonLiteral:
         return position
 
     def take(self) -> str:
-        """Return the JSON produced since the last call."""
         taken, self._json = "".join(self._json), []
         return taken
 

@@ -67,7 +67,7 @@ class TaggedReasoning:
         return self.ends
 
     def openings(self, prompt: str) -> tuple[str, ...]:
-        """Return the texts that open reasoning; () if the output begins inside it."""
+        """Empty if the output begins inside reasoning."""
         return () if self._starts_inside(prompt) else self.starts
 
     def opens(self, prompt: str) -> bool:
@@ -187,7 +187,6 @@ class TagParser:
         return rest
 
     def _split(self, text: str) -> tuple[str, str]:
-        """Return the text before and after an end tag."""
         text = self._held + text
         self._held = ""
         found = [(at, tag) for tag in self._ends if (at := text.find(tag)) >= 0]

@@ -94,7 +94,6 @@ REASONING_PARSERS: Mapping[str, ReasoningForm] = MappingProxyType(
 
 
 def check_name(parameter: str, name: str | None, forms: Mapping[str, ToolForm] | Mapping[str, ReasoningForm]) -> None:
-    """Raise UserError for `parameter` if the name is unknown."""
     if name is not None and name not in (AUTO, *forms):
         raise UserError(f"{parameter} must be one of {', '.join(sorted((AUTO, *forms)))}, got {name!r}.", parameter)
 

@@ -1,8 +1,7 @@
 """Base of the streaming tool-call parsers, which read each character once.
 
 A call's name is emitted first, then its arguments as JSON text: unchanged if the model writes JSON, else converted.
-Text is held back only while it may become a call. vLLM (tool_parsers/hermes_tool_parser.py, llama_tool_parser.py)
-re-parses the text per token, and mistakes markers inside JSON strings for real ones.
+Text is held back only while it may become a call.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ class ToolParser(MarkerReader, ABC):
         self._held, self._partial = [], ""
 
     def _begin_call(self, name: str, arguments: str, identity: str = "") -> None:
-        """Emit a call's start; held text was syntax."""
+        """Held text was syntax."""
         self._held = []
         self._calls.append(ToolCallDelta(self._num_calls, identity or self._make_id(name), name, arguments))
         self._num_calls += 1

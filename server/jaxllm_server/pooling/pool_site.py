@@ -22,23 +22,15 @@ class PoolSite(Protocol):
     shares: Shares  # limits sequences by client
     ledger: Ledger
 
-    def check_model(self, name: str, adapter: str = "") -> str:
-        """Return the model name for responses. Raises NotFoundError."""
-        ...
+    def check_model(self, name: str, adapter: str = "") -> str: ...
 
     def check_text(self, name: str, value: str | None) -> None:
         """Raise UserError for a value that is too long or has special characters."""
 
-    def owner_of(self, client: str) -> str:
-        """Return the scope in which a client's request ids are unique."""
-        ...
+    def owner_of(self, client: str) -> str: ...
 
-    def salt_of(self, client: str, given: str | None) -> dict[str, str]:
-        """Return the entry of the prompt for the prefix cache salt; `given` is the client's."""
-        ...
+    def salt_of(self, client: str, given: str | None) -> dict[str, str]: ...
 
     async def off_loop(
         self, client: str, function: Callable[..., Item], *arguments: Any, language: bytes | None = None
-    ) -> Item:
-        """Run a slow function in a thread. Raises DeadlineError after the request timeout."""
-        ...
+    ) -> Item: ...

@@ -1,7 +1,7 @@
 """Embed, classify and score: check a `PoolCall` as a whole, then compute it in parts.
 
 Keeps prompts for three steps in the engine, in at most half of its queue. Clients submit prompts round-robin, so that
-long calls delay another client's prompt by a few steps only. Independent of messages, status codes and connections.
+long calls delay another client's prompt by a few steps only.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ async def _cosines(call: PoolCall, outputs_of: _Outputs) -> AsyncGenerator[PoolR
 async def _outputs(
     serving: PoolSite, places: FairPlaces, call: PoolCall, params: PoolingParams, items: Sequence[_Item]
 ) -> AsyncGenerator[tuple[int, PoolingRequestOutput]]:
-    """Yield the engine's outputs as they complete, with the index of each item."""
+    """Yield outputs as they complete, each with its item's index."""
     arrival, engine = time.monotonic(), serving.engine
     model = engine.model
     timeout = serving.options.request_timeout or None
@@ -237,7 +237,6 @@ def _does(model: ModelInfo) -> str:
 
 
 def _task_of(call: PoolCall, model: ModelInfo, name: str) -> PoolingTask:
-    """Return the task of a call. Raises FeatureDisabledError if the model does not support it."""
     check_kind(model, name, pools=True)
     task = model.tasks[0] if call.task is None else call.task
     if task not in tasks_of(model):
@@ -280,7 +279,7 @@ def _most_tokens(call: PoolCall, longest: int) -> int:
 
 
 def _prompts(items: Sequence[_Item], call: PoolCall, model: ModelInfo, most: int) -> list[_Prompt]:
-    """Build and check all prompts; slow for long texts."""
+    """Slow for long texts."""
     cuts, prompts = call.truncate_prompt_tokens is not None, list[_Prompt]()
     # Cached, since a query repeats for each document.
     cut = model.tokenizer.end_of if cuts and call.truncation_side == "left" else model.tokenizer.beginning_of
@@ -310,7 +309,6 @@ def _prompts(items: Sequence[_Item], call: PoolCall, model: ModelInfo, most: int
 
 
 def _single(given: str | Sequence[int], call: PoolCall, model: ModelInfo, kept: int | None) -> _Prompt:
-    """Return the prompt of a text or of token ids, truncated to `kept` tokens."""
     tokenizer, is_left = model.tokenizer, call.truncation_side == "left"
     if not isinstance(given, str):
         ids = cut_ids(given, kept, call.truncation_side)
@@ -327,7 +325,6 @@ def _single(given: str | Sequence[int], call: PoolCall, model: ModelInfo, kept: 
 
 
 def _checked(output: PoolingRequestOutput) -> PoolingRequestOutput:
-    """Return the output. Raises if it failed or is not finite."""
     told = output.outputs
     if told.finish_reason == "abort":
         raise UnavailableError("The request was aborted.")
@@ -338,7 +335,6 @@ def _checked(output: PoolingRequestOutput) -> PoolingRequestOutput:
 
 
 def _naming(error: Exception, item: _Item, num_items: int) -> Exception:
-    """Prefix the error's message with the index of the input."""
     if num_items > 1:
         error.args = (f"Input {item.index}: {error}",)
     return error

@@ -126,7 +126,6 @@ def check(body: Mapping[str, Any], known: Collection[str], ours: Collection[str]
 
 
 def warnings_of(names: Iterable[str]) -> bytes:
-    """Return the header that lists ignored fields, as bounded ASCII."""
     told = "ignored fields: " + ", ".join(map(ascii, names))
     return (told if len(told) <= _MOST_HEADER else f"{told[: _MOST_HEADER - 4]} ...").encode("ascii")
 

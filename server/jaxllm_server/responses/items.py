@@ -41,7 +41,6 @@ def item_id(prefix: str, request_id: str, number: str) -> str:
 
 
 def references_of(given: Any) -> set[str]:
-    """Return referenced ids; none for an oversized input."""
     if not isinstance(given, list) or len(given) > MOST_PARTS:
         return set()
     return {item["id"] for item in given if _is_reference(item)}
@@ -122,7 +121,7 @@ def packed(summary: str) -> str:
 
 
 def unpacked(content: str) -> str:
-    """Decode a summary; raises ValueError if another server created it."""
+    """Raises ValueError if another server created the summary."""
     if not content.startswith(_PACKED):
         raise ValueError("another server's")
     return base64.b64decode(content.removeprefix(_PACKED), altchars=b"-_", validate=True).decode()

@@ -44,7 +44,6 @@ _MOST_METADATA, _MOST_KEY, _MOST_VALUE = 16, 64, 512  # OpenAI's limits: pairs, 
 
 
 def check_names(body: Body) -> None:
-    """Refuse a field of chats, naming the equivalent."""
     for name, own in _CHATS_NAMES.items():
         if body.get(name) not in (None, False):
             raise UserError(f"{name} is a field of chat completions; in the Responses API it is {own}.", name)
@@ -126,7 +125,7 @@ def tools_of(fields: Body, max_tools: int) -> list[dict[str, Any]]:
 
 
 def choice_of(fields: Body, tools: Sequence[Body]) -> tuple[ToolChoice, Sequence[Body]]:
-    """Return the choice, and the tools to show to the model."""
+    """Return also the tools to show to the model."""
     choice = fields.get("tool_choice")
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         names = _allowed_names(choice)
@@ -170,7 +169,6 @@ def _allowed_names(choice: Mapping[str, Any]) -> set[str]:
 
 
 def chat_tools(tools: Sequence[Body]) -> list[dict[str, Any]] | None:
-    """Omit `strict` and null fields."""
     names = ("name", "description", "parameters")
     functions = [{name: tool[name] for name in names if tool[name] is not None} for tool in tools]
     return [{"type": "function", "function": function} for function in functions] or None

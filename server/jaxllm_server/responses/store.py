@@ -61,7 +61,7 @@ class ResponseStore:
             self.delete(largest, next(iter(self.kept[largest])))
 
     def get(self, client: str, response_id: str) -> Stored:
-        """Return a response; raises LostError if this client has none of that id."""
+        """Raises LostError if this client has none of that id."""
         stored = self.kept.get(client, {}).get(response_id)
         if stored is None:
             raise LostError(response_id)
@@ -113,7 +113,7 @@ class OfConnection:
         return own if own in self._names else response_id
 
     def own(self, chain: Mapping[str, Stored]) -> dict[str, Stored]:
-        """Return a conversation's newest responses, which only the connection keeps."""
+        """Return the responses that only the connection keeps."""
         return {name: stored for name, stored in chain.items() if name in self._names}
 
     def put(self, response_id: str, stored: Stored) -> None:

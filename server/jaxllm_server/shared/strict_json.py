@@ -28,7 +28,7 @@ class NotJsonError(UserError):
 
 
 def read(raw: bytes | bytearray, max_depth: int, *, in_thread: bool = False) -> dict[str, Any]:
-    """Parse a JSON object; arguments and errors as in `read_value`."""
+    """As `read_value`, for an object."""
     document = read_value(raw, max_depth, "The body", in_thread=in_thread)
     if not isinstance(document, dict):
         raise UserError("The body must be a JSON object.")

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 
 def cut_ids(ids: Sequence[int], kept: int | None, side: str) -> Sequence[int]:
-    """Keep the first (side "right") or last `kept` ids; None keeps all."""
     if kept is None or len(ids) <= kept:
         return ids
     return ids[:kept] if side == "right" else ids[len(ids) - kept :]

@@ -24,9 +24,7 @@ class AdapterClient(Protocol):
         """Return the record of an adapter that was read, in memory or not."""
         ...
 
-    def forget_adapter(self, lora_id: int) -> bool:
-        """Forget an adapter as `remove_lora` does, without waiting."""
-        ...
+    def forget_adapter(self, lora_id: int) -> bool: ...
 
     def read_adapter(self, lora_request: LoRARequest) -> Adapter:
         """Read an adapter, slowly; raise UserError if it is invalid. Thread-safe."""
@@ -42,9 +40,7 @@ class AdapterClient(Protocol):
 class SteppedAdapterClient(Protocol):
     """The adapter calls of `SteppedEngine`."""
 
-    def model_of(self, lora_request: LoRARequest | None) -> ModelInfo:
-        """Return the model with the adapter's tokenizer, if it has one."""
-        ...
+    def model_of(self, lora_request: LoRARequest | None) -> ModelInfo: ...
 
 
 class AsyncAdapterCalls(ABC):

@@ -28,7 +28,7 @@ class AdapterTexts(Feature):
         self.store = _store_of(core) if make_store is None else make_store(core)
 
     def thread_of(self, options: Mapping[str, Any]) -> bytes | None:
-        """Return the language of a request's adapter, or b"" if the adapter must be read."""
+        """Return b"" if the adapter must be read."""
         request = options.get("lora_request")
         if request is None:
             return None
@@ -36,7 +36,6 @@ class AdapterTexts(Feature):
         return b"" if adapter is None else adapter.language.model.tokenizer.confined
 
     def claim(self, accepted: Accepted) -> None:
-        """Read a request's adapter unless it is in memory, and set its language."""
         request = accepted.options.get("lora_request")
         if request is not None:
             adapter = self.store.get(request)
@@ -71,7 +70,6 @@ class AdapterRows(AdapterTexts):
             self._placed[adapter.number] = adapter
 
     def inputs(self, step: StepInput) -> None:
-        """Copy a step's adapters to the devices, and add each row's to its inputs."""
         if step.plan.adapters:
             self.core.runner.hold_adapters(step.plan.adapters, lambda number: self._placed[number].weights)
             step.side["adapters"] = self._numbers[step.plan.slots]

@@ -1,7 +1,6 @@
 """An engine's adapters, cached in host memory with tokenizers and templates. Thread-safe.
 
-Scheduler, devices and prefix cache identify an adapter's content by digest and number, never reused. Running requests
-keep an adapter that is forgotten.
+Scheduler, devices and prefix cache identify an adapter's content by digest and number, never reused.
 """
 
 from __future__ import annotations
@@ -114,7 +113,6 @@ class Adapters:
             return self._known.get(request)
 
     def name_of(self, number: int) -> str:
-        """Return an adapter's name by number, or the number if long forgotten."""
         with self._lock:
             return self._names.get(number, f"adapter {number}")
 
@@ -146,7 +144,7 @@ class Adapters:
         return is_wanted
 
     def _load(self, request: LoRARequest, reader: object) -> Adapter:
-        """Read an adapter. If it is removed during the read, only this request has it."""
+        """If the adapter is removed during the read, only this request has it."""
         with naming(request):
             folder = folder_of(request)
             files = self._read(folder)
@@ -170,7 +168,6 @@ class Adapters:
         return adapter
 
     def _forget_names(self) -> None:
-        """Keep the names of known and recent adapters."""
         if len(self._names) > NAMES_KEPT + len(self._known):
             numbers = {known.number for known in self._known.values()}
             kept = range(self._num_read - NAMES_KEPT // 2, self._num_read + 1)
@@ -232,7 +229,6 @@ class Adapters:
 
 
 def folder_of(request: LoRARequest) -> Path:
-    """Return an adapter's folder: embedded, local, or downloaded from the hub."""
     return ADAPTERS.get(request.lora_path) or resolve(request.lora_path)
 
 
@@ -246,7 +242,7 @@ def naming(request: LoRARequest) -> Iterator[None]:
 
 
 def _eos_ids(tokenizer: Tokenizer, model: ModelInfo) -> frozenset[int]:
-    """Return an adapter tokenizer's end token, and the model's end tokens that are the same in it."""
+    """Model end tokens count if they are the same in the adapter's tokenizer."""
     same = {token for token in model.eos_ids if tokenizer.token(token) == model.tokenizer.token(token)}
     own = tokenizer.eos_token_id
     return frozenset(same if own is None else {own, *same})

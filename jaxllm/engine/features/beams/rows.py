@@ -1,7 +1,7 @@
 """The beam searches of an engine.
 
-Steps report each beam's likeliest next tokens. When a search has those of all its beams, `rules.choose` selects the
-next beams and the scheduler forks. An exception in one search ends only its request.
+Once a step has reported the likeliest next tokens of all beams of a search, `rules.choose` selects the next beams and
+the scheduler forks. An exception in one search ends only its request.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class BeamOutput(Sequence):
     score: float | None = None  # ranks outputs
 
     def end_as(self, ended: Ended, shows_stop: bool) -> None:
-        """Become a final output; `shows_stop`: include the stop token in the text."""
+        """`shows_stop`: include the stop token in the text."""
         tokenizer = self.group.tokenizer
         self.tokens = array("i", (*self.group.prompt_token_ids, *ended.tokens))
         self.cumulative_logprob, self.score = ended.logprob, ended.score
@@ -95,7 +95,6 @@ class BeamSearches(Feature):
         )
 
     def accept(self, accepted: Accepted) -> None:
-        """Refuse a search with more beams than can run together."""
         beams = accepted.asked
         if not isinstance(beams, BeamSearchParams):
             return
@@ -111,7 +110,6 @@ class BeamSearches(Feature):
         )
 
     def begin(self, accepted: Accepted, group: SequenceGroup) -> None:
-        """Create the search of a request."""
         beams = accepted.asked
         if isinstance(beams, BeamSearchParams):
             shows_stop = beams.include_stop_str_in_output
@@ -120,7 +118,6 @@ class BeamSearches(Feature):
                 own.logprobs = None  # used only by the search
 
     def schedule(self, own: Sequence, fields: dict[str, Any]) -> None:
-        """Group the sequences of a search to share prompt blocks."""
         if self.name in own.group.states:
             leader = own.group.sequences[0].sequence_id
             fields["gang"] = leader
@@ -128,11 +125,9 @@ class BeamSearches(Feature):
                 fields["root"] = content_root(salt=f"{leader - 1}".encode())  # as for n outputs of a prompt
 
     def place(self, slot: int, own: Sequence) -> None:
-        """Record whether a slot has a beam."""
         self._is_beam[slot] = self.name in own.group.states
 
     def inputs(self, step: StepInput) -> None:
-        """Send the tokens that the search chose as inputs."""
         plan, batch = step.plan, self.core.batch
         if not self.core.scheduler.state.gangs:
             return
@@ -142,7 +137,6 @@ class BeamSearches(Feature):
         step.tokens += [(slot, position, batch.owner(slot).tokens[position]) for slot, position in places]
 
     def take_in(self, plan: Plan, result: StepOutput, events: Events) -> list[SequenceGroup]:
-        """Collect beams' likeliest tokens; advance complete searches."""
         if not len(events.answered):
             return []
         assert result.top_ids is not None and result.top_logprobs is not None
@@ -165,7 +159,6 @@ class BeamSearches(Feature):
         return group.states[self.name]
 
     def _go_on(self, group: SequenceGroup) -> None:
-        """Advance a search by the tokens of all its beams, or end it."""
         search = self._search(group)
         if group.metrics.first_token_time is None:
             group.metrics.first_token_time = self.core.clock()

@@ -62,7 +62,7 @@ class BeamSearch:
 
 
 def num_needed(width: int, num_stop_ids: int) -> int:
-    """Return the number of a beam's likeliest tokens to consider: `width`, plus stop ids, which may be likelier.
+    """Return how many of a beam's likeliest tokens to consider.
 
     transformers considers (1 + num_stop_ids) * width over all beams; of one beam, `width + num_stop_ids` suffice for
     the `width` best that continue and the `width` best overall.
