@@ -40,7 +40,7 @@ from jaxllm.engine.model_info import ModelInfo
 from jaxllm.errors import OutOfRangeError, UnavailableError
 from jaxllm.fleet import PrefixIndex, choose, digests_of
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.scheduler.state import BlockEvent, Cleared, Removed, Stored
+from jaxllm.scheduler.state import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
 from jaxllm.text.tokenizer import load_tokenizer
 from jaxllm_server.access.auth import Keys, only_header
 from jaxllm_server.access.client_quota import client_of
@@ -196,7 +196,7 @@ class Engine:
                             return Report(self._num_tokens(), batch.sequence + 1, events)
         if start == self._next:
             return Report(self._num_tokens(), start, [])
-        return Report(self._num_tokens(), self._next, [Cleared(), *map(self._stored, self._held)])
+        return Report(self._num_tokens(), self._next, [AllBlocksCleared(), *map(self._stored, self._held)])
 
     async def describe(self) -> ModelInfo:
         """Return the model's limits."""
@@ -220,20 +220,20 @@ class Engine:
         load = self._engine.get_load()
         return load.kv_blocks_used * self._block_size + load.waiting_tokens
 
-    def _stored(self, digest: bytes) -> Stored:
+    def _stored(self, digest: bytes) -> BlockStored:
         """Return a block's event with dummy tokens: a router needs their number only, pickle writes a tuple once."""
-        return Stored(digest, None, self._no_tokens)
+        return BlockStored(digest, None, self._no_tokens)
 
     def _sent(self, event: BlockEvent) -> BlockEvent:
-        return self._stored(event.digest) if isinstance(event, Stored) else event
+        return self._stored(event.digest) if isinstance(event, BlockStored) else event
 
     async def _follow(self) -> None:
         """Track the cached blocks, for new routers."""
         async for batch in self._engine.kv_events():
             for each in batch.events:
-                if isinstance(each, Stored):
+                if isinstance(each, BlockStored):
                     self._held[each.digest] = None
-                elif isinstance(each, Removed):
+                elif isinstance(each, BlockRemoved):
                     self._held.pop(each.digest, None)
                 else:
                     self._held.clear()

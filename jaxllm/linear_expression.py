@@ -28,7 +28,7 @@ _REFUSED = {
 _FLAGS = re.IGNORECASE | re.ASCII | re.DOTALL | re.VERBOSE | re.UNICODE
 
 
-class Work:
+class StepBudget:
     """A work budget for several expressions, in visited states; enough for hundreds of adapters."""
 
     def __init__(self, most: int = 2_000_000) -> None:
@@ -63,10 +63,10 @@ class _State(NamedTuple):
 class Expression:
     """A compiled expression; raises ValueError if refused or out of budget."""
 
-    def __init__(self, pattern: str, work: Work | None = None) -> None:
+    def __init__(self, pattern: str, work: StepBudget | None = None) -> None:
         if len(pattern) > MOST_CHARS:
             raise ValueError(f"it is longer than {MOST_CHARS} characters")
-        self._work = Work() if work is None else work
+        self._work = StepBudget() if work is None else work
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -90,7 +90,7 @@ class Expression:
 
 
 class _Automaton:
-    def __init__(self, items: list[Any], flags: int, work: Work, begins: bool = False) -> None:
+    def __init__(self, items: list[Any], flags: int, work: StepBudget, begins: bool = False) -> None:
         """`begins`: matched at text starts only, where `^` always holds."""
         if flags & ~_FLAGS:
             raise ValueError("it has flags other than a, i, s, u and x")

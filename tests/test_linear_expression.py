@@ -12,7 +12,7 @@ import pytest
 from jaxllm.checkpoints.lora_config import read_lora_config
 from jaxllm.errors import UserError
 from jaxllm.families.stored_formats import read_stored
-from jaxllm.linear_expression import Expression, Work
+from jaxllm.linear_expression import Expression, StepBudget
 
 LETTERS = "abAB_.1\n "
 
@@ -74,7 +74,7 @@ HOSTILE = [
 def test_hostile_expressions_end_at_once(pattern: str) -> None:
     began, text = time.perf_counter(), "a" * 300
     with suppress(ValueError):
-        Expression(pattern, Work()).fullmatch(text)
+        Expression(pattern, StepBudget()).fullmatch(text)
     with suppress(UserError):
         fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": pattern}
         read_lora_config({**fields, "rank_pattern": {pattern: 2}}).is_targeted(text)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.errors import UserError
-from jaxllm.linear_expression import Expression, Work
+from jaxllm.linear_expression import Expression, StepBudget
 
 CONFIG = "adapter_config.json"
 
@@ -45,7 +45,7 @@ def read_lora_config(fields: Mapping[str, Any]) -> LoraConfig:
     if kind != "LORA":
         raise UserError(f"{CONFIG}: peft_type is {kind!r:.80}; only LORA is supported.", "peft_type")
     left = dict(fields)
-    work = Work()
+    work = StepBudget()
     is_targeted = _read_targets(left, work)
     ranks = _read_table(left, "rank_pattern", _is_rank, work)
     alphas = _read_table(left, "alpha_pattern", _is_number, work)
@@ -72,7 +72,7 @@ def read_lora_config(fields: Mapping[str, Any]) -> LoraConfig:
     return LoraConfig(is_targeted, rank_of, scale_of)
 
 
-def _read_targets(fields: dict[str, Any], work: Work) -> _Matches:
+def _read_targets(fields: dict[str, Any], work: StepBudget) -> _Matches:
     """As PEFT's check_target_module_exists."""
     targets, excluded = fields.pop("target_modules", None), fields.pop("exclude_modules", None)
     layers, containers = fields.pop("layers_to_transform", None), fields.pop("layers_pattern", None)
@@ -114,7 +114,7 @@ def _layer_of(module: str, containers: list[str]) -> int | None:
     return None
 
 
-def _named(field: str, given: str | list[str], work: Work) -> _Matches:
+def _named(field: str, given: str | list[str], work: StepBudget) -> _Matches:
     if isinstance(given, str):
         return _following(field, given, work)
     names = frozenset(given)
@@ -127,7 +127,7 @@ def _named(field: str, given: str | list[str], work: Work) -> _Matches:
 
 
 def _read_table(
-    fields: dict[str, Any], field: str, is_right: Callable[[Any], bool], work: Work
+    fields: dict[str, Any], field: str, is_right: Callable[[Any], bool], work: StepBudget
 ) -> Callable[[str, Any], Any]:
     """Parse numbers by name endings; the first match counts."""
     table = fields.pop(field, None) or {}
@@ -144,7 +144,7 @@ def _read_table(
     return find
 
 
-def _following(field: str, pattern: str, work: Work, before: str = "") -> _Matches:
+def _following(field: str, pattern: str, work: StepBudget, before: str = "") -> _Matches:
     try:
         own = Expression(f"{before}(?:{pattern})", work)
     except ValueError as error:

@@ -12,7 +12,7 @@ from jaxllm.checkpoints.checkpoint import Tensor, open_tensors
 from jaxllm.checkpoints.stored_matrices import Matrix, Side, collect
 from jaxllm.errors import UserError
 from jaxllm.families.family import Family
-from jaxllm.families.stored_formats import Stored
+from jaxllm.families.stored_formats import StoredFormat
 from jaxllm.model.decoder import Params
 from jaxllm.model.head import Head
 from jaxllm.model.parameters import Part, Weight
@@ -169,7 +169,7 @@ def _check_shape(tensor: Tensor | Matrix, shape: tuple[int, ...]) -> None:
         tensor.values()  # raises for an unsupported type
 
 
-def _check_type(weight: Weight, tensor: Tensor | Matrix, stored: Stored | None, name: str) -> None:
+def _check_type(weight: Weight, tensor: Tensor | Matrix, stored: StoredFormat | None, name: str) -> None:
     if isinstance(tensor, Matrix) or tensor.is_float:
         return
     if stored is None:
@@ -184,7 +184,7 @@ def _check_type(weight: Weight, tensor: Tensor | Matrix, stored: Stored | None, 
     raise UserError(f"{tensor.file.name}: tensor {tensor.name} has type {tensor.dtype}, but {why}.", "model")
 
 
-def _check_scheme(weight: Weight, tensor: Tensor | Matrix, stored: Stored, name: str) -> None:
+def _check_scheme(weight: Weight, tensor: Tensor | Matrix, stored: StoredFormat, name: str) -> None:
     if isinstance(tensor, Matrix) == (weight.scheme is not None):
         return
     fault = "is quantized" if isinstance(tensor, Matrix) else "is not quantized"

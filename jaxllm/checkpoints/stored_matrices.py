@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxllm.checkpoints.checkpoint import Tensor
 from jaxllm.errors import UserError
-from jaxllm.families.stored_formats import Stored
+from jaxllm.families.stored_formats import StoredFormat
 from pallas_kernels import Kind
 from pallas_kernels.linear.numbers import PACKED, dequantized, packed
 
@@ -88,7 +88,7 @@ class Matrix:
             tensor.release()
 
 
-def collect(tensors: dict[str, Tensor], stored: Stored) -> dict[str, Tensor | Matrix]:
+def collect(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor | Matrix]:
     """Raises UserError if a tensor is missing or misshapen."""
     end = _MAIN[stored.layout]
     found: dict[str, Tensor | Matrix] = {}
@@ -108,7 +108,9 @@ def collect(tensors: dict[str, Tensor], stored: Stored) -> dict[str, Tensor | Ma
 class _Tensors:
     """The tensors of a matrix, by name suffix."""
 
-    def __init__(self, tensors: dict[str, Tensor], stem: str, stored: Stored, main: Tensor, used: set[str]) -> None:
+    def __init__(
+        self, tensors: dict[str, Tensor], stem: str, stored: StoredFormat, main: Tensor, used: set[str]
+    ) -> None:
         self.stem, self.stored, self.main = stem, stored, main
         self._tensors, self._used = tensors, used
         self._own = {main.name: main}

@@ -17,7 +17,7 @@ WITH_SAMPLING = ("generate", "chat")
 Subparsers: TypeAlias = "argparse._SubParsersAction[Any]"
 
 
-class Usage(Exception):
+class UsageError(Exception):
     """Invalid command line arguments; the message includes the fix."""
 
 
@@ -54,7 +54,7 @@ def errors_by_flags(*classes: type, has_sampling: bool = False) -> Iterator[None
         message = str(error)
         for cls in classes:
             message = by_flags(message, cls, has_sampling)
-        raise Usage(message) from error
+        raise UsageError(message) from error
 
 
 def by_flags(message: str, cls: type, has_sampling: bool = False) -> str:

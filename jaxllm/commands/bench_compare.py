@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxllm.commands.arguments import Subparsers, Usage, new_command
+from jaxllm.commands.arguments import Subparsers, UsageError, new_command
 from jaxllm.commands.bench_results import add_number, add_output, check_output, write
 from jaxllm.errors import UserError
 
@@ -37,7 +37,7 @@ def run(options: dict[str, Any]) -> int:
     """Print the ratios; other differences to stderr."""
     files, a, b = options["files"], options["a"], options["b"]
     if (len(files), a, b) != (2, None, None) and (files or not a or not b):
-        raise Usage("give two files, or the files of each side with --a and --b")
+        raise UsageError("give two files, or the files of each side with --a and --b")
     check_output(options)
     from jaxllm.bench import compare
 

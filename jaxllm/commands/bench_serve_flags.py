@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from jaxllm.commands.arguments import Usage
+from jaxllm.commands.arguments import UsageError
 from jaxllm.commands.constraint_flags import schema_of
 from jaxllm.sampling_fields import declaration_of
 from jaxllm.sampling_params import SamplingParams
@@ -51,7 +51,7 @@ def resolve(options: Mapping[str, Any]) -> dict[str, Any]:
             "embed_batch_size": 1 if options["embed_batch_size"] is None else options["embed_batch_size"],
         }
     elif options["embed_batch_size"] is not None:
-        raise Usage("--embed-batch-size requires --endpoint embeddings")
+        raise UsageError("--embed-batch-size requires --endpoint embeddings")
     own["percentile_metrics"] = options["percentile_metrics"] or (("e2el",) if embeds else METRICS[:3])
     _check(resolved := {**options, **own})
     return resolved
@@ -59,43 +59,43 @@ def resolve(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_embeds(options: Mapping[str, Any]) -> None:
     if options["backend"] == "openai-chat":
-        raise Usage("--backend openai-chat is not allowed with --endpoint embeddings, which generates nothing")
+        raise UsageError("--backend openai-chat is not allowed with --endpoint embeddings, which generates nothing")
     for name in (*SAMPLING, "ignore_eos", "logprobs", "json_schema_path", "lora_modules"):
         if options[name] is not None:
-            raise Usage(
+            raise UsageError(
                 f"--{name.replace('_', '-')} is not allowed with --endpoint embeddings, which generates nothing"
             )
     for name in (*(options["percentile_metrics"] or ()), *dict(options["goodput"])):
         if name not in _EMBED_METRICS:
-            raise Usage(f"--endpoint embeddings has no metric {name}; choose from {', '.join(_EMBED_METRICS)}")
+            raise UsageError(f"--endpoint embeddings has no metric {name}; choose from {', '.join(_EMBED_METRICS)}")
 
 
 def _check(options: Mapping[str, Any]) -> None:
     is_timed = options.get("DatasetOptions.dataset_name") == "timed_trace"
     ramp = [options[name] is not None for name in RAMP]
     if any(ramp) and not all(ramp):
-        raise Usage("--ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps must be given together")
+        raise UsageError("--ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps must be given together")
     if any(ramp) and options["request_rate"] is not None:
-        raise Usage("--request-rate is not allowed with --ramp-up-strategy; remove one of them")
+        raise UsageError("--request-rate is not allowed with --ramp-up-strategy; remove one of them")
     if is_timed and (any(ramp) or options["request_rate"] is not None):
-        raise Usage("--dataset-name timed_trace sets the arrival times; remove --request-rate and --ramp-up-*")
+        raise UsageError("--dataset-name timed_trace sets the arrival times; remove --request-rate and --ramp-up-*")
     least_of = {"num_warmups": 0, "max_concurrency": 1, "ready_check_timeout_sec": 0, "logprobs": 0}
     for name, least in {**least_of, "embed_batch_size": 1}.items():
         value = options[name]
         if value is not None and not value >= least:
-            raise Usage(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+            raise UsageError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
     for name in ("request_rate", "burstiness"):
         if options[name] is not None and not options[name] > 0:
-            raise Usage(f"--{name.replace('_', '-')} must be above 0, got {options[name]}")
+            raise UsageError(f"--{name.replace('_', '-')} must be above 0, got {options[name]}")
     if options["backend"] == "openai-chat" and options["prompts"] == "ids":
-        raise Usage("--prompts ids is not allowed with --backend openai-chat, which sends text")
+        raise UsageError("--prompts ids is not allowed with --backend openai-chat, which sends text")
     if options["backend"] == "grpc":
         for name in ("endpoint", "insecure"):
             if options[name]:
-                raise Usage(f"--{name} applies to HTTP only; remove it or --backend grpc")
+                raise UsageError(f"--{name} applies to HTTP only; remove it or --backend grpc")
     for name in ("append_result", "result_dir", "result_filename"):
         if options[name] and not (options["save_result"] or options["save_detailed"]):
-            raise Usage(f"--{name.replace('_', '-')} needs --save-result")
+            raise UsageError(f"--{name.replace('_', '-')} needs --save-result")
 
 
 def base_of(options: Mapping[str, Any]) -> str:
@@ -106,7 +106,7 @@ def base_of(options: Mapping[str, Any]) -> str:
         if is_grpc:
             return base.removeprefix("http://").removeprefix("grpc://")
         if not base.startswith(("http://", "https://")):
-            raise Usage(f"--base-url must begin with http:// or https://, got {base}")
+            raise UsageError(f"--base-url must begin with http:// or https://, got {base}")
         return base
     port = options["port"] or (GRPC_PORT if is_grpc else HTTP_PORT)
     return f"{options['host']}:{port}" if is_grpc else f"http://{options['host']}:{port}"

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxllm.commands.arguments import Subparsers, Usage, new_command
+from jaxllm.commands.arguments import Subparsers, UsageError, new_command
 from jaxllm.commands.bench_results import add_number
 
 SWEPT = ("serve", "throughput", "latency", "startup", "scheduler", "kernels", "explain")
@@ -41,7 +41,7 @@ def run(options: dict[str, Any]) -> int:
 
     base = options["arguments"]
     if base[0] not in SWEPT:
-        raise Usage(f"{base[0]} is not a benchmark that sweep can run; write its name and flags after --")
+        raise UsageError(f"{base[0]} is not a benchmark that sweep can run; write its name and flags after --")
     axes = _axes(options["vary"])
     settings = sweep.grid(axes)
     if options["bench_params"] is not None:
@@ -74,6 +74,6 @@ def _axes(given: list[str]) -> dict[str, list[str]]:
         name, equals, values = text.partition("=")
         name = name.lstrip("-").replace("_", "-")
         if not name or not equals or not all(values.split(",")) or name in axes:
-            raise Usage(f"--vary {text}: give each flag once with its values, such as request-rate=1,2,4")
+            raise UsageError(f"--vary {text}: give each flag once with its values, such as request-rate=1,2,4")
         axes[name] = values.split(",")
     return axes

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.bench.workload import DatasetOptions
-from jaxllm.commands.arguments import Subparsers, Usage, new_command
+from jaxllm.commands.arguments import Subparsers, UsageError, new_command
 from jaxllm.commands.bench_engine import add_engine, check_context, read_engine
 from jaxllm.commands.bench_results import add_number, positive, write
 from jaxllm.commands.bench_serve_flags import schema_in
@@ -88,19 +88,19 @@ def run(options: dict[str, Any]) -> int:
 def _check_backend(options: Mapping[str, Any]) -> None:
     is_traced = options["explain"] or options["profile"] is not None
     if is_traced and (options["backend"] == "hf" or options["async_engine"]):
-        raise Usage("--explain and --profile require --backend jaxllm without --async-engine")
+        raise UsageError("--explain and --profile require --backend jaxllm without --async-engine")
     if options["backend"] == "jaxllm":
         if options["hf_max_batch_size"] is not None:
-            raise Usage("--hf-max-batch-size requires --backend hf")
+            raise UsageError("--hf-max-batch-size requires --backend hf")
         return
     if options["hf_max_batch_size"] is None:
-        raise Usage("--backend hf requires --hf-max-batch-size")
+        raise UsageError("--backend hf requires --hf-max-batch-size")
     for name in ("async_engine", "disable_detokenize", "json_schema_path"):
         if options[name]:
-            raise Usage(f"--{name.replace('_', '-')} requires --backend jaxllm")
+            raise UsageError(f"--{name.replace('_', '-')} requires --backend jaxllm")
     for name in given(options, EngineConfig):
         if name not in READ_BY_HF:
-            raise Usage(f"{flag_of(name, EngineConfig, has_sampling=True)} requires --backend jaxllm")
+            raise UsageError(f"{flag_of(name, EngineConfig, has_sampling=True)} requires --backend jaxllm")
     from jaxllm.bench import huggingface
 
     huggingface.check()

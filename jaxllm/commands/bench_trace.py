@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.commands.arguments import Usage, add_profile
+from jaxllm.commands.arguments import UsageError, add_profile
 
 if TYPE_CHECKING:
     from jaxllm.llm import LLM
@@ -24,7 +24,7 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
 
 def check_trace(options: Mapping[str, Any]) -> None:
     if options["profile_steps"] < 1:
-        raise Usage("--profile-steps must be at least 1")
+        raise UsageError("--profile-steps must be at least 1")
 
 
 def traced(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from jaxllm.bench.workload import DatasetName, DatasetOptions
-from jaxllm.commands.arguments import Usage, build
+from jaxllm.commands.arguments import UsageError, build
 from jaxllm.commands.flags import flag_of, given
 
 
@@ -17,5 +17,5 @@ def dataset_options(options: Mapping[str, Any], dataset_name: DatasetName = "ran
     for name in own:
         owner = next((dataset for dataset in get_args(DatasetName) if name.startswith(f"{dataset}_")), chosen)
         if owner != chosen:
-            raise Usage(f"{flag_of(name, DatasetOptions)} requires --dataset-name {owner}, got {chosen}")
+            raise UsageError(f"{flag_of(name, DatasetOptions)} requires --dataset-name {owner}, got {chosen}")
     return build(DatasetOptions, options, dataset_name=dataset_name)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from jaxllm.commands import bench, chat, compile, convert, doctor, embed, generate, replay, serve
-from jaxllm.commands.arguments import Usage
+from jaxllm.commands.arguments import UsageError
 from jaxllm.commands.flags import IDLE, read_config_file
 from jaxllm.compiling import compile_noise
 from jaxllm.config import no_effect
@@ -38,7 +38,7 @@ class _Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises Usage."""
 
     def error(self, message: str) -> NoReturn:
-        raise Usage(message)
+        raise UsageError(message)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,7 +94,7 @@ def _open_closed_streams() -> None:
 
 def _report(error: Exception) -> int:
     message = str(error) or type(error).__name__
-    if isinstance(error, Usage):
+    if isinstance(error, UsageError):
         command = next((argument for argument in sys.argv[1:2] if argument in COMMANDS), "")
         if command == "bench" and sys.argv[2:3] and sys.argv[2] in bench.BENCHMARKS:
             command = f"bench {sys.argv[2]}"
@@ -104,7 +104,7 @@ def _report(error: Exception) -> int:
     elif not isinstance(error, UserError | EngineError):
         message = f"{type(error).__name__}: {message} (--debug shows where)"
     print("jaxllm: error:", " ".join(message.split()), file=sys.stderr)
-    return 2 if isinstance(error, Usage) else 1
+    return 2 if isinstance(error, UsageError) else 1
 
 
 def parse(argv: Sequence[str] | None) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def parse(argv: Sequence[str] | None) -> dict[str, Any]:
         flag = extra[0].split("=")[0]
         near = difflib.get_close_matches(flag, names, n=1, cutoff=0.75)
         place = f"{options.config}: " if extra[0] in from_file else ""
-        raise Usage(f"{place}unknown argument {extra[0]}" + (f"; did you mean {near[0]}?" if near else ""))
+        raise UsageError(f"{place}unknown argument {extra[0]}" + (f"; did you mean {near[0]}?" if near else ""))
     return vars(options)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxllm.commands.arguments import Usage
+from jaxllm.commands.arguments import UsageError
 from jaxllm.errors import UserError
 from jaxllm.structured_outputs_params import StructuredOutputsParams
 
@@ -35,7 +35,7 @@ def constraint_of(options: Mapping[str, Any]) -> dict[str, StructuredOutputsPara
     """Return the constraint as an argument of `SamplingParams`, or {}; raises Usage or UserError."""
     flags = [flag for name, flag in _FLAGS.items() if options[name] not in (None, False)]
     if len(flags) > 1:
-        raise Usage(f"{' and '.join(flags)} exclude each other: give one of them")
+        raise UsageError(f"{' and '.join(flags)} exclude each other: give one of them")
     if options["json_schema"] is not None:
         return {"structured_outputs": schema_of(options["json_schema"])}
     given = {name: options[name] for name in ("json_object", "regex", "choice") if options[name] not in (None, False)}
@@ -46,7 +46,7 @@ def constraint_of(options: Mapping[str, Any]) -> dict[str, StructuredOutputsPara
     try:
         return {"structured_outputs": StructuredOutputsParams(**given)}
     except UserError as error:
-        raise Usage(f"{flags[0]}: {error}") from error
+        raise UsageError(f"{flags[0]}: {error}") from error
 
 
 def schema_of(file: str) -> StructuredOutputsParams:

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
-from jaxllm.commands.arguments import Subparsers, Usage, add_model, engine_config, new_command
+from jaxllm.commands.arguments import Subparsers, UsageError, add_model, engine_config, new_command
 from jaxllm.commands.flags import add_engine_flags
 from jaxllm.commands.session import add_verbose, open_llm
 from jaxllm.embedded import EMBEDDER_DIR
@@ -71,11 +71,11 @@ def run(options: dict[str, Any]) -> int:
     engine_config(options)
     output: Path | None = options["output"]
     if output is not None and output.suffix not in (".npy", ".jsonl"):
-        raise Usage(f"{output} must end with .npy or .jsonl")
+        raise UsageError(f"{output} must end with .npy or .jsonl")
     if options["batch_size"] < 1:
-        raise Usage("--batch-size must be at least 1")
+        raise UsageError("--batch-size must be at least 1")
     if options["input"] == "-" and sys.stdin.isatty():
-        raise Usage("no texts: give a file, or texts on standard input")
+        raise UsageError("no texts: give a file, or texts on standard input")
     with _opened(options["input"]) as file:
         name = "standard input" if options["input"] == "-" else options["input"]
         lines = _reader(file, name, options["field"], options["skip_empty"])

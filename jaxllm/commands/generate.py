@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxllm.commands.arguments import Subparsers, Usage, add_model, add_profile, engine_config, new_command
+from jaxllm.commands.arguments import Subparsers, UsageError, add_model, add_profile, engine_config, new_command
 from jaxllm.commands.flags import add_engine_flags, flag_of
 from jaxllm.commands.session import add_request_flags, add_verbose, open_llm, params_of, profile, stream, with_lora
 from jaxllm.errors import UserError
@@ -79,7 +79,7 @@ def _warn_of_numbers(own: Mapping[str, Any]) -> None:
 def _read_prompts(options: Mapping[str, Any], own: Mapping[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
     prompts, file = options["prompts"], options["file"]
     if file is not None and prompts:
-        raise Usage("give prompts as arguments or with --file, not both")
+        raise UsageError("give prompts as arguments or with --file, not both")
     if file is not None:
         jobs = _prompts_of_file(file, own)
         if not jobs:
@@ -88,7 +88,7 @@ def _read_prompts(options: Mapping[str, Any], own: Mapping[str, Any]) -> list[tu
     if not prompts:
         prompts = [] if sys.stdin.isatty() else [_read("-").removesuffix("\n")]
         if not any(prompts):
-            raise Usage("no prompt: give one as an argument, with --file, or on standard input")
+            raise UsageError("no prompt: give one as an argument, with --file, or on standard input")
     return [(_read("-").removesuffix("\n") if prompt == "-" else prompt, {}) for prompt in prompts]
 
 

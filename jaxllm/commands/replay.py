@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.commands.arguments import Subparsers, Usage, new_command
+from jaxllm.commands.arguments import Subparsers, UsageError, new_command
 from jaxllm.errors import printable
 
 if TYPE_CHECKING:
@@ -78,10 +78,10 @@ def _show(replay: Replay, options: Mapping[str, Any]) -> str | None:
             break
     else:
         if wanted is not None:
-            raise Usage(f"the recording ends before {wanted[0]} {wanted[1]:g}")
+            raise UsageError(f"the recording ends before {wanted[0]} {wanted[1]:g}")
     if story is not None:
         if not story.lines:
-            raise Usage(_no_request(options["request"], summary, is_whole=options["at"] is None))
+            raise UsageError(_no_request(options["request"], summary, is_whole=options["at"] is None))
         if not options["json"]:
             _write(story.lines)
     elif not options["json"] and options["at"] is None:

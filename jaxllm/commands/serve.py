@@ -6,7 +6,15 @@ import argparse
 import sys
 from typing import Any
 
-from jaxllm.commands.arguments import Subparsers, Usage, add_model, build, engine_config, errors_by_flags, new_command
+from jaxllm.commands.arguments import (
+    Subparsers,
+    UsageError,
+    add_model,
+    build,
+    engine_config,
+    errors_by_flags,
+    new_command,
+)
 from jaxllm.commands.flags import COMMON, add_common_flags, add_engine_flags, add_flags
 from jaxllm.config import EngineConfig
 from jaxllm_server.shared.options import ServerOptions
@@ -52,7 +60,7 @@ def run(options: dict[str, Any]) -> int:
         ServerOptions, {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
     )
     if options["enable_auto_tool_choice"] and server.tool_call_parser is None:
-        raise Usage("--enable-auto-tool-choice requires --tool-call-parser")
+        raise UsageError("--enable-auto-tool-choice requires --tool-call-parser")
     from jaxllm_server import launch
 
     if server.headless:

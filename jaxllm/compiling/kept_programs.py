@@ -26,7 +26,7 @@ import jax
 from jax.experimental import serialize_executable
 from jax.tree_util import PyTreeDef, default_registry
 
-from jaxllm.compiling.program_digest import Undigested, digest, digest_options
+from jaxllm.compiling.program_digest import NotDigestibleError, digest, digest_options
 
 _MAGIC = b"jaxllm program 1\n"
 _HEADER = struct.Struct(f"<{len(_MAGIC)}s32s32sQ")  # magic, digest, SHA-256 of the payload, payload bytes
@@ -45,7 +45,7 @@ class KeptPrograms:
         """Cache at most `most_bytes` in `folder`; 0 disables the cache.
 
         `depends` returns two digests: of the inputs of tracing, and of the compiler, its options and `devices`. If it
-        raises `Undigested`, the cache is disabled.
+        raises `NotDigestibleError`, the cache is disabled.
         """
         self.num_read, self.seconds = 0, 0.0
         self._folder, self._most_bytes, self._devices = folder, most_bytes, devices
@@ -56,7 +56,7 @@ class KeptPrograms:
             try:
                 self._depends = depends()
                 self.is_on = _is_ours(folder)
-            except Undigested as kind:
+            except NotDigestibleError as kind:
                 _log.info("programs are not kept whole: they depend on a %s, whose content is unknown", kind)
 
     def make(self, name: str, key: Any, lower: Callable[[], jax.stages.Lowered]) -> Any:

@@ -35,7 +35,7 @@ _WITHOUT_EFFECT = (
 )
 
 
-class Undigested(Exception):
+class NotDigestibleError(Exception):
     """A value of unknown type, which the message names."""
 
 
@@ -121,7 +121,7 @@ def _add(found: Any, value: Any) -> None:
         _add_bytes(found, kind, repr(value).encode())
     elif isinstance(value, np.ndarray | np.generic):
         if value.dtype.hasobject:
-            raise Undigested(kind)
+            raise NotDigestibleError(kind)
         _add_all(found, kind, (str(value.dtype), value.shape, value.tobytes()))
     elif isinstance(value, Mapping):
         _add_all(found, kind, [part for pair in value.items() for part in pair])
@@ -140,7 +140,7 @@ def _add(found: Any, value: Any) -> None:
     elif is_dataclass(value):
         _add_all(found, kind, [part for field in fields(value) for part in (field.name, getattr(value, field.name))])
     else:
-        raise Undigested(kind)
+        raise NotDigestibleError(kind)
 
 
 def _add_all(found: Any, kind: str, parts: Any) -> None:

@@ -33,7 +33,7 @@ from jaxllm.scheduler.recorded import RecordedScheduler, Recorder
 from jaxllm.scheduler.state import BlockEvent, Events, Plan, Waiting
 
 _log = logging.getLogger(__name__)
-Stuck = list[tuple[Output, str]]  # cannot continue, and the reason
+StuckSequences = list[tuple[Output, str]]  # cannot continue, and the reason
 
 
 class EngineCore:
@@ -193,7 +193,7 @@ class EngineCore:
             events = self.scheduler.commit(plan, yielded.tokens, result.is_finite, yielded.counts, result.counts)
             ended += self._take_in(plan, result, events)
         outputs: list[RequestOutput] = []
-        stuck: Stuck = []
+        stuck: StuckSequences = []
         try:
             stuck = self._sample_held()
         except Exception as error:
@@ -240,7 +240,7 @@ class EngineCore:
                 add_inputs(step)
         return plan, self.runner.dispatch(step)
 
-    def _sample_held(self) -> Stuck:
+    def _sample_held(self) -> StuckSequences:
         """Sample the next step in flight if it is held; return the sequences that cannot continue."""
         if not self._in_flight:
             return []
@@ -254,7 +254,7 @@ class EngineCore:
         self._in_flight[0] = plan, self.runner.sample(held, masks.words, masks.is_masked)
         return masks.stuck
 
-    def _end_stuck(self, stuck: Stuck) -> list[SequenceGroup]:
+    def _end_stuck(self, stuck: StuckSequences) -> list[SequenceGroup]:
         ended = []
         for own, why in stuck:
             if own.finish_reason is None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import NamedTuple
 
 from jaxllm.errors import OutOfRangeError
-from jaxllm.scheduler.state import BlockEvent, Stored
+from jaxllm.scheduler.state import BlockEvent, BlockStored
 
 LOGGED_EVENTS = 100_000  # 25 MB
 
@@ -35,7 +35,7 @@ class BlockLog:
         self._error: BaseException | None = None
 
     def append(self, time: float, block_size: int, events: tuple[BlockEvent, ...]) -> None:
-        numbers = {event.adapter for event in events if isinstance(event, Stored) and event.adapter}
+        numbers = {event.adapter for event in events if isinstance(event, BlockStored) and event.adapter}
         names = {number: self._name_of(number) for number in numbers}
         self._batches.append(BlockBatch(self._next, time, block_size, events, names))
         self._next += 1

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from jaxllm.families.config_fields import Fields
-from jaxllm.families.stored_formats import Stored
+from jaxllm.families.stored_formats import StoredFormat
 from jaxllm.model.head import Head
 from jaxllm.model.spec import Spec
 
@@ -68,4 +68,4 @@ class Family:
     has_layers_behind: bool = False
     heads: tuple[str, ...] = ()
     head: HeadReader | None = None
-    stored: Stored | None = None
+    stored: StoredFormat | None = None

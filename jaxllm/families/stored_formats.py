@@ -26,7 +26,7 @@ _expression = lru_cache(maxsize=64)(Expression)
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredFormat:
     """A checkpoint's quantization format.
 
     `block` rows share scales. `scale` is the suffix of scale tensors; `zero_shift` is added to stored zeros. `targets`
@@ -59,7 +59,7 @@ class Stored:
             raise UserError(f"config.json, {_KEY}: an expression cannot be followed: {error}.", _KEY) from None
 
 
-def read_stored(config: Mapping[str, Any]) -> Stored | None:
+def read_stored(config: Mapping[str, Any]) -> StoredFormat | None:
     fields = Fields(config)
     if not fields.has(_KEY):
         return None
@@ -112,7 +112,7 @@ def _group(fields: Fields, key: str = "group_size") -> int | None:
     return None if size == -1 else fields.size(key)
 
 
-def _compressed_tensors(own: Fields) -> Stored:
+def _compressed_tensors(own: Fields) -> StoredFormat:
     """Read compressed-tensors, of llm-compressor (github.com/vllm-project/compressed-tensors)."""
     own.only("quantization_status", "compressed")
     own.only("transform_config", {})  # rotated activations
@@ -142,7 +142,7 @@ def _compressed_tensors(own: Fields) -> Stored:
     elif strategy == "block":
         rows, columns = _block_size(weights, "block_structure")
     has_zeros = not weights.take("symmetric", bool, True)
-    return Stored(
+    return StoredFormat(
         "compressed-tensors",
         "packed" if form == "pack-quantized" else "plain",
         Scheme(kind, columns, has_zeros),
@@ -161,11 +161,11 @@ def _block_size(fields: Fields, key: str) -> tuple[int, int]:
     return int(rows), int(columns)
 
 
-def _fp8(own: Fields) -> Stored:
+def _fp8(own: Fields) -> StoredFormat:
     """Read fp8 in blocks (DeepSeek-V3, Qwen3-FP8), or with one scale per tensor."""
     own.only("fmt", "e4m3", "float8_e4m3fn")
     rows, columns = _block_size(own, "weight_block_size") if own.has("weight_block_size") else (1, None)
-    return Stored(
+    return StoredFormat(
         "fp8",
         "plain",
         Scheme("float8", columns),
@@ -175,12 +175,12 @@ def _fp8(own: Fields) -> Stored:
     )
 
 
-def _gptq(own: Fields) -> Stored:
+def _gptq(own: Fields) -> StoredFormat:
     """Read AutoGPTQ and GPTQModel; version 1 stores zeros minus one."""
     own.only("dynamic", {})  # per-module bits
     own.only("checkpoint_format", "gptq", "gptq_v2")
     is_second = own.take("checkpoint_format", str, "gptq") == "gptq_v2"
-    return Stored(
+    return StoredFormat(
         "gptq",
         "gptq",
         Scheme(_integer_kind(own, "bits"), _group(own), has_zeros=not own.take("sym", bool, True)),
@@ -190,7 +190,7 @@ def _gptq(own: Fields) -> Stored:
     )
 
 
-def _awq(own: Fields) -> Stored:
+def _awq(own: Fields) -> StoredFormat:
     for key in ("bits", "w_bit"):
         own.only(key, 4)
     own.only("zero_point", True)
@@ -198,15 +198,15 @@ def _awq(own: Fields) -> Stored:
         own.only("version", "gemm")
     size = "group_size" if own.has("group_size") else "q_group_size"
     ignored = _module_names(own, "modules_to_not_convert")
-    return Stored("awq", "awq", Scheme("int4", _group(own, size), has_zeros=True), ignored=ignored)
+    return StoredFormat("awq", "awq", Scheme("int4", _group(own, size), has_zeros=True), ignored=ignored)
 
 
-def _mxfp4(own: Fields) -> Stored:
+def _mxfp4(own: Fields) -> StoredFormat:
     """Read MXFP4: GPT-OSS's experts in blocks of 32 (OCP Microscaling Formats 1.0)."""
-    return Stored("mxfp4", "mxfp4", Scheme("float4", 32), ignored=_module_names(own, "modules_to_not_convert"))
+    return StoredFormat("mxfp4", "mxfp4", Scheme("float4", 32), ignored=_module_names(own, "modules_to_not_convert"))
 
 
-_READERS: dict[str, Callable[[Fields], Stored]] = {
+_READERS: dict[str, Callable[[Fields], StoredFormat]] = {
     "compressed-tensors": _compressed_tensors,
     "gptq": _gptq,
     "awq": _awq,

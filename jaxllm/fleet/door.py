@@ -29,7 +29,7 @@ _LENGTH = struct.Struct("!H")
 Connected = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-class Door(NamedTuple):
+class ReplicaAddress(NamedTuple):
     """Where replicas on other machines connect."""
 
     address: str  # HOST:PORT
@@ -67,10 +67,10 @@ def is_same_key(given: bytes, key: str) -> bool:
     return hmac.compare_digest(given, key.encode())
 
 
-class DoorListener:
+class ReplicaListener:
     """Limits unauthenticated connections."""
 
-    def __init__(self, door: Door, connected: Connected) -> None:
+    def __init__(self, door: ReplicaAddress, connected: Connected) -> None:
         """`connected` checks the greeting, and then calls `admit`."""
         self._tls, self._connected = door.tls, connected
         self.strangers: dict[asyncio.Task[None], None] = {}

@@ -27,8 +27,8 @@ from jaxllm.engine.streaming_engine import StreamingEngine, set_result
 from jaxllm.errors import EngineDeadError, FeatureDisabledError, RequestFailedError, UnavailableError, UserError, late
 from jaxllm.fleet import node
 from jaxllm.fleet.choose import digests_of
-from jaxllm.fleet.door import Door
-from jaxllm.fleet.replica import Replica, Routed
+from jaxllm.fleet.door import ReplicaAddress
+from jaxllm.fleet.replica import Replica, RoutedRequest
 from jaxllm.fleet.router import NONE_TAKES_WORK, Router
 from jaxllm.fleet.supervisor import Supervisor
 from jaxllm.metrics import DeviceReport, Load, Metrics, Observer, summed
@@ -56,7 +56,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
         model: str | EngineConfig | None = None,
         *,
         num_local: int | None = None,
-        door: Door | None = None,
+        door: ReplicaAddress | None = None,
         module: str = "jaxllm.fleet.node",  # run by local processes
         max_queued_requests: int | None = None,
         max_queued_tokens: int | None = None,
@@ -304,7 +304,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
         *,
         client: str | None,
         timeout: float | None,
-    ) -> Routed:
+    ) -> RoutedRequest:
         """The chosen replica validates the request."""
         unknown = options.keys() - {"lora_request"}
         if unknown:
@@ -330,7 +330,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
             if self.config.enable_prefix_caching and self.model.block_size:
                 digests = digests_of(tokens, salt, self.model.block_size)
             merged = own
-        return Routed(
+        return RoutedRequest(
             request_id=request_id,
             internal_id="",
             name=request_id,
@@ -345,7 +345,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
 
     async def check_request(
         self, request_id: str, prompt: Prompt, params: Any, priority: int, options: Mapping[str, Any]
-    ) -> Routed:
+    ) -> RoutedRequest:
         accepted = await self._accept(request_id, prompt, params, priority, options, client=None, timeout=None)
         replica = next((each for each in self.replicas if each.takes_work), None)
         if replica is None:

@@ -23,14 +23,14 @@ from jaxllm.errors import EngineError, UserError
 from jaxllm.metrics import DeviceReport, Load, Metrics, StepReport
 from jaxllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
-from jaxllm.scheduler.state import Cleared, Removed, Stored
+from jaxllm.scheduler.state import AllBlocksCleared, BlockRemoved, BlockStored
 
 CLASSES: Mapping[str, type[Any]] = {
     one.__name__: one
     for one in (
         *(*SENT, SamplingParams, RepetitionDetectionParams, RequestOutputKind),
         *(CompletionOutput, Logprob, RequestMetrics, RequestOutput),
-        *(DeviceReport, Load, Metrics, StepReport, Cleared, Removed, Stored),
+        *(DeviceReport, Load, Metrics, StepReport, AllBlocksCleared, BlockRemoved, BlockStored),
     )
 }
 _ERRORS = {name: one for name, one in vars(errors).items() if isinstance(one, type) and issubclass(one, Exception)}

@@ -16,7 +16,7 @@ from jaxllm.engine.model_info import ModelInfo
 from jaxllm.errors import UserError
 from jaxllm.fleet.fleet_llm import FleetLLM
 from jaxllm.fleet.node import NO_BOUND
-from jaxllm.fleet.replica import Routed
+from jaxllm.fleet.replica import RoutedRequest
 from jaxllm.metrics import Load, Metrics
 from jaxllm.outputs import CompletionOutput, FinishReason, RequestOutput
 from jaxllm.runner.profiling import DEFAULT_STEPS, Profile
@@ -75,11 +75,13 @@ class FleetEngine:
     def add_request(self, request_id: str, prompt: Any, params: Any = None, priority: int = 0, **options: Any) -> None:
         self.add([self.accept(request_id, prompt, params, priority, **options)])
 
-    def accept(self, request_id: str, prompt: Any, params: Any = None, priority: int = 0, **options: Any) -> Routed:
+    def accept(
+        self, request_id: str, prompt: Any, params: Any = None, priority: int = 0, **options: Any
+    ) -> RoutedRequest:
         given = {name: value for name, value in options.items() if value is not None}
         return self._run(self._fleet.check_request(request_id, prompt, params, priority, given))
 
-    def add(self, requests: Sequence[Routed]) -> None:
+    def add(self, requests: Sequence[RoutedRequest]) -> None:
         async def add() -> None:
             for each in requests:
                 task = self._tasks[each.request_id] = asyncio.ensure_future(self._answer(each))
@@ -88,7 +90,7 @@ class FleetEngine:
         self._live |= {each.request_id for each in requests}
         self._run(add())
 
-    async def _answer(self, accepted: Routed) -> None:
+    async def _answer(self, accepted: RoutedRequest) -> None:
         request_id = accepted.request_id
         outputs = self._fleet.generate(accepted.prompt, accepted.sent, request_id, priority=accepted.priority)
         try:

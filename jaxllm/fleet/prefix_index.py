@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from jaxllm.scheduler.state import BlockEvent, Removed, Stored
+from jaxllm.scheduler.state import BlockEvent, BlockRemoved, BlockStored
 
 
 class PrefixIndex:
@@ -27,11 +27,11 @@ class PrefixIndex:
         bit, held = self.replicas[replica]
         holders = self.holders
         for event in events:
-            if isinstance(event, Stored):
+            if isinstance(event, BlockStored):
                 self.block_size = len(event.tokens)
                 held.add(event.digest)
                 holders[event.digest] = holders.get(event.digest, 0) | bit
-            elif isinstance(event, Removed):
+            elif isinstance(event, BlockRemoved):
                 if event.digest in held:
                     held.remove(event.digest)
                     self._release((event.digest,), bit)

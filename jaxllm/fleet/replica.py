@@ -21,7 +21,7 @@ from jaxllm.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Routed:
+class RoutedRequest:
     """A request for a replica, not validated yet."""
 
     request_id: str
@@ -37,10 +37,10 @@ class Routed:
 
 
 @dataclass(slots=True, kw_only=True)
-class Live:
+class RunningRequest:
     """A request that runs on a replica."""
 
-    request: Routed
+    request: RoutedRequest
     num_tokens: int
     num_runs: int  # replicas tried, this one included
     has_output: bool = False  # delivered: the request cannot be rerouted
@@ -52,7 +52,7 @@ class Replica:
     def __init__(self, number: int, *, is_local: bool) -> None:
         self.number = number
         self.is_local = is_local
-        self.live: dict[str, Live] = {}
+        self.live: dict[str, RunningRequest] = {}
         self.num_tokens = 0
         self.is_drained = False  # draining: takes no new work, and ends once idle
         self.is_given_up = False
@@ -143,13 +143,13 @@ class Replica:
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(messages.frame([messages.pack(message)]))
 
-    def add(self, request: Routed, num_runs: int = 1) -> None:
+    def add(self, request: RoutedRequest, num_runs: int = 1) -> None:
         count = request.num_sequences * len(request.prompt_token_ids)
         try:
             self.send("add", request.internal_id, request.prompt, request.sent, request.priority)
         except (TypeError, ValueError, OverflowError) as error:
             raise UserError(f"The request cannot be sent to its replica: {error}.") from error
-        self.live[request.internal_id] = Live(request=request, num_tokens=count, num_runs=num_runs)
+        self.live[request.internal_id] = RunningRequest(request=request, num_tokens=count, num_runs=num_runs)
         self.num_tokens += count
         self._num_new_tokens += count
 
@@ -186,7 +186,7 @@ class Replica:
             else:
                 answer.set_exception(error)
 
-    def end(self, error: Exception) -> list[Live]:
+    def end(self, error: Exception) -> list[RunningRequest]:
         """Detach the process, fail pending calls, and return the requests, oldest first."""
         self.lost.clear()
         self.connected.clear()

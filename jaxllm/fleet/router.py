@@ -7,7 +7,7 @@ from collections.abc import Callable
 from jaxllm.errors import UnavailableError
 from jaxllm.fleet.choose import choose
 from jaxllm.fleet.prefix_index import PrefixIndex
-from jaxllm.fleet.replica import Replica, Routed
+from jaxllm.fleet.replica import Replica, RoutedRequest
 from jaxllm.outputs import FinishReason
 
 NONE_TAKES_WORK = "No replica is available; retry later."
@@ -24,7 +24,7 @@ class Router:
         self._fail = fail
         self._of: dict[str, Replica] = {}
 
-    def add(self, request: Routed, num_runs: int = 1) -> None:
+    def add(self, request: RoutedRequest, num_runs: int = 1) -> None:
         """Raises UnavailableError if no replica is available."""
         loads = {each.number: each.num_tokens for each in self.replicas if each.takes_work}
         if not loads:

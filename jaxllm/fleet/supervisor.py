@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from jaxllm.checks import shown
 from jaxllm.errors import EngineDeadError, UnavailableError, UserError, is_exhaustion
 from jaxllm.fleet import messages, node
-from jaxllm.fleet.door import Door, DoorListener, Greeting, is_same_key, read_greeting
+from jaxllm.fleet.door import Greeting, ReplicaAddress, ReplicaListener, is_same_key, read_greeting
 from jaxllm.fleet.replica import Replica
 from jaxllm.version import __version__
 from pallas_kernels.own_folders import OwnFolder
@@ -59,7 +59,7 @@ class Supervisor:
         *,
         hang_timeout: float,
         module: str,
-        door: Door | None,
+        door: ReplicaAddress | None,
     ) -> None:
         """`settings_of(number, socket path)` returns a local replica's settings and environment.
 
@@ -69,7 +69,7 @@ class Supervisor:
         self._hang_timeout, self._module, self._door = hang_timeout, module, door
         self._folder = OwnFolder()
         self._servers: list[asyncio.Server] = []
-        self.listener_from_afar: DoorListener | None = None
+        self.listener_from_afar: ReplicaListener | None = None
         self._warned = -WARN_SECONDS
         self._tasks: list[asyncio.Task[Any]] = []
 
@@ -77,7 +77,7 @@ class Supervisor:
         path = str(self._folder.path / "socket")
         self._servers.append(await asyncio.start_unix_server(self._connected, path))
         if self._door is not None:
-            self.listener_from_afar = DoorListener(self._door, self.connected_from_afar)
+            self.listener_from_afar = ReplicaListener(self._door, self.connected_from_afar)
             try:
                 await self.listener_from_afar.start(*node.split_address(self._door.address))
             except OSError as error:

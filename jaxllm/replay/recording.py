@@ -27,7 +27,7 @@ import numpy as np
 from jaxllm.errors import UserError
 from jaxllm.scheduler.host_tier import Landed
 from jaxllm.scheduler.recorded import RecordedScheduler
-from jaxllm.scheduler.state import Events, Move, Plan, Request
+from jaxllm.scheduler.state import Events, Fork, Plan, Request
 from jaxllm.version import __version__
 
 MAGIC = "jaxllm recording"
@@ -151,7 +151,7 @@ class FileRecorder:
         known.reshape(len(known), -1)[np.repeat(events.rows, events.counts), places] = hidden
         return known
 
-    def forked(self, moves: Sequence[Move]) -> None:
+    def forked(self, moves: Sequence[Fork]) -> None:
         if self.file is not None:
             hidden = moves if self._pseudonyms is None else self._pseudonyms.fork(moves)
             self._write([Kind.FORK, self._now(), [list(move) for move in hidden]])
@@ -212,7 +212,7 @@ class Pseudonyms:
             hidden.append(_PSEUDONYM | int.from_bytes(state[:4], "little") >> 2)
         return hidden
 
-    def fork(self, moves: Sequence[Move]) -> list[Move]:
+    def fork(self, moves: Sequence[Fork]) -> list[Fork]:
         parents = {move.source: self._states[move.source] for move in moves}
         self._states.update((move.target, parents[move.source]) for move in moves)
         hidden = self.extend([move.target for move in moves], [move.token for move in moves])

@@ -19,7 +19,7 @@ from jaxllm.errors import UserError
 from jaxllm.replay.recording import FORMAT, MAGIC, Kind, describe
 from jaxllm.scheduler.host_tier import Landed
 from jaxllm.scheduler.recorded import RecordedScheduler
-from jaxllm.scheduler.state import Events, Limits, Move, Plan, Request, State
+from jaxllm.scheduler.state import Events, Fork, Limits, Plan, Request, State
 from jaxllm.speculative_config import MAX_DRAFTS
 
 MAX_ENTRY = 1 << 30  # bytes of one value
@@ -49,7 +49,7 @@ class Moment(NamedTuple):
     events: Events | None = None  # of a commit
     added: tuple[Request, ...] = ()
     aborted: Mapping[int, str] | None = None
-    forked: tuple[Move, ...] = ()
+    forked: tuple[Fork, ...] = ()
     difference: str | None = None  # between the recorded and the computed plan
 
 
@@ -124,7 +124,7 @@ class Replay:
             core.land([Landed(int(plan), int(group), int(at), bool(ok)) for plan, group, at, ok in entry[2]])
             return Moment(number, time, kind, core.state)
         if kind is Kind.FORK:
-            moves = tuple(Move(*map(int, move)) for move in entry[2])
+            moves = tuple(Fork(*map(int, move)) for move in entry[2])
             core.fork(moves)
             return Moment(number, time, kind, core.state, forked=moves)
         if kind is Kind.PLAN:

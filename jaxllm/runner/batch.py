@@ -316,7 +316,7 @@ def pack_masks(
     return buffer
 
 
-class Places(NamedTuple):
+class SamplePositions(NamedTuple):
     """The tokens after which a step samples: each row's last, or all to verify drafts."""
 
     slots: np.ndarray  # int[·]
@@ -326,9 +326,9 @@ class Places(NamedTuple):
     drafts: np.ndarray | None = None  # int[·]: of the row
 
 
-def places(plan: Plan, of_tokens: bool) -> Places:
+def places(plan: Plan, of_tokens: bool) -> SamplePositions:
     if not of_tokens:
-        return Places(plan.slots, plan.starts + plan.lengths - 1, plan.samples)
+        return SamplePositions(plan.slots, plan.starts + plan.lengths - 1, plan.samples)
     offsets = np.arange(plan.num_tokens) - np.repeat(np.cumsum(plan.lengths) - plan.lengths, plan.lengths)
     slots, starts = np.repeat(plan.slots, plan.lengths), np.repeat(plan.starts, plan.lengths)
     samples, drafts = np.ones(len(slots), np.bool_), np.repeat(plan.lengths - 1, plan.lengths)
@@ -338,4 +338,4 @@ def places(plan: Plan, of_tokens: bool) -> Places:
     positions = starts + offsets
     offsets[chunks] = is_last - 1
     drafts[chunks] = 0
-    return Places(slots, positions, samples, offsets, drafts)
+    return SamplePositions(slots, positions, samples, offsets, drafts)

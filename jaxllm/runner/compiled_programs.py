@@ -70,10 +70,10 @@ class Key:
         return f"{shape}.{self.part if self.variant is None else self.variant.value}"
 
 
-Way = tuple[Key, ...]  # one program, or a forward and a sampling program
+ProgramKeys = tuple[Key, ...]  # one program, or a forward and a sampling program
 
 
-def halves(shape: Shape, variant: Variant, drafts: bool = False) -> Way:
+def halves(shape: Shape, variant: Variant, drafts: bool = False) -> ProgramKeys:
     """Return the two programs of a step; with drafts the second, "finish", reads the batch again."""
     if drafts:
         return Key(shape, None, "forward"), Key(shape, variant, "finish")
@@ -127,7 +127,7 @@ class ProgramTable:
     def num_all(self) -> int:
         return len(self.covering) + len(self.rest)
 
-    def first_ready(self, ways: Iterable[Way]) -> Way | None:
+    def first_ready(self, ways: Iterable[ProgramKeys]) -> ProgramKeys | None:
         """Return the first ready way of `ways`, ordered by cost, or None; queue a cheaper one."""
         self._last_step = time.monotonic()
         is_wanted = True
@@ -345,7 +345,7 @@ class Programs(ProgramTable):
         split = partial(halves, drafts=drafts)
         largest = [split(shapes[-1], widest) for shapes in (ragged, decode) if shapes]
         coarse = [*batch.coarser(ragged), *batch.coarser(decode, coarse_factor)]
-        ways: list[Way] = []
+        ways: list[ProgramKeys] = []
         for variant in variants:
             ways += [(Key(shape, variant),) for shape in (coarse if variant is widest else [*ragged, *decode])]
             ways += [(Key(shape, variant),) for shape in verifying]
@@ -366,7 +366,7 @@ class Programs(ProgramTable):
             for is_decode, shapes in ((True, [*verifying, *(decode or ragged)]), (False, ragged))
         }
 
-    def choose(self, plan: Plan, variant: Variant, is_held: bool = False, num_adapters: int = 0) -> Way:
+    def choose(self, plan: Plan, variant: Variant, is_held: bool = False, num_adapters: int = 0) -> ProgramKeys:
         """Return the cheapest ready way to run a plan with at least `variant`; in two parts if `is_held`."""
         size = batch.extent(plan, num_adapters)
         least = VARIANTS.index(variant)
@@ -399,7 +399,7 @@ def with_adapters(shapes: Sequence[Shape], most: int, only_most: bool) -> list[S
     return [*shapes, *(replace(shape, adapters=count) for count in counts for shape in batch.coarser(shapes))]
 
 
-def _cost(way: Way) -> tuple[int, ...]:
+def _cost(way: ProgramKeys) -> tuple[int, ...]:
     variant, shape = way[-1].variant, way[0].shape
     return shape.tokens, shape.rows, shape.adapters, -1 if variant is None else VARIANTS.index(variant), len(way)
 

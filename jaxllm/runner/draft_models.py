@@ -22,7 +22,7 @@ from jaxllm.runner import drafting
 from jaxllm.runner.attention import attention
 from jaxllm.runner.batch import Shape
 from jaxllm.runner.device_state import DeviceState
-from jaxllm.runner.drafting import Drafted, Places
+from jaxllm.runner.drafting import Drafted, SamplePositions
 from jaxllm.runner.step_model import StepModel
 from jaxllm.sampling import sampler
 from jaxllm.sampling.sampler import SamplingRows, Variant
@@ -38,7 +38,7 @@ class Batch(NamedTuple):
     slots: jax.Array  # i32[T]
     positions: jax.Array  # i32[T]
     tokens: jax.Array  # i32[T]
-    at: Places
+    at: SamplePositions
     counts: jax.Array  # i32[·]: yielded tokens, at a row's first place
     aux: tuple[jax.Array, ...]  # the target's hidden states, [T, D] each
 

@@ -34,8 +34,8 @@ class Drafted(Generic[Leaf]):
     aux: tuple[Leaf, ...] = ()  # [T, D] each: the target's hidden states, between the parts of a step
 
 
-class Places(NamedTuple):
-    """The tokens after which a step samples, see `batch.Places`."""
+class SamplePositions(NamedTuple):
+    """The tokens after which a step samples, see `batch.SamplePositions`."""
 
     slots: jax.Array  # i32[·], S for padding
     positions: jax.Array  # i32[·]
@@ -56,7 +56,7 @@ def with_drafts(drafted: Drafted[jax.Array], tokens: jax.Array, slots: jax.Array
     return jnp.where(offsets > 0, jnp.maximum(drafts, 0), tokens)
 
 
-def count(drafted: Drafted[jax.Array], at: Places, sampled: Sampled) -> tuple[jax.Array, jax.Array]:
+def count(drafted: Drafted[jax.Array], at: SamplePositions, sampled: Sampled) -> tuple[jax.Array, jax.Array]:
     """Return each row's numbers of yielded tokens (accepted drafts plus one) and drafts, i32[·] at its first place."""
     if at.offsets is None or at.drafts is None:
         return jnp.ones_like(at.slots), jnp.zeros_like(at.slots)
@@ -73,7 +73,7 @@ def count(drafted: Drafted[jax.Array], at: Places, sampled: Sampled) -> tuple[ja
 
 
 def take_in(
-    drafted: Drafted[jax.Array], tokens: jax.Array, at: Places, sampled: Sampled, counts: jax.Array
+    drafted: Drafted[jax.Array], tokens: jax.Array, at: SamplePositions, sampled: Sampled, counts: jax.Array
 ) -> tuple[jax.Array, Drafted[jax.Array]]:
     """Append the yielded tokens to their slots, int32[S, L]; return these and the new lengths."""
     num_slots = len(tokens)
@@ -90,7 +90,7 @@ def take_in(
     return tokens, replace(drafted, lengths=lengths)
 
 
-def sequences(at: Places, most: int, num_slots: int) -> tuple[jax.Array, jax.Array]:
+def sequences(at: SamplePositions, most: int, num_slots: int) -> tuple[jax.Array, jax.Array]:
     """Return the first places, i32[R], and slots of a step's sequences, at most `most`."""
     is_first = at.samples if at.offsets is None else at.samples & (at.offsets == 0)
     (rows,) = jnp.nonzero(is_first, size=most, fill_value=len(is_first))

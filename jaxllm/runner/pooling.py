@@ -26,7 +26,7 @@ from jaxllm.model.spec import Spec, heads_per_shard
 from jaxllm.runner import batch, encoder_batch, step
 from jaxllm.runner.attention import attention
 from jaxllm.runner.batch import Shape
-from jaxllm.runner.compiled_programs import Key, ProgramTable, Way
+from jaxllm.runner.compiled_programs import Key, ProgramKeys, ProgramTable
 from jaxllm.runner.step_model import Leaves, StepModel
 from jaxllm.scheduler.state import Plan
 from jaxllm.setup import kv_cache
@@ -65,7 +65,7 @@ class PoolPrograms(ProgramTable):
     """The programs of a pooling engine."""
 
     def __init__(self, made: Sequence[Shape], lower: Callable[[Key], Any], metrics: Metrics) -> None:
-        self._ways: list[Way] = [(Key(shape, None, "pool"),) for shape in made]
+        self._ways: list[ProgramKeys] = [(Key(shape, None, "pool"),) for shape in made]
         first = encoder_batch.covering(made) if made[0].bin_tokens else [made[-1], made[0]]
         super().__init__([Key(shape, None, "pool") for shape in first], (key for (key,) in self._ways), lower, metrics)
 

@@ -28,7 +28,7 @@ from jaxllm.runner import batch, draft_models, drafting
 from jaxllm.runner.attention import attention
 from jaxllm.runner.batch import Shape
 from jaxllm.runner.device_state import DeviceState
-from jaxllm.runner.drafting import Places
+from jaxllm.runner.drafting import SamplePositions
 from jaxllm.runner.results import join, result_width
 from jaxllm.runner.step_model import Leaves, StepModel, products_of
 from jaxllm.sampling import sampler
@@ -112,7 +112,7 @@ def build_sample(model: StepModel, num_rows: int, variant: Variant) -> Callable[
         tokens: jax.Array, sampling: jax.Array, extras: jax.Array, logits: jax.Array, masks: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         place, mask = _read_masks(masks)
-        at = Places(place["row_slot"], place["row_position"], place["samples"] > 0)
+        at = SamplePositions(place["row_slot"], place["row_position"], place["samples"] > 0)
         ends = at.positions + 1
         sampled = _sample(model, variant, tokens, sampling, extras, logits, at, ends, mask)
         return _append(model, tokens, at, ends, sampled), join(sampled)
@@ -279,7 +279,7 @@ def donated(model: StepModel, variant: Variant | None) -> tuple[int, ...]:
     return (1,) if model.state.batch is None or variant is None else (1, 2)
 
 
-class Laid(NamedTuple):
+class BatchLayout(NamedTuple):
     """The arrays of a batch on the device."""
 
     slots: jax.Array  # i32[T]
@@ -288,10 +288,12 @@ class Laid(NamedTuple):
     known: jax.Array  # i32[S, M * P]: tokens of slots, these included
     sampling: jax.Array  # i32[S, F], including rows sent with the batch
     last: jax.Array | None  # i32[R]: the token after which each row samples; None in a decode step
-    at: Places
+    at: SamplePositions
 
 
-def _lay_out(model: StepModel, shape: Shape, state: DeviceState[jax.Array], field: Mapping[str, jax.Array]) -> Laid:
+def _lay_out(
+    model: StepModel, shape: Shape, state: DeviceState[jax.Array], field: Mapping[str, jax.Array]
+) -> BatchLayout:
     known, rows, drafted, offsets = state.tokens, state.sampling, state.drafted, field.get("row_offset")
     row_slot = field["row_slot"]
     if shape.is_decode:
@@ -318,8 +320,14 @@ def _lay_out(model: StepModel, shape: Shape, state: DeviceState[jax.Array], fiel
         ends = field["row_position"]
     else:
         ends = positions if last is None else positions.at[last].get(mode="clip")
-    return Laid(
-        slots, positions, tokens, known, rows, last, Places(row_slot, ends, samples, offsets, field.get("row_drafts"))
+    return BatchLayout(
+        slots,
+        positions,
+        tokens,
+        known,
+        rows,
+        last,
+        SamplePositions(row_slot, ends, samples, offsets, field.get("row_drafts")),
     )
 
 
@@ -331,7 +339,7 @@ def _forward(
     state: DeviceState[jax.Array],
     field: Mapping[str, jax.Array],
     adapters: Sequence[Any],
-) -> tuple[DeviceState[jax.Array], jax.Array, Laid, Leaves]:
+) -> tuple[DeviceState[jax.Array], jax.Array, BatchLayout, Leaves]:
     """Return the next state, logits f32[R, Vx], the batch, and an EAGLE-3 head's hidden states."""
     spec, table = model.spec, field["table"]
     tables = state.tables.at[table[:, 0], table[:, 1]].set(table[:, 2], mode="drop")
@@ -379,7 +387,7 @@ def _finish(
     params: Params[jax.Array],
     state: DeviceState[jax.Array],
     field: Mapping[str, jax.Array],
-    laid: Laid,
+    laid: BatchLayout,
     aux: Leaves,
     logits: jax.Array,
     mask: tuple[jax.Array, jax.Array] | None = None,
@@ -401,7 +409,7 @@ def _finish(
         return replace(state, drafted=draft_models.draft(model, params, state, batch_of)), joined
 
 
-def _append(model: StepModel, tokens: jax.Array, at: Places, ends: jax.Array, sampled: Sampled) -> jax.Array:
+def _append(model: StepModel, tokens: jax.Array, at: SamplePositions, ends: jax.Array, sampled: Sampled) -> jax.Array:
     """Write each wanted place's token into int32[S, M * P] at `ends`."""
     with named_scope("sampling"):
         slots = jnp.where(at.samples, at.slots, model.geometry.num_slots)
@@ -415,7 +423,7 @@ def _sample(
     sampling: jax.Array,
     extras: jax.Array,
     logits: jax.Array,
-    at: Places,
+    at: SamplePositions,
     ends: jax.Array,
     mask: tuple[jax.Array, jax.Array] | None = None,
 ) -> Sampled:

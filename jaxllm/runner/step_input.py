@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.runner.compiled_programs import Way
+from jaxllm.runner.compiled_programs import ProgramKeys
 from jaxllm.sampling.sampler import Variant
 from jaxllm.scheduler.state import Plan
 
@@ -32,7 +32,7 @@ class PackedStep:
     """The programs and host arrays of a step, for each process of an engine."""
 
     plan: Plan
-    way: Way  # keys of the program, or of a held step's two halves
+    way: ProgramKeys  # keys of the program, or of a held step's two halves
     buffer: np.ndarray  # int32[·], see batch.py
     table: np.ndarray  # int32[·, 3]: block-table entries written before the step
     tokens: np.ndarray | None  # int32[·, 3] of slot, position, token; written before the step

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxllm.scheduler import windowed
 from jaxllm.scheduler.host_tier import DEVICE, as_array
-from jaxllm.scheduler.state import Limits, Move, Plan, Request, Running, StateEditor, Waiting
+from jaxllm.scheduler.state import Fork, Limits, Plan, Request, Running, StateEditor, Waiting
 
 
 class Found(NamedTuple):
@@ -120,7 +120,7 @@ def take_answers(editor: StateEditor, step: Plan, live: np.ndarray) -> tuple[np.
     return rows, tuple(int(editor.slots.ids[gang[0]]) for gang in complete)
 
 
-def fork(editor: StateEditor, limits: Limits, moves: Sequence[Move]) -> None:
+def fork(editor: StateEditor, limits: Limits, moves: Sequence[Fork]) -> None:
     """Continue each member of a gang as a child of one of them, with a known newest token.
 
     One move per member; all must have results, and be below their limit.

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxllm.scheduler import gangs, scheduler, state
 from jaxllm.scheduler.host_tier import Landed
-from jaxllm.scheduler.state import BlockEvent, Events, Limits, Move, Plan, Request, State
+from jaxllm.scheduler.state import BlockEvent, Events, Fork, Limits, Plan, Request, State
 
 
 class Recorder(Protocol):
@@ -47,7 +47,7 @@ class Recorder(Protocol):
     ) -> None:
         """Record a step's tokens."""
 
-    def forked(self, moves: Sequence[Move]) -> None:
+    def forked(self, moves: Sequence[Fork]) -> None:
         """Record a fork of a gang."""
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class RecordedScheduler:
             self._recorder.committed(plan, tokens, is_finite, counts, sampled, events)
         return events
 
-    def fork(self, moves: Sequence[Move]) -> None:
+    def fork(self, moves: Sequence[Fork]) -> None:
         """Fork a gang, and set each member's tokens: its parent's, and a new one."""
         self.state = scheduler.fork(self.state, self.limits, moves)
         parents = {move.source: self.requests[move.source].tokens[:] for move in moves}

@@ -23,8 +23,8 @@ from jaxllm.scheduler.state import (
     NO_ROWS,
     Admission,
     Events,
+    Fork,
     Limits,
-    Move,
     Plan,
     Request,
     State,
@@ -275,7 +275,7 @@ def commit(
     )
 
 
-def fork(state: State, limits: Limits, moves: Sequence[Move]) -> State:
+def fork(state: State, limits: Limits, moves: Sequence[Fork]) -> State:
     """Continue the members of a gang with all results, each as a child of one of them; see gangs.py.
 
     As in `commit`, the caller appends the tokens, to the parent's tokens before this call.

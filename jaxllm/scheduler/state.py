@@ -125,7 +125,7 @@ class Slots(NamedTuple):
     behind: np.ndarray  # int32[S]: windowed layers' blocks freed before its first
 
 
-class Move(NamedTuple):
+class Fork(NamedTuple):
     """A fork of one member of a gang: it continues as a child of another, or of itself."""
 
     target: int  # ids
@@ -133,7 +133,7 @@ class Move(NamedTuple):
     token: int  # the child's newest, after its parent's
 
 
-class Stored(NamedTuple):
+class BlockStored(NamedTuple):
     """A block added to the prefix index."""
 
     digest: bytes
@@ -142,17 +142,17 @@ class Stored(NamedTuple):
     adapter: int = 0  # of the request that computed it; others with equal content share the block
 
 
-class Removed(NamedTuple):
+class BlockRemoved(NamedTuple):
     """A block removed from the prefix index."""
 
     digest: bytes
 
 
-class Cleared(NamedTuple):
+class AllBlocksCleared(NamedTuple):
     """All blocks removed from the prefix index."""
 
 
-BlockEvent = Stored | Removed | Cleared
+BlockEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class State(NamedTuple):
@@ -358,7 +358,7 @@ class StateEditor:
         self.entries = state.entries
         self.copies = state.copies
         self._was_cleared = False
-        self._described: dict[bytes, Stored] = {}
+        self._described: dict[bytes, BlockStored] = {}
 
     def issue(self, *, issued: np.ndarray, length: np.ndarray, turn: np.ndarray) -> None:
         vars(self._columns).update(issued=issued, length=length, turn=turn)
@@ -431,7 +431,7 @@ class StateEditor:
         for index in full:
             parent = digests[index - 1] if index else None
             tokens = tuple(request.tokens[index * block_size : (index + 1) * block_size])
-            self._described[digests[index]] = Stored(digests[index], parent, tokens, request.adapter)
+            self._described[digests[index]] = BlockStored(digests[index], parent, tokens, request.adapter)
 
     def done(self) -> State:
         old = self._state
@@ -444,7 +444,7 @@ class StateEditor:
         pool = self._parts.get("pool")
         events = old.block_events
         if events is not None and pool is not None:
-            events = (*events, *([Cleared()] if self._was_cleared else ()), *self._changes(pool))
+            events = (*events, *([AllBlocksCleared()] if self._was_cleared else ()), *self._changes(pool))
         lists = {name: tuple(part) for name, part in self._parts.items() if isinstance(part, list)}
         state = State(
             waiting=self.waiting,
@@ -474,7 +474,7 @@ class StateEditor:
 
     def _changes(self, pool: PoolEditor) -> Iterator[BlockEvent]:
         for is_stored, digest in pool.changes:
-            yield self._described[digest] if is_stored else Removed(digest)
+            yield self._described[digest] if is_stored else BlockRemoved(digest)
 
     def _list(self, name: str) -> list[Any]:
         part = self._parts.get(name)

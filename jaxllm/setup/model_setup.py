@@ -26,7 +26,7 @@ from jaxllm.compiling.program_digest import cpu_name
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
 from jaxllm.families.family import Family
-from jaxllm.families.stored_formats import Stored
+from jaxllm.families.stored_formats import StoredFormat
 from jaxllm.model import lora
 from jaxllm.model.decoder import Params, RowWeights
 from jaxllm.model.head import Head
@@ -250,7 +250,7 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
     )
 
 
-def _check_stored(config: EngineConfig, stored: Stored) -> None:
+def _check_stored(config: EngineConfig, stored: StoredFormat) -> None:
     """Raise UserError if a quantized checkpoint would be quantized to another kind."""
     kinds = {"int8": "int8", "fp8": "float8", "int4": "int4"}
     if config.quantization is not None and kinds[config.quantization] != stored.scheme.kind:

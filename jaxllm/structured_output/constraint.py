@@ -16,7 +16,7 @@ _GUESS = 0.001  # seconds assumed for the first mask: between usual and slow
 
 
 @dataclass(frozen=True)
-class Way:
+class Preamble:
     """Text that may precede the constrained part of an output."""
 
     # Texts, and the grammars after each. Before a mark every token but an end is allowed. Empty: all output is
@@ -32,7 +32,7 @@ class Constraint:
     def __init__(
         self,
         origins: Sequence[LLMatcher],
-        way: Way,
+        way: Preamble,
         allowed: np.ndarray,
         bytes_of: Callable[[int], bytes],
         eos_ids: Collection[int],

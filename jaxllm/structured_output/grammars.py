@@ -22,7 +22,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
 from jaxllm.errors import UserError
-from jaxllm.structured_output.constraint import Constraint, Way, one_line
+from jaxllm.structured_output.constraint import Constraint, Preamble, one_line
 from jaxllm.structured_output.ebnf import of_the_server, to_lark
 from jaxllm.structured_output.exactness import exact
 from jaxllm.structured_output.expressions import translate, translate_whitespace
@@ -77,7 +77,9 @@ class _Kept:
 class Grammar:
     """A compiled constraint, shared by the outputs that follow it."""
 
-    def __init__(self, matchers: Sequence[LLMatcher], way: Way, allowed: np.ndarray, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, matchers: Sequence[LLMatcher], way: Preamble, allowed: np.ndarray, vocabulary: Vocabulary
+    ) -> None:
         self._matchers = matchers
         self._way = way
         self._allowed = allowed
@@ -120,7 +122,7 @@ class Grammars:
             matchers.append(of_others[asked.or_grammar])
         marks = [(mark, tuple(matchers)) for mark in asked.marks]
         marks += [(mark, (of_others[text],)) for mark, text in asked.or_grammar_after]
-        way = Way(
+        way = Preamble(
             tuple((mark.encode(), found) for mark, found in marks),
             tuple(each.encode() for each in asked.may_open_with) if marks else (),
         )

@@ -28,7 +28,7 @@ from jaxllm.file_limit import raise_file_limit
 from jaxllm.log_lines import LineFormatter
 from jaxllm.replay.recording import FileRecorder
 from jaxllm_server.access.sockets import listen
-from jaxllm_server.observability.log_limit import Seldom
+from jaxllm_server.observability.log_limit import RateLimitFilter
 from jaxllm_server.shared import garbage
 from jaxllm_server.shared.options import ServerOptions
 
@@ -67,7 +67,7 @@ def serve(server: Server) -> int:
 def configure_logging() -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(
-        Seldom("uvicorn.error", "jaxllm.server.http", "jaxllm.server.listener")
+        RateLimitFilter("uvicorn.error", "jaxllm.server.http", "jaxllm.server.listener")
     )  # any connection can cause these
     handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
@@ -255,7 +255,7 @@ def _engine(config: EngineConfig, options: ServerOptions, progress: bool) -> Eng
         return AsyncLLM(config, progress=progress, recorder=recorder_of(config, options), adapters=adapters, **bounds)
     if options.record is not None:
         raise combinations.refusal("record", combinations.FLEET)
-    from jaxllm.fleet.door import Door
+    from jaxllm.fleet.door import ReplicaAddress
     from jaxllm.fleet.fleet_llm import FleetLLM
 
     door = None
@@ -264,7 +264,7 @@ def _engine(config: EngineConfig, options: ServerOptions, progress: bool) -> Eng
         if options.ssl_certfile is not None:
             tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
             tls.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
-        door = Door(options.data_parallel_address, options.admin_api_key[0], tls)
+        door = ReplicaAddress(options.data_parallel_address, options.admin_api_key[0], tls)
     return FleetLLM(config, num_local=options.data_parallel_size_local, door=door, **bounds)
 
 

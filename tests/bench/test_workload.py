@@ -19,7 +19,7 @@ from jaxllm.bench.arrivals import arrival_times, ramped_times
 from jaxllm.bench.datasets import DATASETS, make_jobs
 from jaxllm.bench.workload import DatasetName, DatasetOptions
 from jaxllm.commands import bench_workload, cli
-from jaxllm.commands.arguments import Usage
+from jaxllm.commands.arguments import UsageError
 from jaxllm.commands.flags import add_flags
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.errors import UserError
@@ -212,7 +212,7 @@ def test_every_field_of_the_dataset_has_a_flag() -> None:
     ],
 )
 def test_wrong_flags_of_a_dataset(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(Usage, match="^" + message.replace("[", r"\[").replace(")", r"\)")):
+    with pytest.raises(UsageError, match="^" + message.replace("[", r"\[").replace(")", r"\)")):
         bench_workload.dataset_options({f"DatasetOptions.{name}": value for name, value in given.items()})
 
 

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from jaxllm.commands import cli
-from jaxllm.commands.arguments import Usage, build, engine_config
+from jaxllm.commands.arguments import UsageError, build, engine_config
 from jaxllm.config import EngineConfig
 from jaxllm_server import launch
 from jaxllm_server.grpc.health import CONTROL, INFERENCE
@@ -69,7 +69,7 @@ def _problems(manifests: Sequence[Manifest]) -> Iterator[str]:
     deployment = manifests[kinds.index("Deployment")]
     try:
         server, engine = served(tuple(container_of(deployment)["args"]))
-    except Usage as error:
+    except UsageError as error:
         yield str(error)
         return
     yield from _of_deployment(deployment, server, engine)
@@ -119,7 +119,7 @@ def served(arguments: tuple[str, ...]) -> tuple[ServerOptions, EngineConfig]:
     """Parse the container's arguments like `jaxllm`, but read no file of flags; raises Usage if they are invalid."""
     options = cli.parse([each for each in arguments if not each.startswith("--config=")])
     if options["command"] != "serve":
-        raise Usage(f"the command is {options['command']}")
+        raise UsageError(f"the command is {options['command']}")
     listed = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
     return build(ServerOptions, listed), engine_config({**options, "model": options["model_tag"]})
 

@@ -29,7 +29,7 @@ from jaxllm.errors import (
 from jaxllm.metrics import StepReport
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import RequestOutputKind
-from jaxllm.scheduler.state import Cleared, Removed, Stored
+from jaxllm.scheduler.state import AllBlocksCleared, BlockRemoved, BlockStored
 from tests.support.sizes import SLOTS
 
 DELTA, CUMULATIVE, FINAL = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY
@@ -302,15 +302,15 @@ async def test_the_prefix_cache_tells_what_enters_and_leaves_it(engine: AsyncLLM
             seen.append(batch)
             for event in batch.events:
                 match event:
-                    case Stored(digest, parent, tokens):
+                    case BlockStored(digest, parent, tokens):
                         assert len(tokens) == 16 and (parent is None or parent in hashes)
                         hashes.add(digest)
-                    case Removed(digest):
+                    case BlockRemoved(digest):
                         hashes.remove(digest)
-                    case Cleared():
+                    case AllBlocksCleared():
                         hashes.clear()
-            if batch.events[-1] == Cleared():
-                stored = [event.tokens for one in seen for event in one.events if isinstance(event, Stored)]
+            if batch.events[-1] == AllBlocksCleared():
+                stored = [event.tokens for one in seen for event in one.events if isinstance(event, BlockStored)]
                 if tuple(prompt[:16]) in stored:
                     break
     assert not hashes

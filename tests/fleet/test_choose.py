@@ -15,7 +15,7 @@ from jaxllm.fleet import PrefixIndex
 from jaxllm.fleet.choose import OVERLOAD, WORTH
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.occupancy import digests_of
-from jaxllm.scheduler.state import BlockEvent, Cleared, Removed, Stored
+from jaxllm.scheduler.state import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
 from tests.fuzz.doors import Doors
 from tests.simulation.mutants import Mutant, planted
 
@@ -26,9 +26,9 @@ REPLICAS = [0, 3, 10**6]
 digests = st.sampled_from(DIGESTS)
 prompts = st.lists(digests, max_size=4, unique=True)
 events = st.one_of(
-    st.builds(lambda digest: Stored(digest, None, (0,) * BLOCK), digests),
-    st.builds(Removed, digests),
-    st.just(Cleared()),
+    st.builds(lambda digest: BlockStored(digest, None, (0,) * BLOCK), digests),
+    st.builds(BlockRemoved, digests),
+    st.just(AllBlocksCleared()),
 )
 # Changes of an index: events of a replica, or None when the replica is removed.
 histories = st.lists(
@@ -52,11 +52,11 @@ def play(history: History) -> tuple[PrefixIndex, dict[int, set[bytes]]]:
         blocks = held.setdefault(replica, set())
         for event in step:
             match event:
-                case Stored():
+                case BlockStored():
                     blocks.add(event.digest)
-                case Removed():
+                case BlockRemoved():
                     blocks.discard(event.digest)
-                case Cleared():
+                case AllBlocksCleared():
                     blocks.clear()
     return index, held
 

@@ -15,7 +15,7 @@ import msgpack
 import pytest
 
 from jaxllm.fleet import door, messages
-from jaxllm.fleet.door import Door, Greeting
+from jaxllm.fleet.door import Greeting, ReplicaAddress
 from jaxllm.fleet.replica import Replica
 from jaxllm.fleet.supervisor import Supervisor
 from jaxllm.version import __version__
@@ -40,9 +40,9 @@ def test_objects_within_objects_are_bounded(code: int) -> None:
 @asynccontextmanager
 async def listening(tls: ssl.SSLContext | None = None) -> AsyncIterator[tuple[int, Supervisor, Replica, Noting]]:
     replica, noting, nothing = Replica(0, is_local=False), Noting(), Any
-    own = Door("127.0.0.1:1", KEY, tls)
+    own = ReplicaAddress("127.0.0.1:1", KEY, tls)
     supervisor = Supervisor([replica], noting, lambda *_: nothing, hang_timeout=9.0, module="", door=own)
-    listener = supervisor.listener_from_afar = door.DoorListener(own, supervisor.connected_from_afar)
+    listener = supervisor.listener_from_afar = door.ReplicaListener(own, supervisor.connected_from_afar)
     port = await listener.start("127.0.0.1", 0)
     try:
         yield port, supervisor, replica, noting

@@ -26,7 +26,7 @@ from jaxllm.fleet import messages, supervisor
 from jaxllm.fleet.fleet_llm import FleetLLM
 from jaxllm.metrics import Load, Metrics
 from jaxllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from jaxllm.scheduler.state import Cleared, Removed, Stored
+from jaxllm.scheduler.state import AllBlocksCleared, BlockRemoved, BlockStored
 from tests.engine.test_combinations import Answer, check_equal, combination
 
 VOCABULARY = 1536
@@ -49,7 +49,7 @@ def test_what_replicas_say_is_what_is_heard() -> None:
         RequestOutput("r", None, (1, 2), [completion], True, RequestMetrics(1.5), 3, [None, {4: Logprob(-1.0)}]),
         Load(running=1, running_adapters=("a",)),
         Metrics(steps=3, finished={"stop": 2}, accepted_tokens=[1]),
-        [Stored(b"d", None, (1, 2)), Removed(b"d"), Cleared()],
+        [BlockStored(b"d", None, (1, 2)), BlockRemoved(b"d"), AllBlocksCleared()],
         {"ids": frozenset({3, 1}), 5: ("tuple", ["list"])},
     ]
     heard = messages.unpack(messages.pack(said))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from jaxllm import SamplingParams, UserError
 from jaxllm.errors import UnavailableError
 from jaxllm.fleet import messages
-from jaxllm.fleet.door import Door, Greeting
-from jaxllm.fleet.replica import Replica, Routed
+from jaxllm.fleet.door import Greeting, ReplicaAddress
+from jaxllm.fleet.replica import Replica, RoutedRequest
 from jaxllm.fleet.router import Router
 from jaxllm.fleet.supervisor import Supervisor
 from jaxllm.metrics import Load, Metrics
@@ -23,8 +23,8 @@ from jaxllm.version import __version__
 LOST = UnavailableError("lost")
 
 
-def request(name: str, sent: Any = None) -> Routed:
-    return Routed(
+def request(name: str, sent: Any = None) -> RoutedRequest:
+    return RoutedRequest(
         request_id=name,
         internal_id=name,
         name=name,
@@ -124,7 +124,7 @@ class Noting:
 
 
 def supervising(replica: Replica, listener: Noting) -> Supervisor:
-    door, none = Door("localhost:1", "key"), Any
+    door, none = ReplicaAddress("localhost:1", "key"), Any
     return Supervisor([replica], listener, lambda *_: none, hang_timeout=1.0, module="", door=door)
 
 

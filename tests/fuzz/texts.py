@@ -22,7 +22,7 @@ from jaxllm.text.detokenizer import advance, begin, finish
 from jaxllm.text.stop_strings import StopMatcher
 from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
 from jaxllm_server.parsers.python_calls import PythonicParser
-from jaxllm_server.parsers.reasoning import Habit, TaggedReasoning
+from jaxllm_server.parsers.reasoning import ReasoningMode, TaggedReasoning
 from jaxllm_server.parsers.table import REASONING_PARSERS, TOOL_PARSERS, ReasoningForm
 from jaxllm_server.parsers.tagged_calls import TaggedCalls
 from tests.fuzz.doors import tokenizer as embedded
@@ -171,7 +171,7 @@ def check_parsers(text: str, chance: random.Random) -> None:
             whole = _split(row, prompt, [text])
             assert whole == _split(row, prompt, list(text)) == _split(row, prompt, cut(text, chance)), (row, text)
             if isinstance(row.form, TaggedReasoning):
-                is_inside = row.form.habit is Habit.ALWAYS or row.form.opens(prompt)
+                is_inside = row.form.habit is ReasoningMode.ALWAYS or row.form.opens(prompt)
                 assert whole == split_reasoning(text, is_inside, row.form), (row, text)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jaxllm.scheduler.state import Stored
+from jaxllm.scheduler.state import BlockStored
 from tests.ray.conftest import Cluster
 from tests.support.sizes import SLOTS
 
@@ -175,7 +175,7 @@ async def test_a_repeated_prefix_reaches_the_replica_that_has_it(cluster: Cluste
     assert len(set(first.values())) == 2, "one replica has all: nothing was routed"
     print(f"{hits} of {total} repeated prefixes reached the replica that has them")
     report = await two.report.remote(None)
-    assert {len(each.tokens) for each in report.events if isinstance(each, Stored)} == {16}  # `choose` weighs them
+    assert {len(each.tokens) for each in report.events if isinstance(each, BlockStored)} == {16}  # `choose` weighs them
 
 
 async def test_a_client_that_leaves_takes_its_request_with_it(cluster: Cluster, two: Any) -> None:

@@ -27,7 +27,7 @@ from jaxllm.replay.replay import Moment, Replay
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.occupancy import NO_TOKEN, digests_of
 from jaxllm.scheduler.recorded import RecordedScheduler
-from jaxllm.scheduler.state import Limits, Move, Plan, Request, initial
+from jaxllm.scheduler.state import Fork, Limits, Plan, Request, initial
 from jaxllm.setup import model_setup
 from tests.support import inspection
 from tests.support.serving_process import QUICK, ServingProcess
@@ -93,7 +93,7 @@ class Driver:
             return
         is_new = len(first.tokens) == first.num_prompt
         sources = [leader if is_new else self.random.choice(gang) for _ in gang]
-        moves = [Move(one, source, at) for at, (one, source) in enumerate(zip(gang, sources, strict=True))]
+        moves = [Fork(one, source, at) for at, (one, source) in enumerate(zip(gang, sources, strict=True))]
         self.core.fork(moves)
         self.num_forks += 1
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.runner.drafting import NO_DRAFT, Drafted, Places, count, look_up, take_in
+from jaxllm.runner.drafting import NO_DRAFT, Drafted, SamplePositions, count, look_up, take_in
 from jaxllm.sampling.sampler import Sampled, SamplingRows, Variant, pack_row, sample, unpack_rows
 from jaxllm.sampling.vocab_parallel import Vocabulary
 from jaxllm.sampling_params import SamplingParams
@@ -71,7 +71,7 @@ def test_drafts_are_kept_up_to_the_first_that_was_not_sampled(most: int) -> None
         slots, positions, samples, offsets, drafts = np.array(
             places + [(num_slots, 0, 0, 0, 0)] * (num_places - used)
         ).T
-        at = Places(*map(jnp.asarray, (slots, positions, samples > 0, offsets, drafts)))
+        at = SamplePositions(*map(jnp.asarray, (slots, positions, samples > 0, offsets, drafts)))
         tokens, is_finite = random.integers(0, 2, num_places).astype(np.int32), random.random(num_places) < 0.9
         state = Drafted(lengths=jnp.asarray(known), tokens=jnp.asarray(own))
         sampled = Sampled(jnp.asarray(tokens), jnp.asarray(is_finite))
@@ -101,7 +101,7 @@ def verify(head: jax.Array, rows: SamplingRows, tokens: jax.Array, drafted: Draf
     last = jnp.where(offsets > 0, guessed[slots, offsets], tokens[slots, positions])
     here = jax.tree.map(lambda column: column[slots], rows)
     sampled = sample(head[last], here, positions + 1, None, None, Variant.RANDOM, 0, Vocabulary(V))
-    at = Places(slots, positions, jnp.ones(len(slots), bool), offsets, jnp.full(len(slots), drafts))
+    at = SamplePositions(slots, positions, jnp.ones(len(slots), bool), offsets, jnp.full(len(slots), drafts))
     counts, _ = count(drafted, at, sampled)
     return take_in(drafted, tokens, at, sampled, counts)
 

@@ -23,7 +23,7 @@ from jax.experimental import serialize_executable
 from jax.sharding import PartitionSpec
 
 from jaxllm.compiling.kept_programs import KeptPrograms
-from jaxllm.compiling.program_digest import Undigested, digest, digest_compiler, digest_options, digest_source
+from jaxllm.compiling.program_digest import NotDigestibleError, digest, digest_compiler, digest_options, digest_source
 from jaxllm.config import EngineConfig
 from jaxllm.model.sharding import make_layout
 from jaxllm.setup.model_setup import describe_weights, prepare
@@ -322,7 +322,7 @@ def test_digests_name_all_that_differs() -> None:
     assert [digest(value) for value in values] == [digest(value) for value in values]
     assert digest({3, 1, 2}) == digest({2, 3, 1}) != digest({1, 2})
     for unknown in (lambda: None, object(), threading.Lock(), functools.partial(print), np.array([None])):
-        with pytest.raises(Undigested):
+        with pytest.raises(NotDigestibleError):
             digest([unknown])
     before = digest_options()
     assert with_precision(digest_options) != before == digest_options()

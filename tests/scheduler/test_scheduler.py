@@ -22,14 +22,14 @@ from jaxllm.scheduler import block_pool, drafting, scheduler
 from jaxllm.scheduler.block_pool import PoolEditor, content_root
 from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm.scheduler.state import (
-    Cleared,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Fork,
     Limits,
-    Move,
     Plan,
-    Removed,
     Request,
     State,
-    Stored,
     initial,
     take_block_events,
 )
@@ -315,7 +315,7 @@ class Machine(RuleBasedStateMachine):
             return
         chosen = zlib.crc32(repr([self.device.full[each].tolist() for each in parents]).encode())
         moves = [
-            Move(each, parents[chosen // 7**at % len(parents)], at) for at, each in enumerate(gang)
+            Fork(each, parents[chosen // 7**at % len(parents)], at) for at, each in enumerate(gang)
         ]  # distinct tokens
         before = {each: self.device.full[each][:] for each in parents}
         self.state = self.call("fork", moves)
@@ -360,12 +360,12 @@ class Machine(RuleBasedStateMachine):
             return
         for event in self.state.block_events or ():
             match event:
-                case Stored(digest, _, tokens):
+                case BlockStored(digest, _, tokens):
                     assert digest not in self.indexed and len(tokens) == self.limits.block_size
                     self.indexed.add(digest)
-                case Removed(digest):
+                case BlockRemoved(digest):
                     self.indexed.remove(digest)
-                case Cleared():
+                case AllBlocksCleared():
                     self.indexed.clear()
         assert self.indexed == self.state.pool.index.keys()
         self.state = take_block_events(self.state)[0]
@@ -753,7 +753,7 @@ def beams(width: int = 3, length: int = 6, num_new: int = 9, first: int = 1, **o
 def fork(state: State, owners: list[Request], parents: list[int], limits: Limits = LIMITS) -> State:
     """Continue each member of a gang as a child of the member at its index in `parents`, and write their tokens."""
     moves = [
-        Move(own.sequence_id, owners[parent].sequence_id, 50 + at)
+        Fork(own.sequence_id, owners[parent].sequence_id, 50 + at)
         for at, (own, parent) in enumerate(zip(owners, parents, strict=True))
     ]
     state = scheduler.fork(state, limits, moves)
@@ -814,7 +814,7 @@ def test_a_fork_of_others_than_those_that_have_answered_is_refused() -> None:
     with pytest.raises(ValueError, match="when all have answered"):
         fork(state, owners, [0, 0])
     state, _ = run(start_all(owners))
-    for moves in ([Move(1, 1, 5)], [Move(1, 1, 5), Move(3, 1, 5)], [Move(1, 1, 5)] * 2):
+    for moves in ([Fork(1, 1, 5)], [Fork(1, 1, 5), Fork(3, 1, 5)], [Fork(1, 1, 5)] * 2):
         with pytest.raises(ValueError, match="all members of one gang"):
             scheduler.fork(state, LIMITS, moves)
     with pytest.raises(ValueError, match="parents that have tokens"):

@@ -22,7 +22,7 @@ from jaxllm.engine.input_processor import read_prompt
 from jaxllm.text.tokenizer import load_tokenizer
 from jaxllm.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from jaxllm_server.access.auth import Keys
-from jaxllm_server.access.client_quota import Places, Shares, UrgentShares, client_of, host_of_peer, peer_of
+from jaxllm_server.access.client_quota import CallLimit, Shares, UrgentShares, client_of, host_of_peer, peer_of
 from jaxllm_server.generation.calls import Call
 from jaxllm_server.serving import Serving
 from jaxllm_server.shared.options import ServerOptions
@@ -124,7 +124,7 @@ def test_a_share_is_held_as_long_as_the_work_and_no_client_is_remembered() -> No
 
 
 def test_places_are_all_connections_together_and_those_of_a_unix_socket_have_one_name() -> None:
-    places = Places("calls", 4, 2)
+    places = CallLimit("calls", 4, 2)
     with ExitStack() as held:
         for peer in ("ipv4:1:1", "ipv4:1:1", "unix:"):
             held.enter_context(places.place(peer))

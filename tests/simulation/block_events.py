@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxllm.engine.async_llm import AsyncLLM
 from jaxllm.errors import EngineDeadError
-from jaxllm.scheduler.state import Cleared, Removed, Stored
+from jaxllm.scheduler.state import AllBlocksCleared, BlockRemoved, BlockStored
 from tests.simulation.adapters import digest_of
 from tests.simulation.device import Violation
 
@@ -60,9 +60,9 @@ class Follower:
         """Check and apply events."""
         for event in events:
             match event:
-                case Cleared():
+                case AllBlocksCleared():
                     self.stored.clear()
-                case Stored():
+                case BlockStored():
                     if event.digest in self.stored or len(event.tokens) != self._setting["block_size"]:
                         raise Violation("a block is told to be stored twice, or in part")
                     tokens = np.array(event.tokens, "<i4").tobytes()
@@ -74,5 +74,5 @@ class Follower:
                     if all(sha256(parent + tokens).digest() != event.digest for parent in parents):
                         raise Violation("a block is told to hold other tokens")
                     self.stored.add(event.digest)
-                case Removed():
+                case BlockRemoved():
                     self.stored.remove(event.digest)

@@ -19,7 +19,7 @@ import numpy as np
 from jaxllm.scheduler import drafting
 from jaxllm.scheduler.host_tier import DEVICE, Landed
 from jaxllm.scheduler.recorded import RecordedScheduler
-from jaxllm.scheduler.state import Events, Limits, Move, Plan, Request
+from jaxllm.scheduler.state import Events, Fork, Limits, Plan, Request
 from tests.simulation.adapters import Places
 from tests.simulation.beams import BeamTruth
 from tests.simulation.blocks import Blocks
@@ -463,7 +463,7 @@ class Reference:
             del self.by_id[entry.id]
             entry.slot = -2
 
-    def forked(self, moves: Sequence[Move]) -> None:
+    def forked(self, moves: Sequence[Fork]) -> None:
         """Continue each beam as a child of itself or of another beam."""
         size = self.limits.block_size
         gang = self.gangs[self.by_id[moves[0].target].gang]

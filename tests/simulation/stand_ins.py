@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxllm.engine.engine_thread import EngineThread
-from jaxllm.scheduler.state import Events, Move, Plan
+from jaxllm.scheduler.state import Events, Fork, Plan
 from tests.simulation.device import Violation
 from tests.simulation.reference import Reference
 
@@ -112,7 +112,7 @@ class Recorder(Reference):
             raise Violation("the cache is reset under a step in flight, which a replay would not know")
         super().was_reset()
 
-    def forked(self, moves: Sequence[Move]) -> None:
+    def forked(self, moves: Sequence[Fork]) -> None:
         super().forked(moves)
         self.world.fired["beam_forks"] += any(move.source != move.target for move in moves)
 

@@ -26,7 +26,7 @@ from jaxllm.outputs import Logprob
 from jaxllm.sampling_params import SamplingParams
 from jaxllm_server.access.ledger import Ledger
 from jaxllm_server.adapters import ServedAdapters
-from jaxllm_server.generation.calls import Chunk, Part, PromptInfo, Usage
+from jaxllm_server.generation.calls import Chunk, Part, PromptInfo, TokenUsage
 from jaxllm_server.http.app import make_app
 from jaxllm_server.http.protocol import server_config
 from jaxllm_server.http.server import HttpServer
@@ -184,7 +184,7 @@ class FakeServing:
             )
             for index in range(params.n)
         ]
-        usage = Usage(3, params.n * (number + len(texts)), 1, 0)
+        usage = TokenUsage(3, params.n * (number + len(texts)), 1, 0)
         prompt = PromptInfo([7, 8, 9], 1) if number == 0 else None
         return Chunk(call.request_id, parts, prompt, usage, None, is_last)
 

@@ -22,13 +22,13 @@ from jaxllm.engine.kv_events import BlockBatch
 from jaxllm.engine.model_info import ModelInfo
 from jaxllm.metrics import Load
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.scheduler.state import Cleared, Removed, Stored
+from jaxllm.scheduler.state import AllBlocksCleared, BlockRemoved, BlockStored
 from jaxllm.v1 import inference_pb2 as pb
 from jaxllm_server.access.auth import Keys
 from jaxllm_server.access.client_quota import Shares
 from jaxllm_server.access.ledger import Ledger
 from jaxllm_server.adapters import ServedAdapters
-from jaxllm_server.generation.calls import Call, Chunk, Part, PromptInfo, Timing, Usage
+from jaxllm_server.generation.calls import Call, Chunk, Part, PromptInfo, Timing, TokenUsage
 from jaxllm_server.grpc.server import GrpcServer, start_grpc
 from jaxllm_server.pooling import pool_stream
 from jaxllm_server.pooling.pool_calls import PoolCall, PoolResult
@@ -166,9 +166,18 @@ class FakeEngine(FakeAdapters):
     async def kv_events(self, start: int) -> AsyncGenerator[BlockBatch, None]:
         if start > 7:
             raise errors.OutOfRangeError("batch is not kept.", "start_sequence")
-        stored = (Stored(b"\0" * 7 + b"\1" + b"x" * 24, None, (1, 2)), Stored(b"\xff" * 32, b"\0" * 7 + b"\1", (3, 4)))
-        stored += (Stored(b"\1" * 32, None, (1, 2), adapter=5),)
-        yield BlockBatch(start, 1.5, 2, (Cleared(), *stored, Removed(b"\xff" * 32), Removed(b"\0" * 32)), {5: "pirate"})
+        stored = (
+            BlockStored(b"\0" * 7 + b"\1" + b"x" * 24, None, (1, 2)),
+            BlockStored(b"\xff" * 32, b"\0" * 7 + b"\1", (3, 4)),
+        )
+        stored += (BlockStored(b"\1" * 32, None, (1, 2), adapter=5),)
+        yield BlockBatch(
+            start,
+            1.5,
+            2,
+            (AllBlocksCleared(), *stored, BlockRemoved(b"\xff" * 32), BlockRemoved(b"\0" * 32)),
+            {5: "pirate"},
+        )
 
 
 class FakeObserver:
@@ -198,7 +207,7 @@ class FakeTracer:
 def chunk(text: str = "", *, is_first: bool = False, is_last: bool = False) -> Chunk:
     part = Part(0, text, "", [], [7], None, "stop" if is_last else None, None, 3 if is_last else None)
     prompt = PromptInfo([1, 2, 3], 1) if is_first else None
-    return Chunk("", [part], prompt, Usage(3, 2, 1, 0), Timing(0.1, 0.2, 0.3, 0.4) if is_last else None, is_last)
+    return Chunk("", [part], prompt, TokenUsage(3, 2, 1, 0), Timing(0.1, 0.2, 0.3, 0.4) if is_last else None, is_last)
 
 
 async def words(*texts: str, wait: float = 0.0) -> AsyncIterator[Chunk]:

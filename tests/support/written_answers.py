@@ -11,7 +11,7 @@ from itertools import groupby
 from random import Random
 from typing import Any
 
-from jaxllm_server.generation.calls import Chunk, Part, Timing, Usage
+from jaxllm_server.generation.calls import Chunk, Part, Timing, TokenUsage
 from jaxllm_server.parsers.tool_parsers import ToolCallDelta
 from tests.support.fake_serving import FakeServing
 
@@ -58,7 +58,9 @@ class Written:
         parts[-1].finish_reason, parts[-1].stop_reason = self.finish, self.stop
         timing = Timing(0.0, 0.25, 0.5, 2.0)
         return [
-            Chunk("r", [part], None, Usage(7, number, 4, 0), timing if part is parts[-1] else None, part is parts[-1])
+            Chunk(
+                "r", [part], None, TokenUsage(7, number, 4, 0), timing if part is parts[-1] else None, part is parts[-1]
+            )
             for number, part in enumerate(parts, 1 if random is not None else len(parts))
         ]
 

@@ -111,7 +111,7 @@ class UrgentShares:
                 yield priority
 
 
-class Places:
+class CallLimit:
     """Limits concurrent calls, in total and per connection."""
 
     def __init__(self, name: str, most: int, share: float = math.inf) -> None:
@@ -136,7 +136,7 @@ class Places:
 _TURNS_AT_ONCE = 4  # per event loop iteration: a prompt takes 0.3 ms, and other requests run in between
 
 
-class FairPlaces:
+class FairAdmission:
     """Admits prompts round-robin over clients. Used on one event loop."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from jaxllm.sampling_fields import ANTHROPIC, names_in
 from jaxllm.sampling_params import SamplingParams
 from jaxllm_server.anthropic.conversation import is_prefilled, messages_of, tool_choice_of, tool_id, tools_of
 from jaxllm_server.anthropic.errors import error_body_of
-from jaxllm_server.generation.calls import Call, Chunk, Part, Usage, is_forced
+from jaxllm_server.generation.calls import Call, Chunk, Part, TokenUsage, is_forced
 from jaxllm_server.parsers.tool_parsers import ToolCallDelta
 from jaxllm_server.requests.fields import Body, flag, integer, mapping, text
 from jaxllm_server.requests.shared_fields import given, shared_call_fields
@@ -87,7 +87,7 @@ class MessagesReply:
             )
         ]
         self._head: Mapping[str, Any] = {}
-        self._usage: Usage | None = None
+        self._usage: TokenUsage | None = None
         self._last: Part | None = None
         self._index = -1
         self._open: str | int | None = None  # the open block: its type, or its call's index
@@ -142,7 +142,7 @@ class MessagesReply:
 
     def last_events(self) -> list[dict[str, Any]]:
         reason, sequence = ("max_tokens", None) if self._is_warming else _stop_of(self._last)
-        usage = self._usage_of(self._usage or Usage())
+        usage = self._usage_of(self._usage or TokenUsage())
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         return [*self._close(), {"type": "message_delta", "delta": delta, "usage": usage}, {"type": "message_stop"}]
 
@@ -195,7 +195,7 @@ class MessagesReply:
         self._open = None
         return events
 
-    def _usage_of(self, usage: Usage) -> dict[str, Any]:
+    def _usage_of(self, usage: TokenUsage) -> dict[str, Any]:
         """`input_tokens` excludes cached ones if those are reported."""
         fields: dict[str, Any] = {"input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens}
         if self._is_warming:

@@ -94,7 +94,7 @@ class PromptInfo:
 
 
 @dataclass(slots=True)
-class Usage:
+class TokenUsage:
     """Token counts of a request so far, over all outputs."""
 
     prompt_tokens: int = 0
@@ -120,6 +120,6 @@ class Chunk:
     request_id: str
     outputs: list[Part]
     prompt: PromptInfo | None
-    usage: Usage
+    usage: TokenUsage
     timing: Timing | None
     is_last: bool

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from jaxllm.outputs import RequestMetrics, RequestOutput
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.text.tokenizer import Tokenizer
-from jaxllm_server.generation.calls import Call, Chunk, Finish, Part, PromptInfo, Timing, Usage
+from jaxllm_server.generation.calls import Call, Chunk, Finish, Part, PromptInfo, Timing, TokenUsage
 from jaxllm_server.parsers.forced_calls import NamedCall
 from jaxllm_server.parsers.harmony import AnalysisTokens
 from jaxllm_server.parsers.reasoning import ReasoningParser, ReasoningTokens
@@ -39,7 +39,7 @@ class OutputReader:
         self._reasoning = None if reasoning is None else reasoning.form
         self._prompt = prompt
         self.may_reason = self._reasoning is not None and self._reasoning.may_reason(prompt, is_switched_off)
-        self._usage = Usage()
+        self._usage = TokenUsage()
         self._is_first = True
         self._splitters: dict[int, Splitter] = {}
         self._num_tokens: dict[int, int] = {}

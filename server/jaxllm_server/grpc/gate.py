@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError, Message
 from jaxllm.errors import DeadlineError, EngineError, UserError
 from jaxllm.freed_memory import return_freed_memory
 from jaxllm_server.access.auth import only_header
-from jaxllm_server.access.client_quota import Places, peer_of
+from jaxllm_server.access.client_quota import CallLimit, peer_of
 from jaxllm_server.grpc import wire
 from jaxllm_server.grpc.error_details import Failure, failure_of
 from jaxllm_server.grpc.health import CONTROL, HEALTH
@@ -67,7 +67,7 @@ class Gate(grpc.aio.ServerInterceptor):
         self._observer = observer
         self._stall_timeout = stall_timeout
         # One connection may use seven eighths of the calls.
-        self._calls = Places("calls", max_rpcs, max_rpcs - max_rpcs // 8)
+        self._calls = CallLimit("calls", max_rpcs, max_rpcs - max_rpcs // 8)
         self._health: dict[asyncio.Timeout, float] = {}  # start times of messages being received, oldest first
         self._guarded: dict[str, grpc.RpcMethodHandler] = {}
         self._returns_memory: asyncio.TimerHandle | None = None

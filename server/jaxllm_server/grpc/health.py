@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxllm.v1 import control_pb2, inference_pb2
-from jaxllm_server.access.client_quota import Places, peer_of
+from jaxllm_server.access.client_quota import CallLimit, peer_of
 
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 CONTROL = control_pb2.DESCRIPTOR.services_by_name["ControlService"].full_name
@@ -35,7 +35,7 @@ class Health(health_pb2_grpc.HealthServicer):
         self._statuses: dict[str, Status] = {}
         self._changed = asyncio.Event()  # replaced at each change, so that every watcher wakes once
         self._is_closed = False
-        self._watches = Places("watches", MAX_WATCHES, MAX_WATCHES_EACH)
+        self._watches = CallLimit("watches", MAX_WATCHES, MAX_WATCHES_EACH)
         self.set_state("loading")
 
     def set_state(self, state: str) -> None:

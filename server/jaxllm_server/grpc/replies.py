@@ -12,13 +12,13 @@ from google.protobuf.duration_pb2 import Duration
 from jaxllm.client import reading
 from jaxllm.outputs import Logprob
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.scheduler.state import Cleared, Removed, Stored
+from jaxllm.scheduler.state import AllBlocksCleared, BlockRemoved, BlockStored
 from jaxllm.v1 import control_pb2, inference_pb2, types_pb2
 from jaxllm_server.grpc.messages import SAMPLING_NAMES
 
 if TYPE_CHECKING:
     from jaxllm.engine.kv_events import BlockBatch
-    from jaxllm_server.generation.calls import Chunk, Part, Timing, Usage
+    from jaxllm_server.generation.calls import Chunk, Part, Timing, TokenUsage
     from jaxllm_server.parsers.tool_parsers import ToolCallDelta
 
 
@@ -201,7 +201,7 @@ def call_deltas(deltas: Iterable[ToolCallDelta]) -> list[types_pb2.ToolCallDelta
     ]
 
 
-def usage_of(usage: Usage) -> types_pb2.Usage:
+def usage_of(usage: TokenUsage) -> types_pb2.Usage:
     return types_pb2.Usage(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
@@ -227,14 +227,14 @@ def kv_events_of(batch: BlockBatch) -> control_pb2.StreamKvEventsResponse:
     response.time.FromNanoseconds(round(batch.time * 1e9))
     for (kind, adapter), own in groupby(batch.events, lambda event: (type(event), getattr(event, "adapter", 0))):
         event = response.events.add()
-        if kind is Cleared:
+        if kind is AllBlocksCleared:
             event.cleared.SetInParent()
         if adapter:
             event.stored.adapter = batch.adapters[adapter]
         for change in own:
-            if isinstance(change, Removed):
+            if isinstance(change, BlockRemoved):
                 event.removed.hashes.append(_hash(change.digest))
-            elif isinstance(change, Stored):
+            elif isinstance(change, BlockStored):
                 event.stored.block_size = batch.block_size
                 block = event.stored.blocks.add(hash=_hash(change.digest), token_ids=change.tokens)
                 if change.parent is not None:

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxllm.errors import FeatureDisabledError, UnavailableError, UserError
 from jaxllm.version import __version__
-from jaxllm_server.access.client_quota import Places
+from jaxllm_server.access.client_quota import CallLimit
 from jaxllm_server.anthropic.messages import MessagesReply, count_call_of
 from jaxllm_server.http import adapter_routes, docs_page, pooling_routes
 from jaxllm_server.http.answering import Answering, Made, MakeReply
@@ -53,7 +53,7 @@ class Endpoints:
     ) -> None:
         self._serving = serving
         self._options = options
-        self._places = Places("requests", options.max_rpcs)
+        self._places = CallLimit("requests", options.max_rpcs)
         self._answering = Answering(serving, options, tracer)
         self._bodies = self._answering.bodies
         self._pages: dict[tuple[str, bool | None], bytes] = {}

@@ -22,7 +22,7 @@ from jaxllm_server.access.ledger import BODIES, Ledger
 from jaxllm_server.http.guard import CLIENT
 from jaxllm_server.http.protocol import UPGRADE
 from jaxllm_server.http.sse import dumps
-from jaxllm_server.responses.store import OfConnection
+from jaxllm_server.responses.store import ConnectionResponses
 from jaxllm_server.shared.options import ServerOptions
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 ROUTE = "/v1/responses (WebSocket)"
 MOST_SECONDS = 3600.0  # per connection, as in OpenAI's server and Open Responses
-KEPT = "jaxllm.kept"  # scope key: the connection's `OfConnection`
+KEPT = "jaxllm.kept"  # scope key: the connection's `ConnectionResponses`
 _TOO_OLD = {
     "type": "invalid_request_error",
     "code": "websocket_connection_limit_reached",
@@ -45,7 +45,7 @@ _ERROR, _FAILED = b"event: error\n", b"event: response.failed\n"
 class ResponseSockets:
     """The WebSockets of a server; `kept_for` creates a connection's private store."""
 
-    def __init__(self, options: ServerOptions, ledger: Ledger, kept_for: Callable[[str], OfConnection]) -> None:
+    def __init__(self, options: ServerOptions, ledger: Ledger, kept_for: Callable[[str], ConnectionResponses]) -> None:
         self._options = options
         self._ledger = ledger
         self._kept_for = kept_for
@@ -91,7 +91,7 @@ def _received(ledger: Ledger, client: str) -> Iterator[Callable[[int], None]]:
         yield partial(entry.charge, BODIES)
 
 
-async def _answer_all(socket: WebSocket, scope: Scope, kept: OfConnection) -> None:
+async def _answer_all(socket: WebSocket, scope: Scope, kept: ConnectionResponses) -> None:
     until = asyncio.get_running_loop().time() + MOST_SECONDS
     while True:
         try:
@@ -111,7 +111,7 @@ async def _answer_all(socket: WebSocket, scope: Scope, kept: OfConnection) -> No
             return
 
 
-def _scope_of(scope: Scope, num_bytes: int, kept: OfConnection) -> Scope:
+def _scope_of(scope: Scope, num_bytes: int, kept: ConnectionResponses) -> Scope:
     own = [(b"content-type", b"application/json"), (b"content-length", b"%d" % num_bytes)]
     headers = [pair for pair in scope["headers"] if not pair[0].startswith(_OF_OFFER)]
     return {**scope, "method": "POST", "headers": [*headers, *own], "extensions": {}, KEPT: kept}

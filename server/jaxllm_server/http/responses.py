@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from jaxllm.errors import RequestIdInUseError, UnsupportedError, UserError, printable
-from jaxllm_server.access.client_quota import Places
+from jaxllm_server.access.client_quota import CallLimit
 from jaxllm_server.access.ledger import REQUESTS, RESPONSES, Entry
 from jaxllm_server.generation.calls import LARGE_REQUEST, Call
 from jaxllm_server.http.answering import Answering
@@ -40,10 +40,10 @@ from jaxllm_server.responses.items import RESPONSE_PREFIX, Item, num_characters,
 from jaxllm_server.responses.reply import REPEATED_NUMBERS, ResponseReply
 from jaxllm_server.responses.request import of_message
 from jaxllm_server.responses.store import (
+    ConnectionResponses,
     LostError,
-    OfConnection,
     ResponseStore,
-    Stored,
+    StoredResponse,
     find_items,
     history_of,
     ordered,
@@ -94,14 +94,14 @@ class Job:
 class ResponseEndpoints:
     """Handlers of the routes."""
 
-    def __init__(self, answering: Answering, tracer: Tracer, places: Places) -> None:
+    def __init__(self, answering: Answering, tracer: Tracer, places: CallLimit) -> None:
         self._serving, self._options = answering.serving, answering.options
         self._tracer = tracer
         self._places = places
         self._answering = answering
         self._bodies = answering.bodies
         self._store = ResponseStore(self._options.max_stored_response_bytes)
-        self._sockets = ResponseSockets(self._options, self._serving.ledger, partial(OfConnection, self._store))
+        self._sockets = ResponseSockets(self._options, self._serving.ledger, partial(ConnectionResponses, self._store))
         self._serving.ledger.watch(RESPONSES, lambda: self._store.num_bytes)
         self._jobs: dict[tuple[str, str], Job] = {}
 
@@ -122,7 +122,7 @@ class ResponseEndpoints:
         """Answer a conversation, immediately or in the background."""
         client = request.scope[CLIENT]
         self._serving.check_room(client, pools=False)
-        kept_here: OfConnection | None = request.scope.get(KEPT)
+        kept_here: ConnectionResponses | None = request.scope.get(KEPT)
         reply, chain = await self._reply_of(request, ResponseReply)
         parts = self._answering.parts(request, reply)
         head = self._answering.head(reply) | await self._sampling_of(reply, client, parts["num_bytes"])
@@ -144,7 +144,7 @@ class ResponseEndpoints:
             raise RequestIdInUseError(f"request id {reply.request_id!r} is in use.", "request_id")
 
         def keep(response: bytes) -> None:
-            stored = Stored(response, items, previous)
+            stored = StoredResponse(response, items, previous)
             if reply.is_kept or kept_here is None:
                 self._store.put(client, response_id, stored)
             else:
@@ -175,7 +175,9 @@ class ResponseEndpoints:
         head = self._answering.head(reply) | await self._sampling_of(reply, request.scope[CLIENT], parts["num_bytes"])
         return TextAnswer(**parts, writer=NamedWriter(reply, head))
 
-    async def _reply_of(self, request: Request, reply_type: type[OwnReply]) -> tuple[OwnReply, dict[str, Stored]]:
+    async def _reply_of(
+        self, request: Request, reply_type: type[OwnReply]
+    ) -> tuple[OwnReply, dict[str, StoredResponse]]:
         client, kept_here = request.scope[CLIENT], request.scope.get(KEPT)
         body = await self._bodies.json(request)
         if kept_here is not None:
@@ -252,7 +254,7 @@ class ResponseEndpoints:
             raise
         return {**{name: getattr(params, name) for name in REPEATED_NUMBERS}, "clock": time.time}
 
-    def _chain(self, body: Body, client: str, kept_here: OfConnection | None) -> dict[str, Stored]:
+    def _chain(self, body: Body, client: str, kept_here: ConnectionResponses | None) -> dict[str, StoredResponse]:
         previous = text(body, "previous_response_id")
         if previous is None:
             return {}
@@ -270,7 +272,9 @@ class ResponseEndpoints:
             reason = "PREVIOUS_RESPONSE_NOT_FOUND"
             raise Refusal(404, message, reason, parameter="previous_response_id") from error
 
-    async def _kept_items(self, ids: set[str], client: str, kept_here: OfConnection | None) -> Mapping[str, Item]:
+    async def _kept_items(
+        self, ids: set[str], client: str, kept_here: ConnectionResponses | None
+    ) -> Mapping[str, Item]:
         """Omit missing items."""
         found = []
         for response_id in {response_id_of(each) for each in ids}:
@@ -354,7 +358,7 @@ class ResponseEndpoints:
             await asyncio.wait([job.kept])
         return job
 
-    def _find(self, client: str, response_id: str) -> Stored:
+    def _find(self, client: str, response_id: str) -> StoredResponse:
         try:
             return self._store.get(client, response_id)
         except LostError as error:

@@ -10,7 +10,7 @@ SECONDS = 10.0
 _MOST_LINES = 64  # remembered lines; a line with a request id does not recur
 
 
-class Seldom(logging.Filter):
+class RateLimitFilter(logging.Filter):
     """Passes each line of some loggers once per ten seconds, and counts the suppressed repetitions.
 
     Add it to a handler: filters of loggers would outlive the handler.

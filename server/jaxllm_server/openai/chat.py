@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxllm.errors import UserError
 from jaxllm.outputs import Logprob
-from jaxllm_server.generation.calls import Call, Chunk, NamedTool, Part, ToolChoice, Usage, is_forced
+from jaxllm_server.generation.calls import Call, Chunk, NamedTool, Part, TokenUsage, ToolChoice, is_forced
 from jaxllm_server.openai.conversation import CONVERSATION, conversation_of, with_transferred_ids
 from jaxllm_server.openai.replies import (
     finish_reason,
@@ -111,7 +111,7 @@ class ChatReply:
                 **shared_call_fields(fields),
             )
         ]
-        self._usage: list[Usage] = []
+        self._usage: list[TokenUsage] = []
         self._has_spoken: set[int] = set()
 
     def response(self, chunks: Sequence[Chunk]) -> dict[str, Any]:

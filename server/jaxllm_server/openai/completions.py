@@ -11,7 +11,7 @@ from typing import Any
 from jaxllm.errors import UnsupportedError, UserError
 from jaxllm.outputs import Logprob
 from jaxllm_server.generation.answer_size import AnswerSize
-from jaxllm_server.generation.calls import Call, Chunk, Part, PromptInfo, Usage
+from jaxllm_server.generation.calls import Call, Chunk, Part, PromptInfo, TokenUsage
 from jaxllm_server.openai.replies import (
     finish_reason,
     finite,
@@ -101,7 +101,7 @@ class CompletionReply:
             )
             for number, prompt in enumerate(prompts)
         ]
-        self._usages: dict[int, Usage] = {}
+        self._usages: dict[int, TokenUsage] = {}
         self._prompts: dict[int, PromptInfo] = {}
         self._offsets: dict[int, Offset] = {}
         self._echoes: dict[int, tuple[Mapping[str, Repeated], Offset]] = {}

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxllm.errors import UserError
 from jaxllm.outputs import Logprob
-from jaxllm_server.generation.calls import Part, Usage
+from jaxllm_server.generation.calls import Part, TokenUsage
 from jaxllm_server.requests.form import Form
 from jaxllm_server.shared.error_table import code_of, message_of, row_of
 
@@ -21,7 +21,7 @@ def finish_reason(part: Part) -> str | None:
     return None if reason is None else _FINISH_REASONS.get(reason, reason)
 
 
-def usage_without(usage: Usage, parts: Iterable[Part]) -> Usage:
+def usage_without(usage: TokenUsage, parts: Iterable[Part]) -> TokenUsage:
     """Exclude some parts, for events sent before them."""
     parts = list(parts)
     return replace(
@@ -31,7 +31,7 @@ def usage_without(usage: Usage, parts: Iterable[Part]) -> Usage:
     )
 
 
-def usage_fields(usages: Iterable[Usage], form: Form) -> dict[str, Any]:
+def usage_fields(usages: Iterable[TokenUsage], form: Form) -> dict[str, Any]:
     prompt = completion = cached = reasoning = 0
     for usage in usages:
         prompt += usage.prompt_tokens

@@ -44,7 +44,7 @@ class ReasoningParser(Protocol):
         ...
 
 
-class Habit(Enum):
+class ReasoningMode(Enum):
     """When a model reasons."""
 
     ALWAYS = auto()  # from its first token, unless the template closes the reasoning
@@ -59,7 +59,7 @@ class TaggedReasoning:
 
     starts: tuple[str, ...]
     ends: tuple[str, ...]  # the model's own end tag, then others that also end the reasoning
-    habit: Habit
+    habit: ReasoningMode
     kept_ends: tuple[str, ...] = ()  # end tags that belong to the content
 
     def begin_after(self, is_forced: bool) -> tuple[str, ...]:
@@ -80,17 +80,17 @@ class TaggedReasoning:
         """Return whether reasoning may precede the answer, which delays a constraint."""
         if self.closes(prompt):
             return False
-        if self.opens(prompt) or self.habit is Habit.ALWAYS:
+        if self.opens(prompt) or self.habit is ReasoningMode.ALWAYS:
             return True
-        if self.habit is Habit.BY_ITSELF:
+        if self.habit is ReasoningMode.BY_ITSELF:
             return not is_switched_off
-        return self.habit is Habit.IF_ASKED and any(start in prompt for start in self.starts)
+        return self.habit is ReasoningMode.IF_ASKED and any(start in prompt for start in self.starts)
 
     def parser(self, prompt: str = "") -> TagParser:
         return TagParser(self, self._starts_inside(prompt))
 
     def _starts_inside(self, prompt: str) -> bool:
-        return self.opens(prompt) or (self.habit is Habit.ALWAYS and not self.closes(prompt))
+        return self.opens(prompt) or (self.habit is ReasoningMode.ALWAYS and not self.closes(prompt))
 
     def counter(self, token_id: TokenId) -> ReasoningTokens:
         return ReasoningTokens(token_id(self.ends[0]))

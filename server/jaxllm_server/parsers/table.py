@@ -12,7 +12,7 @@ from jaxllm_server.parsers.harmony import HarmonyParser
 from jaxllm_server.parsers.json_calls import GraniteParser, HermesParser, LlamaParser, MistralParser
 from jaxllm_server.parsers.named_calls import DeepSeekParser, KimiParser
 from jaxllm_server.parsers.python_calls import PythonicParser
-from jaxllm_server.parsers.reasoning import Habit, HarmonyChannels, TaggedReasoning
+from jaxllm_server.parsers.reasoning import HarmonyChannels, ReasoningMode, TaggedReasoning
 from jaxllm_server.parsers.tagged_calls import GlmParser, MiniMaxParser, Qwen3CoderParser, SeedOssParser
 from jaxllm_server.parsers.tool_parsers import ToolParser
 
@@ -70,25 +70,29 @@ TOOL_PARSERS: Mapping[str, ToolForm] = MappingProxyType(
 REASONING_PARSERS: Mapping[str, ReasoningForm] = MappingProxyType(
     {
         "openai_gptoss": ReasoningForm(HarmonyChannels(), (("<|channel|>", "analysis"),)),
-        "mistral": ReasoningForm(TaggedReasoning(("[THINK]",), ("[/THINK]",), Habit.IF_ASKED), (("[THINK]",),)),
-        "granite": ReasoningForm(TaggedReasoning(*_GRANITE, Habit.IF_ASKED), (("Here is my thought process:",),)),
+        "mistral": ReasoningForm(TaggedReasoning(("[THINK]",), ("[/THINK]",), ReasoningMode.IF_ASKED), (("[THINK]",),)),
+        "granite": ReasoningForm(
+            TaggedReasoning(*_GRANITE, ReasoningMode.IF_ASKED), (("Here is my thought process:",),)
+        ),
         "seed_oss": ReasoningForm(
-            TaggedReasoning(("<seed:think>",), ("</seed:think>",), Habit.BY_ITSELF), (("<seed:think>",),)
+            TaggedReasoning(("<seed:think>",), ("</seed:think>",), ReasoningMode.BY_ITSELF), (("<seed:think>",),)
         ),
         # May begin calls without an end tag (vllm/reasoning/kimi_k2_reasoning_parser.py).
         "kimi_k2": ReasoningForm(
-            TaggedReasoning(*_THINK, Habit.ALWAYS, kept_ends=("<|tool_calls_section_begin|>",)),
+            TaggedReasoning(*_THINK, ReasoningMode.ALWAYS, kept_ends=("<|tool_calls_section_begin|>",)),
             (("<think>", "<|tool_calls_section_begin|>"),),
         ),
         "deepseek_v3": ReasoningForm(
-            TaggedReasoning(*_THINK, Habit.IF_OPENED), (("<｜Assistant｜>", "</think>", "thinking"),)
+            TaggedReasoning(*_THINK, ReasoningMode.IF_OPENED), (("<｜Assistant｜>", "</think>", "thinking"),)
         ),
         # In some revisions the template does not open the reasoning.
-        "deepseek_r1": ReasoningForm(TaggedReasoning(*_THINK, Habit.ALWAYS), (("<｜Assistant｜>", "</think>"),)),
-        "glm45": ReasoningForm(TaggedReasoning(*_THINK, Habit.BY_ITSELF), (("[gMASK]", "</think>"),)),
-        "qwen3": ReasoningForm(TaggedReasoning(*_THINK, Habit.BY_ITSELF), (("</think>",),)),
-        "glm47": ReasoningForm(TaggedReasoning(*_THINK, Habit.BY_ITSELF)),
-        "minimax_m2": ReasoningForm(TaggedReasoning(*_THINK, Habit.ALWAYS)),
+        "deepseek_r1": ReasoningForm(
+            TaggedReasoning(*_THINK, ReasoningMode.ALWAYS), (("<｜Assistant｜>", "</think>"),)
+        ),
+        "glm45": ReasoningForm(TaggedReasoning(*_THINK, ReasoningMode.BY_ITSELF), (("[gMASK]", "</think>"),)),
+        "qwen3": ReasoningForm(TaggedReasoning(*_THINK, ReasoningMode.BY_ITSELF), (("</think>",),)),
+        "glm47": ReasoningForm(TaggedReasoning(*_THINK, ReasoningMode.BY_ITSELF)),
+        "minimax_m2": ReasoningForm(TaggedReasoning(*_THINK, ReasoningMode.ALWAYS)),
     }
 )
 

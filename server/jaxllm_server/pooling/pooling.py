@@ -34,7 +34,7 @@ from jaxllm.errors import (
 from jaxllm.outputs import PoolingRequestOutput
 from jaxllm.pooling_params import PoolingParams, PoolingTask
 from jaxllm.text.tokenizer import TOKENS_AT_A_CUT
-from jaxllm_server.access.client_quota import FairPlaces
+from jaxllm_server.access.client_quota import FairAdmission
 from jaxllm_server.observability.tracing import REQUEST_SPAN, current_span
 from jaxllm_server.pooling.pool_calls import PoolCall, PoolResult
 from jaxllm_server.pooling.pool_site import PoolSite
@@ -73,7 +73,7 @@ def check_kind(model: ModelInfo, name: str, pools: bool) -> None:
         raise FeatureDisabledError(f"The model {name} generates text; it does not embed, classify or score.", "model")
 
 
-async def pool(serving: PoolSite, places: FairPlaces, call: PoolCall) -> AsyncGenerator[PoolResult]:
+async def pool(serving: PoolSite, places: FairAdmission, call: PoolCall) -> AsyncGenerator[PoolResult]:
     """Yield results as they are computed. Closing the iterator aborts the remaining inputs.
 
     All inputs are checked first. `places` limits the pooling prompts in the engine's queue.
@@ -134,7 +134,7 @@ async def _cosines(call: PoolCall, outputs_of: _Outputs) -> AsyncGenerator[PoolR
 
 
 async def _outputs(
-    serving: PoolSite, places: FairPlaces, call: PoolCall, params: PoolingParams, items: Sequence[_Item]
+    serving: PoolSite, places: FairAdmission, call: PoolCall, params: PoolingParams, items: Sequence[_Item]
 ) -> AsyncGenerator[tuple[int, PoolingRequestOutput]]:
     """Yield outputs as they complete, each with its item's index."""
     arrival, engine = time.monotonic(), serving.engine

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import TypeVar
 
-from jaxllm_server.access.client_quota import FairPlaces
+from jaxllm_server.access.client_quota import FairAdmission
 from jaxllm_server.pooling import pool_stream, pooling
 from jaxllm_server.pooling.pool_calls import PoolCall, PoolResult
 from jaxllm_server.pooling.pool_site import PoolSite
@@ -18,7 +18,7 @@ class Pooling:
 
     def __init__(self, site: PoolSite) -> None:
         self._site = site
-        self._places = FairPlaces()
+        self._places = FairAdmission()
 
     @property
     def tasks(self) -> Sequence[str]:

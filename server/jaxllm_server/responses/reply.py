@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from jaxllm.errors import FeatureDisabledError, UnsupportedError, UserError
 from jaxllm.outputs import Logprob
-from jaxllm_server.generation.calls import Call, Chunk, Part, Usage, is_forced
+from jaxllm_server.generation.calls import Call, Chunk, Part, TokenUsage, is_forced
 from jaxllm_server.openai.chat import logprobs_of
 from jaxllm_server.openai.conversation import conversation_of
 from jaxllm_server.requests.fields import Body, flag, integer, text
@@ -152,7 +152,7 @@ class ResponseReply:
         self._output = Output(self.request_id)
         self._status: Status = "queued"
         self._error: dict[str, Any] | None = None
-        self._usage: Usage | None = None
+        self._usage: TokenUsage | None = None
         self._num_events = 0
         self._is_before_content = self._form.shows_reasoning
 
@@ -299,7 +299,7 @@ def _conversation(fields: Body, items: Sequence[Item], tools: Sequence[Body], ef
     )
 
 
-def _usage(usage: Usage | None) -> dict[str, Any] | None:
+def _usage(usage: TokenUsage | None) -> dict[str, Any] | None:
     """Cache writes are free and count 0."""
     if usage is None:
         return None

@@ -20,7 +20,7 @@ _OVERHEAD = 1024  # per entry, beyond its texts; measured 700 for a client with 
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredResponse:
     """A response and its input."""
 
     response: bytes
@@ -45,11 +45,11 @@ class ResponseStore:
 
     def __init__(self, most_bytes: int) -> None:
         self._most = most_bytes
-        self.kept: dict[str, OrderedDict[str, Stored]] = {}  # by client and id, least recently used first
+        self.kept: dict[str, OrderedDict[str, StoredResponse]] = {}  # by client and id, least recently used first
         self.held: dict[str, int] = {}
         self.num_bytes = 0
 
-    def put(self, client: str, response_id: str, stored: Stored) -> None:
+    def put(self, client: str, response_id: str, stored: StoredResponse) -> None:
         """Store a response; ignore one larger than the whole store."""
         self.delete(client, response_id)
         if stored.size > self._most:
@@ -60,19 +60,19 @@ class ResponseStore:
             largest = max(self.held, key=self.held.__getitem__)
             self.delete(largest, next(iter(self.kept[largest])))
 
-    def get(self, client: str, response_id: str) -> Stored:
+    def get(self, client: str, response_id: str) -> StoredResponse:
         """Raises LostError if this client has none of that id."""
         stored = self.kept.get(client, {}).get(response_id)
         if stored is None:
             raise LostError(response_id)
         return stored
 
-    def chain(self, client: str, response_id: str) -> dict[str, Stored]:
+    def chain(self, client: str, response_id: str) -> dict[str, StoredResponse]:
         """Return a response and its predecessors by id, oldest first, and mark them as used; raises LostError.
 
         A response that replaced a predecessor of the same id may lead to itself; each occurs once.
         """
-        chain: dict[str, Stored] = {}
+        chain: dict[str, StoredResponse] = {}
         following: str | None = response_id
         while following is not None and following not in chain:
             chain[following] = self.get(client, following)
@@ -95,7 +95,7 @@ class ResponseStore:
             del self.held[client], self.kept[client]
 
 
-class OfConnection:
+class ConnectionResponses:
     """Keeps a connection's last response with `store` off, and its predecessors, until the connection ends.
 
     No request can contain their names in the store.
@@ -112,11 +112,11 @@ class OfConnection:
         own = self._prefix + response_id
         return own if own in self._names else response_id
 
-    def own(self, chain: Mapping[str, Stored]) -> dict[str, Stored]:
+    def own(self, chain: Mapping[str, StoredResponse]) -> dict[str, StoredResponse]:
         """Return the responses that only the connection keeps."""
         return {name: stored for name, stored in chain.items() if name in self._names}
 
-    def put(self, response_id: str, stored: Stored) -> None:
+    def put(self, response_id: str, stored: StoredResponse) -> None:
         """Delete the connection's responses that do not lead to this one."""
         name = self._prefix + response_id
         self._names.add(name)
@@ -141,15 +141,15 @@ class OfConnection:
         self._names -= names
 
 
-def history_of(chain: Iterable[Stored]) -> list[Item]:
+def history_of(chain: Iterable[StoredResponse]) -> list[Item]:
     return [item for stored in chain for item in _items_of(stored)]
 
 
-def _items_of(stored: Stored) -> list[Item]:
+def _items_of(stored: StoredResponse) -> list[Item]:
     return [*json.loads(stored.items), *json.loads(stored.response)["output"]]
 
 
-def ordered(chain: Sequence[Stored], own: Sequence[Item], is_ascending: bool) -> Iterator[Item]:
+def ordered(chain: Sequence[StoredResponse], own: Sequence[Item], is_ascending: bool) -> Iterator[Item]:
     """Yield items in order, parsing one response at a time."""
     if is_ascending:
         for stored in chain:
@@ -161,7 +161,7 @@ def ordered(chain: Sequence[Stored], own: Sequence[Item], is_ascending: bool) ->
             yield from reversed(_items_of(stored))
 
 
-def find_items(stored: Iterable[Stored], ids: Collection[str]) -> dict[str, Item]:
+def find_items(stored: Iterable[StoredResponse], ids: Collection[str]) -> dict[str, Item]:
     return {item["id"]: item for item in history_of(stored) if item["id"] in ids}
 
 

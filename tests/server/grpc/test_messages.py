@@ -23,7 +23,7 @@ from jaxllm.sampling_params import SamplingParams
 from jaxllm.structured_outputs_params import StructuredOutputsParams
 from jaxllm.v1 import inference_pb2 as pb
 from jaxllm.v1 import types_pb2 as ty
-from jaxllm_server.generation.calls import Chunk, NamedTool, Part, PromptInfo, Timing, Usage
+from jaxllm_server.generation.calls import Chunk, NamedTool, Part, PromptInfo, Timing, TokenUsage
 from jaxllm_server.grpc import error_details, messages, replies
 from jaxllm_server.parsers.tool_parsers import ToolCallDelta
 from jaxllm_server.shared.error_table import AdminRequiredError, AuthError
@@ -372,7 +372,7 @@ def answers(draw: st.DrawFn) -> tuple[replies.Reply, list[Chunk]]:
     )
     schedule = draw(st.lists(st.sets(st.integers(0, n - 1), min_size=1), max_size=6))
     lasts = draw(st.permutations(range(n)))
-    chunks, usage, calls = [], Usage(prompt_tokens=4, cached_prompt_tokens=2), dict.fromkeys(range(n), 0)
+    chunks, usage, calls = [], TokenUsage(prompt_tokens=4, cached_prompt_tokens=2), dict.fromkeys(range(n), 0)
     for indices, is_end in [(sorted(own), False) for own in schedule] + [([index], True) for index in lasts]:
         ended = set(lasts[: lasts.index(indices[0])]) if is_end else set()
         parts = []
@@ -509,10 +509,10 @@ def test_logprobs_are_packed_row_major() -> None:
 def test_a_chunk_without_news_is_not_a_message() -> None:
     reply = replies.Reply(model="m", has_token_ids=False)
     part = Part(0, "", "", [], [5], None, None, None, None)
-    first = Chunk("r", [part], PromptInfo([1], 0), Usage(), None, False)
+    first = Chunk("r", [part], PromptInfo([1], 0), TokenUsage(), None, False)
     assert reply.delta(first) is not None
     assert reply.delta(dataclasses.replace(first, prompt=None)) is None
-    last = reply.delta(Chunk("r", [dataclasses.replace(part, finish_reason="stop")], None, Usage(), None, True))
+    last = reply.delta(Chunk("r", [dataclasses.replace(part, finish_reason="stop")], None, TokenUsage(), None, True))
     assert last is not None and last.deltas[0].finish_reason == ty.FINISH_REASON_STOP
 
 

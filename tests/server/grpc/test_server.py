@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxllm import errors
 from jaxllm.engine.kv_events import BlockBatch
-from jaxllm.scheduler.state import Stored
+from jaxllm.scheduler.state import BlockStored
 from jaxllm.v1 import control_pb2, control_pb2_grpc, types_pb2
 from jaxllm.v1 import inference_pb2 as pb
 from jaxllm.v1.inference_pb2_grpc import InferenceServiceStub
@@ -225,7 +225,7 @@ async def test_adapters(run: Any, tmp_path: Path) -> None:
 
 
 def test_kv_events_of_several_adapters_are_several_events() -> None:
-    stored = [Stored(bytes([own]) * 32, None, (own,), adapter) for own, adapter in enumerate([0, 0, 7, 7, 5])]
+    stored = [BlockStored(bytes([own]) * 32, None, (own,), adapter) for own, adapter in enumerate([0, 0, 7, 7, 5])]
     sent = kv_events_of(BlockBatch(1, 1.0, 4, tuple(stored), {7: "poet", 5: "bard"})).events
     assert [(event.stored.adapter, len(event.stored.blocks)) for event in sent] == [("", 2), ("poet", 2), ("bard", 1)]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 
-from jaxllm_server.observability.log_limit import SECONDS, Seldom
+from jaxllm_server.observability.log_limit import SECONDS, RateLimitFilter
 
 
 def test_a_line_comes_once_in_ten_seconds_and_says_how_many_did_not() -> None:
-    now, seldom = 100.0, Seldom("one", "jaxllm", clock=lambda: now)
+    now, seldom = 100.0, RateLimitFilter("one", "jaxllm", clock=lambda: now)
     shown: list[str] = []
 
     def log(message: str, *arguments: object, name: str = "jaxllm") -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from jaxllm.errors import UnsupportedError, UserError
-from jaxllm_server.generation.calls import Chunk, Part, PromptInfo, Usage
+from jaxllm_server.generation.calls import Chunk, Part, PromptInfo, TokenUsage
 from jaxllm_server.openai.chat import ChatReply
 from jaxllm_server.openai.chats import ChatsReply
 from jaxllm_server.shared.options import ServerOptions
@@ -27,7 +27,7 @@ def chats(*conversations, options=OPTIONS, **body):
 
 def chunk(text, ids):
     part = Part(0, text, "", [], ids, None, "stop", None, None)
-    return Chunk("r1", [part], PromptInfo([1] * len(ids), 0), Usage(5, len(ids)), None, True)
+    return Chunk("r1", [part], PromptInfo([1] * len(ids), 0), TokenUsage(5, len(ids)), None, True)
 
 
 def test_each_conversation_is_asked_as_it_is_alone() -> None:

@@ -13,7 +13,7 @@ from jaxllm.errors import ContextLengthError, OverloadedError, RequestFailedErro
 from jaxllm.outputs import Logprob
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.text.chat_template import compile_template
-from jaxllm_server.generation.calls import Chunk, NamedTool, Part, PromptInfo, Usage
+from jaxllm_server.generation.calls import Chunk, NamedTool, Part, PromptInfo, TokenUsage
 from jaxllm_server.generation.chat_checks import (
     check_messages,
     check_template_kwargs,
@@ -60,7 +60,7 @@ def part(text="", index=0, **fields):
 
 
 def chunk(*parts, usage=(3, 2), prompt=None, is_last=False):
-    return Chunk("r1", list(parts), prompt, Usage(*usage), None, is_last)
+    return Chunk("r1", list(parts), prompt, TokenUsage(*usage), None, is_last)
 
 
 def entry(value, text, rank=1):

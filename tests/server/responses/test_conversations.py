@@ -21,7 +21,7 @@ from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from jaxllm.outputs import Logprob
-from jaxllm_server.generation.calls import Chunk, Part, PromptInfo, Usage
+from jaxllm_server.generation.calls import Chunk, Part, PromptInfo, TokenUsage
 from jaxllm_server.parsers.table import REASONING_PARSERS, TOOL_PARSERS
 from jaxllm_server.parsers.tool_parsers import ToolCallDelta
 from jaxllm_server.responses.reply import REPEATED_NUMBERS, ResponseReply
@@ -65,7 +65,7 @@ class Speaker(FakeServing):
                     logprobs = [{ord(each): Logprob(-0.5, 1, each)} for each in self.text[start:end]]
                 part = Part(0, content, thought, calls, [1], logprobs, finish, None, None)
                 prompt = PromptInfo([7, 8, 9], 1) if number == 0 else None
-                yield Chunk(call.request_id, [part], prompt, Usage(3, number + 1, 1, 0), None, is_last)
+                yield Chunk(call.request_id, [part], prompt, TokenUsage(3, number + 1, 1, 0), None, is_last)
         finally:
             self.num_live -= 1
 
@@ -217,7 +217,7 @@ def test_log_probabilities_are_those_of_the_message() -> None:
             logprobs = [{each: Logprob(-0.5, 1, token)} for each, token in enumerate(own)]
             finish = "stop" if number == len(parts) - 1 else None
             part = Part(0, text, thought, made, [1], logprobs, finish, None, None, num_reasoning)
-            events = reply.events(0, Chunk("r1", [part], None, Usage(), None, finish is not None))
+            events = reply.events(0, Chunk("r1", [part], None, TokenUsage(), None, finish is not None))
             deltas = [event for event in events if event["type"] == "response.output_text.delta"]
             told += [entry["token"] for event in deltas for entry in event["logprobs"]]
         (message,) = (item for item in reply.snapshot()["output"] if item["type"] == "message")

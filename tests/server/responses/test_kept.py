@@ -13,21 +13,21 @@ import httpx
 import pytest
 
 from jaxllm.errors import EngineDeadError, OverloadedError
-from jaxllm_server.responses.store import LostError, ResponseStore, Stored, ordered, page_of
+from jaxllm_server.responses.store import LostError, ResponseStore, StoredResponse, ordered, page_of
 from jaxllm_server.shared.options import ServerOptions
 from tests.support.fake_serving import SCRIPT, FakeServing, http_server
 
 TEXT = "".join(SCRIPT)
 
 
-def stored(num_bytes: int, previous: str | None = None) -> Stored:
-    return Stored(b"r" * num_bytes, b"", previous)
+def stored(num_bytes: int, previous: str | None = None) -> StoredResponse:
+    return StoredResponse(b"r" * num_bytes, b"", previous)
 
 
 def test_the_store_is_bounded_and_who_holds_the_most_loses_the_oldest() -> None:
     rng = random.Random(0)
     store, most = ResponseStore(20_000), 20_000
-    kept: dict[tuple[str, str], Stored] = {}  # least recently used first
+    kept: dict[tuple[str, str], StoredResponse] = {}  # least recently used first
     for step in range(3000):
         client, response_id = rng.choice("abc"), f"resp_{rng.randrange(12)}"
         if rng.random() < 0.2:
@@ -281,7 +281,9 @@ def test_pages_are_slices_of_the_whole_list() -> None:
         names = [[f"{turn}-{number}" for number in range(draws.randrange(1, 4))] for turn in range(2 * count + 1)]
         lists = [[{"id": each} for each in own] for own in names]
         chain = [
-            Stored(json.dumps({"output": lists[2 * turn + 1]}).encode(), json.dumps(lists[2 * turn]).encode(), None)
+            StoredResponse(
+                json.dumps({"output": lists[2 * turn + 1]}).encode(), json.dumps(lists[2 * turn]).encode(), None
+            )
             for turn in range(count)
         ]
         is_ascending, limit = draws.random() < 0.5, draws.randrange(1, 9)
@@ -294,8 +296,8 @@ def test_pages_are_slices_of_the_whole_list() -> None:
 
 
 def test_a_short_page_reads_no_more_of_a_conversation_than_it_shows() -> None:
-    unreadable = Stored(b"no JSON", b"no JSON", None)
-    last = Stored(json.dumps({"output": [{"id": "b"}]}).encode(), json.dumps([{"id": "a"}]).encode(), None)
+    unreadable = StoredResponse(b"no JSON", b"no JSON", None)
+    last = StoredResponse(json.dumps({"output": [{"id": "b"}]}).encode(), json.dumps([{"id": "a"}]).encode(), None)
     own: list[dict[str, Any]] = [{"id": "c"}]
     page = page_of(ordered([unreadable, last], own, is_ascending=False), 2, None)
     assert [each["id"] for each in page["data"]] == ["c", "b"] and page["has_more"]  # type: ignore[union-attr]

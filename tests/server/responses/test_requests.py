@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.errors import FeatureDisabledError, UnsupportedError, UserError
-from jaxllm_server.generation.calls import Call, Chunk, NamedTool, Part, Usage
+from jaxllm_server.generation.calls import Call, Chunk, NamedTool, Part, TokenUsage
 from jaxllm_server.responses.items import MOST_PARTS, items_of, messages_of, references_of, response_id_of
 from jaxllm_server.responses.reply import FIELDS as KNOWN
 from jaxllm_server.responses.reply import REPEATED_NUMBERS, ResponseReply
@@ -230,7 +230,7 @@ def test_a_response_has_every_field(finish: str | None, completed_at: int | None
     own = reply()
     own.begin({"id": "resp_r", "created": 1, "model": "m", **NUMBERS, "clock": lambda: 7.5})
     part = Part(0, "A", "", [], [1], None, finish, None, None, 0)
-    own.events(0, Chunk("r1", [part], None, Usage(), None, finish is not None))
+    own.events(0, Chunk("r1", [part], None, TokenUsage(), None, finish is not None))
     found = own.snapshot()
     assert set(REQUIRED) <= found.keys()
     assert found["completed_at"] == completed_at

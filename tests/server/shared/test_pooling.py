@@ -33,7 +33,7 @@ from jaxllm.outputs import PoolingOutput, PoolingRequestOutput
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.text import tokenizer
 from jaxllm.text.tokenizer import load_tokenizer
-from jaxllm_server.access.client_quota import FairPlaces
+from jaxllm_server.access.client_quota import FairAdmission
 from jaxllm_server.generation.calls import Call
 from jaxllm_server.pooling import pooling
 from jaxllm_server.pooling.pool_calls import PoolCall, PoolResult
@@ -336,7 +336,7 @@ def test_places_are_taken_in_turns_within_both_bounds(prompts: list[Any], most: 
     waiting: list[tuple[str, int]] = []
     turns: dict[tuple[str, int], Counter[str]] = {}  # places granted while one waited, by client
 
-    async def work(number: int, places: FairPlaces) -> None:
+    async def work(number: int, places: FairAdmission) -> None:
         client, num_tokens, seconds, _ = prompts[number]
         waiting.append((client, number))
         turns[client, number] = Counter()
@@ -361,7 +361,7 @@ def test_places_are_taken_in_turns_within_both_bounds(prompts: list[Any], most: 
                 waiting.remove((client, number))
 
     async def play() -> None:
-        places = FairPlaces()
+        places = FairAdmission()
         tasks = [asyncio.ensure_future(work(number, places)) for number in range(len(prompts))]
         for task, (_, _, seconds, leaves) in zip(tasks, prompts, strict=True):
             for _ in range(seconds):

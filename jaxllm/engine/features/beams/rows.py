@@ -25,7 +25,7 @@ from jaxllm.runner.step_input import StepInput
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.scheduler import scheduler
 from jaxllm.scheduler.block_pool import content_root
-from jaxllm.scheduler.state import Events, Move, Plan
+from jaxllm.scheduler.state import Events, Fork, Plan
 
 
 @dataclass(slots=True, eq=False)
@@ -180,6 +180,6 @@ class BeamSearches(Feature):
         self.core.outputs.end_all(group, ["stop" if each.is_stopped else "length" for each in ended])
 
 
-def _move(group: SequenceGroup, child: Child) -> Move:
+def _move(group: SequenceGroup, child: Child) -> Fork:
     target, source = (group.sequences[member].sequence_id for member in (child.member, child.parent))
-    return Move(target, source, child.token)
+    return Fork(target, source, child.token)
