@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxllm import RequestOutputKind, SamplingParams
 from jaxllm.engine.model_info import ModelInfo
-from jaxllm.fleet import messages, node
+from jaxllm.fleet import node, wire
 from jaxllm.metrics import Load, Metrics
 from jaxllm.outputs import CompletionOutput, RequestOutput
 from jaxllm.text.tokenizer import NoTokenizer
@@ -77,4 +77,4 @@ class PretendEngine:
 
 if __name__ == "__main__":
     pretended: Any = PretendEngine()
-    asyncio.run(node.run(node.Settings(**messages.unpack(sys.stdin.buffer.read())), pretended))
+    asyncio.run(node.run(node.Settings(**wire.unpack(sys.stdin.buffer.read())), pretended))

@@ -40,14 +40,14 @@ def add_profile(parser: argparse.ArgumentParser, what: str = "the first steps") 
 
 
 def build(cls: type, options: Mapping[str, Any], **others: Any) -> Any:
-    """Raises Usage."""
+    """Raises UsageError."""
     with errors_by_flags(cls, has_sampling=options.get("command") in WITH_SAMPLING):
         return cls(**{**others, **given(options, cls)})
 
 
 @contextmanager
 def errors_by_flags(*classes: type, has_sampling: bool = False) -> Iterator[None]:
-    """Convert a UserError into Usage, naming flags instead of fields."""
+    """Convert a UserError into UsageError, naming flags instead of fields."""
     try:
         yield
     except UserError as error:

@@ -35,7 +35,7 @@ COMMANDS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises Usage."""
+    """An ArgumentParser that raises UsageError."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)

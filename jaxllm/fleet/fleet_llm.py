@@ -27,8 +27,8 @@ from jaxllm.engine.streaming_engine import StreamingEngine, set_result
 from jaxllm.errors import EngineDeadError, FeatureDisabledError, RequestFailedError, UnavailableError, UserError, late
 from jaxllm.fleet import node
 from jaxllm.fleet.choose import digests_of
-from jaxllm.fleet.door import ReplicaAddress
 from jaxllm.fleet.replica import Replica, RoutedRequest
+from jaxllm.fleet.replica_listener import ReplicaAddress
 from jaxllm.fleet.router import NONE_TAKES_WORK, Router
 from jaxllm.fleet.supervisor import Supervisor
 from jaxllm.metrics import DeviceReport, Load, Metrics, Observer, summed
@@ -46,7 +46,7 @@ _SHARED = ("generation_config", "default_params", "eos_ids", "vocab_size", "max_
 class FleetLLM(StreamingEngine, FleetCalls):
     """As `AsyncLLM`, with `config.data_parallel_size` replicas.
 
-    `num_local` of them are processes on this machine; others connect to `door`.
+    `num_local` of them are processes on this machine; others connect to `address`.
     """
 
     drains_replicas = True
@@ -56,7 +56,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
         model: str | EngineConfig | None = None,
         *,
         num_local: int | None = None,
-        door: ReplicaAddress | None = None,
+        address: ReplicaAddress | None = None,
         module: str = "jaxllm.fleet.node",  # run by local processes
         max_queued_requests: int | None = None,
         max_queued_tokens: int | None = None,
@@ -81,13 +81,13 @@ class FleetLLM(StreamingEngine, FleetCalls):
         if any(callable(each) for each in config.logits_processors):
             message = "logits_processors must be named, as package.module:function, with data_parallel_size above 1."
             raise UserError(message, "logits_processors")
-        if num_local < count and door is None:
+        if num_local < count and address is None:
             message = f"{count - num_local} of {count} replicas are left to other machines: give data_parallel_address."
             raise UserError(message, "data_parallel_address")
         self._observers: list[list[Observer]] = [[] for _ in self.replicas]
         self._model: ModelInfo | None = None
         self._supervisor = Supervisor(
-            self.replicas, self, self._settings_of, hang_timeout=self.hang_timeout, module=module, door=door
+            self.replicas, self, self._settings_of, hang_timeout=self.hang_timeout, module=module, address=address
         )
 
     @classmethod

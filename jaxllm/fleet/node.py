@@ -20,8 +20,8 @@ from typing import Any
 
 from jaxllm.engine.async_llm import AsyncLLM
 from jaxllm.errors import EngineError, RequestFailedError, UserError
-from jaxllm.fleet import messages
-from jaxllm.fleet.door import Greeting
+from jaxllm.fleet import wire
+from jaxllm.fleet.replica_listener import Greeting
 from jaxllm.log_lines import LineFormatter
 from jaxllm.metrics import StepReport
 from jaxllm.outputs import FinishReason, RequestOutput
@@ -110,7 +110,7 @@ class Node:
         tasks = [asyncio.ensure_future(work()) for work in (self._write, self._beat, self._start)]
         try:
             while True:
-                for name, *given in await messages.read_frame(self._reader):
+                for name, *given in await wire.read_frame(self._reader):
                     if name == "stop":
                         return True
                     if name == "refused":
@@ -132,7 +132,7 @@ class Node:
         self._say("leave")
 
     def _say(self, *message: Any) -> None:
-        self._outbox.append(messages.pack(message))
+        self._outbox.append(wire.pack(message))
         self._has_outputs |= message[0] == "output"
         self._changed.set()
 
@@ -143,7 +143,7 @@ class Node:
                 self._say(*self._condition())
             outbox, self._outbox, self._has_outputs = self._outbox, [], False
             self._changed.clear()
-            self._writer.write(messages.frame(outbox))
+            self._writer.write(wire.frame(outbox))
             await self._writer.drain()
 
     def _condition(self) -> tuple[Any, ...]:
@@ -229,7 +229,7 @@ def _own(error: Exception) -> Exception:
 
 
 def main() -> int:
-    settings = Settings(**messages.unpack(sys.stdin.buffer.read()))
+    settings = Settings(**wire.unpack(sys.stdin.buffer.read()))
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormatter(f"%(asctime)s %(levelname)s replica {settings.number} %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])

@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxllm.engine.life_cycle import EngineState
 from jaxllm.errors import UserError
-from jaxllm.fleet import messages, node
+from jaxllm.fleet import node, wire
 from jaxllm.metrics import DeviceReport, Load, Metrics, summed
 from jaxllm.sampling_params import SamplingParams
 
@@ -115,7 +115,7 @@ class Replica:
         )
         given = {each.name: getattr(settings, each.name) for each in fields(settings)}
         assert self.process.stdin is not None
-        self.process.stdin.write(messages.pack(given))
+        self.process.stdin.write(wire.pack(given))
         self.process.stdin.close()
 
     def connect(self, writer: asyncio.StreamWriter) -> None:
@@ -128,7 +128,7 @@ class Replica:
 
     def send(self, *message: Any) -> None:
         """Batched per event loop iteration."""
-        packed = messages.pack(message)
+        packed = wire.pack(message)
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outbox.append(packed)
@@ -136,12 +136,12 @@ class Replica:
     def _flush(self) -> None:
         outbox, self._outbox = self._outbox, []
         if outbox and self._writer is not None and not self._writer.is_closing():
-            self._writer.write(messages.frame(outbox))
+            self._writer.write(wire.frame(outbox))
 
     def say_last(self, *message: Any) -> None:
         """Send a message immediately, before closing."""
         if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(messages.frame([messages.pack(message)]))
+            self._writer.write(wire.frame([wire.pack(message)]))
 
     def add(self, request: RoutedRequest, num_runs: int = 1) -> None:
         count = request.num_sequences * len(request.prompt_token_ids)

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, Protocol
 
 from jaxllm.checks import shown
 from jaxllm.errors import EngineDeadError, UnavailableError, UserError, is_exhaustion
-from jaxllm.fleet import messages, node
-from jaxllm.fleet.door import Greeting, ReplicaAddress, ReplicaListener, is_same_key, read_greeting
+from jaxllm.fleet import node, wire
 from jaxllm.fleet.replica import Replica
+from jaxllm.fleet.replica_listener import Greeting, ReplicaAddress, ReplicaListener, is_same_key, read_greeting
 from jaxllm.version import __version__
 from pallas_kernels.own_folders import OwnFolder
 
@@ -59,14 +59,14 @@ class Supervisor:
         *,
         hang_timeout: float,
         module: str,
-        door: ReplicaAddress | None,
+        address: ReplicaAddress | None,
     ) -> None:
         """`settings_of(number, socket path)` returns a local replica's settings and environment.
 
         `module` is its main module. A replica that is silent for `hang_timeout` seconds counts as lost.
         """
         self._replicas, self._listener, self._settings_of = replicas, listener, settings_of
-        self._hang_timeout, self._module, self._door = hang_timeout, module, door
+        self._hang_timeout, self._module, self._address = hang_timeout, module, address
         self._folder = OwnFolder()
         self._servers: list[asyncio.Server] = []
         self.listener_from_afar: ReplicaListener | None = None
@@ -76,12 +76,12 @@ class Supervisor:
     async def start(self) -> None:
         path = str(self._folder.path / "socket")
         self._servers.append(await asyncio.start_unix_server(self._connected, path))
-        if self._door is not None:
-            self.listener_from_afar = ReplicaListener(self._door, self.connected_from_afar)
+        if self._address is not None:
+            self.listener_from_afar = ReplicaListener(self._address, self.connected_from_afar)
             try:
-                await self.listener_from_afar.start(*node.split_address(self._door.address))
+                await self.listener_from_afar.start(*node.split_address(self._address.address))
             except OSError as error:
-                message = f"data_parallel_address {self._door.address}: {error.strerror}."
+                message = f"data_parallel_address {self._address.address}: {error.strerror}."
                 raise UserError(message, "data_parallel_address") from error
         for replica in self._replicas:
             self._spawn(self.keep(replica, path) if replica.is_local else self._watch(replica))
@@ -203,7 +203,7 @@ class Supervisor:
             found = self._find(await read_greeting(reader), is_local)
             if isinstance(found, str):
                 self._warn("a replica is refused: %s", found)
-                writer.write(messages.frame([messages.pack(("refused", found))]))
+                writer.write(wire.frame([wire.pack(("refused", found))]))
                 await writer.drain()
                 return
             replica = found
@@ -214,7 +214,7 @@ class Supervisor:
             while replica.is_connected_by(writer):
                 replica.heard = time.monotonic()
                 self._listener.heard(replica, said)
-                said = await messages.read_frame(reader)
+                said = await wire.read_frame(reader)
         except (EOFError, OSError, TimeoutError):
             pass  # the peer disconnected or is not a replica
         except Exception as error:
@@ -239,8 +239,8 @@ class Supervisor:
             number = greeting.number
             known = number.isdecimal() and int(number) < len(self._replicas)
             return self._replicas[int(number)] if known else "its replica number is missing or invalid"
-        assert self._door is not None
-        if not is_same_key(greeting.key, self._door.key):
+        assert self._address is not None
+        if not is_same_key(greeting.key, self._address.key):
             return "its key is not the server's first --admin-api-key"
         if greeting.version != __version__:
             return f"it runs version {shown(greeting.version)}, this server version {__version__}"

@@ -255,17 +255,17 @@ def _engine(config: EngineConfig, options: ServerOptions, progress: bool) -> Eng
         return AsyncLLM(config, progress=progress, recorder=recorder_of(config, options), adapters=adapters, **bounds)
     if options.record is not None:
         raise combinations.refusal("record", combinations.FLEET)
-    from jaxllm.fleet.door import ReplicaAddress
     from jaxllm.fleet.fleet_llm import FleetLLM
+    from jaxllm.fleet.replica_listener import ReplicaAddress
 
-    door = None
+    address = None
     if options.data_parallel_address is not None:
         tls = None
         if options.ssl_certfile is not None:
             tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
             tls.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
-        door = ReplicaAddress(options.data_parallel_address, options.admin_api_key[0], tls)
-    return FleetLLM(config, num_local=options.data_parallel_size_local, door=door, **bounds)
+        address = ReplicaAddress(options.data_parallel_address, options.admin_api_key[0], tls)
+    return FleetLLM(config, num_local=options.data_parallel_size_local, address=address, **bounds)
 
 
 def be_replica(config: EngineConfig, options: ServerOptions) -> int:

@@ -116,7 +116,7 @@ def selects(labels: Mapping[str, str], deployment: Manifest) -> bool:
 
 @cache
 def served(arguments: tuple[str, ...]) -> tuple[ServerOptions, EngineConfig]:
-    """Parse the container's arguments like `jaxllm`, but read no file of flags; raises Usage if they are invalid."""
+    """Parse the container's arguments like `jaxllm`, but read no file of flags; raises UsageError."""
     options = cli.parse([each for each in arguments if not each.startswith("--config=")])
     if options["command"] != "serve":
         raise UsageError(f"the command is {options['command']}")

@@ -185,7 +185,7 @@ def _replica(patch: pytest.MonkeyPatch) -> Attempt:
             async def reap(self) -> None: ...
 
         replica: Any = Replica(number=0, error=None, model=None, is_given_up=False)
-        own = Supervisor([replica], mock.Mock(), lambda *_: (None, {}), hang_timeout=1, module="", door=None)  # type: ignore[arg-type,return-value]
+        own = Supervisor([replica], mock.Mock(), lambda *_: (None, {}), hang_timeout=1, module="", address=None)  # type: ignore[arg-type,return-value]
         with mock.patch.object(own, "until_lost", lambda _: asyncio.sleep(3600)):
             keeping = asyncio.ensure_future(own.keep(replica, ""))
             both = [keeping, asyncio.ensure_future(started.wait())]

@@ -22,7 +22,7 @@ from jaxllm import LLM, PoolingParams, RequestOutputKind, SamplingParams, UserEr
 from jaxllm.beam_search_params import BeamSearchParams
 from jaxllm.embedded import EMBEDDER_DIR, MODEL_DIR
 from jaxllm.errors import EngineDeadError, UnavailableError
-from jaxllm.fleet import messages, supervisor
+from jaxllm.fleet import supervisor, wire
 from jaxllm.fleet.fleet_llm import FleetLLM
 from jaxllm.metrics import Load, Metrics
 from jaxllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -52,16 +52,16 @@ def test_what_replicas_say_is_what_is_heard() -> None:
         [BlockStored(b"d", None, (1, 2)), BlockRemoved(b"d"), AllBlocksCleared()],
         {"ids": frozenset({3, 1}), 5: ("tuple", ["list"])},
     ]
-    heard = messages.unpack(messages.pack(said))
+    heard = wire.unpack(wire.pack(said))
     assert heard == said
     for mine, theirs in zip(heard, said, strict=True):
         assert type(mine) is type(theirs)
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
-    np.testing.assert_array_equal(messages.unpack(messages.pack(array)), array)
-    error = messages.unpack(messages.pack(UserError("no", "prompt", 3)))
+    np.testing.assert_array_equal(wire.unpack(wire.pack(array)), array)
+    error = wire.unpack(wire.pack(UserError("no", "prompt", 3)))
     assert (type(error), str(error), error.parameter) == (UserError, "no", "prompt")
     with pytest.raises(TypeError, match="cannot be sent"):
-        messages.pack(object())
+        wire.pack(object())
 
 
 @asynccontextmanager

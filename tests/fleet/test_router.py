@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from jaxllm import SamplingParams, UserError
 from jaxllm.errors import UnavailableError
-from jaxllm.fleet import messages
-from jaxllm.fleet.door import Greeting, ReplicaAddress
+from jaxllm.fleet import wire
 from jaxllm.fleet.replica import Replica, RoutedRequest
+from jaxllm.fleet.replica_listener import Greeting, ReplicaAddress
 from jaxllm.fleet.router import Router
 from jaxllm.fleet.supervisor import Supervisor
 from jaxllm.metrics import Load, Metrics
@@ -124,8 +124,8 @@ class Noting:
 
 
 def supervising(replica: Replica, listener: Noting) -> Supervisor:
-    door, none = ReplicaAddress("localhost:1", "key"), Any
-    return Supervisor([replica], listener, lambda *_: none, hang_timeout=1.0, module="", door=door)
+    address, none = ReplicaAddress("localhost:1", "key"), Any
+    return Supervisor([replica], listener, lambda *_: none, hang_timeout=1.0, module="", address=address)
 
 
 async def test_a_replica_that_is_lost_is_not_heard_any_more() -> None:
@@ -136,7 +136,7 @@ async def test_a_replica_that_is_lost_is_not_heard_any_more() -> None:
     old, reader = Connection(), asyncio.StreamReader()
 
     def say(*said: Any) -> None:
-        reader.feed_data(messages.frame([messages.pack(each) for each in said]))
+        reader.feed_data(wire.frame([wire.pack(each) for each in said]))
 
     reader.feed_data(Greeting(__version__, "", b"key").pack())
     hearing = asyncio.ensure_future(supervisor.connected_from_afar(reader, old))

@@ -35,7 +35,7 @@ from jaxllm.structured_output.grammars import Grammars
 from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
 from jaxllm.v1 import inference_pb2
 from jaxllm_server.generation.calls import Call, Chunk
-from jaxllm_server.grpc import messages, replies
+from jaxllm_server.grpc import reading, replies
 from jaxllm_server.grpc.error_details import failure_of
 from jaxllm_server.openai.chat import ChatReply
 from jaxllm_server.openai.completions import CompletionReply
@@ -153,11 +153,11 @@ class Doors:
 
     def _answer_message(self, kind: type[Message], message: Any, stream: bool) -> None:
         if kind is inference_pb2.TokenizeRequest:
-            self._run(self.serving.tokenize(messages.tokenize_call_of(message, max_json_depth=MOST_DEPTH)))
+            self._run(self.serving.tokenize(reading.tokenize_call_of(message, max_json_depth=MOST_DEPTH)))
         elif kind is inference_pb2.DetokenizeRequest:
-            self._run(self.serving.detokenize(messages.detokenize_ids_of(message)))
+            self._run(self.serving.detokenize(reading.detokenize_ids_of(message)))
         else:
-            call = messages.call_of(message, message.request_id or "id", stream=stream, max_json_depth=MOST_DEPTH)
+            call = reading.call_of(message, message.request_id or "id", stream=stream, max_json_depth=MOST_DEPTH)
             chunks = self._run(self._chunks(call))
             reply = replies.reply_of(message, self.serving.check_model(message.model))
             reply.response(chunks[-1]).SerializeToString()

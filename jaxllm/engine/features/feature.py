@@ -66,7 +66,7 @@ class Feature:
     name: ClassVar[str]  # key in `Accepted.states` and `SequenceGroup.states`
     options: ClassVar[tuple[str, ...]] = ()  # further request arguments
     takes: ClassVar[tuple[type, ...]] = ()  # parameter types besides SamplingParams
-    sends: ClassVar[tuple[type, ...]] = ()  # plain data types of requests and `ModelInfo`, for `fleet.messages`
+    sends: ClassVar[tuple[type, ...]] = ()  # plain data types of requests and `ModelInfo`, for `fleet.wire`
 
     def __init__(self, core: Core) -> None:
         self.core = core

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from jaxllm.errors import UserError
 from jaxllm.pooling_params import PoolingTask
 from jaxllm.v1 import inference_pb2, types_pb2
-from jaxllm_server.grpc.messages import refuse_unknown_fields
+from jaxllm_server.grpc.reading import refuse_unknown_fields
 from jaxllm_server.pooling.pool_calls import PoolCall, PoolResult
 
 if TYPE_CHECKING:

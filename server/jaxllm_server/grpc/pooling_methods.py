@@ -12,7 +12,7 @@ from grpc.aio import ServicerContext
 from jaxllm.errors import RequestIdInUseError
 from jaxllm.v1 import inference_pb2
 from jaxllm_server.access.ledger import REQUESTS
-from jaxllm_server.grpc import pooling_messages as messages
+from jaxllm_server.grpc import pooling_messages
 from jaxllm_server.grpc.error_details import failure_of
 from jaxllm_server.grpc.servicer import REQUEST_ID, Servicer, Writer, first
 from jaxllm_server.pooling.pool_calls import PoolCall, PoolResult
@@ -23,14 +23,14 @@ class PoolingMethods(Servicer):
 
     async def Embed(self, request: inference_pb2.EmbedRequest, context: ServicerContext) -> inference_pb2.EmbedResponse:
         request_id, model, (result,) = await self._pooled(request, context)
-        return messages.embedding_of(request_id, model, result)
+        return pooling_messages.embedding_of(request_id, model, result)
 
     async def StreamEmbed(self, requests: AsyncIterator[inference_pb2.EmbedRequest], context: ServicerContext) -> None:
         """Stream an embedding per request as it is computed; reads requests as the queue has room."""
         client, model = self._client_of(context), self._serving.names[0]
 
         def read(request: inference_pb2.EmbedRequest) -> PoolCall:
-            return replace(messages.pool_call_of(request, request.request_id or None), client=client)
+            return replace(pooling_messages.pool_call_of(request, request.request_id or None), client=client)
 
         answers = await self._serving.pooling.stream(requests, read, client)
         # Sent immediately: a grpc.aio client that writes while its call is refused gets no reason (grpc/grpc#36066),
@@ -43,7 +43,7 @@ class PoolingMethods(Servicer):
                     status = failure_of(outcome, request, request.request_id).status.SerializeToString()
                     own = inference_pb2.EmbedResponse(request_id=request.request_id, index=index, error=status)
                 else:
-                    own = messages.embedding_of(request.request_id, model, outcome, index)
+                    own = pooling_messages.embedding_of(request.request_id, model, outcome, index)
                 await writer.write(own)
 
     async def Classify(
@@ -52,16 +52,16 @@ class PoolingMethods(Servicer):
         request_id, model, (result,) = await self._pooled(request, context)
         pooler = self._serving.engine.model.pooler
         assert pooler is not None
-        return messages.classification_of(request_id, model, result, pooler.labels)
+        return pooling_messages.classification_of(request_id, model, result, pooler.labels)
 
     async def Score(self, request: inference_pb2.ScoreRequest, context: ServicerContext) -> inference_pb2.ScoreResponse:
-        return messages.scores_of(*await self._pooled(request, context))
+        return pooling_messages.scores_of(*await self._pooled(request, context))
 
     async def _pooled(
-        self, request: messages.PoolRequest, context: ServicerContext
+        self, request: pooling_messages.PoolRequest, context: ServicerContext
     ) -> tuple[str, str, list[PoolResult]]:
         request_id, is_hint, client = self._admit(request, context)
-        call = replace(await self._read(client, request, messages.pool_call_of, request_id), client=client)
+        call = replace(await self._read(client, request, pooling_messages.pool_call_of, request_id), client=client)
 
         async def pool(call: PoolCall) -> list[PoolResult]:
             with self._serving.ledger.entry(client) as entry:

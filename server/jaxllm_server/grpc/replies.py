@@ -14,7 +14,7 @@ from jaxllm.outputs import Logprob
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.state import AllBlocksCleared, BlockRemoved, BlockStored
 from jaxllm.v1 import control_pb2, inference_pb2, types_pb2
-from jaxllm_server.grpc.messages import SAMPLING_NAMES
+from jaxllm_server.grpc.reading import SAMPLING_NAMES
 
 if TYPE_CHECKING:
     from jaxllm.engine.kv_events import BlockBatch

@@ -18,7 +18,7 @@ from grpc.aio import ServicerContext
 from jaxllm.errors import EngineError, RequestIdInUseError, UserError
 from jaxllm.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
 from jaxllm.version import __version__
-from jaxllm_server.grpc import messages, pooling_messages, replies
+from jaxllm_server.grpc import pooling_messages, reading, replies
 from jaxllm_server.grpc.pooling_methods import PoolingMethods
 from jaxllm_server.grpc.servicer import REQUEST_ID, Writer
 
@@ -73,14 +73,14 @@ class InferenceService(PoolingMethods, inference_pb2_grpc.InferenceServiceServic
     ) -> inference_pb2.TokenizeResponse:
         most = self._serving.options.max_json_depth
         client = self._client_of(context)
-        call = await self._read(client, request, messages.tokenize_call_of, max_json_depth=most)
+        call = await self._read(client, request, reading.tokenize_call_of, max_json_depth=most)
         ids = await self._serving.tokenize(replace(call, client=client))
         return inference_pb2.TokenizeResponse(token_ids=ids, max_model_len=self._serving.engine.model.max_model_len)
 
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: ServicerContext
     ) -> inference_pb2.DetokenizeResponse:
-        ids = await self._read(self._client_of(context), request, messages.detokenize_ids_of)
+        ids = await self._read(self._client_of(context), request, reading.detokenize_ids_of)
         self._serving.check_model(request.model)
         text = await self._serving.detokenize(ids, self._client_of(context), request.model)
         return inference_pb2.DetokenizeResponse(text=text)
@@ -130,7 +130,7 @@ class InferenceService(PoolingMethods, inference_pb2_grpc.InferenceServiceServic
         """Return the chunks of a request, not yet started, and their converter."""
         request_id, is_hint, client = self._admit(request, context)
         most = self._serving.options.max_json_depth
-        call = await self._read(client, request, messages.call_of, request_id, stream=stream, max_json_depth=most)
+        call = await self._read(client, request, reading.call_of, request_id, stream=stream, max_json_depth=most)
         call = replace(call, client=client, num_bytes=request.ByteSize())
         model = self._serving.check_model(request.model, request.adapter)
         chunks = self._hinted(call) if is_hint else self._serving.generate(call)

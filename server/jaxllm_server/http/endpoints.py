@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jaxllm.errors import FeatureDisabledError, UnavailableError, UserError
 from jaxllm.version import __version__
 from jaxllm_server.access.client_quota import CallLimit
-from jaxllm_server.anthropic.messages import MessagesReply, count_call_of
+from jaxllm_server.anthropic.replies import MessagesReply, count_call_of
 from jaxllm_server.http import adapter_routes, docs_page, pooling_routes
 from jaxllm_server.http.answering import Answering, Made, MakeReply
 from jaxllm_server.http.answers import TextAnswer, json_response, while_connected

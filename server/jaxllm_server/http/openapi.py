@@ -10,7 +10,7 @@ from dataclasses import fields as fields_of
 from typing import Any
 
 from jaxllm.sampling_params import SamplingParams
-from jaxllm_server.anthropic.messages import MessagesReply
+from jaxllm_server.anthropic.replies import MessagesReply
 from jaxllm_server.http.guard import ADMIN_PATHS, OPEN_PATHS
 from jaxllm_server.http.routes import JSON, ApiRoute, Body
 from jaxllm_server.http.schemas import FLAG, IDLE, IDS, INTEGER, NUMBER, OBJECT, PROMPTS, STRINGS, TEXT, Schema

@@ -10,7 +10,7 @@ import pytest
 
 from jaxllm.errors import OverloadedError, RequestFailedError, UnsupportedError, UserError
 from jaxllm_server.anthropic.errors import error_body_of
-from jaxllm_server.anthropic.messages import MessagesReply, count_call_of
+from jaxllm_server.anthropic.replies import MessagesReply, count_call_of
 from jaxllm_server.generation.calls import NamedTool
 from jaxllm_server.shared.options import ServerOptions
 from jaxllm_server.shared.strict_json import object_of

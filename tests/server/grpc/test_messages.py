@@ -24,16 +24,16 @@ from jaxllm.structured_outputs_params import StructuredOutputsParams
 from jaxllm.v1 import inference_pb2 as pb
 from jaxllm.v1 import types_pb2 as ty
 from jaxllm_server.generation.calls import Chunk, NamedTool, Part, PromptInfo, Timing, TokenUsage
-from jaxllm_server.grpc import error_details, messages, replies
+from jaxllm_server.grpc import error_details, reading, replies
 from jaxllm_server.parsers.tool_parsers import ToolCallDelta
 from jaxllm_server.shared.error_table import AdminRequiredError, AuthError
 
 MOST_DEPTH = 64
-SOURCES = Path(messages.__file__).parent
+SOURCES = Path(reading.__file__).parent
 
 
 def call_of(request: pb.GenerateRequest, *, stream: bool = True) -> Any:
-    return messages.call_of(request, "id", stream=stream, max_json_depth=MOST_DEPTH)
+    return reading.call_of(request, "id", stream=stream, max_json_depth=MOST_DEPTH)
 
 
 # Requests: every field has an effect.
@@ -326,14 +326,14 @@ def test_a_map_of_countless_entries_is_refused_before_it_is_copied(path: str) ->
                 request.chat.template_kwargs.fields[f"{number}"].number_value = 1.0
         return request
 
-    call_of(request_of(messages.MAX_NESTED_MESSAGES))
+    call_of(request_of(reading.MAX_NESTED_MESSAGES))
     with pytest.raises(errors.UserError, match="more than 16384 messages") as caught:
-        call_of(request_of(messages.MAX_NESTED_MESSAGES + 1))
+        call_of(request_of(reading.MAX_NESTED_MESSAGES + 1))
     assert caught.value.parameter == path
 
 
 def test_the_mapping_is_pure() -> None:
-    for name in ("messages.py", "replies.py", "pooling_messages.py", "error_details.py"):
+    for name in ("reading.py", "replies.py", "pooling_messages.py", "error_details.py"):
         tree = ast.parse((SOURCES / name).read_text())
         imported = {
             (node.module or "") if isinstance(node, ast.ImportFrom) else alias.name

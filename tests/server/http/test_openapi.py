@@ -14,7 +14,7 @@ import pytest
 from jaxllm.errors import UserError
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
-from jaxllm_server.anthropic.messages import MessagesReply, count_call_of
+from jaxllm_server.anthropic.replies import MessagesReply, count_call_of
 from jaxllm_server.generation.chat_checks import check_tools
 from jaxllm_server.http.endpoints import Endpoints
 from jaxllm_server.http.openapi import description_of

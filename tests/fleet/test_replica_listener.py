@@ -14,9 +14,9 @@ from typing import Any
 import msgpack
 import pytest
 
-from jaxllm.fleet import door, messages
-from jaxllm.fleet.door import Greeting, ReplicaAddress
+from jaxllm.fleet import replica_listener, wire
 from jaxllm.fleet.replica import Replica
+from jaxllm.fleet.replica_listener import Greeting, ReplicaAddress
 from jaxllm.fleet.supervisor import Supervisor
 from jaxllm.version import __version__
 from tests.fleet.test_router import Noting
@@ -34,15 +34,15 @@ def nested(depth: int, code: int = 1) -> bytes:
 @pytest.mark.parametrize("code", range(1, 6))
 def test_objects_within_objects_are_bounded(code: int) -> None:
     with pytest.raises(ValueError, match="deep"):
-        messages.unpack(nested(64, code))
+        wire.unpack(nested(64, code))
 
 
 @asynccontextmanager
 async def listening(tls: ssl.SSLContext | None = None) -> AsyncIterator[tuple[int, Supervisor, Replica, Noting]]:
     replica, noting, nothing = Replica(0, is_local=False), Noting(), Any
     own = ReplicaAddress("127.0.0.1:1", KEY, tls)
-    supervisor = Supervisor([replica], noting, lambda *_: nothing, hang_timeout=9.0, module="", door=own)
-    listener = supervisor.listener_from_afar = door.ReplicaListener(own, supervisor.connected_from_afar)
+    supervisor = Supervisor([replica], noting, lambda *_: nothing, hang_timeout=9.0, module="", address=own)
+    listener = supervisor.listener_from_afar = replica_listener.ReplicaListener(own, supervisor.connected_from_afar)
     port = await listener.start("127.0.0.1", 0)
     try:
         yield port, supervisor, replica, noting
@@ -52,13 +52,13 @@ async def listening(tls: ssl.SSLContext | None = None) -> AsyncIterator[tuple[in
 
 def strange(draws: random.Random) -> bytes:
     """Draw the first bytes of a stranger: noise, a replica's frames, greetings with a wrong key or without one."""
-    said = messages.pack(("hello", __version__, None, KEY))
+    said = wire.pack(("hello", __version__, None, KEY))
     good = bytearray(Greeting(__version__, "", KEY.encode()).pack())
     good[draws.randrange(2, len(good))] ^= 1 << draws.randrange(7)
     kinds = [
         draws.randbytes(draws.randrange(1, 3000)),
-        messages.frame([said]),
-        messages.frame([nested(draws.randrange(1, 600), draws.randrange(8))]),
+        wire.frame([said]),
+        wire.frame([nested(draws.randrange(1, 600), draws.randrange(8))]),
         b"\x04\x00" + nested(200),
         Greeting(__version__, "0", b"").pack(),
         bytes(good),
@@ -74,7 +74,7 @@ async def test_nothing_of_a_stranger_is_decoded(monkeypatch: pytest.MonkeyPatch)
     draws = random.Random(1)
     async with listening() as (port, _, replica, noting):
         with monkeypatch.context() as patched:
-            patched.setattr(messages, "unpack", unpack)
+            patched.setattr(wire, "unpack", unpack)
             patched.setattr(noting, "heard", unpack)
             for _ in range(200):
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -103,12 +103,12 @@ async def test_silent_strangers_keep_no_replica_out(with_tls: bool, certificates
             writer.write(b"\x16\x03\x01" if with_tls else b"\x00")
         began = time.monotonic()
         reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trust)
-        writer.write(Greeting(__version__, "", KEY.encode()).pack() + messages.frame([messages.pack(("one",))]))
+        writer.write(Greeting(__version__, "", KEY.encode()).pack() + wire.frame([wire.pack(("one",))]))
         while noting.said != [("one",)]:
             await asyncio.sleep(0.001)
             assert time.monotonic() - began < 1.0
         listener = supervisor.listener_from_afar
-        assert listener is not None and len(listener.strangers) < door.MOST_STRANGERS
+        assert listener is not None and len(listener.strangers) < replica_listener.MOST_STRANGERS
         ended = 0
         for stranger, _ in strangers:
             try:
@@ -117,9 +117,9 @@ async def test_silent_strangers_keep_no_replica_out(with_tls: bool, certificates
                 pass
             except ConnectionResetError:
                 ended += 1
-        assert ended >= len(strangers) - door.MOST_STRANGERS
+        assert ended >= len(strangers) - replica_listener.MOST_STRANGERS
         late = [await asyncio.open_connection("127.0.0.1", port) for _ in range(40)]
-        writer.write(messages.frame([messages.pack(("two",))]))
+        writer.write(wire.frame([wire.pack(("two",))]))
         while noting.said != [("one",), ("two",)]:
             await asyncio.sleep(0.001)
             assert time.monotonic() - began < 5.0
@@ -129,7 +129,7 @@ async def test_silent_strangers_keep_no_replica_out(with_tls: bool, certificates
 
 
 async def test_a_stranger_is_let_go_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "HELLO_SECONDS", 0.1)
+    monkeypatch.setattr(replica_listener, "HELLO_SECONDS", 0.1)
 
     async with listening() as (port, *_):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

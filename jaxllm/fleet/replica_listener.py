@@ -70,9 +70,9 @@ def is_same_key(given: bytes, key: str) -> bool:
 class ReplicaListener:
     """Limits unauthenticated connections."""
 
-    def __init__(self, door: ReplicaAddress, connected: Connected) -> None:
+    def __init__(self, address: ReplicaAddress, connected: Connected) -> None:
         """`connected` checks the greeting, and then calls `admit`."""
-        self._tls, self._connected = door.tls, connected
+        self._tls, self._connected = address.tls, connected
         self.strangers: dict[asyncio.Task[None], None] = {}
         self._admitted: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None] | None = None
