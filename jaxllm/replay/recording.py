@@ -242,7 +242,7 @@ def pack_request(request: Request, pseudonyms: Pseudonyms | None = None) -> dict
         "root": root,
         "adapter": request.adapter,
         "may_draft": request.may_draft,
-        "gang": request.gang,
+        "beam_group": request.beam_group,
         "tokens": tokens.tobytes(),
     }
 

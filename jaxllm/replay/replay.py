@@ -235,7 +235,7 @@ def _read_request(fields: Mapping[str, Any]) -> Request:
         root=fields["root"],
         adapter=int(fields["adapter"]),
         may_draft=bool(fields["may_draft"]),
-        gang=int(fields["gang"]),
+        beam_group=int(fields["beam_group"]),
         reads_cache=bool(fields["reads_cache"]),
         name=str(fields["name"]),
     )

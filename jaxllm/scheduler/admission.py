@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from jaxllm.scheduler import gangs, occupancy, windowed
+from jaxllm.scheduler import beam_groups, occupancy, windowed
 from jaxllm.scheduler.state import Admission, Limits, StateEditor, Waiting
 from jaxllm.scheduler.windowed import Entering
 
@@ -35,20 +35,22 @@ def admit(
     has_host = limits.num_host_blocks > 0
     skipped: list[Waiting] = []
     for place, entry in enumerate(editor.waiting):
-        if place < len(skipped) + len(admitted):  # in the gang of an earlier entry
+        if place < len(skipped) + len(admitted):  # in the beam group of an earlier entry
             continue
         if not free_slots or budget == 0 or len(rows) == limits.max_step_chunks:
             break
         if places is not None:
             adapter = entry.request.adapter
             if adapter in places.closed or not places.admits(adapter):  # the former is usual in a long queue
-                skipped += gangs.queued(editor.waiting, place) if entry.request.gang else (entry,)
+                skipped += beam_groups.queued(editor.waiting, place) if entry.request.beam_group else (entry,)
                 continue
         if limits.whole_prompts and entry.known > budget:  # a step without other rows has room for any
             break
-        if entry.request.gang:
-            members = gangs.queued(editor.waiting, place)
-            num_tokens = _admit_gang(editor, limits, members, free_slots, num_running, rows, budget, admitted, table)
+        if entry.request.beam_group:
+            members = beam_groups.queued(editor.waiting, place)
+            num_tokens = _admit_beam_group(
+                editor, limits, members, free_slots, num_running, rows, budget, admitted, table
+            )
             if num_tokens is None:
                 break
             if places is not None:
@@ -105,7 +107,7 @@ def admit(
         editor.adapters = places.residents
 
 
-def _admit_gang(
+def _admit_beam_group(
     editor: StateEditor,
     limits: Limits,
     members: Sequence[Waiting],
@@ -116,13 +118,13 @@ def _admit_gang(
     admitted: list[Admission],
     table: list[np.ndarray],
 ) -> int | None:
-    """Give slots and blocks to all members of a gang; return the tokens of its rows; None if it does not fit.
+    """Give slots and blocks to all members of a beam group; return the tokens of its rows; None if it does not fit.
 
     Adds to `rows`, `admitted` and `table`. Later plans continue members for which no tokens are left, in order of rank.
     """
     if len(members) > len(free_slots):
         return None
-    found = gangs.find(editor, limits, members)
+    found = beam_groups.find(editor, limits, members)
     total = [-(-entry.known // limits.block_size) for entry in members[: len(found)]]
     num_new = [count - max(len(each.hits), each.count) for count, each in zip(total, found, strict=True)]
     hits = list({block for each in found for block in each.hits})
@@ -163,7 +165,7 @@ def _admit_gang(
             rows.append((slot, start, length))
             num_tokens += length
         admitted.append(Admission(slot, entry.request, entry.known, start))
-    editor.gangs = (*editor.gangs, tuple(slots))
+    editor.beam_groups = (*editor.beam_groups, tuple(slots))
     return num_tokens
 
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from jaxllm.scheduler import block_pool, drafting, gangs, windowed
+from jaxllm.scheduler import beam_groups, block_pool, drafting, windowed
 from jaxllm.scheduler.state import Limits, Request, Running, StateEditor, Waiting
 
 NO_TOKEN = np.iinfo(np.int32).max
@@ -35,7 +35,9 @@ def occupy(
 def requeue(editor: StateEditor, limits: Limits, slot: int) -> None:
     """Queue a running request again with its known tokens; `vacate` must free its slot and blocks."""
     record = editor.owner(slot)
-    known = int(editor.slots.known[slot]) or record.request.num_prompt  # of a gang's member without work: no tokens yet
+    known = (
+        int(editor.slots.known[slot]) or record.request.num_prompt
+    )  # of a beam group's member without work: no tokens yet
     digests = digests_of(record.request, limits, record.digests, known)
     editor.enqueue([Waiting(record.request, record.order, known, digests)])
 
@@ -70,8 +72,8 @@ def vacate(
                 windowed.publish(editor, slot, digests, range(first, len(digests)))
             windowed.leave(editor, slot, named)
         editor.running[slot], editor.tables[slot] = None, ()
-    if editor.gangs:
-        gangs.disband(editor, slots)
+    if editor.beam_groups:
+        beam_groups.disband(editor, slots)
     editor.rank_adapters()
     # A free slot has limit and length 0, so that no column test finds work for it.
     own = editor.own_slots

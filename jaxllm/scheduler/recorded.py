@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxllm.scheduler import gangs, scheduler, state
+from jaxllm.scheduler import beam_groups, scheduler, state
 from jaxllm.scheduler.host_tier import Landed
 from jaxllm.scheduler.state import BlockEvent, Events, Fork, Limits, Plan, Request, State
 
@@ -48,7 +48,7 @@ class Recorder(Protocol):
         """Record a step's tokens."""
 
     def forked(self, moves: Sequence[Fork]) -> None:
-        """Record a fork of a gang."""
+        """Record a fork of a beam group."""
 
     def close(self) -> None:
         """End the recording."""
@@ -74,8 +74,8 @@ class RecordedScheduler:
     def abort(self, reasons: Mapping[int, str]) -> None:
         self.state = scheduler.abort(self.state, self.limits, reasons)
         gone = frozenset(reasons)
-        if any(request_id in self.requests and self.requests[request_id].gang for request_id in reasons):
-            gone = gangs.closure(self.requests.values(), gone)
+        if any(request_id in self.requests and self.requests[request_id].beam_group for request_id in reasons):
+            gone = beam_groups.closure(self.requests.values(), gone)
         for request_id in gone:
             self.requests.pop(request_id, None)
         if self._recorder is not None:
@@ -123,7 +123,7 @@ class RecordedScheduler:
         return events
 
     def fork(self, moves: Sequence[Fork]) -> None:
-        """Fork a gang, and set each member's tokens: its parent's, and a new one."""
+        """Fork a beam group, and set each member's tokens: its parent's, and a new one."""
         self.state = scheduler.fork(self.state, self.limits, moves)
         parents = {move.source: self.requests[move.source].tokens[:] for move in moves}
         for move in moves:

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxllm.errors import ContextLengthError
 from jaxllm.outputs import FinishReason
-from jaxllm.scheduler import drafting, gangs, host_tier, occupancy, windowed
+from jaxllm.scheduler import beam_groups, drafting, host_tier, occupancy, windowed
 from jaxllm.scheduler.admission import admit
 from jaxllm.scheduler.host_tier import Landed
 from jaxllm.scheduler.state import (
@@ -34,11 +34,11 @@ from jaxllm.scheduler.state import (
 
 
 def check_fits(limits: Limits, num_prompt: int, limit: int, width: int = 1) -> None:
-    """Raise ContextLengthError for a request of at most `limit` tokens, or a gang of `width`, larger than the pool."""
+    """Raise ContextLengthError for a request of at most `limit` tokens, or a beam group of `width`, beyond the pool."""
     needed = -(-max(num_prompt, limit - 1) // limits.block_size)  # the last token is sampled, never computed
     windowed_needed = width * min(needed, windowed.most(limits.window, limits.block_size)) if limits.window else 0
     if width > 1:
-        needed = gangs.blocks_needed(limits, num_prompt, limit, width)
+        needed = beam_groups.blocks_needed(limits, num_prompt, limit, width)
     if needed > limits.num_blocks:
         raise ContextLengthError(
             f"The request may reach {limit} tokens and would need {needed} KV blocks of {limits.block_size} "
@@ -59,12 +59,12 @@ def add(state: State, limits: Limits, requests: Sequence[Request]) -> State:
     """Queue requests; raise UserError, without queuing any, if one could not run alone in the pool."""
     editor = StateEditor(state)
     entries: list[Waiting] = []
-    gangs.check(requests)
-    widths = Counter(request.gang for request in requests if request.gang)
+    beam_groups.check(requests)
+    widths = Counter(request.beam_group for request in requests if request.beam_group)
     for request in requests:
         if request.adapter and not limits.max_adapters:
             raise ValueError(f"request {request.name!r:.80} has an adapter, and there are no places for any")
-        check_fits(limits, request.num_prompt, request.limit, widths.get(request.gang, 1))
+        check_fits(limits, request.num_prompt, request.limit, widths.get(request.beam_group, 1))
         before = entries[-1] if entries else None
         if before and before.request.root == request.root and before.request.tokens == request.tokens:
             digests = before.digests  # the next sample of the same prompt
@@ -77,17 +77,17 @@ def add(state: State, limits: Limits, requests: Sequence[Request]) -> State:
 
 
 def abort(state: State, limits: Limits, request_ids: Collection[int]) -> State:
-    """Remove requests and their gangs in any phase, and release their blocks; unknown ids are ignored."""
+    """Remove requests and their beam groups in any phase, and release their blocks; unknown ids are ignored."""
     gone = frozenset(request_ids)
     editor = StateEditor(state)
-    queue = [entry.request for entry in state.waiting if entry.request.gang]
+    queue = [entry.request for entry in state.waiting if entry.request.beam_group]
     if queue:
-        gone = gangs.closure(queue, gone)
+        gone = beam_groups.closure(queue, gone)
     if any(entry.request.sequence_id in gone for entry in state.waiting):
         editor.waiting = tuple(entry for entry in state.waiting if entry.request.sequence_id not in gone)
     slots = [slot for slot in _taken_slots(editor) if editor.owner(slot).request.sequence_id in gone]
-    if editor.gangs:
-        slots = sorted(gangs.with_members(editor.gangs, slots))
+    if editor.beam_groups:
+        slots = sorted(beam_groups.with_members(editor.beam_groups, slots))
     if slots:
         occupancy.vacate(editor, limits, slots)
     if limits.swaps:
@@ -124,19 +124,19 @@ def plan(state: State, limits: Limits, now: float) -> tuple[State, Plan]:
     editor = StateEditor(state)
     table: list[np.ndarray] = []
     if limits.window:
-        windowed.give_back(editor, limits, table, gangs.held(editor) if editor.gangs else NO_ROWS)
+        windowed.give_back(editor, limits, table, beam_groups.held(editor) if editor.beam_groups else NO_ROWS)
     preempted = _grow(editor, limits, table)
 
     moves = NO_MOVES
     if editor.entries or editor.copies:
-        entries, moves = gangs.take_changes(editor)
+        entries, moves = beam_groups.take_changes(editor)
         table.insert(0, entries)
 
     issued, length = editor.slots.issued, editor.slots.length
     chunking = issued < editor.slots.given
     decodes = (issued < length) & (length < editor.slots.limit) & ~chunking
-    if editor.gangs:
-        decodes[gangs.held(editor)] = False
+    if editor.beam_groups:
+        decodes[beam_groups.held(editor)] = False
     row_slots = decodes.nonzero()[0]
     starts = issued[row_slots]
     num_decodes = len(row_slots)
@@ -207,7 +207,7 @@ def commit(
 
     Results of requests that ended, were preempted or got further tokens since are dropped: the request samples the
     token again, equal because randomness depends only on seed and position. Non-finite logits end the row's request
-    with its gang. Rows of gangs yield no tokens: see `fork`.
+    with its beam group. Rows of beam groups yield no tokens: see `fork`.
     """
     slots = state.slots
     editor = StateEditor(state)
@@ -221,11 +221,11 @@ def commit(
         live &= ~late
         _plan_again(editor, limits, step.slots[late])
     answered, complete = NO_ROWS, ()
-    if editor.gangs:
+    if editor.beam_groups:
         if failed_slots:
-            failed_slots = gangs.with_members(editor.gangs, failed_slots)
+            failed_slots = beam_groups.with_members(editor.beam_groups, failed_slots)
             live &= ~np.isin(step.slots, failed_slots)
-        answered, complete = gangs.take_answers(editor, step, live)
+        answered, complete = beam_groups.take_answers(editor, step, live)
     rows = live.nonzero()[0]
     row_slots, turns, yielded = step.slots, step.turns, tokens
     if len(rows) < len(row_slots):
@@ -276,12 +276,12 @@ def commit(
 
 
 def fork(state: State, limits: Limits, moves: Sequence[Fork]) -> State:
-    """Continue the members of a gang with all results, each as a child of one of them; see gangs.py.
+    """Continue the members of a beam group with all results, each as a child of one of them; see beam groups.py.
 
     As in `commit`, the caller appends the tokens, to the parent's tokens before this call.
     """
     editor = StateEditor(state)
-    gangs.fork(editor, limits, moves)
+    beam_groups.fork(editor, limits, moves)
     return editor.done()
 
 
@@ -349,8 +349,8 @@ def _grow(editor: StateEditor, limits: Limits, table: list[np.ndarray]) -> tuple
     while True:
         slots = editor.slots
         full = (slots.length > slots.capacity) & (slots.length < slots.limit)
-        if editor.gangs:
-            full[gangs.held(editor)] = False
+        if editor.beam_groups:
+            full[beam_groups.held(editor)] = False
         growing = full.nonzero()[0]  # free slots have a limit of 0
         lacking = windowed.lacking(editor, limits) if limits.window else []
         if not len(growing) and not lacking:
@@ -366,7 +366,7 @@ def _grow(editor: StateEditor, limits: Limits, table: list[np.ndarray]) -> tuple
         # A request with its last token in flight is about to release its blocks.
         ending = (slots.length >= slots.limit) & (slots.issued >= slots.given)
         victim = max((editor.slots.epochs * ~ending).nonzero()[0].tolist(), key=lambda slot: editor.owner(slot).rank)
-        victims = gangs.members(editor.gangs, victim)
+        victims = beam_groups.members(editor.beam_groups, victim)
         for slot in victims:
             preempted.append(editor.owner(slot).request.sequence_id)
             occupancy.requeue(editor, limits, slot)

@@ -72,7 +72,7 @@ class Request:
     adapter: int = 0  # its adapter's number, 0 for none
     may_draft: bool = True  # steps with it may verify drafts
     reads_cache: bool = True  # use cached blocks; its blocks are cached in any case
-    gang: int = 0  # `sequence_id` of its gang's leader, see gangs.py; 0: no gang
+    beam_group: int = 0  # `sequence_id` of its beam group's leader, see beam groups.py; 0: no beam group
     name: str = ""  # for logs and recordings
 
 
@@ -126,7 +126,7 @@ class Slots(NamedTuple):
 
 
 class Fork(NamedTuple):
-    """A fork of one member of a gang: it continues as a child of another, or of itself."""
+    """A fork of one member of a beam group: it continues as a child of another, or of itself."""
 
     target: int  # ids
     source: int
@@ -169,7 +169,7 @@ class State(NamedTuple):
     # Numbers of resident adapters: idle ones first, least recently used first; then those in use, longest in use first.
     adapters: tuple[int, ...] = ()
     block_events: tuple[BlockEvent, ...] | None = None  # since they were taken; None: not recorded
-    gangs: tuple[tuple[int, ...], ...] = ()  # slots of each running gang, the leader's first
+    beam_groups: tuple[tuple[int, ...], ...] = ()  # slots of each running beam group, the leader's first
     # Changes by forks, for the next plan: entries of block tables as in `Plan.table`; copies (group, slot, block), of
     # which the slot's next block must be a copy.
     entries: tuple[tuple[int, int, int], ...] = ()
@@ -264,8 +264,8 @@ class Events(NamedTuple):
     tokens: np.ndarray  # int32: of all rows, concatenated
     finished: dict[int, FinishReason]
     failed: tuple[int, ...] = ()  # ended without a token: their logits were not finite
-    answered: np.ndarray = NO_ROWS  # intp[·]: the plan's rows of gangs, whose tokens `fork` sets
-    complete: tuple[int, ...] = ()  # leaders' ids of the gangs with all results
+    answered: np.ndarray = NO_ROWS  # intp[·]: the plan's rows of beam groups, whose tokens `fork` sets
+    complete: tuple[int, ...] = ()  # leaders' ids of the beam groups with all results
 
 
 def initial(limits: Limits) -> State:
@@ -354,7 +354,7 @@ class StateEditor:
         self.num_planned = state.num_planned
         self.waiting = state.waiting
         self.adapters = state.adapters
-        self.gangs = state.gangs
+        self.beam_groups = state.beam_groups
         self.entries = state.entries
         self.copies = state.copies
         self._was_cleared = False
@@ -457,7 +457,7 @@ class StateEditor:
             num_planned=self.num_planned,
             adapters=self.adapters,
             block_events=events,
-            gangs=self.gangs,
+            beam_groups=self.beam_groups,
             entries=self.entries,
             copies=self.copies,
         )

@@ -150,8 +150,8 @@ def give_back(editor: StateEditor, limits: Limits, table: list[np.ndarray], held
     """Free the blocks that no later query sees; add entries of the block of zeros to `table`.
 
     The next query is at `issued`, or at the last known token if that is recomputed. Its window counts from the first
-    token of its block, so that the prefix can be hit again. Slots without work, such as those of gangs in `held`, keep
-    their blocks: a plan without rows is not sent to the device.
+    token of its block, so that the prefix can be hit again. Slots without work, such as those in `held`, keep their
+    blocks: a plan without rows is not sent to the device.
     """
     slots = editor.slots
     begins = np.minimum(slots.issued, slots.known - 1) // limits.block_size - covered(limits)

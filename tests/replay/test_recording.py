@@ -55,8 +55,8 @@ class Driver:
         for _ in range(num_steps):
             self.now += 0.001
             if random.random() < 0.3 and self.num_added < num_requests:
-                is_gang = not self.core.limits.max_drafts and random.random() < 0.3
-                self.core.add(self._gang() if is_gang else [self.request() for _ in range(2)])
+                is_beam_group = not self.core.limits.max_drafts and random.random() < 0.3
+                self.core.add(self._beam_group() if is_beam_group else [self.request() for _ in range(2)])
             if random.random() < 0.05 and self.core.requests:
                 self._abort(random.choice(list(self.core.requests)))
             if random.random() < 0.01:
@@ -81,26 +81,26 @@ class Driver:
                     self._go_on(leader)
 
     def _abort(self, request_id: int) -> None:
-        gang = self.core.requests[request_id].gang
-        own = [one for one, request in self.core.requests.items() if gang and request.gang == gang]
+        beam_group = self.core.requests[request_id].beam_group
+        own = [one for one, request in self.core.requests.items() if beam_group and request.beam_group == beam_group]
         self.core.abort(dict.fromkeys(own or [request_id], "abort"))
 
     def _go_on(self, leader: int) -> None:
-        gang = [one for one, request in self.core.requests.items() if request.gang == leader]
+        beam_group = [one for one, request in self.core.requests.items() if request.beam_group == leader]
         first = self.core.requests[leader]
         if len(first.tokens) + 1 == first.limit:
             self._abort(leader)
             return
         is_new = len(first.tokens) == first.num_prompt
-        sources = [leader if is_new else self.random.choice(gang) for _ in gang]
-        moves = [Fork(one, source, at) for at, (one, source) in enumerate(zip(gang, sources, strict=True))]
+        sources = [leader if is_new else self.random.choice(beam_group) for _ in beam_group]
+        moves = [Fork(one, source, at) for at, (one, source) in enumerate(zip(beam_group, sources, strict=True))]
         self.core.fork(moves)
         self.num_forks += 1
 
-    def _gang(self) -> list[Request]:
+    def _beam_group(self) -> list[Request]:
         first = self.request()
         limit = min(first.limit, first.num_prompt + 12)
-        first = replace(first, root=b"", gang=self.num_added, limit=limit, name="beams")
+        first = replace(first, root=b"", beam_group=self.num_added, limit=limit, name="beams")
         others = [self.request() for _ in range(self.random.randint(1, 2))]
         return [first, *(replace(first, sequence_id=one.sequence_id, tokens=first.tokens[:]) for one in others)]
 

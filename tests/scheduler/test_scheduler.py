@@ -84,7 +84,7 @@ def check_accounts(state: State, limits: Limits) -> None:
     for slot, record in enumerate(state.running):
         is_free = record is None
         assert is_free == (state.slots.epochs[slot] == 0)
-        is_alone = record is not None and not record.request.gang
+        is_alone = record is not None and not record.request.beam_group
         assert state.tables[slot] == () if is_free else state.tables[slot] or not is_alone
         if not is_free:
             assert len(state.tables[slot]) * limits.block_size == state.slots.capacity[slot]
@@ -93,9 +93,11 @@ def check_accounts(state: State, limits: Limits) -> None:
             assert not isinstance(column, np.ndarray) or not column.flags.writeable, f"{name} is read-only"
     ranks = [entry.rank for entry in state.waiting]
     assert ranks == sorted(ranks)
-    slots = [slot for gang in state.gangs for slot in gang]
-    in_gangs = [slot for slot, record in enumerate(state.running) if record is not None and record.request.gang]
-    assert sorted(slots) == in_gangs, "a gang runs as a whole"
+    slots = [slot for beam_group in state.beam_groups for slot in beam_group]
+    in_beam_groups = [
+        slot for slot, record in enumerate(state.running) if record is not None and record.request.beam_group
+    ]
+    assert sorted(slots) == in_beam_groups, "a beam group runs as a whole"
 
 
 class Machine(RuleBasedStateMachine):
@@ -196,7 +198,7 @@ class Machine(RuleBasedStateMachine):
                 root=None if root is None else content_root(salt=root, content=bytes([adapter])),
                 adapter=adapter,
                 may_draft=may_draft,
-                gang=first if width > 1 else 0,
+                beam_group=first if width > 1 else 0,
             )
             for index in range(width)
         ]
@@ -246,7 +248,7 @@ class Machine(RuleBasedStateMachine):
         history = [
             (slot, start, self.device.full[owners[slot]][start])
             for slot, start in zip(plan.slots[: plan.num_decodes].tolist(), plan.starts.tolist(), strict=False)
-            if self.requests[owners[slot]].gang
+            if self.requests[owners[slot]].beam_group
         ]
         tokens, counts = self.device.run(plan, chunks[plan.num_decodes :], owners, history)
         sampling = [owners[slot] for slot in plan.slots[plan.samples].tolist()]
@@ -284,9 +286,9 @@ class Machine(RuleBasedStateMachine):
             if self.state.slots.epochs[slot] == plan.epochs[slot]
         }
         self.state, events = self.call("commit", plan, tokens, is_finite, counts, counts)
-        answered = [row_id for row_id in waiting if self.requests[row_id].gang and row_id not in events.failed]
+        answered = [row_id for row_id in waiting if self.requests[row_id].beam_group and row_id not in events.failed]
         assert sorted(self.state.slots.ids[plan.slots[events.answered]].tolist()) == sorted(answered)
-        failed = {each for each in events.failed if each in waiting or not self.requests[each].gang}
+        failed = {each for each in events.failed if each in waiting or not self.requests[each].beam_group}
         assert {*events.ids.tolist(), *failed, *answered} == waiting, "who is awaited is answered"
         given = iter(events.tokens.tolist())
         for request_id, count in zip(events.ids.tolist(), events.counts.tolist(), strict=True):
@@ -305,17 +307,19 @@ class Machine(RuleBasedStateMachine):
         assert not len(none.ids) and not none.failed and fingerprint(again) == fingerprint(self.state)
 
     def go_on(self, leader: int) -> None:
-        """Fork a gang after all its results; a hash of its tokens chooses the parents. At its limit, abort it."""
-        gang = [request_id for request_id, request in self.requests.items() if request.gang == leader]
-        parents = [each for each in gang if len(self.device.full[each]) > self.requests[each].num_prompt] or [leader]
+        """Fork a beam group after all its results; a hash of its tokens chooses the parents. At its limit, abort it."""
+        beam_group = [request_id for request_id, request in self.requests.items() if request.beam_group == leader]
+        parents = [each for each in beam_group if len(self.device.full[each]) > self.requests[each].num_prompt] or [
+            leader
+        ]
         assert len({len(self.device.full[each]) for each in parents}) == 1, "they keep in step"
         if len(self.device.full[leader]) + 1 == self.requests[leader].limit:
-            self.state = self.call("abort", gang[:1])
-            self.ended.update(dict.fromkeys(gang, "length"))
+            self.state = self.call("abort", beam_group[:1])
+            self.ended.update(dict.fromkeys(beam_group, "length"))
             return
         chosen = zlib.crc32(repr([self.device.full[each].tolist() for each in parents]).encode())
         moves = [
-            Fork(each, parents[chosen // 7**at % len(parents)], at) for at, each in enumerate(gang)
+            Fork(each, parents[chosen // 7**at % len(parents)], at) for at, each in enumerate(beam_group)
         ]  # distinct tokens
         before = {each: self.device.full[each][:] for each in parents}
         self.state = self.call("fork", moves)
@@ -342,9 +346,9 @@ class Machine(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.requests)))
         self.state = self.call("abort", [request_id])
-        gang = self.requests[request_id].gang
+        beam_group = self.requests[request_id].beam_group
         for each, request in self.requests.items():
-            if each == request_id or (gang and request.gang == gang):
+            if each == request_id or (beam_group and request.beam_group == beam_group):
                 self.ended.setdefault(each, "abort")
 
     @rule()
@@ -376,7 +380,7 @@ class Machine(RuleBasedStateMachine):
             check_accounts(self.state, self.limits)
             drafts = self.drafts_in_flight().tolist()
             for slot, record in enumerate(self.state.running):
-                if record is None or record.request.gang:
+                if record is None or record.request.beam_group:
                     continue
                 if self.state.slots.given[slot] <= self.state.slots.issued[slot]:
                     slack = int(self.state.slots.length[slot]) - min(len(self.device.truth[slot]), record.request.limit)
@@ -747,11 +751,11 @@ def test_as_many_drafts_are_verified_as_yield_the_most_tokens_in_a_time(token_co
 
 
 def beams(width: int = 3, length: int = 6, num_new: int = 9, first: int = 1, **options: Any) -> list[Request]:
-    return [request(first + index, length, num_new, gang=first, **options) for index in range(width)]
+    return [request(first + index, length, num_new, beam_group=first, **options) for index in range(width)]
 
 
 def fork(state: State, owners: list[Request], parents: list[int], limits: Limits = LIMITS) -> State:
-    """Continue each member of a gang as a child of the member at its index in `parents`, and write their tokens."""
+    """Continue each member of a beam group as a child of the member at its index in `parents`; write their tokens."""
     moves = [
         Fork(own.sequence_id, owners[parent].sequence_id, 50 + at)
         for at, (own, parent) in enumerate(zip(owners, parents, strict=True))
@@ -764,16 +768,16 @@ def fork(state: State, owners: list[Request], parents: list[int], limits: Limits
     return state
 
 
-def test_a_gang_is_admitted_as_one_and_waits_as_one_until_there_are_slots_for_all() -> None:
+def test_a_beam_group_is_admitted_as_one_and_waits_as_one_until_there_are_slots_for_all() -> None:
     state = scheduler.add(start(request(1), request(2, root=None)), LIMITS, beams(first=10))
     state = scheduler.add(state, LIMITS, [request(20, root=None)])
     state, plan = run(state)
-    assert admitted(plan) == [1, 2], "the gang needs three slots, two are free, and no later request is admitted"
+    assert admitted(plan) == [1, 2], "the beam group needs three slots, two are free, and no later request is admitted"
     state, plan = run(scheduler.abort(state, LIMITS, [1]))
-    assert admitted(plan) == [10, 11, 12] and state.gangs == ((0, 2, 3),)
+    assert admitted(plan) == [10, 11, 12] and state.beam_groups == ((0, 2, 3),)
     assert plan.lengths.tolist() == [1, 2], "the leader alone computes the prompt, of which a block is cached"
-    with pytest.raises(ValueError, match="of the gang of those before it"):
-        scheduler.add(state, LIMITS, [*beams(2, first=30)[:1], request(31, 7, gang=30)])
+    with pytest.raises(ValueError, match="of the beam group of those before it"):
+        scheduler.add(state, LIMITS, [*beams(2, first=30)[:1], request(31, 7, beam_group=30)])
     with pytest.raises(UserError, match="would need 10 KV blocks"):
         start_all(beams(), dataclasses.replace(LIMITS, num_blocks=9))
 
@@ -815,7 +819,7 @@ def test_a_fork_of_others_than_those_that_have_answered_is_refused() -> None:
         fork(state, owners, [0, 0])
     state, _ = run(start_all(owners))
     for moves in ([Fork(1, 1, 5)], [Fork(1, 1, 5), Fork(3, 1, 5)], [Fork(1, 1, 5)] * 2):
-        with pytest.raises(ValueError, match="all members of one gang"):
+        with pytest.raises(ValueError, match="all members of one beam group"):
             scheduler.fork(state, LIMITS, moves)
     with pytest.raises(ValueError, match="parents that have tokens"):
         fork(state, owners, [1, 0])
@@ -825,18 +829,18 @@ def test_a_fork_of_others_than_those_that_have_answered_is_refused() -> None:
         fork(state, ending, [0, 0])
 
 
-def test_a_gang_is_preempted_as_one_and_comes_back_with_the_tokens_of_each() -> None:
+def test_a_beam_group_is_preempted_as_one_and_comes_back_with_the_tokens_of_each() -> None:
     limits = dataclasses.replace(LIMITS, num_blocks=9)
     first, owners = request(1, 8, 20, root=None), beams(2, length=7, first=10)
     state = scheduler.add(start(first, limits=limits), limits, owners)
     state, _ = run(state, limits=limits)
     preempted: tuple[int, ...] = ()
     while not preempted:
-        if all(state.slots.known[slot] + 1 == state.slots.length[slot] for slot in state.gangs[0][:1]):
+        if all(state.slots.known[slot] + 1 == state.slots.length[slot] for slot in state.beam_groups[0][:1]):
             state = fork(state, owners, [0, 1] if len(owners[1].tokens) > 7 else [0, 0], limits)
         state, plan = run(state, limits=limits)
         preempted = plan.preempted
-    assert preempted == (10, 11) and not state.gangs and not state.entries and not state.copies
+    assert preempted == (10, 11) and not state.beam_groups and not state.entries and not state.copies
     assert {entry.known for entry in state.waiting} == {len(owners[0].tokens)} and len(owners[0].tokens) > 8
     state, plan = run(scheduler.abort(state, limits, [1]), limits=limits)
     assert admitted(plan) == [10, 11] and plan.samples.all()

@@ -106,8 +106,8 @@ def test_who_needs_a_block_of_windowed_layers_preempts_the_last_in_rank() -> Non
     assert preempted and 1 not in preempted and free(state) == 5
 
 
-def test_a_gang_that_could_not_run_alone_is_refused() -> None:
-    members = [request(number, 12, 9, gang=1) for number in (1, 2, 3, 4)]
+def test_a_beam_group_that_could_not_run_alone_is_refused() -> None:
+    members = [request(number, 12, 9, beam_group=1) for number in (1, 2, 3, 4)]
     assert scheduler.add(initial(LIMITS), LIMITS, members[:3]).waiting
     with pytest.raises(UserError, match="4 sequences that run together would need 16 KV blocks of windowed layers"):
         scheduler.add(initial(LIMITS), LIMITS, members)

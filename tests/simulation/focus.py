@@ -51,7 +51,7 @@ FOCUS = {
     "searches": Focus(
         lambda chance: _tight(chance, 6, 6, beams=0.8, max_drafts=0, grammars=0.0, most_queued_tokens=None),
         {"abort": 0.05, "disconnect": 0.05, "result_lost": 0.01, "not_finite": 0.02},
-        ("gang_preempted", "gang_readmitted", "beam_forks", "beam_copies"),
+        ("beam_group_preempted", "beam_group_readmitted", "beam_forks", "beam_copies"),
         (None, "preempted"),
     ),
     # Rows with a late mask that end, are preempted or lose the device before they are computed again.

@@ -249,13 +249,13 @@ HISTORY = [
     ),
     Mutant(
         "blocks are freed under the children of a beam",
-        "scheduler.gangs._inherit",
+        "scheduler.beam_groups._inherit",
         "pool.share(blocks)",
         "pass",
     ),
     Mutant(
         "the block that two beams write is not copied",
-        "scheduler.gangs._inherit",
+        "scheduler.beam_groups._inherit",
         "if num_partial and keepers[source] != target:",
         "if False:",
     ),
@@ -271,26 +271,26 @@ HISTORY = [
     ),
     Mutant(
         "a child is given the blocks of its own old sequence",
-        "scheduler.gangs._inherit",
+        "scheduler.beam_groups._inherit",
         "else parents[source][: num_full - begin]",
         "else parents[target][: num_full - begin]",
     ),
     Mutant(
         "the device keeps the old block table of a beam",
-        "scheduler.gangs._inherit",
+        "scheduler.beam_groups._inherit",
         "if block != old",
         "if old is None",
     ),
     Mutant(
         "half of a search is preempted",
         "scheduler.scheduler._grow",
-        "victims = gangs.members(editor.gangs, victim)",
-        "victims = gangs.members(editor.gangs, victim)[-1:]",
+        "victims = beam_groups.members(editor.beam_groups, victim)",
+        "victims = beam_groups.members(editor.beam_groups, victim)[-1:]",
         focus="searches",
     ),
     Mutant(
         "beams that come back do not share the blocks of those before them",
-        "scheduler.admission._admit_gang",
+        "scheduler.admission._admit_beam_group",
         "            editor.pool.share(shared)\n",
         "            pass\n",
         focus="searches",
@@ -331,7 +331,7 @@ HISTORY = [
     ),
     Mutant(
         "a beam does not wait until its token is chosen",
-        "scheduler.gangs.held",
+        "scheduler.beam_groups.held",
         "slots[editor.slots.known[slots] < editor.slots.length[slots]]",
         "slots[:0]",
     ),
@@ -403,7 +403,7 @@ HISTORY = [
     ),
     Mutant(
         "a child reads windowed layers from its parent's place on in its own",
-        "scheduler.gangs.fork",
+        "scheduler.beam_groups.fork",
         "own.behind[target] = behind[source]",
         "pass",
     ),
@@ -415,9 +415,9 @@ HISTORY = [
     ),
     Mutant(
         "answers of before a preemption count",
-        "scheduler.gangs._has_answered",
-        "own = [slot for slot in gang if slots.known[slot]]",
-        "own = [slot for slot in gang if slots.known[slot] and slots.done[slot]]",
+        "scheduler.beam_groups._has_answered",
+        "own = [slot for slot in beam_group if slots.known[slot]]",
+        "own = [slot for slot in beam_group if slots.known[slot] and slots.done[slot]]",
     ),
     Mutant(
         "a block of the host is found before its copy has ended",

@@ -43,7 +43,7 @@ class Entry:
     reads_cache: bool
     known: int  # tokens whose value the host has
     adapter: int = 0  # number of its adapter, 0: no adapter
-    gang: int = 0  # id of the first beam of its search, 0: not a beam
+    beam_group: int = 0  # id of the first beam of its search, 0: not a beam
     is_idle: bool = False  # a beam without tokens: the first beam alone computes the prompt
     seen: int = 0  # `known` at the last check that its client received the tokens
     is_late: bool = False  # its mask was late: its last token must be computed again
@@ -85,7 +85,7 @@ def is_stuck(entry: Entry) -> bool:
 
 def is_held(entry: Entry) -> bool:
     """Whether a beam waits for its search to choose its next token."""
-    return bool(entry.gang) and entry.known < entry.length
+    return bool(entry.beam_group) and entry.known < entry.length
 
 
 class Reference:
@@ -108,7 +108,7 @@ class Reference:
         self.drafting: Counter[str] = Counter()  # events, by name
         self.places = Places(limits.max_adapters)
         self._passed_over: tuple[Entry, int, set[tuple[int, int]]] | None = None  # see `_check_patience`
-        self.gangs: dict[int, list[Entry]] = {}  # running beam searches, by the id of the first beam
+        self.beam_groups: dict[int, list[Entry]] = {}  # running beam searches, by the id of the first beam
         # For the next plan: entries of block tables (entry, index, group, block), and copies (group, entry, source).
         self.entries: list[tuple[Entry, int, int, int]] = []
         self.copies: list[tuple[int, Entry, int]] = []
@@ -164,7 +164,7 @@ class Reference:
         for slot in sorted(self.running):
             entry = self.running.pop(slot)
             self._requeue(entry)
-        self.gangs.clear()
+        self.beam_groups.clear()
         self.entries, self.copies = [], []
         self._forget_cache()
         self.plans.clear()
@@ -207,7 +207,7 @@ class Reference:
                 key=lambda each: each.rank,
             )
             before, slot = self.num_available + self.windowed.num_available, victim.slot
-            victims = self.gangs.get(victim.gang, [victim])
+            victims = self.beam_groups.get(victim.beam_group, [victim])
             for each in list(victims):
                 preempted.append(each.id)
                 self.late["late_preempted"] += each.is_late
@@ -254,24 +254,24 @@ class Reference:
         self._began = []
         passed: set[int] = set()  # beam searches that were considered
         for entry in [] if preempted else list(self.waiting):
-            if entry.gang in passed:
+            if entry.beam_group in passed:
                 continue
             if not budget or len(chunks) == self.limits.max_step_chunks or len(self.running) == self.limits.num_slots:
                 break
             if not self.places.admits(entry.adapter):
                 self.num_skipped += 1
-                passed |= {entry.gang} - {0}
+                passed |= {entry.beam_group} - {0}
                 continue
             if self.limits.whole_prompts and entry.known > budget:
                 break
-            if entry.gang:
-                passed.add(entry.gang)
-                members = [each for each in self.waiting if each.gang == entry.gang]
+            if entry.beam_group:
+                passed.add(entry.beam_group)
+                members = [each for each in self.waiting if each.beam_group == entry.beam_group]
                 found = self._find(members)
                 if found is None:
                     break
                 self.places.enter(entry.adapter)
-                budget = self._admit_gang(members, found, budget, chunks)
+                budget = self._admit_beam_group(members, found, budget, chunks)
                 admitted += [
                     (each.slot, each.id, known, start)
                     for each, (known, start) in zip(members, self._began[-len(members) :], strict=True)
@@ -390,13 +390,13 @@ class Reference:
         ]
         if is_finite is not None:
             for _, entry, *_ in [each for each in wanted if not is_finite[each[0]]]:
-                failed += [each for each in self.gangs.get(entry.gang, [entry]) if each not in failed]
+                failed += [each for each in self.beam_groups.get(entry.beam_group, [entry]) if each not in failed]
         answered: list[int] = []
         for row, entry, turn, drafts in wanted:
             if entry in failed:
                 continue
             entry.done = turn
-            if entry.gang:
+            if entry.beam_group:
                 answered.append(row)
                 continue
             if counts is not None and not counts[row]:  # the mask was late: the last token is computed again
@@ -432,9 +432,11 @@ class Reference:
             elif got > own:  # forced tokens must be computed; rows in flight lack them
                 entry.given = entry.length = entry.known
                 entry.done = entry.turn
-        touched = {record[row][0].gang for row in answered}
-        complete = [gang for gang in self.gangs if gang in touched and self._has_answered(gang)]
-        self.num_generated += sum(len(self.gangs[gang]) for gang in complete)
+        touched = {record[row][0].beam_group for row in answered}
+        complete = [
+            beam_group for beam_group in self.beam_groups if beam_group in touched and self._has_answered(beam_group)
+        ]
+        self.num_generated += sum(len(self.beam_groups[beam_group]) for beam_group in complete)
         if events.answered.tolist() != answered or events.complete != tuple(complete):
             raise Violation(f"the rows {events.answered} of beams have answered, where {answered} are due")
         for entry in failed:
@@ -466,19 +468,19 @@ class Reference:
     def forked(self, moves: Sequence[Fork]) -> None:
         """Continue each beam as a child of itself or of another beam."""
         size = self.limits.block_size
-        gang = self.gangs[self.by_id[moves[0].target].gang]
-        if sorted(move.target for move in moves) != sorted(each.id for each in gang):
+        beam_group = self.beam_groups[self.by_id[moves[0].target].beam_group]
+        if sorted(move.target for move in moves) != sorted(each.id for each in beam_group):
             raise Violation("a fork moves others than the beams of one search")
-        if not self._has_answered(gang[0].gang):
+        if not self._has_answered(beam_group[0].beam_group):
             raise Violation("a search goes on before all of its beams have answered")
-        first = gang[0].truth
+        first = beam_group[0].truth
         assert isinstance(first, BeamTruth)
-        issued, num_prompt = gang[0].issued, first.num_prompt
+        issued, num_prompt = beam_group[0].issued, first.num_prompt
         old = {
             each.id: (each.table, each.brought, each.truth.tokens[: issued + 1].tolist(), each.truth.chain.tolist())
-            for each in gang
+            for each in beam_group
         }
-        windows = {each.id: (each.window, each.behind) for each in gang}
+        windows = {each.id: (each.window, each.behind) for each in beam_group}
         copies: list[tuple[int, Entry, int]] = []
         entries: list[tuple[Entry, int, int, int]] = []
         becomes = [(*old[move.source][2][num_prompt:issued], move.token) for move in moves]
@@ -529,10 +531,10 @@ class Reference:
 
     # The rules.
 
-    def _has_answered(self, gang: int) -> bool:
+    def _has_answered(self, beam_group: int) -> bool:
         return all(
             each.is_idle or (each.issued == each.known and each.length == each.known + 1 and each.turn == each.done)
-            for each in self.gangs[gang]
+            for each in self.beam_groups[beam_group]
         )
 
     def _seen_from(self, entry: Entry) -> int:
@@ -657,7 +659,7 @@ class Reference:
             return None
         return found
 
-    def _admit_gang(
+    def _admit_beam_group(
         self,
         members: list[Entry],
         found: list[tuple[list[int], Entry | None, int]],
@@ -666,7 +668,7 @@ class Reference:
     ) -> int:
         """Allocate slots and blocks for all beams of a search; return the remaining token budget."""
         size = self.limits.block_size
-        self.gangs[members[0].gang] = members
+        self.beam_groups[members[0].beam_group] = members
         self.num_readmitted += len(found) == len(members) > 1
         nears = [self._near(entry, len(hits)) for entry, (hits, _, _) in zip(members, found, strict=False)]
         for (hits, _, _), near in zip(found, nears, strict=True):
@@ -840,7 +842,7 @@ class Reference:
         self._release(entry, dict(enumerate(entry.table)), max(full, entry.brought), self.blocks)
         self._release(entry, entry.window, max(full, entry.brought), self.windowed)
         del self.running[entry.slot]
-        self.gangs.pop(entry.gang, None)
+        self.beam_groups.pop(entry.beam_group, None)
         self.entries = [each for each in self.entries if each[0] is not entry]
         self.copies = [each for each in self.copies if each[1] is not entry]
         entry.table, entry.window, entry.behind = [], {}, 0
@@ -917,7 +919,9 @@ class Reference:
                 raise Violation(f"slot {slot} holds {columns[slot]}, where {due} is due")
             if self.limits.window and list(state.window_tables[slot]) != window:
                 raise Violation(f"slot {slot} has other blocks of windowed layers than are due")
-        if state.gangs != tuple(tuple(each.slot for each in gang) for gang in self.gangs.values()):
+        if state.beam_groups != tuple(
+            tuple(each.slot for each in beam_group) for beam_group in self.beam_groups.values()
+        ):
             raise Violation("other searches run than are due")
         groups = 2 if self.limits.window else 1
         due_entries = tuple((each.slot, index * groups + group, block) for each, index, group, block in self.entries)

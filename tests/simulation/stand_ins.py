@@ -72,12 +72,12 @@ class Recorder(Reference):
     world: World
 
     def planned(self, plan: Plan) -> None:
-        gangs, readmitted = len(self.gangs), self.num_readmitted
+        beam_groups, readmitted = len(self.beam_groups), self.num_readmitted
         places, counts = self.places, (self.num_skipped, self.places.num_drained, self.places.num_evicted)
         super().planned(plan)
         world = self.world
-        world.fired["gang_preempted"] += bool(plan.preempted) and len(self.gangs) < gangs
-        world.fired["gang_readmitted"] += self.num_readmitted > readmitted
+        world.fired["beam_group_preempted"] += bool(plan.preempted) and len(self.beam_groups) < beam_groups
+        world.fired["beam_group_readmitted"] += self.num_readmitted > readmitted
         for kind, before, after in zip(
             ("adapter_skipped", "adapter_drained", "adapter_evicted"),
             counts,

@@ -13,10 +13,10 @@ LEAST_PER_MILLION = 1000  # times that each kind of fault must happen, except th
 SEEDS_COLLECTED = 8  # at once: worlds have many reference cycles, and a collection takes 5% of a seed's time
 # Kinds that are expensive, or need two events at once:
 FOCUSED = (  # reached by the traces of focus.py
-    *("late_ended", "late_preempted", "gang_readmitted", "burst_10000"),
+    *("late_ended", "late_preempted", "beam_group_readmitted", "burst_10000"),
     *("load_raises", "stale_store", "forgotten_store"),
 )
-RARE = ("abort_preempted", "disconnect_preempted", "gang_preempted")
+RARE = ("abort_preempted", "disconnect_preempted", "beam_group_preempted")
 
 
 @dataclass

@@ -311,7 +311,7 @@ class World:
                         known=len(client.ids),
                         adapter=client.adapter,
                         may_draft=params.structured_outputs is None,
-                        gang=leader,
+                        beam_group=leader,
                     )
                 )
                 if request.may_draft != entries[-1].may_draft:
@@ -502,7 +502,7 @@ class World:
             return
         steps, recoveries = self.runner.device.num_steps, self.num_recoveries
         is_held, committed = self.is_held, self.last_commit
-        waits = bool(served._in_flight and self.reference.gangs)
+        waits = bool(served._in_flight and self.reference.beam_groups)
         try:
             next(self.thread.running)
             while self.submitted:  # the engine refused these

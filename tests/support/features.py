@@ -18,7 +18,7 @@ from tests.support.paths import ROOT
 # In file names, by the feature's name in `engine.features.table.FEATURES`.
 STEMS = {
     "adapters": "adapter|lora",
-    "beams": "beam|gang",
+    "beams": "beam",
     "drafts": "draft|eagle|speculative",
     "grammars": "grammar|structured|constrain",
     "pooling": "pool(?!_stream)|encoder_",

@@ -120,7 +120,7 @@ class BeamSearches(Feature):
     def schedule(self, own: Sequence, fields: dict[str, Any]) -> None:
         if self.name in own.group.states:
             leader = own.group.sequences[0].sequence_id
-            fields["gang"] = leader
+            fields["beam_group"] = leader
             if fields["root"] is None:
                 fields["root"] = content_root(salt=f"{leader - 1}".encode())  # as for n outputs of a prompt
 
@@ -129,7 +129,7 @@ class BeamSearches(Feature):
 
     def inputs(self, step: StepInput) -> None:
         plan, batch = step.plan, self.core.batch
-        if not self.core.scheduler.state.gangs:
+        if not self.core.scheduler.state.beam_groups:
             return
         slots = plan.slots[: plan.num_decodes]
         rows = self._is_beam[slots].nonzero()[0].tolist()

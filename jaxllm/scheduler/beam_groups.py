@@ -1,8 +1,8 @@
-"""Gangs: requests of one prompt that run together and fork, for example the beams of a search.
+"""Beam groups: requests of one prompt that run together and fork, for example the beams of a search.
 
-The members of a gang are consecutive in rank, and are admitted, preempted and removed together. Until the first fork
-only the leader, the first in rank, computes. A member's next row waits until all have results and `fork` has chosen the
-sequences to continue and their tokens; other requests keep two steps in flight.
+The members of a beam group are consecutive in rank, and are admitted, preempted and removed together. Until the first
+fork only the leader, the first in rank, computes. A member's next row waits until all have results and `fork` has
+chosen the sequences to continue and their tokens; other requests keep two steps in flight.
 
 A child shares its parent's full blocks. A partial last block stays with one child of each parent; the others get a new
 one in the next plan, which copies the content (`Plan.moves`). So a fork takes no blocks.
@@ -38,46 +38,46 @@ def blocks_needed(limits: Limits, num_prompt: int, limit: int, width: int) -> in
 
 
 def check(requests: Sequence[Request]) -> None:
-    """Raise ValueError for gangs with members that are not consecutive or differ in prompt."""
+    """Raise ValueError for beam groups with members that are not consecutive or differ in prompt."""
     for at, request in enumerate(requests):
-        if not request.gang:
+        if not request.beam_group:
             continue
-        leader = requests[at] if request.gang == request.sequence_id else requests[at - 1] if at else None
+        leader = requests[at] if request.beam_group == request.sequence_id else requests[at - 1] if at else None
         if leader is None or request.root is None or _nature(leader) != _nature(request):
-            raise ValueError(f"request {request.name!r:.80} is not of the gang of those before it")
+            raise ValueError(f"request {request.name!r:.80} is not of the beam group of those before it")
 
 
 def _nature(request: Request) -> tuple[object, ...]:
-    return request.gang, request.root, request.tokens, request.limit, request.priority, request.adapter
+    return request.beam_group, request.root, request.tokens, request.limit, request.priority, request.adapter
 
 
 def queued(waiting: Sequence[Waiting], at: int) -> Sequence[Waiting]:
-    gang = waiting[at].request.gang
-    end = next((end for end in range(at, len(waiting)) if waiting[end].request.gang != gang), len(waiting))
+    beam_group = waiting[at].request.beam_group
+    end = next((end for end in range(at, len(waiting)) if waiting[end].request.beam_group != beam_group), len(waiting))
     return waiting[at:end]
 
 
 def closure(requests: Iterable[Request], ids: Collection[int]) -> frozenset[int]:
     kept = list(requests)
-    gone = {request.gang for request in kept if request.gang and request.sequence_id in ids}
-    return frozenset(ids).union(request.sequence_id for request in kept if request.gang in gone)
+    gone = {request.beam_group for request in kept if request.beam_group and request.sequence_id in ids}
+    return frozenset(ids).union(request.sequence_id for request in kept if request.beam_group in gone)
 
 
-def members(gangs: Sequence[tuple[int, ...]], slot: int) -> tuple[int, ...]:
-    return next((gang for gang in gangs if slot in gang), (slot,))
+def members(beam_groups: Sequence[tuple[int, ...]], slot: int) -> tuple[int, ...]:
+    return next((beam_group for beam_group in beam_groups if slot in beam_group), (slot,))
 
 
-def with_members(gangs: Sequence[tuple[int, ...]], slots: Sequence[int]) -> list[int]:
-    return list(dict.fromkeys(chain.from_iterable(members(gangs, slot) for slot in slots)))
+def with_members(beam_groups: Sequence[tuple[int, ...]], slots: Sequence[int]) -> list[int]:
+    return list(dict.fromkeys(chain.from_iterable(members(beam_groups, slot) for slot in slots)))
 
 
 def find(editor: StateEditor, limits: Limits, entries: Sequence[Waiting]) -> list[Found]:
-    """Return the cached part of each member of a waiting gang.
+    """Return the cached part of each member of a waiting beam group.
 
-    Of a new gang only the leader has one. In a preempted gang a member shares the full blocks of an earlier member up
-    to their first difference, even if not computed yet: chunks are planned by rank, so a member attends to tokens that
-    an earlier one computes in that step or before. Windowed layers share no blocks this way: an earlier member may have
-    freed the block, or not have it yet.
+    Of a new beam group only the leader has one. In a preempted one a member shares the full blocks of an earlier
+    member up to their first difference, even if not computed yet: chunks are planned by rank, so a member attends to
+    tokens that an earlier one computes in that step or before. Windowed layers share no blocks this way: an earlier
+    member may have freed the block, or not have it yet.
     """
     if entries[0].known == entries[0].request.num_prompt:
         entries = entries[:1]
@@ -107,42 +107,46 @@ def held(editor: StateEditor) -> np.ndarray:
 
 
 def take_answers(editor: StateEditor, step: Plan, live: np.ndarray) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Remove the rows of gangs from `live`, bool[R], and count their results.
+    """Remove the rows of beam groups from `live`, bool[R], and count their results.
 
-    Returns these rows, and the leaders' ids of the gangs with all results.
+    Returns these rows, and the leaders' ids of the beam groups with all results.
     """
     rows = (live & np.isin(step.slots, _all_slots(editor))).nonzero()[0]
     slots = step.slots[rows]
     live[rows] = False
     editor.own_slots.done[slots] = step.turns[rows]
     touched = set(slots.tolist())
-    complete = [gang for gang in editor.gangs if touched.intersection(gang) and _has_answered(editor, gang)]
-    return rows, tuple(int(editor.slots.ids[gang[0]]) for gang in complete)
+    complete = [
+        beam_group
+        for beam_group in editor.beam_groups
+        if touched.intersection(beam_group) and _has_answered(editor, beam_group)
+    ]
+    return rows, tuple(int(editor.slots.ids[beam_group[0]]) for beam_group in complete)
 
 
 def fork(editor: StateEditor, limits: Limits, moves: Sequence[Fork]) -> None:
-    """Continue each member of a gang as a child of one of them, with a known newest token.
+    """Continue each member of a beam group as a child of one of them, with a known newest token.
 
     One move per member; all must have results, and be below their limit.
     """
     slots, own = editor.slots, editor.own_slots
     targets = {move.target for move in moves}
-    message = "a fork moves all members of one gang, when all have answered"
-    found = [gang for gang in editor.gangs if int(slots.ids[gang[0]]) in targets]
+    message = "a fork moves all members of one beam group, when all have answered"
+    found = [beam_group for beam_group in editor.beam_groups if int(slots.ids[beam_group[0]]) in targets]
     if len(found) != 1:
         raise ValueError(message)
-    (gang,) = found
-    slot_of = {int(slots.ids[slot]): slot for slot in gang}
-    if targets != slot_of.keys() or len(moves) != len(gang) or not _has_answered(editor, gang):
+    (beam_group,) = found
+    slot_of = {int(slots.ids[slot]): slot for slot in beam_group}
+    if targets != slot_of.keys() or len(moves) != len(beam_group) or not _has_answered(editor, beam_group):
         raise ValueError(message)
     pairs = [(slot_of[move.target], slot_of[move.source]) for move in moves]
-    issued, limit = int(slots.issued[gang[0]]), editor.owner(gang[0]).request.limit
+    issued, limit = int(slots.issued[beam_group[0]]), editor.owner(beam_group[0]).request.limit
     if issued + 1 >= limit or any(slots.known[source] == 0 for _, source in pairs):
         raise ValueError("a fork needs parents that have tokens, and children that may have more")
     keepers: dict[int, int] = {}  # child that keeps each parent's last block: the parent itself if possible
     for target, source in sorted(pairs, key=lambda pair: pair[0] != pair[1]):
         keepers.setdefault(source, target)
-    records = {slot: editor.owner(slot) for slot in gang}
+    records = {slot: editor.owner(slot) for slot in beam_group}
     for group in range(limits.num_groups):
         _inherit(editor, limits, group, pairs, keepers, issued)
     behind = slots.behind.tolist()
@@ -153,7 +157,7 @@ def fork(editor: StateEditor, limits: Limits, moves: Sequence[Fork]) -> None:
         editor.running[target] = Running(records[target].request, records[target].order, records[source].digests)
         if behind[target] != behind[source]:
             own.behind[target] = behind[source]
-    for slot in gang:
+    for slot in beam_group:
         if not slots.known[slot]:  # its first row: a chunk of one token, with the initial data of a slot
             own.given[slot] = issued + 1
             own.limit[slot] = limit
@@ -216,19 +220,19 @@ def take_changes(editor: StateEditor) -> tuple[np.ndarray, np.ndarray]:
 
 def disband(editor: StateEditor, slots: Collection[int]) -> None:
     gone = set(slots)
-    editor.gangs = tuple(gang for gang in editor.gangs if gone.isdisjoint(gang))
+    editor.beam_groups = tuple(beam_group for beam_group in editor.beam_groups if gone.isdisjoint(beam_group))
     editor.entries = tuple(entry for entry in editor.entries if entry[0] not in gone)
     editor.copies = tuple(copy for copy in editor.copies if copy[1] not in gone)
 
 
 def _all_slots(editor: StateEditor) -> np.ndarray:
-    return np.fromiter(chain.from_iterable(editor.gangs), np.intp)
+    return np.fromiter(chain.from_iterable(editor.beam_groups), np.intp)
 
 
-def _has_answered(editor: StateEditor, gang: Sequence[int]) -> bool:
+def _has_answered(editor: StateEditor, beam_group: Sequence[int]) -> bool:
     """Whether each computing member has a result without a chosen token."""
     slots = editor.slots
-    own = [slot for slot in gang if slots.known[slot]]
+    own = [slot for slot in beam_group if slots.known[slot]]
     columns = (column[own] for column in (slots.known, slots.issued, slots.length, slots.turn, slots.done))
     known, issued, length, turn, done = columns
     return bool(own) and bool(((issued == known) & (length == known + 1) & (turn == done)).all())
