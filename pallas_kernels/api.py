@@ -367,7 +367,10 @@ def fused_experts(
 
 
 def _product_by(site: Site) -> str | Choice:
-    """The choice's capability, not this machine's devices, determines the platform."""
+    """Return the choice in `linear_by` if it supports a product at `site`, else "xla".
+
+    The choice's capability, not this machine's devices, determines the platform.
+    """
     chosen: Choice | None = linear_by.value
     if chosen is None:
         return "xla"

@@ -44,7 +44,7 @@ class StandardError:
 
     @contextmanager
     def hidden(self, platform: str) -> Iterator[None]:
-        """Filter those lines while the block compiles, if `hide` was called. Thread-safe."""
+        """Remove XLA's harmless error lines while the block compiles for a GPU, if `hide` was called. Thread-safe."""
         if not self._is_wanted or platform != "gpu":
             yield
             return

@@ -15,7 +15,10 @@ from jaxllm.threads import start_thread
 
 
 def run_at_idle_priority(call: Callable[[], Any]) -> Any:
-    """For compiling only: tracing holds the GIL, and at low priority would delay steps."""
+    """Make a call in a new thread of idle priority; return its result, or raise its exception.
+
+    For compiling only: tracing holds the GIL, and at low priority would delay steps.
+    """
     outcome: Future[Any] = Future()
 
     def work() -> None:

@@ -188,7 +188,7 @@ def _payload(program: Any) -> bytes:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Warn and return False if other users could write the folder's files."""
+    """Create a folder if missing; warn and return False if that fails or other users could write its files."""
     try:
         if not hasattr(os, "getuid"):
             raise ValueError("this system does not say whose a file is")

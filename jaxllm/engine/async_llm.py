@@ -91,7 +91,7 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig, **bounds: Any) -> AsyncLLM:
-        """Make an engine, not yet started, from `AsyncEngineArgs`."""
+        """Make an engine, not yet started, from `AsyncEngineArgs`; `bounds` are as for the constructor."""
         return cls(engine_args, **bounds)
 
     async def _begin(self) -> None:

@@ -17,7 +17,11 @@ _NOBODY = object()
 
 
 class FairThreads:
-    """A fair pool of at least two threads. Clients are hashable; the group None is unbounded."""
+    """A fair pool of at least two threads.
+
+    Clients take turns. `share` limits the threads of a group of clients, by default of each client; clients of the
+    group None are not limited.
+    """
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ _ENDS: dict[str, EngineState] = {"dead": "dead", "stopped": "stopped", "drained"
 
 
 class LifeCycle:
-    """The current state in both tables."""
+    """An engine's state: `work` (loading, serving, paused) and `exit` (its shutdown), changed by events."""
 
     def __init__(self) -> None:
         self.work = "loading"

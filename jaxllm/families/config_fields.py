@@ -153,8 +153,9 @@ def read_rope(
     partial: float | None = None,
     interleaved: bool = False,
 ) -> tuple[Rope, int]:
-    """`theta` and `partial`, the rotated share of a head, are defaults; if `partial` is None, partial rotation is
-    refused.
+    """Return the rope, and `max_position` as scaled by it.
+
+    `theta` and `partial`, the rotated share of a head, are defaults; if `partial` is None, partial rotation is refused.
     """
     theta = fields.positive("rope_theta", theta)
     if partial is not None:
@@ -367,7 +368,10 @@ def read_learned(fields: Fields, *, width: int, num_heads: int, num_layers: int,
 def read_two_ropes(
     fields: Fields, windows: tuple[int | None, ...], head_size: int, max_position: int, thetas: tuple[float, float]
 ) -> tuple[Rope, ...]:
-    """In the older spelling "rope_scaling" applies to the former. `max_position` is already scaled."""
+    """Return each layer's rope; `thetas` are the defaults of layers without and with a window.
+
+    In the older spelling "rope_scaling" applies to the former. `max_position` is already scaled.
+    """
     newer = fields.inner("rope_parameters")
     settings = (
         newer.inner("full_attention") if newer.has("full_attention") else fields.inner("rope_scaling"),

@@ -51,7 +51,7 @@ class Copies(Protocol):
     """Asynchronous copies of rows to the host; no method blocks."""
 
     def begin(self, copies: Sequence[tuple[Key, Row]]) -> None:
-        """Start copying rows."""
+        """Start copying rows to the host; `ended` returns each by its key."""
 
     def ended(self) -> Sequence[Copied]:
         """Each copy is returned once."""

@@ -87,7 +87,7 @@ class StepInFlight(NamedTuple):
 
 
 class PendingResult(Protocol):
-    """A step dispatched whole."""
+    """A dispatched step, sampling included."""
 
     def result(self) -> StepOutput:
         """See `StepInFlight.result`."""

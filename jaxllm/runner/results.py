@@ -79,7 +79,7 @@ def result_width(variant: Variant, num_logprobs: int, drafts: bool) -> int:
 
 
 def num_logprobs(max_logprobs: int, vocab_size: int) -> int:
-    """Return how many likeliest tokens a step reports; -1: all."""
+    """Return how many likeliest tokens a step reports: at most MOST_LOGPROBS, which -1 selects."""
     return min(MOST_LOGPROBS if max_logprobs == -1 else max_logprobs, MOST_LOGPROBS, vocab_size)
 
 

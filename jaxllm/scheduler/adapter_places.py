@@ -10,7 +10,7 @@ from collections.abc import Set
 
 
 def idle_first(residents: tuple[int, ...], in_use: Set[int]) -> tuple[int, ...]:
-    """Reorder residents after requests have left their slots."""
+    """Move residents without requests to the front, in order; return the same object if nothing moves."""
     ordered = tuple(sorted(residents, key=in_use.__contains__))  # a stable sort
     return residents if ordered == residents else ordered
 

@@ -340,7 +340,7 @@ def _number(digest: bytes, num_shards: int) -> int:
 
 
 def _extended(shard: bytes, digest: bytes, block: int) -> bytes:
-    """A shard's first byte is the length of digests."""
+    """Return a shard with an entry for a digest and its block added; its first byte is the length of digests."""
     return (shard or bytes([len(digest)])) + digest + block.to_bytes(BLOCK_BYTES)
 
 

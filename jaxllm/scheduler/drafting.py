@@ -28,7 +28,7 @@ def begin(editor: StateEditor, slot: int, may_draft: bool) -> None:
 
 
 def columns(editor: StateEditor) -> tuple[np.ndarray, ...]:
-    """The arrays are writable."""
+    """Return the columns that drafting uses, writable: `may_draft`, `has_drafts`, `tried` and `kept`."""
     own = editor.own_slots
     return own.may_draft, own.has_drafts, own.tried, own.kept
 

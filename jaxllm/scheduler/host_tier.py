@@ -127,7 +127,7 @@ class HostEditor:
                 self._release([(each.group, each.block, each.digest) for each in own])
 
     def forget(self, digests: Iterable[bytes]) -> None:
-        """Remove digests from the index, and drop their stores."""
+        """Remove digests from the index; copies to the host in progress go on, unindexed."""
         for digest in digests:
             for group, pool in enumerate(self._pools):
                 pool.discard([digest])

@@ -140,7 +140,11 @@ def grow(
     lacking: Sequence[int],
     table: list[np.ndarray],
 ) -> None:
-    """Give decode rows as many blocks as in the first group, and slots in `lacking` one each."""
+    """Allocate the second group's blocks for a step; add them to `table`.
+
+    Decoding slots among `growing` receive `counts`, as in the first group; slots in `lacking`, with a prompt to
+    continue, receive one each.
+    """
     is_decode = editor.slots.issued[growing] >= editor.slots.given[growing]
     hand_out(editor, limits, growing[is_decode].tolist(), counts[is_decode].tolist(), table)
     hand_out(editor, limits, lacking, [1] * len(lacking), table)

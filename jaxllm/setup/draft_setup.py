@@ -78,7 +78,10 @@ def by_lookup(own: SpeculativeConfig) -> Drafting:
 
 
 def with_cost(drafting: Drafting | None, described: Params[jax.ShapeDtypeStruct]) -> Drafting | None:
-    """The cost is bytes of the draft model per 1,000 bytes of the target."""
+    """Set the cost of drafting: bytes of the draft model per 1,000 bytes of the target.
+
+    `described` are the parameters of both. Without a draft model `drafting` is returned unchanged.
+    """
     if drafting is None or described.draft is None:
         return drafting
     whole = weights.num_bytes(replace(described, draft=None))

@@ -181,7 +181,10 @@ def kernel_reasons(config: EngineConfig, platform: str, kernels: Mapping[str, Ch
 
 
 def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
-    """Return all choices that need no weights; `jaxllm doctor` prints them."""
+    """Return all choices that can be made without reading weights; `jaxllm doctor` prints them.
+
+    Without `needs_weights` a model of the hub is downloaded without its weights.
+    """
     folder = weights.resolve(config.model, config.revision, tokenizer_only=not needs_weights)
     described = describe(folder, config.max_model_len, config.runner, config.pooler_config)
     checkpoint, spec, family, head = described.config, described.spec, described.family, described.head
@@ -285,8 +288,8 @@ def _check_combinations(config: EngineConfig, spec: Spec, rounds: bool, pools: b
 def step_sizes(config: EngineConfig, recorded: Mapping[str, Any], is_cpu: bool, pools: bool = False) -> tuple[int, int]:
     """Return the number of slots and the tokens of a step.
 
-    A deterministic step always computes its full size, which is therefore small; `recorded` sizes must have the same
-    mode.
+    The user's numbers take precedence over those of the manifest, `recorded`, which is ignored if only one of the two
+    is deterministic. A deterministic step always computes its full size, which is therefore small.
     """
     if recorded.get("deterministic", False) != config.deterministic:
         recorded = {}

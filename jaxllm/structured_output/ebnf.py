@@ -38,7 +38,7 @@ _OPTIONS = ("no_forcing", "allow_initial_skip", "ignore_once")
 
 
 def of_the_server(grammar: str, prepare_schema: Callable[[Any], Any]) -> str:
-    """The trusted grammar may contain token ids."""
+    """Return a grammar of the server, in Lark notation, converted as by `to_lark`; it may contain token ids."""
     return _checked_lark(grammar, prepare_schema, takes_tokens=True)
 
 

@@ -35,7 +35,7 @@ _MOST_PRODUCT = 2**32  # llguidance multiplies two `multipleOf` in 32 bits
 
 
 def exact(schema: Any) -> Any:
-    """Raises UserError if impossible."""
+    """Return a schema that llguidance follows exactly, with the same meaning; raise UserError if impossible."""
     objects = list(_objects(schema))
     merges = any(map(_merges, objects))
     if merges:

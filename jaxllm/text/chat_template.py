@@ -30,7 +30,7 @@ class ChatTemplate:
 
     program: jinja2.Template
     shape: Shape
-    words_by_line: Mapping[int, frozenset[str]]
+    words_by_line: Mapping[int, frozenset[str]]  # field names that each line reads, to locate errors
 
 
 def render(

@@ -42,7 +42,10 @@ def main() -> None:
 
 
 def _answer(frame: bytes, seconds: float, kept: OrderedDict[Source, Tokenizer]) -> dict[str, Any]:
-    """Above its limit of CPU time, the kernel kills the process."""
+    """Run the method that a frame names; return its "value", the "error" to raise, or how it "failed".
+
+    `kept` caches tokenizers. Above its limit of CPU time, the kernel kills the process.
+    """
     try:
         signal.setitimer(signal.ITIMER_PROF, LOAD_SECONDS)
         folder, digest, method, arguments, named = json.loads(frame.decode("utf-8", "surrogatepass"))

@@ -227,7 +227,7 @@ class Process:
 
 
 def _framed(task: list[Any]) -> bytes:
-    """JSON allows integers of any size."""
+    """Encode a task as JSON, which allows integers of any size; raise UserError for other types or deep nesting."""
     try:
         return json.dumps(task, ensure_ascii=False, default=_mapping).encode("utf-8", "surrogatepass")
     except RecursionError:

@@ -27,7 +27,7 @@ class AdapterCalls:
         return self.model if lora_request is None else self.adapters.get(lora_request).language.model
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Read an adapter in advance; raise UserError if it is invalid."""
+        """Read an adapter in advance and return True; raise UserError if it is invalid."""
         self.adapters.get(lora_request)
         return True
 
