@@ -78,7 +78,7 @@ class RequestFailedError(EngineError):
 
 
 class OverloadedError(EngineError):
-    """The queue is full; retry after `retry_after` seconds."""
+    """The queue is full or another limit on load is reached; retry after `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)

@@ -303,7 +303,10 @@ class LLM:
         sorts: bool = False,
         adapters: Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """Run requests until they end; `sorts`: longest prompts first."""
+        """Run requests until they end; return outputs in the order of `items`.
+
+        With `sorts`, the longest prompts are scheduled first.
+        """
         accepted = []
         for index, (prompt, own) in enumerate(zip(items, params, strict=True)):
             rank = 0 if priority is None else priority[index]

@@ -40,7 +40,10 @@ def read_metrics(page: str) -> dict[str, float] | None:
 
 
 class Poller:
-    """Polls during a `with` block."""
+    """Polls a page of Prometheus metrics every `INTERVAL` seconds during a `with` block.
+
+    `fetch` returns the page, `start` is the origin of the timeline, in `time.perf_counter` seconds.
+    """
 
     def __init__(self, fetch: Callable[[], str], start: float) -> None:
         self._fetch, self._start = fetch, start

@@ -26,5 +26,5 @@ class ServerTokenizer:
         return self._encode(text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """`ids` must not contain special tokens."""
+        """Decode ids, none of a special token: `skip_special_tokens` has no effect."""
         return self._decode(ids)

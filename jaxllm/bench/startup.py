@@ -75,8 +75,9 @@ def measure(
 ) -> list[Start]:
     """Start `num_iters` times cold and warm, each in a new process.
 
-    `waits_for_all`: measure until the last program is compiled. `cache`: for warm starts only, by default the last cold
-    start's. Raises EngineError if a process fails.
+    `waits_for_all`: measure until the last program is compiled. With `cache`, a folder of compiled programs, measure
+    only warm starts from it; without, warm starts use that of the last cold start. `note` is called after each start.
+    Raises EngineError if a process fails.
     """
     starts = []
     with OwnFolder() as temporary:

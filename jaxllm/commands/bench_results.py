@@ -21,7 +21,7 @@ def add_output(parser: argparse.ArgumentParser, has_plot: bool = True) -> None:
 
 
 def check_output(options: Mapping[str, Any]) -> None:
-    """Raise UserError for unwritable files, before measuring."""
+    """Raise UserError, before measuring, for a missing folder of the results or a plot that cannot be drawn."""
     for name in ("output_json", "plot"):
         path = options.get(name)
         if path is not None and not Path(path).expanduser().absolute().parent.is_dir():

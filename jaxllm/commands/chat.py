@@ -130,7 +130,8 @@ def _fit(
 ) -> tuple[list[dict[str, str]], dict[str, Any]]:
     """Drop the oldest turns until an answer fits; return the conversation and its prompt.
 
-    Reserves `max_tokens`, at most a quarter of the context: a truncated answer is better than a forgotten turn.
+    Reserves `max_tokens`, at most a quarter of the context: a truncated answer is better than a forgotten turn. Raises
+    UserError if the last message alone does not fit.
     """
     limit = llm.engine.model.max_model_len
     room = min(max_tokens or limit, limit // 4)

@@ -111,7 +111,11 @@ Lines = Callable[..., Iterator[Line]]
 
 
 def _reader(file: IO[bytes], name: str, field: str | None, skip_empty: bool) -> Lines:
-    """Return a function that yields the lines, passing each raw line to `see`."""
+    """Return a function `lines(see)` that yields the texts from the beginning, at each call anew.
+
+    `see`, optional, receives each raw line. `field` is the text's key in JSON lines. Iteration raises UserError for an
+    invalid line, and for an empty one unless `skip_empty`.
+    """
     file.seek(0)
     is_json = field is not None or name.endswith(".jsonl") or file.readline().lstrip().startswith(b"{")
 

@@ -39,7 +39,10 @@ class VectorFile:
         self._file.close()
 
     def append(self, numbers: Sequence[int], texts: Sequence[str], vectors: np.ndarray) -> None:
-        """Append rows, durably."""
+        """Append rows and sync them to disk.
+
+        `numbers` are line numbers, from 1; a .npy file holds neither these nor the texts.
+        """
         self._file.seek(0, os.SEEK_END)
         if self._is_binary:
             self._file.write(vectors.astype("<f4").tobytes())

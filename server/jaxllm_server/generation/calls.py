@@ -105,7 +105,11 @@ class TokenUsage:
 
 @dataclass(slots=True)
 class Timing:
-    """Durations of a request's phases in seconds."""
+    """Durations of a request's phases in seconds.
+
+    `queue` lasts from arrival until scheduling, `prefill` from there to the first token. `first_token` and `total` are
+    counted from arrival.
+    """
 
     queue: float
     prefill: float

@@ -172,7 +172,10 @@ class Gate(grpc.aio.ServerInterceptor):
     async def _parsed(
         self, raws: AsyncIterator[bytes], parse: Callable[[bytes], Message], asked: list[Message]
     ) -> AsyncIterator[Message]:
-        """Yield messages within the time limit; `asked` holds the latest."""
+        """Parse and yield messages; `asked` is a list that holds the latest.
+
+        Raises DeadlineError if the next one does not arrive within the stall timeout.
+        """
         while True:
             try:
                 async with asyncio.timeout(self._stall_timeout or None):

@@ -44,7 +44,10 @@ def _input_of(request: inference_pb2.EmbedRequest | inference_pb2.ClassifyReques
 
 
 def _pairs_of(request: inference_pb2.ScoreRequest) -> dict[str, Any]:
-    """Return the pairs without a copy, since their number is not checked yet."""
+    """Return the `inputs` and `pairs` of a `PoolCall`; a single first text is repeated.
+
+    Texts are not copied, since their number is not checked yet. Raises UserError if the lengths differ.
+    """
     num_first, num_second = len(request.text_1), len(request.text_2)
     if num_first not in (1, num_second):
         raise UserError(f"text_1 holds one text, or as many as text_2: got {num_first} and {num_second}.", "text_1")

@@ -29,7 +29,7 @@ _MOST_TOLD = 256  # logged names, since clients can invent any number
 
 
 class Answering:
-    """Reads requests and prepares their answers."""
+    """Reads request bodies into replies, and prepares the fields of their answers; one per server, for all APIs."""
 
     def __init__(self, serving: Serving, options: ServerOptions, tracer: Tracer) -> None:
         self.serving = serving

@@ -32,7 +32,7 @@ _SHOW = Body(
 
 
 class StatusEndpoints:
-    """Handlers of these routes."""
+    """Handlers of the routes about the server: models, state, load and metrics."""
 
     def __init__(self, answering: Answering, observer: PrometheusObserver | None) -> None:
         self._serving, self._options = answering.serving, answering.options

@@ -118,7 +118,10 @@ class WebSocket:
             self._write()
 
     def close(self, code: int = CloseCode.NORMAL_CLOSURE, reason: str = "") -> None:
-        """Disconnect a client that does not respond."""
+        """Send a close frame, and end the connection within seconds, even if the client does not respond.
+
+        Do nothing if it is already closing.
+        """
         if self._protocol.state is State.OPEN and not self.ended.is_set():
             self._protocol.send_close(code, reason)
             self._write()

@@ -23,7 +23,7 @@ class Writer(Protocol):
         ...
 
     def finish(self, content: bytes) -> None:
-        """Process the complete answer after serialization."""
+        """Receive the complete answer as serialized by `whole`, before it is sent, for example to store it."""
         ...
 
     def events(self, number: int, chunk: Chunk) -> bytes:

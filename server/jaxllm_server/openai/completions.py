@@ -180,7 +180,11 @@ class CompletionReply:
 
 
 def numbered(request_id: str, number: int, most: int) -> str:
-    """A digest replaces the end of an id that would become too long."""
+    """Append `-number` to a request id.
+
+    If the result would exceed `most` characters, a digest replaces the end of the id; an id that alone exceeds them is
+    not shortened, so that validation refuses it.
+    """
     numbered = f"{request_id}-{number}"
     if len(numbered) <= most or len(request_id) > most:
         return numbered

@@ -51,7 +51,11 @@ def usage_fields(usages: Iterable[TokenUsage], form: Form) -> dict[str, Any]:
 
 
 def token_name(token: int, entry: Logprob, form: Form, before_bytes: str = "") -> str:
-    """Return a token's text, or its bytes in OpenAI's notation."""
+    """Return a token's text.
+
+    For a partial character, return its bytes as `\\xNN` after the prefix `before_bytes`; for a token without text, or
+    if the form requires ids, `token_id:N`.
+    """
     if form.tokens_as_ids or not entry.decoded_token:
         return f"token_id:{token}"
     if entry.raw_bytes is None:

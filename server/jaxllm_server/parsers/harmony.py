@@ -181,7 +181,7 @@ class _Content:
 
 
 class HarmonyReasoning:
-    """Splits an output into reasoning and content, with calls for `HarmonyParser`."""
+    """Splits an output into reasoning and content; calls stay in the content, with headers, for `HarmonyParser`."""
 
     markers = _MARKERS
     may_hold_calls = False

@@ -152,7 +152,10 @@ class LlamaParser(ObjectCalls):
             self._give_up()
 
     def _drop(self) -> None:
-        """Keep an unmarked object as content if it has members foreign to calls."""
+        """Discard the held text of a truncated output.
+
+        An unmarked object with members foreign to calls is kept as content.
+        """
         is_marked = self.markers[0] in "".join(self._held)
         if self._object is not None and self._object.is_foreign and not is_marked:
             self._give_up()

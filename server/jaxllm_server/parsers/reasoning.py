@@ -97,7 +97,10 @@ class TaggedReasoning:
 
 
 class HarmonyChannels:
-    """gpt-oss's channels: a header precedes every answer and call."""
+    """The counterpart of `TaggedReasoning` for gpt-oss, which reasons in channels instead of tags.
+
+    A header, with the name of the channel, precedes every answer and call.
+    """
 
     kept_ends: tuple[str, ...] = ()
 

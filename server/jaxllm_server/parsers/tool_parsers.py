@@ -57,9 +57,10 @@ class ToolParser(MarkerReader, ABC):
         return self._taken()
 
     def finish(self, is_cut_off: bool = False) -> tuple[str, list[ToolCallDelta]]:
-        """Return held-back text. A truncated call keeps its partial arguments.
+        """Return the rest at the end of the output: held-back text that is not call syntax, as content.
 
-        With `is_cut_off`, held text, part of a marker or call, is dropped.
+        With `is_cut_off`, the output was truncated: held-back text, part of a marker or call, is dropped. A call whose
+        beginning was already returned keeps its partial arguments.
         """
         if is_cut_off:
             self._drop()

@@ -182,7 +182,10 @@ def _call_output(item: Item, path: str) -> dict[str, Any]:
 
 
 def _reasoning(item: Item, path: str) -> dict[str, Any]:
-    """Without content, use the summary, as in vLLM."""
+    """Validate a reasoning item; return its `summary` and `content` as lists of parts.
+
+    Raises UnsupportedError for encrypted content alone.
+    """
     content, summary = (
         [] if item.get(name) is None else _texts_of(item[name], f"{path}.{name}") for name in ("content", "summary")
     )
@@ -272,7 +275,7 @@ def _add_to_answer(messages: list[dict[str, Any]], item: Item) -> None:
     if not is_answer or any(messages[-1].get(name) for name in _COMES_BEFORE[kind]):
         messages.append({"role": "assistant", "content": ""})
     last = messages[-1]
-    if kind == "reasoning":
+    if kind == "reasoning":  # without content, the summary is used, as in vLLM
         last["reasoning_content"] = "".join(part["text"] for part in item["content"] or item["summary"])
     elif kind == "message":
         last["content"] = _chat_content(item["content"])

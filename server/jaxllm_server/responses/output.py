@@ -127,7 +127,10 @@ class Output:
             self._tell(item, "response.content_part.added", part=item.part())
 
     def _grow(self, text: str) -> None:
-        """Append to the last item; log-probabilities may precede their text."""
+        """Append text to the last item and emit its delta event.
+
+        A message also takes the pending log-probabilities, which may precede their text.
+        """
         item = self._items[-1]
         if item.kind == "message":
             logprobs, self._logprobs = self._logprobs, []

@@ -41,7 +41,10 @@ class LostError(LookupError):
 
 
 class ResponseStore:
-    """Stores at most `most_bytes` of responses."""
+    """Stores at most `most_bytes` of responses.
+
+    Beyond that, evicts the least recently used ones of the client whose responses occupy the most bytes.
+    """
 
     def __init__(self, most_bytes: int) -> None:
         self._most = most_bytes

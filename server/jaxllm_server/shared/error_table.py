@@ -90,9 +90,9 @@ def row_of(error: BaseException) -> Row:
 
 
 def message_of(error: BaseException) -> str:
-    """Return the message for a client: a fixed text for errors other than jaxllm's.
+    """Return the message for a client: the error's own, or a fixed text unless the error is one of jaxllm's.
 
-    Their messages can contain addresses and paths (vLLM CVE-2026-54236).
+    A plain EngineError gets the fixed text too. Messages can contain addresses and paths (vLLM CVE-2026-54236).
     """
     is_ours = isinstance(error, UserError | AuthError | AdminRequiredError) or (
         isinstance(error, EngineError) and type(error) is not EngineError
