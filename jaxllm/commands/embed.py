@@ -111,7 +111,7 @@ Lines = Callable[..., Iterator[Line]]
 
 
 def _reader(file: IO[bytes], name: str, field: str | None, skip_empty: bool) -> Lines:
-    """Return a function `lines(see)` that yields the texts from the beginning, at each call anew.
+    """Return a function `lines(see)` that yields the texts from the beginning at each call.
 
     `see`, optional, receives each raw line. `field` is the text's key in JSON lines. Iteration raises UserError for an
     invalid line, and for an empty one unless `skip_empty`.

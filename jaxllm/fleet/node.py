@@ -189,7 +189,7 @@ class Node:
         self._engine.end(name, reason)
 
     def _on_forget(self, name: str) -> None:
-        """Cancel a request whose output is no longer wanted, even during its preparation; send nothing."""
+        """Cancel a request that was dropped, even during its preparation; send nothing."""
         task = self._requests.pop(name, None)
         if task is not None:
             task.cancel()

@@ -59,8 +59,8 @@ class ToolParser(MarkerReader, ABC):
     def finish(self, is_cut_off: bool = False) -> tuple[str, list[ToolCallDelta]]:
         """Return the rest at the end of the output: held-back text that is not call syntax, as content.
 
-        With `is_cut_off`, the output was truncated: held-back text, part of a marker or call, is dropped. A call whose
-        beginning was already returned keeps its partial arguments.
+        With `is_cut_off`, the output was truncated: held-back text, part of a marker or call, is dropped. A call
+        with a returned beginning keeps its partial arguments.
         """
         if is_cut_off:
             self._drop()

@@ -43,7 +43,7 @@ class LostError(LookupError):
 class ResponseStore:
     """Stores at most `most_bytes` of responses.
 
-    Beyond that, evicts the least recently used ones of the client whose responses occupy the most bytes.
+    Beyond that, evicts the least recently used ones of the client with the most bytes.
     """
 
     def __init__(self, most_bytes: int) -> None:
