@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,10 +28,10 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from pallas_kernels.attention.division import Pieces, evenly
 from pallas_kernels.triton_bridge import call
-from pallas_kernels.tuning import Decode, Tuning
+from pallas_kernels.tuning import Tuning
 from tests.gpu import traces
+from tests.gpu.measured_steps import pieces
 from tests.gpu.traces import SECTOR, Launch
 
 TRITON = Choice("triton", 90)
@@ -53,16 +53,6 @@ class Traced:
         with traces.recorded(seed) as launches:
             results = [np.asarray(one) for one in jax.tree.leaves(self.run())]
         return launches, results
-
-
-def pieces(lengths: Sequence[int], chosen: Decode, window: int | None = None) -> list[list[int]]:
-    """Divide rows' keys among programs as the kernel does; return the number of keys in each piece of each row."""
-    divided = evenly(
-        jnp.asarray(lengths, jnp.int32), max(lengths), window, chosen.keys, chosen.programs, chosen.least_keys
-    )
-    found = Pieces(*map(np.asarray, divided))
-    keys = found.end - found.begin
-    return [keys[first : first + count].tolist() for first, count in zip(found.first, found.count, strict=True)]
 
 
 def numbers(*shape: int, dtype: str = "float16") -> jax.Array:

@@ -10,7 +10,10 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.gpu import resources, sass
+from benchmarks.shapes import SHAPES
+from jaxllm.families.families import read_spec
+from pallas_kernels.tuning import Decode, Tuning
+from tests.gpu import measured_steps, resources, sass, step_costs
 
 # On the worker that compiles them for test_compiled, if that runs.
 pytestmark = pytest.mark.xdist_group("sm_90")
@@ -75,6 +78,20 @@ def test_programs_at_once_are_what_registers_and_shared_memory_leave():
     assert sass.at_once(96, 98816, 8, 90) == 2 and sass.at_once(96, 98816, 8, 80) == 1, "shared memory"
     assert sass.at_once(18, 0, 1, 90) == 32 and sass.at_once(32, 0, 16, 90) == 4, "programs, threads"
     assert sass.waves(512, 3, 90) == pytest.approx(512 / 396)
+
+
+def test_what_a_step_costs():
+    """Programs start in order as places become free; the longest row sets the end."""
+    assert step_costs.makespan([3, 1, 1, 1, 4], 2) == 7
+    chosen = Decode(keys=64, programs=4, splits=1, least_keys=256, tuning=Tuning(4, 3))
+    pieces = measured_steps.pieces
+    assert pieces([1024], chosen) == [[256] * 4] and pieces([300, 0], chosen) == [[192, 108], [0]]
+    assert step_costs.visits([300, 0, 64], 2, chosen) == [3, 2, 1] * 2
+    spec, _ = read_spec(dict(SHAPES["llama-3.1-8b"]))
+    even = step_costs.cost(spec, [1024] * 64, 315, step_costs.Attention(1.29, 32))
+    assert even.floor == pytest.approx(1e3 * even.num_bytes / measured_steps.READING)
+    skewed = step_costs.cost(spec, [32768] + [512] * 63, 315, step_costs.Attention(1.29, 520))
+    assert skewed.milliseconds > 2 * skewed.floor, "the longest program is"
 
 
 def test_narrow_loads_are_seen():

@@ -204,6 +204,14 @@ def test_damaged_files_are_named(tmp_path, content, message):
     assert "\n" not in str(refusal.value)
 
 
+def test_a_file_cut_short_is_refused_before_anything_is_copied(tmp_path):
+    folder = write_checkpoint(tmp_path)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-5])
+    with pytest.raises(UserError, match=r"model\.safetensors is truncated: tensor .* ends at byte"):
+        load(folder)
+
+
 def test_an_index_must_agree_with_its_files(tmp_path):
     folder = write_checkpoint(tmp_path, files=2)
     path = folder / "model.safetensors.index.json"

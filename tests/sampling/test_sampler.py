@@ -325,6 +325,10 @@ def naive_distribution(
     ("arguments", "held_back"),
     [
         ({"temperature": 1.0}, ()),
+        *(
+            pytest.param(alone, (), marks=pytest.mark.ci)
+            for alone in ({"temperature": 3.0}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.15})
+        ),
         ({"temperature": 1.5, "top_k": 12, "top_p": 0.9, "min_p": 0.02}, ()),
         ({"temperature": 0.8, "repetition_penalty": 1.7, "presence_penalty": 0.5, "frequency_penalty": 0.4}, ()),
         ({"top_k": 8, "top_p": 0.85, "repetition_penalty": 1.3, "min_tokens": 9}, (2, 5)),

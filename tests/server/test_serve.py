@@ -306,6 +306,39 @@ COUNTS = [300, pytest.param(1000, marks=pytest.mark.slow)]  # random requests
 
 @pytest.mark.ci
 @pytest.mark.parametrize("count", COUNTS)
+async def test_streams_give_what_unary_calls_give_over_grpc(server: ServingProcess, count: int) -> None:
+    async with AsyncClient(server.grpc) as client:
+
+        async def one(number: int) -> None:
+            rng = random.Random(number)
+            prompt, own = prompt_of(rng), random_call(rng)
+            whole = await client.generate(prompt, **own)
+            stream = client.stream(prompt, **own)
+            parts: dict[int, list[Any]] = {output.index: ["", [], [], None] for output in whole.outputs}
+            async for delta in stream:
+                part = parts[delta.index]
+                assert part[3] is None
+                part[0] += delta.text
+                part[1] += delta.token_ids
+                part[2] += delta.logprobs or []
+                part[3] = delta.finish_reason
+            for output in whole.outputs:
+                text, ids, logprobs, reason = parts[output.index]
+                assert (text, ids, reason) == (output.text, output.token_ids, output.finish_reason)
+                # Other neighbours, other buckets: the last digits of logits differ.
+                told = [entry.logprob for entry in output.logprobs or ()]
+                assert [entry.logprob for entry in logprobs] == pytest.approx(told, abs=1e-4)
+                assert [entry.token_id for entry in logprobs] == ([] if output.logprobs is None else ids)
+            assert stream.usage is not None and whole.usage is not None
+            assert stream.usage.prompt_tokens == whole.usage.prompt_tokens
+            assert stream.usage.completion_tokens == whole.usage.completion_tokens
+            assert whole.usage.completion_tokens == sum(len(output.token_ids) for output in whole.outputs)
+
+        await in_turn(count, 24, one)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("count", COUNTS)
 async def test_streams_give_what_unary_calls_give_over_http(server: ServingProcess, count: int) -> None:
     async with AsyncOpenAI(base_url=f"{server.http}/v1", api_key="none", max_retries=0) as openai:
 

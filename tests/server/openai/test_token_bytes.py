@@ -42,9 +42,12 @@ def _completion(entries: list[dict[int, Logprob]]) -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=40, deadline=None)
-@given(text=_TEXTS.map("".join))
-def test_the_bytes_of_all_tokens_are_the_texts(kind: str, text: str) -> None:
+@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.slow)])
+def test_the_bytes_of_all_tokens_are_the_texts(kind: str, count: int) -> None:
+    settings(max_examples=count, deadline=None)(given(text=_TEXTS.map("".join))(lambda text: check(kind, text)))()
+
+
+def check(kind: str, text: str) -> None:
     tokenizer = TOKENIZERS[kind]
     prompt, ids = tokenizer.encode("the", False), tokenizer.encode(text, False)
     state = detokenizer.begin(tokenizer, prompt, SamplingParams(skip_special_tokens=False))

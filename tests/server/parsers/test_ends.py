@@ -83,6 +83,17 @@ def test_a_generated_output_that_is_cut_off(style: str, calls: Calls, before: st
         check_cut(style, reasoning, text, cut, (before, thought, calls), tools)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("style", WRITERS)
+@settings(max_examples=60, deadline=None)
+@given(calls=_CALLS, data=st.data())
+def test_a_generated_output_at_every_cut(style: str, calls: Calls, data: st.DataObject) -> None:
+    reasoning = data.draw(st.sampled_from([None, *TAGGED]))
+    thought, text = with_thought(reasoning, data.draw(st.sampled_from(WRITERS[style]))(calls))
+    for cut in range(len(text) + 1):
+        check_cut(style, reasoning, text, cut, ("", thought, calls), _tools(calls))
+
+
 @pytest.mark.parametrize("style", [style for style in WRITERS if style != "openai"])
 @settings(max_examples=8, deadline=None)
 @given(calls=_CALLS, data=st.data())
