@@ -11,10 +11,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from jaxllm.errors import UserError
 
 MOST_BYTES = 64 * 2**20  # of a JSON file; the largest published index, of 91,000 tensors, has 9 MB
 MOST_TEMPLATE_BYTES = 2**20
+
+
+def reading_bar(num_bytes: int, progress: bool) -> tqdm[Any]:
+    """Return the progress bar of weights being read, hidden unless `progress`."""
+    return tqdm(
+        total=num_bytes,
+        unit="B",
+        unit_scale=True,
+        unit_divisor=1024,
+        desc="reading weights",
+        disable=not progress,
+        leave=False,
+    )
 
 
 def inside(folder: Path, name: str, parameter: str = "model") -> Path:

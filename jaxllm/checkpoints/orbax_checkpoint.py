@@ -17,9 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
-from tqdm import tqdm
 
-from jaxllm.checkpoints.files import inside, read_object
+from jaxllm.checkpoints.files import inside, read_object, reading_bar
 from jaxllm.errors import UserError
 from jaxllm.model import quantized
 from jaxllm.model.decoder import Params
@@ -118,15 +117,7 @@ def load(folder: Path, declared: Params[Weight], layout: Layout, dtype: DTypeLik
     dtype = jnp.dtype(dtype)
     described = jax.tree.leaves(jax.tree.map(lambda weight: quantized.describe(weight, layout, dtype), declared))
     total = sum(leaf.size * leaf.dtype.itemsize for leaf in described)
-    bar = tqdm(
-        total=total,
-        unit="B",
-        unit_scale=True,
-        unit_divisor=1024,
-        desc="reading weights",
-        disable=not progress,
-        leave=False,
-    )
+    bar = reading_bar(total, progress)
 
     def restore(layer: int | None, weights: dict[str, Weight]) -> dict[str, Any]:
         tree: dict[str, Any] = {}

@@ -18,10 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
-from tqdm import tqdm
 
 from jaxllm.checkpoints import orbax_checkpoint
-from jaxllm.checkpoints.files import read_object
+from jaxllm.checkpoints.files import read_object, reading_bar
 from jaxllm.checkpoints.sources import Source, Sources, Store, open_sources
 from jaxllm.checkpoints.stored_matrices import Matrix, Side
 from jaxllm.embedded import SHIPPED
@@ -129,15 +128,7 @@ def read(
     declared: Params[Weight], sources: Sources, layout: Layout, dtype: DTypeLike, progress: bool = False
 ) -> Params[Array]:
     total = num_bytes(jax.tree.map(lambda weight: quantized.describe(weight, layout, dtype), declared))
-    bar = tqdm(
-        total=total,
-        unit="B",
-        unit_scale=True,
-        unit_divisor=1024,
-        desc="reading weights",
-        disable=not progress,
-        leave=False,
-    )
+    bar = reading_bar(total, progress)
     pending: Any = None
 
     def build(layer: int | None, name: str, weight: Weight) -> Any:
