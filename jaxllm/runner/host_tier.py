@@ -28,12 +28,11 @@ from jaxllm.model.spec import Spec
 from jaxllm.runner.device_state import DeviceState
 from jaxllm.runner.step_model import Leaves, StepModel
 from jaxllm.scheduler.host_tier import HOST, Landed
-from jaxllm.setup.kv_cache import MOST_LOADED, Geometry, leaves_by_group
+from jaxllm.setup.kv_cache import MOST_LOADED, Geometry, host_memory_kind, leaves_by_group
 
 MOVED_BLOCKS = 16  # B
 STORE_PROGRAMS = ("store_blocks", "store_windowed_blocks")  # by group
 LOAD_PROGRAMS = ("load_blocks", "load_windowed_blocks")
-MEMORY_KINDS = ("pinned_host", "unpinned_host")  # of the host, in order of preference
 CLOSE_SECONDS = 10.0  # deadline of copies at the end
 Row = tuple[Any, ...]
 Key = tuple[int, int, int]  # of a store: plan, group, block of the host
@@ -94,9 +93,9 @@ class ThreadedCopies:
 
 def to_host(rows: Sequence[Row]) -> list[Row]:
     def there(array: jax.Array) -> NamedSharding:
-        (kind,) = _memory_kinds(array)[:1]
         assert isinstance(array.sharding, NamedSharding)
-        return array.sharding.with_memory_kind(kind)
+        (device, *_) = array.sharding.device_set
+        return array.sharding.with_memory_kind(host_memory_kind(device))
 
     return jax.device_put(list(rows), jax.tree.map(there, list(rows)))
 
@@ -107,13 +106,6 @@ def to_device(rows: Sequence[Row]) -> list[Row]:
         return array.sharding.with_memory_kind("device")
 
     return jax.device_put(list(rows), jax.tree.map(here, list(rows)))
-
-
-def _memory_kinds(array: jax.Array) -> list[str]:
-    """In order of preference."""
-    (device, *_) = array.sharding.device_set
-    reachable = {memory.kind for memory in device.addressable_memories()}
-    return [kind for kind in MEMORY_KINDS if kind in reachable]
 
 
 class HostTier:

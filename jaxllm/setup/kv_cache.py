@@ -15,6 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
+from jaxllm.errors import UserError
 from jaxllm.model.sharding import Layout
 from jaxllm.model.spec import Spec, heads_per_shard
 from pallas_kernels import SCALED
@@ -118,3 +119,12 @@ def abstract_kv(
 
     layers = [described(group) for group in range(geometry.num_groups)]
     return tuple(layers[geometry.group_of(window)] for window in spec.windows)
+
+
+def host_memory_kind(device: jax.Device) -> str:  # pyright: ignore[reportInvalidTypeForm]
+    """Return JAX's name of the host memory that a device copies to, pinned if it can; raise UserError without any."""
+    reachable = {memory.kind for memory in device.addressable_memories()}
+    for kind in ("pinned_host", "unpinned_host"):
+        if kind in reachable:
+            return kind
+    raise UserError(f"JAX has no host memory for {device}; leave kv_offloading_size out.", "kv_offloading_size")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.replay.recording import FileRecorder
 from jaxllm.replay.replay import Replay
 from jaxllm.runner import host_tier
+from jaxllm.setup.kv_cache import host_memory_kind
 from jaxllm.structured_outputs_params import StructuredOutputsParams
 from tests.support.adapters import write_adapter
 from tests.support.paths import GOLDEN, STORIES
@@ -120,6 +122,15 @@ def test_a_copy_that_fails_ends_nothing_and_all_can_be_run_again(
         state = engine.scheduler.state
     *_, last = Replay(tmp_path / "log").moments()
     assert last.difference is None and last.state.num_planned == state.num_planned
+
+
+def test_a_device_without_host_memory_is_refused() -> None:
+    def device(*kinds: str) -> Any:
+        return SimpleNamespace(addressable_memories=lambda: [SimpleNamespace(kind=kind) for kind in kinds])
+
+    assert host_memory_kind(device("device", "unpinned_host", "pinned_host")) == "pinned_host"
+    with pytest.raises(UserError, match="no host memory"):
+        host_memory_kind(device("device"))
 
 
 @pytest.mark.parametrize(
