@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import re
 import sys
 import time
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 
 from jaxllm.text import special_token_guard
+from tests.support.accounts import ACCOUNTS
 from tests.support.paths import ROOT
 
 PACKAGES = ("jaxllm", "server", "pallas_kernels")
@@ -397,6 +399,13 @@ def test_what_is_imported_is_declared() -> None:
     lines = [*project["dependencies"], *(line for lines in project["optional-dependencies"].values() for line in lines)]
     declared = {re.split(r"[\[<>=!;~ ]", line)[0].lower() for line in lines}
     assert IMPORTED_AS.keys() <= declared
+
+
+@pytest.mark.parametrize("name", ACCOUNTS)
+def test_a_class_with_accounts_exists(name: str) -> None:
+    """`accounts.watch` skips a class that it does not find."""
+    module, _, kind = name.rpartition(".")
+    assert isinstance(getattr(importlib.import_module(module), kind), type)
 
 
 ON_INPUT = [

@@ -24,7 +24,8 @@ from tests.support.paths import ROOT
 ROOMS = (
     *("jaxllm/engine", "jaxllm/text", "jaxllm/outputs.py", "jaxllm/sampling_params.py", "server/jaxllm_server/grpc"),
     *("server/jaxllm_server/http", "server/jaxllm_server/observability", "server/jaxllm_server/openai"),
-    *("server/jaxllm_server/parsers", "server/jaxllm_server/shared"),
+    *(f"server/jaxllm_server/{room}" for room in ("access", "generation", "parsers", "pooling", "requests", "shared")),
+    *("server/jaxllm_server/adapters.py", "server/jaxllm_server/serving.py"),
 )
 
 
@@ -84,6 +85,7 @@ class InjectedError(RuntimeError):
 def _modules() -> Iterator[tuple[str, Path]]:
     for room in ROOMS:
         path = ROOT / room
+        assert path.exists(), f"{room} was moved"
         root = ROOT / "server" if room.startswith("server/") else ROOT
         for each in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             if each.name != "__init__.py":
