@@ -22,7 +22,7 @@ OPTIMIZED = {**os.environ, "PYTHONOPTIMIZE": "1", "FUZZ_FEW": "20"}
 SELECTED = (
     "tests/fuzz/test_targets.py",
     "tests/fuzz/test_table.py",
-    "tests/model/test_files.py",
+    "tests/checkpoints/test_files.py",
     "tests/engine/test_async_llm.py::test_a_request_that_fails_fails_alone",
     "tests/engine/test_async_llm.py::test_a_request_that_cannot_be_taken_in_fails_alone",
     "tests/engine/test_async_llm.py::test_one_of_several_samples_that_fails_fails_the_request",

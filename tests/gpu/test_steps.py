@@ -29,8 +29,8 @@ from jaxllm.sampling.sampler import Variant
 from jaxllm.setup.draft_setup import Drafting
 from pallas_kernels import Choice
 from pallas_kernels.attention import division
+from tests.families.test_moe_families import DEEPSEEK_V2_LITE
 from tests.gpu import aot
-from tests.model.test_moe_families import DEEPSEEK_V2_LITE
 
 MIB = 1 << 20
 MODELS: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ from jaxllm_server.generation.answer_size import MOST_VALUES, AnswerSize
 from jaxllm_server.generation.calls import Call
 from jaxllm_server.http import sse
 from jaxllm_server.shared.repeated import Continued, Repeated
-from tests.server.shared.test_serving import serving
+from tests.server.test_serving import serving
 
 PLAIN = st.recursive(
     st.none()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jaxllm.model.spec import Experts, Latent
-from tests.model.released import (
+from tests.families.released import (
     DEEPSEEK_V2_LITE,
     DEEPSEEK_V3,
     GPT_OSS_20B,

@@ -10,7 +10,7 @@ import pytest
 from jaxllm.errors import UserError
 from jaxllm_server.generation.calls import Call, NamedTool
 from jaxllm_server.parsers.table import TOOL_PARSERS
-from tests.server.shared.test_forced_calls import MESSAGES, TOOLS, FakeEngine, answer, serving
+from tests.server.generation.test_forced_calls import MESSAGES, TOOLS, FakeEngine, answer, serving
 
 EARLIER = {
     "role": "assistant",

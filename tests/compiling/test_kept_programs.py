@@ -275,7 +275,7 @@ WRITER = """
 import sys
 from pathlib import Path
 import jax
-from tests.runner.test_kept_programs import Tiny, keeper
+from tests.compiling.test_kept_programs import Tiny, keeper
 folder, results = Path(sys.argv[1]), []
 for turn in range(4):
     for factor in range(5):

@@ -17,7 +17,7 @@ from jaxllm.text.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 from jaxllm_server.generation.calls import Call
 from jaxllm_server.serving import Serving
 from jaxllm_server.shared.options import ServerOptions
-from tests.server.shared.test_forced_calls import FakeEngine, answer
+from tests.server.generation.test_forced_calls import FakeEngine, answer
 from tests.support.tokenizer_kinds import build
 from tests.text.template_families import FAMILIES
 

@@ -11,7 +11,7 @@ from jaxllm.families.families import read_spec
 from jaxllm.model import decoder
 from jaxllm.model.pooler import Dense, Pooler
 from jaxllm.model.spec import Rope
-from tests.model.released import (
+from tests.families.released import (
     BERT,
     BGE_M3,
     DISTILBERT_SST2,

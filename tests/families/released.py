@@ -1,4 +1,4 @@
-"""The config.json files of published models, by name: `from tests.model.released import LLAMA_2_7B`.
+"""The config.json files of published models, by name: `from tests.families.released import LLAMA_2_7B`.
 
 They are copies from the hub; some omit keys without effect.
 """

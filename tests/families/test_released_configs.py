@@ -1,6 +1,6 @@
 """config.json files from transformers and the hub are read, and each of their keys is handled.
 
-`tests/model/test_families.py` and similar tests check the values; this one checks for unknown keys.
+`tests/families/test_families.py` and similar tests check the values; this one checks for unknown keys.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import transformers
 from jaxllm.errors import UserError
 from jaxllm.families.families import FAMILIES, SAMPLING, WITHOUT_EFFECT, read_spec
 from jaxllm.model.spec import Rope
-from tests.model import test_dense_families, test_encoder_families, test_families, test_moe_families
-from tests.model.released import (
+from tests.families import test_dense_families, test_encoder_families, test_families, test_moe_families
+from tests.families.released import (
     GPT_2,
     GRANITE_3B_A800M,
     LLAMA_2_7B,

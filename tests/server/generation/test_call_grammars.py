@@ -26,7 +26,7 @@ from jaxllm.text.tokenizer import load_tokenizer
 from jaxllm_server.generation.calls import Call
 from jaxllm_server.parsers.harmony import CHANNEL
 from jaxllm_server.parsers.table import REASONING_PARSERS, TOOL_PARSERS
-from tests.server.shared.test_forced_calls import MESSAGES, NUMBER, FakeEngine, serving, tool
+from tests.server.generation.test_forced_calls import MESSAGES, NUMBER, FakeEngine, serving, tool
 from tests.structured_output.draws import Drawing, bits
 
 TOOLS = [

@@ -12,7 +12,7 @@ import pytest
 from jaxllm.model import layers
 from jaxllm.model.spec import BandScaling, LinearScaling, PairScaling, Rope, YarnScaling
 from pallas_kernels import rotate
-from tests.model.released import (
+from tests.families.released import (
     COMMAND_R,
     COMMAND_R_7B,
     EXAONE_4,

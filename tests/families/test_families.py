@@ -13,7 +13,7 @@ import pytest
 from jaxllm.checkpoints.pooler_files import GENERATING
 from jaxllm.families.families import FAMILIES, read_spec
 from jaxllm.model.spec import BandScaling, LinearScaling, Rope, Spec, heads_per_shard
-from tests.model.released import (
+from tests.families.released import (
     CONFIGS,
     GEMMA_2_2B,
     GPT_2,
