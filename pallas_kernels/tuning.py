@@ -105,7 +105,10 @@ LEAST_STEPS, MOST_LINEAR_SPLITS = 4, 8  # minimal iterations per program
 # 21.4, not measured, 21.9, 29.8; o 13.8, 14.5, 15.3, 16.2; gate and up 83.6, 85.5, 85.6, 87.8; down 42.6, 43.4, 44.4,
 # 47.6. Gains multiply tokens in shared memory, which wgmma reads once per program, other instructions once per warp:
 # few tokens get one warp, or many rows for four. Splitting columns among programs was slower (o 15.1, down 43.6, with a
-# second kernel), among warps 1 % faster at most.
+# second kernel), among warps 1 % faster at most. Norms of more than NORMED_INSIDE tokens are a separate kernel: on an
+# H200, 2026-11-27, it included, qkv of 64 tokens took 28.9 us, not 36.9, and gate and up 77.1, not 83.0; gate and up of
+# 32 tokens 78.8, not 85.6; of 16 tokens qkv 33.9, not 25.3, and gate and up 98.9, not 72.5.
+NORMED_INSIDE = 16
 _FEW = (8, 32, 256, 4, 5), (16, 32, 256, 4, 5), (32, 64, 128, 8, 6), (64, 64, 128, 8, 6)
 _FEW_GATED = (8, 16, 256, 4, 5), (16, 16, 256, 4, 5), (32, 64, 64, 4, 4), (64, 64, 64, 8, 4)
 FUSED: dict[int, dict[str, Sequence[tuple[int, int, int, int, int]]]] = {

@@ -18,6 +18,8 @@ from pallas_kernels.attention.arguments import AttentionArgs
 from pallas_kernels.attention.xla import LOWEST
 from pallas_kernels.choice import Site
 
+LEAST_BLOCK = 16
+
 
 def refusal(operation: str, site: Site) -> str | None:
     sizes = {
@@ -26,6 +28,8 @@ def refusal(operation: str, site: Site) -> str | None:
         "the number of tokens in a block": site.block_tokens,
         "the number of query heads per key-value head": site.heads // site.kv_heads,
     }
+    if site.block_tokens < LEAST_BLOCK and site.cache_dtype in ("bfloat16", "float16"):
+        return f"16-bit products of blocks of {site.block_tokens} are wrong on an H200: {LEAST_BLOCK} tokens are needed"
     return pallas_bridge.refusal(site, sizes)
 
 

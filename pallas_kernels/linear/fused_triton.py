@@ -18,6 +18,7 @@ from jax import Array
 from pallas_kernels import triton_bridge, tuning
 from pallas_kernels.activations import Activation
 from pallas_kernels.choice import Site
+from pallas_kernels.linear import fused_xla
 from pallas_kernels.triton_activations import gated
 from pallas_kernels.triton_bridge import call
 
@@ -113,10 +114,12 @@ def fused_linear(
     activation: Activation | None,
     capability: int | None,
 ) -> Array:
-    """Results are rounded once."""
+    """Results are rounded once, and the norm of many tokens once before."""
     (num_tokens, columns), is_gated = x.shape, activation is not None
     rows = weight.shape[0] // 2 if is_gated else weight.shape[0]
     chosen = tuning.of_fused_linear(capability, num_tokens, rows, columns, is_gated, gain is not None)
+    if gain is not None and num_tokens > tuning.NORMED_INSIDE:
+        x, gain = fused_xla.normed(x, gain, eps, is_plus_one), None
     (out,) = call(
         multiply_fused,
         (x, weight, bias, gain, residual),

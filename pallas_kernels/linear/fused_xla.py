@@ -20,8 +20,8 @@ def fused_linear(
     is_plus_one: bool,
     activation: Activation | None,
 ) -> Array:
-    normed = x if gain is None else _normed(x, gain, eps, is_plus_one)
-    product = linear(normed, weight, None, None, kind="float", rounds_rows=False)
+    given = x if gain is None else normed(x, gain, eps, is_plus_one)
+    product = linear(given, weight, None, None, kind="float", rounds_rows=False)
     if bias is not None:
         product = product + bias.astype(jnp.float32)
     if activation is not None:
@@ -30,7 +30,8 @@ def fused_linear(
     return product if residual is None else residual + product
 
 
-def _normed(x: Array, gain: Array, eps: float, is_plus_one: bool) -> Array:
+def normed(x: Array, gain: Array, eps: float, is_plus_one: bool) -> Array:
+    """Return the RMS norm of each token, rounded to its type."""
     wide, factor = x.astype(jnp.float32), gain.astype(jnp.float32)
     power = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
     return (wide * lax.rsqrt(power + eps) * (1.0 + factor if is_plus_one else factor)).astype(x.dtype)

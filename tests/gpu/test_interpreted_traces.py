@@ -169,7 +169,8 @@ def fused(tokens: int, rows: int, columns: int, activation: Any = None) -> Trace
     x, gain, residual = numbers(tokens, columns), numbers(columns), numbers(tokens, rows)
     chosen = tuning.of_fused_linear(90, tokens, rows, columns, activation is not None, True)
     blocks, turns = -(-rows // chosen.rows), -(-tokens // chosen.tokens)
-    needed = weight.nbytes * turns + x.nbytes * blocks + gain.nbytes * blocks * turns
+    needed = weight.nbytes * turns + x.nbytes * blocks
+    needed += gain.nbytes * blocks * turns if tokens <= tuning.NORMED_INSIDE else 0
     needed += residual.nbytes * (2 if activation is None else 1)
     own = {"norm": pallas_kernels.Norm(gain, 1e-5), "activation": activation, "implementation": TRITON}
     own |= {"residual": residual} if activation is None else {}

@@ -26,12 +26,14 @@ from tests.gpu_check.sites import choices, full_precision, is_interpreted, site_
 
 TILE = 32
 SHARE = 0.9  # of the device's memory, to allow for fragmentation
+WIDEST = 4096  # of the tokens of a product
 COPIES = 2.5  # times the experts' weights in float32: these, their rounded copies and a kernel's workspace
 TOLERANCES = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}  # relative to a vector's length
 TYPES = (  # of queries, of the cache
     *(("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "float32"), ("bfloat16", "int8")),
     *(("bfloat16", "float8_e4m3fn"), ("float16", "int8")),
 )
+USUAL = ("triton", "xla")  # the implementations that an engine chooses on a GPU; compared before all others
 EDGE_TYPES = (TYPES[0], TYPES[2], TYPES[3])
 Distance = Callable[[Choice], float]  # of an implementation from the reference
 
@@ -94,10 +96,12 @@ def run(check: Check) -> None:
     with full_precision(), ThreadPoolExecutor(1 if is_interpreted() else os.cpu_count()) as threads:
         futures = [
             (
-                threads.submit(_bounded, memory, *one, check.is_dry),
-                f"{one[0]}, {one[1].name}, {one[2]}, cache of {one[3]}",
+                threads.submit(_bounded, memory, *one, others, check.is_dry),
+                f"{one[0]}, {one[1].name}, {one[2]}, cache of {one[3]}" + ", others" * others,
             )
+            for others in (False, True)
             for one in _cases(check.is_dry)
+            if not others or set(pallas_kernels.implementations(one[0])) - set(USUAL)
         ]
         for future, what in futures:
             with check.guarded(what, is_wrong=True):
@@ -170,9 +174,9 @@ def _cases(is_dry: bool) -> Iterator[tuple[str, Shape, str, str]]:
 
 
 def _compare(
-    operation: str, shape: Shape, dtype: str, cache_dtype: str, is_dry: bool
+    operation: str, shape: Shape, dtype: str, cache_dtype: str, others: bool, is_dry: bool
 ) -> tuple[list[dict[str, Any]], set[str]]:
-    """Run every implementation that can; return a row for each, and the reasons of the others."""
+    """Run the implementations of `USUAL`, or the others; return their rows, and why others cannot run."""
     rows, reasons = [], set()
     distance: Distance | None = None
     site = site_of(
@@ -184,6 +188,8 @@ def _compare(
         has_softcap=shape.softcap is not None,
     )
     for name, chosen in choices(operation, site):
+        if (name in USUAL) is others:
+            continue
         if isinstance(chosen, str):
             reasons.add(f"{operation}={name}: {chosen}")
             continue
@@ -306,7 +312,7 @@ def _sample(shape: Shape, _dtype: str, _cache_dtype: str, is_dry: bool) -> Dista
 
 def _fused(shape: Shape, dtype: str, _cache_dtype: str, is_dry: bool) -> Distance:
     """Do a layer's four products, with norms of both kinds, a bias, residuals and an activation."""
-    random, width, tokens = np.random.default_rng(0), shape.heads * shape.size, 5 if is_dry else 33
+    random, width, tokens = np.random.default_rng(0), min(shape.heads * shape.size, WIDEST), 5 if is_dry else 33
     wide, qkv = 2 * width + 24, width + 2 * shape.kv_heads * shape.size
 
     def normal(*size: int) -> jax.Array:

@@ -137,6 +137,15 @@ def _preempted(llm: Any) -> Any:
     return found
 
 
+def _swapped(llm: Any) -> Any:
+    """Preempt requests whose blocks are stored in the host's memory and loaded again."""
+    found = greedy(llm, PROMPTS * 3, 200, ignore_eos=True)
+    metrics = llm.engine.metrics
+    if not (metrics.preemptions and metrics.loaded_tokens):
+        raise RuntimeError("no request was preempted, or none was loaded from the host's memory")
+    return found
+
+
 def _deterministic(llm: Any) -> Any:
     found = greedy(llm)
     if any(greedy(llm, [prompt]) != [one] for prompt, one in zip(PROMPTS, found, strict=True)):
@@ -196,6 +205,8 @@ GROUPS: dict[str, Group] = {
         "speculative_config": {"method": "eagle3", "model": "jaxllm-eagle", "num_speculative_tokens": 3}}),
     "lora": Group({"lora": _adapters}, {"enable_lora": True, "max_loras": 2}),
     "preempted": Group({"preempted": _preempted}, {"num_kv_blocks": 14}),
+    "swapped": Group({"swapped": _swapped}, {
+        "num_kv_blocks": 20, "kv_offloading_size": 0.25, "preemption_mode": "swap"}),
     "deterministic": Group({"deterministic": _deterministic}, _DETERMINISTIC),
     "ngram": Group({"ngram": _drafted}, {
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}}),

@@ -32,13 +32,15 @@ GRAPHS_LOGGED = {
     "TF_CPP_MIN_LOG_LEVEL": "0",
     "TF_CPP_VMODULE": "command_buffer_thunk=3,command_buffer_cmd=6,command=6,traced_command_buffer=6",
 }
+# Compare tokens and numbers with XLA's default kernels: to time many kernels for each product takes most of a minute.
+NOT_TUNED = {"XLA_FLAGS": "--xla_gpu_autotune_level=0"}
 PARTS = {
     "machine": Part(15, ("jax", "numpy"), 0.9),
     "model": Part(115, ENGINE, 0.94),
-    "features": Part(215, ENGINE, 0.08, is_correctness=True),
+    "features": Part(215, ENGINE, 0.08, is_correctness=True, environment=NOT_TUNED),
     "graphs": Part(15, ENGINE, 0.94, environment=GRAPHS_LOGGED),
     "starts": Part(40, ENGINE, 0.94),
-    "correctness": Part(80, KERNELS, 0.9, is_correctness=True),
+    "correctness": Part(80, KERNELS, 0.9, is_correctness=True, environment=NOT_TUNED),
     "kernels": Part(120, KERNELS, 0.9, is_optional=True),
 }
 
