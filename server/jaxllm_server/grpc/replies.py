@@ -11,7 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from jaxllm.client import reading
 from jaxllm.outputs import Logprob
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling_params import MAX_REPORTED_TOKENS, SamplingParams
 from jaxllm.scheduler.state import AllBlocksCleared, BlockRemoved, BlockStored
 from jaxllm.v1 import control_pb2, inference_pb2, types_pb2
 from jaxllm_server.grpc.reading import SAMPLING_NAMES
@@ -137,7 +137,7 @@ def reply_of(request: inference_pb2.GenerateRequest, model: str) -> Reply:
         has_prompt_token_ids=output.prompt_token_ids,
         num_logprobs=output.logprobs if output.HasField("logprobs") else 0 if output.logprob_token_ids else None,
         num_prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
-        asked=tuple(dict.fromkeys(output.logprob_token_ids)),
+        asked=tuple(dict.fromkeys(output.logprob_token_ids[:MAX_REPORTED_TOKENS])),  # more are refused
         has_logprob_texts=output.logprob_texts,
         has_usage_always=request.stream.usage_every_message,
     )

@@ -1,0 +1,109 @@
+"""No gRPC message blocks the event loop for 50 ms, with any large field of any method.
+
+Methods and fields are those of the protocol's descriptors. `held_loop.py` measures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from google.protobuf import descriptor, message_factory, struct_pb2
+from google.protobuf.message import Message
+
+from jaxllm.v1 import control_pb2, inference_pb2
+from tests.hostile.held_loop import MOST_SECONDS
+from tests.support.serving_process import QUICK, ServingProcess
+
+LARGEST = 7_900_000  # bytes of one field
+TRIES = 4  # the least of them is used
+DEPTH = 3  # of nested messages
+SERVICES = (inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
+            control_pb2.DESCRIPTOR.services_by_name["ControlService"])  # fmt: skip
+STREAMS = ("StreamEmbed", "StreamKvEvents", "PauseGeneration", "ResumeGeneration")
+
+
+def largest(kind: descriptor.Descriptor, depth: int = DEPTH) -> Iterator[tuple[str, Any]]:
+    """Yield a message for each field, nested ones included, with a large value of that field only."""
+    make = message_factory.GetMessageClass(kind)
+    for field in kind.fields:
+        found, nested = make(), field.message_type
+        if nested is not None and nested.GetOptions().map_entry:
+            key, value = nested.fields
+            for number in range(200_000):
+                place = getattr(found, field.name)
+                name = str(number) if key.type == key.TYPE_STRING else number
+                if value.message_type is not None:
+                    place[name].SetInParent()
+                else:
+                    place[name] = "x" if value.type == value.TYPE_STRING else 1
+        elif nested is struct_pb2.Struct.DESCRIPTOR:
+            getattr(found, field.name).update({str(number): 1 for number in range(200_000)})
+        elif nested is not None:
+            inner = largest(nested, depth - 1) if depth else iter(())
+            for name, value in inner:
+                found = make()
+                place = getattr(found, field.name)
+                (place.add() if field.is_repeated else place).CopyFrom(value)
+                yield f"{field.name}.{name}", found
+            found = make()
+            if not field.is_repeated:
+                continue
+            getattr(found, field.name).extend([message_factory.GetMessageClass(nested)()] * 200_000)
+        elif field.type in (field.TYPE_STRING, field.TYPE_BYTES):
+            large: Any = "x" if field.type == field.TYPE_STRING else b"x"
+            if field.is_repeated:
+                getattr(found, field.name).extend([large] * 250_000)
+            else:
+                setattr(found, field.name, large * LARGEST)
+        elif field.is_repeated:
+            getattr(found, field.name).extend([1] * 1_900_000)
+        else:
+            continue
+        yield field.name, found
+
+
+def requests() -> Iterator[tuple[str, str, Any]]:
+    """Yield methods, field names and requests."""
+    for service in SERVICES:
+        for method in service.methods:
+            if method.name in STREAMS:
+                continue
+            for name, request in largest(method.input_type):
+                if "sampling" in request.DESCRIPTOR.fields_by_name:
+                    if request.WhichOneof("prompt") is None:
+                        request.text = "a"
+                    if not name.startswith("stop"):
+                        request.stop.max_tokens = 1
+                yield f"/{service.full_name}/{method.name}", name, request
+
+
+@pytest.mark.ci
+def test_no_message_holds_the_loop() -> None:
+    over, answered = {}, set()
+    options = [("grpc.max_send_message_length", 64 << 20), ("grpc.max_receive_message_length", 64 << 20)]
+    with (
+        ServingProcess(*QUICK, module="tests.hostile.held_loop") as server,
+        httpx.Client(base_url=server.http, timeout=60.0) as http,
+        grpc.insecure_channel(server.grpc, options) as channel,
+    ):
+        for path, name, request in requests():
+            call = channel.unary_stream(path)
+            least = float("inf")
+            for _ in range(TRIES):
+                http.get("/held")
+                try:
+                    answers = list(call(request.SerializeToString(), timeout=60))
+                    answered.add("OK" if answers else "nothing")
+                except grpc.RpcError as error:
+                    answered.add(error.code().name)  # type: ignore[attr-defined]
+                least = min(least, float(http.get("/held").text))
+                if least < MOST_SECONDS:
+                    break
+            if least >= MOST_SECONDS:
+                over[path, name, request.ByteSize()] = least
+    assert not over
+    assert answered <= {"OK", "INVALID_ARGUMENT", "FAILED_PRECONDITION", "NOT_FOUND", "RESOURCE_EXHAUSTED"}, answered
