@@ -1,4 +1,4 @@
-"""Generate for a dataset of prompts on Ray Data, with as many engines as fit the cluster; the answers are Parquet.
+"""Generate answers to a dataset of prompts with Ray Data, on several engines, and write them as Parquet.
 
     pip install 'jaxllm[ray]'
     python examples/ray_batch.py prompts.jsonl answers/ --actors 4 --gpus 1 --model Qwen/Qwen2.5-0.5B-Instruct
@@ -7,10 +7,9 @@ The input is Parquet, JSON lines or CSV with a column of prompts and a column of
 the additional columns "text", "finish_reason" and "num_tokens". After a failure, run the same command again: it skips
 rows whose answers are in the folder.
 
-The actor that generates a batch writes it as one file, and renames the file to its final name when it is complete.
-After the job, an actor or a node is killed, the next run therefore repeats only prompts without a written answer. Ray
-Data's checkpoints are taken after its writer, so they would lose answers that wait to be written. All nodes must share
-the folder.
+Each actor writes the answers of a batch to a temporary file, and renames it when it is complete. Therefore, if the job,
+an actor or a node is killed, the next run repeats only prompts without a written answer. Checkpoints of Ray Data would
+lose answers that have not reached its writer. All nodes must share the folder.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Generate:
         self._llm = LLM(**engine)
 
     def __call__(self, batch: pa.Table) -> pa.Table:
-        """Return the number of answers made; 0 for a complete batch that Ray repeats after an actor died."""
+        """Return the number of new answers: 0 if the batch is complete, and Ray repeats it because an actor died."""
         ids = batch[self._id].to_pylist()
         path = self._folder / f"{hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:32]}.parquet"
         if not ids or path.exists():
@@ -67,7 +66,7 @@ def ids_in(folder: Path, column: str) -> pa.ChunkedArray | pa.Array:
 
 
 def run(options: argparse.Namespace) -> tuple[int, int]:
-    """Generate the missing answers of a job; return the numbers of earlier answers and of new ones."""
+    """Generate the missing answers of a job; return the numbers of earlier and of new answers."""
     read = {".parquet": ray.data.read_parquet, ".csv": ray.data.read_csv}.get(options.input.suffix, ray.data.read_json)
     rows = read(str(options.input.absolute()), **({"lines": True} if options.input.suffix == ".jsonl" else {}))
     missing = {options.id_column, options.prompt_column} - set(rows.columns() or ())
@@ -102,22 +101,24 @@ def run(options: argparse.Namespace) -> tuple[int, int]:
 def main() -> None:
     """Read the command line and run the job."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("input", type=Path, help="*.parquet, *.jsonl or *.csv")
-    parser.add_argument("output", type=Path, help="folder of the answers")
-    parser.add_argument("--model", help="folder or hub id (default: the one that ships with jaxllm)")
-    parser.add_argument("--id-column", default="id")
-    parser.add_argument("--prompt-column", default="prompt")
-    parser.add_argument("--actors", type=int, default=1, help="engines")
-    parser.add_argument("--cpus", type=float, default=1, help="of an engine")
-    parser.add_argument("--gpus", type=float, default=0, help="of an engine: its tensor_parallel_size")
-    parser.add_argument("--batch-size", type=int, default=256, help="prompts that are generated and written together")
+    parser.add_argument("input", type=Path, help="file of prompts: *.parquet, *.jsonl or *.csv")
+    parser.add_argument("output", type=Path, help="folder for the answers")
+    parser.add_argument("--model", help="folder or hub id (default: the small model in jaxllm)")
+    parser.add_argument("--id-column", default="id", help="column of unique ids (default: id)")
+    parser.add_argument("--prompt-column", default="prompt", help="column of prompts (default: prompt)")
+    parser.add_argument("--actors", type=int, default=1, help="number of engines (default: 1)")
+    parser.add_argument("--cpus", type=float, default=1, help="CPUs per engine (default: 1)")
+    parser.add_argument(
+        "--gpus", type=float, default=0, help="GPUs per engine, as many as its tensor_parallel_size (default: 0)"
+    )
+    parser.add_argument("--batch-size", type=int, default=256, help="prompts per file of answers (default: 256)")
     parser.add_argument("--engine", type=json.loads, default={}, help="JSON object: further fields of EngineConfig")
     parser.add_argument("--sampling", type=json.loads, default={}, help="JSON object: fields of SamplingParams")
-    parser.add_argument("--address", help="of a Ray cluster (default: one that is there, else a new one)")
+    parser.add_argument("--address", help="address of a Ray cluster (default: a running one, or a new one)")
     options = parser.parse_args()
     ray.init(address=options.address, log_to_driver=False)
     before, made = run(options)
-    print(f"{before} answers were there, {made} were made")
+    print(f"{before} answers existed, {made} were generated")
 
 
 if __name__ == "__main__":

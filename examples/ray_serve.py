@@ -1,18 +1,19 @@
-"""Serve a model on Ray: replicas of an engine behind the OpenAI API, scaled by the number of tokens in requests.
+"""Serve a model on Ray Serve: replicas of an engine with the OpenAI API, scaled by the tokens of their requests.
 
     pip install 'jaxllm[ray]'
     serve run examples.ray_serve:app max_replicas=4 gpus=1 model=Qwen/Qwen2.5-0.5B-Instruct
 
-Further fields of `EngineConfig` and of `ServerOptions` are JSON objects: engine='{"max_num_seqs": 64}' and
+JSON objects set further fields of `EngineConfig` and `ServerOptions`: engine='{"max_num_seqs": 64}' and
 server='{"api_key": ["secret"]}'. Clients use http://localhost:8000/v1 in the same way as `jaxllm serve`.
 
-The application has two deployments. An `Engine` is a replica: `AsyncLLM` and the app of `jaxllm serve`, unchanged. A
-`Front` receives requests from Ray's proxy, tokenizes the prompt, and forwards the request; it is needed because Ray's
-proxy routes a request before it reads the body. `PrefixRouter`, which runs in each Front, calls `jaxllm.fleet.choose`;
-it polls the replicas' prefix caches and loads ten times a second. `TokenPolicy` scales by the same loads.
+The application has two deployments. An `Engine` is a replica, with `AsyncLLM` and the app of `jaxllm serve`. A `Front`
+receives requests from Ray's proxy, tokenizes the prompt, and forwards the request; it is needed because the proxy
+routes a request before it reads the body. Each Front has a `PrefixRouter`, which polls the prefix caches and loads of
+the replicas ten times per second and chooses a replica with `jaxllm.fleet.choose`. `TokenPolicy` scales by the same
+loads.
 
-A replica that dies loses its requests: a stream that has started ends with an error event, and any other request is
-rerun on another replica. A replica that is removed finishes its streams first.
+If a replica dies, its started streams end with an error event, and its other requests run again on another replica. A
+replica that is removed finishes its streams first.
 """
 
 # No `from __future__ import annotations`: `serve run` needs the class in the annotation of `app`.

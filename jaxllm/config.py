@@ -48,8 +48,8 @@ class EngineConfig:
     kv_cache_dtype: KvCacheDtype = setting(
         "auto", "data type of the KV cache: 8 bits hold twice the tokens of bfloat16; auto: that of computation"
     )
-    device: Device = setting("auto", "where to run; auto: a GPU if JAX sees one")
-    seed: int = setting(0, "seed from which requests without a seed get theirs; with --deterministic it is their seed")
+    device: Device = setting("auto", "device to run on; auto: a GPU if JAX finds one")
+    seed: int = setting(0, "seed for drawing the seeds of requests without one; with --deterministic, their seed")
     max_model_len: int | None = setting(
         None,
         "maximum tokens of prompt and output, such as 4096, 4k or auto (default: the model's, or what fits)",
@@ -75,7 +75,7 @@ class EngineConfig:
     )
     num_kv_blocks: int | None = setting(None, "number of KV blocks, instead of a size in memory")
     kv_offloading_size: float = setting(
-        0.0, "memory of the host for KV blocks that are evicted from the device; 0: none", "GIB"
+        0.0, "host memory for KV blocks evicted from the device, in GiB; 0: none", "GIB"
     )
     preemption_mode: PreemptionMode | None = setting(
         None,
@@ -117,10 +117,10 @@ class EngineConfig:
     )
     kernels: Sequence[str] = setting(
         (),
-        "operation=implementation, as paged_decode=xla; may be repeated (default: the best, see jaxllm doctor)",
+        "implementation of an operation, as paged_decode=xla; may be repeated (default: see jaxllm doctor)",
         "OPERATION=NAME",
     )
-    load_format: LoadFormat = setting("auto", "dummy: random weights of the model's shapes")
+    load_format: LoadFormat = setting("auto", "auto: load the checkpoint; dummy: use random weights")
     precompile: Precompile = setting(
         "auto", "which programs are compiled before the first request; auto: all on a GPU, background on a CPU"
     )

@@ -187,7 +187,7 @@ class SamplingParams(RequestParams):
     )
     repetition_penalty: float = declared_number(
         1.0,
-        "divides a positive, multiplies a negative logit of a token that prompt or output contains",
+        "divides positive and multiplies negative logits of tokens that the prompt or the output contains",
         rules=(Rule(lambda value, _: value > 0.0, "must be greater than zero"),),
         ollama="repeat_penalty",
     )
@@ -302,7 +302,7 @@ class SamplingParams(RequestParams):
     logit_bias: Mapping[int, float] | None = declared(None, read=_logit_bias, grpc="sampling.", hash=False)
     allowed_token_ids: Sequence[int] | None = declared(
         None,
-        "token id that may be sampled, others may not; may be repeated",
+        "only token id that may be sampled; may be repeated",
         "ID",
         read=sampling_fields.ids,
         grpc="sampling.",

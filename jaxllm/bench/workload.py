@@ -50,11 +50,11 @@ class DatasetOptions:
     `input_len` and `output_len` override the lengths of any dataset.
     """
 
-    dataset_name: DatasetName = setting("random", "(default: random)")
+    dataset_name: DatasetName = setting("random", "source of the prompts (default: random)")
     dataset_path: str | None = setting(
-        None, "JSON of ShareGPT, lines of a poem, JSON lines of prompts or of a trace", "FILE"
+        None, "file of the dataset: JSON of ShareGPT, lines of a poem, or JSON lines of prompts or of a trace", "FILE"
     )
-    num_prompts: int = setting(1000, "requests")
+    num_prompts: int = setting(1000, "number of requests")
     seed: int = setting(0, "seed of prompts, lengths and arrivals")
     input_len: int | None = setting(None, "tokens of a prompt, for any dataset")
     output_len: int | None = setting(None, "tokens of an answer, for any dataset")

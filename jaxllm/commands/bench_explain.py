@@ -18,8 +18,7 @@ def add(benchmarks: Subparsers) -> None:
         benchmarks, "explain", run, "split the time of a step: attention, matrix products, sampling, host, waiting"
     )
     parser.description = (
-        "Run a batch under the profiler and split the time of its steps. All programs are compiled first, "
-        "unless flags say otherwise."
+        "Run a batch under the profiler and split the time of its steps. By default all programs are compiled first."
     )
     add_number(parser, "--batch-size", 8, "concurrent requests")
     add_number(parser, "--input-len", 32, "tokens of a prompt")

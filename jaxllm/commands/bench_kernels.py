@@ -20,14 +20,16 @@ def add(benchmarks: Subparsers) -> None:
         "Llama 3 8B: its largest difference from the reference, and its share of the measured memory bandwidth."
     )
     for flag, default, text in (
-        ("--decode", DECODE, "rows and cached tokens of each"),
-        ("--prefill", PREFILL, "prompts and tokens of each"),
+        ("--decode", DECODE, "rows, and cached tokens of each row"),
+        ("--prefill", PREFILL, "prompts, and tokens of each prompt"),
     ):
         shown = " ".join(f"{rows}x{tokens}" for rows, tokens in default)
         parser.add_argument(
             flag, nargs="*", type=_shape, default=default, metavar="AxB", help=f"{text} (default: {shown})"
         )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the arrays")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="data type (default: float32)"
+    )
     add_number(parser, "--num-iters", 20, "rounds")
     add_output(parser)
 

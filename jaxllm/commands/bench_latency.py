@@ -17,7 +17,7 @@ def add(benchmarks: Subparsers) -> None:
     parser = new_command(benchmarks, "latency", run, "measure the time of one batch")
     parser.description = (
         "Measure the time of one batch, from its prompts (random tokens) to its last token, "
-        "repeatedly. All programs are compiled first, and prompts are not cached, unless flags say otherwise."
+        "repeatedly. By default all programs are compiled first, and prompts are not cached."
     )
     add_number(parser, "--input-len", 32, "tokens of a prompt")
     add_number(parser, "--output-len", 128, "tokens of an output")

@@ -16,14 +16,14 @@ LOADS = ("decode", "turnover")
 def add(benchmarks: Subparsers) -> None:
     parser = new_command(benchmarks, "scheduler", run, "measure the scheduler alone")
     parser.description = (
-        "Measure the time to plan and commit a step, by the number of running requests. decode: each gets a "
-        "token. turnover: in every step some end and new ones start."
+        "Measure the time to plan and commit a step, by the number of running requests. With --load decode, "
+        "every request gets a token in each step; with turnover, some also end and new ones start."
     )
     parser.add_argument(
         "--num-requests", nargs="+", type=positive, default=SIZES, metavar="N",
-        help=f"(default: {' '.join(map(str, SIZES))})",
+        help=f"numbers of running requests (default: {' '.join(map(str, SIZES))})",
     )  # fmt: skip
-    parser.add_argument("--load", nargs="+", choices=LOADS, default=LOADS, help="(default: both)")
+    parser.add_argument("--load", nargs="+", choices=LOADS, default=LOADS, help="kinds of load (default: both)")
     add_number(parser, "--num-iters", 600, "measured steps")
     add_number(parser, "--num-iters-warmup", 100, "warm-up steps, not measured", least=0)
     add_number(parser, "--seed", 0, "seed of prompts and tokens", least=0)

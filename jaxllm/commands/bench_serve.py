@@ -35,10 +35,8 @@ _CHANGE_LENGTHS = frozenset(("max_tokens", "max_completion_tokens", "truncate_pr
 
 
 def add(benchmarks: Subparsers) -> None:
-    parser = new_command(benchmarks, "serve", run, "load on a server, over gRPC or the OpenAI API")
-    parser.description = (
-        "Send requests to a server, ours or any with the OpenAI API, and report what its users would see."
-    )
+    parser = new_command(benchmarks, "serve", run, "measure a server under load, over the OpenAI API or gRPC")
+    parser.description = "Send requests to a server, over the OpenAI API or gRPC, and report latencies and throughput."
     add_flags(parser.add_argument_group("dataset"), DatasetOptions)
     flags.add_flags(parser)
 

@@ -160,14 +160,20 @@ def ignores_eos(options: Mapping[str, Any], dataset_name: str) -> bool:
 
 def _add_server_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--backend", type=_backend, choices=tuple(ENDPOINTS), default="openai", help="(default: openai; vllm: the same)"
+        "--backend",
+        type=_backend,
+        choices=tuple(ENDPOINTS),
+        default="openai",
+        help="API of the server (default: openai; vllm: the same)",
     )
-    group.add_argument("--base-url", metavar="URL", help="instead of host and port; https:// for TLS; gRPC: unix:/path")
-    group.add_argument("--host", default="127.0.0.1", help="(default: %(default)s)")
-    group.add_argument("--port", type=int, help="(default: 8000; gRPC: 50051)")
+    group.add_argument(
+        "--base-url", metavar="URL", help="address, instead of host and port; https:// for TLS; gRPC: unix:/path"
+    )
+    group.add_argument("--host", default="127.0.0.1", help="host of the server (default: %(default)s)")
+    group.add_argument("--port", type=int, help="port of the server (default: 8000; gRPC: 50051)")
     group.add_argument(
         "--endpoint", metavar="PATH",
-        help="(default: /v1/completions or /v1/chat/completions); embeddings: embed the prompts, over gRPC too",
+        help="path (default: /v1/completions or /v1/chat/completions); embeddings: embed the prompts, over gRPC too",
     )  # fmt: skip
     group.add_argument("--model", "-m", help="name of the model in requests (default: the first that the server lists)")
     group.add_argument(
@@ -186,15 +192,15 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--insecure", action="store_true", help="do not check the server's certificate")
     group.add_argument(
         "--ready-check-timeout-sec", type=float, default=0.0, metavar="SECONDS",
-        help="how long to wait for the answer to a test request (default: 0, no test)",
+        help="maximum seconds to wait until the server answers a test request (default: 0, no test)",
     )  # fmt: skip
 
 
 def _add_load_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--request-rate", type=float, help="requests a second (default: inf, all at once)")
+    group.add_argument("--request-rate", type=float, help="requests per second (default: inf, all at once)")
     group.add_argument(
         "--burstiness", type=float, default=1.0,
-        help="how arrivals are spread: 1: a Poisson process; below 1: bursts; inf: constant intervals (default: 1)",
+        help="distribution of arrivals: 1: a Poisson process; below 1: bursts; inf: constant intervals (default: 1)",
     )  # fmt: skip
     group.add_argument("--disable-tqdm", action="store_true", help="show no progress")
     group.add_argument("--max-concurrency", type=int, help="maximum concurrent requests; others wait in the client")
@@ -211,11 +217,11 @@ def _add_load_flags(group: argparse._ArgumentGroup) -> None:
 def _add_request_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--ignore-eos", action=argparse.BooleanOptionalAction, default=None,
-        help="generate exactly the requested number of tokens (default: with random and prefix_repetition)",
+        help="generate exactly the requested number of tokens (default: for random and prefix_repetition)",
     )  # fmt: skip
     group.add_argument("--prompts", choices=("text", "ids"), help="how prompts are sent (default: text; gRPC: ids)")
     for name, kind in SAMPLING.items():
-        group.add_argument(f"--{name.replace('_', '-')}", type=kind, help="(default: the server's)")
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, help="sampling parameter (default: the server's)")
     group.add_argument("--logprobs", type=int, help="log-probabilities to request for each token")
     group.add_argument(
         "--json-schema-path", metavar="FILE", help="constrain every answer to the JSON schema in this file"
@@ -230,7 +236,7 @@ def _add_request_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--embed-batch-size", type=int, metavar="N", help="prompts per request of --endpoint embeddings (default: 1)"
     )
-    group.add_argument("--request-id-prefix", help="(default: bench- and random characters)")
+    group.add_argument("--request-id-prefix", help="prefix of request ids (default: bench- and random characters)")
 
 
 def _add_result_flags(group: argparse._ArgumentGroup) -> None:
@@ -238,7 +244,13 @@ def _add_result_flags(group: argparse._ArgumentGroup) -> None:
         "--percentile-metrics", type=_metrics, metavar="NAMES",
         help=f"metrics to report, from {','.join(METRICS)} (default: ttft,tpot,itl; embeddings: e2el)",
     )  # fmt: skip
-    group.add_argument("--metric-percentiles", type=_percentiles, default=(99.0,), metavar="P,P", help="(default: 99)")
+    group.add_argument(
+        "--metric-percentiles",
+        type=_percentiles,
+        default=(99.0,),
+        metavar="P,P",
+        help="percentiles to report (default: 99)",
+    )
     group.add_argument(
         "--goodput", nargs="+", type=_bound, default=[], metavar="NAME:MS",
         help="count the requests within these limits, such as ttft:200 tpot:30 e2el:5000",

@@ -29,10 +29,12 @@ READ_BY_HF = {"dtype", "revision", "load_format", "tokenizer"}
 def add(benchmarks: Subparsers) -> None:
     parser = new_command(benchmarks, "throughput", run, "measure many requests at once, offline")
     parser.description = (
-        "Measure how long many requests take that are submitted at once, without a server. Outputs have "
-        "exactly the lengths of the dataset. All programs are compiled first, unless flags say otherwise."
+        "Measure the throughput of many requests that are submitted at once, without a server. Outputs have "
+        "exactly the lengths of the dataset. By default all programs are compiled first."
     )
-    parser.add_argument("--backend", choices=("jaxllm", "hf"), default="jaxllm", help="hf: transformers, on torch")
+    parser.add_argument(
+        "--backend", choices=("jaxllm", "hf"), default="jaxllm", help="engine to measure; hf: transformers on torch"
+    )
     add_number(parser, "--n", 1, "outputs per prompt")
     add_number(parser, "--num-warmups", 8, "warm-up requests, of 4 tokens", least=0)
     parser.add_argument("--async-engine", action="store_true", help="use AsyncLLM, with a reader for each request")

@@ -14,9 +14,9 @@ from jaxllm.config import EngineConfig
 def add(commands: Subparsers) -> None:
     parser = new_command(commands, "compile", run, "compile a model's programs into a folder, for quick starts")
     parser.description = (
-        "Compile all programs of a model into a folder, on the kind of device that will serve it; the "
-        "weights are not needed. A start with --compilation-cache-dir DIR then compiles nothing; its default "
-        "sizes are those of the folder."
+        "Compile all programs of a model into a folder, on the kind of device that will serve it. The "
+        "weights are not needed. A start with --compilation-cache-dir DIR then compiles nothing, and takes the "
+        "defaults of flags such as --max-num-seqs from the folder."
     )
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="folder or hub id, as --model")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for the programs")

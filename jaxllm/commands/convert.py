@@ -13,11 +13,11 @@ from jaxllm.commands.arguments import Subparsers, new_command
 def add(commands: Subparsers) -> None:
     parser = new_command(commands, "convert", run, "write a model as an Orbax checkpoint")
     parser.description = (
-        "Write the model SRC into the new folder DST: an Orbax checkpoint, the configuration, the "
+        "Write the model SRC into the new folder DST: an Orbax checkpoint, the configuration and the "
         "tokenizer. `--model DST` loads it onto any number of devices."
     )
-    parser.add_argument("source", metavar="SRC", help="folder, hub id, or jaxllm-embedded: the small model within")
-    parser.add_argument("target", metavar="DST", help="folder to make")
+    parser.add_argument("source", metavar="SRC", help="folder or hub id; jaxllm-embedded: the small model in jaxllm")
+    parser.add_argument("target", metavar="DST", help="folder to create")
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of the hub repository")
 
 

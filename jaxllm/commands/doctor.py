@@ -11,12 +11,12 @@ from jaxllm.config import EngineConfig
 
 
 def add(commands: Subparsers) -> None:
-    parser = new_command(commands, "doctor", run, "show versions, devices and what would be used for a model")
+    parser = new_command(commands, "doctor", run, "show versions, devices and the settings chosen for a model")
     parser.description = (
-        "Show versions, devices, memory and caches, and what would be used for a model and why. "
+        "Show versions, devices, memory and caches, and the settings chosen for a model, with reasons. "
         "The exit code is 0 if the model can run."
     )
-    parser.add_argument("--json", action="store_true", help="write one JSON object")
+    parser.add_argument("--json", action="store_true", help="write the report as one JSON object")
     add_model(parser)
     add_engine_flags(parser.add_argument_group("engine"), has_sampling=False)
 

@@ -37,21 +37,25 @@ class Line(NamedTuple):
 
 
 def add(commands: Subparsers) -> None:
-    parser = new_command(commands, "embed", run, "texts to vectors, or the lines nearest to a question")
+    parser = new_command(commands, "embed", run, "embed the texts of a file, or search them")
     parser.description = (
-        "Write the embedding of each text of INPUT, in its order: to OUTPUT.npy, float32, or OUTPUT.jsonl. An "
-        "interrupted run continues when the command is repeated. Or show the lines that are nearest to a question."
+        "Write the embeddings of the texts in INPUT, in order, to OUTPUT.npy (float32) or OUTPUT.jsonl. If a run is "
+        "interrupted, the same command continues it. With --query, show the most similar texts instead."
     )
     parser.add_argument(
-        "input", nargs="?", default="-", metavar="INPUT", help="a text a line, or JSON lines; '-': standard input"
+        "input",
+        nargs="?",
+        default="-",
+        metavar="INPUT",
+        help="file with one text per line, or JSON lines; '-': standard input",
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("-o", "--output", type=Path, metavar="OUTPUT", help="file that ends with .npy or .jsonl")
-    what.add_argument("--query", metavar="TEXT", help="show the five lines that are nearest to this")
+    what.add_argument("-o", "--output", type=Path, metavar="OUTPUT", help="file to write, ending with .npy or .jsonl")
+    what.add_argument("--query", metavar="TEXT", help="show the five lines whose embeddings are nearest to this text's")
     parser.add_argument("--field", metavar="NAME", help="field of each JSON line with the text (default: text)")
-    parser.add_argument("--dimensions", type=int, metavar="N", help="keep the first N numbers of each vector")
+    parser.add_argument("--dimensions", type=int, metavar="N", help="keep the first N numbers of each embedding")
     parser.add_argument(
-        "--no-normalize", dest="normalize", action="store_const", const=False, help="do not scale vectors to length 1"
+        "--no-normalize", dest="normalize", action="store_const", const=False, help="do not normalize embeddings"
     )
     parser.add_argument(
         "--truncate", action="store_true", help="truncate texts that are too long, instead of refusing them"

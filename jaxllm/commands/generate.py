@@ -25,17 +25,17 @@ _IN_JSON = ("logprobs", "prompt_logprobs", "logprob_token_ids")
 
 
 def add(commands: Subparsers) -> None:
-    parser = new_command(commands, "generate", run, "continue prompts")
+    parser = new_command(commands, "generate", run, "generate text from prompts")
     parser.description = (
-        "Continue each prompt. Without PROMPT and --file, standard input is one prompt, and so is the PROMPT '-'."
+        "Generate text from prompts. Without PROMPT and --file, or for the PROMPT '-', standard input is the prompt."
     )
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue; '-': standard input")
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="a prompt; '-': standard input")
     parser.add_argument(
         "--file",
-        help="a prompt a line; or, if the first line begins with '{', JSON lines with a \"prompt\" and the sampling "
-        "parameters that differ; '-': standard input",
+        help="file with one prompt per line; or, if the first line begins with '{', JSON lines with a \"prompt\" and "
+        "sampling parameters that override the flags; '-': standard input",
     )
-    parser.add_argument("--json", action="store_true", help="write one JSON object a line for each output")
+    parser.add_argument("--json", action="store_true", help="write one line of JSON for each output")
     add_profile(parser)
     add_model(parser)
     add_verbose(parser)

@@ -24,16 +24,15 @@ if TYPE_CHECKING:
 def add(commands: Subparsers) -> None:
     parser = new_command(commands, "replay", run, "run a recording of a server's scheduler, without its model")
     parser.description = (
-        "Replay a recording of `jaxllm serve --record FILE`: every request, plan and token, without the "
-        "model or its device. The exit code is 1 if a plan differs from the server's, or if the recording is "
-        "truncated."
+        "Replay the scheduler's steps in a recording of `jaxllm serve --record FILE`, without the model or its "
+        "device. The exit code is 1 if a replayed plan differs from the recorded one, or if the recording is truncated."
     )
     parser.add_argument("file", metavar="FILE", help="the recording")
     parser.add_argument("--plans", action="store_true", help="write a line for each plan")
     parser.add_argument(
-        "--at", type=_place, metavar="PLAN", help="show the whole state at this plan, or at a time as 12.5s"
+        "--at", type=_place, metavar="PLAN", help="show the scheduler's state at this plan, or at a time such as 12.5s"
     )
-    parser.add_argument("--request", metavar="ID", help="show what happened to one request, by its id or X-Request-Id")
+    parser.add_argument("--request", metavar="ID", help="show the events of one request, by its id or X-Request-Id")
     parser.add_argument("--json", action="store_true", help="write events as lines of JSON")
 
 

@@ -24,7 +24,7 @@ def add(commands: Subparsers) -> None:
     parser = new_command(commands, "serve", run, "serve a model over gRPC and OpenAI-compatible HTTP")
     parser.usage = "%(prog)s [MODEL] [FLAG ...]"  # not 40 lines of flags
     parser.description = (
-        "Serve a model over gRPC and OpenAI-compatible HTTP, on this machine only unless --host says otherwise."
+        "Serve a model over gRPC and OpenAI-compatible HTTP. Only this machine can connect unless --host is given."
     )
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="folder or hub id, as --model")
     add_model(parser)

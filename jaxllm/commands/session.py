@@ -30,7 +30,7 @@ REQUEST_ID = "cli"
 def add_request_flags(parser: argparse.ArgumentParser, max_tokens: int, skipped: Collection[str] = ()) -> None:
     parser.add_argument("--lora", metavar="PATH", help="a LoRA adapter of the model: its folder or hub id")
     add_sampling_flags(parser.add_argument_group("sampling"), max_tokens, skipped)
-    add_constraint_flags(parser.add_argument_group("form of the output"))
+    add_constraint_flags(parser.add_argument_group("output format"))
 
 
 def params_of(options: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:

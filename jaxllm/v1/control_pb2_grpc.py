@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ControlServiceStub:
-    """Facts, load, and what changes the server. Its name in grpc.health.v1 is jaxllm.v1.ControlService.
+    """Administers a server. Health checks (grpc.health.v1) know the service as jaxllm.v1.ControlService.
     """
 
     def __init__(self, channel):
@@ -88,77 +88,86 @@ class ControlServiceStub:
 
 
 class ControlServiceServicer:
-    """Facts, load, and what changes the server. Its name in grpc.health.v1 is jaxllm.v1.ControlService.
+    """Administers a server. Health checks (grpc.health.v1) know the service as jaxllm.v1.ControlService.
     """
 
     def GetServerInfo(self, request, context):
-        """Tells what runs here. Constant while the server runs, but for the state.
+        """Returns the version, state, model and limits of the server. Only the state changes after the server is ready.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLoad(self, request, context):
-        """Tells how busy the server is, for a router. Does not wait for the engine.
+        """Returns the load of the server, for a router. The call returns at once, even while a step runs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends requests, queued or running; their calls return what there is, with status OK and FINISH_REASON_ABORTED. Where
-        several keys have requests of one id, all of them end. Ids that are not known are no error, so the call can be repeated.
+        """Ends queued and running requests. Their calls return the output so far, with status OK and FINISH_REASON_ABORTED.
+        If several API keys have requests with the same id, all of them end. Unknown ids are ignored, so the call can be
+        repeated.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """Loads an adapter from the server's --lora-root, and answers when requests can name it. Others go on meanwhile.
-        NOT_FOUND: there is none at `source`. FAILED_PRECONDITION: the server was started without adapters, or loads none.
+        """Loads a LoRA adapter from a folder below the server's --lora-root. Requests can use the adapter when the call returns;
+        other requests continue meanwhile.
+
+        Errors: NOT_FOUND if `source` is not a folder. FAILED_PRECONDITION if the server was started without --enable-lora or
+        without --lora-root. INVALID_ARGUMENT if the folder does not hold a valid adapter, or if the name is already loaded and
+        `load_inplace` is false.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """Forgets an adapter: new requests for it are NOT_FOUND at once, those that there are end with it.
+        """Removes an adapter. New requests that name it fail with NOT_FOUND; requests that already use it finish with it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListAdapters(self, request, context):
-        """Names the adapters that are loaded.
+        """Lists the loaded adapters.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResetPrefixCache(self, request, context):
-        """Forgets all cached prefixes, if no request is running.
+        """Clears the prefix cache, unless requests are running.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamKvEvents(self, request, context):
-        """Sends what enters and leaves the prefix cache, for a router that knows where a prefix is. FAILED_PRECONDITION unless the
-        server was started with it. OUT_OF_RANGE: start_sequence is not kept any more; forget everything and start from 0.
+        """Streams the changes of the prefix cache, so that a router can send requests to the server that has cached their prefix.
+        The stream does not end by itself.
+
+        Errors: FAILED_PRECONDITION if the server was started without --enable-kv-cache-events. OUT_OF_RANGE, with reason
+        SEQUENCE_LOST, if the server no longer keeps the batch `start_sequence`: discard all blocks received so far. The error's
+        message has the number of the first batch that can be requested.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PauseGeneration(self, request, context):
-        """Stops generating, for a change of weights. New requests fail with UNAVAILABLE until ResumeGeneration.
+        """Stops generation, for example to change the weights. New requests fail with UNAVAILABLE until ResumeGeneration.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResumeGeneration(self, request, context):
-        """Generates again.
+        """Resumes generation after PauseGeneration.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -226,7 +235,7 @@ def add_ControlServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ControlService:
-    """Facts, load, and what changes the server. Its name in grpc.health.v1 is jaxllm.v1.ControlService.
+    """Administers a server. Health checks (grpc.health.v1) know the service as jaxllm.v1.ControlService.
     """
 
     @staticmethod

@@ -26,8 +26,10 @@ if _version_not_supported:
 
 
 class InferenceServiceStub:
-    """Generation, pooling, tokenization and the list of models. A server has one model, which generates or pools: Model.tasks
-    says which calls it answers; the others are FAILED_PRECONDITION with FEATURE_DISABLED. The service's name in grpc.health.v1 is jaxllm.v1.InferenceService.
+    """Generates text, embeds, classifies and scores, converts between text and token ids, and lists models. A server has one
+    model, which either generates or pools (embeds, classifies, scores). Model.tasks lists what it supports; calls for other
+    tasks fail with FAILED_PRECONDITION and reason FEATURE_DISABLED. Health checks (grpc.health.v1) know the service as
+    jaxllm.v1.InferenceService.
     """
 
     def __init__(self, channel):
@@ -84,12 +86,14 @@ class InferenceServiceStub:
 
 
 class InferenceServiceServicer:
-    """Generation, pooling, tokenization and the list of models. A server has one model, which generates or pools: Model.tasks
-    says which calls it answers; the others are FAILED_PRECONDITION with FEATURE_DISABLED. The service's name in grpc.health.v1 is jaxllm.v1.InferenceService.
+    """Generates text, embeds, classifies and scores, converts between text and token ids, and lists models. A server has one
+    model, which either generates or pools (embeds, classifies, scores). Model.tasks lists what it supports; calls for other
+    tasks fail with FAILED_PRECONDITION and reason FEATURE_DISABLED. Health checks (grpc.health.v1) know the service as
+    jaxllm.v1.InferenceService.
     """
 
     def Generate(self, request, context):
-        """Generates and answers once every sequence has ended.
+        """Generates sequences from a prompt, and returns them when all have finished.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -97,7 +101,8 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StreamGenerate(self, request, context):
-        """Generates and sends what is new as it comes. The request is that of Generate, so that a client changes the method only.
+        """Generates sequences from a prompt, and streams their tokens as they are generated. The request is the same as that of
+        Generate.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         buf:lint:ignore RPC_REQUEST_STANDARD_NAME
         """
@@ -106,7 +111,7 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Computes the embedding of one text.
+        """Computes the embedding of a text.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -114,11 +119,14 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StreamEmbed(self, request_iterator, context):
-        """Computes embeddings of any number of texts, each with options of its own, and sends each when it is there: in any order,
-        EmbedResponse.index says of which request. A text that cannot be embedded is answered with EmbedResponse.error, and the
-        others go on. The server reads on as it answers, and refuses no text because its queue is full: a client may send without
-        end as long as it reads. A next request that does not come, or an answer that is not read, within half a minute
-        (--stall-timeout) ends the stream. OK means that every request was answered. The metadata are sent at once.
+        """Computes embeddings of any number of texts, each with separate options. Responses are streamed in the order in which
+        they are computed; EmbedResponse.index identifies the request. If a text cannot be embedded, EmbedResponse.error has the
+        reason, and the stream continues.
+
+        The server reads requests as its queue has room, so it never refuses a text because the queue is full. A client can send
+        any number of requests as long as it also reads the responses. The stream fails if the next request does not arrive, or
+        a response is not read, within --stall-timeout (30 s by default). Status OK means that every request has a response. The
+        server sends the response metadata at once, before the first message.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         buf:lint:ignore RPC_REQUEST_STANDARD_NAME
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
@@ -128,35 +136,35 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Classify(self, request, context):
-        """Computes one text's number for each label of a classifier.
+        """Classifies a text: computes a number for each label of the model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Score(self, request, context):
-        """Computes how well pairs of texts belong together: by a cross-encoder, or the cosine of an embedding model's vectors.
+        """Computes a score for each pair of texts: the output of a cross-encoder, or the cosine similarity of two embeddings.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Turns text, or a conversation, into token ids, as Generate would.
+        """Converts a text or a conversation to token ids, in the same way as Generate.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Turns token ids into text; special tokens are shown.
+        """Converts token ids to text. The text includes special tokens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """Names the models that can be asked for, and the values that requests leave open.
+        """Lists the model and the adapters, with their limits, features and default sampling parameters.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -219,8 +227,10 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService:
-    """Generation, pooling, tokenization and the list of models. A server has one model, which generates or pools: Model.tasks
-    says which calls it answers; the others are FAILED_PRECONDITION with FEATURE_DISABLED. The service's name in grpc.health.v1 is jaxllm.v1.InferenceService.
+    """Generates text, embeds, classifies and scores, converts between text and token ids, and lists models. A server has one
+    model, which either generates or pools (embeds, classifies, scores). Model.tasks lists what it supports; calls for other
+    tasks fail with FAILED_PRECONDITION and reason FEATURE_DISABLED. Health checks (grpc.health.v1) know the service as
+    jaxllm.v1.InferenceService.
     """
 
     @staticmethod

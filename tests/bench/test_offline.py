@@ -140,7 +140,7 @@ def test_the_commands(run_jaxllm: Run, tmp_path: Path) -> None:
         ("explain", "background on a CPU (default: all)"),
         ("latency", "KV blocks of prompts with a common prefix (default: false)"),
         ("throughput", "KV blocks of prompts with a common prefix (default: true)"),
-        ("scheduler", "--num-requests N [N ...] (default: 64 256 1000 4096)"),
+        ("scheduler", "--num-requests N [N ...] numbers of running requests (default: 64 256 1000 4096)"),
     ],
 )
 def test_the_help_shows_the_defaults_of_the_command(run_jaxllm: Run, benchmark: str, shown: str) -> None:

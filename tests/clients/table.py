@@ -23,25 +23,28 @@ HEADER = """\
 
 <!-- Made by `make clients`, all but the last section. Do not edit: tests/clients/table.py writes it. -->
 
-For users of a client library: published clients, unmodified, that were tested against `jaxllm serve`, and their
-settings. `make clients` installs the clients into a separate environment, runs all tests and writes this table. A
-cell is the result of the tests in its row's file in `tests/clients` with names that begin with its column,
-`test_openai.py::test_stream…`; a cell is empty if the client lacks the function.
+For users of a client library: published clients that were tested with `jaxllm serve`, and the settings that they need.
+`make clients` installs the unmodified clients into a separate environment, runs all tests and writes this table. Each
+row has a file in `tests/clients`. A ✓ means that the tests of this column pass, for example `test_stream…` in
+`test_openai.py`. A cell is empty if the client lacks the function.
 
-- Tools: a call, its result, and the answer; agents send held-out questions to the embedded model's adapter `tools`.
-- Responses, Messages: `/v1/responses` and `/v1/messages`: text, streams and calls of each.
-- The harness's log-likelihoods are in the column log-probabilities; a stream of gRPC is `StreamGenerate`.
+- The column tools tests a call, its result, and the answer; agents send held-out questions to the embedded model's
+  adapter `tools`.
+- The columns Responses and Messages test text, streams and calls of `/v1/responses` and `/v1/messages`.
+- The column log-probabilities includes the log-likelihoods of lm-evaluation-harness. A stream of gRPC is
+  `StreamGenerate`.
 
-Settings that some clients need, besides the address of the server:
+Some clients need settings in addition to the address of the server:
 
-- The base URL ends with `/v1` for OpenAI's clients and Vercel's `@ai-sdk/anthropic`; for Anthropic's clients, and for
-  LangChain's and LiteLLM's ways to it, it does not.
-- LangChain's `OpenAIEmbeddings`: `check_embedding_ctx_length=False`, or it sends token ids of OpenAI's vocabulary.
-- LlamaIndex: `OpenAILike` with `is_function_calling_model=True`, or its agents write calls into the prompt.
-- DSPy requests JSON of a schema for model names in its list; `--served-model-name` may give a second name.
-- The harness's `local-completions` takes the server's tokenizer with `--enable-tokenizer-info-endpoint`, and otherwise
-  looks for one on the model hub.
-- Pydantic AI's model for Messages is not in the table: release 2.31 fails with release 2 of `anthropic`.
+- The base URL ends with `/v1` for OpenAI's clients and Vercel's `@ai-sdk/anthropic`. It does not for Anthropic's
+  clients, nor for `/v1/messages` with LangChain and LiteLLM.
+- LangChain's `OpenAIEmbeddings` needs `check_embedding_ctx_length=False`; otherwise it sends token ids of OpenAI's
+  vocabulary.
+- LlamaIndex needs `OpenAILike` with `is_function_calling_model=True`; otherwise its agents write calls into the prompt.
+- DSPy requests JSON by a schema only for model names in its list; `--served-model-name` can add such a name.
+- `local-completions` of lm-evaluation-harness takes the server's tokenizer with `--enable-tokenizer-info-endpoint`;
+  otherwise it looks for one on the model hub.
+- Pydantic AI with `/v1/messages` is not in the table, because its release 2.31 fails with release 2 of `anthropic`.
 
 """.splitlines()
 

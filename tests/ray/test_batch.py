@@ -74,7 +74,7 @@ def test_a_job_killed_in_its_middle_does_no_prompt_twice(cluster: Cluster, tmp_p
     said, told = second.communicate(timeout=180.0)
     assert second.returncode == 0, told[-4000:]
     assert files_in(folder).items() >= kept.items(), "an answer that was there was written again"
-    assert f"{num_kept} answers were there, " in said
+    assert f"{num_kept} answers existed, " in said
     rows = [row for name in files_in(folder) for row in pq.read_table(folder / name).to_pylist()]
     assert sorted(row["id"] for row in rows) == sorted(prompts), "each prompt once"
     print(f"{num_kept} answers were there of {len(kept)} files when the driver was killed; {said.strip()}")
@@ -88,4 +88,4 @@ def test_a_job_killed_in_its_middle_does_no_prompt_twice(cluster: Cluster, tmp_p
 
     third = start(cluster, source, folder)  # nothing is left to do
     said, told = third.communicate(timeout=120.0)
-    assert f"{NUM_PROMPTS} answers were there, 0 were made" in said, told[-4000:]
+    assert f"{NUM_PROMPTS} answers existed, 0 were generated" in said, told[-4000:]

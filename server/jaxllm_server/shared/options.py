@@ -31,7 +31,7 @@ class ServerOptions:
 
     # Names and API behavior.
     served_model_name: tuple[str, ...] = setting(
-        (), "names that clients may use; answers give the first (default: the model's)", takes_several=True
+        (), "names of the model in requests; answers have the first one (default: the model's)", takes_several=True
     )
     lora_modules: tuple[str, ...] = setting(
         (),
@@ -41,7 +41,7 @@ class ServerOptions:
         takes_several=True,
     )
     lora_root: str | None = setting(
-        None, "folder of adapters that clients may load while the server runs (default: they may load none)", "DIR"
+        None, "folder of the adapters that can be loaded while the server runs (default: loading is refused)", "DIR"
     )
     chat_template: str | None = setting(None, "file with a chat template that replaces the model's", "FILE")
     default_chat_template_kwargs: str | None = setting(
@@ -167,9 +167,11 @@ class ServerOptions:
     )
 
     # Operation.
-    shutdown_timeout: float = setting(30.0, "seconds that streams may go on after SIGTERM or ^C", "SECONDS")
+    shutdown_timeout: float = setting(30.0, "seconds for running requests to finish after SIGTERM or ^C", "SECONDS")
     drain_delay: float = setting(0.0, 'seconds between "not ready" and refusing work', "SECONDS")
-    hang_timeout: float = setting(8.0, 'seconds of one step after which the server is "not ready"', "SECONDS")
+    hang_timeout: float = setting(
+        8.0, 'seconds after which a step that has not ended makes the server "not ready"', "SECONDS"
+    )
     log_stats_interval: float = setting(10.0, "seconds between two lines of statistics; 0: none", "SECONDS")
     enable_log_requests: bool = setting(False, "write a line for each request")
     otlp_traces_endpoint: str | None = setting(
