@@ -79,7 +79,7 @@ class LLM:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> LLM:
-        """Return an `LLM` with `EngineArgs`."""
+        """Return an `LLM` with these `EngineArgs`."""
         return cls(engine_args)
 
     if not TYPE_CHECKING:  # otherwise type checkers accept any name
@@ -372,7 +372,7 @@ def _pooling_params(given: Any) -> PoolingParams:
 
 
 def _as_list(prompts: Any) -> list[Prompt]:
-    """A list of integers is one prompt."""
+    """Return prompts as a list; a list of integers is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Iterable):

@@ -78,7 +78,7 @@ class StructuredOutputsParams:
         return texts if isinstance(texts, tuple) else (texts,)
 
     def alone(self) -> StructuredOutputsParams:
-        """Return the constraint without alternatives and unconstrained part."""
+        """Return the constraint without its alternatives, in force from the first token."""
         return replace(self, begin_after=None, may_open_with=(), or_grammar=None, or_grammar_after=())
 
     def _check_pairs(self) -> None:

@@ -34,8 +34,9 @@ Row = dict[str, Any]
 
 
 def candidates(row: Row) -> list[dict[str, int]]:
-    """Current settings first, then those within a factor of two; those that exceed a GPU fail to compile and are
-    skipped.
+    """Return the settings to try for a row: the current ones first, then those within a factor of two.
+
+    Those that exceed a GPU fail to compile and are skipped.
     """
     choices = CHOICES[row["operation"]]
     near = {

@@ -65,9 +65,10 @@ class Cost:
 
 
 class ClientProcess:
-    """Send `Ready`, wait for `start`, send an `Outcome` per job, then `Cost`.
+    """A process that sends a share of a benchmark's requests.
 
-    Ignores ^C (the parent calls `stop`); exits if the parent dies.
+    It sends `Ready`, waits for `start`, and sends an `Outcome` per job, then `Cost`. It ignores ^C (the parent calls
+    `stop`), and exits if the parent dies.
     """
 
     def __init__(self, share: Share) -> None:
@@ -78,7 +79,7 @@ class ClientProcess:
         own.close()
 
     def wait_ready(self) -> Ready:
-        """Raises EngineError if the process exits instead."""
+        """Wait until the process can send requests; return its `Ready`. Raises EngineError if it exits instead."""
         try:
             return self.connection.recv()
         except EOFError:
@@ -116,7 +117,7 @@ def deal(
 
 
 def open_client(target: Target) -> BenchClient:
-    """Raises UserError if libraries are missing."""
+    """Return a client of the target's protocol; raise UserError if a library that it needs is not installed."""
     try:
         if target.is_grpc:
             from jaxllm.bench.grpc_client import GrpcClient

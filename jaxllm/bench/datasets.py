@@ -32,7 +32,10 @@ class Coder(Protocol):
 
 
 def make_jobs(options: DatasetOptions, tokenizer: Coder, as_text: bool) -> list[Job]:
-    """Raises UserError if the file has another format or no usable prompt."""
+    """Make the jobs of a dataset, with prompts as text or as token ids.
+
+    Raises UserError if the file has another format or no usable prompt.
+    """
     writer = _Writer(tokenizer, np.random.default_rng(options.seed), as_text)
     return DATASETS[options.dataset_name](options, writer)
 
@@ -67,7 +70,9 @@ class _Writer:
     def from_tokens(
         self, shared: Sequence[int], own: Sequence[int], max_tokens: int, arrival_s: float | None = None
     ) -> Job:
-        """For text, adjust `own` until the length matches."""
+        """Return a job with the prompt `shared` + `own`; as text, tokens of `own` are added or removed until its length
+        matches.
+        """
         ids = [*shared, *own]
         if not self._as_text:
             return Job(tuple(ids), len(ids), max_tokens, arrival_s)

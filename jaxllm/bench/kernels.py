@@ -43,7 +43,7 @@ class Measured(NamedTuple):
 
 
 def make_cases(dtype: str, decode: Sequence[tuple[int, int]], prefill: Sequence[tuple[int, int]]) -> list[Case]:
-    """`decode` is (rows, cached tokens), `prefill` (rows, tokens)."""
+    """Return attention cases for each model's heads: `decode` by (rows, cached tokens), `prefill` by (rows, tokens)."""
     cases = []
     for model, heads in HEADS.items():
         for size in decode:

@@ -89,7 +89,10 @@ class Matrix:
 
 
 def collect(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor | Matrix]:
-    """Raises UserError if a tensor is missing or misshapen."""
+    """Replace the tensors of each quantized matrix by one `Matrix`; keep others.
+
+    Raises UserError if a tensor is missing or misshapen.
+    """
     end = _MAIN[stored.layout]
     found: dict[str, Tensor | Matrix] = {}
     used: set[str] = set()

@@ -325,7 +325,10 @@ def _load_stored(weight: Weight, sources: tuple[tuple[Source, ...], ...], layout
 def _load_side(
     side: Side, described: jax.ShapeDtypeStruct, weight: Weight, sources: tuple[tuple[Source, ...], ...], layout: Layout
 ) -> Array:
-    """Read one side of a weight; scales and zeros are transposed, with groups as rows."""
+    """Read one of a weight's arrays onto the devices: floats, or a quantized one's values, scales or zeros.
+
+    Scales and zeros are transposed, with groups as rows.
+    """
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         if side in ("scales", "zeros"):

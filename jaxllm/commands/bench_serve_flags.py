@@ -113,7 +113,7 @@ def base_of(options: Mapping[str, Any]) -> str:
 
 
 def headers_of(options: Mapping[str, Any]) -> dict[str, str]:
-    """The environment's API key is the default."""
+    """Return the headers of `--header`, and Authorization with an API key of the environment unless given."""
     given = dict(options["header"])
     key = next((os.environ[name] for name in _KEYS if os.environ.get(name)), None)
     if key is None or any(name.lower() == "authorization" for name in given):

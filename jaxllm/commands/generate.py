@@ -44,7 +44,7 @@ def add(commands: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Return 1 if an output failed, 130 after ^C."""
+    """Generate and print the outputs of all prompts; return 1 if one failed, 130 after ^C."""
     options, further = with_lora(options)
     engine_config(options)
     own = params_of(options, GENERATE_TOKENS)

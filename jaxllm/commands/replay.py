@@ -38,7 +38,7 @@ def add(commands: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Return 1 if a plan differs or the file is truncated."""
+    """Replay a recording and print its events; return 1 if a plan differs or the file is truncated."""
     from jaxllm.replay.replay import Replay
 
     replay = Replay(options["file"])
@@ -308,7 +308,7 @@ def _named(request: Request) -> str:
 
 
 def to_json(moment: Moment, names: Mapping[int, str] | None = None) -> dict[str, Any]:
-    """Include only the requests `names`."""
+    """Describe an event as a JSON object, with all requests or only those in `names`."""
     plan, events = moment.plan, moment.events
 
     def is_shown(request_id: int) -> bool:

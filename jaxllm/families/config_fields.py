@@ -50,7 +50,7 @@ class Fields:
         return self._config.get(key)
 
     def take(self, key: str, kind: type[Value], default: Value = _REQUIRED) -> Value:
-        """`default` replaces a missing or null value, without it an error."""
+        """Return a finite value of a type; `default` replaces a missing or null value, which otherwise is an error."""
         value = self.raw(key)
         if value is None:
             if default is _REQUIRED:
@@ -71,7 +71,7 @@ class Fields:
         return value
 
     def layers(self, key: str = "num_hidden_layers") -> int:
-        """Bounded, since memory is allocated per layer."""
+        """Return the number of layers, at most MOST_LAYERS since memory is allocated for each."""
         return self.size(key, most=MOST_LAYERS)
 
     def positive(self, key: str, default: float = _REQUIRED) -> float:
@@ -81,7 +81,7 @@ class Fields:
         return value
 
     def optional(self, key: str, kind: type[Value], absent: Value | None = None) -> Value | None:
-        """`absent` replaces a missing key, as in transformers."""
+        """Return a value that may be null; `absent` replaces a missing key, as in transformers."""
         if key in self._config and self._config[key] is None:
             self._read.add(key)
             return None
@@ -263,7 +263,10 @@ def magnitude(factor: float, weight: float) -> float:
 
 
 def read_windows(fields: Fields, window: int | None, default: tuple[bool, ...]) -> tuple[int | None, ...]:
-    """`layer_types` overrides `default`."""
+    """Return each layer's sliding window, None for full attention.
+
+    `layer_types` decides which layers have one; without it, `default` does.
+    """
     kinds = fields.raw("layer_types")
     slides = default
     if kinds is not None:
@@ -290,8 +293,10 @@ def read_decoder(
     rotates: tuple[bool, ...] | None = None,
     **own: Any,
 ) -> Spec:
-    """`eps` is a key and default; `theta` and `partial` as in read_rope; `turned_size` replaces the head size for
-    rotation; `own` are further fields of Spec.
+    """Read the fields that decoders like Llama share.
+
+    `eps` is the norm's key and default; `theta` and `partial` are as in read_rope; `turned_size` replaces the head size
+    for rotation; `own` are further fields of Spec.
     """
     width, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     num_layers = fields.layers()

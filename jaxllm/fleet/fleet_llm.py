@@ -305,7 +305,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
         client: str | None,
         timeout: float | None,
     ) -> RoutedRequest:
-        """The chosen replica validates the request."""
+        """Make a request without validating its parameters, which the chosen replica does."""
         unknown = options.keys() - {"lora_request"}
         if unknown:
             raise TypeError(f"a request has no {', '.join(sorted(unknown))}")

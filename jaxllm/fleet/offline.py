@@ -103,7 +103,7 @@ class FleetEngine:
             self._told.put((request_id, RequestOutput(request_id, None, ids, [failed], finished=True)))
 
     def _forget(self, request_id: str, task: asyncio.Task[None]) -> None:
-        """The id may belong to a newer request."""
+        """Forget a request's task, unless the id belongs to a newer request."""
         if self._tasks.get(request_id) is task:
             del self._tasks[request_id]
 

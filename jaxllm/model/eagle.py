@@ -88,7 +88,7 @@ def with_map(head: Head, params: Params[decoder.Leaf], numbers: decoder.Leaf) ->
 def embed(
     head: Head, params: Params[Array], target: Params[Array], tokens: Int[Array, " T"], context: Context
 ) -> Float[Array, "T D"]:
-    """Without the target's scaling: the head normalizes."""
+    """Look up token embeddings [T, D], without the target's scaling: the head normalizes."""
     with named_scope("draft/embedding"):
         table = (params if head.has_embedding else target).top["embed"]
         return decoder.look_up(table, tokens, head.vocab_size, params.top["fc"].dtype, context.layout)

@@ -162,7 +162,7 @@ def _sizes(first: int, last: int, parts: Mapping[int, int]) -> list[int]:
 
 
 def max_chunks(tokens: int, num_slots: int) -> int:
-    """A chunk has at least half a tile on average."""
+    """Return the most prompt chunks in a step: a chunk has at least half a tile on average."""
     return min(num_slots, max(1, 2 * tokens // TILE))
 
 

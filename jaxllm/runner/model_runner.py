@@ -355,7 +355,7 @@ class Runner:
 
     @contextmanager
     def _compilations_counted(self) -> Iterator[None]:
-        """Compilations of this thread delay requests."""
+        """Count this thread's compilations within the context, since they delay requests."""
         self._running_thread = threading.get_ident()
         try:
             yield

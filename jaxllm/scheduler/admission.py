@@ -186,6 +186,6 @@ def _load(
 
 
 def _entries(limits: Limits, slot: int, owned: Sequence[int]) -> np.ndarray:
-    """As in `Plan.table`, int32[·, 3]."""
+    """Return entries of a slot's first blocks for `Plan.table`, int32[·, 3]."""
     columns = range(0, len(owned) * limits.num_groups, limits.num_groups)
     return np.array(([slot] * len(owned), columns, owned), np.int32).T

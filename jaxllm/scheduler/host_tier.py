@@ -51,7 +51,7 @@ class Held(NamedTuple):
 
 
 class Host(NamedTuple):
-    """The host's blocks."""
+    """The state of the host's blocks: used, cached and free ones by group, stores in progress, and held blocks."""
 
     pools: tuple[Pool, ...]  # by group
     storing: tuple[Storing, ...] = ()

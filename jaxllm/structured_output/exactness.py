@@ -136,7 +136,7 @@ def _write_numbers(schema: dict[str, Any], merges: bool) -> None:
 
 
 def _write_prefixes(schema: dict[str, Any]) -> None:
-    """Allow a bound's decimal prefixes: below 0.512 llguidance rejects 0.5."""
+    """Add the decimal prefixes of a bound as allowed values: below 0.512 llguidance rejects 0.5. Changes `schema`."""
     types = schema.get("type", "number")
     if "number" not in (types if isinstance(types, list) else [types]):
         return

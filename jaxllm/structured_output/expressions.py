@@ -83,7 +83,10 @@ class _Edge(Enum):
 
 
 def translate(pattern: str, name: str = "regex") -> str:
-    """Raises UserError if invalid, too long, or unsupported."""
+    """Rewrite a Python regular expression in llguidance's dialect, with the same meaning.
+
+    Raises UserError if it is invalid, too long, or unsupported; messages begin with `name`.
+    """
     return _Writer(name).write(pattern)
 
 

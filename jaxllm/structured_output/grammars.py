@@ -106,9 +106,9 @@ class Grammars:
         self._num_fills = 0
 
     def compile(self, asked: StructuredOutputsParams) -> Grammar:
-        """Thread-safe.
+        """Compile a constraint, or find its grammars in the cache. Thread-safe.
 
-        Raises UserError if invalid, unsupported, or too expensive.
+        Raises UserError if it is invalid, unsupported, or too expensive.
         """
         vocabulary = self._vocabulary()
         own = asked.alone()

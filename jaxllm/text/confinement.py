@@ -186,7 +186,7 @@ class Process:
         return len(self.sources) > 1
 
     def ask(self, frame: bytes, seconds: float) -> dict[str, Any]:
-        """`seconds` of CPU time, plus time to read the tokenizer."""
+        """Send a task and return its answer; it may use `seconds` of CPU time, plus time to read the tokenizer."""
         give_up = time.monotonic() + _WAIT_FACTOR * (seconds + LOAD_SECONDS)
         try:
             rest = memoryview(len(frame).to_bytes(8) + int(1000 * seconds).to_bytes(8) + frame)

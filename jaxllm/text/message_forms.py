@@ -22,7 +22,7 @@ ReadArguments = Callable[[str, str], Any]
 def shaped(
     messages: Sequence[Mapping[str, Any]], shape: Shape, read_arguments: ReadArguments | None
 ) -> list[dict[str, Any]]:
-    """None values are removed, as in transformers.
+    """Return messages in the shape that a template reads, without values of None, as in transformers.
 
     Without `read_arguments`, call arguments are already converted. Raises `UserError`, naming `messages`, if invalid.
     """
@@ -32,7 +32,9 @@ def shaped(
 
 
 def shaped_arguments(arguments: Any, shape: Shape, name: str, read: ReadArguments) -> Any:
-    """Text that is not a JSON object, e.g. truncated, is kept if the template accepts text; otherwise `UserError`,
+    """Return a tool call's arguments as the template reads them: as JSON text or as an object.
+
+    Text that is not a JSON object, e.g. truncated, is kept if the template accepts text; otherwise raises `UserError`,
     naming `messages`.
     """
     if not shape.takes_objects:

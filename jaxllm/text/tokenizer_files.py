@@ -99,7 +99,10 @@ def _tokenizer_folder(folder_or_id: str | Path, revision: str | None) -> Path:
 
 @contextmanager
 def typed_errors(say: Callable[[str], UserError]) -> Iterator[None]:
-    """The library raises plain `Exception`, and its Rust panics are BaseExceptions that would end a thread."""
+    """Raise errors of the tokenizers library in the block as `say(message)`.
+
+    The library raises plain `Exception`, and its Rust panics are BaseExceptions that would end a thread.
+    """
     try:
         yield
     except BaseException as error:
@@ -218,7 +221,7 @@ def _token_fields(token: Any) -> dict[str, Any]:
 
 
 def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Files take precedence over the config."""
+    """Return chat templates by name; files take precedence over tokenizer_config.json."""
     templates: dict[str, str] = {}
     single = read_template(folder, "chat_template.jinja")
     if single is not None:

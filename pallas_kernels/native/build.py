@@ -68,7 +68,7 @@ def target(handler: str) -> str:
 
 
 def refusal() -> str | None:
-    """Build and register the kernels if necessary."""
+    """Return why the kernels are unavailable, or None; builds and registers them if necessary."""
     with _building:
         if time.monotonic() >= refused.until:
             refused.reason = _ready()
@@ -113,8 +113,9 @@ def loaded(folder: Path, flags: Sequence[str] = FLAGS) -> ctypes.CDLL:
 
 
 def kept(folder: Path, name: str, command: list[str], sources: Sequence[Path], says: Sequence[str]) -> Path:
-    """The cache key omits header folders, so that virtual environments share libraries. Raises `Refused` if the build
-    fails.
+    """Return the path of a library, which is built unless cached; raise `Refused` if the build fails.
+
+    The cache key has `says`, the command and versions, but no header folders: virtual environments share libraries.
     """
     flags = [flag for flag in command if not flag.startswith("-I")]
     depends = [*says, *flags, run_command([command[0], "--version"]), importlib.metadata.version("jaxlib")]

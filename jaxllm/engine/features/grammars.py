@@ -205,7 +205,7 @@ class GrammarRows(Feature):
 
 
 def _advance(own: Sequence, constraint: Constraint, token: int) -> list[int]:
-    """Like `GrammarRows._advance`, in this thread."""
+    """Advance a constraint by a token in this thread; return the tokens that must follow, if enough are certain."""
     with _failing(own, constraint):
         was_expected = bool(constraint.expected)
         constraint.consume(token)
@@ -220,7 +220,7 @@ def _advance(own: Sequence, constraint: Constraint, token: int) -> list[int]:
 
 @contextmanager
 def _failing(own: Sequence, constraint: Constraint) -> Iterator[None]:
-    """On an exception end the grammar, not the step: a retry would feed other grammars twice."""
+    """End the grammar on an exception in the block, not the step: a retry would feed other grammars twice."""
     try:
         yield
     except Exception:

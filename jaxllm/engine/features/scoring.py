@@ -96,7 +96,7 @@ class Scoring(Feature):
         return ended
 
     def show(self, group: SequenceGroup, output: RequestOutput) -> None:
-        """Prompt log-probabilities appear once complete; in deltas once."""
+        """Add prompt log-probabilities to an output once they are complete; to deltas once only."""
         scores: PromptScores | None = group.states.get(self.name)
         if scores is None or scores.are_missing(group):
             return

@@ -33,9 +33,9 @@ def check_uds(path: str, flag: str) -> None:
 
 
 def listen(host: str, port: int | None, uds: str | None, names: tuple[str, str, str]) -> list[socket.socket]:
-    """TCP sockets on all addresses of the host have the same port.
+    """Return listening sockets: one for a Unix path, else one with the same port on each address of the host.
 
-    `names` are the front end's name and its two flags.
+    `names` are the front end's name and its two flags. Raises UserError if an address cannot be used.
     """
     name, port_flag, uds_flag = names
     try:
@@ -51,7 +51,7 @@ def listen(host: str, port: int | None, uds: str | None, names: tuple[str, str, 
 
 
 def _on_each_address(host: str, port: int) -> list[socket.socket]:
-    """Skip unavailable addresses; port 0 lets the system choose a common one."""
+    """Listen on each address of a host, without unavailable ones; port 0 lets the system choose a common one."""
     infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     found = dict.fromkeys((family, address) for family, _, _, _, address in infos)
     missing: list[OSError] = []

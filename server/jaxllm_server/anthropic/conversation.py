@@ -88,7 +88,7 @@ def tools_of(fields: Body) -> list[dict[str, Any]] | None:
 
 
 def tool_choice_of(fields: Body, has_tools: bool) -> tuple[ToolChoice, bool]:
-    """Return also whether at most one call is allowed."""
+    """Return the tool choice, and whether at most one call is allowed."""
     choice = fields.get("tool_choice")
     if choice is None:
         return None, False

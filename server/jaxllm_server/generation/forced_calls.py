@@ -21,7 +21,7 @@ _VALUES = ("enum", "const", "default", "examples")  # contain values, not schema
 
 
 def with_forced_calls(call: Call, sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises UserError for `tool_choice` or `tools`."""
+    """Return sampling parameters that constrain the answer to calls; raise UserError for `tool_choice` or `tools`."""
     if sampling.get("structured_outputs") is not None:
         message = "structured_outputs and a tool_choice that forces a call exclude each other: give one of them."
         raise UserError(message, "tool_choice")
@@ -51,7 +51,7 @@ def blaming_tools(call: Call) -> Iterator[None]:
 
 
 def parameters_of(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The result always is a schema of an object."""
+    """Return a tool's parameters as the schema of an object."""
     if not parameters:
         return _NO_ARGUMENTS
     return parameters if any(name in parameters for name in _COMBINED) else {"type": "object", **parameters}

@@ -211,7 +211,7 @@ def usage_of(usage: TokenUsage) -> types_pb2.Usage:
 
 
 def timing_of(timing: Timing) -> types_pb2.Timing:
-    """An aborted request may not have reached all phases."""
+    """Convert the phases' durations, without those that an aborted request has not reached."""
     spans = {name: getattr(timing, name) for name in ("queue", "prefill", "first_token", "total")}
     return types_pb2.Timing(**{name: duration_of(span) for name, span in spans.items() if span is not None})
 
@@ -243,7 +243,7 @@ def kv_events_of(batch: BlockBatch) -> control_pb2.StreamKvEventsResponse:
 
 
 def _hash(digest: bytes) -> int:
-    """64 bits are enough to distinguish a server's blocks."""
+    """Return a block's hash as an integer: 64 bits are enough to distinguish a server's blocks."""
     return int.from_bytes(digest[:8], "big")
 
 
@@ -253,7 +253,7 @@ def default_sampling_of(params: SamplingParams) -> types_pb2.SamplingParams:
 
 
 def default_stop_of(params: SamplingParams, max_tokens: int | None) -> types_pb2.StopConditions:
-    """`max_tokens` None: until the context is full."""
+    """Describe default stop conditions; `max_tokens` None: until the context is full."""
     return types_pb2.StopConditions(
         max_tokens=max_tokens,
         min_tokens=params.min_tokens,

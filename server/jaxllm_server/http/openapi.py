@@ -192,7 +192,7 @@ _ERROR: Schema = {
 
 
 def description_of(routes: Iterable[ApiRoute], root_path: str = "") -> dict[str, Any]:
-    """`root_path` is a proxy's path prefix."""
+    """Return the OpenAPI document of the routes; `root_path` is a proxy's path prefix."""
     paths: dict[str, dict[str, Any]] = {}
     schemas = {"Error": _ERROR}
     for route in routes:

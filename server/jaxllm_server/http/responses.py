@@ -275,7 +275,7 @@ class ResponseEndpoints:
     async def _kept_items(
         self, ids: set[str], client: str, kept_here: ConnectionResponses | None
     ) -> Mapping[str, Item]:
-        """Omit missing items."""
+        """Return stored items by id, without those that are missing."""
         found = []
         for response_id in {response_id_of(each) for each in ids}:
             try:

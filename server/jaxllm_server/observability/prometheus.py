@@ -239,14 +239,17 @@ class PrometheusObserver(Collector):
         own["batch_occupancy"].observe(report.num_rows / max(self._engine.get_load().max_running, 1))
 
     def tokens(self, seconds: float, count: int, is_first: bool) -> None:
-        """Tokens that arrive together share the latency equally."""
+        """Observe the latency of new tokens; tokens that arrive together share it equally."""
         if is_first:
             self._histograms["time_to_first_token_seconds"].observe(seconds)
         else:
             self._histograms["inter_token_latency_seconds"].observe(seconds / count, count)
 
     def finished(self, output: RequestOutput, params: SamplingParams) -> None:
-        """Unlike vLLM, count prompt tokens once per request, not per output, to match `prompt_tokens_total`."""
+        """Observe the lengths and durations of a finished request.
+
+        Prompt tokens count once per request, as in `prompt_tokens_total`; in vLLM once per output.
+        """
         own = self._histograms
         lengths = [len(completion.token_ids) for completion in output.outputs]
         own["request_prompt_tokens"].observe(len(output.prompt_token_ids))
@@ -346,7 +349,10 @@ class PrometheusObserver(Collector):
         yield self._counter("spec_decode_num_accepted_tokens_per_pos", text, places)
 
     def _adapter_families(self, load: Load) -> Iterator[Metric]:
-        """Yield adapters in use, as labels; routers read the newest sample."""
+        """Yield the adapters in use, as labels of one sample, and finished requests by adapter.
+
+        Routers read the newest sample, whose value is the time.
+        """
         labels = {
             "max_lora": str(self._engine.config.max_loras),
             "running_lora_adapters": ",".join(load.running_adapters),

@@ -42,7 +42,7 @@ _current: ContextVar[Span] = ContextVar("jaxllm_span", default=NO_SPAN)
 
 
 def current_span() -> Span:
-    """Without a call, return a span that does nothing."""
+    """Return the span of the current call; outside of calls, one that does nothing."""
     return _current.get()
 
 

@@ -172,7 +172,9 @@ class ChatReply:
         return {"choices": [], "usage": usage_fields(self._usage, self.form)} if self.form.include_usage else None
 
     def _add_usage(self, tail: dict[str, Any], chunk: Chunk, place: int) -> None:
-        """Exclude the chunk's parts from `place` on."""
+        """Add the usage so far to the `tail` of an event, if requested; the chunk's parts from `place` on do not count
+        yet.
+        """
         if self.form.continuous_usage:
             tail["usage"] = usage_fields([usage_without(chunk.usage, chunk.outputs[place:])], self.form)
         elif self.form.include_usage:

@@ -22,7 +22,7 @@ def finish_reason(part: Part) -> str | None:
 
 
 def usage_without(usage: TokenUsage, parts: Iterable[Part]) -> TokenUsage:
-    """Exclude some parts, for events sent before them."""
+    """Return usage without some parts, for events that are sent before them."""
     parts = list(parts)
     return replace(
         usage,

@@ -144,7 +144,7 @@ class Adapters:
         return is_wanted
 
     def _load(self, request: LoRARequest, reader: object) -> Adapter:
-        """If the adapter is removed during the read, only this request has it."""
+        """Read an adapter from its folder and keep it; if it is removed meanwhile, only this request has it."""
         with naming(request):
             folder = folder_of(request)
             files = self._read(folder)
@@ -242,7 +242,7 @@ def naming(request: LoRARequest) -> Iterator[None]:
 
 
 def _eos_ids(tokenizer: Tokenizer, model: ModelInfo) -> frozenset[int]:
-    """Model end tokens count if they are the same in the adapter's tokenizer."""
+    """Return an adapter's end tokens: its tokenizer's, and the model's that are the same in it."""
     same = {token for token in model.eos_ids if tokenizer.token(token) == model.tokenizer.token(token)}
     own = tokenizer.eos_token_id
     return frozenset(same if own is None else {own, *same})

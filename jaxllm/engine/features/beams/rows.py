@@ -35,7 +35,7 @@ class BeamOutput(Sequence):
     score: float | None = None  # ranks outputs
 
     def end_as(self, ended: Ended, shows_stop: bool) -> None:
-        """`shows_stop`: include the stop token in the text."""
+        """Become the output of an ended beam; with `shows_stop` the text includes the stop token."""
         tokenizer = self.group.tokenizer
         self.tokens = array("i", (*self.group.prompt_token_ids, *ended.tokens))
         self.cumulative_logprob, self.score = ended.logprob, ended.score
