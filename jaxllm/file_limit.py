@@ -1,4 +1,4 @@
-"""The process's limit of open files."""
+"""Raise the process's limit of open files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A log formatter for messages of several lines."""
+"""A log formatter that splits messages of several lines into records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Capabilities and defaults of implementations; chosen once per engine, before compilation."""
+"""Choose the implementation of each operation, once per engine: which can run here, and which is preferred."""
 
 from __future__ import annotations
 

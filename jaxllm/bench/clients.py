@@ -1,4 +1,7 @@
-"""Client processes, which send their share of the jobs on schedule, by `time.perf_counter`, common to all processes."""
+"""The client processes of a load test: each sends its share of the jobs at times of one clock.
+
+The clock is `time.perf_counter`, which processes share.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts for benchmarks; deterministic for a seed."""
+"""Make the prompts of a benchmark from random tokens or a file; the same seed gives the same prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server's tokenizer over its API, for models without local files."""
+"""A tokenizer that calls a server's API, for models without local files."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def run(options: dict[str, Any]) -> int:
 
 
 def _show(replay: Replay, options: Mapping[str, Any]) -> str | None:
-    """Return the last plan difference, if any."""
+    """Print the events, plans or states that the flags select; return the last plan difference, if any."""
     difference = None
     summary = Summary()
     story = Story(options["request"]) if options["request"] else None

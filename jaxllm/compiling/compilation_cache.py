@@ -1,4 +1,4 @@
-"""JAX's persistent compilation cache."""
+"""Set up JAX's persistent compilation cache, which keeps compiled programs in a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Durations of the phases of an engine's start."""
+"""Measure the phases of an engine's start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A request in the engine. Methods that make text may raise; the caller ends the request."""
+"""`SequenceGroup` and `Sequence`: a request in the engine, and one of its outputs with its text.
+
+Methods that make text may raise; the caller ends the request.
+"""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
 
     @property
     def model(self) -> ModelInfo:
-        """Raises UnavailableError until a replica has loaded it."""
+        """The model's tokenizer, limits and defaults; raises UnavailableError until a replica has loaded it."""
         if self._model is None:
             raise self._unavailable() or UnavailableError("The model is still being loaded.")
         return self._model

@@ -78,7 +78,7 @@ class ReplicaListener:
         self._accepting: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Return the port; raises OSError if the address cannot be bound."""
+        """Listen on an address and return its port; raise OSError if it cannot be bound."""
         loop = asyncio.get_running_loop()
         family, kind, protocol, _, address = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
         listener = socket.socket(family, kind, protocol)

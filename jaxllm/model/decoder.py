@@ -74,7 +74,7 @@ class RowWeights(Protocol):
 
     @property
     def described(self) -> Any:
-        """The arrays of one set."""
+        """The shapes and types of the arrays of one set."""
         ...
 
     def linear(self, sets: Sequence[Any], token_set: Array) -> Linear:

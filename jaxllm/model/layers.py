@@ -61,7 +61,7 @@ def norm(x: Array, scale: Array, bias: Array | None, kind: NormKind, eps: float,
 
 
 def softcap(x: Array, cap: float | None) -> Array:
-    """See Riviere et al. 2024, §2."""
+    """Bound `x` smoothly to ±`cap`: cap · tanh(x / cap) (Riviere et al. 2024, §2); None leaves it unchanged."""
     return x if cap is None else jnp.tanh(x / cap) * cap
 
 

@@ -26,7 +26,7 @@ Pairs = tuple[Pair[Array], ...]  # one product, by adapter
 
 @dataclass(frozen=True)
 class AdapterWeights:
-    """The `RowWeights` of adapters."""
+    """Implements `RowWeights` with LoRA adapters: each token's adapter adds to the products of its layers."""
 
     described: Adapter[jax.ShapeDtypeStruct]
     joins: bool  # see `adapted_linear`

@@ -76,7 +76,7 @@ class HostEditor:
         self._loaded: list[tuple[int, int, bytes]] = []  # group, block, digest: used until the plan is made
 
     def find(self, device: PoolEditor, group: int, digest: bytes) -> int | None:
-        """Prefer the device's block."""
+        """Return the device's block of a digest, else the host's as ~block, else None."""
         block = device.find(digest)
         if block is None:
             there = self._pools[group].find(digest)

@@ -1,4 +1,4 @@
-"""Render chat templates.
+"""Compile a model's chat template, and render conversations with it.
 
 A template is jinja2 source of a model's folder, never of a request. It runs in jinja2's sandbox
 (template_environment.py).

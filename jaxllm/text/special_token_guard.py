@@ -70,7 +70,7 @@ class SpecialTokens:
         self._longest = max(map(len, self.contents), default=0)
 
     def find(self, text: str) -> list[tuple[int, int, int]]:
-        """Return (id, start, end), in order."""
+        """Return the special tokens in a text, in order, as (id, start, end)."""
         if self._hint is not None and self._hint.search(text) is None:
             return []
         encoding = encoding_of(self._finder, text)

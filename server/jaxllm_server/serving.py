@@ -223,7 +223,7 @@ class Serving:
         return {**await self._prompts.prompt_of(call, params, model), **self.salt_of(call.client, call.cache_salt)}
 
     async def _adapter(self, served: Served | None, client: str) -> Adapter | None:
-        """Read the adapter again if the engine evicted it from host memory."""
+        """Return the engine's adapter, read again if it was evicted from host memory; None for the base model."""
         if served is None:
             return None
         try:

@@ -72,7 +72,9 @@ class Feature:
         self.core = core
 
     def thread_of(self, options: Mapping[str, Any]) -> bytes | None:
-        """Return the `language` of `EngineClient.off_loop` for validating these options."""
+        """Return where requests with these options are validated: None for the calling thread, otherwise `language` as
+        in `EngineClient.off_loop`.
+        """
 
     def claim(self, accepted: Accepted) -> None:
         """Set the language, parameters or token ids of a request before its prompt is tokenized."""

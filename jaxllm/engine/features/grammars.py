@@ -195,7 +195,7 @@ class GrammarRows(Feature):
         constraint.job = self._slow.begin(constraint.pace, work, words[0])
 
     def _take(self, own: Sequence, forced: list[int]) -> bool:
-        """Return whether the grammar accepted the forced tokens."""
+        """Advance a grammar by the tokens that it forced; return False if it failed."""
         constraint = self._constraint(own)
         with _failing(own, constraint):
             for token in forced:

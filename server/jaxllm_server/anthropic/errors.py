@@ -1,4 +1,4 @@
-"""Anthropic's error bodies. Pure."""
+"""Writes error bodies in Anthropic's form. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The grpc.health.v1 service."""
+"""The grpc.health.v1 service: whether the server and its services are ready."""
 
 from __future__ import annotations
 

@@ -378,7 +378,10 @@ class PrometheusObserver(Collector):
             yield family
 
     def _device_families(self) -> Iterator[Metric]:
-        """Yield nothing while the model is loading: querying JAX would block."""
+        """Yield metrics of programs and device memory.
+
+        None while the model is loading, when querying JAX would block.
+        """
         report = self._engine.device_report()
         if report is None:
             return

@@ -31,7 +31,7 @@ class Span:
     """The span of a call; this class, without tracing, does nothing."""
 
     def set(self, attributes: Mapping[str, Attribute | None], name: str | None = None) -> None:
-        """Ignore None; `name` renames the span."""
+        """Set attributes, except those that are None; `name` renames the span."""
 
     def end(self, error: BaseException | None = None) -> None:
         """End the span, as failed for an `error` other than a cancellation. Only the first call counts."""

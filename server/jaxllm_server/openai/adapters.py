@@ -1,4 +1,4 @@
-"""vLLM's `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`. Pure."""
+"""Reads the bodies of vLLM's `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`. Pure."""
 
 from __future__ import annotations
 

@@ -222,7 +222,9 @@ class ChatReply:
         return delta
 
     def _finish_reason(self, part: Part) -> str | None:
-        """Return "stop" for the call of a named tool, as vLLM's entrypoints/openai/chat_completion/serving.py."""
+        """Return a part's finish reason; "stop" for the call of a named tool, as vLLM's
+        openai/chat_completion/serving.py.
+        """
         reason = finish_reason(part)
         return "stop" if reason == "tool_calls" and self._is_named else reason
 
@@ -280,7 +282,7 @@ def _num_logprobs(fields: Body) -> Any:
 
 
 def _reasoning(part: Part) -> dict[str, Any]:
-    """Use vLLM's name and its former one, also DeepSeek's."""
+    """Return the reasoning under vLLM's name and its former one, which is also DeepSeek's."""
     return {"reasoning": part.reasoning, "reasoning_content": part.reasoning} if part.reasoning else {}
 
 

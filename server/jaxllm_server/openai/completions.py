@@ -126,7 +126,7 @@ class CompletionReply:
         return {"choices": [], "usage": usage_fields(self._usages.values(), self.form)}
 
     def _choices(self, number: int, chunk: Chunk) -> Iterator[dict[str, Any]]:
-        """Count up to and including each choice in `_usages`."""
+        """Yield the choices of a call's chunk, setting `_usages` for each to the tokens up to and including it."""
         if self._chooses:
             chunk = replace(chunk, outputs=_best(chunk.outputs, self._num_outputs))
         chunk = _without_output(chunk) if self._scores_prompt else chunk

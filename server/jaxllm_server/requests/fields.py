@@ -34,7 +34,7 @@ def one_of(fields: Body, name: str, choices: Sequence[str]) -> str | None:
 
 
 def integer(fields: Body, name: str, default: int) -> int:
-    """Return an integer of 32 bits."""
+    """Return a field's value, or the default; raise UserError unless it is an integer of 32 bits."""
     value = fields.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int) or not -INT32_MAX - 1 <= value <= INT32_MAX:
         raise UserError(f"{name} must be an integer of 32 bits.", name)

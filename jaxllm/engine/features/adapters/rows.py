@@ -1,4 +1,4 @@
-"""Adapters of running requests."""
+"""The adapters feature: gives each request its adapter, and each step those of its rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The beam searches of an engine.
+"""The beam search feature: runs the beams of each search as a group of sequences.
 
 Once a step has reported the likeliest next tokens of all beams of a search, `rules.choose` selects the next beams and
 the scheduler forks. An exception in one search ends only its request.

@@ -1,4 +1,4 @@
-"""Pooling requests, and their refusal by generating models."""
+"""The pooling feature: runs requests that yield a vector, or refuses them if the model generates."""
 
 from __future__ import annotations
 
