@@ -14,9 +14,9 @@ class LineFormatter(logging.Formatter):
         *lines, last = record.getMessage().splitlines() or [""]
         records = []
         for line in lines:
-            own = copy.copy(record)
-            own.msg, own.args, own.exc_info, own.exc_text, own.stack_info = line, None, None, None, None
-            records.append(super().format(own))
-        own = copy.copy(record)
-        own.msg, own.args = last, None
-        return "\n".join([*records, super().format(own)])
+            copied = copy.copy(record)
+            copied.msg, copied.args, copied.exc_info, copied.exc_text, copied.stack_info = line, None, None, None, None
+            records.append(super().format(copied))
+        copied = copy.copy(record)
+        copied.msg, copied.args = last, None
+        return "\n".join([*records, super().format(copied)])

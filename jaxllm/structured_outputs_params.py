@@ -156,14 +156,14 @@ def check_size(schema: object) -> None:
     """Refuse a schema that is too deep or too long, without serializing it."""
     level, left = [schema], MAX_CHARS
     for _ in range(MAX_DEPTH + 1):
-        parents = [each for each in level if isinstance(each, Mapping | list | tuple)]
+        parents = [value for value in level if isinstance(value, Mapping | list | tuple)]
         if not parents:
             return
         if left < (count := sum(map(len, parents))):
             raise UserError(f"json may have at most {MAX_CHARS} characters.", _NAME)
-        names = [str(name) for each in parents if isinstance(each, Mapping) for name in each]
-        level = [child for each in parents for child in (each.values() if isinstance(each, Mapping) else each)]
-        left -= count + sum(map(len, names)) + sum(len(each) for each in level if isinstance(each, str))
+        names = [str(name) for parent in parents if isinstance(parent, Mapping) for name in parent]
+        level = [child for parent in parents for child in (parent.values() if isinstance(parent, Mapping) else parent)]
+        left -= count + sum(map(len, names)) + sum(len(value) for value in level if isinstance(value, str))
         if left < 0:
             raise UserError(f"json may have at most {MAX_CHARS} characters.", _NAME)
     raise UserError(f"json may be nested {MAX_DEPTH} levels deep.", _NAME)

@@ -68,12 +68,13 @@ class _Writer:
         return Job(text if self._as_text else tuple(ids), len(ids), max_tokens)
 
     def from_tokens(
-        self, shared: Sequence[int], own: Sequence[int], max_tokens: int, arrival_s: float | None = None
+        self, shared: Sequence[int], unshared: Sequence[int], max_tokens: int, arrival_s: float | None = None
     ) -> Job:
-        """Return a job with the prompt `shared` + `own`; as text, tokens of `own` are added or removed until its length
-        matches.
+        """Return a job with the prompt `shared` + `unshared`.
+
+        As text, tokens of `unshared` are added or removed until its length matches.
         """
-        ids = [*shared, *own]
+        ids = [*shared, *unshared]
         if not self._as_text:
             return Job(tuple(ids), len(ids), max_tokens, arrival_s)
         wanted = len(ids)

@@ -197,15 +197,15 @@ def _find(folder: Path, head: Head, layout: Layout) -> tuple[Params[Weight], Sou
 
 
 def _target_ids(head: Head, offsets: Tensor | None) -> np.ndarray:
-    own = np.arange(head.draft_vocab_size)
+    draft_ids = np.arange(head.draft_vocab_size)
     if offsets is None:
-        return own
-    if offsets.shape != own.shape:
+        return draft_ids
+    if offsets.shape != draft_ids.shape:
         raise UserError(
             f"{offsets.file.name}: tensor {offsets.name} has shape {list(offsets.shape)}, config.json says "
-            f"{list(own.shape)}."
+            f"{list(draft_ids.shape)}."
         )
-    ids = own + offsets.integers()
+    ids = draft_ids + offsets.integers()
     if ids.min() < 0 or ids.max() >= head.vocab_size or len(np.unique(ids)) != len(ids):
         raise UserError(
             f"{offsets.file.name}: tensor {offsets.name} does not give every token another of the model's "

@@ -149,13 +149,13 @@ def _read_table(
 
 def _following(field: str, pattern: str, work: StepBudget, before: str = "") -> _Matches:
     try:
-        own = Expression(f"{before}(?:{pattern})", work)
+        expression = Expression(f"{before}(?:{pattern})", work)
     except ValueError as error:
         raise _refusal(field, pattern, f"is no expression that can be followed: {error}") from None
 
     def matches(module: str) -> bool:
         try:
-            return own.fullmatch(module)
+            return expression.fullmatch(module)
         except ValueError as error:
             raise _refusal(field, pattern, f"cannot be followed: {error}") from None
 

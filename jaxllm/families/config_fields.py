@@ -291,31 +291,33 @@ def read_decoder(
     interleaved: bool = False,
     turned_size: int | None = None,
     rotates: tuple[bool, ...] | None = None,
-    **own: Any,
+    **further: Any,
 ) -> Spec:
     """Read the fields that decoders like Llama share.
 
     `eps` is the norm's key and default; `theta` and `partial` are as in read_rope; `turned_size` replaces the head size
-    for rotation; `own` are further fields of Spec.
+    for rotation; `further` are other fields of Spec.
     """
     width, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     num_layers = fields.layers()
-    head_size = own.get("head_size")
+    head_size = further.get("head_size")
     if head_size is None:
         if not fields.has("head_dim") and width % num_heads != 0:
             raise UserError(f"config.json: hidden_size {width} is not a multiple of {num_heads} heads.", "hidden_size")
         head_size = fields.size("head_dim", width // num_heads)
     max_position = fields.size("max_position_embeddings")
-    if "ropes" not in own:
+    if "ropes" not in further:
         options: dict[str, Any] = {"theta": theta, "partial": partial, "interleaved": interleaved}
         rope, max_position = read_rope(fields, turned_size or head_size, max_position, **options)
-        own["ropes"] = tuple(rope if turned else None for turned in rotates or (True,) * num_layers)
-    if "is_causal" not in own:
-        own["is_causal"] = fields.take("is_causal", bool, True)
-        if not own["is_causal"] and "windows" in own:  # windows extend to both sides, and include the token itself
-            own["windows"] = tuple(window and window + 1 for window in own["windows"])
-    if "activation" not in own:
-        own["activation"] = fields.activation("hidden_act", "silu")
+        further["ropes"] = tuple(rope if turned else None for turned in rotates or (True,) * num_layers)
+    if "is_causal" not in further:
+        further["is_causal"] = fields.take("is_causal", bool, True)
+        if (
+            not further["is_causal"] and "windows" in further
+        ):  # windows extend to both sides, and include the token itself
+            further["windows"] = tuple(window and window + 1 for window in further["windows"])
+    if "activation" not in further:
+        further["activation"] = fields.activation("hidden_act", "silu")
     shared: dict[str, Any] = {
         "num_layers": num_layers,
         "width": width,
@@ -330,7 +332,7 @@ def read_decoder(
         "norm_eps": fields.positive(eps[0], eps[1]),
         "tie_embeddings": fields.take("tie_word_embeddings", bool, tied),
     }
-    return Spec(**(shared | own))
+    return Spec(**(shared | further))
 
 
 def read_multipliers(fields: Fields) -> dict[str, Any]:
@@ -347,7 +349,7 @@ def slides(fields: Fields, pattern: int | None = None) -> tuple[bool, ...]:
     return tuple(pattern is None or (layer + 1) % pattern != 0 for layer in layers)
 
 
-def read_learned(fields: Fields, *, width: int, num_heads: int, num_layers: int, **own: Any) -> Spec:
+def read_learned(fields: Fields, *, width: int, num_heads: int, num_layers: int, **further: Any) -> Spec:
     """Read fields of older families: learned positions, layer norms, biases, multi-head attention."""
     if width % num_heads != 0:
         raise UserError(f"config.json: the width {width} is not a multiple of {num_heads} heads.")
@@ -367,7 +369,7 @@ def read_learned(fields: Fields, *, width: int, num_heads: int, num_layers: int,
         "mlp_gated": False,
         "tie_embeddings": fields.take("tie_word_embeddings", bool, True),
     }
-    return Spec(**(shared | own))
+    return Spec(**(shared | further))
 
 
 def read_two_ropes(

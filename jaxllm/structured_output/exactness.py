@@ -49,7 +49,7 @@ def _refusal(said: str) -> UserError:
 
 def _exact(schema: Any, merges: bool) -> Any:
     if isinstance(schema, list):
-        return [_exact(each, merges) for each in schema]
+        return [_exact(item, merges) for item in schema]
     if not isinstance(schema, dict):
         return schema
     written: dict[str, Any] = {}
@@ -57,7 +57,7 @@ def _exact(schema: Any, merges: bool) -> Any:
         if name in DATA:
             written[name] = value
         elif name in BY_NAME and isinstance(value, dict):
-            written[name] = {key: _exact(each, merges) for key, each in value.items()}
+            written[name] = {key: _exact(item, merges) for key, item in value.items()}
         else:
             written[name] = _exact(value, merges)
     _write_numbers(written, merges)
@@ -169,12 +169,12 @@ def _check_number(name: str, value: float, excludes: bool) -> None:
 
 def _check_multiples(objects: list[dict[str, Any]]) -> None:
     """Refuse multiples whose least common multiple overflows in llguidance."""
-    given = {Decimal(str(each["multipleOf"])) for each in objects if _is_number(each.get("multipleOf"))}
-    given = {abs(each) for each in given if each}
+    given = {Decimal(str(found["multipleOf"])) for found in objects if _is_number(found.get("multipleOf"))}
+    given = {abs(multiple) for multiple in given if multiple}
     if len(given) < 2:
         return
-    places = max(0, *(-int(each.normalize().as_tuple().exponent) for each in given))
-    scaled = [int(each.scaleb(places)) for each in given]
+    places = max(0, *(-int(multiple.normalize().as_tuple().exponent) for multiple in given))
+    scaled = [int(multiple.scaleb(places)) for multiple in given]
     if places > 9 or math.lcm(*scaled) * max(scaled) >= _MOST_PRODUCT:
         raise _refusal(
             f"multipleOf of {min(given)} and of {max(given)} in a schema that joins parts; their "

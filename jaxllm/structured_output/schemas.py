@@ -78,39 +78,39 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
-        for name, each in value.items():
+        for name, item in value.items():
             yield name
-            yield from _texts(each)
+            yield from _texts(item)
     elif isinstance(value, list):
-        for each in value:
-            yield from _texts(each)
+        for item in value:
+            yield from _texts(item)
 
 
 def check_size(schema: Any) -> None:
     objects = list(_objects(schema))
-    targets = {str(each[name]) for each in objects for name in _REFERENCES if name in each}
+    targets = {str(node[name]) for node in objects for name in _REFERENCES if name in node}
     levels = (1 + len(targets)) * _depth(schema)
     if levels > MAX_LEVELS:
         raise _too_much(f"{len(targets)} different $ref in a schema of {_depth(schema)} levels", MAX_LEVELS, "in all")
-    num_properties = sum(len(each["properties"]) for each in objects if isinstance(each.get("properties"), dict))
+    num_properties = sum(len(node["properties"]) for node in objects if isinstance(node.get("properties"), dict))
     if num_properties > MAX_PROPERTIES:
         raise _too_much(f"{num_properties} properties", MAX_PROPERTIES, "in all")
-    num_patterns = len({str(each["pattern"]) for each in objects if "pattern" in each})
-    num_conjuncts = sum(_num_conjuncts(each) for each in objects)
+    num_patterns = len({str(node["pattern"]) for node in objects if "pattern" in node})
+    num_conjuncts = sum(_num_conjuncts(node) for node in objects)
     if min(num_patterns, num_conjuncts) > MAX_INTERSECTED:
         raise _too_much(
             f"{num_patterns} patterns and {num_conjuncts} parts of allOf", MAX_INTERSECTED, "of one or other"
         )
     divisor = 1
-    for each in objects:
-        if isinstance(each.get("patternProperties"), dict) and len(each["patternProperties"]) > MAX_PATTERN_PROPERTIES:
+    for node in objects:
+        if isinstance(node.get("patternProperties"), dict) and len(node["patternProperties"]) > MAX_PATTERN_PROPERTIES:
             raise _too_much(
-                f"{len(each['patternProperties'])} patternProperties", MAX_PATTERN_PROPERTIES, "in one object"
+                f"{len(node['patternProperties'])} patternProperties", MAX_PATTERN_PROPERTIES, "in one object"
             )
         for name in ("minLength", "minItems"):
-            if _is_more(each.get(name), MAX_LEAST):
-                raise _too_much(f"{name} {each[name]}", MAX_LEAST, "at most")
-        divisor = math.lcm(divisor, _digits(each.get("multipleOf")))
+            if _is_more(node.get(name), MAX_LEAST):
+                raise _too_much(f"{name} {node[name]}", MAX_LEAST, "at most")
+        divisor = math.lcm(divisor, _digits(node.get("multipleOf")))
         if divisor > MAX_DIVISOR:
             raise _too_much(f"multipleOf whose least common multiple is {divisor}", MAX_DIVISOR, "without its zeros")
 

@@ -169,12 +169,12 @@ def compile_library(command: list[str], sources: Sequence[Path], place: Path) ->
     _log.warning("building kernels, once for this machine, which takes up to 20 seconds: %s", place)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        own = OwnFolder(place.parent)
+        temporary = OwnFolder(place.parent)
     except OSError:
-        own = OwnFolder()
-        place = own.path / place.name
+        temporary = OwnFolder()
+        place = temporary.path / place.name
     try:
-        made = own.path / "made.so"
+        made = temporary.path / "made.so"
         objects = [f"{made}.{source.name}.o" for source in sources]
         with ThreadPoolExecutor() as pool:
             compiled = pool.map(
@@ -187,8 +187,8 @@ def compile_library(command: list[str], sources: Sequence[Path], place: Path) ->
         made.chmod(0o755)
         made.replace(place)
     finally:
-        if place.parent != own.path:
-            own.remove()
+        if place.parent != temporary.path:
+            temporary.remove()
     return place
 
 

@@ -235,17 +235,17 @@ def _thinking_of(fields: Body) -> tuple[dict[str, Any], bool]:
 
     A thinking budget is ignored: `max_tokens` limits both.
     """
-    own: dict[str, Any] = {}
+    variables: dict[str, Any] = {}
     thinking = mapping(fields, "thinking") or {}
     kind = thinking.get("type")
     if thinking and (not isinstance(kind, str) or kind not in _THINKING):
         raise UserError(f"thinking.type must be one of {', '.join(_THINKING)}.", "thinking")
     if kind is not None and _THINKING[kind] is not None:
-        own = dict.fromkeys(("enable_thinking", "thinking"), _THINKING[kind])
+        variables = dict.fromkeys(("enable_thinking", "thinking"), _THINKING[kind])
     effort = text(mapping(fields, "output_config") or {}, "effort")
     if effort is not None:
-        own["reasoning_effort"] = effort
-    return own | (mapping(fields, "chat_template_kwargs") or {}), thinking.get("display") != "omitted"
+        variables["reasoning_effort"] = effort
+    return variables | (mapping(fields, "chat_template_kwargs") or {}), thinking.get("display") != "omitted"
 
 
 def _sampling_of(fields: Body) -> dict[str, Any]:

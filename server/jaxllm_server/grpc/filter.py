@@ -114,17 +114,17 @@ class Filter:
         else:
             self._num_unnamed += 1
             name = f"unix:{self._num_unnamed}"
-        own = Path(self.settings.folder, name)
+        path = Path(self.settings.folder, name)
         connection = socket.socket(socket.AF_UNIX)
         try:
             connection.setblocking(False)
-            connection.bind(str(own))
-            connection.connect(str(own.with_name(CORE)))
+            connection.bind(str(path))
+            connection.connect(str(path.with_name(CORE)))
         except OSError:
             connection.close()
             raise
         finally:
-            own.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
         return connection
 
 

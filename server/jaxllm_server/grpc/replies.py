@@ -225,13 +225,13 @@ def kv_events_of(batch: BlockBatch) -> control_pb2.StreamKvEventsResponse:
     """Return the changes of the prefix cache in order; adjacent ones of a kind and adapter form one event."""
     response = control_pb2.StreamKvEventsResponse(sequence=batch.sequence)
     response.time.FromNanoseconds(round(batch.time * 1e9))
-    for (kind, adapter), own in groupby(batch.events, lambda event: (type(event), getattr(event, "adapter", 0))):
+    for (kind, adapter), changes in groupby(batch.events, lambda event: (type(event), getattr(event, "adapter", 0))):
         event = response.events.add()
         if kind is AllBlocksCleared:
             event.cleared.SetInParent()
         if adapter:
             event.stored.adapter = batch.adapters[adapter]
-        for change in own:
+        for change in changes:
             if isinstance(change, BlockRemoved):
                 event.removed.hashes.append(_hash(change.digest))
             elif isinstance(change, BlockStored):

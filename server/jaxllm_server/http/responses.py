@@ -131,9 +131,9 @@ class ResponseEndpoints:
         items = b""
         is_kept = reply.is_kept or kept_here is not None
         copied = kept_here.own(chain) if kept_here is not None and reply.is_kept else {}  # outlives the connection
-        previous = next((each for each in reversed(chain) if each not in copied), None)
+        previous = next((response_id for response_id in reversed(chain) if response_id not in copied), None)
         if is_kept:
-            is_large = num_characters(reply.items) + sum(each.size for each in copied.values()) > _LARGE
+            is_large = num_characters(reply.items) + sum(stored.size for stored in copied.values()) > _LARGE
 
             def write() -> bytes:
                 return dumps_large([*history_of(copied.values()), *reply.items])
@@ -152,7 +152,7 @@ class ResponseEndpoints:
 
         if reply.is_background:
             reply.begin(head)
-            num_bytes = request.scope["jaxllm"]["body_bytes"] + sum(each.size for each in chain.values())
+            num_bytes = request.scope["jaxllm"]["body_bytes"] + sum(stored.size for stored in chain.values())
             return await self._begin(request, reply, response_id, keep, num_bytes)
         writer = KeepingWriter(reply, head, keep) if is_kept else NamedWriter(reply, head)
         return TextAnswer(**parts, writer=writer)

@@ -147,13 +147,13 @@ def _item_of(item: Any, path: str, request_id: str, number: str, kept: dict[str,
         message = f"{path} is of type {shown!r}; jaxllm takes {', '.join(_READERS)} and item_reference."
         raise UnsupportedError(message, "input")
     prefix, read = _READERS[kind]
-    own = item.get("id")
-    if not isinstance(own, str | None):
+    given_id = item.get("id")
+    if not isinstance(given_id, str | None):
         _refuse(f"{path}.id must be a string.")
     status = item.get("status") or "completed"
     if status not in _STATUSES:
         _refuse(f"{path}.status must be one of {', '.join(_STATUSES)}.")
-    head = {"id": own or item_id(prefix, request_id, f"in{number}"), "type": kind, "status": status}
+    head = {"id": given_id or item_id(prefix, request_id, f"in{number}"), "type": kind, "status": status}
     return head | read(item, path)
 
 
