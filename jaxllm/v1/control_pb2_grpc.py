@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class ControlServiceStub:
-    """Facts, load, and what changes the server. Its name in grpc.health.v1 is jaxllm.v1.ControlService.
+    """Information about the server, its load, and calls that change it. Its name in grpc.health.v1 is
+    jaxllm.v1.ControlService.
     """
 
     def __init__(self, channel):
@@ -88,77 +89,79 @@ class ControlServiceStub:
 
 
 class ControlServiceServicer:
-    """Facts, load, and what changes the server. Its name in grpc.health.v1 is jaxllm.v1.ControlService.
+    """Information about the server, its load, and calls that change it. Its name in grpc.health.v1 is
+    jaxllm.v1.ControlService.
     """
 
     def GetServerInfo(self, request, context):
-        """Tells what runs here. Constant while the server runs, but for the state.
+        """Returns the server's version, model, sizes and devices. Constant while the server runs, except for the state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLoad(self, request, context):
-        """Tells how busy the server is, for a router. Does not wait for the engine.
+        """Returns the server's load, for a router. Does not wait for the engine.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends requests, queued or running; their calls return what there is, with status OK and FINISH_REASON_ABORTED. Where
-        several keys have requests of one id, all of them end. Ids that are not known are no error, so the call can be repeated.
+        """Ends requests, queued or running; their calls return the output so far, with status OK and FINISH_REASON_ABORTED. If
+        several keys have requests with one id, all of them end. Unknown ids are ignored, so the call can be repeated.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """Loads an adapter from the server's --lora-root, and answers when requests can name it. Others go on meanwhile.
-        NOT_FOUND: there is none at `source`. FAILED_PRECONDITION: the server was started without adapters, or loads none.
+        """Loads an adapter from the server's --lora-root, and answers when requests can name it. Other requests continue.
+        NOT_FOUND: `source` has no adapter. FAILED_PRECONDITION: the server was started without adapters or --lora-root.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """Forgets an adapter: new requests for it are NOT_FOUND at once, those that there are end with it.
+        """Unloads an adapter: new requests for it are NOT_FOUND at once, running ones finish with it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListAdapters(self, request, context):
-        """Names the adapters that are loaded.
+        """Lists the loaded adapters.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResetPrefixCache(self, request, context):
-        """Forgets all cached prefixes, if no request is running.
+        """Clears the prefix cache, if no request is running.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamKvEvents(self, request, context):
-        """Sends what enters and leaves the prefix cache, for a router that knows where a prefix is. FAILED_PRECONDITION unless the
-        server was started with it. OUT_OF_RANGE: start_sequence is not kept any more; forget everything and start from 0.
+        """Sends the changes of the prefix cache, for a router that tracks which server has a prefix. FAILED_PRECONDITION: the
+        server was started without --enable-kv-cache-events. OUT_OF_RANGE: start_sequence is not kept any more; forget
+        everything and start from 0.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PauseGeneration(self, request, context):
-        """Stops generating, for a change of weights. New requests fail with UNAVAILABLE until ResumeGeneration.
+        """Pauses generation, for a change of weights. New requests fail with UNAVAILABLE until ResumeGeneration.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResumeGeneration(self, request, context):
-        """Generates again.
+        """Resumes generation after PauseGeneration.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -226,7 +229,8 @@ def add_ControlServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ControlService:
-    """Facts, load, and what changes the server. Its name in grpc.health.v1 is jaxllm.v1.ControlService.
+    """Information about the server, its load, and calls that change it. Its name in grpc.health.v1 is
+    jaxllm.v1.ControlService.
     """
 
     @staticmethod

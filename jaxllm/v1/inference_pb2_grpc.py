@@ -27,7 +27,8 @@ if _version_not_supported:
 
 class InferenceServiceStub:
     """Generation, pooling, tokenization and the list of models. A server has one model, which generates or pools: Model.tasks
-    says which calls it answers; the others are FAILED_PRECONDITION with FEATURE_DISABLED. The service's name in grpc.health.v1 is jaxllm.v1.InferenceService.
+    lists the calls that it answers; others are FAILED_PRECONDITION with FEATURE_DISABLED. The service's name in
+    grpc.health.v1 is jaxllm.v1.InferenceService.
     """
 
     def __init__(self, channel):
@@ -85,11 +86,12 @@ class InferenceServiceStub:
 
 class InferenceServiceServicer:
     """Generation, pooling, tokenization and the list of models. A server has one model, which generates or pools: Model.tasks
-    says which calls it answers; the others are FAILED_PRECONDITION with FEATURE_DISABLED. The service's name in grpc.health.v1 is jaxllm.v1.InferenceService.
+    lists the calls that it answers; others are FAILED_PRECONDITION with FEATURE_DISABLED. The service's name in
+    grpc.health.v1 is jaxllm.v1.InferenceService.
     """
 
     def Generate(self, request, context):
-        """Generates and answers once every sequence has ended.
+        """Generates text from a prompt, and answers when every sequence has ended.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -97,7 +99,7 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StreamGenerate(self, request, context):
-        """Generates and sends what is new as it comes. The request is that of Generate, so that a client changes the method only.
+        """Generates as Generate does, from the same request, and sends new output as it is sampled.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         buf:lint:ignore RPC_REQUEST_STANDARD_NAME
         """
@@ -114,11 +116,12 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StreamEmbed(self, request_iterator, context):
-        """Computes embeddings of any number of texts, each with options of its own, and sends each when it is there: in any order,
-        EmbedResponse.index says of which request. A text that cannot be embedded is answered with EmbedResponse.error, and the
-        others go on. The server reads on as it answers, and refuses no text because its queue is full: a client may send without
-        end as long as it reads. A next request that does not come, or an answer that is not read, within half a minute
-        (--stall-timeout) ends the stream. OK means that every request was answered. The metadata are sent at once.
+        """Computes the embeddings of any number of texts, each with separate options, and sends each when it is computed, in any
+        order: EmbedResponse.index is the request's number. A text that cannot be embedded is answered with
+        EmbedResponse.error, and the others continue. The server reads requests as it answers, and refuses no text because its
+        queue is full: a client may send any number, as long as it reads. The stream ends if the next request does not arrive,
+        or an answer is not read, within half a minute (--stall-timeout). OK means that every request was answered. Metadata is
+        sent at once.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         buf:lint:ignore RPC_REQUEST_STANDARD_NAME
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
@@ -128,35 +131,35 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Classify(self, request, context):
-        """Computes one text's number for each label of a classifier.
+        """Classifies one text: computes a number for each label of the classifier.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Score(self, request, context):
-        """Computes how well pairs of texts belong together: by a cross-encoder, or the cosine of an embedding model's vectors.
+        """Scores pairs of texts by relevance, with a cross-encoder, or by the cosine of an embedding model's vectors.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Turns text, or a conversation, into token ids, as Generate would.
+        """Converts a text or a conversation to token ids, as Generate does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Turns token ids into text; special tokens are shown.
+        """Converts token ids to text, including special tokens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """Names the models that can be asked for, and the values that requests leave open.
+        """Lists the models that requests can name, with the defaults of their parameters.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -220,7 +223,8 @@ def add_InferenceServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class InferenceService:
     """Generation, pooling, tokenization and the list of models. A server has one model, which generates or pools: Model.tasks
-    says which calls it answers; the others are FAILED_PRECONDITION with FEATURE_DISABLED. The service's name in grpc.health.v1 is jaxllm.v1.InferenceService.
+    lists the calls that it answers; others are FAILED_PRECONDITION with FEATURE_DISABLED. The service's name in
+    grpc.health.v1 is jaxllm.v1.InferenceService.
     """
 
     @staticmethod
