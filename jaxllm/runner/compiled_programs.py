@@ -222,7 +222,7 @@ class ProgramTable:
 
     @property
     def _is_over(self) -> bool:
-        """Threads cannot start at exit."""
+        """Whether `close` was called, or the interpreter exits, when threads cannot start."""
         return self._is_closed.is_set() or not threading.main_thread().is_alive()
 
     def _start(self, in_background: bool) -> None:
