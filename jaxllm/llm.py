@@ -376,6 +376,6 @@ def _as_list(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Iterable):
-        raise UserError(f"A prompt is text or a list of token ids, not {type(prompts).__name__}.", "prompts")
+        raise UserError(f"A prompt must be text or a list of token ids, got {type(prompts).__name__}.", "prompts")
     items = list(prompts)
     return [items] if items and all(isinstance(item, Integral) for item in items) else items

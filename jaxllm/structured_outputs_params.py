@@ -149,7 +149,7 @@ def _schema_text(schema: object) -> str:
     except (TypeError, ValueError) as error:
         raise UserError(f"json must be a JSON schema: {error}", _NAME) from error
     except RecursionError as error:
-        raise UserError(f"json may be nested {MAX_DEPTH} levels deep.", _NAME) from error
+        raise UserError(f"json may be nested at most {MAX_DEPTH} levels deep.", _NAME) from error
 
 
 def check_size(schema: object) -> None:
@@ -166,7 +166,7 @@ def check_size(schema: object) -> None:
         left -= count + sum(map(len, names)) + sum(len(value) for value in level if isinstance(value, str))
         if left < 0:
             raise UserError(f"json may have at most {MAX_CHARS} characters.", _NAME)
-    raise UserError(f"json may be nested {MAX_DEPTH} levels deep.", _NAME)
+    raise UserError(f"json may be nested at most {MAX_DEPTH} levels deep.", _NAME)
 
 
 def _choice(value: object) -> tuple[str, ...]:

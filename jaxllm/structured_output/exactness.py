@@ -104,7 +104,7 @@ def _write_texts(schema: dict[str, Any]) -> None:
     if isinstance(by_pattern, dict):
         translated = {translate_pattern(pattern): value for pattern, value in by_pattern.items()}
         if len(translated) < len(by_pattern):
-            raise _refusal("two patternProperties that match the same names")
+            raise _refusal("two patternProperties that match the same names; join them in one")
         schema["patternProperties"] = translated
 
 
@@ -113,7 +113,7 @@ def _write_numbers(schema: dict[str, Any], merges: bool) -> None:
         if _is_number(schema.get(name)):
             _check_number(name, schema[name], name.startswith("exclusive"))
     if schema.get("multipleOf") == 0:
-        raise _refusal("a multipleOf of 0")
+        raise _refusal("a multipleOf of 0; it must be above 0")
     for value in _numbers([schema.get("const"), schema.get("enum")]):
         _check_number("a value", value, False)
     # If both bounds have the same integer part, llguidance accepts an integer that one of them excludes.
@@ -164,7 +164,7 @@ def _check_number(name: str, value: float, excludes: bool) -> None:
     else:
         is_exact = int("".join(map(str, digits))) < _EXACT and abs(power) <= _MOST_POWER
     if not is_exact:
-        raise _refusal(f"{name} {shown(value)}, a number that is not supported exactly")
+        raise _refusal(f"{name} {shown(value)}, a number that is not supported exactly; use fewer digits")
 
 
 def _check_multiples(objects: list[dict[str, Any]]) -> None:

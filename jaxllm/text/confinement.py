@@ -112,7 +112,7 @@ class Confinement:
         with self._changed:
             while True:
                 if self._is_closed:
-                    raise EngineError("the engine is closed.")
+                    raise EngineError("the engine is closed; create a new one.")
                 self._alive.difference_update([each for each in self.idle if not each.is_alive])
                 self.idle = [each for each in self.idle if each.is_alive]
                 may_start = len(self._alive) + self._num_starting < MOST_PROCESSES

@@ -134,7 +134,8 @@ class SpecialTokens:
     def _refusal(self, token_id: int) -> UserError:
         token = self._backend.id_to_token(token_id)
         return UserError(
-            f"messages spell the special token {token!r}, which this tokenizer cannot write as text.", "messages"
+            f"messages spell the special token {token!r}, which this tokenizer cannot write as text; remove it.",
+            "messages",
         )
 
 

@@ -161,7 +161,7 @@ class Tokenizer:
         return self.token_id(token) in self.special_ids
 
     def _refusal(self, said: str) -> UserError:
-        return UserError(f"The model's tokenizer cannot read this: {said}", "prompt")
+        return UserError(f"The model's tokenizer cannot read this prompt: {said}", "prompt")
 
     def _named_id(self, name: str) -> int | None:
         token = self._named_tokens.get(name)
@@ -203,7 +203,7 @@ class Tokenizer:
         room = most - len(head) - len(tail)
         if room < 0:
             raise UserError(
-                f"A prompt of {most} tokens has no room for the {most - room} that the model adds.",
+                f"A prompt of {most} tokens has no room for the {most - room} that the model adds; allow more.",
                 "truncate_prompt_tokens",
                 most,
             )
@@ -369,7 +369,9 @@ class Tokenizer:
         variables = dict(chat_template_kwargs or {})
         taken = next((name for name in RESERVED if name in variables), None)
         if taken is not None:
-            raise UserError(f"chat_template_kwargs cannot have {taken!r}; it is a separate parameter.", taken)
+            raise UserError(
+                f"chat_template_kwargs cannot have {taken!r}; it is a separate parameter of the request.", taken
+            )
         source = self._template_source(chat_template, tools)
         with typed_errors(self._refusal):
             special = self.special_tokens

@@ -93,7 +93,8 @@ def _tokenizer_folder(folder_or_id: str | Path, revision: str | None) -> Path:
         return Path(snapshot_download(folder_or_id, revision=revision, allow_patterns=list(TOKENIZER_FILES)))
     except (OSError, ValueError) as error:  # covers all errors of huggingface_hub
         raise UserError(
-            f"No tokenizer for {folder_or_id!r}: not a local folder, and the hub says: {_one_line(error)}", "tokenizer"
+            f"No tokenizer for {folder_or_id!r}: it is not a local folder, and the hub answered: {_one_line(error)}",
+            "tokenizer",
         ) from error
 
 

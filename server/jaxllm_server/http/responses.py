@@ -141,7 +141,7 @@ class ResponseEndpoints:
             items = await self._bodies.run(write, is_large, client)
         name = response_id if kept_here is None else kept_here.name_of(response_id)
         if name in chain or (client, response_id) in self._jobs:
-            raise RequestIdInUseError(f"request id {reply.request_id!r} is in use.", "request_id")
+            raise RequestIdInUseError(f"request id {reply.request_id!r} is in use; choose another.", "request_id")
 
         def keep(response: bytes) -> None:
             stored = StoredResponse(response, items, previous)

@@ -94,7 +94,7 @@ class Adapters:
             message = f"Got lora_request {request!r:.200} but LoRA is not enabled! Start the engine with enable_lora."
             raise UserError(message, "lora_request")
         if not isinstance(request, LoRARequest):
-            raise UserError(f"lora_request is a LoRARequest, not {type(request).__name__}.", "lora_request")
+            raise UserError(f"lora_request must be a LoRARequest, got {type(request).__name__}.", "lora_request")
         found = self.find(request)
         if found is not None:
             return found

@@ -90,7 +90,7 @@ def _types(types: Any, most: int | None, count: int, model: ModelInfo) -> tuple[
     if len(kept) != count:
         raise UserError(f"token_type_ids must be as many as the tokens, {count}, not {len(kept)}.", "token_type_ids")
     if not model.num_token_types:
-        raise UserError("This model knows no token types; leave token_type_ids out.", "token_type_ids")
+        raise UserError("This model has no token types; leave token_type_ids out.", "token_type_ids")
     if any(type(each) is not int or not 0 <= each < model.num_token_types for each in kept):
         message = f"token_type_ids must be integers from 0 to {model.num_token_types - 1}."
         raise UserError(message, "token_type_ids")
