@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     if not TORCH.exists():
-        raise SystemExit(f"{TORCH} is not there: `make {TORCH.parents[1].name}/.parity` makes it")
+        raise SystemExit(f"{TORCH} does not exist; run `make {TORCH.parents[1].name}/.parity`")
     behind = []
     for dtype in options.dtype or AIMS:
         reached = compare(shapes.folder_of("qwen2.5-0.5b", dtype), dtype, str(TORCH), options.rounds)

@@ -42,7 +42,7 @@ def main() -> None:
     if options.other is not None:
         return run_other(options.other)
     if not TORCH.exists():
-        raise SystemExit(f"{TORCH} is not there: `make {TORCH.parents[1].name}/.parity` makes it")
+        raise SystemExit(f"{TORCH} does not exist; run `make {TORCH.parents[1].name}/.parity`")
     mixed = np.random.default_rng(0).integers(2, 249, 64).tolist()
     with tempfile.TemporaryDirectory() as folder:
         behind = compare(Path(folder) / "model", TEXTS | {MIXED: mixed}, options.rounds)

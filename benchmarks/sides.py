@@ -81,7 +81,7 @@ class Side:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"{self.name} ended: see above")
+            raise SystemExit(f"the process of {self.name} ended early; its output is above")
         return json.loads(line)
 
 

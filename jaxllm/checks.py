@@ -13,7 +13,7 @@ _MOST_SHOWN = 100  # characters of a value in an error
 
 
 def shown(value: object) -> str:
-    """In one line of at most 100 characters."""
+    """Return a value's repr for a message: one line of at most 100 characters."""
     text = ""
     try:
         for piece in _pieces(value):

@@ -1,4 +1,4 @@
-"""Exceptions, by cause and remedy.
+"""jaxllm's exceptions: `UserError` for mistakes of the caller, `EngineError` for failures of the engine.
 
 `UserError` and subclasses: the request is invalid, and retries fail again. `EngineError` and subclasses: the request
 was valid. `jaxllm_server/shared/error_table.py` maps them to status codes.

@@ -1,4 +1,4 @@
-"""The process's limit of open files."""
+"""Raise the process's limit of open files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _MACOS = 10_240  # OPEN_MAX; macOS reports no limit but accepts no more
 
 
 def raise_file_limit() -> None:
-    """As far as the system permits, for thousands of connections."""
+    """Raise this process's limit of open files as far as the system permits, for thousands of connections."""
     try:
         import resource
     except ImportError:  # Windows has no limit

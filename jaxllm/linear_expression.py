@@ -1,4 +1,4 @@
-"""Python's regular expressions in linear time, for those from adapters and model folders.
+"""Match Python's regular expressions in linear time, where adapters or model folders supply them.
 
 `re` backtracks, in exponential time for e.g. `(a+)+b`; this follows all alternatives at once (Thompson's algorithm).
 """

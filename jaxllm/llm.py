@@ -79,7 +79,7 @@ class LLM:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> LLM:
-        """Return an `LLM` with `EngineArgs`."""
+        """Return an `LLM` with these `EngineArgs`."""
         return cls(engine_args)
 
     if not TYPE_CHECKING:  # otherwise type checkers accept any name
@@ -233,14 +233,14 @@ class LLM:
             of = dict(zip(texts, embedded, strict=True))
             return [
                 replace(
-                    pooled_as(of[one], ScoringOutput(float(of[one].outputs.data @ of[other].outputs.data))),
-                    prompt_token_ids=(*of[one].prompt_token_ids, *of[other].prompt_token_ids),
+                    pooled_as(of[left], ScoringOutput(float(of[left].outputs.data @ of[right].outputs.data))),
+                    prompt_token_ids=(*of[left].prompt_token_ids, *of[right].prompt_token_ids),
                 )
-                for one, other in zip(first, second, strict=True)
+                for left, right in zip(first, second, strict=True)
             ]
         most = None if pooling_params is None else pooling_params.truncate_prompt_tokens
         most = model.max_model_len if most == -1 else most
-        pairs = [model.pair(one, other, most) for one, other in zip(first, second, strict=True)]
+        pairs = [model.pair(left, right, most) for left, right in zip(first, second, strict=True)]
         pooled = self.encode(pairs, pooling_params, pooling_task="score", use_tqdm=use_tqdm)
         return [pooled_as(each, ScoringOutput(float(each.outputs.data[0]))) for each in pooled]
 
@@ -308,11 +308,11 @@ class LLM:
         With `sorts`, the longest prompts are scheduled first.
         """
         accepted = []
-        for index, (prompt, own) in enumerate(zip(items, params, strict=True)):
+        for index, (prompt, prompt_params) in enumerate(zip(items, params, strict=True)):
             rank = 0 if priority is None else priority[index]
             adapter = None if adapters is None else adapters[index]
             name = str(self._num_requests + index)
-            accepted.append(self.engine.accept(name, prompt, own, rank, lora_request=adapter))
+            accepted.append(self.engine.accept(name, prompt, prompt_params, rank, lora_request=adapter))
         self._num_requests += len(items)
         ids = [request.request_id for request in accepted]
         if sorts:
@@ -344,12 +344,12 @@ class LLM:
 def _beam_search_output(output: RequestOutput, tokenizer: Tokenizer | None, shows_stop: bool) -> BeamSearchOutput:
     """Convert to vLLM's form: with the prompt, by default without end tokens."""
     sequences = []
-    for own in output.outputs:
-        assert own.score is not None and own.cumulative_logprob is not None
-        is_cut = own.finish_reason == "stop" and not shows_stop
-        tokens = [*output.prompt_token_ids, *own.token_ids[: len(own.token_ids) - is_cut]]
+    for beam in output.outputs:
+        assert beam.score is not None and beam.cumulative_logprob is not None
+        is_cut = beam.finish_reason == "stop" and not shows_stop
+        tokens = [*output.prompt_token_ids, *beam.token_ids[: len(beam.token_ids) - is_cut]]
         text = "" if tokenizer is None else tokenizer.decode(tokens, False)
-        sequences.append(BeamSearchSequence(tokens, text, own.cumulative_logprob, own.score, own.finish_reason))
+        sequences.append(BeamSearchSequence(tokens, text, beam.cumulative_logprob, beam.score, beam.finish_reason))
     return BeamSearchOutput(sequences)
 
 
@@ -372,10 +372,10 @@ def _pooling_params(given: Any) -> PoolingParams:
 
 
 def _as_list(prompts: Any) -> list[Prompt]:
-    """A list of integers is one prompt."""
+    """Return prompts as a list; a list of integers is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Iterable):
-        raise UserError(f"A prompt is text or a list of token ids, not {type(prompts).__name__}.", "prompts")
+        raise UserError(f"A prompt must be text or a list of token ids, got {type(prompts).__name__}.", "prompts")
     items = list(prompts)
     return [items] if items and all(isinstance(item, Integral) for item in items) else items

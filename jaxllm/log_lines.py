@@ -1,4 +1,4 @@
-"""A log formatter for messages of several lines."""
+"""A log formatter that splits messages of several lines into records."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ class LineFormatter(logging.Formatter):
     """Formats each line of a message as a record."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """A traceback follows the last line unchanged."""
+        """Format each line of a message as a separate record; a traceback follows the last one unchanged."""
         *lines, last = record.getMessage().splitlines() or [""]
         records = []
         for line in lines:
-            own = copy.copy(record)
-            own.msg, own.args, own.exc_info, own.exc_text, own.stack_info = line, None, None, None, None
-            records.append(super().format(own))
-        own = copy.copy(record)
-        own.msg, own.args = last, None
-        return "\n".join([*records, super().format(own)])
+            copied = copy.copy(record)
+            copied.msg, copied.args, copied.exc_info, copied.exc_text, copied.stack_info = line, None, None, None, None
+            records.append(super().format(copied))
+        copied = copy.copy(record)
+        copied.msg, copied.args = last, None
+        return "\n".join([*records, super().format(copied)])

@@ -53,17 +53,17 @@ class Metrics:
 
 def summed(counted: Iterable[Metrics]) -> Metrics:
     total = Metrics()
-    for one in counted:
-        for each in fields(Metrics):
-            own, more = getattr(total, each.name), getattr(one, each.name)
-            if isinstance(own, list):
-                longest = max(len(own), len(more))
-                own, more = ([*values, *[0] * (longest - len(values))] for values in (own, more))
-                setattr(total, each.name, [left + right for left, right in zip(own, more, strict=True)])
-            elif isinstance(own, dict):
-                setattr(total, each.name, {key: own.get(key, 0) + more.get(key, 0) for key in {**own, **more}})
+    for metrics in counted:
+        for counter in fields(Metrics):
+            before, more = getattr(total, counter.name), getattr(metrics, counter.name)
+            if isinstance(before, list):
+                longest = max(len(before), len(more))
+                before, more = ([*values, *[0] * (longest - len(values))] for values in (before, more))
+                setattr(total, counter.name, [left + right for left, right in zip(before, more, strict=True)])
+            elif isinstance(before, dict):
+                setattr(total, counter.name, {key: before.get(key, 0) + more.get(key, 0) for key in {**before, **more}})
             else:
-                setattr(total, each.name, own + more)
+                setattr(total, counter.name, before + more)
     return total
 
 

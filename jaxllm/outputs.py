@@ -116,11 +116,13 @@ class PoolingRequestOutput:
 
 
 def pooled_output(output: RequestOutput) -> PoolingRequestOutput:
-    own = output.outputs[0]
+    first = output.outputs[0]
     return PoolingRequestOutput(
         request_id=output.request_id,
         prompt_token_ids=output.prompt_token_ids,
-        outputs=PoolingOutput(own.pooled, own.finish_reason, None if own.stop_reason is None else str(own.stop_reason)),
+        outputs=PoolingOutput(
+            first.pooled, first.finish_reason, None if first.stop_reason is None else str(first.stop_reason)
+        ),
         finished=output.finished,
         num_cached_tokens=output.num_cached_tokens,
         metrics=output.metrics,

@@ -135,11 +135,11 @@ def ids(name: str, value: object, most: int = MAX_IDS) -> tuple[int, ...]:
 
 
 def count(name: str, value: object) -> int:
-    """True is 1."""
+    """Check an integer; True counts as 1."""
     return 1 if value is True else checks.integer(name, value)
 
 
 def seed(name: str, value: object) -> int | None:
-    """-1 is None."""
+    """Check a seed of 64 bits; -1 counts as None."""
     found = checks.integer(name, value, -(2**63), 2**63 - 1)
     return None if found == -1 else found

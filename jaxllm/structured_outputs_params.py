@@ -78,7 +78,7 @@ class StructuredOutputsParams:
         return texts if isinstance(texts, tuple) else (texts,)
 
     def alone(self) -> StructuredOutputsParams:
-        """Return the constraint without alternatives and unconstrained part."""
+        """Return the constraint without its alternatives, in force from the first token."""
         return replace(self, begin_after=None, may_open_with=(), or_grammar=None, or_grammar_after=())
 
     def _check_pairs(self) -> None:
@@ -149,24 +149,24 @@ def _schema_text(schema: object) -> str:
     except (TypeError, ValueError) as error:
         raise UserError(f"json must be a JSON schema: {error}", _NAME) from error
     except RecursionError as error:
-        raise UserError(f"json may be nested {MAX_DEPTH} levels deep.", _NAME) from error
+        raise UserError(f"json may be nested at most {MAX_DEPTH} levels deep.", _NAME) from error
 
 
 def check_size(schema: object) -> None:
     """Refuse a schema that is too deep or too long, without serializing it."""
     level, left = [schema], MAX_CHARS
     for _ in range(MAX_DEPTH + 1):
-        parents = [each for each in level if isinstance(each, Mapping | list | tuple)]
+        parents = [value for value in level if isinstance(value, Mapping | list | tuple)]
         if not parents:
             return
         if left < (count := sum(map(len, parents))):
             raise UserError(f"json may have at most {MAX_CHARS} characters.", _NAME)
-        names = [str(name) for each in parents if isinstance(each, Mapping) for name in each]
-        level = [child for each in parents for child in (each.values() if isinstance(each, Mapping) else each)]
-        left -= count + sum(map(len, names)) + sum(len(each) for each in level if isinstance(each, str))
+        names = [str(name) for parent in parents if isinstance(parent, Mapping) for name in parent]
+        level = [child for parent in parents for child in (parent.values() if isinstance(parent, Mapping) else parent)]
+        left -= count + sum(map(len, names)) + sum(len(value) for value in level if isinstance(value, str))
         if left < 0:
             raise UserError(f"json may have at most {MAX_CHARS} characters.", _NAME)
-    raise UserError(f"json may be nested {MAX_DEPTH} levels deep.", _NAME)
+    raise UserError(f"json may be nested at most {MAX_DEPTH} levels deep.", _NAME)
 
 
 def _choice(value: object) -> tuple[str, ...]:

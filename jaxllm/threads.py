@@ -1,4 +1,4 @@
-"""Threads with a large stack, for compiling programs and grammars. Standard library only."""
+"""Start threads with a large stack, for compiling programs and grammars. Standard library only."""
 
 from __future__ import annotations
 

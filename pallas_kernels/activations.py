@@ -1,4 +1,4 @@
-"""Activations of feed-forwards, plain and gated."""
+"""The activation functions of feed-forwards, plain and gated, in JAX."""
 
 from __future__ import annotations
 

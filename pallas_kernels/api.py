@@ -1,4 +1,4 @@
-"""The public operations, dispatched to implementations.
+"""The public operations; each dispatches to one of its implementations.
 
 A layer's cache is two arrays [N, K, P, C]: N blocks, K KV heads, P tokens per block, C head size (V for values); in
 latent attention, values are prefixes of keys in one array. Scores, softmax and accumulation are float32.

@@ -1,4 +1,4 @@
-"""Capabilities and defaults of implementations; chosen once per engine, before compilation."""
+"""Choose the implementation of each operation, once per engine: which can run here, and which is preferred."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def capability_of(device: Any) -> int | None:
 
 
 def implementations(operation: str) -> tuple[str, ...]:
-    """The reference is first."""
+    """Return the names of an operation's implementations, the reference first."""
     if operation not in MODULES:
         raise ValueError(f"{operation!r} is not one of {', '.join(MODULES)}")
     return tuple(MODULES[operation])

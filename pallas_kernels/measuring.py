@@ -136,7 +136,7 @@ def prefill(
     position = np.tile(np.arange(tiles) * TILE, rows)
     start = np.repeat(np.arange(rows) * length, tiles) + position
     count = np.minimum(TILE, length - position)
-    places = [jnp.asarray(one, jnp.int32) for one in (np.repeat(tables, tiles, axis=0), start, count, position)]
+    places = [jnp.asarray(array, jnp.int32) for array in (np.repeat(tables, tiles, axis=0), start, count, position)]
     q = noise((rows * length, num_heads, size), dtype, 3)
 
     def step(implementation: str | Choice | None) -> Step:
@@ -152,7 +152,7 @@ def prefill(
 
     scored = length * (length + 1) // 2  # query-key pairs per prompt and head
     both = size + (value_size or size)
-    num_bytes = sum(one.nbytes for one in (k, v, k_scales, v_scales) if one is not None) + q.nbytes * both // size
+    num_bytes = sum(array.nbytes for array in (k, v, k_scales, v_scales) if array is not None) + q.nbytes * both // size
     flops = 2 * rows * scored * num_heads * both
     return Case(step, (q, k, v, *places, k_scales, v_scales), num_bytes, flops)
 

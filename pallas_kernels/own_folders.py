@@ -36,7 +36,7 @@ class OwnFolder:
         atexit.register(self.remove)
 
     def remove(self) -> None:
-        """No effect in forked processes."""
+        """Delete the folder; no effect in forked processes."""
         if os.getpid() == self._pid:
             shutil.rmtree(self.path, ignore_errors=True)
             self._unlock()

@@ -34,17 +34,18 @@ Row = dict[str, Any]
 
 
 def candidates(row: Row) -> list[dict[str, int]]:
-    """Current settings first, then those within a factor of two; those that exceed a GPU fail to compile and are
-    skipped.
+    """Return the settings to try for a row: the current ones first, then those within a factor of two.
+
+    Those that exceed a GPU fail to compile and are skipped.
     """
     choices = CHOICES[row["operation"]]
     near = {
-        name: [one for one in sizes if name in ("warps", "stages") or row[name] / 2 <= one <= row[name] * 2]
+        name: [number for number in sizes if name in ("warps", "stages") or row[name] / 2 <= number <= row[name] * 2]
         for name, sizes in choices.items()
     }
     own = {name: row[name] for name in choices}
     found = [dict(zip(near, sizes, strict=True)) for sizes in itertools.product(*near.values())]
-    return [own, *(one for one in found if one != own)]
+    return [own, *(setting for setting in found if setting != own)]
 
 
 def tune(row: Row, capability: int, progress: Any = print) -> Row:

@@ -185,7 +185,7 @@ def of_prefill(capability: int | None, rows: int, head_size: int, dtype: str, ca
 
 
 def of_latent(capability: int | None, rows: int, dtype: str, cache_dtype: str) -> Latent:
-    """Not measured: spills no registers.
+    """Return the settings of latent prefill; not measured, but without register spills.
 
     wgmma requires 64 rows. Earlier instructions prefer keys as rows, which Triton 3.6 reads from one place in shared
     memory for both products.
@@ -209,7 +209,7 @@ def of_latent_decode(capability: int | None, rows: int, heads: int, context: int
 
 
 def of_linear(capability: int | None, tokens: int, rows: int, columns: int, kind: str, dtype: str) -> Linear:
-    """Not measured; see LINEAR."""
+    """Return the settings of `linear`; not measured, see LINEAR."""
     own = LINEAR[32 if dtype == "float32" else 4 if kind in ("int4", "float4") else 8]
     most, size, width, warps, stages = next((one for one in own if tokens <= one[0]), own[-1])
     programs = -(-tokens // most) * -(-rows // size)
@@ -224,7 +224,7 @@ def of_linear(capability: int | None, tokens: int, rows: int, columns: int, kind
 def of_fused_linear(
     capability: int | None, tokens: int, rows: int, columns: int, is_gated: bool, is_normed: bool
 ) -> Linear:
-    """Small matrices get fewer rows per program, for more programs."""
+    """Return the settings of `fused_linear`; small matrices get fewer rows per program, for more programs."""
     table = FUSED[generation(capability)]["gated" if is_gated else "normed" if is_normed else "plain"]
     most, size, width, warps, stages = next((one for one in table if tokens <= one[0]), table[-1])
     while size > 16 and -(-rows // size) < PROCESSORS[generation(capability)] // 3:
@@ -236,7 +236,7 @@ def of_fused_linear(
 def of_experts(
     capability: int | None, assignments: int, experts: int, dtype: str, is_deterministic: bool = False
 ) -> Experts:
-    """Tiles are powers of two, at most 5/4 of an expert's average."""
+    """Return the settings of `fused_experts`; tiles are powers of two, at most 5/4 of an expert's average."""
     average = assignments // experts
     size = min(max(1 << max((average * 5 // 4).bit_length() - 1, 0), 16), 128)
     rows, columns, warps, stages = EXPERTS[0 if dtype == "float32" else size]

@@ -1,1 +1,1 @@
-"""Benchmarks of `jaxllm bench`."""
+"""The benchmarks that `jaxllm bench` runs: of servers, engines, the scheduler, kernels and starts."""

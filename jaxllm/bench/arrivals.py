@@ -1,4 +1,4 @@
-"""Arrival times of requests.
+"""Draw the times at which a benchmark sends its requests.
 
 As in vLLM (vllm/benchmarks/serve.py, `get_request`), so that equal rates mean equal loads.
 """

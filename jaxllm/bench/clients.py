@@ -1,4 +1,7 @@
-"""Client processes, which send their share of the jobs on schedule, by `time.perf_counter`, common to all processes."""
+"""The client processes of a load test: each sends its share of the jobs at times of one clock.
+
+The clock is `time.perf_counter`, which processes share.
+"""
 
 from __future__ import annotations
 
@@ -65,9 +68,10 @@ class Cost:
 
 
 class ClientProcess:
-    """Send `Ready`, wait for `start`, send an `Outcome` per job, then `Cost`.
+    """A process that sends a share of a benchmark's requests.
 
-    Ignores ^C (the parent calls `stop`); exits if the parent dies.
+    It sends `Ready`, waits for `start`, and sends an `Outcome` per job, then `Cost`. It ignores ^C (the parent calls
+    `stop`), and exits if the parent dies.
     """
 
     def __init__(self, share: Share) -> None:
@@ -78,7 +82,7 @@ class ClientProcess:
         own.close()
 
     def wait_ready(self) -> Ready:
-        """Raises EngineError if the process exits instead."""
+        """Wait until the process can send requests; return its `Ready`. Raises EngineError if it exits instead."""
         try:
             return self.connection.recv()
         except EOFError:
@@ -116,7 +120,7 @@ def deal(
 
 
 def open_client(target: Target) -> BenchClient:
-    """Raises UserError if libraries are missing."""
+    """Return a client of the target's protocol; raise UserError if a library that it needs is not installed."""
     try:
         if target.is_grpc:
             from jaxllm.bench.grpc_client import GrpcClient

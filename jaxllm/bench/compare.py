@@ -67,7 +67,10 @@ class Comparison(NamedTuple):
 def compare(
     a: Sequence[Result], b: Sequence[Result], confidence: float = 0.95, seed: int = 0, resamples: int = RESAMPLES
 ) -> list[Comparison]:
-    """Raises UserError without common figures."""
+    """Compare two groups of results; return the difference of each figure that all results contain, with its interval.
+
+    Raises UserError if they have no figure in common.
+    """
     if not 0 < confidence < 1:
         raise UserError(f"confidence must be between 0 and 1, got {confidence!r}.", "confidence")
     sides = [[_leaves(result) for result in side] for side in (a, b)]

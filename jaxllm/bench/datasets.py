@@ -1,4 +1,4 @@
-"""Prompts for benchmarks; deterministic for a seed."""
+"""Make the prompts of a benchmark from random tokens or a file; the same seed gives the same prompts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ class Coder(Protocol):
 
 
 def make_jobs(options: DatasetOptions, tokenizer: Coder, as_text: bool) -> list[Job]:
-    """Raises UserError if the file has another format or no usable prompt."""
+    """Make the jobs of a dataset, with prompts as text or as token ids.
+
+    Raises UserError if the file has another format or no usable prompt.
+    """
     writer = _Writer(tokenizer, np.random.default_rng(options.seed), as_text)
     return DATASETS[options.dataset_name](options, writer)
 
@@ -65,10 +68,13 @@ class _Writer:
         return Job(text if self._as_text else tuple(ids), len(ids), max_tokens)
 
     def from_tokens(
-        self, shared: Sequence[int], own: Sequence[int], max_tokens: int, arrival_s: float | None = None
+        self, shared: Sequence[int], unshared: Sequence[int], max_tokens: int, arrival_s: float | None = None
     ) -> Job:
-        """For text, adjust `own` until the length matches."""
-        ids = [*shared, *own]
+        """Return a job with the prompt `shared` + `unshared`.
+
+        As text, tokens of `unshared` are added or removed until its length matches.
+        """
+        ids = [*shared, *unshared]
         if not self._as_text:
             return Job(tuple(ids), len(ids), max_tokens, arrival_s)
         wanted = len(ids)

@@ -1,4 +1,4 @@
-"""Query a server before a benchmark."""
+"""Query a server before a benchmark: its model, context length and tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The environment of a result, without secrets."""
+"""Describe the machine, packages, commit and command line for a result file, without secrets."""
 
 from __future__ import annotations
 

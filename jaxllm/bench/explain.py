@@ -94,7 +94,11 @@ def programs_in(events: Iterable[Mapping[str, Any]]) -> set[str]:
 
 
 def explain(events: Sequence[Mapping[str, Any]], programs: Mapping[str, str]) -> Explanation:
-    """`events` are of `read_trace`; ValueError if without steps. `programs` are HLO texts by `step.program_name`."""
+    """Divide the time of a trace's steps among the host's phases and the parts of each program.
+
+    `events` are of `read_trace`; `programs` are HLO texts by `step.program_name`. Raises ValueError if no event is a
+    step.
+    """
     steps = sorted((event for event in events if event["name"] == "step"), key=lambda event: event["ts"])
     if not steps:
         raise ValueError("the trace has no steps")

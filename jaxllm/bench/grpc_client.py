@@ -83,7 +83,7 @@ class GrpcClient(AsyncClient):
 
 
 def endpoint_options(target: Target) -> dict[str, Any]:
-    """https:// selects TLS."""
+    """Return a target's arguments of `Endpoint`; the prefix https:// selects TLS."""
     base, has_tls = target.base.removeprefix("https://"), target.base.startswith("https://")
     return {"target": base, "tls": has_tls, "metadata": target.headers, **CHANNEL}
 

@@ -43,7 +43,7 @@ class Measured(NamedTuple):
 
 
 def make_cases(dtype: str, decode: Sequence[tuple[int, int]], prefill: Sequence[tuple[int, int]]) -> list[Case]:
-    """`decode` is (rows, cached tokens), `prefill` (rows, tokens)."""
+    """Return attention cases for each model's heads: `decode` by (rows, cached tokens), `prefill` by (rows, tokens)."""
     cases = []
     for model, heads in HEADS.items():
         for size in decode:
@@ -84,16 +84,16 @@ def report(measured: Sequence[Measured], reads: np.ndarray) -> tuple[str, dict[s
         f"{'operation':14} {'shape':24} {'kernel':12} {'median us':>10} {'of the bandwidth':>16} {'difference':>11}"
     )
     figures: dict[str, Any] = {"read_bandwidth": float(np.median(reads)), "samples": {}, "max_difference": {}}
-    for one in measured:
-        name = f"{one.case.operation}_{one.case.shape}_{one.implementation}"
-        median = float(np.median(one.microseconds))
+    for result in measured:
+        name = f"{result.case.operation}_{result.case.shape}_{result.implementation}"
+        median = float(np.median(result.microseconds))
         figures[f"median_{name}_us"] = median
-        figures[f"{name}_bandwidth_share"] = one.bandwidth_share
-        figures["max_difference"][name] = one.max_difference
-        figures["samples"][f"{name}_us"] = one.microseconds.tolist()
+        figures[f"{name}_bandwidth_share"] = result.bandwidth_share
+        figures["max_difference"][name] = result.max_difference
+        figures["samples"][f"{name}_us"] = result.microseconds.tolist()
         lines.append(
-            f"{one.case.operation:14} {one.case.shape:24} {one.implementation:12} {median:10.0f} "
-            f"{one.bandwidth_share:16.1%} {one.max_difference:11.2g}"
+            f"{result.case.operation:14} {result.case.shape:24} {result.implementation:12} {median:10.0f} "
+            f"{result.bandwidth_share:16.1%} {result.max_difference:11.2g}"
         )
     return "\n".join(lines), figures
 

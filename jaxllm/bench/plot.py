@@ -1,4 +1,4 @@
-"""Plot a result."""
+"""Plot a benchmark's result as an image, for `--plot`."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _PREFIXES = ("jaxllm:", "vllm:")
 
 
 def read_metrics(page: str) -> dict[str, float] | None:
-    """Return None for a page without series."""
+    """Sum a page's samples by series and counter of the timeline; return None for a page without such series."""
     totals: dict[str, float] = {}
     for line in page.splitlines():
         prefix = next((prefix for prefix in _PREFIXES if line.startswith(prefix)), None)

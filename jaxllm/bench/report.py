@@ -1,4 +1,4 @@
-"""Figures, report and JSON keys of vLLM's `bench serve`, from outcomes.
+"""Compute the figures of vLLM's `bench serve` from outcomes, with its report and JSON keys.
 
 See vllm/benchmarks/serve.py (`calculate_metrics`, `process_one_metric`).
 """

@@ -1,4 +1,4 @@
-"""Run `bench serve`, and warn about a run's validity."""
+"""Run the load test of `bench serve`, and warn where its result may be invalid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server's tokenizer over its API, for models without local files."""
+"""A tokenizer that calls a server's API, for models without local files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ServerTokenizer:
         self.ids: Sequence[int] = sorted({token for line in shown for token in encode(line, False)})
 
     def is_text(self, token_id: int) -> bool:
-        """Tokens of plain words are text."""
+        """Return whether a token is text; always true, since tokens are drawn from those of plain words."""
         return True
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -1,4 +1,4 @@
-"""Parse OpenAI API streams.
+"""Parse the event streams of the OpenAI API into outcomes.
 
 Tolerates CRLF, comments, missing usage, role or `[DONE]`, and late errors.
 """

@@ -124,13 +124,13 @@ def report(starts: list[Start]) -> str:
     }
     lines = [" Startup Benchmark Result ".center(WIDTH, "=")]
     for kind in dict.fromkeys(start.kind for start in starts):
-        own = [start for start in starts if start.kind == kind]
-        lines.append(f"{kind.capitalize()} start, median of {len(own)}".center(WIDTH, "-"))
+        of_kind = [start for start in starts if start.kind == kind]
+        lines.append(f"{kind.capitalize()} start, median of {len(of_kind)}".center(WIDTH, "-"))
         for name, label in names.items():
             if f"{kind}_{name}" in figures:
                 lines.append(f"{label:<40} {figures[f'{kind}_{name}']:<10.2f}")
         lines.append("Phases of the last one, in parentheses those on other threads:")
-        for phase in own[-1].phases:
+        for phase in of_kind[-1].phases:
             seconds = f"({phase['seconds']:.2f})" if phase["is_beside"] else f"{phase['seconds']:.2f} "
             lines.append(f"  {phase['name']:<12} {seconds:>8} {phase['cause']}".rstrip())
     return "\n".join([*lines, "=" * WIDTH])

@@ -53,7 +53,7 @@ class Outcome(NamedTuple):
 
 
 def grid(axes: Mapping[str, Sequence[Any]]) -> list[Settings]:
-    """The last setting varies fastest."""
+    """Return all combinations of the axes' values; the last setting varies fastest."""
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
@@ -81,7 +81,10 @@ def make_cells(base: Sequence[str], settings: Sequence[Settings], num_runs: int)
 
 
 def run(cells: Iterable[Cell], folder: Path, advance: Callable[[Outcome], object]) -> list[Outcome]:
-    """Run the cells without a result file; failures leave a log."""
+    """Return the outcome of each cell, read from its result file if there is one.
+
+    Other cells run in a process; one that fails leaves a log. `advance` is called with each outcome.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     outcomes = []
     for cell in cells:

@@ -63,7 +63,10 @@ def warm_up_jobs(jobs: Sequence[Job], count: int) -> list[Job]:
 
 
 def check_lengths(outputs: Sequence[RequestOutput], jobs: Sequence[Job], n: int) -> int:
-    """Raises EngineError if an unconstrained length is wrong."""
+    """Return the number of generated tokens; raise EngineError if an output is shorter or longer than its job requires.
+
+    Outputs with a grammar may have any length.
+    """
     total = 0
     for number, (output, job) in enumerate(zip(outputs, jobs, strict=True)):
         lengths = [len(completion.token_ids) for completion in output.outputs]
@@ -117,7 +120,7 @@ def run_async(
     detokenize: bool = True,
     num_warmups: int = 0,
 ) -> Served:
-    """As `run`, with a reader per job."""
+    """Run the jobs as `run`, but on an `AsyncLLM` with a reader per job."""
     return asyncio.run(_run_async(engine_args, jobs, n, detokenize, num_warmups))
 
 

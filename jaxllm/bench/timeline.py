@@ -1,4 +1,4 @@
-"""An engine's activity over time, for plots."""
+"""Sample an engine's activity over time, for plots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dataset options and jobs."""
+"""`Job`, a request of a benchmark, and `DatasetOptions`, which select the prompts."""
 
 from __future__ import annotations
 

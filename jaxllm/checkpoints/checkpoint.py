@@ -63,7 +63,7 @@ class Tensor:
     mapping: mmap.mmap
 
     def values(self) -> np.ndarray:
-        """Raises UserError unless a float tensor; `integers` and `codes` likewise."""
+        """Return a view of a tensor's floats; raise UserError for another type. `integers` and `codes` do likewise."""
         if self.dtype not in _DTYPES:
             raise UserError(
                 f"{self.file.name}: tensor {self.name} has type {self.dtype}; only {', '.join(_DTYPES)} can be read."

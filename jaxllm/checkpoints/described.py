@@ -36,7 +36,7 @@ class Described:
 def describe(
     folder: Path, max_model_len: int | None = None, runner: str = "auto", pooler_config: Mapping[str, Any] | None = None
 ) -> Described:
-    """The arguments after the folder are fields of `EngineConfig`."""
+    """Read a model's config and pooler; the arguments after the folder are fields of `EngineConfig`."""
     config = read_config(folder)
     spec, family = read_spec(config, max_model_len)
     spec = with_stored_head(folder, spec, family)

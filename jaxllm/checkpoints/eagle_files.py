@@ -41,7 +41,10 @@ _MOST_AUX = 16  # fused states; published heads have three
 
 
 def read(folder: Path, target: Spec) -> Head:
-    """Raises UserError if the head does not fit the `target`; `check` validates the tensors."""
+    """Read an EAGLE-3 head's config; raise UserError if the head does not fit the `target`.
+
+    Tensors are validated by `check`.
+    """
     with _of_the_head():
         config = weights.read_config(folder)
         names = config.get("architectures")
@@ -55,20 +58,20 @@ def read(folder: Path, target: Spec) -> Head:
 
 
 def check(folder: Path, head: Head, layout: Layout) -> None:
-    """Raises UserError if the files or id map are incomplete or damaged."""
+    """Raise UserError if the head's files or id map are incomplete or damaged."""
     with _of_the_head():
         _find(folder, head, layout)
 
 
 def load(folder: Path, head: Head, layout: Layout, dtype: DTypeLike, progress: bool = False) -> Params[Array]:
-    """Raises as `check`."""
+    """Load a head's weights onto devices; raise UserError as `check`."""
     with _of_the_head():
         declared, sources, numbers = _find(folder, head, layout)
         return _with_map(head, weights.read(declared, sources, layout, dtype, progress), numbers, layout)
 
 
 def load_random(head: Head, layout: Layout, dtype: DTypeLike, seed: int = 0) -> Params[Array]:
-    """As `weights.load_random`; draft ids are spread over the vocabulary."""
+    """Draw a head's weights as `weights.load_random` does; draft ids are spread evenly over the vocabulary."""
     decoder.check_shards(head.spec, layout)
     spread = np.arange(head.draft_vocab_size) * head.vocab_size // head.draft_vocab_size
     return _with_map(head, weights.draw(eagle.declare(head, layout), layout, dtype, seed), spread, layout)
@@ -194,15 +197,15 @@ def _find(folder: Path, head: Head, layout: Layout) -> tuple[Params[Weight], Sou
 
 
 def _target_ids(head: Head, offsets: Tensor | None) -> np.ndarray:
-    own = np.arange(head.draft_vocab_size)
+    draft_ids = np.arange(head.draft_vocab_size)
     if offsets is None:
-        return own
-    if offsets.shape != own.shape:
+        return draft_ids
+    if offsets.shape != draft_ids.shape:
         raise UserError(
             f"{offsets.file.name}: tensor {offsets.name} has shape {list(offsets.shape)}, config.json says "
-            f"{list(own.shape)}."
+            f"{list(draft_ids.shape)}."
         )
-    ids = own + offsets.integers()
+    ids = draft_ids + offsets.integers()
     if ids.min() < 0 or ids.max() >= head.vocab_size or len(np.unique(ids)) != len(ids):
         raise UserError(
             f"{offsets.file.name}: tensor {offsets.name} does not give every token another of the model's "

@@ -33,7 +33,7 @@ def reading_bar(num_bytes: int, progress: bool) -> tqdm[Any]:
 
 
 def inside(folder: Path, name: str, parameter: str = "model") -> Path:
-    """Raises UserError if a link leads outside the folder.
+    """Return the path of a file; raise UserError if a link leads outside the folder.
 
     The hub's cache links `snapshots/<commit>/` to `blobs/`, which is allowed.
     """
@@ -50,7 +50,7 @@ def inside(folder: Path, name: str, parameter: str = "model") -> Path:
 
 
 def read_object(folder: Path, name: str, parameter: str = "model") -> dict[str, Any] | None:
-    """None if missing, UserError for other content."""
+    """Read a JSON object from a file; return None if it is missing, raise UserError for other content."""
     return _read_json(folder, name, parameter, parse_object)
 
 
@@ -79,7 +79,7 @@ def read_template(folder: Path, name: str) -> str | None:
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """Names must be unique; raises ValueError for other content."""
+    """Parse a JSON object; raise ValueError for other content and for repeated keys."""
     value = _parse(raw)
     if not isinstance(value, dict):
         raise ValueError(f"must hold a JSON object, not {type(value).__name__}")

@@ -32,7 +32,7 @@ _Matches = Callable[[str], bool]
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Functions of a module's full name."""
+    """An adapter's settings as functions of a module's full name: whether it is adapted, with which rank and scale."""
 
     is_targeted: _Matches
     rank_of: Callable[[str], int]
@@ -40,7 +40,7 @@ class LoraConfig:
 
 
 def read_lora_config(fields: Mapping[str, Any]) -> LoraConfig:
-    """Raises UserError, naming the field, if unsupported."""
+    """Read the fields of a PEFT `adapter_config.json`; raise UserError, naming the field, for an unsupported value."""
     kind = fields.get("peft_type")
     if kind != "LORA":
         raise UserError(f"{CONFIG}: peft_type is {kind!r:.80}; only LORA is supported.", "peft_type")
@@ -73,7 +73,7 @@ def read_lora_config(fields: Mapping[str, Any]) -> LoraConfig:
 
 
 def _read_targets(fields: dict[str, Any], work: StepBudget) -> _Matches:
-    """As PEFT's check_target_module_exists."""
+    """Read which modules are adapted, as PEFT's check_target_module_exists; return a test of a module's name."""
     targets, excluded = fields.pop("target_modules", None), fields.pop("exclude_modules", None)
     layers, containers = fields.pop("layers_to_transform", None), fields.pop("layers_pattern", None)
     if not targets or not (isinstance(targets, str) or _is_names(targets)):
@@ -129,7 +129,10 @@ def _named(field: str, given: str | list[str], work: StepBudget) -> _Matches:
 def _read_table(
     fields: dict[str, Any], field: str, is_right: Callable[[Any], bool], work: StepBudget
 ) -> Callable[[str, Any], Any]:
-    """Parse numbers by name endings; the first match counts."""
+    """Read a field that maps endings of module names to numbers; return a function of a name and a default.
+
+    The first ending that matches counts.
+    """
     table = fields.pop(field, None) or {}
     if not isinstance(table, dict):
         raise _refusal(field, table, "must be an object")
@@ -146,13 +149,13 @@ def _read_table(
 
 def _following(field: str, pattern: str, work: StepBudget, before: str = "") -> _Matches:
     try:
-        own = Expression(f"{before}(?:{pattern})", work)
+        expression = Expression(f"{before}(?:{pattern})", work)
     except ValueError as error:
         raise _refusal(field, pattern, f"is no expression that can be followed: {error}") from None
 
     def matches(module: str) -> bool:
         try:
-            return own.fullmatch(module)
+            return expression.fullmatch(module)
         except ValueError as error:
             raise _refusal(field, pattern, f"cannot be followed: {error}") from None
 

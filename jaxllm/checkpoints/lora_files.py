@@ -122,22 +122,22 @@ def _find_modules(
     bare = bool(names) and not any(name.startswith(prefix) for name in names.values())
     modules: dict[str, _Module] = {}
     for name, (rows, columns) in sizes.items():
-        full, own = names.get(name, name if bare else prefix + name), found.get(name, {})
+        full, pair = names.get(name, name if bare else prefix + name), found.get(name, {})
         if not config.is_targeted(full):
-            for tensor in own.values():
+            for tensor in pair.values():
                 raise UserError(f"{WEIGHTS}: tensor {tensor.name} is of a module that {CONFIG} does not name.")
             continue
         rank = config.rank_of(full)
         if rank > max_rank:
             raise UserError(f"the adapter's rank is {rank}, at most {max_rank} here; start with max_lora_rank={rank}.")
-        for which, shape in (("A", (rank, columns)), ("B", (rows, rank))):
-            if which not in own:
-                missing = f"{_OF_THE_MODEL}{full}.lora_{which}.weight"
+        for factor, shape in (("A", (rank, columns)), ("B", (rows, rank))):
+            if factor not in pair:
+                missing = f"{_OF_THE_MODEL}{full}.lora_{factor}.weight"
                 raise UserError(f"{WEIGHTS}: tensor {missing} is missing, though {CONFIG} names its module.")
-            if own[which].shape != shape:
-                said = f"has shape {list(own[which].shape)}, the model and {CONFIG} say {list(shape)}"
-                raise UserError(f"{WEIGHTS}: tensor {own[which].name} {said}.")
-        modules[name] = _Module(own["A"], own["B"], rank, config.scale_of(full))
+            if pair[factor].shape != shape:
+                said = f"has shape {list(pair[factor].shape)}, the model and {CONFIG} say {list(shape)}"
+                raise UserError(f"{WEIGHTS}: tensor {pair[factor].name} {said}.")
+        modules[name] = _Module(pair["A"], pair["B"], rank, config.scale_of(full))
     if not modules:
         raise UserError(f"{CONFIG}: target_modules names no module of the model.")
     return modules
@@ -161,12 +161,12 @@ def _fill(
         for name, part, place, rows_a, rows_b in zip(names, weight.parts, places, a, b, strict=True):
             if name not in modules:
                 continue
-            own = modules[name]
-            rows_a[: own.rank] = _values(own.a.name, stored, 1.0, dtype)
-            values = _values(own.b.name, stored, own.scale, dtype)
+            module = modules[name]
+            rows_a[: module.rank] = _values(module.a.name, stored, 1.0, dtype)
+            values = _values(module.b.name, stored, module.scale, dtype)
             runs = in_order((part,), len(rows_b), layout.shards(weight.axes[0]), slice(None))
             pieces = [values[piece] for run in runs for piece in place.slices(run.first, run.count)]
-            rows_b[:, : own.rank] = np.concatenate(pieces)
+            rows_b[:, : module.rank] = np.concatenate(pieces)
         layers[layer][product] = Pair(a.reshape(-1, weight.shape[1]), b)
     return tuple(layers)
 

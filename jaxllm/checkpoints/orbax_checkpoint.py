@@ -35,7 +35,7 @@ Name = tuple[int | None, str]  # a part's layer (None outside) and name
 
 
 def is_here(folder: Path) -> bool:
-    """A damaged checkpoint counts too."""
+    """Return whether a folder has an Orbax checkpoint, possibly a damaged one."""
     return (folder / LISTING).is_file() or (folder / FOLDER).is_dir()
 
 

@@ -211,7 +211,10 @@ def _dense(fields: Fields, path: str, width: int) -> Dense:
 
 
 def _dimensions(config: Mapping[str, Any], size: int) -> tuple[int, ...] | None:
-    """Read the keys that vLLM reads."""
+    """Return the lengths to which a config allows embeddings to be cut: (): any; None: not.
+
+    The keys are those that vLLM reads.
+    """
     listed = config.get("matryoshka_dimensions")
     if listed is None:
         return () if Fields(config).take("is_matryoshka", bool, False) else None

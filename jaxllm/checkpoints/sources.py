@@ -40,9 +40,9 @@ class Source:
         return values.T if self.is_transposed else values
 
     def whole(self, part: Part) -> np.ndarray:
-        """Return a view of the part's rows; those of a comb by tooth, [teeth, rows of one, ...].
+        """Return a view of the part's rows; with a comb, of its runs of rows, [runs, rows of one, ...].
 
-        Alternating heads are copied.
+        Heads that alternate with another part's are copied.
         """
         values, comb = self.view(), self.at.comb
         if comb is None:

@@ -42,12 +42,14 @@ def _differs(tensors: Mapping[str, Tensor], head: str, embedding: str) -> bool:
     if head not in tensors:
         stem = head.removesuffix("weight")
         return any(name.startswith(stem) and not name.endswith("bias") for name in tensors)  # a quantized head
-    own, tied = tensors[head], tensors[embedding]
-    if own.shape != tied.shape or own.dtype != tied.dtype:
+    head_tensor, tied = tensors[head], tensors[embedding]
+    if head_tensor.shape != tied.shape or head_tensor.dtype != tied.dtype:
         return True
-    one, other = own.raw(), tied.raw()
-    step = max(1, len(one) // max(1, own.shape[0]) * _ROWS)
-    is_same = all(np.array_equal(one[at : at + step], other[at : at + step]) for at in range(0, len(one), step))
-    own.release()
+    head_bytes, tied_bytes = head_tensor.raw(), tied.raw()
+    step = max(1, len(head_bytes) // max(1, head_tensor.shape[0]) * _ROWS)
+    is_same = all(
+        np.array_equal(head_bytes[at : at + step], tied_bytes[at : at + step]) for at in range(0, len(head_bytes), step)
+    )
+    head_tensor.release()
     tied.release()
     return not is_same

@@ -63,12 +63,12 @@ class Matrix:
         if side == "values":
             width = columns // 2 if self.kind in PACKED else columns
             return View((rows, width), width, lambda some, of: self.values(expert, some, of))
-        own = self.scales if side == "scales" else self.zeros
+        parts = self.scales if side == "scales" else self.zeros
         stored = np.arange(groups) * (columns // groups) // self.group
 
         def read(some: slice, of: slice) -> np.ndarray:
-            assert own is not None
-            return own(expert, _numbers(some, rows))[:, stored[of]]
+            assert parts is not None
+            return parts(expert, _numbers(some, rows))[:, stored[of]]
 
         return View((rows, groups), 4 * groups, read)
 
@@ -89,7 +89,10 @@ class Matrix:
 
 
 def collect(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor | Matrix]:
-    """Raises UserError if a tensor is missing or misshapen."""
+    """Replace the tensors of each quantized matrix by one `Matrix`; keep others.
+
+    Raises UserError if a tensor is missing or misshapen.
+    """
     end = _MAIN[stored.layout]
     found: dict[str, Tensor | Matrix] = {}
     used: set[str] = set()
@@ -98,9 +101,9 @@ def collect(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tenso
             stored.layout == "plain" and f"{name.removesuffix('weight')}{stored.scale}" not in tensors
         ):
             continue
-        own = _Tensors(tensors, name.removesuffix(end), stored, tensor, used)
-        matrix = _LAYOUTS[stored.layout](own)
-        found[own.stem if stored.layout == "mxfp4" else f"{own.stem}.weight"] = matrix
+        parts = _Tensors(tensors, name.removesuffix(end), stored, tensor, used)
+        matrix = _LAYOUTS[stored.layout](parts)
+        found[parts.stem if stored.layout == "mxfp4" else f"{parts.stem}.weight"] = matrix
     kept = {name: tensor for name, tensor in tensors.items() if name not in used and not name.endswith(_UNUSED)}
     return kept | found
 
@@ -147,14 +150,14 @@ class _Tensors:
             raise self.refuse(f"makes a matrix {list(shape)}, of which two columns do not fill a byte")
         scheme = self.stored.scheme
         group, _ = self.groups(shape[-1])
-        own = tuple(self._own.values())
+        parts = tuple(self._own.values())
         return Matrix(
             self.main.name,
             self.main.file,
             shape,
             scheme.kind,
             group,
-            own,
+            parts,
             values,
             scales,
             zeros if scheme.has_zeros else None,
@@ -180,32 +183,32 @@ def _signed(values: np.ndarray, kind: Kind) -> np.ndarray:
     return values if kind == "int4" else (values ^ np.uint8(0x80)).view(np.int8)
 
 
-def _packed(own: _Tensors) -> Matrix:
+def _packed(parts: _Tensors) -> Matrix:
     """Read pack-quantized: words of adjacent columns, lowest bits first, as the kernel's."""
-    kind = own.stored.scheme.kind
-    each = 32 // _bits(kind)
-    words = own.main.codes("I32")
-    said = own.take(".weight_shape")
+    kind = parts.stored.scheme.kind
+    per_word = 32 // _bits(kind)
+    words = parts.main.codes("I32")
+    said = parts.take(".weight_shape")
     shape = tuple(said.integers().reshape(-1).tolist())
     if len(shape) != 2 or not all(0 < size <= 2**31 for size in shape):
-        raise own.refuse(f"says the shape {shape!s:.80}, which no matrix has", said)
+        raise parts.refuse(f"says the shape {shape!s:.80}, which no matrix has", said)
     rows, columns = shape
-    own.check(own.main, (rows, -(-columns // each)))
+    parts.check(parts.main, (rows, -(-columns // per_word)))
     bytes_ = words.view(np.uint8)
-    _check_order(own, ".weight_g_idx", columns)
+    _check_order(parts, ".weight_g_idx", columns)
 
     def values(expert: int | None, some: slice, of: slice) -> np.ndarray:
         return _signed(bytes_[some, of], kind)
 
-    return own.matrix((rows, columns), values, _scales(own, rows, columns), _zeros(own, rows, columns))
+    return parts.matrix((rows, columns), values, _scales(parts, rows, columns), _zeros(parts, rows, columns))
 
 
-def _plain(own: _Tensors) -> Matrix:
-    kind = own.stored.scheme.kind
-    if len(own.main.shape) != 2:
-        raise own.refuse(f"has shape {list(own.main.shape)}, which no quantized matrix has")
-    rows, columns = own.main.shape
-    numbers = own.main.codes("F8_E4M3" if kind == "float8" else "I8")
+def _plain(parts: _Tensors) -> Matrix:
+    kind = parts.stored.scheme.kind
+    if len(parts.main.shape) != 2:
+        raise parts.refuse(f"has shape {list(parts.main.shape)}, which no quantized matrix has")
+    rows, columns = parts.main.shape
+    numbers = parts.main.codes("F8_E4M3" if kind == "float8" else "I8")
 
     def values(expert: int | None, some: slice, of: slice) -> np.ndarray:
         if kind != "int4":
@@ -213,19 +216,19 @@ def _plain(own: _Tensors) -> Matrix:
         start, stop, _ = of.indices(columns // 2)
         return packed(numbers[some, 2 * start : 2 * stop] + np.int8(8), np)
 
-    return own.matrix((rows, columns), values, _scales(own, rows, columns), _zeros(own, rows, columns))
+    return parts.matrix((rows, columns), values, _scales(parts, rows, columns), _zeros(parts, rows, columns))
 
 
-def _scales(own: _Tensors, rows: int, columns: int) -> Callable[[int | None, np.ndarray], np.ndarray]:
+def _scales(parts: _Tensors, rows: int, columns: int) -> Callable[[int | None, np.ndarray], np.ndarray]:
     """Read compressed-tensors and fp8 scales: per group, row, block or matrix."""
-    tensor, block = own.take(f".{own.stored.scale}"), own.stored.block
-    return _by_rows(own, tensor, tensor.codes(*_SCALES), -(-rows // block), own.groups(columns)[1], block)
+    tensor, block = parts.take(f".{parts.stored.scale}"), parts.stored.block
+    return _by_rows(parts, tensor, tensor.codes(*_SCALES), -(-rows // block), parts.groups(columns)[1], block)
 
 
-def _by_rows(own: _Tensors, tensor: Tensor, array: np.ndarray, rows: int, groups: int, block: int) -> Any:
+def _by_rows(parts: _Tensors, tensor: Tensor, array: np.ndarray, rows: int, groups: int, block: int) -> Any:
     """Return a reader of an array [rows, groups], or a scalar, where `block` matrix rows share a row."""
     alone = ((), (1,), (1, 1)) if groups == 1 else ()
-    own.check(tensor, (rows, groups), *(((rows,),) if groups == 1 else ()), *alone)
+    parts.check(tensor, (rows, groups), *(((rows,),) if groups == 1 else ()), *alone)
     table = array.reshape(-1, groups)
 
     def read(expert: int | None, numbers: np.ndarray) -> np.ndarray:
@@ -234,50 +237,50 @@ def _by_rows(own: _Tensors, tensor: Tensor, array: np.ndarray, rows: int, groups
     return read
 
 
-def _zeros(own: _Tensors, rows: int, columns: int) -> Any:
+def _zeros(parts: _Tensors, rows: int, columns: int) -> Any:
     """Read compressed-tensors zeros, plain or in words of adjacent rows."""
-    if not own.stored.scheme.has_zeros:
-        if own.has(".weight_zero_point"):
-            own.take(".weight_zero_point")  # zeros, stored by some writers
+    if not parts.stored.scheme.has_zeros:
+        if parts.has(".weight_zero_point"):
+            parts.take(".weight_zero_point")  # zeros, stored by some writers
         return None
-    tensor, (_, groups) = own.take(".weight_zero_point"), own.groups(columns)
-    bits = _bits(own.stored.scheme.kind)
-    each = 32 // bits
-    if not own.stored.packs_zeros:
-        return _by_rows(own, tensor, tensor.codes("I8"), rows, groups, 1)
+    tensor, (_, groups) = parts.take(".weight_zero_point"), parts.groups(columns)
+    bits = _bits(parts.stored.scheme.kind)
+    per_word = 32 // bits
+    if not parts.stored.packs_zeros:
+        return _by_rows(parts, tensor, tensor.codes("I8"), rows, groups, 1)
     words = tensor.codes("I32")
-    own.check(tensor, (-(-rows // each), groups))
+    parts.check(tensor, (-(-rows // per_word), groups))
 
     def read(expert: int | None, numbers: np.ndarray) -> np.ndarray:
-        return _nibbles(words[numbers // each], (numbers % each)[:, None], bits)
+        return _nibbles(words[numbers // per_word], (numbers % per_word)[:, None], bits)
 
     return read
 
 
-def _check_order(own: _Tensors, end: str, columns: int) -> None:
-    if not own.has(end):
+def _check_order(parts: _Tensors, end: str, columns: int) -> None:
+    if not parts.has(end):
         return
-    order, (size, _) = own.take(end), own.groups(columns)
-    own.check(order, (columns,))
+    order, (size, _) = parts.take(end), parts.groups(columns)
+    parts.check(order, (columns,))
     numbers = order.integers()
     if np.array_equal(numbers, np.arange(columns) // size) or np.all(numbers == -1):
         return
-    raise own.refuse("puts columns in another order (desc_act, actorder), which is not supported", order)
+    raise parts.refuse("puts columns in another order (desc_act, actorder), which is not supported", order)
 
 
-def _gptq(own: _Tensors) -> Matrix:
+def _gptq(parts: _Tensors) -> Matrix:
     """Read GPTQ: transposed words of adjacent columns; zeros in words of adjacent rows."""
-    scheme, bits = own.stored.scheme, _bits(own.stored.scheme.kind)
-    each = 32 // bits
-    words = own.main.codes("I32")
+    scheme, bits = parts.stored.scheme, _bits(parts.stored.scheme.kind)
+    per_word = 32 // bits
+    words = parts.main.codes("I32")
     if words.ndim != 2:
-        raise own.refuse(f"has shape {list(words.shape)}, which no quantized matrix has")
-    rows, columns = words.shape[1], words.shape[0] * each
-    scales = _transposed_scales(own, rows, columns)
-    _check_order(own, ".g_idx", columns)
-    tensor, (_, groups) = own.take(".qzeros"), own.groups(columns)
+        raise parts.refuse(f"has shape {list(words.shape)}, which no quantized matrix has")
+    rows, columns = words.shape[1], words.shape[0] * per_word
+    scales = _transposed_scales(parts, rows, columns)
+    _check_order(parts, ".g_idx", columns)
+    tensor, (_, groups) = parts.take(".qzeros"), parts.groups(columns)
     stored = tensor.codes("I32")
-    own.check(tensor, (groups, -(-rows // each)))
+    parts.check(tensor, (groups, -(-rows // per_word)))
 
     def values(expert: int | None, some: slice, of: slice) -> np.ndarray:
         start, stop, _ = of.indices(4 * len(words))
@@ -285,30 +288,30 @@ def _gptq(own: _Tensors) -> Matrix:
         return _signed(turned[:, start % 4 : start % 4 + stop - start], scheme.kind)
 
     def zeros(expert: int | None, numbers: np.ndarray) -> np.ndarray:
-        found = _nibbles(stored[:, numbers // each], numbers % each, bits)
-        return (found + np.int16(own.stored.zero_shift)).T
+        found = _nibbles(stored[:, numbers // per_word], numbers % per_word, bits)
+        return (found + np.int16(parts.stored.zero_shift)).T
 
     if scheme.has_zeros:
-        return own.matrix((rows, columns), values, scales, zeros)
+        return parts.matrix((rows, columns), values, scales, zeros)
 
     def checked_scales(expert: int | None, numbers: np.ndarray) -> np.ndarray:
         if np.any(zeros(expert, numbers)):
-            raise own.refuse("has zeros, though quantization_config says that it is symmetric (sym)", tensor)
+            raise parts.refuse("has zeros, though quantization_config says that it is symmetric (sym)", tensor)
         return scales(expert, numbers)
 
-    return own.matrix((rows, columns), values, checked_scales, None)
+    return parts.matrix((rows, columns), values, checked_scales, None)
 
 
-def _awq(own: _Tensors) -> Matrix:
+def _awq(parts: _Tensors) -> Matrix:
     """Read AWQ: transposed words of adjacent rows, also zeros, in AutoAWQ's order."""
-    words = own.main.codes("I32")
+    words = parts.main.codes("I32")
     if words.ndim != 2:
-        raise own.refuse(f"has shape {list(words.shape)}, which no quantized matrix has")
+        raise parts.refuse(f"has shape {list(words.shape)}, which no quantized matrix has")
     columns, rows = words.shape[0], words.shape[1] * 8
-    scales = _transposed_scales(own, rows, columns)
-    tensor, (_, groups) = own.take(".qzeros"), own.groups(columns)
+    scales = _transposed_scales(parts, rows, columns)
+    tensor, (_, groups) = parts.take(".qzeros"), parts.groups(columns)
     stored = tensor.codes("I32")
-    own.check(tensor, (groups, rows // 8))
+    parts.check(tensor, (groups, rows // 8))
 
     def values(expert: int | None, some: slice, of: slice) -> np.ndarray:
         start, stop, _ = of.indices(columns // 2)
@@ -319,24 +322,24 @@ def _awq(own: _Tensors) -> Matrix:
     def zeros(expert: int | None, numbers: np.ndarray) -> np.ndarray:
         return _nibbles(stored[:, numbers // 8], _AWQ_NIBBLES[numbers % 8], 4).T
 
-    return own.matrix((rows, columns), values, scales, zeros)
+    return parts.matrix((rows, columns), values, scales, zeros)
 
 
-def _transposed_scales(own: _Tensors, rows: int, columns: int) -> Callable[[int | None, np.ndarray], np.ndarray]:
-    tensor = own.take(".scales")
-    own.check(tensor, (own.groups(columns)[1], rows))
+def _transposed_scales(parts: _Tensors, rows: int, columns: int) -> Callable[[int | None, np.ndarray], np.ndarray]:
+    tensor = parts.take(".scales")
+    parts.check(tensor, (parts.groups(columns)[1], rows))
     array = tensor.codes(*_SCALES)
     return lambda expert, numbers: array[:, numbers].T.astype(np.float32)
 
 
-def _mxfp4(own: _Tensors) -> Matrix:
+def _mxfp4(parts: _Tensors) -> Matrix:
     """Read MXFP4: 32 numbers in 16 bytes, even ones in low halves, with a scale exponent."""
-    if len(own.main.shape) != 4 or own.main.shape[3] != 16:
-        raise own.refuse(f"has shape {list(own.main.shape)}, not [experts, rows, groups, 16]")
-    experts, rows, groups, _ = own.main.shape
-    numbers = own.main.codes("U8").reshape(experts, rows, groups * 16)
-    exponents = own.take("_scales")
-    own.check(exponents, (experts, rows, groups))
+    if len(parts.main.shape) != 4 or parts.main.shape[3] != 16:
+        raise parts.refuse(f"has shape {list(parts.main.shape)}, not [experts, rows, groups, 16]")
+    experts, rows, groups, _ = parts.main.shape
+    numbers = parts.main.codes("U8").reshape(experts, rows, groups * 16)
+    exponents = parts.take("_scales")
+    parts.check(exponents, (experts, rows, groups))
     scales = exponents.codes("U8").view(np.dtype("uint8"))
 
     def read(expert: int | None, some: np.ndarray) -> np.ndarray:
@@ -346,7 +349,7 @@ def _mxfp4(own: _Tensors) -> Matrix:
     def values(expert: int | None, some: slice, of: slice) -> np.ndarray:
         return numbers[expert or 0, some, of]
 
-    return own.matrix((experts, rows, groups * 32), values, read, None)
+    return parts.matrix((experts, rows, groups * 32), values, read, None)
 
 
 _LAYOUTS: dict[str, Callable[[_Tensors], Matrix]] = {

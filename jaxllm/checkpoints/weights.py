@@ -325,7 +325,10 @@ def _load_stored(weight: Weight, sources: tuple[tuple[Source, ...], ...], layout
 def _load_side(
     side: Side, described: jax.ShapeDtypeStruct, weight: Weight, sources: tuple[tuple[Source, ...], ...], layout: Layout
 ) -> Array:
-    """Read one side of a weight; scales and zeros are transposed, with groups as rows."""
+    """Read one of a weight's arrays onto the devices: floats, or a quantized one's values, scales or zeros.
+
+    Scales and zeros are transposed, with groups as rows.
+    """
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         if side in ("scales", "zeros"):
@@ -337,13 +340,13 @@ def _load_side(
         bounds = [piece.indices(length) for piece, length in zip(index, shape, strict=True)]
         out = _aligned(tuple(stop - start for start, stop, _ in bounds), np.dtype(described.dtype))
         # Experts are never sharded.
-        one, inner = (shape, index) if weight.stack is None else (shape[1:], index[1:])
+        one_shape, inner = (shape, index) if weight.stack is None else (shape[1:], index[1:])
         for piece, parts in zip([out] if weight.stack is None else out, sources, strict=True):
 
             def store(row: int, block: np.ndarray, piece: np.ndarray = piece) -> None:
                 piece[row : row + len(block)] = block
 
-            fill(store, side, weight.parts, parts, one, layout.shards(weight.axes_of_one[0]), inner)
+            fill(store, side, weight.parts, parts, one_shape, layout.shards(weight.axes_of_one[0]), inner)
         return out
 
     return jax.make_array_from_callback(described.shape, described.sharding, read)

@@ -14,7 +14,7 @@ class AuthError(errors.UserError):
 
 
 def read_error(code: str, message: str, details: bytes | None, target: str) -> errors.UserError | errors.EngineError:
-    """`code` is the status's name; `details` is a serialized google.rpc.Status."""
+    """Return the exception for a failed call; `code` is the status's name, `details` a serialized google.rpc.Status."""
     text = " ".join(message.split()) or code
     info, violation, delay = _details(details)
     reason = info.reason

@@ -190,7 +190,7 @@ def _fields(options: type[Any]) -> dict[str, str]:
 
 
 def _set_prompt(request: Any, prompt: Any, many: str) -> None:
-    """`many` is advice for several prompts."""
+    """Set a request's prompt, text or token ids; `many` is the advice in the error for several prompts."""
     if isinstance(prompt, str):
         set_field(request, "text", "prompt", prompt)
         return
@@ -276,17 +276,17 @@ def _set_beams(request: Message, value: object) -> None:
 def _set_structure(request: Message, value: object) -> None:
     if callable(getattr(value, "model_json_schema", None) or getattr(value, "json_schema", None)):
         value = StructuredOutputsParams(json=value)
-    own = read_structured_outputs(value)
-    assert own is not None
+    constraint = read_structured_outputs(value)
+    assert constraint is not None
     for name in SERVERS:
-        if getattr(own, name):
+        if getattr(constraint, name):
             message = f"structured_outputs.{name} can only be set by the server; remove it."
             raise UserError(message, "structured_outputs", value)
-    field = _CONSTRAINTS[own.kind]
-    set_field(request, f"structured_output.{field}", "structured_outputs", getattr(own, own.kind))
+    field = _CONSTRAINTS[constraint.kind]
+    set_field(request, f"structured_output.{field}", "structured_outputs", getattr(constraint, constraint.kind))
     for name in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
-        if getattr(own, name):
-            set_field(request, f"structured_output.{name}", "structured_outputs", getattr(own, name))
+        if getattr(constraint, name):
+            set_field(request, f"structured_output.{name}", "structured_outputs", getattr(constraint, name))
 
 
 def _set_tool_choice(request: Message, value: object) -> None:

@@ -1,4 +1,4 @@
-"""Arguments that commands share."""
+"""Flags and checks that commands share, and errors that name flags."""
 
 from __future__ import annotations
 

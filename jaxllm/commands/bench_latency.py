@@ -33,7 +33,7 @@ def add(benchmarks: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Print in vLLM's format."""
+    """Measure the latency of batches; print it in vLLM's format and save it."""
     options, config = read_engine(options, ENGINE_DEFAULTS)
     check_trace(options)
     check_context(config, options["input_len"], options["output_len"])

@@ -1,4 +1,4 @@
-"""Result files and plots of benchmarks."""
+"""Write the result files and plots of benchmarks."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def add(benchmarks: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Raise EngineError if a median exceeds the limit."""
+    """Measure the scheduler, print and save the figures; raise EngineError if a median exceeds the limit."""
     check_output(options)
     from tqdm import tqdm
 

@@ -59,11 +59,11 @@ def run(options: dict[str, Any]) -> int:
     warmups, jobs = _jobs(options, dataset, tokenizer)
     _check_context(target, dataset, jobs)
     if options["embeds"]:
-        warmups, jobs = (to_embed(own, options["embed_batch_size"]) for own in (warmups, jobs))
+        warmups, jobs = (to_embed(part, options["embed_batch_size"]) for part in (warmups, jobs))
     if options["lora_modules"]:
         random = Random(dataset.seed)
         warmups, jobs = (
-            [replace(job, model=random.choice(options["lora_modules"])) for job in own] for own in (warmups, jobs)
+            [replace(job, model=random.choice(options["lora_modules"])) for job in part] for part in (warmups, jobs)
         )
     # ignore_eos is only a default: drop it if the server refuses the field.
     is_strict = flags.adds_ignore_eos(options, dataset.dataset_name) and discovery.refuses(target, "ignore_eos")

@@ -42,18 +42,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def resolve(options: Mapping[str, Any]) -> dict[str, Any]:
     """Validate options and add derived ones such as `embeds`."""
     embeds = options["backend"] == "openai-embeddings" or options["endpoint"] in _EMBEDS
-    own = {"embeds": embeds}
+    derived = {"embeds": embeds}
     if embeds:
         _check_embeds(options)
-        own |= {
+        derived |= {
             "backend": "grpc" if options["backend"] == "grpc" else "openai-embeddings",
             "endpoint": None if options["endpoint"] in _EMBEDS else options["endpoint"],
             "embed_batch_size": 1 if options["embed_batch_size"] is None else options["embed_batch_size"],
         }
     elif options["embed_batch_size"] is not None:
         raise UsageError("--embed-batch-size requires --endpoint embeddings")
-    own["percentile_metrics"] = options["percentile_metrics"] or (("e2el",) if embeds else METRICS[:3])
-    _check(resolved := {**options, **own})
+    derived["percentile_metrics"] = options["percentile_metrics"] or (("e2el",) if embeds else METRICS[:3])
+    _check(resolved := {**options, **derived})
     return resolved
 
 
@@ -113,7 +113,7 @@ def base_of(options: Mapping[str, Any]) -> str:
 
 
 def headers_of(options: Mapping[str, Any]) -> dict[str, str]:
-    """The environment's API key is the default."""
+    """Return the headers of `--header`, and Authorization with an API key of the environment unless given."""
     given = dict(options["header"])
     key = next((os.environ[name] for name in _KEYS if os.environ.get(name)), None)
     if key is None or any(name.lower() == "authorization" for name in given):

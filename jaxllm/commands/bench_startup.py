@@ -34,7 +34,7 @@ def add(benchmarks: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Raise EngineError if a start exceeds its limit."""
+    """Measure starts, print and save the figures; raise EngineError if a start exceeds its limit."""
     config = engine_config(options)
     check_output(options)
     from tqdm import tqdm

@@ -1,4 +1,4 @@
-"""`--explain` and `--profile`, for benchmarks of an engine."""
+"""The flags `--explain` and `--profile` of benchmarks, which trace an engine's steps."""
 
 from __future__ import annotations
 

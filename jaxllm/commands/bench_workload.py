@@ -11,7 +11,7 @@ from jaxllm.commands.flags import flag_of, given
 
 
 def dataset_options(options: Mapping[str, Any], dataset_name: DatasetName = "random") -> DatasetOptions:
-    """Raises UsageError for a flag of another dataset, or an invalid value."""
+    """Read the dataset's flags; raise UsageError for a flag of another dataset or an invalid value."""
     own = given(options, DatasetOptions)
     chosen = own.get("dataset_name", dataset_name)
     for name in own:

@@ -43,13 +43,13 @@ def add(commands: Subparsers) -> None:
 def run(options: dict[str, Any]) -> int:
     options, further = with_lora(options)
     engine_config(options)
-    own = params_of(options, CHAT_TOKENS)
+    from_flags = params_of(options, CHAT_TOKENS)
     system = [{"role": "system", "content": options["system"]}] if options["system"] else []
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         _enable_line_editing()
     with open_llm(options, precompile="background") as llm:  # compiling for a GPU takes a minute
-        params = replace(llm.get_default_sampling_params(), **own)
+        params = replace(llm.get_default_sampling_params(), **from_flags)
         _check_template(llm, system, further)
         history = list(system)
         if is_terminal:

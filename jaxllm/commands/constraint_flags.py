@@ -1,4 +1,4 @@
-"""Flags that constrain the output. Loads nothing."""
+"""The flags that constrain an output to a schema, expression, grammar or choice. Imports no model code."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def add(commands: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Return 1 if the model cannot run."""
+    """Print the report; return 1 if the model cannot run."""
     config = engine_config(options)
     from jaxllm.commands import doctor_report
 

@@ -100,7 +100,7 @@ def run(options: dict[str, Any]) -> int:
 
 @contextmanager
 def _opened(name: str) -> Iterator[IO[bytes]]:
-    """Standard input is copied, so that it can be read twice."""
+    """Open a file, or standard input ("-") as a temporary copy, so that it can be read twice."""
     if name != "-":
         with open(name, "rb") as file:
             yield file

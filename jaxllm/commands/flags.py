@@ -111,7 +111,7 @@ def add_flags(
     defaults: Mapping[str, Any] | None = None,
     has_sampling: bool = False,
 ) -> None:
-    """Absent flags leave no entry in the options."""
+    """Add a flag for each field of a settings class; absent flags leave no entry in the options."""
     kinds = get_type_hints(cls)
     for field in fields(cls):
         if field.name in skipped:
@@ -171,7 +171,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def integer(text: str) -> int:
-    """Suffixes k, m, g, t are decimal, K, M, G, T binary, as in vLLM."""
+    """Parse an integer; suffixes k, m, g, t are decimal, K, M, G, T binary, as in vLLM."""
     match = re.fullmatch(r"([+-]?\d+)([kmgtKMGT]?)", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer (1k is 1000, 1K is 1024)")

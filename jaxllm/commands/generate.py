@@ -44,16 +44,16 @@ def add(commands: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Return 1 if an output failed, 130 after ^C."""
+    """Generate and print the outputs of all prompts; return 1 if one failed, 130 after ^C."""
     options, further = with_lora(options)
     engine_config(options)
-    own = params_of(options, GENERATE_TOKENS)
+    from_flags = params_of(options, GENERATE_TOKENS)
     if not options["json"]:
-        _warn_of_numbers(own)
-    jobs = _read_prompts(options, own)
+        _warn_of_numbers(from_flags)
+    jobs = _read_prompts(options, from_flags)
     with open_llm(options, precompile="background") as llm:  # compiling for a GPU takes a minute
         default = llm.get_default_sampling_params()
-        params = [replace(default, **{**own, **override}) for _, override in jobs]
+        params = [replace(default, **{**from_flags, **override}) for _, override in jobs]
         started = time.monotonic()
         with profile(llm, options):
             if len(jobs) == 1 and params[0].n == 1 and not options["json"] and sys.stdout.isatty():
@@ -70,18 +70,18 @@ def run(options: dict[str, Any]) -> int:
     return 1 if any(completion.finish_reason == "error" for output in outputs for completion in output.outputs) else 0
 
 
-def _warn_of_numbers(own: Mapping[str, Any]) -> None:
-    names = [flag_of(name, SamplingParams) for name in _IN_JSON if own.get(name) is not None]
+def _warn_of_numbers(from_flags: Mapping[str, Any]) -> None:
+    names = [flag_of(name, SamplingParams) for name in _IN_JSON if from_flags.get(name) is not None]
     if names:
         print(f"jaxllm: warning: {', '.join(names)}: log-probabilities are written with --json only", file=sys.stderr)
 
 
-def _read_prompts(options: Mapping[str, Any], own: Mapping[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
+def _read_prompts(options: Mapping[str, Any], from_flags: Mapping[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
     prompts, file = options["prompts"], options["file"]
     if file is not None and prompts:
         raise UsageError("give prompts as arguments or with --file, not both")
     if file is not None:
-        jobs = _prompts_of_file(file, own)
+        jobs = _prompts_of_file(file, from_flags)
         if not jobs:
             raise UserError(f"{file} holds no prompt.")
         return jobs
@@ -92,7 +92,7 @@ def _read_prompts(options: Mapping[str, Any], own: Mapping[str, Any]) -> list[tu
     return [(_read("-").removesuffix("\n") if prompt == "-" else prompt, {}) for prompt in prompts]
 
 
-def _prompts_of_file(file: str, own: Mapping[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
+def _prompts_of_file(file: str, from_flags: Mapping[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
     lines = [(number, line) for number, line in enumerate(_read(file).split("\n"), 1) if line.strip()]
     if not lines or not (file.endswith(".jsonl") or lines[0][1].lstrip().startswith("{")):
         return [(line, {}) for _, line in lines]
@@ -103,7 +103,7 @@ def _prompts_of_file(file: str, own: Mapping[str, Any]) -> list[tuple[Any, dict[
             if not isinstance(record, dict) or "prompt" not in record:
                 raise UserError('expected an object with a "prompt"')
             prompt = record.pop("prompt")
-            SamplingParams(**{**own, **record})
+            SamplingParams(**{**from_flags, **record})
         except ValueError as error:  # UserError is a ValueError
             raise UserError(f"{file}, line {number}: {error}") from error
         except RecursionError as error:

@@ -37,7 +37,7 @@ def add(commands: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Return 1 if a plan differs or the file is truncated."""
+    """Replay a recording and print its events; return 1 if a plan differs or the file is truncated."""
     from jaxllm.replay.replay import Replay
 
     replay = Replay(options["file"])
@@ -53,7 +53,7 @@ def run(options: dict[str, Any]) -> int:
 
 
 def _show(replay: Replay, options: Mapping[str, Any]) -> str | None:
-    """Return the last plan difference, if any."""
+    """Print the events, plans or states that the flags select; return the last plan difference, if any."""
     difference = None
     summary = Summary()
     story = Story(options["request"]) if options["request"] else None
@@ -307,7 +307,7 @@ def _named(request: Request) -> str:
 
 
 def to_json(moment: Moment, names: Mapping[int, str] | None = None) -> dict[str, Any]:
-    """Include only the requests `names`."""
+    """Describe an event as a JSON object, with all requests or only those in `names`."""
     plan, events = moment.plan, moment.events
 
     def is_shown(request_id: int) -> bool:
@@ -317,14 +317,16 @@ def to_json(moment: Moment, names: Mapping[int, str] | None = None) -> dict[str,
     if moment.added:
         written["requests"] = [
             {
-                "id": one.sequence_id,
-                **{name: getattr(one, name) for name in ("name", "num_prompt", "limit", "priority", "adapter")},
+                "id": request.sequence_id,
+                **{name: getattr(request, name) for name in ("name", "num_prompt", "limit", "priority", "adapter")},
             }
-            for one in moment.added
-            if is_shown(one.sequence_id)
+            for request in moment.added
+            if is_shown(request.sequence_id)
         ]
     if moment.aborted is not None:
-        written["reasons"] = {str(one): reason for one, reason in moment.aborted.items() if is_shown(one)}
+        written["reasons"] = {
+            str(request_id): reason for request_id, reason in moment.aborted.items() if is_shown(request_id)
+        }
     if moment.forked:
         written["moves"] = [move._asdict() for move in moment.forked if is_shown(move.target)]
     if plan is not None:
@@ -333,10 +335,14 @@ def to_json(moment: Moment, names: Mapping[int, str] | None = None) -> dict[str,
         counts = events.counts.tolist()
         columns = zip(events.ids.tolist(), counts, accumulate(counts), strict=True)
         written["tokens"] = {
-            str(one): events.tokens[end - count : end].tolist() for one, count, end in columns if is_shown(one)
+            str(request_id): events.tokens[end - count : end].tolist()
+            for request_id, count, end in columns
+            if is_shown(request_id)
         }
-        written["finished"] = {str(one): reason for one, reason in events.finished.items() if is_shown(one)}
-        written["failed"] = [one for one in events.failed if is_shown(one)]
+        written["finished"] = {
+            str(request_id): reason for request_id, reason in events.finished.items() if is_shown(request_id)
+        }
+        written["failed"] = [request_id for request_id in events.failed if is_shown(request_id)]
     elif plan is not None:
         owners = [record and record.request.sequence_id for record in moment.state.running]
         written["rows"] = [
@@ -347,11 +353,16 @@ def to_json(moment: Moment, names: Mapping[int, str] | None = None) -> dict[str,
             if is_shown(owners[slot] or 0)
         ]
         written["admitted"] = [
-            {"id": one.request.sequence_id, "slot": one.slot, "num_known": one.num_known, "num_cached": one.num_cached}
-            for one in plan.admitted
-            if is_shown(one.request.sequence_id)
+            {
+                "id": admission.request.sequence_id,
+                "slot": admission.slot,
+                "num_known": admission.num_known,
+                "num_cached": admission.num_cached,
+            }
+            for admission in plan.admitted
+            if is_shown(admission.request.sequence_id)
         ]
-        written["preempted"] = [one for one in plan.preempted if is_shown(one)]
+        written["preempted"] = [request_id for request_id in plan.preempted if is_shown(request_id)]
     if names is None:
         written |= {name.replace(" ", "_"): value for name, value in _sizes(moment.state).items()}
     if moment.difference is not None:

@@ -1,4 +1,4 @@
-"""The model, traces, streamed output and ^C, for commands that load a model."""
+"""Load a model for a command: its flags, progress, traces, streamed output and ^C."""
 
 from __future__ import annotations
 

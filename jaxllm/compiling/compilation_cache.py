@@ -1,4 +1,4 @@
-"""JAX's persistent compilation cache."""
+"""Set up JAX's persistent compilation cache, which keeps compiled programs in a folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _log = logging.getLogger(__name__)
 
 
 def use_compilation_cache(folder: Path) -> None:
-    """Warn and cache nothing if `folder` cannot be created."""
+    """Make JAX cache compiled programs in `folder`; warn and cache nothing if it cannot be created."""
     place = str(folder) if _can_be_folder(folder) else None
     if jax.config.values["jax_compilation_cache_dir"] != place:
         compilation_cache.reset_cache()  # JAX otherwise keeps the folder of the process's first engine

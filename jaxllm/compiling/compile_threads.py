@@ -1,4 +1,4 @@
-"""Background compilation during steps."""
+"""Run compilations in threads of idle priority, so that they do not slow down steps."""
 
 from __future__ import annotations
 

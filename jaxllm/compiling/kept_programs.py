@@ -136,14 +136,14 @@ class KeptPrograms:
         return True
 
 
-def _checked(content: bytes, own: bytes) -> memoryview:
+def _checked(content: bytes, expected: bytes) -> memoryview:
     if len(content) < _HEADER.size:
         raise ValueError("it is cut short")
     magic, key, checksum, size = _HEADER.unpack_from(content)
     payload = memoryview(content)[_HEADER.size :]
     if magic != _MAGIC:
         raise ValueError("it has another format")
-    if key != own:
+    if key != expected:
         raise ValueError("it is another program's")
     if size != len(payload) or hashlib.sha256(payload).digest() != checksum:
         raise ValueError("it is damaged")

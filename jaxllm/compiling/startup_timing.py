@@ -1,4 +1,4 @@
-"""Durations of the phases of an engine's start."""
+"""Measure the phases of an engine's start."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Phases:
         self._noted.append(Phase(name, seconds, cause, is_beside=True))
 
     def finished(self) -> tuple[Phase, ...]:
-        """The last phase, "other", is the remaining time."""
+        """Return all phases; the last, "other", is the time that no sequential phase covers."""
         rest = time.perf_counter() - self._began - sum(phase.seconds for phase in self._noted if not phase.is_beside)
         return (*self._noted, Phase("other", rest))
 

@@ -1,4 +1,6 @@
-"""What ships in the package: a tiny Llama, its adapters and EAGLE-3 head, an embedder; `training/` made them."""
+"""The models included in the package: a tiny Llama with adapters and an EAGLE-3 head, and an embedder, made by
+`training/`.
+"""
 
 from pathlib import Path
 

@@ -167,7 +167,7 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
 
     async def drain_replica(self, number: int) -> None:
         """Raise FeatureDisabledError: one engine has no replicas."""
-        raise FeatureDisabledError("there is one engine, and no replica.", "replica")
+        raise FeatureDisabledError("this server has one engine, and no replica to drain.", "replica")
 
     def get_load(self) -> Load:
         """Return the load after the last step, plus the requests queued since."""
@@ -198,7 +198,10 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
         Raises FeatureDisabledError without `enable_kv_cache_events`, OutOfRangeError for a discarded batch.
         """
         if not self.config.enable_kv_cache_events:
-            raise FeatureDisabledError("start the engine with enable_kv_cache_events.", "enable_kv_cache_events")
+            raise FeatureDisabledError(
+                "changes of the prefix cache are not logged; start the engine with enable_kv_cache_events.",
+                "enable_kv_cache_events",
+            )
         async with aclosing(self._blocks.read(start_sequence)) as batches:
             async for batch in batches:
                 yield batch

@@ -91,12 +91,14 @@ class EngineCore:
         return self.inputs.accept(request_id, prompt, params, priority, options)
 
     def add(self, requests: Sequence[Accepted]) -> None:
-        """Queue requests; raise RequestIdInUseError, without queuing any, if an id is in use."""
+        """Queue requests; raise RequestIdInUseError, without queuing any, if an id is in use; choose another."""
         self._check_open()
         ids = set(self.outputs.groups)
         for accepted in requests:
             if accepted.internal_id in ids:
-                raise RequestIdInUseError(f"request id {accepted.request_id!r} is in use.", "request_id")
+                raise RequestIdInUseError(
+                    f"request id {accepted.request_id!r} is in use; choose another.", "request_id"
+                )
             ids.add(accepted.internal_id)
         made = [self.inputs.make_group(accepted, self._clock()) for accepted in requests]
         for accepted, (group, _) in zip(requests, made, strict=True):
@@ -350,4 +352,4 @@ class EngineCore:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise EngineError("the engine is closed.")
+            raise EngineError("the engine is closed; create a new one.")

@@ -1,4 +1,4 @@
-"""The thread of `AsyncLLM`."""
+"""The thread that runs the engine of an `AsyncLLM`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Queue from the event loop to the engine's thread."""
+"""The queue of requests and calls from the event loop to the engine's thread."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Inbox:
             return taken
 
     def settle(self, added: list[Accepted]) -> None:
-        """The engine's load includes these from now on."""
+        """Stop counting requests that the engine's load includes from now on."""
         if added:
             with self._changed:
                 self._num_sequences -= sum(accepted.num_sequences for accepted in added)

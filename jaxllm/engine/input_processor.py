@@ -83,7 +83,7 @@ class InputProcessor:
 
     def _check(self, params: object, priority: object) -> None:
         if params is not None and not isinstance(params, (SamplingParams, *self._features.takes)):
-            raise UserError(f"Sampling parameters are a SamplingParams, not {type(params).__name__}.", "params")
+            raise UserError(f"Sampling parameters must be a SamplingParams, got {type(params).__name__}.", "params")
         if isinstance(priority, bool) or not isinstance(priority, int | np.integer):
             raise UserError(f"priority must be an integer, got {priority!r}.", "priority")
         if priority and self._config.scheduling_policy != "priority":

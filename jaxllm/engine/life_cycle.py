@@ -48,7 +48,7 @@ class LifeCycle:
         return self.exit in _ENDS
 
     def state(self, is_hung: bool) -> EngineState:
-        """`is_hung`: the current step exceeds its time limit."""
+        """Return the state to report; `is_hung`: the current step exceeds its time limit."""
         if self.exit in ("leaving", "draining"):
             return "draining"
         return _ENDS.get(self.exit) or self._working(is_hung)

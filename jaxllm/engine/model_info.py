@@ -48,7 +48,9 @@ class ModelInfo:
         over = 0 if most is None else len(ids) - most
         if over > 0:
             if over >= len(self.tokenizer.encode(second, add_special_tokens=False)):
-                message = f"The first text is never cut, and leaves no room for the second in {most} tokens."
+                message = (
+                    f"The first text is never cut, and leaves no room for the second in {most} tokens; shorten it."
+                )
                 raise UserError(message, "truncate_prompt_tokens")
             (last,) = self.tokenizer.encode("a", add_special_tokens=False)[-1:]
             end = len(ids) - self.tokenizer.encode_pair("a", "a")[0][::-1].index(last)

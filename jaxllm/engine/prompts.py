@@ -22,7 +22,7 @@ def parts_of(prompt: Prompt, also: str | None = None) -> tuple[str | None, Seque
     if isinstance(prompt, Mapping):
         unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt", also}
         if unknown:
-            raise UserError(f"{min(unknown)!r} is not something that a jaxllm prompt can have yet.", min(unknown))
+            raise UserError(f"A prompt has no field {min(unknown)!r} in jaxllm; leave it out.", min(unknown))
         salt = _salt(prompt["cache_salt"]) if "cache_salt" in prompt else b""
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     elif isinstance(prompt, str):
@@ -30,9 +30,9 @@ def parts_of(prompt: Prompt, also: str | None = None) -> tuple[str | None, Seque
     else:
         text, ids = None, prompt
     if ids is None and not isinstance(text, str):
-        raise UserError(f"A prompt is text or a list of token ids, not {type(text).__name__}.", "prompt")
+        raise UserError(f"A prompt must be text or a list of token ids, got {type(text).__name__}.", "prompt")
     if ids is not None and (not isinstance(ids, Sequence | np.ndarray) or isinstance(ids, str | bytes)):
-        raise UserError(f"A prompt is text or a list of token ids, not {type(ids).__name__}.", "prompt")
+        raise UserError(f"A prompt must be text or a list of token ids, got {type(ids).__name__}.", "prompt")
     return text, ids, salt
 
 
@@ -52,7 +52,7 @@ def checked_ids(ids: Any, vocab_size: int) -> list[int]:
     if set(map(type, plain)) != {int}:
         for token in plain:
             if isinstance(token, bool) or not isinstance(token, int | np.integer):
-                raise UserError(f"A token id is an integer, not {token!r}.", "prompt")
+                raise UserError(f"A token id must be an integer, got {token!r}.", "prompt")
         plain = [int(token) for token in plain]
     if not 0 <= min(plain) <= max(plain) < vocab_size:
         outside = next(token for token in plain if not 0 <= token < vocab_size)

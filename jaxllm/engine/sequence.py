@@ -1,4 +1,7 @@
-"""A request in the engine. Methods that make text may raise; the caller ends the request."""
+"""`SequenceGroup` and `Sequence`: a request in the engine, and one of its outputs with its text.
+
+Methods that make text may raise; the caller ends the request.
+"""
 
 from __future__ import annotations
 
@@ -231,7 +234,7 @@ class SequenceGroup:
         return all(sequence.finish_reason is not None for sequence in self.sequences)
 
     def is_due(self, interval: int) -> bool:
-        """`interval`: default number of new tokens."""
+        """Return whether an output must be returned now; `interval` is the default number of new tokens."""
         if self.is_finished:
             return True
         is_final_only = self.kind is RequestOutputKind.FINAL_ONLY

@@ -205,14 +205,14 @@ class StreamingEngine:
         self._check_serving()
         request_id = uuid.uuid4().hex if request_id is None else request_id
         if self._streams.has(request_id, owner):
-            raise RequestIdInUseError(f"request id {request_id!r} is in use.", "request_id")
+            raise RequestIdInUseError(f"request id {request_id!r} is in use; choose another.", "request_id")
         given = {option: value for option, value in options.items() if value is not None}
         with self.preparing(1):
             accepted: Any = await self._accept(
                 request_id, prompt, sampling_params, priority, given, client=client, timeout=timeout
             )
         if self._streams.has(request_id, owner):
-            raise RequestIdInUseError(f"request id {request_id!r} is in use.", "request_id")
+            raise RequestIdInUseError(f"request id {request_id!r} is in use; choose another.", "request_id")
         self._check_serving()
         num_sequences = accepted.num_sequences
         self.check_queue(num_sequences, num_sequences * len(accepted.prompt_token_ids))
@@ -271,14 +271,16 @@ class StreamingEngine:
             n = num_sequences // num_prompts
             name = "n" if num_prompts == 1 else "n times the number of prompts"
             asked = n if num_prompts == 1 else f"{n} times {num_prompts}"
-            message = f"{name} may be at most {room}, so many can run and wait on this server, got {asked}."
+            message = f"{name} must be at most {room}, the number that can run and wait on this server; got {asked}."
             raise UserError(message, "n" if n > 1 else "prompt")
         most_tokens = most_queued_tokens(self.max_queued_tokens, self.model.max_model_len)
         waiting = load.waiting + self._num_preparing
         if waiting + num_sequences > most + load.max_running - load.running:
-            raise OverloadedError(f"The queue is full: {waiting} requests wait.", retry_after=1.0)
+            raise OverloadedError(f"The queue is full: {waiting} requests wait; retry later.", retry_after=1.0)
         if load.waiting_tokens and load.waiting_tokens + num_tokens > most_tokens:
-            raise OverloadedError(f"The queue is full: {load.waiting_tokens} tokens of prompts wait.", retry_after=1.0)
+            raise OverloadedError(
+                f"The queue is full: {load.waiting_tokens} tokens of prompts wait; retry later.", retry_after=1.0
+            )
 
     @contextmanager
     def preparing(self, num_sequences: int) -> Iterator[None]:

@@ -1,1 +1,1 @@
-"""Parse config.json."""
+"""The model families: read a config.json as a `Spec`, and name the tensors of its weights."""

@@ -50,7 +50,7 @@ class Fields:
         return self._config.get(key)
 
     def take(self, key: str, kind: type[Value], default: Value = _REQUIRED) -> Value:
-        """`default` replaces a missing or null value, without it an error."""
+        """Return a finite value of a type; `default` replaces a missing or null value, which otherwise is an error."""
         value = self.raw(key)
         if value is None:
             if default is _REQUIRED:
@@ -71,7 +71,7 @@ class Fields:
         return value
 
     def layers(self, key: str = "num_hidden_layers") -> int:
-        """Bounded, since memory is allocated per layer."""
+        """Return the number of layers, at most MOST_LAYERS since memory is allocated for each."""
         return self.size(key, most=MOST_LAYERS)
 
     def positive(self, key: str, default: float = _REQUIRED) -> float:
@@ -81,7 +81,7 @@ class Fields:
         return value
 
     def optional(self, key: str, kind: type[Value], absent: Value | None = None) -> Value | None:
-        """`absent` replaces a missing key, as in transformers."""
+        """Return a value that may be null; `absent` replaces a missing key, as in transformers."""
         if key in self._config and self._config[key] is None:
             self._read.add(key)
             return None
@@ -263,7 +263,10 @@ def magnitude(factor: float, weight: float) -> float:
 
 
 def read_windows(fields: Fields, window: int | None, default: tuple[bool, ...]) -> tuple[int | None, ...]:
-    """`layer_types` overrides `default`."""
+    """Return each layer's sliding window, None for full attention.
+
+    `layer_types` decides which layers have one; without it, `default` does.
+    """
     kinds = fields.raw("layer_types")
     slides = default
     if kinds is not None:
@@ -288,29 +291,33 @@ def read_decoder(
     interleaved: bool = False,
     turned_size: int | None = None,
     rotates: tuple[bool, ...] | None = None,
-    **own: Any,
+    **further: Any,
 ) -> Spec:
-    """`eps` is a key and default; `theta` and `partial` as in read_rope; `turned_size` replaces the head size for
-    rotation; `own` are further fields of Spec.
+    """Read the fields that decoders like Llama share.
+
+    `eps` is the norm's key and default; `theta` and `partial` are as in read_rope; `turned_size` replaces the head size
+    for rotation; `further` are other fields of Spec.
     """
     width, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     num_layers = fields.layers()
-    head_size = own.get("head_size")
+    head_size = further.get("head_size")
     if head_size is None:
         if not fields.has("head_dim") and width % num_heads != 0:
             raise UserError(f"config.json: hidden_size {width} is not a multiple of {num_heads} heads.", "hidden_size")
         head_size = fields.size("head_dim", width // num_heads)
     max_position = fields.size("max_position_embeddings")
-    if "ropes" not in own:
+    if "ropes" not in further:
         options: dict[str, Any] = {"theta": theta, "partial": partial, "interleaved": interleaved}
         rope, max_position = read_rope(fields, turned_size or head_size, max_position, **options)
-        own["ropes"] = tuple(rope if turned else None for turned in rotates or (True,) * num_layers)
-    if "is_causal" not in own:
-        own["is_causal"] = fields.take("is_causal", bool, True)
-        if not own["is_causal"] and "windows" in own:  # windows extend to both sides, and include the token itself
-            own["windows"] = tuple(window and window + 1 for window in own["windows"])
-    if "activation" not in own:
-        own["activation"] = fields.activation("hidden_act", "silu")
+        further["ropes"] = tuple(rope if turned else None for turned in rotates or (True,) * num_layers)
+    if "is_causal" not in further:
+        further["is_causal"] = fields.take("is_causal", bool, True)
+        if (
+            not further["is_causal"] and "windows" in further
+        ):  # windows extend to both sides, and include the token itself
+            further["windows"] = tuple(window and window + 1 for window in further["windows"])
+    if "activation" not in further:
+        further["activation"] = fields.activation("hidden_act", "silu")
     shared: dict[str, Any] = {
         "num_layers": num_layers,
         "width": width,
@@ -325,7 +332,7 @@ def read_decoder(
         "norm_eps": fields.positive(eps[0], eps[1]),
         "tie_embeddings": fields.take("tie_word_embeddings", bool, tied),
     }
-    return Spec(**(shared | own))
+    return Spec(**(shared | further))
 
 
 def read_multipliers(fields: Fields) -> dict[str, Any]:
@@ -342,7 +349,7 @@ def slides(fields: Fields, pattern: int | None = None) -> tuple[bool, ...]:
     return tuple(pattern is None or (layer + 1) % pattern != 0 for layer in layers)
 
 
-def read_learned(fields: Fields, *, width: int, num_heads: int, num_layers: int, **own: Any) -> Spec:
+def read_learned(fields: Fields, *, width: int, num_heads: int, num_layers: int, **further: Any) -> Spec:
     """Read fields of older families: learned positions, layer norms, biases, multi-head attention."""
     if width % num_heads != 0:
         raise UserError(f"config.json: the width {width} is not a multiple of {num_heads} heads.")
@@ -362,7 +369,7 @@ def read_learned(fields: Fields, *, width: int, num_heads: int, num_layers: int,
         "mlp_gated": False,
         "tie_embeddings": fields.take("tie_word_embeddings", bool, True),
     }
-    return Spec(**(shared | own))
+    return Spec(**(shared | further))
 
 
 def read_two_ropes(

@@ -49,8 +49,8 @@ def _qwen3(fields: Fields) -> Spec:
     return read_decoder(fields, head_size=fields.size("head_dim", 128), qk_norm="each head", windows=windows, **biases)
 
 
-def _gemma(fields: Fields, **own: Any) -> Spec:
-    if "is_causal" not in own:
+def _gemma(fields: Fields, **further: Any) -> Spec:
+    if "is_causal" not in further:
         fields.only("use_bidirectional_attention", False)
     for key in ("hidden_act", "hidden_activation"):  # an old name, and "gelu" an old value
         fields.only(key, "gelu", "gelu_pytorch_tanh")
@@ -61,10 +61,10 @@ def _gemma(fields: Fields, **own: Any) -> Spec:
         "embed_scale": fields.size("hidden_size") ** 0.5,
         **fields.attention_biases(),
     }
-    return read_decoder(fields, tied=True, **(shared | own))
+    return read_decoder(fields, tied=True, **(shared | further))
 
 
-def _gemma2(fields: Fields, pattern: int = 2, **own: Any) -> Spec:
+def _gemma2(fields: Fields, pattern: int = 2, **further: Any) -> Spec:
     window = fields.optional("sliding_window", int, 4096)
     fields.only("sliding_window_size", window)
     shared: dict[str, Any] = {
@@ -74,7 +74,7 @@ def _gemma2(fields: Fields, pattern: int = 2, **own: Any) -> Spec:
         "logit_softcap": fields.optional("final_logit_softcapping", float, 30.0),
         "norm_place": "sandwich",
     }
-    return _gemma(fields, **(shared | own))
+    return _gemma(fields, **(shared | further))
 
 
 def _gemma3(fields: Fields) -> Spec:
@@ -194,7 +194,7 @@ def _gpt_neox(fields: Fields) -> Spec:
     )
 
 
-def _cohere(fields: Fields, theta: float = 500000.0, **own: Any) -> Spec:
+def _cohere(fields: Fields, theta: float = 500000.0, **further: Any) -> Spec:
     return read_decoder(
         fields,
         tied=True,
@@ -208,7 +208,7 @@ def _cohere(fields: Fields, theta: float = 500000.0, **own: Any) -> Spec:
         logit_scale=fields.take("logit_scale", float, 0.0625),
         # Command R gives 8192 positions and a length of 131072; vLLM also uses the latter.
         max_position=fields.size("model_max_length", fields.size("max_position_embeddings")),
-        **own,
+        **further,
     )
 
 
@@ -230,7 +230,7 @@ def _cohere2(fields: Fields) -> Spec:
     return _cohere(fields, 10000.0, windows=windows, rotates=tuple(window is not None for window in windows))
 
 
-def _glm(fields: Fields, **own: Any) -> Spec:
+def _glm(fields: Fields, **further: Any) -> Spec:
     return read_decoder(
         fields,
         eps=("rms_norm_eps", 1.5625e-07),
@@ -239,7 +239,7 @@ def _glm(fields: Fields, **own: Any) -> Spec:
         head_size=fields.size("head_dim", 128),
         num_kv_heads=fields.size("num_key_value_heads", 2),
         qkv_bias=fields.take("attention_bias", bool, True),
-        **own,
+        **further,
     )
 
 
@@ -275,7 +275,7 @@ def _exaone4(fields: Fields) -> Spec:
         qk_norm="each head",
         windows=windows,
         # A model with windows does not rotate in full-attention layers.
-        rotates=tuple(window is None or own is not None for own in windows),
+        rotates=tuple(window is None or further is not None for further in windows),
     )
 
 

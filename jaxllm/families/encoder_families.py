@@ -15,15 +15,15 @@ _ENCODER: dict[str, Any] = {"is_causal": False, "norm_place": "after", "embed_no
 _BIASES = dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)
 
 
-def _bert(fields: Fields, position_offset: int = 0, eps: float = 1e-12, **own: Any) -> Spec:
+def _bert(fields: Fields, position_offset: int = 0, eps: float = 1e-12, **further: Any) -> Spec:
     fields.only("position_embedding_type", "absolute")
     fields.only("is_decoder", False)
     positions = fields.size("max_position_embeddings", 512)
     if not 0 <= position_offset < positions:
         message = f"config.json: max_position_embeddings {positions} leaves no position behind padding's."
         raise UserError(message, "max_position_embeddings")
-    if "token_types" not in own:
-        own["token_types"] = fields.size("type_vocab_size", 2)
+    if "token_types" not in further:
+        further["token_types"] = fields.size("type_vocab_size", 2)
     return read_learned(
         fields,
         width=fields.size("hidden_size"),
@@ -36,7 +36,7 @@ def _bert(fields: Fields, position_offset: int = 0, eps: float = 1e-12, **own: A
         activation=fields.activation("hidden_act", "gelu"),
         **_ENCODER,
         **_BIASES,
-        **own,
+        **further,
     )
 
 
@@ -110,14 +110,14 @@ def _modernbert_head(fields: Fields, width: int, labels: int) -> Pooler:
 
 
 def _nomic(fields: Fields) -> Spec:
-    own: dict[str, Any] = {"norm": "layer", "norm_bias": True, "token_types": fields.size("type_vocab_size", 2)}
+    shared: dict[str, Any] = {"norm": "layer", "norm_bias": True, "token_types": fields.size("type_vocab_size", 2)}
     if not fields.has("n_embd"):
         return read_decoder(
             fields,
             tied=True,
             eps=("layer_norm_eps", 1e-12),
             theta=1000.0,
-            **own,
+            **shared,
             **_ENCODER,
         )
     for key, value in (
@@ -166,7 +166,7 @@ def _nomic(fields: Fields) -> Spec:
         norm_eps=fields.positive("layer_norm_epsilon", 1e-5),
         learned_positions=False,
         mlp_gated=True,
-        **own,
+        **shared,
         **_ENCODER,
     )
 

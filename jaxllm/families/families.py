@@ -59,9 +59,10 @@ SAMPLING: dict[str, Any] = {
 
 
 def read_spec(config: Mapping[str, Any], max_model_len: int | None = None) -> tuple[Spec, Family]:
-    """`max_model_len` is the requested context length: some rotations depend on it.
+    """Find the row of a config.json's architecture; return the `Spec` that it reads, and the row.
 
-    Raises UserError, naming the key, for an unknown architecture or key, and for a missing or impossible value.
+    `max_model_len` is the requested context length: some rotations depend on it. Raises UserError, naming the key, for
+    an unknown architecture or key, and for a missing or impossible value.
     """
     names = config.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

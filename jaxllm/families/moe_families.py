@@ -30,18 +30,18 @@ def _sparse_layers(fields: Fields) -> tuple[bool, ...]:
     return tuple(layer not in plain and (layer + 1) % stride == 0 for layer in range(layers))
 
 
-def _experts(fields: Fields, width: str, layers: tuple[bool, ...], **own: Any) -> Experts:
+def _experts(fields: Fields, width: str, layers: tuple[bool, ...], **further: Any) -> Experts:
     names = ("n_routed_experts", "num_experts", "num_local_experts")  # the last is transformers 5's name
     count = next((name for name in names if fields.has(name)), names[-1])
     experts, chosen = fields.size(count), fields.size("num_experts_per_tok")
     for name in names:
         fields.only(name, experts)
-    groups, best = own.get("groups", 1), own.get("groups_per_token", 1)
+    groups, best = further.get("groups", 1), further.get("groups_per_token", 1)
     if experts % groups != 0 or best > groups or chosen > experts // groups * best:
         raise UserError(
             f"config.json: {chosen} of {experts} experts cannot be chosen from {best} of {groups} groups.", count
         )
-    return Experts(layers=layers, count=experts, per_token=chosen, ffn_width=fields.size(width), **own)
+    return Experts(layers=layers, count=experts, per_token=chosen, ffn_width=fields.size(width), **further)
 
 
 def _mixtral(fields: Fields) -> Spec:

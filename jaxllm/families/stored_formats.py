@@ -112,17 +112,17 @@ def _group(fields: Fields, key: str = "group_size") -> int | None:
     return None if size == -1 else fields.size(key)
 
 
-def _compressed_tensors(own: Fields) -> StoredFormat:
+def _compressed_tensors(fields: Fields) -> StoredFormat:
     """Read compressed-tensors, of llm-compressor (github.com/vllm-project/compressed-tensors)."""
-    own.only("quantization_status", "compressed")
-    own.only("transform_config", {})  # rotated activations
-    own.inner("sparsity_config").only("format", "dense")
-    groups = own.raw("config_groups")
+    fields.only("quantization_status", "compressed")
+    fields.only("transform_config", {})  # rotated activations
+    fields.inner("sparsity_config").only("format", "dense")
+    groups = fields.raw("config_groups")
     if not isinstance(groups, Mapping) or len(groups) != 1:
         raise UserError(f"config.json, {_KEY}: config_groups must be one group; several are not supported.", _KEY)
-    group = own.inner("config_groups").inner(next(iter(groups)))
+    group = fields.inner("config_groups").inner(next(iter(groups)))
     weights = group.inner("weights")
-    form = group.take("format", str, own.take("format", str))
+    form = group.take("format", str, fields.take("format", str))
     known = {"pack-quantized": "int", "int-quantized": "int", "naive-quantized": None, "float-quantized": "float"}
     if form not in known:
         raise UserError(f"config.json, {_KEY}: format {form!r:.80} is not one of {', '.join(known)}.", _KEY)
@@ -149,7 +149,7 @@ def _compressed_tensors(own: Fields) -> StoredFormat:
         block=rows,
         packs_zeros=form == "pack-quantized" and strategy in ("group", "channel"),
         targets=_module_names(group, "targets"),
-        ignored=_module_names(own, "ignore"),
+        ignored=_module_names(fields, "ignore"),
         has_head=True,
     )
 
@@ -161,49 +161,49 @@ def _block_size(fields: Fields, key: str) -> tuple[int, int]:
     return int(rows), int(columns)
 
 
-def _fp8(own: Fields) -> StoredFormat:
+def _fp8(fields: Fields) -> StoredFormat:
     """Read fp8 in blocks (DeepSeek-V3, Qwen3-FP8), or with one scale per tensor."""
-    own.only("fmt", "e4m3", "float8_e4m3fn")
-    rows, columns = _block_size(own, "weight_block_size") if own.has("weight_block_size") else (1, None)
+    fields.only("fmt", "e4m3", "float8_e4m3fn")
+    rows, columns = _block_size(fields, "weight_block_size") if fields.has("weight_block_size") else (1, None)
     return StoredFormat(
         "fp8",
         "plain",
         Scheme("float8", columns),
         block=rows,
         scale="weight_scale" if columns is None else "weight_scale_inv",
-        ignored=_module_names(own, "modules_to_not_convert") + _module_names(own, "ignored_layers"),
+        ignored=_module_names(fields, "modules_to_not_convert") + _module_names(fields, "ignored_layers"),
     )
 
 
-def _gptq(own: Fields) -> StoredFormat:
+def _gptq(fields: Fields) -> StoredFormat:
     """Read AutoGPTQ and GPTQModel; version 1 stores zeros minus one."""
-    own.only("dynamic", {})  # per-module bits
-    own.only("checkpoint_format", "gptq", "gptq_v2")
-    is_second = own.take("checkpoint_format", str, "gptq") == "gptq_v2"
+    fields.only("dynamic", {})  # per-module bits
+    fields.only("checkpoint_format", "gptq", "gptq_v2")
+    is_second = fields.take("checkpoint_format", str, "gptq") == "gptq_v2"
     return StoredFormat(
         "gptq",
         "gptq",
-        Scheme(_integer_kind(own, "bits"), _group(own), has_zeros=not own.take("sym", bool, True)),
+        Scheme(_integer_kind(fields, "bits"), _group(fields), has_zeros=not fields.take("sym", bool, True)),
         zero_shift=0 if is_second else 1,
-        ignored=_module_names(own, "modules_to_not_convert"),
-        has_head=own.take("lm_head", bool, False),
+        ignored=_module_names(fields, "modules_to_not_convert"),
+        has_head=fields.take("lm_head", bool, False),
     )
 
 
-def _awq(own: Fields) -> StoredFormat:
+def _awq(fields: Fields) -> StoredFormat:
     for key in ("bits", "w_bit"):
-        own.only(key, 4)
-    own.only("zero_point", True)
-    if own.take("version", str, "gemm").lower() != "gemm":
-        own.only("version", "gemm")
-    size = "group_size" if own.has("group_size") else "q_group_size"
-    ignored = _module_names(own, "modules_to_not_convert")
-    return StoredFormat("awq", "awq", Scheme("int4", _group(own, size), has_zeros=True), ignored=ignored)
+        fields.only(key, 4)
+    fields.only("zero_point", True)
+    if fields.take("version", str, "gemm").lower() != "gemm":
+        fields.only("version", "gemm")
+    size = "group_size" if fields.has("group_size") else "q_group_size"
+    ignored = _module_names(fields, "modules_to_not_convert")
+    return StoredFormat("awq", "awq", Scheme("int4", _group(fields, size), has_zeros=True), ignored=ignored)
 
 
-def _mxfp4(own: Fields) -> StoredFormat:
+def _mxfp4(fields: Fields) -> StoredFormat:
     """Read MXFP4: GPT-OSS's experts in blocks of 32 (OCP Microscaling Formats 1.0)."""
-    return StoredFormat("mxfp4", "mxfp4", Scheme("float4", 32), ignored=_module_names(own, "modules_to_not_convert"))
+    return StoredFormat("mxfp4", "mxfp4", Scheme("float4", 32), ignored=_module_names(fields, "modules_to_not_convert"))
 
 
 _READERS: dict[str, Callable[[Fields], StoredFormat]] = {

@@ -122,7 +122,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
             "enable_kv_cache_events": config.enable_prefix_caching,
             "seed": config.seed + number,  # of requests without one
         }
-        num_local = sum(each.is_local for each in self.replicas)
+        num_local = sum(replica.is_local for replica in self.replicas)
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         share = len(cores) // num_local
         settings = node.Settings(
@@ -138,7 +138,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
             return settings, {}
         count = config.tensor_parallel_size
         given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        visible = given.split(",") if given else [str(each) for each in range(num_local * count)]
+        visible = given.split(",") if given else [str(device) for device in range(num_local * count)]
         return settings, {"CUDA_VISIBLE_DEVICES": ",".join(visible[number * count : (number + 1) * count])}
 
     # Called by the supervisor.
@@ -235,7 +235,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
 
     @property
     def model(self) -> ModelInfo:
-        """Raises UnavailableError until a replica has loaded it."""
+        """The model's tokenizer, limits and defaults; raises UnavailableError until a replica has loaded it."""
         if self._model is None:
             raise self._unavailable() or UnavailableError("The model is still being loaded.")
         return self._model
@@ -305,7 +305,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
         client: str | None,
         timeout: float | None,
     ) -> RoutedRequest:
-        """The chosen replica validates the request."""
+        """Make a request without validating its parameters, which the chosen replica does."""
         unknown = options.keys() - {"lora_request"}
         if unknown:
             raise TypeError(f"a request has no {', '.join(sorted(unknown))}")
@@ -319,17 +319,17 @@ class FleetLLM(StreamingEngine, FleetCalls):
             length = len(text or "") // CHARACTERS_A_TOKEN if ids is None else len(ids)
             tokens, merged = range(length), SamplingParams()
         else:
-            own = params if isinstance(params, SamplingParams) else SamplingParams()
+            sampling = params if isinstance(params, SamplingParams) else SamplingParams()
             if ids is None:
                 assert text is not None
-                tokens = await self._tokenized(text, own, client, timeout)
+                tokens = await self._tokenized(text, sampling, client, timeout)
                 salted = {"cache_salt": salt.decode()} if salt else {}
                 prompt = {"prompt": text, "prompt_token_ids": tokens, **salted}
             else:
                 tokens = checked_ids(ids, self.model.vocab_size) if len(ids) else []
             if self.config.enable_prefix_caching and self.model.block_size:
                 digests = digests_of(tokens, salt, self.model.block_size)
-            merged = own
+            merged = sampling
         return RoutedRequest(
             request_id=request_id,
             internal_id="",

@@ -83,11 +83,11 @@ class FleetEngine:
 
     def add(self, requests: Sequence[RoutedRequest]) -> None:
         async def add() -> None:
-            for each in requests:
-                task = self._tasks[each.request_id] = asyncio.ensure_future(self._answer(each))
-                task.add_done_callback(lambda task, name=each.request_id: self._forget(name, task))
+            for request in requests:
+                task = self._tasks[request.request_id] = asyncio.ensure_future(self._answer(request))
+                task.add_done_callback(lambda task, name=request.request_id: self._forget(name, task))
 
-        self._live |= {each.request_id for each in requests}
+        self._live |= {request.request_id for request in requests}
         self._run(add())
 
     async def _answer(self, accepted: RoutedRequest) -> None:
@@ -103,7 +103,7 @@ class FleetEngine:
             self._told.put((request_id, RequestOutput(request_id, None, ids, [failed], finished=True)))
 
     def _forget(self, request_id: str, task: asyncio.Task[None]) -> None:
-        """The id may belong to a newer request."""
+        """Forget a request's task, unless the id belongs to a newer request."""
         if self._tasks.get(request_id) is task:
             del self._tasks[request_id]
 

@@ -1,4 +1,4 @@
-"""The blocks in each replica's prefix cache."""
+"""An index of the blocks in each replica's prefix cache."""
 
 from __future__ import annotations
 

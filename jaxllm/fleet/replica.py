@@ -88,11 +88,11 @@ class Replica:
 
     @property
     def metrics(self) -> Metrics:
-        """Summed over all processes."""
+        """The counts of this replica, summed over its processes: a restart does not reset them."""
         return summed([self._before, self._now])
 
     def get_load(self) -> Load:
-        """Include requests sent since the last heartbeat."""
+        """Return the replica's load at the last heartbeat, updated by the requests sent since."""
         live = sum(each.request.num_sequences for each in self.live.values())
         running = min(self._load.running, live)
         return self._load._replace(
@@ -103,7 +103,7 @@ class Replica:
         return self._devices
 
     def start(self, settings: node.Settings, environment: Mapping[str, str], module: str) -> None:
-        """The process then connects. Raises OSError."""
+        """Start the replica's process, which then connects. Raises OSError."""
         self.lost.clear()
         self.error = None
         self.num_starts += 1
@@ -127,7 +127,7 @@ class Replica:
         return self._writer is writer
 
     def send(self, *message: Any) -> None:
-        """Batched per event loop iteration."""
+        """Queue a message for the replica; those of one iteration of the event loop are sent together."""
         packed = wire.pack(message)
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
@@ -139,7 +139,7 @@ class Replica:
             self._writer.write(wire.frame(outbox))
 
     def say_last(self, *message: Any) -> None:
-        """Send a message immediately, before closing."""
+        """Send a message at once, not queued as by `send`, because the connection is about to be closed."""
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(wire.frame([wire.pack(message)]))
 

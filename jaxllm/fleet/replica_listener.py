@@ -54,7 +54,7 @@ class Greeting(NamedTuple):
 
 
 async def read_greeting(reader: asyncio.StreamReader) -> Greeting:
-    """Raises TimeoutError after `HELLO_SECONDS`, ValueError for other data."""
+    """Read a connection's first message; raise TimeoutError after `HELLO_SECONDS`, ValueError for other data."""
     async with asyncio.timeout(HELLO_SECONDS):
         (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         if size > MOST_GREETING:
@@ -68,7 +68,7 @@ def is_same_key(given: bytes, key: str) -> bool:
 
 
 class ReplicaListener:
-    """Limits unauthenticated connections."""
+    """Accepts connections of replicas on other machines, and limits those that are not yet authenticated."""
 
     def __init__(self, address: ReplicaAddress, connected: Connected) -> None:
         """`connected` checks the greeting, and then calls `admit`."""
@@ -78,7 +78,7 @@ class ReplicaListener:
         self._accepting: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Return the port; raises OSError if the address cannot be bound."""
+        """Listen on an address and return its port; raise OSError if it cannot be bound."""
         loop = asyncio.get_running_loop()
         family, kind, protocol, _, address = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
         listener = socket.socket(family, kind, protocol)

@@ -25,7 +25,10 @@ class Router:
         self._of: dict[str, Replica] = {}
 
     def add(self, request: RoutedRequest, num_runs: int = 1) -> None:
-        """Raises UnavailableError if no replica is available."""
+        """Send a request to the best replica; `num_runs` counts the replicas tried, this one included.
+
+        Raises UnavailableError if no replica is available.
+        """
         loads = {each.number: each.num_tokens for each in self.replicas if each.takes_work}
         if not loads:
             raise UnavailableError(NONE_TAKES_WORK)

@@ -228,7 +228,7 @@ class Supervisor:
                 replica.lost.set()
 
     def _warn(self, text: str, why: object) -> None:
-        """At most one line a second: any peer can cause warnings."""
+        """Log a warning, at most one a second: any peer can cause them."""
         now = time.monotonic()
         if now - self._warned >= WARN_SECONDS:
             self._warned = now

@@ -50,7 +50,7 @@ def unpack(packed: bytes, level: int = 0) -> Any:
 
 
 def frame(messages: list[bytes]) -> bytes:
-    """Messages are packed separately so that a failure affects one."""
+    """Join messages into one frame; each is packed separately so that a failure affects one."""
     packed = msgpack.Packer().pack_array_header(len(messages)) + b"".join(messages)
     return _LENGTH.pack(len(packed)) + packed
 

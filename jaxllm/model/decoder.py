@@ -61,7 +61,10 @@ class Linear(Protocol):
     """A product with a layer's weight; adapters and other quantizations replace it."""
 
     def __call__(self, layer: int, name: str, *product: Any) -> Array:
-        """`product` is x [T, in], the weight `name` [out, in], and optionally a bias [out]; return float32."""
+        """Multiply x [T, in] with the weight `name` [out, in], optionally add a bias [out]: float32 [T, out].
+
+        `product` is x, the weight, and the bias.
+        """
         ...
 
 
@@ -71,7 +74,7 @@ class RowWeights(Protocol):
 
     @property
     def described(self) -> Any:
-        """The arrays of one set."""
+        """The shapes and types of the arrays of one set."""
         ...
 
     def linear(self, sets: Sequence[Any], token_set: Array) -> Linear:
@@ -238,9 +241,9 @@ def forward(spec: Spec, params: Params[Array], tokens: Int[Array, " T"], context
 def forward_with_aux(
     spec: Spec, params: Params[Array], tokens: Int[Array, " T"], context: Context, aux_layers: tuple[int, ...]
 ) -> tuple[Float[Array, "T D"], tuple[Array, ...]]:
-    """Also return the residual stream [T, D] at the input of each of `aux_layers`.
+    """Run all layers; return the normed hidden states, and the residual stream at the input of each of `aux_layers`.
 
-    They are ascending; the number of layers selects the stream after the last.
+    These are ascending; the number of layers selects the stream after the last.
     """
     x, done, aux = embed(spec, params, tokens, context), 0, []
     for layer in aux_layers:
@@ -426,7 +429,7 @@ def feed_forward(spec: Spec, weights: Arrays, layer: int, x: Array, context: Con
 
 @partial(jax.jit, static_argnames=("spec", "layout", "rounds"))
 def _mlp(spec: Spec, weights: Arrays, x: Array, layout: Layout, rounds: bool) -> Array:
-    """Traced once for all layers; other `linear`s may refer to a layer's arrays."""
+    """Run a layer's feed-forward, traced once for all layers: `linear` must not refer to a layer's arrays."""
 
     def linear(name: str, x: Array, weight: Array | Quantized[Array], bias: Array | None = None) -> Array:
         if rounds and name == "up" and bias is None and not isinstance(weight, Quantized):

@@ -88,7 +88,7 @@ def with_map(head: Head, params: Params[decoder.Leaf], numbers: decoder.Leaf) ->
 def embed(
     head: Head, params: Params[Array], target: Params[Array], tokens: Int[Array, " T"], context: Context
 ) -> Float[Array, "T D"]:
-    """Without the target's scaling: the head normalizes."""
+    """Look up token embeddings [T, D], without the target's scaling: the head normalizes."""
     with named_scope("draft/embedding"):
         table = (params if head.has_embedding else target).top["embed"]
         return decoder.look_up(table, tokens, head.vocab_size, params.top["fc"].dtype, context.layout)
@@ -114,16 +114,16 @@ def forward(
 
     `embedded` are the tokens one position after `hidden`; `context.attend` is called for layer 0.
     """
-    spec, own = head.spec, params.layers[0]
+    spec, weights = head.spec, params.layers[0]
     with named_scope("draft"):
         turns = decoder.rotations(spec, context)
         with named_scope("attention"):
-            normed = decoder.norm(spec, own, "hidden_norm", hidden)
-            both = jnp.concatenate([decoder.norm(spec, own, "attn_norm", embedded), normed], axis=1)
+            normed = decoder.norm(spec, weights, "hidden_norm", hidden)
+            both = jnp.concatenate([decoder.norm(spec, weights, "attn_norm", embedded), normed], axis=1)
             x = normed if head.norm_before_residual else hidden
-            x = x + decoder.attention(spec, own, 0, both, turns, context)
+            x = x + decoder.attention(spec, weights, 0, both, turns, context)
         with named_scope("mlp"):
-            x = x + decoder.feed_forward(spec, own, 0, decoder.norm(spec, own, "mlp_norm", x), context)
+            x = x + decoder.feed_forward(spec, weights, 0, decoder.norm(spec, weights, "mlp_norm", x), context)
         normed = decoder.final_norm(spec, params, x)
     return normed if head.norm_output else x, normed
 

@@ -33,12 +33,12 @@ def linear(x: Array, weight: Array | Quantized[Array], bias: Array | None = None
 def lookup(table: Array | Quantized[Array], rows: Array, dtype: DTypeLike) -> Array:
     """Return `rows` [T] of `table` [V, D] as `dtype`: [T, D]. Out of range rows are arbitrary."""
     if isinstance(table, Quantized):
-        own = Quantized(
+        found = Quantized(
             table.values.at[rows].get(mode="clip"),
             *(None if of is None else of.T.at[rows].get(mode="clip").T for of in (table.scales, table.zeros)),
             scheme=table.scheme,
         )
-        return floats(own, dtype)
+        return floats(found, dtype)
     return table.at[rows].get(mode="clip").astype(dtype)
 
 
@@ -61,7 +61,7 @@ def norm(x: Array, scale: Array, bias: Array | None, kind: NormKind, eps: float,
 
 
 def softcap(x: Array, cap: float | None) -> Array:
-    """See Riviere et al. 2024, §2."""
+    """Bound `x` smoothly to ±`cap`: cap · tanh(x / cap) (Riviere et al. 2024, §2); None leaves it unchanged."""
     return x if cap is None else jnp.tanh(x / cap) * cap
 
 

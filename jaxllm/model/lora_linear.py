@@ -26,7 +26,7 @@ Pairs = tuple[Pair[Array], ...]  # one product, by adapter
 
 @dataclass(frozen=True)
 class AdapterWeights:
-    """The `RowWeights` of adapters."""
+    """Implements `RowWeights` with LoRA adapters: each token's adapter adds to the products of its layers."""
 
     described: Adapter[jax.ShapeDtypeStruct]
     joins: bool  # see `adapted_linear`
@@ -43,16 +43,16 @@ def adapted_linear(adapters: Sequence[Adapter[Array]], token_adapter: Array, joi
     """
 
     def linear(layer: int, name: str, *product: Any) -> Array:
-        own = layers.linear(*product)
+        base = layers.linear(*product)
         pairs = tuple(adapter[layer][name] for adapter in adapters if name in adapter[layer])
         if not pairs:
-            return own
+            return base
         with named_scope("adapters"):
             delta = _delta(product[0], token_adapter, pairs, joins)
             if joins or not pallas_kernels.is_turned_on_a_cpu(product[0]):
-                return own + delta
+                return base + delta
             # Add transposed, then transpose once: separate transposes took 2 ms of a step of 16 rows of the 0.5B shape.
-            return lax.optimization_barrier(own.T + delta.T).T
+            return lax.optimization_barrier(base.T + delta.T).T
 
     return linear
 

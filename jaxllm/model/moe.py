@@ -204,13 +204,13 @@ def by_tiles(
 def by_gathering(spec: Spec, experts: Experts, weights: Arrays, x: Array, chosen: Array, gates: Array) -> Array:
     """Multiply each assignment with a copy of its expert: float32 [T, D]."""
     gathered = jax.tree.map(lambda weight: weight[chosen.reshape(-1)], weights)
-    own = {name: floats(weight, x.dtype) for name, weight in gathered.items()}
+    factors = {name: floats(weight, x.dtype) for name, weight in gathered.items()}
     rows = jnp.repeat(x, experts.per_token, axis=0)  # [N, D]
-    inner = jnp.einsum("nd,nfd->nf", rows, own["expert_up"], preferred_element_type=jnp.float32)
+    inner = jnp.einsum("nd,nfd->nf", rows, factors["expert_up"], preferred_element_type=jnp.float32)
     if experts.bias:
-        inner = inner + own["expert_up_bias"].astype(jnp.float32)
+        inner = inner + factors["expert_up_bias"].astype(jnp.float32)
     inner = _gated(spec, experts, inner).astype(x.dtype)
-    result = jnp.einsum("nf,ndf->nd", inner, own["expert_down"], preferred_element_type=jnp.float32)
+    result = jnp.einsum("nf,ndf->nd", inner, factors["expert_down"], preferred_element_type=jnp.float32)
     return _weighted(result, gates)
 
 

@@ -1,4 +1,4 @@
-"""Quantized matrices: description, and quantization on devices.
+"""`Quantized`, a matrix of quantized numbers with scales: description, and quantization on devices.
 
 If the input axis is sharded, each device has scales for its columns.
 """

@@ -101,7 +101,7 @@ def _sharding(layout: Layout, names: tuple[str | None, ...]) -> NamedSharding:
 
 
 def make_layout(devices: Sequence[jax.Device], tensor_parallel_size: int) -> Layout:  # pyright: ignore[reportInvalidTypeForm]
-    """Raises UserError if too few devices."""
+    """Return a layout that divides axes over the first devices; raise UserError if there are too few."""
     if tensor_parallel_size > len(devices):
         more = f", or set XLA_FLAGS=--xla_force_host_platform_device_count={tensor_parallel_size} to split the CPU"
         raise UserError(

@@ -1,4 +1,4 @@
-"""The decoder's specification.
+"""`Spec`: the sizes and options of a decoder, which determine its weights and computation.
 
 Hashable, so usable as static arguments of compiled programs.
 """

@@ -157,7 +157,7 @@ class FileRecorder:
             self._write([Kind.FORK, self._now(), [list(move) for move in hidden]])
 
     def close(self) -> None:
-        """Later calls are ignored."""
+        """End the recording; later calls are ignored."""
         self._end("the engine has ended")
 
     def _forget(self, sequences: Iterable[int]) -> None:

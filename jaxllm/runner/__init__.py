@@ -1,1 +1,1 @@
-"""Compiled programs and their inputs."""
+"""Run the compiled programs: pack a plan, choose a program, keep the device's state, read results."""

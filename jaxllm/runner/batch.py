@@ -85,7 +85,7 @@ def verifying_shapes(max_tokens: int, num_slots: int, drafts: int) -> list[Shape
     """Return programs for `drafts` drafts per row: 1, 2, 4, … rows, with none, half or all verified."""
     shapes = {
         Shape(
-            tokens=min(rows * (1 + each), max(rows, max_tokens)),
+            tokens=min(rows * (1 + count), max(rows, max_tokens)),
             rows=rows,
             tiles=0,
             entries=2 * rows,
@@ -93,7 +93,7 @@ def verifying_shapes(max_tokens: int, num_slots: int, drafts: int) -> list[Shape
             drafts=drafts,
         )
         for rows in _sizes(1, num_slots, {1: 1})
-        for each in (0, drafts // 2, drafts)
+        for count in (0, drafts // 2, drafts)
     }
     return sorted(shapes, key=lambda shape: (shape.rows, shape.tokens))
 
@@ -162,7 +162,7 @@ def _sizes(first: int, last: int, parts: Mapping[int, int]) -> list[int]:
 
 
 def max_chunks(tokens: int, num_slots: int) -> int:
-    """A chunk has at least half a tile on average."""
+    """Return the most prompt chunks in a step: a chunk has at least half a tile on average."""
     return min(num_slots, max(1, 2 * tokens // TILE))
 
 

@@ -145,7 +145,7 @@ class ProgramTable:
         return self._failures[key] < _MOST_TRIES and self._last_step >= self._rests_until.get(key, 0.0)
 
     def begin_kept(self, num_threads: int) -> None:
-        """As `begin`, for the programs stored by an earlier start."""
+        """Begin to load the programs that an earlier start stored, as `begin`."""
         kept = self.kept
         if kept is not None:
             self.begin([key for key in self.rest if kept.has(key.name, key)], num_threads)
@@ -208,7 +208,7 @@ class ProgramTable:
             raise self._failure
 
     def close(self) -> None:
-        """Running compilations continue."""
+        """Drop queued compilations; running ones continue."""
         self._is_closed.set()
         with self._lock:
             self._queue.clear()
@@ -222,7 +222,7 @@ class ProgramTable:
 
     @property
     def _is_over(self) -> bool:
-        """Threads cannot start at exit."""
+        """Whether `close` was called, or the interpreter exits, when threads cannot start."""
         return self._is_closed.is_set() or not threading.main_thread().is_alive()
 
     def _start(self, in_background: bool) -> None:

@@ -51,24 +51,26 @@ def keep(drafted: Drafted[jax.Array], aux: tuple[jax.Array, ...]) -> Drafted[jax
     return replace(drafted, aux=kept)
 
 
-def draft(model: StepModel, params: Params[jax.Array], state: DeviceState[jax.Array], own: Batch) -> Drafted[jax.Array]:
+def draft(
+    model: StepModel, params: Params[jax.Array], state: DeviceState[jax.Array], batch: Batch
+) -> Drafted[jax.Array]:
     """Update the draft model's cache for a step; return the drafts, new ones if the program drafts."""
-    how, drafted, shape = model.drafting, state.drafted, own.shape
+    how, drafted, shape = model.drafting, state.drafted, batch.shape
     assert how is not None and drafted is not None
     passes = None
     if how.head is not None:
-        passes = _HeadPasses(model, how, params, state, own)
+        passes = _HeadPasses(model, how, params, state, batch)
     elif how.spec is not None:
-        passes = _DecoderPasses(model, how, params, state, own)
+        passes = _DecoderPasses(model, how, params, state, batch)
     if not shape.drafts:
         return drafted if passes is None else replace(drafted, kv=tuple(passes.kv))
-    rows, slots = drafting.sequences(own.at, shape.rows, model.geometry.num_slots)
+    rows, slots = drafting.sequences(batch.at, shape.rows, model.geometry.num_slots)
     lengths = drafted.lengths.at[slots].get(mode="clip")
     if passes is None:
         drafts = drafting.look_up(state.tokens.at[slots].get(mode="clip"), lengths, how)
     else:
         here = sampler.unpack_rows(state.sampling.at[slots].get(mode="clip"))
-        capacity = own.field["row_capacity"].at[rows].get(mode="clip")
+        capacity = batch.field["row_capacity"].at[rows].get(mode="clip")
         logits = passes.begin(rows, slots, lengths)
         chosen = [_choose(model, logits, here, lengths)]
         for place in range(1, how.most):
@@ -91,11 +93,11 @@ class _Passes:
     """A draft model's passes in one step, and its cache."""
 
     def __init__(
-        self, model: StepModel, how: Drafting, params: Params[jax.Array], state: DeviceState[jax.Array], own: Batch
+        self, model: StepModel, how: Drafting, params: Params[jax.Array], state: DeviceState[jax.Array], batch: Batch
     ) -> None:
         assert state.drafted is not None and how.spec is not None
         self.kv = list(state.drafted.kv)
-        self._model, self._how, self._target, self._state, self._own = model, how, params, state, own
+        self._model, self._how, self._target, self._state, self._own = model, how, params, state, batch
         self._spec, self._params = how.spec, params.draft
 
     def _context(self, shape: Shape, slots: jax.Array, positions: jax.Array) -> decoder.Context:
@@ -118,11 +120,11 @@ class _Passes:
 
 class _DecoderPasses(_Passes):
     def __init__(
-        self, model: StepModel, how: Drafting, params: Params[jax.Array], state: DeviceState[jax.Array], own: Batch
+        self, model: StepModel, how: Drafting, params: Params[jax.Array], state: DeviceState[jax.Array], batch: Batch
     ) -> None:
-        super().__init__(model, how, params, state, own)
-        if not (own.shape.is_decode and own.shape.drafts):  # else `begin` computes the missing tokens
-            decoder.forward(self._spec, self._params, own.tokens, self._whole_step())
+        super().__init__(model, how, params, state, batch)
+        if not (batch.shape.is_decode and batch.shape.drafts):  # else `begin` computes the missing tokens
+            decoder.forward(self._spec, self._params, batch.tokens, self._whole_step())
 
     def begin(self, rows: jax.Array, slots: jax.Array, lengths: jax.Array) -> jax.Array:
         """Return logits after each sequence's last token, f32[R, Vx].
@@ -142,14 +144,14 @@ class _DecoderPasses(_Passes):
 
 class _HeadPasses(_Passes):
     def __init__(
-        self, model: StepModel, how: Drafting, params: Params[jax.Array], state: DeviceState[jax.Array], own: Batch
+        self, model: StepModel, how: Drafting, params: Params[jax.Array], state: DeviceState[jax.Array], batch: Batch
     ) -> None:
-        super().__init__(model, how, params, state, own)
+        super().__init__(model, how, params, state, batch)
         assert how.head is not None
         self._head = how.head
         # The head reads a token's embedding with the previous token's hidden state.
-        following = state.tokens.at[own.slots, own.positions + 1].get(mode="clip")
-        fused = eagle.fuse(self._head, self._params, own.aux)
+        following = state.tokens.at[batch.slots, batch.positions + 1].get(mode="clip")
+        fused = eagle.fuse(self._head, self._params, batch.aux)
         self._hidden, self._normed = self._run(following, fused, self._whole_step())
 
     def begin(self, rows: jax.Array, slots: jax.Array, lengths: jax.Array) -> jax.Array:

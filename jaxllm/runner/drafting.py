@@ -60,15 +60,15 @@ def count(drafted: Drafted[jax.Array], at: SamplePositions, sampled: Sampled) ->
     """Return each row's numbers of yielded tokens (accepted drafts plus one) and drafts, i32[·] at its first place."""
     if at.offsets is None or at.drafts is None:
         return jnp.ones_like(at.slots), jnp.zeros_like(at.slots)
-    own = drafted.tokens.at[at.slots].get(mode="clip")  # [·, K]
+    drafts = drafted.tokens.at[at.slots].get(mode="clip")  # [·, K]
     counts, is_kept = jnp.ones_like(at.slots), jnp.ones(at.slots.shape, jnp.bool_)
-    for place in range(own.shape[1]):
+    for place in range(drafts.shape[1]):
         # Tokens after non-finite logits are invalid.
         is_next_finite = jnp.roll(sampled.is_finite, -place - 1)
-        is_equal = jnp.roll(sampled.tokens, -place) == own[:, place]
+        is_equal = jnp.roll(sampled.tokens, -place) == drafts[:, place]
         is_kept &= is_equal & is_next_finite & (place < at.drafts)
         counts += is_kept
-    is_there = (own != NO_DRAFT) & (jnp.arange(own.shape[1]) < at.drafts[:, None])
+    is_there = (drafts != NO_DRAFT) & (jnp.arange(drafts.shape[1]) < at.drafts[:, None])
     return counts, is_there.sum(axis=1, dtype=jnp.int32)
 
 

@@ -53,7 +53,7 @@ class Copies(Protocol):
         """Start copying rows to the host; `ended` returns each by its key."""
 
     def ended(self) -> Sequence[Copied]:
-        """Each copy is returned once."""
+        """Return the copies that ended since the last call; each is returned once."""
         ...
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ class HostTier:
         self._newest: dict[tuple[int, int], int] = {}  # number of the plan of the block's last store
 
     def move(self, state: Leaves, moves: np.ndarray, plan: int) -> Leaves:
-        """Stores precede loads."""
+        """Dispatch a plan's copies between device and host, stores before loads; return the device's new state."""
         stores = moves[moves[:, 3] == HOST]
         for group, own in enumerate(self._kv):
             pairs = stores[stores[:, 0] == group][:, [2, 4]]

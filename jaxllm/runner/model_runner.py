@@ -355,7 +355,7 @@ class Runner:
 
     @contextmanager
     def _compilations_counted(self) -> Iterator[None]:
-        """Compilations of this thread delay requests."""
+        """Count this thread's compilations within the context, since they delay requests."""
         self._running_thread = threading.get_ident()
         try:
             yield
@@ -580,7 +580,7 @@ class Runner:
 
 
 def _listener(runner: weakref.ref[Runner]) -> Callable[..., None]:
-    """Return a listener for JAX's events that does not keep the runner alive."""
+    """Return a listener that counts compilations among JAX's events, without keeping the runner alive."""
 
     def listen(event: str, duration_secs: float, **_: str | int) -> None:
         alive = runner()

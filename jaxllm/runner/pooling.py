@@ -49,7 +49,7 @@ class PoolState(Generic[Leaf]):
 
 
 def abstract(
-    spec: Spec, own: Pooler, geometry: Geometry, layout: Layout, cache_dtype: jnp.dtype
+    spec: Spec, head: Pooler, geometry: Geometry, layout: Layout, cache_dtype: jnp.dtype
 ) -> PoolState[jax.ShapeDtypeStruct]:
     if not spec.is_causal:
         return PoolState()
@@ -57,7 +57,7 @@ def abstract(
     return PoolState(
         kv=kv_cache.abstract_kv(spec, geometry, layout, cache_dtype),
         tables=of_slots((geometry.num_slots, geometry.max_blocks), jnp.int32),
-        sums=of_slots((geometry.num_slots, spec.width), jnp.float32) if own.pooling == "mean" else None,
+        sums=of_slots((geometry.num_slots, spec.width), jnp.float32) if head.pooling == "mean" else None,
     )
 
 
@@ -93,8 +93,8 @@ def _pool_chunks(
     model: StepModel, shape: Shape, params: Params[jax.Array], state: PoolState[jax.Array], buffer: jax.Array
 ) -> tuple[PoolState[jax.Array], jax.Array]:
     """Compute chunks of prompts through the cache; a row's result is valid in its prompt's last chunk."""
-    own = model.head
-    assert isinstance(own, Pooler) and state.tables is not None
+    head = model.head
+    assert isinstance(head, Pooler) and state.tables is not None
     field = step.fields_of(batch.fields(shape), buffer)
     table, slots, last = field["table"], field["token_slot"], field["row_last"]
     tables = state.tables.at[table[:, 0], table[:, 1]].set(table[:, 2], mode="drop")
@@ -114,15 +114,15 @@ def _pool_chunks(
             total = before + _sums(is_own, hidden)
             sums = sums.at[row_slot].set(total, mode="drop")
             vectors = total / ends[:, None]
-        result = pooler.apply(own, params.top, vectors)
+        result = pooler.apply(head, params.top, vectors)
     return PoolState(kv=tuple(kv), tables=tables, sums=sums), result
 
 
 def _encode(
     model: StepModel, shape: Shape, params: Params[jax.Array], state: PoolState[jax.Array], buffer: jax.Array
 ) -> tuple[PoolState[jax.Array], jax.Array]:
-    own = model.head
-    assert isinstance(own, Pooler)
+    head = model.head
+    assert isinstance(head, Pooler)
     field = step.fields_of(encoder_batch.fields(shape), buffer)
     row, first, lengths = field["token_row"], field["row_first"], field["row_length"]
     context = decoder.Context(
@@ -133,12 +133,12 @@ def _encode(
     )
     hidden = decoder.forward(model.spec, params, field["tokens"], context)  # [T, D]
     with named_scope("pooling"):
-        if own.pooling == "mean":
+        if head.pooling == "mean":
             is_own = row[None] == jnp.arange(shape.rows)[:, None]  # [R, T]
             vectors = _sums(is_own, hidden) / jnp.maximum(lengths, 1)[:, None]
         else:
-            vectors = hidden.at[first + (jnp.maximum(lengths, 1) - 1 if own.pooling == "last" else 0)].get(mode="clip")
-        return state, pooler.apply(own, params.top, vectors)
+            vectors = hidden.at[first + (jnp.maximum(lengths, 1) - 1 if head.pooling == "last" else 0)].get(mode="clip")
+        return state, pooler.apply(head, params.top, vectors)
 
 
 def _sums(is_own: jax.Array, hidden: jax.Array) -> jax.Array:

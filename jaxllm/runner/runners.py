@@ -1,4 +1,4 @@
-"""Runner classes by the model's head."""
+"""The table of runner classes: one for models that generate, one for those that pool."""
 
 from __future__ import annotations
 

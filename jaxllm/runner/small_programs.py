@@ -92,15 +92,15 @@ class SmallPrograms:
         """Copy the blocks of `Plan.moves` that stay on the device, before a step writes to them."""
         moves = moves[moves[:, 1] == moves[:, 3]][:, [0, 2, 4]]
         leaves = list(state)
-        for group, own in enumerate(self._kv):
+        for group, leaf_indices in enumerate(self._kv):
             copies = moves[moves[:, 0] == group, 1:]
             for start in range(0, len(copies), COPIED_BLOCKS):
                 piece = copies[start : start + COPIED_BLOCKS]
                 places = np.zeros((COPIED_BLOCKS, 2), np.int32)
                 places[:, 1] = self._geometry.array_blocks(group) + np.arange(COPIED_BLOCKS)
                 places[: len(piece)] = piece
-                copied = self.programs[COPY_PROGRAMS[group]](tuple(leaves[at] for at in own), places)
-                for at, leaf in zip(own, copied, strict=True):
+                copied = self.programs[COPY_PROGRAMS[group]](tuple(leaves[at] for at in leaf_indices), places)
+                for at, leaf in zip(leaf_indices, copied, strict=True):
                     leaves[at] = leaf
         return tuple(leaves)
 

@@ -429,16 +429,16 @@ def _sample(
 ) -> Sampled:
     with named_scope("sampling"):
         here = sampler.unpack_rows(sampling.at[at.slots].get(mode="clip"))
-        history, own = None, None
+        history, unpacked = None, None
         if variant is Variant.FULL:
             history = tokens.at[at.slots].get(mode="clip")
-            own = model.extras.unpack(extras.at[at.slots].get(mode="clip"))
+            unpacked = model.extras.unpack(extras.at[at.slots].get(mode="clip"))
         return sampler.sample(
             logits,
             here,
             ends,
             history,
-            own,
+            unpacked,
             variant,
             model.num_logprobs,
             Vocabulary(model.spec.vocab_size, model.layout),

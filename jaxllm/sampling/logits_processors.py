@@ -24,7 +24,10 @@ def processor_name(given: Processor | str) -> str:
 
 
 def load_processors(given: Sequence[Processor | str], vocab_size: int) -> dict[str, Processor]:
-    """A string is imported as "package.module:function". Raises UserError if invalid."""
+    """Return processors by name; a string is imported as "package.module:function".
+
+    Raises UserError for too many, equal names, or one that does not return logits of the same shape.
+    """
     found: dict[str, Processor] = {}
     if len(given) > MAX_PROCESSORS:
         raise UserError(f"logits_processors may hold {MAX_PROCESSORS} at most, got {len(given)}.", "logits_processors")

@@ -126,21 +126,21 @@ def _admit_beam_group(
         return None
     found = beam_groups.find(editor, limits, members)
     total = [-(-entry.known // limits.block_size) for entry in members[: len(found)]]
-    num_new = [count - max(len(each.hits), each.count) for count, each in zip(total, found, strict=True)]
-    hits = list({block for each in found for block in each.hits})
+    num_new = [count - max(len(part.hits), part.count) for count, part in zip(total, found, strict=True)]
+    hits = list({block for part in found for block in part.hits})
     # One block stays free per running request, and per member that begins with a child's first token.
     if sum(num_new) + len(members) - len(found) > (
         editor.pool.num_available - editor.pool.num_idle(hits) - num_running
     ):
         return None
-    entering = [Entering(entry.known, len(each.hits), each.near) for entry, each in zip(members, found, strict=False)]
+    entering = [Entering(entry.known, len(part.hits), part.near) for entry, part in zip(members, found, strict=False)]
     if limits.window and not windowed.has_room(editor, limits, entering, num_running + len(members) - len(found)):
         return None
     slots, num_tokens = [free_slots.pop() for _ in members], 0
-    for each in found:
-        editor.pool.share(each.hits)
-        if each.near:
-            editor.window_pool.share(each.near)
+    for part in found:
+        editor.pool.share(part.hits)
+        if part.near:
+            editor.window_pool.share(part.near)
     for number, (slot, entry) in enumerate(zip(slots, members, strict=True)):
         if number >= len(found):
             occupancy.occupy(editor, limits, slot, entry, 0, ())
@@ -186,6 +186,6 @@ def _load(
 
 
 def _entries(limits: Limits, slot: int, owned: Sequence[int]) -> np.ndarray:
-    """As in `Plan.table`, int32[·, 3]."""
+    """Return entries of a slot's first blocks for `Plan.table`, int32[·, 3]."""
     columns = range(0, len(owned) * limits.num_groups, limits.num_groups)
     return np.array(([slot] * len(owned), columns, owned), np.int32).T

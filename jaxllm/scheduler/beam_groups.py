@@ -31,7 +31,10 @@ class Found(NamedTuple):
 
 
 def blocks_needed(limits: Limits, num_prompt: int, limit: int, width: int) -> int:
-    """Members share the prompt's full blocks, but not those of windowed layers, see `find`."""
+    """Return the most blocks that a beam group of `width` members can occupy.
+
+    Members share the prompt's full blocks, but not those of windowed layers, see `find`.
+    """
     size = limits.block_size
     shared = 0 if limits.window else num_prompt // size
     return shared + width * max(1, -(-max(num_prompt, limit - 1) // size) - shared)

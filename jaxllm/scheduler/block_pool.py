@@ -322,7 +322,7 @@ class PoolEditor:
 
 
 def cached_blocks(pool: Pool) -> list[int]:
-    """In order of eviction."""
+    """Return the cached blocks in order of eviction."""
     return [entry.block for entry in cached_entries(pool)]
 
 
@@ -364,7 +364,7 @@ def _compact(pool: Pool) -> Pool:
 
 
 def make_queue(entries: Iterable[Cached]) -> Chunk | None:
-    """Entries are in order of eviction."""
+    """Make a queue of cached blocks, whose entries are in order of eviction."""
     kept = [*entries]
     chunk = None
     for start in reversed(range(0, len(kept), QUEUE_CHUNK)):
@@ -374,7 +374,7 @@ def make_queue(entries: Iterable[Cached]) -> Chunk | None:
 
 
 def cached_entries(pool: Pool) -> Iterator[Cached]:
-    """In order of eviction, without stale ones."""
+    """Yield the queue's entries in order of eviction, without stale ones."""
     for chunk in (pool.oldest, _reversed(pool.newest)):
         while chunk is not None:
             for entry in zip(chunk.blocks, chunk.digests, chunk.stamps, strict=True):

@@ -100,11 +100,11 @@ def best(limits: Limits, num_rows: int) -> np.ndarray:
     """
     tokens = limits.token_cost * num_rows
     step = 1000 + tokens  # time without drafts
-    each = tokens * 1000 + limits.draft_cost * step  # time of a draft, times 1,000
+    draft_time = tokens * 1000 + limits.draft_cost * step  # time of a draft, times 1,000
     counts = range(limits.max_drafts + 1)
 
     def gain(rate: int, drafts: int) -> Fraction:
         tokens_expected = sum(rate**place * _RATES ** (drafts - place) for place in range(drafts + 1))
-        return Fraction(tokens_expected, _RATES**drafts * (1000 * step + drafts * each))
+        return Fraction(tokens_expected, _RATES**drafts * (1000 * step + drafts * draft_time))
 
     return np.array([max(counts, key=lambda drafts: gain(rate, drafts)) for rate in range(_RATES + 1)], np.int32)

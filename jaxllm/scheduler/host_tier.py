@@ -51,7 +51,7 @@ class Held(NamedTuple):
 
 
 class Host(NamedTuple):
-    """The host's blocks."""
+    """The state of the host's blocks: used, cached and free ones by group, stores in progress, and held blocks."""
 
     pools: tuple[Pool, ...]  # by group
     storing: tuple[Storing, ...] = ()
@@ -76,7 +76,7 @@ class HostEditor:
         self._loaded: list[tuple[int, int, bytes]] = []  # group, block, digest: used until the plan is made
 
     def find(self, device: PoolEditor, group: int, digest: bytes) -> int | None:
-        """Prefer the device's block."""
+        """Return the device's block of a digest, else the host's as ~block, else None."""
         block = device.find(digest)
         if block is None:
             there = self._pools[group].find(digest)

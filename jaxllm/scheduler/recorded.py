@@ -106,7 +106,7 @@ class RecordedScheduler:
         counts: np.ndarray | None = None,
         sampled: np.ndarray | None = None,
     ) -> Events:
-        """The step's tokens are appended to the requests'."""
+        """Commit a step as `scheduler.commit`, and append its tokens to those of the requests."""
         self.state, events = scheduler.commit(self.state, self.limits, plan, tokens, is_finite, counts, sampled)
         requests = self.requests
         if counts is None and len(events.tokens) == len(events.ids):

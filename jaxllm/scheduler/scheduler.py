@@ -450,7 +450,7 @@ def _issue_chunks(editor: StateEditor, chunks: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _ones(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Shared between plans."""
+    """Return lengths of one token, and flags that all rows sample; both read-only, shared between plans."""
     lengths, samples = np.ones(count, np.int32), np.ones(count, np.bool_)
     lengths.flags.writeable = samples.flags.writeable = False
     return lengths, samples

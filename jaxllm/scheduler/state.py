@@ -324,7 +324,7 @@ class _Columns:
 
 
 class _OwnColumns:
-    """The same columns, each copied at its first use."""
+    """The columns of an editor for writing in place: each is copied at its first use."""
 
     def __init__(self, columns: _Columns) -> None:
         self._columns = columns

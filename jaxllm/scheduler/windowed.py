@@ -69,7 +69,7 @@ def cut(
 
 
 def has_room(editor: StateEditor, limits: Limits, entering: Sequence[Entering], spare: int) -> bool:
-    """`spare` blocks must be left over."""
+    """Return whether the pool of windowed layers holds the blocks of `entering`, and `spare` further ones."""
     found = list({block for each in entering for block in each.near if block >= 0})
     needed = sum(
         min(-(-each.known // limits.block_size) - each.num_hits, covered(limits) + 2 - len(each.near))
@@ -180,7 +180,7 @@ def publish(editor: StateEditor, slot: int, digests: Sequence[bytes], full: rang
 
 
 def leave(editor: StateEditor, slot: int, digests: Sequence[bytes]) -> None:
-    """`digests` are those of the leading blocks."""
+    """Release a slot's blocks of windowed layers; `digests` are those of the leading blocks."""
     editor.window_pool.release(editor.window_tables[slot], digests[int(editor.slots.behind[slot]) :])
     editor.window_tables[slot] = ()
 

@@ -49,27 +49,29 @@ def choose(
     config: EngineConfig, target: Spec, longest: int, kernels_of: Callable[[Spec], Mapping[str, Choice]]
 ) -> tuple[Drafting | None, DraftFolder | None]:
     """Return the drafting method for requests of at most `longest` tokens, and its files."""
-    own = config.speculative_config
-    if not isinstance(own, SpeculativeConfig):
+    speculative = config.speculative_config
+    if not isinstance(speculative, SpeculativeConfig):
         return None, None
-    if own.model is None:
-        return by_lookup(own), None
-    folder = HEADS.get(own.model) or weights.resolve(own.model)
-    if own.method == "eagle3":
+    if speculative.model is None:
+        return by_lookup(speculative), None
+    folder = HEADS.get(speculative.model) or weights.resolve(speculative.model)
+    if speculative.method == "eagle3":
         head = eagle_files.read(folder, target)
-        drafting = Drafting(own.num_speculative_tokens, spec=head.spec, head=head, kernels=kernels_of(head.spec))
+        drafting = Drafting(
+            speculative.num_speculative_tokens, spec=head.spec, head=head, kernels=kernels_of(head.spec)
+        )
         return drafting, DraftFolder(folder, None)
     spec, family = read_spec(weights.read_config(folder), longest)
     spec = with_stored_head(folder, spec, family)
     if family.stored is not None:
-        raise UserError(f"{own.model} is quantized, which a draft model cannot be.", "speculative_config")
+        raise UserError(f"{speculative.model} is quantized, which a draft model cannot be.", "speculative_config")
     draft_model.check(spec, target)
     if spec.max_position < longest:
         raise UserError(
-            f"{own.model} was made for {spec.max_position} positions; set max_model_len to that, or less.",
+            f"{speculative.model} was made for {spec.max_position} positions; set max_model_len to that, or less.",
             "speculative_config",
         )
-    drafting = Drafting(own.num_speculative_tokens, spec=spec, kernels=kernels_of(spec))
+    drafting = Drafting(speculative.num_speculative_tokens, spec=spec, kernels=kernels_of(spec))
     return drafting, DraftFolder(folder, family)
 
 

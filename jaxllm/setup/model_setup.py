@@ -308,7 +308,7 @@ def step_sizes(config: EngineConfig, recorded: Mapping[str, Any], is_cpu: bool, 
 
 
 def free_bytes(setup: Setup) -> int | None:
-    """Measured before any allocation; None if the device does not report it."""
+    """Return the free bytes of one device, measured before any allocation; None if the device does not report them."""
     if setup.platform == "cpu":
         return psutil.virtual_memory().available // len(setup.layout.devices)  # virtual devices share the host's
     stats = setup.devices[0].memory_stats()
@@ -391,7 +391,7 @@ def describe_adapters(config: EngineConfig, setup: Setup) -> RowWeights | None:
 
 
 def cache_window(setup: Setup) -> int:
-    """0 for one pool."""
+    """Return the most tokens to which layers of the second group attend; 0 if there is one group."""
     return kv_cache.window_of(setup.spec, setup.max_model_len) if setup.head is None else 0
 
 

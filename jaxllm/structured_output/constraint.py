@@ -89,7 +89,7 @@ class Constraint:
                 self.fail(failed[0].get_error() or "The grammar allows no further token.")
 
     def consume(self, token: int) -> None:
-        """A mismatch sets `error`."""
+        """Advance by a sampled token; one that the grammar does not allow sets `error`."""
         if self._error is not None:
             return
         if self._is_free:

@@ -51,7 +51,7 @@ def to_lark(grammar: str, prepare_schema: Callable[[Any], Any]) -> str:
     try:
         return _checked_lark(grammar if first is None else _converted(grammar, first[1]), prepare_schema)
     except RecursionError as error:
-        raise _refusal("is nested too deeply") from error
+        raise _refusal("is nested too deeply; use fewer levels of parentheses") from error
 
 
 def _refusal(said: str) -> UserError:
@@ -63,7 +63,7 @@ def _converted(gbnf: str, first_rule: str) -> str:
     if len(names) > MAX_GBNF_RULES:
         raise _refusal(f"has more than {MAX_GBNF_RULES} rules: {len(names)}; Lark's notation allows more")
     if len(names) > len(set(names)):
-        raise _refusal(f"defines {next(name for name in names if names.count(name) > 1)} twice")
+        raise _refusal(f"defines {next(name for name in names if names.count(name) > 1)} twice; rename one")
     text = _GBNF_PARTS.sub(_spelled, gbnf)
     _check_levels(_GBNF_PARTS.sub("", text), len(names))
     if "root" not in names:
@@ -96,7 +96,7 @@ def _spelled_character(found: re.Match[str]) -> str:
         return found[0]
     code = int(digits, 16)
     if 0xD800 <= code <= 0xDFFF or code > 0x10FFFF:
-        raise _refusal(f"has {found[0]}, which is not a valid character")
+        raise _refusal(f"has {found[0]}, which is not a valid character of Unicode")
     character = chr(code)
     return character if character.isalnum() or code >= 0xA0 else f"\\x{code:02x}"
 
@@ -113,7 +113,7 @@ def _checked_lark(lark: str, prepare_schema: Callable[[Any], Any], takes_tokens:
         if found["special"] and not takes_tokens:
             raise _refusal(f"has the token {shown(found[0])}; only texts are supported")
         if found["attribute"] and found["attribute"] not in _ATTRIBUTES:
-            raise _refusal(f"has the attribute {shown(found['attribute'])}, which is not supported")
+            raise _refusal(f"has the attribute {shown(found['attribute'])}, which is not supported; remove it")
         if found["text"] and len(found[0]) > MAX_TEXT and found[0][0] == '"':
             raise _refusal(f"has a text of {len(found[0])} characters; the limit is {MAX_TEXT}")
         if found["text"] and found[0][0] == "/" and any(int(each) > MAX_TEXT for each in _REPEATS.findall(found[0])):
@@ -126,7 +126,9 @@ def _checked_lark(lark: str, prepare_schema: Callable[[Any], Any], takes_tokens:
             if found["keyword"] == "%json":
                 value = prepare_schema(value)
             if found["keyword"] == "%llguidance" and not set(value) <= set(_OPTIONS):
-                raise _refusal(f"has the option {shown(min(set(value) - set(_OPTIONS)))}, which is not supported")
+                raise _refusal(
+                    f"has the option {shown(min(set(value) - set(_OPTIONS)))}, which is not supported; remove it"
+                )
             written.append(f" {json.dumps(value)}")
     _check_levels("".join(outside), num_rules)
     return "".join(written) + lark[position:]

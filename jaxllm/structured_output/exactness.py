@@ -49,7 +49,7 @@ def _refusal(said: str) -> UserError:
 
 def _exact(schema: Any, merges: bool) -> Any:
     if isinstance(schema, list):
-        return [_exact(each, merges) for each in schema]
+        return [_exact(item, merges) for item in schema]
     if not isinstance(schema, dict):
         return schema
     written: dict[str, Any] = {}
@@ -57,7 +57,7 @@ def _exact(schema: Any, merges: bool) -> Any:
         if name in DATA:
             written[name] = value
         elif name in BY_NAME and isinstance(value, dict):
-            written[name] = {key: _exact(each, merges) for key, each in value.items()}
+            written[name] = {key: _exact(item, merges) for key, item in value.items()}
         else:
             written[name] = _exact(value, merges)
     _write_numbers(written, merges)
@@ -104,7 +104,7 @@ def _write_texts(schema: dict[str, Any]) -> None:
     if isinstance(by_pattern, dict):
         translated = {translate_pattern(pattern): value for pattern, value in by_pattern.items()}
         if len(translated) < len(by_pattern):
-            raise _refusal("two patternProperties that match the same names")
+            raise _refusal("two patternProperties that match the same names; join them in one")
         schema["patternProperties"] = translated
 
 
@@ -113,7 +113,7 @@ def _write_numbers(schema: dict[str, Any], merges: bool) -> None:
         if _is_number(schema.get(name)):
             _check_number(name, schema[name], name.startswith("exclusive"))
     if schema.get("multipleOf") == 0:
-        raise _refusal("a multipleOf of 0")
+        raise _refusal("a multipleOf of 0; it must be above 0")
     for value in _numbers([schema.get("const"), schema.get("enum")]):
         _check_number("a value", value, False)
     # If both bounds have the same integer part, llguidance accepts an integer that one of them excludes.
@@ -136,7 +136,7 @@ def _write_numbers(schema: dict[str, Any], merges: bool) -> None:
 
 
 def _write_prefixes(schema: dict[str, Any]) -> None:
-    """Allow a bound's decimal prefixes: below 0.512 llguidance rejects 0.5."""
+    """Add the decimal prefixes of a bound as allowed values: below 0.512 llguidance rejects 0.5. Changes `schema`."""
     types = schema.get("type", "number")
     if "number" not in (types if isinstance(types, list) else [types]):
         return
@@ -164,17 +164,17 @@ def _check_number(name: str, value: float, excludes: bool) -> None:
     else:
         is_exact = int("".join(map(str, digits))) < _EXACT and abs(power) <= _MOST_POWER
     if not is_exact:
-        raise _refusal(f"{name} {shown(value)}, a number that is not supported exactly")
+        raise _refusal(f"{name} {shown(value)}, a number that is not supported exactly; use fewer digits")
 
 
 def _check_multiples(objects: list[dict[str, Any]]) -> None:
     """Refuse multiples whose least common multiple overflows in llguidance."""
-    given = {Decimal(str(each["multipleOf"])) for each in objects if _is_number(each.get("multipleOf"))}
-    given = {abs(each) for each in given if each}
+    given = {Decimal(str(found["multipleOf"])) for found in objects if _is_number(found.get("multipleOf"))}
+    given = {abs(multiple) for multiple in given if multiple}
     if len(given) < 2:
         return
-    places = max(0, *(-int(each.normalize().as_tuple().exponent) for each in given))
-    scaled = [int(each.scaleb(places)) for each in given]
+    places = max(0, *(-int(multiple.normalize().as_tuple().exponent) for multiple in given))
+    scaled = [int(multiple.scaleb(places)) for multiple in given]
     if places > 9 or math.lcm(*scaled) * max(scaled) >= _MOST_PRODUCT:
         raise _refusal(
             f"multipleOf of {min(given)} and of {max(given)} in a schema that joins parts; their "

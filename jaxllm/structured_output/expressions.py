@@ -83,7 +83,10 @@ class _Edge(Enum):
 
 
 def translate(pattern: str, name: str = "regex") -> str:
-    """Raises UserError if invalid, too long, or unsupported."""
+    """Rewrite a Python regular expression in llguidance's dialect, with the same meaning.
+
+    Raises UserError if it is invalid, too long, or unsupported; messages begin with `name`.
+    """
     return _Writer(name).write(pattern)
 
 
@@ -124,13 +127,13 @@ class _Writer:
         except re.error as error:
             raise self._refusal(f"is not a valid regular expression: {error}") from error
         except (RecursionError, OverflowError) as error:
-            raise self._refusal("is nested too deeply or repeats too often") from error
+            raise self._refusal("is nested too deeply or repeats too often; simplify it") from error
 
     def _refusal(self, said: str) -> UserError:
         return UserError(f"{self._name} {said}.", "structured_outputs")
 
     def _refused(self, construct: str) -> UserError:
-        return self._refusal(f"has {construct}, which is not supported")
+        return self._refusal(f"has {construct}, which is not supported; write the expression without it")
 
     def _sequence(self, items: Iterable[Any], flags: int, begin: _Edge, end: _Edge) -> str:
         parts = [(str(op), value) for op, value in items]

@@ -106,16 +106,16 @@ class Grammars:
         self._num_fills = 0
 
     def compile(self, asked: StructuredOutputsParams) -> Grammar:
-        """Thread-safe.
+        """Compile a constraint, or find its grammars in the cache. Thread-safe.
 
-        Raises UserError if invalid, unsupported, or too expensive.
+        Raises UserError if it is invalid, unsupported, or too expensive.
         """
         vocabulary = self._vocabulary()
         own = asked.alone()
         matchers = [self._matcher(own, lambda: _source(own), own.kind)]
         others = [
             *([] if asked.or_grammar is None else [asked.or_grammar]),
-            *(each for _, each in asked.or_grammar_after),
+            *(grammar for _, grammar in asked.or_grammar_after),
         ]
         of_others = {text: self._matcher(text, partial(_of_the_server, text), "or_grammar") for text in others}
         if asked.or_grammar is not None:
@@ -124,11 +124,11 @@ class Grammars:
         marks += [(mark, (of_others[text],)) for mark, text in asked.or_grammar_after]
         way = Preamble(
             tuple((mark.encode(), found) for mark, found in marks),
-            tuple(each.encode() for each in asked.may_open_with) if marks else (),
+            tuple(opening.encode() for opening in asked.may_open_with) if marks else (),
         )
         for opening in way.openings:
             vocabulary.spelling(opening)  # reads the whole vocabulary at the first call
-        tokens = {int(each) for text in others for each in _TOKEN.findall(text)}
+        tokens = {int(token) for text in others for token in _TOKEN.findall(text)}
         allowed = vocabulary.with_tokens(tokens) if tokens else vocabulary.allowed
         return Grammar(matchers, way, allowed, vocabulary)
 
@@ -189,12 +189,12 @@ class Grammars:
 
     def _make(self, wanted: Sequence[tuple[Constraint, int]], masks: np.ndarray) -> None:
         if len(wanted) > 1:
-            computed = [each for each in wanted if not each[0].openings and len(each[0].matchers) == 1]
+            computed = [pair for pair in wanted if not pair[0].openings and len(pair[0].matchers) == 1]
             with suppress(Exception):  # recurs below
                 pairs = [(constraint.matchers[0], row) for constraint, row in computed]
                 self._executor = self._executor or LLExecutor(NUM_THREADS)
                 fill_next_token_bitmask_par(self._executor, pairs, masks)
-                wanted = [each for each in wanted if each not in computed]
+                wanted = [pair for pair in wanted if pair not in computed]
         for constraint, row in wanted:
             if constraint.openings or len(constraint.matchers) != 1:
                 self._join(constraint, masks[row])

@@ -41,7 +41,7 @@ def prepare(schema: Any, close_objects: bool) -> Any:
     if not isinstance(schema, dict):
         return schema
     if "x-guidance" in schema:
-        raise UserError("json has x-guidance, which a schema may not set.", "structured_outputs")
+        raise UserError("json has x-guidance, which a schema may not set; remove it.", "structured_outputs")
     for name in _REFERENCES:
         if name in schema and not str(schema[name]).startswith("#"):
             message = (
@@ -57,7 +57,9 @@ def prepare(schema: Any, close_objects: bool) -> Any:
     named = list(properties) if isinstance(properties, dict) else []
     for text in _texts([schema.get("const"), schema.get("enum"), named]):
         if _UNWRITABLE.search(text):
-            message = f"json has {checks.shown(text)}, with a control character, which no output can contain."
+            message = (
+                f"json has {checks.shown(text)}, with a control character, which no output can contain; remove it."
+            )
             raise UserError(message, "structured_outputs")
     prepared = {name: _value(name, value, close_objects) for name, value in schema.items()}
     # As in vLLM: an object without named properties stays open.
@@ -78,41 +80,45 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
-        for name, each in value.items():
+        for name, item in value.items():
             yield name
-            yield from _texts(each)
+            yield from _texts(item)
     elif isinstance(value, list):
-        for each in value:
-            yield from _texts(each)
+        for item in value:
+            yield from _texts(item)
 
 
 def check_size(schema: Any) -> None:
     objects = list(_objects(schema))
-    targets = {str(each[name]) for each in objects for name in _REFERENCES if name in each}
+    targets = {str(node[name]) for node in objects for name in _REFERENCES if name in node}
     levels = (1 + len(targets)) * _depth(schema)
     if levels > MAX_LEVELS:
-        raise _too_much(f"{len(targets)} different $ref in a schema of {_depth(schema)} levels", MAX_LEVELS, "in all")
-    num_properties = sum(len(each["properties"]) for each in objects if isinstance(each.get("properties"), dict))
+        raise _too_much(
+            f"{len(targets)} different $ref in a schema of {_depth(schema)} levels", MAX_LEVELS, " for their product"
+        )
+    num_properties = sum(len(node["properties"]) for node in objects if isinstance(node.get("properties"), dict))
     if num_properties > MAX_PROPERTIES:
-        raise _too_much(f"{num_properties} properties", MAX_PROPERTIES, "in all")
-    num_patterns = len({str(each["pattern"]) for each in objects if "pattern" in each})
-    num_conjuncts = sum(_num_conjuncts(each) for each in objects)
+        raise _too_much(f"{num_properties} properties", MAX_PROPERTIES, " in all")
+    num_patterns = len({str(node["pattern"]) for node in objects if "pattern" in node})
+    num_conjuncts = sum(_num_conjuncts(node) for node in objects)
     if min(num_patterns, num_conjuncts) > MAX_INTERSECTED:
         raise _too_much(
-            f"{num_patterns} patterns and {num_conjuncts} parts of allOf", MAX_INTERSECTED, "of one or other"
+            f"{num_patterns} patterns and {num_conjuncts} parts of allOf", MAX_INTERSECTED, " of one of them"
         )
     divisor = 1
-    for each in objects:
-        if isinstance(each.get("patternProperties"), dict) and len(each["patternProperties"]) > MAX_PATTERN_PROPERTIES:
+    for node in objects:
+        if isinstance(node.get("patternProperties"), dict) and len(node["patternProperties"]) > MAX_PATTERN_PROPERTIES:
             raise _too_much(
-                f"{len(each['patternProperties'])} patternProperties", MAX_PATTERN_PROPERTIES, "in one object"
+                f"{len(node['patternProperties'])} patternProperties", MAX_PATTERN_PROPERTIES, " in one object"
             )
         for name in ("minLength", "minItems"):
-            if _is_more(each.get(name), MAX_LEAST):
-                raise _too_much(f"{name} {each[name]}", MAX_LEAST, "at most")
-        divisor = math.lcm(divisor, _digits(each.get("multipleOf")))
+            if _is_more(node.get(name), MAX_LEAST):
+                raise _too_much(f"{name} {node[name]}", MAX_LEAST)
+        divisor = math.lcm(divisor, _digits(node.get("multipleOf")))
         if divisor > MAX_DIVISOR:
-            raise _too_much(f"multipleOf whose least common multiple is {divisor}", MAX_DIVISOR, "without its zeros")
+            raise _too_much(
+                f"multipleOf whose least common multiple is {divisor}", MAX_DIVISOR, ", without final zeros"
+            )
 
 
 def _num_conjuncts(schema: dict[str, Any]) -> int:
@@ -122,8 +128,8 @@ def _num_conjuncts(schema: dict[str, Any]) -> int:
     return beside + (len(parts) if isinstance(parts, list) else 0)
 
 
-def _too_much(what: str, most: int, where: str) -> UserError:
-    return UserError(f"json has {what}; it may be {most} {where}.", "structured_outputs")
+def _too_much(what: str, most: int, where: str = "") -> UserError:
+    return UserError(f"json has {what}; the limit is {most}{where}.", "structured_outputs")
 
 
 def _is_more(value: Any, most: int) -> bool:
@@ -140,7 +146,7 @@ def _objects(value: Any) -> Iterator[dict[str, Any]]:
         elif isinstance(each, list):
             waiting += each
         elif isinstance(each, str) and len(each) > MAX_TEXT:
-            raise _too_much(f"a text of {len(each)} characters", MAX_TEXT, "at most")
+            raise _too_much(f"a text of {len(each)} characters", MAX_TEXT)
 
 
 def _depth(value: Any) -> int:

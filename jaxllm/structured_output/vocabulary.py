@@ -39,7 +39,7 @@ class Vocabulary:
         if missing is not None:  # would be a dead end in most grammars
             raise UserError(
                 "structured_outputs needs a tokenizer that can write any text, and this one has no "
-                f"{missing.decode()!r} that stands alone.",
+                f"{missing.decode()!r} that stands alone; choose another model.",
                 "structured_outputs",
             )
         self.for_llguidance = LLTokenizer(_Wrapper(self, texts, eos[0]), eos_token=eos)  # type: ignore[arg-type]

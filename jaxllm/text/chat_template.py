@@ -1,4 +1,4 @@
-"""Render chat templates.
+"""Compile a model's chat template, and render conversations with it.
 
 A template is jinja2 source of a model's folder, never of a request. It runs in jinja2's sandbox
 (template_environment.py).
@@ -42,7 +42,9 @@ def render(
     tools: Sequence[Mapping[str, Any]] | None,
     variables: Mapping[str, Any],
 ) -> str:
-    """`messages` have the template's shape (message_forms.py); `tools` are JSON schemas; `variables` are passed on.
+    """Render a conversation as the prompt's text.
+
+    `messages` have the template's shape (message_forms.py); `tools` are JSON schemas; `variables` are passed on.
     `continue_final_message` leaves the last message open. Raises `UserError`, naming the message, if the template
     rejects the conversation.
     """
@@ -75,7 +77,10 @@ def render(
 
 
 def compile_template(source: str, variables: Mapping[str, Any] = MappingProxyType({})) -> ChatTemplate:
-    """`variables` are available while probing."""
+    """Compile a template and find its message shape by rendering probes, with `variables`.
+
+    Raises UserError if it is invalid.
+    """
     import jinja2
 
     from jaxllm.text.template_environment import make_environment

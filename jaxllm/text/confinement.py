@@ -112,7 +112,7 @@ class Confinement:
         with self._changed:
             while True:
                 if self._is_closed:
-                    raise EngineError("the engine is closed.")
+                    raise EngineError("the engine is closed; create a new one.")
                 self._alive.difference_update([each for each in self.idle if not each.is_alive])
                 self.idle = [each for each in self.idle if each.is_alive]
                 may_start = len(self._alive) + self._num_starting < MOST_PROCESSES
@@ -186,7 +186,7 @@ class Process:
         return len(self.sources) > 1
 
     def ask(self, frame: bytes, seconds: float) -> dict[str, Any]:
-        """`seconds` of CPU time, plus time to read the tokenizer."""
+        """Send a task and return its answer; it may use `seconds` of CPU time, plus time to read the tokenizer."""
         give_up = time.monotonic() + _WAIT_FACTOR * (seconds + LOAD_SECONDS)
         try:
             rest = memoryview(len(frame).to_bytes(8) + int(1000 * seconds).to_bytes(8) + frame)

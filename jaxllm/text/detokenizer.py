@@ -35,7 +35,7 @@ class Detokenizer:
 
 
 def begin(tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams) -> Detokenizer:
-    """Reads only its last, undecided tokens."""
+    """Return the state after a prompt; only its last tokens are read, whose text later tokens could change."""
     decoding, skipped = tokenizer.decoding, _skipped(tokenizer, params)
     tail: list[bytes] = []
     is_start = True
@@ -108,7 +108,7 @@ def _skipped(tokenizer: Tokenizer, params: SamplingParams) -> frozenset[int]:
 
 
 def _advance_bytes(state: Detokenizer, decoding: Decoding, new: bytes) -> tuple[Detokenizer, str]:
-    """`advance` for byte-level vocabularies, where invalid bytes become U+FFFD."""
+    """Do `advance` for byte-level vocabularies, where invalid bytes become U+FFFD."""
     if not new:
         return state, ""
     buffer = state.pending + new
@@ -168,7 +168,7 @@ def _begins_surrogate(rest: bytes) -> bool:
 
 
 def _settle_run(state: Detokenizer, strip: str) -> str:
-    """As `ByteFallback` of huggingface/tokenizers: if the run is not UTF-8, each byte becomes U+FFFD."""
+    """Return the text of a run that has ended; if it is not UTF-8, each byte becomes U+FFFD, as in `ByteFallback`."""
     run = b"".join(state.run)
     try:
         text = run.decode()

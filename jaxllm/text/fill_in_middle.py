@@ -41,7 +41,9 @@ _ANCHOR = "☺"  # Meta's choice (codellama, llama/tokenizer.py)
 def encode(
     tokenizer: Tokenizer, before: str | Sequence[int], behind: str, add_special_tokens: bool = True
 ) -> list[int]:
-    """Special tokens spelled in the texts are encoded as such, e.g. to separate files. `add_special_tokens` adds the
+    """Return the ids of a prompt whose completion belongs between `before` and `behind`.
+
+    Special tokens spelled in the texts are encoded as such, e.g. to separate files. `add_special_tokens` adds the
     model's prompt start. Raises `UserError`, naming `suffix`, if the vocabulary lacks marker tokens.
     """
     markers = _markers_of(tokenizer)

@@ -22,7 +22,7 @@ ReadArguments = Callable[[str, str], Any]
 def shaped(
     messages: Sequence[Mapping[str, Any]], shape: Shape, read_arguments: ReadArguments | None
 ) -> list[dict[str, Any]]:
-    """None values are removed, as in transformers.
+    """Return messages in the shape that a template reads, without values of None, as in transformers.
 
     Without `read_arguments`, call arguments are already converted. Raises `UserError`, naming `messages`, if invalid.
     """
@@ -32,7 +32,9 @@ def shaped(
 
 
 def shaped_arguments(arguments: Any, shape: Shape, name: str, read: ReadArguments) -> Any:
-    """Text that is not a JSON object, e.g. truncated, is kept if the template accepts text; otherwise `UserError`,
+    """Return a tool call's arguments as the template reads them: as JSON text or as an object.
+
+    Text that is not a JSON object, e.g. truncated, is kept if the template accepts text; otherwise raises `UserError`,
     naming `messages`.
     """
     if not shape.takes_objects:
@@ -62,52 +64,52 @@ def read_json(text: str, name: str) -> Any:
 def _shaped(message: Any, name: str, shape: Shape, read: ReadArguments | None) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise UserError(f"{name} must be an object with a role and a content.", "messages")
-    own = {key: value for key, value in message.items() if value is not None}
-    calls, thought = own.get("tool_calls"), next((own[key] for key in _REASONING if key in own), None)
+    copied = {key: value for key, value in message.items() if value is not None}
+    calls, thought = copied.get("tool_calls"), next((copied[key] for key in _REASONING if key in copied), None)
     if thought is not None:
         # transformers uses two of the names, some templates the third.
-        own = {"thinking": thought, **own, "reasoning_content": thought}
-        own |= {"reasoning": thought} if shape.names_reasoning and "reasoning" not in own else {}
+        copied = {"thinking": thought, **copied, "reasoning_content": thought}
+        copied |= {"reasoning": thought} if shape.names_reasoning and "reasoning" not in copied else {}
     if isinstance(calls, list | tuple):
-        own["tool_calls"] = [
+        copied["tool_calls"] = [
             _shaped_call(call, f"{name}.tool_calls[{at}].function.arguments", shape, read)
             for at, call in enumerate(calls)
         ]
-    if shape.short_ids and isinstance(own.get("tool_call_id"), str):
-        own["tool_call_id"] = _short_id(own["tool_call_id"])
-    is_caller = own["role"] == "assistant" and bool(calls)
-    if "content" in own:
-        own["content"] = _fitting_content(own["content"], shape, CALLER if is_caller else own["role"], name)
-    if own["role"] == "assistant" and own.get("content", "") == "":
-        _set_blank(own, shape)
+    if shape.short_ids and isinstance(copied.get("tool_call_id"), str):
+        copied["tool_call_id"] = _short_id(copied["tool_call_id"])
+    is_caller = copied["role"] == "assistant" and bool(calls)
+    if "content" in copied:
+        copied["content"] = _fitting_content(copied["content"], shape, CALLER if is_caller else copied["role"], name)
+    if copied["role"] == "assistant" and copied.get("content", "") == "":
+        _set_blank(copied, shape)
     if shape.thought_is_part and isinstance(thought, str) and thought:
-        own["content"] = _with_thought(own.get("content"), thought)
-    return own
+        copied["content"] = _with_thought(copied.get("content"), thought)
+    return copied
 
 
-def _set_blank(own: dict[str, Any], shape: Shape) -> None:
+def _set_blank(message: dict[str, Any], shape: Shape) -> None:
     blank: Blank = shape.blank
-    if own.get("tool_calls"):
-        if "content" in own and not shape.loses_calls_beside_empty:
+    if message.get("tool_calls"):
+        if "content" in message and not shape.loses_calls_beside_empty:
             return
         blank = shape.blank_beside_calls
-    elif "content" in own:
+    elif "content" in message:
         return
-    own.pop("content", None)
-    own |= BLANKS[blank]
+    message.pop("content", None)
+    message |= BLANKS[blank]
 
 
 def _shaped_call(call: Any, name: str, shape: Shape, read: ReadArguments | None) -> Any:
     if not isinstance(call, Mapping):
         return call
-    own = dict(call)
-    if shape.short_ids and isinstance(own.get("id"), str):
-        own["id"] = _short_id(own["id"])
-    function = own.get("function")
+    copied = dict(call)
+    if shape.short_ids and isinstance(copied.get("id"), str):
+        copied["id"] = _short_id(copied["id"])
+    function = copied.get("function")
     if read is not None and isinstance(function, Mapping) and "arguments" in function:
         arguments = shaped_arguments(function["arguments"], shape, name, read)
-        own["function"] = {**function, "arguments": arguments}
-    return own
+        copied["function"] = {**function, "arguments": arguments}
+    return copied
 
 
 def _short_id(call_id: str) -> str:

@@ -54,13 +54,13 @@ def place_of(
 def _values(value: Any, names: frozenset[str], path: str = "") -> Iterator[tuple[str, str]]:
     if isinstance(value, Mapping):
         for key, item in value.items():
-            own = f"{path}.{key}" if path else str(key)
+            inner_path = f"{path}.{key}" if path else str(key)
             if key in names and not isinstance(item, str) and not _has_names(item, names):
-                yield own, _KINDS.get(type(item), "a value")
+                yield inner_path, _KINDS.get(type(item), "a value")
             elif key == "arguments" and key in names and isinstance(item, str):
-                yield own, "a text"
+                yield inner_path, "a text"
             elif path.count(".") < 3:
-                yield from _values(item, names, own)
+                yield from _values(item, names, inner_path)
     elif isinstance(value, list):
         for at, item in enumerate(value[:4]):
             yield from _values(item, names, f"{path}[{at}]")

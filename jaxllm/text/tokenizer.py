@@ -34,8 +34,9 @@ Piece = bytes | tuple[str, str]
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's table (openai/gpt-2, encoder.py): printable Latin-1 characters map to themselves, U+0100 onward to the
-    other bytes in order.
+    """Return GPT-2's table from characters to bytes (openai/gpt-2, encoder.py).
+
+    Printable Latin-1 characters map to themselves, U+0100 onward to the other bytes in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -46,7 +47,7 @@ _BYTE_OF_CHARACTER = _byte_level_alphabet()
 
 
 def load_tokenizer(folder_or_id: str | Path, revision: str | None = None) -> Tokenizer:
-    """Raises `UserError` if missing, or if its decoder cannot be streamed exactly."""
+    """Load a tokenizer from a folder or the hub; raise `UserError` if missing or not exactly streamable."""
     files = read_tokenizer_files(folder_or_id, revision)
     return Tokenizer(
         files.backend,
@@ -95,7 +96,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Includes added tokens. Logits may be wider."""
+        """The number of token ids, including added tokens. Logits may be wider."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     @property
@@ -108,7 +109,7 @@ class Tokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """Generation configs may list more."""
+        """The tokenizer's end token. Generation configs may list more."""
         return self._named_id("eos_token")
 
     @property
@@ -146,7 +147,7 @@ class Tokenizer:
         return hashlib.sha256(json.dumps(beside, sort_keys=True).encode() + self.backend.to_str().encode()).digest()
 
     def lengths(self) -> tuple[int, int | None]:
-        """The characters of the longest token, and the maximal text length per token."""
+        """Return the most characters of a token, and of a text that becomes one token (None: unbounded)."""
         return self._most_characters, self._longest_token
 
     def token_id(self, token: str) -> int | None:
@@ -160,7 +161,7 @@ class Tokenizer:
         return self.token_id(token) in self.special_ids
 
     def _refusal(self, said: str) -> UserError:
-        return UserError(f"The model's tokenizer cannot read this: {said}", "prompt")
+        return UserError(f"The model's tokenizer cannot read this prompt: {said}", "prompt")
 
     def _named_id(self, name: str) -> int | None:
         token = self._named_tokens.get(name)
@@ -202,7 +203,7 @@ class Tokenizer:
         room = most - len(head) - len(tail)
         if room < 0:
             raise UserError(
-                f"A prompt of {most} tokens has no room for the {most - room} that the model adds.",
+                f"A prompt of {most} tokens has no room for the {most - room} that the model adds; allow more.",
                 "truncate_prompt_tokens",
                 most,
             )
@@ -261,7 +262,9 @@ class Tokenizer:
 
     @functools.cached_property
     def _longest_token(self) -> int | None:
-        """None if unbounded: unknown characters merge or vanish, a normalizer may shorten text, or added tokens absorb
+        """The most characters of a text that become one token, None if unbounded.
+
+        It is unbounded if unknown characters merge or vanish, a normalizer may shorten text, or added tokens absorb
         spaces.
         """
         if self.decoding.byte_tokens == "none" or self.backend.normalizer is not None:
@@ -271,7 +274,7 @@ class Tokenizer:
         return self._most_characters
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Equal to the tokenizer's decoder; unknown ids are skipped.
+        """Return the text of ids, equal to that of the tokenizer's decoder; unknown ids are skipped.
 
         `clean_up_tokenization_spaces` is not applied: transformers 5 ignores it for BPE, since it removes spaces of the
         text.
@@ -366,7 +369,9 @@ class Tokenizer:
         variables = dict(chat_template_kwargs or {})
         taken = next((name for name in RESERVED if name in variables), None)
         if taken is not None:
-            raise UserError(f"chat_template_kwargs cannot have {taken!r}; it is a separate parameter.", taken)
+            raise UserError(
+                f"chat_template_kwargs cannot have {taken!r}; it is a separate parameter of the request.", taken
+            )
         source = self._template_source(chat_template, tools)
         with typed_errors(self._refusal):
             special = self.special_tokens
@@ -450,8 +455,10 @@ class Decoding:
 
 
 def _decoding_of(decoder: Mapping[str, Any] | None, name: str) -> Decoding:
-    """Raises `UserError` unless streamable exactly: byte-level; or tokens with text that depends at most on being
-    first, with or without byte fallback; and one character stripped from the start.
+    """Return how a decoder joins tokens; raise `UserError` unless it can be streamed exactly.
+
+    That is possible for byte-level decoders, and for tokens with text that depends at most on being first, with or
+    without byte fallback; one character may be stripped from the start.
     """
     stages = _flatten(decoder)
     strip = ""

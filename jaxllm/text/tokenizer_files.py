@@ -93,13 +93,17 @@ def _tokenizer_folder(folder_or_id: str | Path, revision: str | None) -> Path:
         return Path(snapshot_download(folder_or_id, revision=revision, allow_patterns=list(TOKENIZER_FILES)))
     except (OSError, ValueError) as error:  # covers all errors of huggingface_hub
         raise UserError(
-            f"No tokenizer for {folder_or_id!r}: not a local folder, and the hub says: {_one_line(error)}", "tokenizer"
+            f"No tokenizer for {folder_or_id!r}: it is not a local folder, and the hub answered: {_one_line(error)}",
+            "tokenizer",
         ) from error
 
 
 @contextmanager
 def typed_errors(say: Callable[[str], UserError]) -> Iterator[None]:
-    """The library raises plain `Exception`, and its Rust panics are BaseExceptions that would end a thread."""
+    """Raise errors of the tokenizers library in the block as `say(message)`.
+
+    The library raises plain `Exception`, and its Rust panics are BaseExceptions that would end a thread.
+    """
     try:
         yield
     except BaseException as error:
@@ -218,7 +222,7 @@ def _token_fields(token: Any) -> dict[str, Any]:
 
 
 def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Files take precedence over the config."""
+    """Return chat templates by name; files take precedence over tokenizer_config.json."""
     templates: dict[str, str] = {}
     single = read_template(folder, "chat_template.jinja")
     if single is not None:

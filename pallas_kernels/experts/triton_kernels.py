@@ -311,7 +311,7 @@ def fused_topk(
 
 
 def num_tiles(assignments: int, experts: int, size: int) -> int:
-    """Every expert may have a last tile with a single assignment."""
+    """Return the most tiles that a plan can need: every expert may have a last tile with a single assignment."""
     used = min(assignments, experts)
     return used + (assignments - used) // size
 

@@ -114,7 +114,10 @@ def fused_linear(
     activation: Activation | None,
     capability: int | None,
 ) -> Array:
-    """Results are rounded once, and the norm of many tokens once before."""
+    """Compute `pallas_kernels.fused_linear` in one kernel, with the norm of many tokens in another before it.
+
+    Results are rounded once, and so are the normalized tokens of the other kernel.
+    """
     (num_tokens, columns), is_gated = x.shape, activation is not None
     rows = weight.shape[0] // 2 if is_gated else weight.shape[0]
     chosen = tuning.of_fused_linear(capability, num_tokens, rows, columns, is_gated, gain is not None)

@@ -157,7 +157,10 @@ def linear(
     rounds_rows: bool,
     capability: int | None,
 ) -> Array:
-    """Where 8-bit floats are not supported, a weight's NaN becomes 480."""
+    """Compute `pallas_kernels.linear` with a quantized weight.
+
+    Where 8-bit floats are not supported, a weight's NaN becomes 480.
+    """
     if kind == "float" or rounds_rows:
         raise ValueError(f"{refusal('linear', Site('', kind=kind, rounds_rows=rounds_rows))}")
     (num_tokens, columns), rows = x.shape, weight.shape[0]

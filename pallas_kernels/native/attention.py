@@ -28,7 +28,7 @@ def paged_decode(q: Array, lengths: Array, args: AttentionArgs) -> Array:
 
 
 def paged_prefill(q: Array, tiles: Tiles, args: AttentionArgs, *, tile: int) -> Array:
-    """Tiles may have any size."""
+    """Compute `pallas_kernels.paged_prefill` on a CPU; tiles may have any size."""
     return _call("jaxllm_prefill", q, tiles, args)
 
 

@@ -68,7 +68,7 @@ def target(handler: str) -> str:
 
 
 def refusal() -> str | None:
-    """Build and register the kernels if necessary."""
+    """Return why the kernels are unavailable, or None; builds and registers them if necessary."""
     with _building:
         if time.monotonic() >= refused.until:
             refused.reason = _ready()
@@ -113,8 +113,9 @@ def loaded(folder: Path, flags: Sequence[str] = FLAGS) -> ctypes.CDLL:
 
 
 def kept(folder: Path, name: str, command: list[str], sources: Sequence[Path], says: Sequence[str]) -> Path:
-    """The cache key omits header folders, so that virtual environments share libraries. Raises `Refused` if the build
-    fails.
+    """Return the path of a library, which is built unless cached; raise `Refused` if the build fails.
+
+    The cache key has `says`, the command and versions, but no header folders: virtual environments share libraries.
     """
     flags = [flag for flag in command if not flag.startswith("-I")]
     depends = [*says, *flags, run_command([command[0], "--version"]), importlib.metadata.version("jaxlib")]
@@ -168,12 +169,12 @@ def compile_library(command: list[str], sources: Sequence[Path], place: Path) ->
     _log.warning("building kernels, once for this machine, which takes up to 20 seconds: %s", place)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        own = OwnFolder(place.parent)
+        temporary = OwnFolder(place.parent)
     except OSError:
-        own = OwnFolder()
-        place = own.path / place.name
+        temporary = OwnFolder()
+        place = temporary.path / place.name
     try:
-        made = own.path / "made.so"
+        made = temporary.path / "made.so"
         objects = [f"{made}.{source.name}.o" for source in sources]
         with ThreadPoolExecutor() as pool:
             compiled = pool.map(
@@ -186,8 +187,8 @@ def compile_library(command: list[str], sources: Sequence[Path], place: Path) ->
         made.chmod(0o755)
         made.replace(place)
     finally:
-        if place.parent != own.path:
-            own.remove()
+        if place.parent != temporary.path:
+            temporary.remove()
     return place
 
 

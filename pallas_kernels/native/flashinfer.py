@@ -46,7 +46,7 @@ _loading = threading.Lock()
 
 
 def refusal(operation: str, site: Site) -> str | None:
-    """Compile the kernel if necessary, in about ten seconds."""
+    """Return why the kernel cannot run here, or None; compiles it if necessary, in about ten seconds."""
     group = site.heads // max(site.kv_heads, 1)
     if site.platform != "gpu" or site.capability is None or site.capability // 10 not in (9, 10, 12):
         return "its kernel is for NVIDIA GPUs of capability 9, 10 and 12"

@@ -41,7 +41,7 @@ def sample(
 
 
 def _kept(scaled: Array, weight: Array, top_k: Array | None, top_p: Array | None, min_p: Array | None) -> Array:
-    """Return bool[R, V]; `weight` is as in the softmax."""
+    """Return the tokens that pass the filters, bool[R, V]; `weight` is exp(`scaled` - its row's maximum)."""
     size = scaled.shape[1]
     order = ordered(scaled)
     kept = jnp.ones_like(scaled, jnp.bool_)

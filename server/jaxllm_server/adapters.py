@@ -78,7 +78,7 @@ class ServedAdapters:
         return served
 
     def known(self, served: Served) -> Known | None:
-        """The record outlasts the adapter's weights."""
+        """Return the engine's record of an adapter, which outlasts its weights; None before the first read."""
         return self._engine.known_adapter(served.request)
 
     @contextmanager
@@ -202,7 +202,7 @@ def _module_of(text: str) -> tuple[object, object]:
 
 
 def _folder_of(root: Path, name: str, path: str) -> Path:
-    """Raises if the folder is outside `root` or contains symlinks to the outside."""
+    """Return an adapter's folder; raise UserError if it is outside `root` or contains symlinks to the outside."""
     try:
         folder = (root / path).resolve()
         is_inside = folder.is_relative_to(root)

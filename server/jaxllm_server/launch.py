@@ -44,7 +44,7 @@ SECOND_SIGNAL = 130  # the shell's exit code for ^C
 
 
 def new_server(config: EngineConfig, options: ServerOptions, progress: bool = False) -> Server:
-    """Raises UserError for options that it cannot meet."""
+    """Make a server, not yet started; raise UserError for missing packages or impossible options."""
     try:
         import uvicorn  # noqa: F401
         import uvloop  # noqa: F401
@@ -58,7 +58,7 @@ def new_server(config: EngineConfig, options: ServerOptions, progress: bool = Fa
 
 
 def serve(server: Server) -> int:
-    """Return the exit code."""
+    """Run a server until it is stopped; return the exit code."""
     import uvloop
 
     return uvloop.run(server.run())

@@ -223,7 +223,7 @@ class Serving:
         return {**await self._prompts.prompt_of(call, params, model), **self.salt_of(call.client, call.cache_salt)}
 
     async def _adapter(self, served: Served | None, client: str) -> Adapter | None:
-        """Read the adapter again if the engine evicted it from host memory."""
+        """Return the engine's adapter, read again if it was evicted from host memory; None for the base model."""
         if served is None:
             return None
         try:
@@ -247,7 +247,7 @@ class Serving:
     async def off_loop(
         self, client: str, function: Callable[..., Item], *arguments: Any, language: bytes | None = None
     ) -> Item:
-        """Raises DeadlineError after the request timeout."""
+        """Run a function in a thread of the engine's; raise DeadlineError after the request timeout."""
         try:
             async with asyncio.timeout(self.options.request_timeout or None):
                 return await self.engine.off_loop(function, *arguments, client=client, language=language)
@@ -278,7 +278,7 @@ class Serving:
         return (await self._model_of(name, client)).tokenizer
 
     async def tokenizer_info(self, client: str = "") -> dict[str, Any]:
-        """With the chat template in use."""
+        """Return the tokenizer's config, with the chat template in use."""
         config = (await self.tokenizer_of("", client)).config()
         return config if self._template is None else config | {"chat_template": self._template}
 

@@ -221,8 +221,12 @@ def test_a_full_queue_is_told_at_once(rpc: Grpc, http: httpx.Client) -> None:
 def test_what_never_fits_is_refused_for_good(rpc: Grpc, http: httpx.Client) -> None:
     """Two requests may run and two wait."""
     for body, name, asked_for in (
-        ({"n": 5, "temperature": 1.0}, "n", "n may be at most 4, so many can run and wait on this server, got 5."),
-        ({"prompt": ["a"] * 5}, "prompt", "n times the number of prompts may be at most 4, so many"),
+        (
+            {"n": 5, "temperature": 1.0},
+            "n",
+            "n must be at most 4, the number that can run and wait on this server; got 5.",
+        ),
+        ({"prompt": ["a"] * 5}, "prompt", "n times the number of prompts must be at most 4, the number"),
         ({"prompt": ["a"] * 3, "n": 2, "temperature": 1.0}, "n", "got 2 times 3."),
     ):
         for stream in (False, True):

@@ -1,4 +1,4 @@
-"""Speculative decoding in the engine; see scheduler/drafting.py and runner/drafting.py."""
+"""The feature of speculative decoding; see scheduler/drafting.py and runner/drafting.py."""
 
 from __future__ import annotations
 

@@ -72,7 +72,9 @@ class Feature:
         self.core = core
 
     def thread_of(self, options: Mapping[str, Any]) -> bytes | None:
-        """Return the `language` of `EngineClient.off_loop` for validating these options."""
+        """Return where requests with these options are validated: None for the calling thread, otherwise `language` as
+        in `EngineClient.off_loop`.
+        """
 
     def claim(self, accepted: Accepted) -> None:
         """Set the language, parameters or token ids of a request before its prompt is tokenized."""
@@ -83,10 +85,10 @@ class Feature:
     def begin(self, accepted: Accepted, group: SequenceGroup) -> None:
         """Create a request's state."""
 
-    def schedule(self, own: Output, fields: dict[str, Any]) -> None:
+    def schedule(self, sequence: Output, fields: dict[str, Any]) -> None:
         """Change the fields of a sequence's `scheduler.state.Request` before it is created."""
 
-    def place(self, slot: int, own: Output) -> None:
+    def place(self, slot: int, sequence: Output) -> None:
         """Handle a sequence's slot."""
 
     def inputs(self, step: StepInput) -> None:
@@ -122,11 +124,11 @@ class Features:
     def __init__(self, features: Sequence[Feature]) -> None:
         def hooks(name: str) -> tuple[Any, ...]:
             base = getattr(Feature, name)
-            return tuple(getattr(each, name) for each in features if getattr(type(each), name) is not base)
+            return tuple(getattr(feature, name) for feature in features if getattr(type(feature), name) is not base)
 
-        self.by_name = {each.name: each for each in features}
-        self.options = {option for each in features for option in each.options}
-        self.takes = tuple(kind for each in features for kind in each.takes)
+        self.by_name = {feature.name: feature for feature in features}
+        self.options = {option for feature in features for option in feature.options}
+        self.takes = tuple(kind for feature in features for kind in feature.takes)
         self.thread_of: tuple[Callable[[Mapping[str, Any]], bytes | None], ...] = hooks("thread_of")
         self.claim: tuple[Callable[[Accepted], None], ...] = hooks("claim")
         self.accept: tuple[Callable[[Accepted], None], ...] = hooks("accept")
@@ -136,7 +138,7 @@ class Features:
         self.inputs: tuple[Callable[[StepInput], None], ...] = hooks("inputs")
         self.masks: tuple[Callable[[Plan], Masks | None], ...] = hooks("masks")
         self.read: tuple[Callable[[Plan, StepOutput, Yielded], None], ...] = hooks("read")
-        self.taking_in = [each for each in features if type(each).take_in is not Feature.take_in]
+        self.taking_in = [feature for feature in features if type(feature).take_in is not Feature.take_in]
         self.show: tuple[Callable[[SequenceGroup, RequestOutput], None], ...] = hooks("show")
         self.forget: tuple[Callable[[SequenceGroup], None], ...] = hooks("forget")
         self.load: tuple[Callable[[State], Mapping[str, Any]], ...] = hooks("load")

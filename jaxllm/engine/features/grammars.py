@@ -67,16 +67,16 @@ class GrammarRows(Feature):
         if grammar is None:
             return
         group.states[self.name] = [grammar.begin() for _ in group.sequences]
-        for own in group.sequences:  # even with `ignore_eos`: masks allow an end only if nothing else may follow
-            own.eos_ids = group.language.model.eos_ids
+        for sequence in group.sequences:  # even with `ignore_eos`: masks allow an end only if nothing else may follow
+            sequence.eos_ids = group.language.model.eos_ids
 
-    def schedule(self, own: Sequence, fields: dict[str, Any]) -> None:
+    def schedule(self, sequence: Sequence, fields: dict[str, Any]) -> None:
         """Disable drafts: a mask depends on the previous token."""
-        if self.name in own.group.states:
+        if self.name in sequence.group.states:
             fields["may_draft"] = False
 
-    def place(self, slot: int, own: Sequence) -> None:
-        self._is_constrained[slot] = self.name in own.group.states
+    def place(self, slot: int, sequence: Sequence) -> None:
+        self._is_constrained[slot] = self.name in sequence.group.states
 
     def inputs(self, step: StepInput) -> None:
         """Hold a step that samples a constrained row."""
@@ -94,7 +94,7 @@ class GrammarRows(Feature):
         is_live = scheduler.is_live(self.core.scheduler.state, plan)
         rows = (constrained & result.is_finite & is_live).nonzero()[0].tolist()
         owners = {row: self._batch.owner(int(plan.slots[row])) for row in rows if row not in late}
-        found = {row: self._advance(own, int(result.tokens[row])) for row, own in owners.items()}
+        found = {row: self._advance(sequence, int(result.tokens[row])) for row, sequence in owners.items()}
         worth = sum(map(len, found.values())) >= FORCED_PER_ROW * len(plan.slots)
         # Rows with bans always take forced tokens from here: sampling could ban them.
         several = {
@@ -130,15 +130,15 @@ class GrammarRows(Feature):
             late = self._fill(owners, words)
         self._late = plan.number, late
         stuck: list[tuple[Sequence, str]] = []
-        for row, own in owners.items():
+        for row, sequence in owners.items():
             if row in late:
                 continue
             is_masked[row] = True
-            error = self._constraint(own).error
+            error = self._constraint(sequence).error
             if error is not None:
-                stuck.append((own, f"its grammar cannot go on: {error}"))
-            with blaming(own):
-                _hold_back(words[row], own)
+                stuck.append((sequence, f"its grammar cannot go on: {error}"))
+            with blaming(sequence):
+                _hold_back(words[row], sequence)
         return Masks(words, is_masked, stuck)
 
     def close(self) -> None:
@@ -149,12 +149,12 @@ class GrammarRows(Feature):
         until = time.perf_counter() + MASK_SECONDS
         late: list[int] = []
         wanted: dict[Grammars, list[tuple[Constraint, int]]] = defaultdict(list)
-        for row, own in owners.items():
-            constraint = self._constraint(own)
+        for row, sequence in owners.items():
+            constraint = self._constraint(sequence)
             if constraint.job is None and constraint.pace.is_slow and constraint.error is None:
-                self._begin(own, None)
+                self._begin(sequence, None)
             if constraint.job is None:
-                wanted[own.group.language.grammars].append((constraint, row))
+                wanted[sequence.group.language.grammars].append((constraint, row))
             elif constraint.job.is_done:
                 words[row], constraint.job = constraint.job.words, None
             else:
@@ -165,74 +165,74 @@ class GrammarRows(Feature):
             late += grammars.fill(some, words, until)
         return late
 
-    def _constraint(self, own: Sequence) -> Constraint:
-        return own.group.states[self.name][own.index]
+    def _constraint(self, sequence: Sequence) -> Constraint:
+        return sequence.group.states[self.name][sequence.index]
 
-    def _advance(self, own: Sequence, token: int) -> list[int]:
+    def _advance(self, sequence: Sequence, token: int) -> list[int]:
         """Let a sequence's grammar consume a token; return the forced tokens that follow, if worth a row.
 
         With slow masks another thread does this, and forced tokens are sampled one by one; for requests with bans, that
         thread only makes masks.
         """
-        constraint = self._constraint(own)
-        if not constraint.pace.is_slow or own.variant is Variant.FULL:
-            return _advance(own, constraint, token)
-        self._begin(own, token)
+        constraint = self._constraint(sequence)
+        if not constraint.pace.is_slow or sequence.variant is Variant.FULL:
+            return _advance(sequence, constraint, token)
+        self._begin(sequence, token)
         return []
 
-    def _begin(self, own: Sequence, token: int | None) -> None:
-        constraint, grammars = self._constraint(own), own.group.language.grammars
+    def _begin(self, sequence: Sequence, token: int | None) -> None:
+        constraint, grammars = self._constraint(sequence), sequence.group.language.grammars
         words = np.zeros((1, self._num_words), np.int32)
 
         def work() -> None:
-            if own.finish_reason is not None:
+            if sequence.finish_reason is not None:
                 return
             if token is not None:
-                _advance(own, constraint, token)
-            with _failing(own, constraint):
+                _advance(sequence, constraint, token)
+            with _failing(sequence, constraint):
                 grammars.fill([(constraint, 0)], words)
 
         constraint.job = self._slow.begin(constraint.pace, work, words[0])
 
-    def _take(self, own: Sequence, forced: list[int]) -> bool:
-        """Return whether the grammar accepted the forced tokens."""
-        constraint = self._constraint(own)
-        with _failing(own, constraint):
+    def _take(self, sequence: Sequence, forced: list[int]) -> bool:
+        """Advance a grammar by the tokens that it forced; return False if it failed."""
+        constraint = self._constraint(sequence)
+        with _failing(sequence, constraint):
             for token in forced:
                 constraint.consume(token)
             return True
         return False
 
 
-def _advance(own: Sequence, constraint: Constraint, token: int) -> list[int]:
-    """Like `GrammarRows._advance`, in this thread."""
-    with _failing(own, constraint):
+def _advance(sequence: Sequence, constraint: Constraint, token: int) -> list[int]:
+    """Advance a constraint by a token in this thread; return the tokens that must follow, if enough are certain."""
+    with _failing(sequence, constraint):
         was_expected = bool(constraint.expected)
         constraint.consume(token)
         # Forced tokens have no log-probabilities. The token after them is sampled freely.
-        if token not in own.stop_ids and own.logprobs is None and not was_expected:
+        if token not in sequence.stop_ids and sequence.logprobs is None and not was_expected:
             forced = constraint.forced()
-            end = next((at for at, each in enumerate(forced) if each in own.stop_ids), len(forced))
+            end = next((at for at, each in enumerate(forced) if each in sequence.stop_ids), len(forced))
             constraint.expected = forced[:end] if end >= LEAST_FORCED else []
         return [*constraint.expected] if len(constraint.expected) >= LEAST_FORCED else []
     return []
 
 
 @contextmanager
-def _failing(own: Sequence, constraint: Constraint) -> Iterator[None]:
-    """On an exception end the grammar, not the step: a retry would feed other grammars twice."""
+def _failing(sequence: Sequence, constraint: Constraint) -> Iterator[None]:
+    """End the grammar on an exception in the block, not the step: a retry would feed other grammars twice."""
     try:
         yield
     except Exception:
-        _log.exception("the grammar of request %s failed", own.group.request_id)
+        _log.exception("the grammar of request %s failed", sequence.group.request_id)
         constraint.fail("the engine could not go on with it")
 
 
-def _hold_back(words: np.ndarray, own: Sequence) -> None:
+def _hold_back(words: np.ndarray, sequence: Sequence) -> None:
     """Ban stop tokens per `min_tokens` and `ignore_eos`, unless the grammar allows nothing else: int32[W]."""
-    held: Collection[int] = own.stop_ids if own.num_tokens < own.params.min_tokens else ()
-    if own.params.ignore_eos:
-        held = {*held, *own.eos_ids}
+    held: Collection[int] = sequence.stop_ids if sequence.num_tokens < sequence.params.min_tokens else ()
+    if sequence.params.ignore_eos:
+        held = {*held, *sequence.eos_ids}
     ids = np.array([each for each in held if int(words[each // 32]) >> each % 32 & 1], np.int64)
     if not len(ids):
         return

@@ -55,16 +55,16 @@ class Scoring(Feature):
         if count is not None:
             group.states[self.name] = PromptScores(count)
 
-    def schedule(self, own: Sequence, fields: dict[str, Any]) -> None:
+    def schedule(self, sequence: Sequence, fields: dict[str, Any]) -> None:
         """Disable cached prefixes of scored prompts, and drafts of rows with more than a step reports."""
-        if self.name in own.group.states and not own.index:
+        if self.name in sequence.group.states and not sequence.index:
             fields["reads_cache"] = False
-        if not 0 <= (own.params.logprobs or 0) <= MOST_LOGPROBS:
+        if not 0 <= (sequence.params.logprobs or 0) <= MOST_LOGPROBS:
             fields["may_draft"] = False
 
-    def place(self, slot: int, own: Sequence) -> None:
-        self._scores_prompt[slot] = self.name in own.group.states and not own.index
-        self._is_scored[slot] = self._scores_prompt[slot] or self._is_whole(own.params.logprobs)
+    def place(self, slot: int, sequence: Sequence) -> None:
+        self._scores_prompt[slot] = self.name in sequence.group.states and not sequence.index
+        self._is_scored[slot] = self._scores_prompt[slot] or self._is_whole(sequence.params.logprobs)
 
     def inputs(self, step: StepInput) -> None:
         scored = self._scored(step.plan)
@@ -76,17 +76,17 @@ class Scoring(Feature):
         ended: list[SequenceGroup] = []
         outputs = self.core.outputs
         for score in result.side.get("scored", ()):
-            own = outputs.sequences.get(score.of.sequence_id)
-            if own is None:
+            sequence = outputs.sequences.get(score.of.sequence_id)
+            if sequence is None:
                 continue
-            if score.of.position >= len(own.group.prompt_token_ids):
-                result.side.setdefault("whole", {})[own.sequence_id] = score
+            if score.of.position >= len(sequence.group.prompt_token_ids):
+                result.side.setdefault("whole", {})[sequence.sequence_id] = score
                 continue
             try:
-                self._scores(own.group).add(own.group, score)
+                self._scores(sequence.group).add(sequence.group, score)
             except Exception:  # other requests are unaffected
-                outputs.fail(own.group)
-                ended.append(own.group)
+                outputs.fail(sequence.group)
+                ended.append(sequence.group)
         slots = plan.slots[events.rows]
         for slot in slots[self._scores_prompt[slots]].tolist():
             group = self.core.batch.owner(slot).group
@@ -96,7 +96,7 @@ class Scoring(Feature):
         return ended
 
     def show(self, group: SequenceGroup, output: RequestOutput) -> None:
-        """Prompt log-probabilities appear once complete; in deltas once."""
+        """Add prompt log-probabilities to an output once they are complete; to deltas once only."""
         scores: PromptScores | None = group.states.get(self.name)
         if scores is None or scores.are_missing(group):
             return
@@ -116,22 +116,22 @@ class Scoring(Feature):
         for slot, start, length, samples in zip(
             plan.slots.tolist(), plan.starts.tolist(), plan.lengths.tolist(), plan.samples.tolist(), strict=True
         ):
-            own = self.core.batch.owner(slot)
+            sequence = self.core.batch.owner(slot)
             if self._is_scored[slot]:
-                with blaming(own):
-                    scored += self._scored_of(own, start, length, samples, offset)
+                with blaming(sequence):
+                    scored += self._scored_of(sequence, start, length, samples, offset)
             offset += length
         return scored
 
-    def _scored_of(self, own: Sequence, start: int, length: int, samples: bool, offset: int) -> list[Scored]:
-        group, end = own.group, start + length
+    def _scored_of(self, sequence: Sequence, start: int, length: int, samples: bool, offset: int) -> list[Scored]:
+        group, end = sequence.group, start + length
         scored: list[Scored] = []
         scores: PromptScores | None = group.states.get(self.name)
-        if scores is not None and not own.index and scores.are_missing(group):
+        if scores is not None and not sequence.index and scores.are_missing(group):
             is_whole = self._is_whole(scores.count)
             scored += [
                 Scored(
-                    own.sequence_id,
+                    sequence.sequence_id,
                     position,
                     offset + position - start - 1,
                     group.prompt_token_ids[position],
@@ -139,8 +139,8 @@ class Scoring(Feature):
                 )
                 for position in range(start + 1, min(end + 1, len(group.prompt_token_ids)))
             ]
-        if samples and self._is_whole(own.params.logprobs):
-            scored.append(Scored(own.sequence_id, end, offset + length - 1, 0, True))
+        if samples and self._is_whole(sequence.params.logprobs):
+            scored.append(Scored(sequence.sequence_id, end, offset + length - 1, 0, True))
         return scored
 
     def _is_whole(self, count: int | None) -> bool:

@@ -37,7 +37,7 @@ def peer_of(context_peer: str) -> str:
 
 
 def host_of_peer(peer: str) -> str | None:
-    """Parse "ipv4:127.0.0.1:1234", "ipv6:[::1]:1234", "unix:"."""
+    """Return the host in gRPC's peer name: "ipv4:127.0.0.1:1234" or "ipv6:[::1]:1234"; None for "unix:"."""
     family, _, rest = peer.partition(":")
     return rest.rpartition(":")[0] if family in ("ipv4", "ipv6") else None
 

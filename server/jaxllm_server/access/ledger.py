@@ -91,7 +91,7 @@ class Entry:
             self.release(account)
 
     def give(self) -> Entry:
-        """The new entry may outlive this one."""
+        """Move the held bytes to a new entry, which may outlive this one."""
         given = Entry(self._ledger, self._client)
         given._held, self._held = self._held, Counter()
         return given

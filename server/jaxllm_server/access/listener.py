@@ -38,7 +38,7 @@ class Listener:
         self._resume()
 
     def close(self) -> None:
-        """The owner closes the socket."""
+        """Stop accepting, and cancel handshakes; the owner closes the socket."""
         if self._retrying is not None:
             self._retrying.cancel()
         self._loop.remove_reader(self._socket)

@@ -33,9 +33,9 @@ def check_uds(path: str, flag: str) -> None:
 
 
 def listen(host: str, port: int | None, uds: str | None, names: tuple[str, str, str]) -> list[socket.socket]:
-    """TCP sockets on all addresses of the host have the same port.
+    """Return listening sockets: one for a Unix path, else one with the same port on each address of the host.
 
-    `names` are the front end's name and its two flags.
+    `names` are the front end's name and its two flags. Raises UserError if an address cannot be used.
     """
     name, port_flag, uds_flag = names
     try:
@@ -51,7 +51,7 @@ def listen(host: str, port: int | None, uds: str | None, names: tuple[str, str, 
 
 
 def _on_each_address(host: str, port: int) -> list[socket.socket]:
-    """Skip unavailable addresses; port 0 lets the system choose a common one."""
+    """Listen on each address of a host, without unavailable ones; port 0 lets the system choose a common one."""
     infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     found = dict.fromkeys((family, address) for family, _, _, _, address in infos)
     missing: list[OSError] = []
@@ -59,14 +59,14 @@ def _on_each_address(host: str, port: int) -> list[socket.socket]:
         listening: list[socket.socket] = []
         for family, (name, _, *scope) in found:
             try:
-                own = _listening(family, (name, port, *scope), only_ipv6=len(found) > 1)
+                listener = _listening(family, (name, port, *scope), only_ipv6=len(found) > 1)
             except OSError as error:
                 if error.errno not in _NO_SUCH_ADDRESS:
                     raise
                 missing.append(error)
                 continue
-            listening.append(opened.enter_context(own))
-            port = own.getsockname()[1]
+            listening.append(opened.enter_context(listener))
+            port = listener.getsockname()[1]
         if not listening:
             raise missing[0]
         opened.pop_all()
@@ -74,17 +74,17 @@ def _on_each_address(host: str, port: int) -> list[socket.socket]:
 
 
 def _listening(family: int, address: Any, only_ipv6: bool = False) -> socket.socket:
-    own = socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         if family != socket.AF_UNIX:
-            own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if only_ipv6 and family == socket.AF_INET6:
-            own.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        own.bind(address)
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind(address)
         if family == socket.AF_UNIX:
             Path(address).chmod(0o700)
-        own.listen(BACKLOG)
+        listener.listen(BACKLOG)
     except OSError:
-        own.close()
+        listener.close()
         raise
-    return own
+    return listener

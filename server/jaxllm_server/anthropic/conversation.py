@@ -88,7 +88,7 @@ def tools_of(fields: Body) -> list[dict[str, Any]] | None:
 
 
 def tool_choice_of(fields: Body, has_tools: bool) -> tuple[ToolChoice, bool]:
-    """Return also whether at most one call is allowed."""
+    """Return the tool choice, and whether at most one call is allowed."""
     choice = fields.get("tool_choice")
     if choice is None:
         return None, False
@@ -125,11 +125,11 @@ def _own_id(block: Mapping[str, Any], name: str, where: str) -> str:
 def _add(turns: list[_Turn], role: str, block: Mapping[str, Any], where: str, names: dict[str, str]) -> None:
     kind = block["type"]
     if kind == "tool_result" and role == "user":
-        own = _own_id(block, "tool_use_id", where)
+        call_id = _own_id(block, "tool_use_id", where)
         texts = _texts(block.get("content"), f"{where}.content")
         if block.get("is_error") is True:  # templates have no field for errors
             texts = [f"Error: {texts[0]}", *texts[1:]] if texts else ["Error"]
-        about = {"tool_call_id": own} | ({"name": names[own]} if own in names else {})
+        about = {"tool_call_id": call_id} | ({"name": names[call_id]} if call_id in names else {})
         turns.append(_Turn("tool", texts, about=about))
         return
     if not turns or turns[-1].role != role:
@@ -139,11 +139,11 @@ def _add(turns: list[_Turn], role: str, block: Mapping[str, Any], where: str, na
         text = _text(block, "text", where)
         turn.texts += [text] if text else []
     elif kind == "tool_use" and role == "assistant":
-        own, name, given = _own_id(block, "id", where), _text(block, "name", where), block.get("input")
+        call_id, name, given = _own_id(block, "id", where), _text(block, "name", where), block.get("input")
         if not isinstance(given, dict):
             raise UserError(f"{where}.input must be an object.", "messages")
-        names[own] = name
-        turn.calls.append({"id": own, "type": "function", "function": {"name": name, "arguments": given}})
+        names[call_id] = name
+        turn.calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": given}})
     elif kind == "thinking" and role == "assistant":
         turn.reasoning.append(_text(block, "thinking", where))
     elif kind != "redacted_thinking" or role != "assistant":

@@ -1,4 +1,4 @@
-"""Anthropic's error bodies. Pure."""
+"""Writes error bodies in Anthropic's form. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DETAILS = {"thread": {"error_code": "thread_unsupported_request", "unsupported"
 
 
 def error_body(status: int, message: str, parameter: str | None, request_id: str) -> dict[str, Any]:
-    """The message names the parameter, as the format has no field for it."""
+    """Return a body in Anthropic's form; the message names the parameter, for which the form has no field."""
     if parameter is not None and parameter not in message:
         message = f"{parameter}: {message}"
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")

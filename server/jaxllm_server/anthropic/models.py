@@ -1,4 +1,4 @@
-"""`/v1/models` in Anthropic's form. Pure."""
+"""Describes models for `/v1/models` in Anthropic's form. Pure."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ class MessagesReply:
         return [error_body_of(error, self.request_id)]
 
     def _pieces(self, part: Part) -> Iterator[dict[str, Any]]:
-        """Yield events in the likely order: the rest of an open call precedes text."""
+        """Yield the events of a part: reasoning, text and calls, with the rest of an open call before the text."""
         if part.reasoning:
             yield from self._piece("thinking", {"type": "thinking_delta", "thinking": part.reasoning})
         calls = [call for call in part.tool_calls if call.index == 0] if self._takes_one_call else part.tool_calls
@@ -196,7 +196,7 @@ class MessagesReply:
         return events
 
     def _usage_of(self, usage: TokenUsage) -> dict[str, Any]:
-        """`input_tokens` excludes cached ones if those are reported."""
+        """Return the `usage` object; if cached tokens are reported, `input_tokens` excludes them."""
         fields: dict[str, Any] = {"input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens}
         if self._is_warming:
             fields["output_tokens"] = 0
@@ -235,17 +235,17 @@ def _thinking_of(fields: Body) -> tuple[dict[str, Any], bool]:
 
     A thinking budget is ignored: `max_tokens` limits both.
     """
-    own: dict[str, Any] = {}
+    variables: dict[str, Any] = {}
     thinking = mapping(fields, "thinking") or {}
     kind = thinking.get("type")
     if thinking and (not isinstance(kind, str) or kind not in _THINKING):
         raise UserError(f"thinking.type must be one of {', '.join(_THINKING)}.", "thinking")
     if kind is not None and _THINKING[kind] is not None:
-        own = dict.fromkeys(("enable_thinking", "thinking"), _THINKING[kind])
+        variables = dict.fromkeys(("enable_thinking", "thinking"), _THINKING[kind])
     effort = text(mapping(fields, "output_config") or {}, "effort")
     if effort is not None:
-        own["reasoning_effort"] = effort
-    return own | (mapping(fields, "chat_template_kwargs") or {}), thinking.get("display") != "omitted"
+        variables["reasoning_effort"] = effort
+    return variables | (mapping(fields, "chat_template_kwargs") or {}), thinking.get("display") != "omitted"
 
 
 def _sampling_of(fields: Body) -> dict[str, Any]:
@@ -266,7 +266,7 @@ def _sampling_of(fields: Body) -> dict[str, Any]:
 
 
 def _stop_of(part: Part | None) -> tuple[str, str | None]:
-    """Any other cause counts as max_tokens."""
+    """Return `stop_reason` and `stop_sequence`; a cause unknown to the API counts as max_tokens."""
     reason = None if part is None else part.finish_reason
     if part is not None and reason == "stop" and isinstance(part.stop_reason, str):
         return "stop_sequence", part.stop_reason

@@ -1,4 +1,4 @@
-"""Limits the log-probabilities in an answer, before any is computed: 10,000,000 took 1 GB."""
+"""Limits the log-probabilities that an answer may hold, before any is computed: 10,000,000 took 1 GB."""
 
 from __future__ import annotations
 

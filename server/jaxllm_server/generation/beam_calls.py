@@ -30,7 +30,7 @@ def check(call: Call, given: Mapping[str, Any]) -> None:
 
 
 def sampling_of(given: Mapping[str, Any]) -> SamplingParams:
-    """For readers of the search's outputs."""
+    """Return parameters for a beam search's outputs, with greedy sampling; the beams are chosen elsewhere."""
     shared = {name: given[name] for name in ("max_tokens", *_SHARED) if name in given}
     return SamplingParams(temperature=0.0, output_kind=RequestOutputKind.FINAL_ONLY, **shared)
 

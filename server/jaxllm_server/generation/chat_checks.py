@@ -30,7 +30,7 @@ _RESERVED_KWARGS = frozenset(
 
 
 def check_messages(messages: Sequence[Any], max_model_len: int, max_tokens: int) -> None:
-    """Check that each message can have a token, and that rendering is fast."""
+    """Refuse more messages than the context has tokens, or than are rendered quickly."""
     if len(messages) > max_tokens:
         raise too_long(max_model_len, len(messages), None, is_bound=True)
     if len(messages) > MOST_MESSAGES:

@@ -21,7 +21,7 @@ _VALUES = ("enum", "const", "default", "examples")  # contain values, not schema
 
 
 def with_forced_calls(call: Call, sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises UserError for `tool_choice` or `tools`."""
+    """Return sampling parameters that constrain the answer to calls; raise UserError for `tool_choice` or `tools`."""
     if sampling.get("structured_outputs") is not None:
         message = "structured_outputs and a tool_choice that forces a call exclude each other: give one of them."
         raise UserError(message, "tool_choice")
@@ -51,7 +51,7 @@ def blaming_tools(call: Call) -> Iterator[None]:
 
 
 def parameters_of(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The result always is a schema of an object."""
+    """Return a tool's parameters as the schema of an object."""
     if not parameters:
         return _NO_ARGUMENTS
     return parameters if any(name in parameters for name in _COMBINED) else {"type": "object", **parameters}
@@ -60,12 +60,12 @@ def parameters_of(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
 def list_of_calls(tools: Sequence[tuple[str, Mapping[str, Any] | None]], is_single: bool) -> dict[str, Any]:
     kinds, definitions = [], {}
     for number, (name, parameters) in enumerate(tools):
-        own = f"{number}"
-        definitions[own] = moved(parameters_of(parameters), f"#/$defs/{own}")
+        key = f"{number}"
+        definitions[key] = moved(parameters_of(parameters), f"#/$defs/{key}")
         kinds.append(
             {
                 "type": "object",
-                "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{own}"}},
+                "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{key}"}},
                 "required": ["name", "parameters"],
                 "additionalProperties": False,
             }
@@ -78,7 +78,7 @@ def list_of_calls(tools: Sequence[tuple[str, Mapping[str, Any] | None]], is_sing
 def moved(schema: Any, to: str) -> Any:
     """Prefix internal references by the path `to`; the schema has at most 64 levels."""
     if isinstance(schema, list):
-        return [moved(each, to) for each in schema]
+        return [moved(item, to) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
     copied = {}
@@ -86,7 +86,7 @@ def moved(schema: Any, to: str) -> Any:
         if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
             value = to + value[1:]
         elif key in _BY_NAME and isinstance(value, Mapping):
-            value = {name: moved(each, to) for name, each in value.items()}
+            value = {name: moved(item, to) for name, item in value.items()}
         elif key not in _VALUES:
             value = moved(value, to)
         copied[key] = value

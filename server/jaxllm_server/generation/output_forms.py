@@ -46,13 +46,16 @@ class OutputForms:
 
     @cached_property
     def tool_form(self) -> ToolForm | None:
-        """None if disabled; requires a loaded model. Raises UserError if "auto" matches no format."""
+        """The model's format of tool calls, None if disabled; requires a loaded model.
+
+        Raises UserError if "auto" matches no format.
+        """
         name = self._form_name("tool_call_parser", TOOL_PARSERS)
         return None if name is None else TOOL_PARSERS[name]
 
     @cached_property
     def reasoning_form(self) -> ReasoningForm | None:
-        """As `tool_form`."""
+        """The model's format of reasoning, as `tool_form`."""
         name = self._form_name("reasoning_parser", REASONING_PARSERS)
         return None if name is None else REASONING_PARSERS[name]
 
@@ -75,7 +78,7 @@ class OutputForms:
         return chosen
 
     def check(self, call: Call, params: SamplingParams) -> None:
-        """Refuse tools without a parser, unless calls are forced."""
+        """Refuse tools without a parser, unless calls are forced, and tools without text."""
         has_tools = _has_tools(call)
         if has_tools and self._options.tool_call_parser is None and not is_forced(call.tool_choice):
             raise FeatureDisabledError(

@@ -148,7 +148,7 @@ class Splitter:
         return content, reasoning, calls
 
     def count_reasoning(self, ids: Sequence[int]) -> int:
-        """Their text must have been pushed."""
+        """Return how many of the ids are reasoning; their text must have been pushed."""
         if self._tokens is None or self._reasoning is None:
             return 0
         return self._tokens.count(ids, self._reasoning.is_reasoning)

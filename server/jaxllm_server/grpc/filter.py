@@ -70,7 +70,7 @@ class Settings:
 
 
 class Filter:
-    """The connections and their shared rate."""
+    """The connections of the filter, and the rate that they share: a debt of bytes that decreases with time."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -102,29 +102,29 @@ class Filter:
         shutil.rmtree(self.settings.folder, ignore_errors=True)
 
     def pay(self, price: int, now: float) -> float:
-        """Return the delay in seconds, if positive."""
+        """Add a price in bytes to the shared debt; return the seconds to wait before reading on, if positive."""
         self._debt = min(MAX_DEBT, max(0.0, self._debt - RATE * (now - self._counted)) + price)
         self._counted = now
         return (self._debt - BURST) / RATE
 
     def connect(self, peer: Any) -> socket.socket:
-        """The socket's name contains the client's address."""
+        """Connect to gRPC's core, with a socket whose name contains the client's address."""
         if isinstance(peer, tuple):
             name = f"ipv6:[{peer[0]}]:{peer[1]}" if ":" in peer[0] else f"ipv4:{peer[0]}:{peer[1]}"
         else:
             self._num_unnamed += 1
             name = f"unix:{self._num_unnamed}"
-        own = Path(self.settings.folder, name)
+        path = Path(self.settings.folder, name)
         connection = socket.socket(socket.AF_UNIX)
         try:
             connection.setblocking(False)
-            connection.bind(str(own))
-            connection.connect(str(own.with_name(CORE)))
+            connection.bind(str(path))
+            connection.connect(str(path.with_name(CORE)))
         except OSError:
             connection.close()
             raise
         finally:
-            own.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
         return connection
 
 

@@ -58,7 +58,7 @@ class FilterProcess:
             raise UserError(message, "ssl_certfile") from error
 
     def start(self) -> None:
-        """Pending connections wait in the backlog."""
+        """Start the process; pending connections wait in the listening sockets' backlog."""
         self._restarting = None
         self._control, control = socket.socketpair()
         with control:

@@ -1,4 +1,4 @@
-"""The grpc.health.v1 service."""
+"""The grpc.health.v1 service: whether the server and its services are ready."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Health(health_pb2_grpc.HealthServicer):
         return health_pb2.HealthCheckResponse(status=status)
 
     async def List(self, request: Message, context: grpc.aio.ServicerContext) -> Message:
-        """Only versions of grpcio-health-checking above 1.81 register this call."""
+        """Return all statuses; only versions of grpcio-health-checking above 1.81 register this call."""
         response = health_pb2.HealthListResponse()  # pyright: ignore[reportAttributeAccessIssue]
         for name, status in self._statuses.items():
             response.statuses[name].status = status

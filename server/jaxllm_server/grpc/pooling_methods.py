@@ -19,7 +19,7 @@ from jaxllm_server.pooling.pool_calls import PoolCall, PoolResult
 
 
 class PoolingMethods(Servicer):
-    """Base class of `InferenceService`."""
+    """The pooling methods of `InferenceService`, as its base class."""
 
     async def Embed(self, request: inference_pb2.EmbedRequest, context: ServicerContext) -> inference_pb2.EmbedResponse:
         request_id, model, (result,) = await self._pooled(request, context)

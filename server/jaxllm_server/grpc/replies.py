@@ -211,7 +211,7 @@ def usage_of(usage: TokenUsage) -> types_pb2.Usage:
 
 
 def timing_of(timing: Timing) -> types_pb2.Timing:
-    """An aborted request may not have reached all phases."""
+    """Convert the phases' durations, without those that an aborted request has not reached."""
     spans = {name: getattr(timing, name) for name in ("queue", "prefill", "first_token", "total")}
     return types_pb2.Timing(**{name: duration_of(span) for name, span in spans.items() if span is not None})
 
@@ -225,13 +225,13 @@ def kv_events_of(batch: BlockBatch) -> control_pb2.StreamKvEventsResponse:
     """Return the changes of the prefix cache in order; adjacent ones of a kind and adapter form one event."""
     response = control_pb2.StreamKvEventsResponse(sequence=batch.sequence)
     response.time.FromNanoseconds(round(batch.time * 1e9))
-    for (kind, adapter), own in groupby(batch.events, lambda event: (type(event), getattr(event, "adapter", 0))):
+    for (kind, adapter), changes in groupby(batch.events, lambda event: (type(event), getattr(event, "adapter", 0))):
         event = response.events.add()
         if kind is AllBlocksCleared:
             event.cleared.SetInParent()
         if adapter:
             event.stored.adapter = batch.adapters[adapter]
-        for change in own:
+        for change in changes:
             if isinstance(change, BlockRemoved):
                 event.removed.hashes.append(_hash(change.digest))
             elif isinstance(change, BlockStored):
@@ -243,7 +243,7 @@ def kv_events_of(batch: BlockBatch) -> control_pb2.StreamKvEventsResponse:
 
 
 def _hash(digest: bytes) -> int:
-    """64 bits are enough to distinguish a server's blocks."""
+    """Return a block's hash as an integer: 64 bits are enough to distinguish a server's blocks."""
     return int.from_bytes(digest[:8], "big")
 
 
@@ -253,7 +253,7 @@ def default_sampling_of(params: SamplingParams) -> types_pb2.SamplingParams:
 
 
 def default_stop_of(params: SamplingParams, max_tokens: int | None) -> types_pb2.StopConditions:
-    """`max_tokens` None: until the context is full."""
+    """Describe default stop conditions; `max_tokens` None: until the context is full."""
     return types_pb2.StopConditions(
         max_tokens=max_tokens,
         min_tokens=params.min_tokens,

@@ -94,9 +94,9 @@ def _repeats(descriptor: Any, seen: frozenset[str]) -> bool:
         return False
     if descriptor.GetOptions().map_entry:
         return True
-    for each in descriptor.fields:
-        is_counted = each.message_type is not None or each.cpp_type == each.CPPTYPE_STRING
-        if is_counted and each.is_repeated:
+    for field in descriptor.fields:
+        is_counted = field.message_type is not None or field.cpp_type == field.CPPTYPE_STRING
+        if is_counted and field.is_repeated:
             return True
     within = seen | {descriptor.full_name}
-    return any(_repeats(each.message_type, within) for each in descriptor.fields)
+    return any(_repeats(field.message_type, within) for field in descriptor.fields)

@@ -66,20 +66,20 @@ class Answering:
 
     def parts(self, request: Request, reply: CallsReply) -> dict[str, Any]:
         """Return the fields of an `Answer`; sets `client_id` in the reply's calls."""
-        own = request.scope["jaxllm"]
+        record = request.scope["jaxllm"]
         self.warn(request, getattr(reply, "ignored", ()))
         if is_request_id(reply.request_id, self.options):  # may be from the body; an invalid one is refused later
-            own["name"] = own["name"].replace(own["request_id"], reply.request_id)
-        if own["client_id"] is not None:
-            reply.calls = [replace(call, client_id=own["client_id"]) for call in reply.calls]
+            record["name"] = record["name"].replace(record["request_id"], reply.request_id)
+        if record["client_id"] is not None:
+            reply.calls = [replace(call, client_id=record["client_id"]) for call in reply.calls]
         return {
             "serving": self.serving,
             "tracer": self._tracer,
             "reply": reply,
-            "name": own["name"],
+            "name": record["name"],
             "client": request.scope[CLIENT],
-            "num_bytes": own["body_bytes"],
-            "entry": own["entry"],
+            "num_bytes": record["body_bytes"],
+            "entry": record["entry"],
         }
 
     def warn(self, request: Request, ignored: Sequence[str]) -> None:

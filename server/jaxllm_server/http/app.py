@@ -61,9 +61,9 @@ class Front:
         began = time.monotonic()
         status: int | None = None
         request_id = shown = uuid4().hex
-        own: dict[str, Any] = {"request_id": request_id, "client_id": None, "name": request_id}
-        own |= {"route": _NOT_FOUND, "ignored": ()}
-        scope = {**scope, "app": self, "jaxllm": own}  # "app" makes Starlette raise its 405
+        record: dict[str, Any] = {"request_id": request_id, "client_id": None, "name": request_id}
+        record |= {"route": _NOT_FOUND, "ignored": ()}
+        scope = {**scope, "app": self, "jaxllm": record}  # "app" makes Starlette raise its 405
         added: Headers = []
 
         async def sender(message: Message) -> None:
@@ -74,8 +74,8 @@ class Front:
                     added.append((b"x-request-id", shown.encode("ascii")))
                     if is_anthropics(scope["path"]):
                         added.append((b"request-id", shown.encode("ascii")))
-                if own["ignored"]:
-                    added.append((b"warnings", warnings_of(own["ignored"])))
+                if record["ignored"]:
+                    added.append((b"warnings", warnings_of(record["ignored"])))
                 message = {**message, "headers": [*message["headers"], *added]}
             await send(message)
 
@@ -83,16 +83,16 @@ class Front:
             added += self._guard.cors_headers(scope)
             clients = request_id_of(scope, self._options)
             if clients is not None:
-                shown = own["client_id"] = clients
-                own["name"] = f"{request_id} ({clients})"
+                shown = record["client_id"] = clients
+                record["name"] = f"{request_id} ({clients})"
                 if self._options.enable_log_requests:
                     _log.info("request %s is %s", request_id, clients)
             await self._guard(scope, receive, sender)
         except ClientGone:
             status = CLIENT_GONE
-            _log.info("request %s: the client disconnected", own["name"])
+            _log.info("request %s: the client disconnected", record["name"])
         except Exception as error:
-            log_failure(own["name"], error)
+            log_failure(record["name"], error)
             if status is not None:
                 status = status_of(error)
                 if (transport := transport_of(scope)) is not None:
@@ -103,7 +103,7 @@ class Front:
             if self._observer is not None:
                 try:
                     seconds = time.monotonic() - began
-                    self._observer.request_handled("http", own["route"], status or CLIENT_GONE, seconds)
+                    self._observer.request_handled("http", record["route"], status or CLIENT_GONE, seconds)
                 except Exception:  # statistics must not fail a request
                     _log.exception("the observer failed")
 

@@ -81,7 +81,7 @@ HEADERS: Mapping[str, str] = {
 
 
 def page_of(description: Mapping[str, Any], served: Collection[str]) -> bytes:
-    """`served` are the paths to include."""
+    """Return an HTML page that describes the paths of an OpenAPI document in `served`."""
     title = escape(description["info"]["title"])
     operations = [
         part

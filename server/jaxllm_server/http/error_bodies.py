@@ -113,7 +113,7 @@ def answer_of(error: BaseException, path: str = "", request_id: str = "") -> tup
 
 
 def log_failure(request_name: str, error: BaseException) -> None:
-    """Client errors and overload are not logged."""
+    """Log an error of the server; client errors and overload are not logged."""
     if status_of(error) < 500:
         return
     if status_of(error) == 503:

@@ -146,7 +146,7 @@ def _authority(origin: bytes) -> bytes | None:
 
 
 def _authorization(headers: dict[bytes, list[bytes]]) -> str | None:
-    """x-api-key counts as Authorization; both may be sent with equal keys."""
+    """Return the Authorization header, for which x-api-key counts; both may be sent with equal keys."""
     values = headers.get(b"authorization", [])
     keys = [b"Bearer " + value for value in headers.get(b"x-api-key", [])]
     given = keys if values == keys else values + keys

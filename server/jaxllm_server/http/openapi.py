@@ -192,7 +192,7 @@ _ERROR: Schema = {
 
 
 def description_of(routes: Iterable[ApiRoute], root_path: str = "") -> dict[str, Any]:
-    """`root_path` is a proxy's path prefix."""
+    """Return the OpenAPI document of the routes; `root_path` is a proxy's path prefix."""
     paths: dict[str, dict[str, Any]] = {}
     schemas = {"Error": _ERROR}
     for route in routes:
@@ -281,13 +281,13 @@ def _or_null(shape: Schema) -> Schema:
 
 def _of_sampling() -> dict[str, Schema]:
     found: dict[str, Schema] = {}
-    for own in fields_of(SamplingParams):
-        if own.name in SAMPLING:
-            shape = _BY_ANNOTATION.get(str(own.type).removesuffix(" | None"), {})
-            help_text = own.metadata["help"] or ""
+    for parameter in fields_of(SamplingParams):
+        if parameter.name in SAMPLING:
+            shape = _BY_ANNOTATION.get(str(parameter.type).removesuffix(" | None"), {})
+            help_text = parameter.metadata["help"] or ""
             for of_flags in (" (with --json)", "; may be repeated"):
                 help_text = help_text.replace(of_flags, "")
-            found[own.name] = shape | ({"description": help_text} if help_text else {})
+            found[parameter.name] = shape | ({"description": help_text} if help_text else {})
     return found
 
 

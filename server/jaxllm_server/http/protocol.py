@@ -160,7 +160,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.scope["extensions"] = extensions  # type: ignore[typeddict-unknown-key]
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Ignore trailers."""
+        """Take a header of the head; ignore trailers after the body."""
         if self._is_in_head:
             super().on_header(name, value)
 
@@ -195,7 +195,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._expect_head()  # limits an unread body: uvicorn's timer stops at the first byte
 
     def pause_writing(self) -> None:
-        """Block the app until the client reads, up to `stall_seconds`."""
+        """Block the app until the client reads; abort the connection if that takes `stall_seconds`."""
         super().pause_writing()
         if self.stall_seconds is not None:
             self._stalled = self.loop.call_later(self.stall_seconds, self.transport.abort)
@@ -231,7 +231,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return socket
 
     def shutdown(self) -> None:
-        """A WebSocket gets a close frame."""
+        """Close the connection after the current answer; a WebSocket gets a close frame."""
         if self._socket is None:
             super().shutdown()
         else:
@@ -268,7 +268,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._parse(b"".join([head, *lines, b"\r\n", rest]))
 
     def _abort_later(self) -> None:
-        """A client that does not read can delay asyncio's close."""
+        """Abort the connection after `stall_seconds`: a client that does not read can delay asyncio's close."""
         if self.stall_seconds is not None and self._aborting is None:
             self._aborting = self.loop.call_later(self.stall_seconds, self.transport.abort)
 

@@ -131,9 +131,9 @@ class ResponseEndpoints:
         items = b""
         is_kept = reply.is_kept or kept_here is not None
         copied = kept_here.own(chain) if kept_here is not None and reply.is_kept else {}  # outlives the connection
-        previous = next((each for each in reversed(chain) if each not in copied), None)
+        previous = next((response_id for response_id in reversed(chain) if response_id not in copied), None)
         if is_kept:
-            is_large = num_characters(reply.items) + sum(each.size for each in copied.values()) > _LARGE
+            is_large = num_characters(reply.items) + sum(stored.size for stored in copied.values()) > _LARGE
 
             def write() -> bytes:
                 return dumps_large([*history_of(copied.values()), *reply.items])
@@ -141,7 +141,7 @@ class ResponseEndpoints:
             items = await self._bodies.run(write, is_large, client)
         name = response_id if kept_here is None else kept_here.name_of(response_id)
         if name in chain or (client, response_id) in self._jobs:
-            raise RequestIdInUseError(f"request id {reply.request_id!r} is in use.", "request_id")
+            raise RequestIdInUseError(f"request id {reply.request_id!r} is in use; choose another.", "request_id")
 
         def keep(response: bytes) -> None:
             stored = StoredResponse(response, items, previous)
@@ -152,7 +152,7 @@ class ResponseEndpoints:
 
         if reply.is_background:
             reply.begin(head)
-            num_bytes = request.scope["jaxllm"]["body_bytes"] + sum(each.size for each in chain.values())
+            num_bytes = request.scope["jaxllm"]["body_bytes"] + sum(stored.size for stored in chain.values())
             return await self._begin(request, reply, response_id, keep, num_bytes)
         writer = KeepingWriter(reply, head, keep) if is_kept else NamedWriter(reply, head)
         return TextAnswer(**parts, writer=writer)
@@ -275,7 +275,7 @@ class ResponseEndpoints:
     async def _kept_items(
         self, ids: set[str], client: str, kept_here: ConnectionResponses | None
     ) -> Mapping[str, Item]:
-        """Omit missing items."""
+        """Return stored items by id, without those that are missing."""
         found = []
         for response_id in {response_id_of(each) for each in ids}:
             try:

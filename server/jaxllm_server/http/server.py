@@ -1,4 +1,4 @@
-"""uvicorn's server, without signal handling."""
+"""uvicorn's server on sockets that listen already, without its signal handling."""
 
 from __future__ import annotations
 

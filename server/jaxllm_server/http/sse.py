@@ -16,7 +16,7 @@ _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 
 def dumps(value: Any) -> bytes:
-    """Raises ValueError for NaN and infinities."""
+    """Serialize a value as compact ASCII JSON; raise ValueError for NaN and infinities."""
     return _encode(value).encode("ascii")
 
 

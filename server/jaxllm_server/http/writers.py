@@ -19,7 +19,7 @@ class Writer(Protocol):
     media_type: bytes
 
     def whole(self, chunks: Sequence[Chunk], write: Write = dumps) -> bytes:
-        """Takes one chunk per call. Thread-safe."""
+        """Return the complete answer, from one chunk per call. Thread-safe."""
         ...
 
     def finish(self, content: bytes) -> None:
@@ -31,7 +31,7 @@ class Writer(Protocol):
         ...
 
     def end(self) -> bytes:
-        """May raise an error instead."""
+        """Return the last bytes of a stream; may raise an error instead."""
         ...
 
     def failure(self, error: Exception) -> bytes: ...
@@ -48,11 +48,11 @@ class EventReply(CallsReply, Protocol):
         ...
 
     def response(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        """Takes one chunk per call."""
+        """Return the answer, from one chunk per call."""
         ...
 
     def events(self, number: int, chunk: Chunk) -> list[dict[str, Any]]:
-        """The first chunk of call `number` also opens the stream."""
+        """Return the events of call `number`'s chunk; the first chunk also opens the stream."""
         ...
 
     def last_events(self) -> list[dict[str, Any]]: ...

@@ -233,35 +233,40 @@ class PrometheusObserver(Collector):
         GCCollector(registry=self._registry)
 
     def step(self, report: StepReport) -> None:
-        own = self._histograms
-        own["step_seconds"].observe(report.seconds)
-        own["iteration_tokens_total"].observe(report.num_tokens)
-        own["batch_occupancy"].observe(report.num_rows / max(self._engine.get_load().max_running, 1))
+        histograms = self._histograms
+        histograms["step_seconds"].observe(report.seconds)
+        histograms["iteration_tokens_total"].observe(report.num_tokens)
+        histograms["batch_occupancy"].observe(report.num_rows / max(self._engine.get_load().max_running, 1))
 
     def tokens(self, seconds: float, count: int, is_first: bool) -> None:
-        """Tokens that arrive together share the latency equally."""
+        """Observe the latency of new tokens; tokens that arrive together share it equally."""
         if is_first:
             self._histograms["time_to_first_token_seconds"].observe(seconds)
         else:
             self._histograms["inter_token_latency_seconds"].observe(seconds / count, count)
 
     def finished(self, output: RequestOutput, params: SamplingParams) -> None:
-        """Unlike vLLM, count prompt tokens once per request, not per output, to match `prompt_tokens_total`."""
-        own = self._histograms
+        """Observe the lengths and durations of a finished request.
+
+        Prompt tokens count once per request, as in `prompt_tokens_total`; in vLLM once per output.
+        """
+        histograms = self._histograms
         lengths = [len(completion.token_ids) for completion in output.outputs]
-        own["request_prompt_tokens"].observe(len(output.prompt_token_ids))
+        histograms["request_prompt_tokens"].observe(len(output.prompt_token_ids))
         if output.num_cached_tokens is not None:
-            own["request_prefill_kv_computed_tokens"].observe(len(output.prompt_token_ids) - output.num_cached_tokens)
+            histograms["request_prefill_kv_computed_tokens"].observe(
+                len(output.prompt_token_ids) - output.num_cached_tokens
+            )
         for length in lengths:
-            own["request_generation_tokens"].observe(length)
-        own["request_max_num_generation_tokens"].observe(max(lengths, default=0))
-        own["request_params_n"].observe(params.n)
+            histograms["request_generation_tokens"].observe(length)
+        histograms["request_max_num_generation_tokens"].observe(max(lengths, default=0))
+        histograms["request_params_n"].observe(params.n)
         if params.max_tokens is not None:
-            own["request_params_max_tokens"].observe(params.max_tokens)
+            histograms["request_params_max_tokens"].observe(params.max_tokens)
         times = output.metrics
         if times is None:
             return
-        own["request_num_preemptions"].observe(times.num_preemptions)
+        histograms["request_num_preemptions"].observe(times.num_preemptions)
         intervals = (
             ("e2e_request_latency_seconds", times.arrival_time, times.finished_time),
             ("request_queue_time_seconds", times.arrival_time, times.first_scheduled_time),
@@ -271,10 +276,10 @@ class PrometheusObserver(Collector):
         )
         for name, start, end in intervals:
             if start is not None and end is not None:
-                own[name].observe(end - start)
+                histograms[name].observe(end - start)
         if times.first_token_time is not None and times.finished_time is not None and max(lengths, default=0) > 1:
             mean = (times.finished_time - times.first_token_time) / (max(lengths) - 1)
-            own["request_time_per_output_token_seconds"].observe(mean)
+            histograms["request_time_per_output_token_seconds"].observe(mean)
 
     def request_handled(self, protocol: str, route: str, code: int | str, seconds: float) -> None:
         """Record an answered call.
@@ -346,7 +351,10 @@ class PrometheusObserver(Collector):
         yield self._counter("spec_decode_num_accepted_tokens_per_pos", text, places)
 
     def _adapter_families(self, load: Load) -> Iterator[Metric]:
-        """Yield adapters in use, as labels; routers read the newest sample."""
+        """Yield the adapters in use, as labels of one sample, and finished requests by adapter.
+
+        Routers read the newest sample, whose value is the time.
+        """
         labels = {
             "max_lora": str(self._engine.config.max_loras),
             "running_lora_adapters": ",".join(load.running_adapters),
@@ -372,7 +380,10 @@ class PrometheusObserver(Collector):
             yield family
 
     def _device_families(self) -> Iterator[Metric]:
-        """Yield nothing while the model is loading: querying JAX would block."""
+        """Yield metrics of programs and device memory.
+
+        None while the model is loading, when querying JAX would block.
+        """
         report = self._engine.device_report()
         if report is None:
             return

@@ -31,7 +31,7 @@ class Span:
     """The span of a call; this class, without tracing, does nothing."""
 
     def set(self, attributes: Mapping[str, Attribute | None], name: str | None = None) -> None:
-        """Ignore None; `name` renames the span."""
+        """Set attributes, except those that are None; `name` renames the span."""
 
     def end(self, error: BaseException | None = None) -> None:
         """End the span, as failed for an `error` other than a cancellation. Only the first call counts."""
@@ -42,7 +42,7 @@ _current: ContextVar[Span] = ContextVar("jaxllm_span", default=NO_SPAN)
 
 
 def current_span() -> Span:
-    """Without a call, return a span that does nothing."""
+    """Return the span of the current call; outside of calls, one that does nothing."""
     return _current.get()
 
 

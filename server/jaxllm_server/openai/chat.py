@@ -172,7 +172,9 @@ class ChatReply:
         return {"choices": [], "usage": usage_fields(self._usage, self.form)} if self.form.include_usage else None
 
     def _add_usage(self, tail: dict[str, Any], chunk: Chunk, place: int) -> None:
-        """Exclude the chunk's parts from `place` on."""
+        """Add the usage so far to the `tail` of an event, if requested; the chunk's parts from `place` on do not count
+        yet.
+        """
         if self.form.continuous_usage:
             tail["usage"] = usage_fields([usage_without(chunk.usage, chunk.outputs[place:])], self.form)
         elif self.form.include_usage:
@@ -220,7 +222,9 @@ class ChatReply:
         return delta
 
     def _finish_reason(self, part: Part) -> str | None:
-        """Return "stop" for the call of a named tool, as vLLM's entrypoints/openai/chat_completion/serving.py."""
+        """Return a part's finish reason; "stop" for the call of a named tool, as vLLM's
+        openai/chat_completion/serving.py.
+        """
         reason = finish_reason(part)
         return "stop" if reason == "tool_calls" and self._is_named else reason
 
@@ -278,7 +282,7 @@ def _num_logprobs(fields: Body) -> Any:
 
 
 def _reasoning(part: Part) -> dict[str, Any]:
-    """Use vLLM's name and its former one, also DeepSeek's."""
+    """Return the reasoning under vLLM's name and its former one, which is also DeepSeek's."""
     return {"reasoning": part.reasoning, "reasoning_content": part.reasoning} if part.reasoning else {}
 
 

@@ -54,7 +54,7 @@ class ChatsReply(ChatReply):
         ]
 
     def response(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        """A choice's index is its conversation's."""
+        """Return the answer; a choice's index is its conversation's."""
         choices = []
         for number, (call, chunk) in enumerate(zip(self.calls, chunks, strict=True)):
             answer = self.answer(chunk, call.messages or ())

@@ -126,7 +126,7 @@ class CompletionReply:
         return {"choices": [], "usage": usage_fields(self._usages.values(), self.form)}
 
     def _choices(self, number: int, chunk: Chunk) -> Iterator[dict[str, Any]]:
-        """Count up to and including each choice in `_usages`."""
+        """Yield the choices of a call's chunk, setting `_usages` for each to the tokens up to and including it."""
         if self._chooses:
             chunk = replace(chunk, outputs=_best(chunk.outputs, self._num_outputs))
         chunk = _without_output(chunk) if self._scores_prompt else chunk
@@ -299,7 +299,10 @@ def columns_of(
     form: Form,
     first: tuple[int, Logprob] | None = None,
 ) -> dict[str, list[Any]] | None:
-    """Advance `offset`. `first` is the first token of an echoed prompt, which has no log-probability."""
+    """Return the columns of OpenAI's `logprobs`, an entry per token; advance `offset` to the end of the tokens.
+
+    `first` is the first token of an echoed prompt, which has no log-probability.
+    """
     if entries is None or form.num_logprobs is None:
         return None
     offsets: list[int] = []
@@ -320,7 +323,7 @@ def columns_of(
 
 
 def _named(candidates: Mapping[int, Logprob], form: Form) -> dict[str, float]:
-    """Key by token text; tokens with equal texts by id."""
+    """Return log-probabilities by token text; tokens with equal texts by id."""
     named: dict[str, float] = {}
     for token, entry in candidates.items():
         name = _name(token, entry, form)

@@ -52,7 +52,7 @@ def messages_of(messages: Any, name: str = "messages", may_be_empty: bool = Fals
 
 
 def _written_ids(fields: Body) -> list[int] | None:
-    """Return ids whose range the engine checks."""
+    """Return `prompt_token_ids`, if given, whose range the engine checks; refuse fields that would not affect them."""
     ids = fields.get("prompt_token_ids")
     if ids is None:
         return None

@@ -54,7 +54,7 @@ class PoolReply(ABC):
     fields: Collection[str]
     unbuilt: Mapping[str, tuple[Any, ...]]
 
-    def __init__(self, fields: Body, request_id: str, **own: Any) -> None:
+    def __init__(self, fields: Body, request_id: str, **call_fields: Any) -> None:
         own_id = text(fields, "request_id")
         self.request_id = request_id if own_id is None else own_id
         self.calls: Sequence[PoolCall] = [
@@ -66,7 +66,7 @@ class PoolReply(ABC):
                 truncate_prompt_tokens=fields.get("truncate_prompt_tokens"),
                 truncation_side=one_of(fields, "truncation_side", TRUNCATION_SIDES) or "right",
                 use_activation=fields.get("use_activation"),
-                **own,
+                **call_fields,
             )
         ]
 
@@ -168,13 +168,13 @@ class ScoreReply(PoolReply):
         found = [pair for pair in _SIDES if sides & fields.keys() == set(pair)]
         if not found:
             raise UserError("Give text_1 and text_2, or queries and documents.", "text_1")
-        ((one, other),) = found
-        firsts, seconds = (_texts(fields, name, options.max_pooling_inputs) for name in (one, other))
+        ((first_name, second_name),) = found
+        firsts, seconds = (_texts(fields, name, options.max_pooling_inputs) for name in (first_name, second_name))
         if len(firsts) == 1:
             firsts *= len(seconds)
         if len(firsts) != len(seconds):
-            raise UserError(f"{one} must hold one text, or as many as {other}.", one)
-        self.names = {"inputs": one, "prompt": one, "pairs": other}
+            raise UserError(f"{first_name} must hold one text, or as many as {second_name}.", first_name)
+        self.names = {"inputs": first_name, "prompt": first_name, "pairs": second_name}
         super().__init__(fields, request_id, task="score", inputs=firsts, pairs=seconds)
 
     def _item(self, result: PoolResult, labels: Sequence[str]) -> str:

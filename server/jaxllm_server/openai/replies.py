@@ -1,4 +1,4 @@
-"""Parts of OpenAI's responses. Pure."""
+"""The parts that OpenAI's responses share: usage, log-probabilities, errors, model cards. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def finish_reason(part: Part) -> str | None:
 
 
 def usage_without(usage: TokenUsage, parts: Iterable[Part]) -> TokenUsage:
-    """Exclude some parts, for events sent before them."""
+    """Return usage without some parts, for events that are sent before them."""
     parts = list(parts)
     return replace(
         usage,
@@ -64,9 +64,9 @@ def token_name(token: int, entry: Logprob, form: Form, before_bytes: str = "") -
 
 
 def reported(entries: Sequence[dict[int, Logprob]] | None, form: Form) -> Sequence[dict[int, Logprob]] | None:
-    """Put the sampled token first.
+    """Return the tokens to report at each position, with the sampled one first.
 
-    `logprob_token_ids` selects the sampled and the listed tokens, as in vLLM.
+    `logprob_token_ids` selects the sampled and the listed tokens, as in vLLM; without it, all are returned.
     """
     ids = form.logprob_ids
     if entries is None or not ids:

@@ -87,7 +87,7 @@ class _Messages(MarkerReader):
         return pieces
 
     def _read_start(self, text: str, start: int) -> int:
-        """A recipient may precede the channel."""
+        """Read on after a message's start, up to the channel; a recipient may precede it."""
         if not self._partial:
             end = skip(text, start)
             self._header.append(text[start:end])

@@ -40,13 +40,13 @@ def schema_of(tools: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any
 def types_of(schema: Mapping[str, Any], parameter: str) -> tuple[str, ...]:
     """Return declared types, or those of the listed values; by default string."""
     types: list[str] = []
-    for own in _schemas_of(schema, parameter):
-        given = own.get("type")
+    for alternative in _schemas_of(schema, parameter):
+        given = alternative.get("type")
         if given is not None:
             named = given[:_MOST_SCHEMAS] if isinstance(given, list) else [given]
             types += [_OTHER_NAMES.get(each, each) for each in named if isinstance(each, str)]
         else:
-            types += [_NAMES[type(value)] for value in _listed(own)]
+            types += [_NAMES[type(value)] for value in _listed(alternative)]
     return tuple(dict.fromkeys(types)) or ("string",)
 
 
@@ -67,16 +67,16 @@ def _schemas_of(schema: Mapping[str, Any], parameter: str) -> Iterator[Mapping[s
     for _ in range(_MOST_SCHEMAS):
         if not waiting:
             break
-        own = waiting.pop(0)
-        if not isinstance(own, Mapping):
+        current = waiting.pop(0)
+        if not isinstance(current, Mapping):
             continue
-        reference = own.get("$ref")
-        if own.get("type") is not None or _listed(own):
-            yield own
+        reference = current.get("$ref")
+        if current.get("type") is not None or _listed(current):
+            yield current
         elif isinstance(reference, str):
             waiting.insert(0, _referred(reference, schema))
         else:
-            kinds = next((own[name] for name in _COMBINED if isinstance(own.get(name), list)), [])
+            kinds = next((current[name] for name in _COMBINED if isinstance(current.get(name), list)), [])
             waiting = [*kinds[:_MOST_SCHEMAS], *waiting[:_MOST_SCHEMAS]]
 
 

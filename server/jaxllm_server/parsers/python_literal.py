@@ -53,7 +53,7 @@ class PythonLiteral:
         self._string: _String | None = None
 
     def read(self, text: str, start: int) -> int:
-        """Return the index after the last character consumed."""
+        """Convert text from `start` on; return the index after the last character consumed."""
         position = start
         while position < len(text) and not self.is_over:
             if self._string is not None:
@@ -223,7 +223,7 @@ class _String:
 
 
 def as_json(text: str) -> str | None:
-    """Return None if the literal is invalid."""
+    """Convert a complete Python literal to JSON; return None if it is invalid."""
     literal = PythonLiteral()
     source = text + "\n"
     end = literal.read(source, 0)

@@ -67,7 +67,7 @@ class TaggedReasoning:
         return self.ends
 
     def openings(self, prompt: str) -> tuple[str, ...]:
-        """Empty if the output begins inside reasoning."""
+        """Return the tags that may open reasoning at the start of an output; none if the output begins inside it."""
         return () if self._starts_inside(prompt) else self.starts
 
     def opens(self, prompt: str) -> bool:
@@ -105,14 +105,17 @@ class HarmonyChannels:
     kept_ends: tuple[str, ...] = ()
 
     def begin_after(self, is_forced: bool) -> tuple[str, ...]:
-        """With tools, the model might never reach a final answer."""
+        """Return the text after which a grammar applies: the header of the final channel.
+
+        With forced calls it is the end of the reasoning, since the model might never reach a final answer.
+        """
         return (END,) if is_forced else (FINAL,)
 
     def openings(self, prompt: str) -> tuple[str, ...]:
         return (CHANNEL,)
 
     def may_reason(self, prompt: str, is_switched_off: bool) -> bool:
-        """Even an answer without reasoning has a header."""
+        """Return True: even an answer without reasoning has a header to remove."""
         return True
 
     def parser(self, prompt: str = "") -> HarmonyReasoning:

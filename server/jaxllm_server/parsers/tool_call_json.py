@@ -66,7 +66,7 @@ class CallObject:
         self._arguments: list[str] | None = None  # text not yet returned by `take_arguments`
 
     def read(self, text: str, start: int) -> int:
-        """Return the index after the last character read."""
+        """Process text from `start` on; return the index after the last character read."""
         position = start
         while position < len(text) and not self.is_over:
             character = text[position]

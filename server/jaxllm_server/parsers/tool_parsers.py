@@ -85,7 +85,7 @@ class ToolParser(MarkerReader, ABC):
         self._held, self._partial = [], ""
 
     def _begin_call(self, name: str, arguments: str, identity: str = "") -> None:
-        """Held text was syntax."""
+        """Emit the beginning of a call, and discard the held text, which was its syntax."""
         self._held = []
         self._calls.append(ToolCallDelta(self._num_calls, identity or self._make_id(name), name, arguments))
         self._num_calls += 1

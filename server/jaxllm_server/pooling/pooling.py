@@ -279,7 +279,7 @@ def _most_tokens(call: PoolCall, longest: int) -> int:
 
 
 def _prompts(items: Sequence[_Item], call: PoolCall, model: ModelInfo, most: int) -> list[_Prompt]:
-    """Slow for long texts."""
+    """Tokenize, truncate and check the prompts of all items; slow for long texts."""
     cuts, prompts = call.truncate_prompt_tokens is not None, list[_Prompt]()
     # Cached, since a query repeats for each document.
     cut = model.tokenizer.end_of if cuts and call.truncation_side == "left" else model.tokenizer.beginning_of

@@ -32,13 +32,13 @@ def constraint_of(fields: Mapping[str, Any]) -> tuple[str, Any] | None:
     wanted = _response_format(fields.get("response_format"))
     if wanted is not None:
         found["response_format"] = wanted
-    own = fields.get("structured_outputs")
-    if own is not None:
-        for name in SERVERS if isinstance(own, Mapping) else ():
-            if own.get(name) is not None:
+    structured = fields.get("structured_outputs")
+    if structured is not None:
+        for name in SERVERS if isinstance(structured, Mapping) else ():
+            if structured.get(name) is not None:
                 message = f"structured_outputs.{name} can only be set by the server; remove it."
                 raise UserError(message, "structured_outputs")
-        found["structured_outputs"] = own
+        found["structured_outputs"] = structured
     guided = {name: fields[old] for old, name in GUIDED.items() if fields.get(old) is not None}
     if guided:
         first = next(old for old in GUIDED if fields.get(old) is not None)

@@ -34,7 +34,7 @@ def one_of(fields: Body, name: str, choices: Sequence[str]) -> str | None:
 
 
 def integer(fields: Body, name: str, default: int) -> int:
-    """Return an integer of 32 bits."""
+    """Return a field's value, or the default; raise UserError unless it is an integer of 32 bits."""
     value = fields.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int) or not -INT32_MAX - 1 <= value <= INT32_MAX:
         raise UserError(f"{name} must be an integer of 32 bits.", name)
@@ -49,7 +49,10 @@ def mapping(fields: Body, name: str) -> dict[str, Any] | None:
 
 
 def prompts_of(fields: Body, name: str, most: int) -> list[str | list[int]]:
-    """Accept any of the four forms; the engine validates token ids."""
+    """Return a field's prompts: a text, a list of texts, a list of token ids, or a list of such lists.
+
+    The engine validates token ids.
+    """
     value = fields.get(name)
     if value is None:
         raise UserError(f"{name} is missing: give a string, a list of strings, or token ids.", name)
@@ -69,5 +72,5 @@ def prompts_of(fields: Body, name: str, most: int) -> list[str | list[int]]:
 
 
 def is_same(value: Any, accepted: Any) -> bool:
-    """Distinguish True from 1."""
+    """Return whether two values are equal; True differs from 1."""
     return value == accepted and isinstance(value, bool) == isinstance(accepted, bool)

@@ -85,7 +85,7 @@ def sampling_of(fields: Body) -> dict[str, Any]:
 
 
 def beams_of(fields: Body) -> dict[str, Any] | None:
-    """Return None without a beam search."""
+    """Return the fields of a beam search, None without `use_beam_search`."""
     asked = {name: fields[name] for name in _BEAMS if name in fields}
     if flag(fields, "use_beam_search", False):
         return asked

@@ -60,7 +60,7 @@ class CompactionReply(ResponseReply):
         self._window = [*history, *self.items[:-1]]
 
     def bound(self, max_model_len: int) -> None:
-        """Leave most of the context to the conversation."""
+        """Limit the summary's `max_tokens`, to leave most of the context to the conversation."""
         (call,) = self.calls
         most = max(1, min(_MOST_TOKENS, max_model_len // 4))
         self.calls: Sequence[Call] = [replace(call, sampling={**call.sampling, "max_tokens": most})]

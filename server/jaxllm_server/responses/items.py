@@ -28,7 +28,7 @@ _SHOWN = 64  # characters of a name quoted in errors
 
 
 def response_id_of(own_id: str) -> str:
-    """An item's id contains its response's id.
+    """Return the id of the response that an item's id contains.
 
     >>> response_id_of(item_id("msg", "a_b", "2"))
     'resp_a_b'
@@ -76,7 +76,7 @@ def num_characters(items: Iterable[Item]) -> int:
 
 
 def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """Merge consecutive reasoning, text and calls."""
+    """Convert items to chat messages; consecutive reasoning, text and calls become one message."""
     messages: list[dict[str, Any]] = []
     for item in items:
         if item["type"] == "compaction":
@@ -121,7 +121,7 @@ def packed(summary: str) -> str:
 
 
 def unpacked(content: str) -> str:
-    """Raises ValueError if another server created the summary."""
+    """Return the text of a summary; raise ValueError if another server created it."""
     if not content.startswith(_PACKED):
         raise ValueError("another server's")
     return base64.b64decode(content.removeprefix(_PACKED), altchars=b"-_", validate=True).decode()
@@ -147,13 +147,13 @@ def _item_of(item: Any, path: str, request_id: str, number: str, kept: dict[str,
         message = f"{path} is of type {shown!r}; jaxllm takes {', '.join(_READERS)} and item_reference."
         raise UnsupportedError(message, "input")
     prefix, read = _READERS[kind]
-    own = item.get("id")
-    if not isinstance(own, str | None):
+    given_id = item.get("id")
+    if not isinstance(given_id, str | None):
         _refuse(f"{path}.id must be a string.")
     status = item.get("status") or "completed"
     if status not in _STATUSES:
         _refuse(f"{path}.status must be one of {', '.join(_STATUSES)}.")
-    head = {"id": own or item_id(prefix, request_id, f"in{number}"), "type": kind, "status": status}
+    head = {"id": given_id or item_id(prefix, request_id, f"in{number}"), "type": kind, "status": status}
     return head | read(item, path)
 
 
@@ -252,7 +252,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _chat_content(parts: str | Sequence[Mapping[str, Any]]) -> str | list[dict[str, str]]:
-    """A single part becomes a string, for all templates."""
+    """Return parts as a chat message's content; a single part becomes a string, for all templates."""
     if isinstance(parts, str):
         return parts
     texts = [part["text"] for part in parts]

@@ -59,7 +59,7 @@ class Output:
         self._logprobs: list[dict[str, Any]] = []
 
     def items(self) -> list[dict[str, Any]]:
-        """The last one may be partial."""
+        """Return the output's items; the last one may be partial."""
         return [item.written() for item in self._items]
 
     def add(
@@ -171,7 +171,7 @@ class Output:
 
 
 def _covering(logprobs: Sequence[dict[str, Any]], text: str) -> Sequence[dict[str, Any]]:
-    """Exclude the log-probabilities of later calls."""
+    """Return the log-probabilities of the tokens that form `text`, without those of later calls."""
     length = 0
     for number, entry in enumerate(logprobs):
         if length >= len(text):

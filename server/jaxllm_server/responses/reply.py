@@ -168,7 +168,7 @@ class ResponseReply:
         return self.snapshot()
 
     def events(self, number: int, chunk: Chunk) -> list[Event]:
-        """The first chunk also opens the stream."""
+        """Return the events of a chunk; the first chunk also opens the stream."""
         events: list[Event] = []
         if self._status == "queued":
             self._status = "in_progress"
@@ -185,7 +185,7 @@ class ResponseReply:
         return self._numbered(events)
 
     def last_events(self) -> list[Event]:
-        """A cancelled response ends as incomplete."""
+        """Return the event with the final response; a cancelled one ends as incomplete."""
         kind = "completed" if self._status == "completed" else "incomplete"
         return self._numbered([{"type": f"response.{kind}", "response": self.snapshot()}])
 
@@ -258,7 +258,10 @@ class ResponseReply:
 
 
 def _from_content(entries: Sequence[dict[int, Logprob]], text: str) -> Sequence[dict[int, Logprob]]:
-    """Skip reasoning: find the text in the tokens' bytes, as the number of tokens ending it varies by model."""
+    """Return the log-probabilities of the content's tokens, without those of reasoning.
+
+    The text is searched in the tokens' bytes, because the number of tokens that end reasoning varies by model.
+    """
     pieces = [next(iter(entry.values())).decoded_bytes for entry in entries]
     ends, written = list(accumulate(map(len, pieces))), b"".join(pieces)
     start = max(written.rfind(text.encode()), 0) if text else len(written)
@@ -278,7 +281,7 @@ def _check_background(fields: Body, options: ServerOptions) -> None:
 
 
 def _conversation(fields: Body, items: Sequence[Item], tools: Sequence[Body], effort: str | None) -> dict[str, Any]:
-    """Instructions apply to this request only."""
+    """Return the `Call` fields of the prompt; `instructions` apply to this request only."""
     if not items:
         raise UserError("input must hold at least one item.", "input")
     if num_parts(items) > MOST_PARTS:
@@ -300,7 +303,7 @@ def _conversation(fields: Body, items: Sequence[Item], tools: Sequence[Body], ef
 
 
 def _usage(usage: TokenUsage | None) -> dict[str, Any] | None:
-    """Cache writes are free and count 0."""
+    """Return the `usage` object; cache writes are free and count 0."""
     if usage is None:
         return None
     return {

@@ -64,7 +64,7 @@ class ResponseStore:
             self.delete(largest, next(iter(self.kept[largest])))
 
     def get(self, client: str, response_id: str) -> StoredResponse:
-        """Raises LostError if this client has none of that id."""
+        """Return a client's response; raise LostError if it has none of that id."""
         stored = self.kept.get(client, {}).get(response_id)
         if stored is None:
             raise LostError(response_id)
@@ -120,7 +120,7 @@ class ConnectionResponses:
         return {name: stored for name, stored in chain.items() if name in self._names}
 
     def put(self, response_id: str, stored: StoredResponse) -> None:
-        """Delete the connection's responses that do not lead to this one."""
+        """Store a response, and delete the connection's responses that do not lead to it."""
         name = self._prefix + response_id
         self._names.add(name)
         self._store.put(self._client, name, stored)

@@ -1,1 +1,1 @@
-"""Code shared by both protocols."""
+"""Code that HTTP and gRPC share: options, errors, strict JSON."""

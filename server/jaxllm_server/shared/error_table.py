@@ -1,4 +1,4 @@
-"""Maps exceptions to statuses of gRPC and HTTP. Pure."""
+"""The table that maps exceptions to statuses of gRPC and HTTP. Pure."""
 
 from __future__ import annotations
 

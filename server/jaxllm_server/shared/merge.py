@@ -1,4 +1,4 @@
-"""Merges asynchronous iterators."""
+"""Merges asynchronous iterators into one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Truncation of prompts."""
+"""Truncate token ids to `truncate_prompt_tokens`, from the side that a request selects."""
 
 from __future__ import annotations
 

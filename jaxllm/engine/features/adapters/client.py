@@ -44,7 +44,7 @@ class SteppedAdapterClient(Protocol):
 
 
 class AsyncAdapterCalls(ABC):
-    """`AdapterClient` for one engine."""
+    """Implements `AdapterClient` on one engine, with slow work outside the event loop."""
 
     @property
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Adapters of running requests."""
+"""The adapters feature: gives each request its adapter, and each step those of its rows."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ class AdapterRows(AdapterTexts):
         if self.name in accepted.states:
             group.states[self.name] = accepted.states[self.name]
 
-    def schedule(self, own: Sequence, fields: dict[str, Any]) -> None:
-        adapter: Adapter | None = own.group.states.get(self.name)
+    def schedule(self, sequence: Sequence, fields: dict[str, Any]) -> None:
+        adapter: Adapter | None = sequence.group.states.get(self.name)
         if adapter is not None:
             fields["adapter"] = adapter.number
 
-    def place(self, slot: int, own: Sequence) -> None:
-        adapter: Adapter | None = own.group.states.get(self.name)
+    def place(self, slot: int, sequence: Sequence) -> None:
+        adapter: Adapter | None = sequence.group.states.get(self.name)
         self._numbers[slot] = 0 if adapter is None else adapter.number
         if adapter is not None:
             self._placed[adapter.number] = adapter

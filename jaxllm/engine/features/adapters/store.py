@@ -94,7 +94,7 @@ class Adapters:
             message = f"Got lora_request {request!r:.200} but LoRA is not enabled! Start the engine with enable_lora."
             raise UserError(message, "lora_request")
         if not isinstance(request, LoRARequest):
-            raise UserError(f"lora_request is a LoRARequest, not {type(request).__name__}.", "lora_request")
+            raise UserError(f"lora_request must be a LoRARequest, got {type(request).__name__}.", "lora_request")
         found = self.find(request)
         if found is not None:
             return found
@@ -144,7 +144,7 @@ class Adapters:
         return is_wanted
 
     def _load(self, request: LoRARequest, reader: object) -> Adapter:
-        """If the adapter is removed during the read, only this request has it."""
+        """Read an adapter from its folder and keep it; if it is removed meanwhile, only this request has it."""
         with naming(request):
             folder = folder_of(request)
             files = self._read(folder)
@@ -196,35 +196,35 @@ class Adapters:
         return language
 
     def _tokenizer_of(self, source: Source, templates: Mapping[str, str]) -> ConfinedTokenizer | None:
-        own = self.language.model
+        base = self.language.model
         told = self._confinement.call(source, "identity")
-        if told["fingerprint"] == own.tokenizer.fingerprint():
+        if told["fingerprint"] == base.tokenizer.fingerprint():
             return None
-        if told["vocab_size"] > own.vocab_size:
+        if told["vocab_size"] > base.vocab_size:
             raise UserError(
-                f"its tokenizer has {told['vocab_size']} tokens, and the model only {own.vocab_size}; "
+                f"its tokenizer has {told['vocab_size']} tokens, and the model only {base.vocab_size}; "
                 "adapters that add tokens are not supported.",
                 "lora_request",
             )
-        vocabulary = self._confinement.call(source, "vocabulary", own.vocab_size)
-        templates = templates or own.tokenizer.chat_templates
+        vocabulary = self._confinement.call(source, "vocabulary", base.vocab_size)
+        templates = templates or base.tokenizer.chat_templates
         return ConfinedTokenizer(templates, self._confinement, source, told["vocab_size"], vocabulary)
 
     def _language_with(
         self, tokenizer: ConfinedTokenizer | None, templates: Mapping[str, str], digest: bytes
     ) -> Language:
-        own = self.language.model
+        base = self.language.model
         if tokenizer is not None:
-            eos_ids = _eos_ids(tokenizer, own)
-            return Language.of(replace(own, tokenizer=tokenizer, eos_ids=eos_ids))
-        if not templates or templates == own.tokenizer.chat_templates:
+            eos_ids = _eos_ids(tokenizer, base)
+            return Language.of(replace(base, tokenizer=tokenizer, eos_ids=eos_ids))
+        if not templates or templates == base.tokenizer.chat_templates:
             return self.language
         if self._config.skip_tokenizer_init:
-            model = replace(own, tokenizer=own.tokenizer.with_chat_templates(templates))
+            model = replace(base, tokenizer=base.tokenizer.with_chat_templates(templates))
         else:
-            source = Source(own.tokenizer.name)
-            own_tokenizer = ConfinedTemplates(own.tokenizer, templates, self._confinement, digest, source)
-            model = replace(own, tokenizer=own_tokenizer)
+            source = Source(base.tokenizer.name)
+            own_tokenizer = ConfinedTemplates(base.tokenizer, templates, self._confinement, digest, source)
+            model = replace(base, tokenizer=own_tokenizer)
         return replace(self.language, model=model)
 
 
@@ -242,10 +242,10 @@ def naming(request: LoRARequest) -> Iterator[None]:
 
 
 def _eos_ids(tokenizer: Tokenizer, model: ModelInfo) -> frozenset[int]:
-    """Model end tokens count if they are the same in the adapter's tokenizer."""
+    """Return an adapter's end tokens: its tokenizer's, and the model's that are the same in it."""
     same = {token for token in model.eos_ids if tokenizer.token(token) == model.tokenizer.token(token)}
-    own = tokenizer.eos_token_id
-    return frozenset(same if own is None else {own, *same})
+    end_token = tokenizer.eos_token_id
+    return frozenset(same if end_token is None else {end_token, *same})
 
 
 def weights_reader(setup: Setup, config: EngineConfig) -> Callable[[Path], LoraFiles]:

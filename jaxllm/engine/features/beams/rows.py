@@ -1,4 +1,4 @@
-"""The beam searches of an engine.
+"""The beam search feature: runs the beams of each search as a group of sequences.
 
 Once a step has reported the likeliest next tokens of all beams of a search, `rules.choose` selects the next beams and
 the scheduler forks. An exception in one search ends only its request.
@@ -35,7 +35,7 @@ class BeamOutput(Sequence):
     score: float | None = None  # ranks outputs
 
     def end_as(self, ended: Ended, shows_stop: bool) -> None:
-        """`shows_stop`: include the stop token in the text."""
+        """Become the output of an ended beam; with `shows_stop` the text includes the stop token."""
         tokenizer = self.group.tokenizer
         self.tokens = array("i", (*self.group.prompt_token_ids, *ended.tokens))
         self.cumulative_logprob, self.score = ended.logprob, ended.score
@@ -114,18 +114,18 @@ class BeamSearches(Feature):
         if isinstance(beams, BeamSearchParams):
             shows_stop = beams.include_stop_str_in_output
             group.states[self.name] = BeamSearch(accepted.states[self.name], shows_stop)
-            for own in group.sequences:
-                own.logprobs = None  # used only by the search
+            for sequence in group.sequences:
+                sequence.logprobs = None  # used only by the search
 
-    def schedule(self, own: Sequence, fields: dict[str, Any]) -> None:
-        if self.name in own.group.states:
-            leader = own.group.sequences[0].sequence_id
+    def schedule(self, sequence: Sequence, fields: dict[str, Any]) -> None:
+        if self.name in sequence.group.states:
+            leader = sequence.group.sequences[0].sequence_id
             fields["beam_group"] = leader
             if fields["root"] is None:
                 fields["root"] = content_root(salt=f"{leader - 1}".encode())  # as for n outputs of a prompt
 
-    def place(self, slot: int, own: Sequence) -> None:
-        self._is_beam[slot] = self.name in own.group.states
+    def place(self, slot: int, sequence: Sequence) -> None:
+        self._is_beam[slot] = self.name in sequence.group.states
 
     def inputs(self, step: StepInput) -> None:
         plan, batch = step.plan, self.core.batch
@@ -141,9 +141,9 @@ class BeamSearches(Feature):
             return []
         assert result.top_ids is not None and result.top_logprobs is not None
         for row in events.answered.tolist():
-            own = self.core.batch.owner(int(plan.slots[row]))
+            sequence = self.core.batch.owner(int(plan.slots[row]))
             likeliest = result.top_ids[row].tolist(), result.top_logprobs[row].tolist()
-            self._search(own.group).likeliest[own.index] = likeliest
+            self._search(sequence.group).likeliest[sequence.index] = likeliest
         ended = []
         for leader in events.complete:
             group = self.core.outputs.sequences[leader].group
@@ -164,7 +164,7 @@ class BeamSearches(Feature):
             group.metrics.first_token_time = self.core.clock()
         self.core.metrics.generated_tokens += search.rules.width
         num_prompt = len(group.prompt_token_ids)
-        outputs = [own.tokens[num_prompt:] for own in group.sequences]
+        outputs = [sequence.tokens[num_prompt:] for sequence in group.sequences]
         search.state, children = choose(search.state, search.rules, outputs, search.likeliest)
         search.likeliest = {}
         if search.state.is_over:
@@ -174,9 +174,9 @@ class BeamSearches(Feature):
 
     def _end(self, group: SequenceGroup, search: BeamSearch) -> None:
         ended = search.state.ended
-        for own, each in zip(group.sequences, ended, strict=True):
-            assert isinstance(own, BeamOutput)
-            own.end_as(each, search.shows_stop)
+        for sequence, each in zip(group.sequences, ended, strict=True):
+            assert isinstance(sequence, BeamOutput)
+            sequence.end_as(each, search.shows_stop)
         self.core.outputs.end_all(group, ["stop" if each.is_stopped else "length" for each in ended])
 
 

@@ -104,7 +104,7 @@ def choose(
 
 
 def _is_over(rules: Rules, ended: Sequence[Ended], length: int, best: float) -> bool:
-    """`best`: log-probability of the best running beam."""
+    """Return whether no running beam can improve the result; `best` is the best one's log-probability."""
     if len(ended) < rules.width:
         return False
     if rules.early_stopping is True:

@@ -66,17 +66,17 @@ def read(prompt: Prompt, params: PoolingParams, model: ModelInfo) -> PooledPromp
 
 
 def _check_params(params: PoolingParams, model: ModelInfo) -> None:
-    own = model.pooler
-    assert own is not None
+    pooler = model.pooler
+    assert pooler is not None
     if params.task is not None and params.task not in model.tasks:
         raise UserError(f"This model has no task {params.task!r}; it can {' and '.join(model.tasks)}.", "task")
     dimensions = params.dimensions
     if dimensions is None:
         return
-    if own.labels or own.dimensions is None:
+    if pooler.labels or pooler.dimensions is None:
         raise UserError("This model's embeddings cannot be cut: leave dimensions out.", "dimensions", dimensions)
-    if own.dimensions and dimensions not in own.dimensions:
-        known = ", ".join(map(str, own.dimensions))
+    if pooler.dimensions and dimensions not in pooler.dimensions:
+        known = ", ".join(map(str, pooler.dimensions))
         raise UserError(f"dimensions must be one of {known}, got {dimensions}.", "dimensions", dimensions)
     if dimensions > model.pooled_size:
         message = f"dimensions must be at most {model.pooled_size}, got {dimensions}."
@@ -86,12 +86,12 @@ def _check_params(params: PoolingParams, model: ModelInfo) -> None:
 def _types(types: Any, most: int | None, count: int, model: ModelInfo) -> tuple[int, ...]:
     if not isinstance(types, Sequence) or isinstance(types, str | bytes):
         raise UserError(f"token_type_ids must be a list of integers, not {type(types).__name__}.", "token_type_ids")
-    own = tuple(types[:most])
-    if len(own) != count:
-        raise UserError(f"token_type_ids must be as many as the tokens, {count}, not {len(own)}.", "token_type_ids")
+    kept = tuple(types[:most])
+    if len(kept) != count:
+        raise UserError(f"token_type_ids must be as many as the tokens, {count}, not {len(kept)}.", "token_type_ids")
     if not model.num_token_types:
-        raise UserError("This model knows no token types; leave token_type_ids out.", "token_type_ids")
-    if any(type(each) is not int or not 0 <= each < model.num_token_types for each in own):
+        raise UserError("This model has no token types; leave token_type_ids out.", "token_type_ids")
+    if any(type(each) is not int or not 0 <= each < model.num_token_types for each in kept):
         message = f"token_type_ids must be integers from 0 to {model.num_token_types - 1}."
         raise UserError(message, "token_type_ids")
-    return own
+    return kept

@@ -1,4 +1,4 @@
-"""Pooling requests, and their refusal by generating models."""
+"""The pooling feature: runs requests that yield a vector, or refuses them if the model generates."""
 
 from __future__ import annotations
 
@@ -67,19 +67,19 @@ class Pooling(Feature):
         accepted.states[self.name] = asked, read.token_types
 
     def begin(self, accepted: Accepted, group: SequenceGroup) -> None:
-        (own,) = group.sequences
-        assert isinstance(own, PooledOutput)
-        own.pooler, own.row = self._pooler, prompts.ROW
-        own.pooling, token_types = accepted.states[self.name]
-        own.token_types = None if token_types is None else np.asarray(token_types, np.int32)
+        (sequence,) = group.sequences
+        assert isinstance(sequence, PooledOutput)
+        sequence.pooler, sequence.row = self._pooler, prompts.ROW
+        sequence.pooling, token_types = accepted.states[self.name]
+        sequence.token_types = None if token_types is None else np.asarray(token_types, np.int32)
 
-    def schedule(self, own: Sequence, fields: dict[str, Any]) -> None:
+    def schedule(self, sequence: Sequence, fields: dict[str, Any]) -> None:
         """Read the prefix cache only for last-token pooling: a mean needs all hidden states."""
         fields["reads_cache"] &= self._pooler.pooling == "last"
 
     def inputs(self, step: StepInput) -> None:
         owners = [self.core.batch.owner(slot) for slot in step.plan.slots.tolist()]
-        step.side["token_types"] = [own.token_types for own in owners if isinstance(own, PooledOutput)]
+        step.side["token_types"] = [sequence.token_types for sequence in owners if isinstance(sequence, PooledOutput)]
 
 
 class NoPooling(Feature):
