@@ -91,7 +91,7 @@ class EngineCore:
         return self.inputs.accept(request_id, prompt, params, priority, options)
 
     def add(self, requests: Sequence[Accepted]) -> None:
-        """Queue requests; raise RequestIdInUseError, without queuing any, if an id is in use; choose another."""
+        """Queue requests; raise RequestIdInUseError, without queuing any, if an id is in use."""
         self._check_open()
         ids = set(self.outputs.groups)
         for accepted in requests:
