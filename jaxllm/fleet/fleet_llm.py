@@ -283,8 +283,8 @@ class FleetLLM(StreamingEngine, FleetCalls):
         calls = [each.call("start_profile", f"{folder}/replica-{each.number}", num_steps) for each in self._loaded_ones]
         await asyncio.gather(*calls)
 
-    async def resume(self) -> None:
-        await super().resume()
+    async def _continue(self) -> None:
+        await super()._continue()
         await self._call_all("resume")
 
     @property
