@@ -43,7 +43,7 @@ class WeightUpdate:
             for layer, own in [(None, numbered.top), *enumerate(numbered.layers)]
             for name, leaf in own.items()
         }
-        self._pending: dict[str, GivenTensor] = {}  # tensors of weights whose other tensors are missing
+        self._pending: dict[str, GivenTensor] = {}  # tensors of incomplete weights
         self._given: set[str] = set()
         self._leaves: Holes | None = None
         self.folder: Path | None = None  # of all weights
@@ -62,7 +62,7 @@ class WeightUpdate:
         return self._expected.check(arrays)
 
     def write(self, tensors: Mapping[str, GivenTensor]) -> None:
-        """Replace the weights whose tensors are complete; the others' are copied until then."""
+        """Replace each weight with complete tensors; other tensors are copied, and wait."""
         pending = {**self._pending, **tensors}
         self.folder = None
         for key, names in self._expected.names.items():

@@ -275,7 +275,7 @@ def test_a_paused_engine_keeps_requests_or_ends_them() -> None:
 
 
 async def _under_load(versions: Mapping[str, Any], num_updates: int) -> list[tuple[RequestOutput, list[Any]]]:
-    """Return finished outputs whose weights change `num_updates` times, with the runs of their deltas."""
+    """Change the weights `num_updates` times; return finished outputs, with the runs of their deltas."""
     random = np.random.default_rng(5)
     answers: list[tuple[RequestOutput, list[Any]]] = []
     names = list(versions)

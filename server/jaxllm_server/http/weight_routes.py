@@ -86,7 +86,7 @@ class WeightHandlers:
     async def sleep(self, request: Request) -> ASGIApp:
         """Pause (`level` 0), move the weights to the host (1, the default) or drop them (2) with the KV cache.
 
-        `tags`, repeated: weights, kv_cache (default: both). `mode`: what becomes of requests, as for /pause.
+        `tags`, repeated: weights, kv_cache (default: both). `mode`: as for /pause.
         """
         level = request.query_params.get("level", "1")
         if not re.fullmatch("[0-2]", level):
@@ -95,7 +95,7 @@ class WeightHandlers:
         return Response()
 
     async def wake_up(self, request: Request) -> ASGIApp:
-        """Bring back what sleeps, or the `tags` of it; continue if all is awake."""
+        """Bring the `tags` back, by default all; continue if all is awake."""
         await self._serving.engine.wake_up(_tags(request))
         return Response()
 
@@ -108,7 +108,7 @@ class WeightHandlers:
         mode, clear = _mode(request), request.query_params.get("clear_cache")
         if clear not in (None, "true", "false"):
             raise UserError(f"clear_cache must be true or false, got {clear!r:.80}.", "clear_cache")
-        # As in vLLM, whose default is true, kept requests keep the cache.
+        # As in vLLM, kept requests keep the cache.
         await self._serving.engine.pause(mode, None if clear is None or mode == "keep" else clear == "true")
         return json_response({"status": "paused"})
 

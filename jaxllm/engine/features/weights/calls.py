@@ -102,7 +102,7 @@ class WeightCalls(ABC):
         return check_tags(tags)
 
     def wake_up(self, tags: Iterable[str] | None = None) -> bool:
-        """Bring back what sleeps; resume if nothing is left asleep, and return whether steps may run.
+        """Bring the `tags` back, by default all; resume if nothing is left asleep, and return whether steps may run.
 
         Weights that level 2 dropped are read again from their folder. If they were given as arrays, the engine stays
         held until `update_weights` brings others.
@@ -173,7 +173,7 @@ class WeightCalls(ABC):
         """End an update in pieces and return its version, by default the number of updates.
 
         Raises UserError if tensors are missing. If no weight was replaced, the update is over and the old weights are
-        used; otherwise the engine stays held until the missing ones come.
+        used; otherwise the engine stays held until all are given.
         """
         own, update = self.weights, self.weights.update
         own.check_switched_on()

@@ -41,7 +41,7 @@ class OfflineWeightCalls:
         self._own.sleep(level, tags, mode=mode)
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Bring back what sleeps. Dropped weights are read from their folder, or come with `update_weights`."""
+        """Bring `tags` back, by default all; dropped weights are read from their folder, or await `update_weights`."""
         self._own.wake_up(tags)
 
     def is_sleeping(self) -> bool:

@@ -73,7 +73,7 @@ class WeightStates(Feature):
 
 
 class WeightVersions(WeightStates):
-    """The state of an engine whose weights change: outputs have versions."""
+    """The state of an engine with changing weights: outputs have versions."""
 
     def begin(self, accepted: Accepted, group: SequenceGroup) -> None:
         group.states[self.name] = [Since((0,) * accepted.num_sequences, self.version)]
