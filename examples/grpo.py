@@ -41,7 +41,14 @@ def rollout(server: httpx.Client, version: str, seed: int) -> Batch:
     tokenizer, rows = load_tokenizer(MODEL_DIR), []
     for prompt in PROMPTS:
         ids = tokenizer.encode(prompt)
-        params = {"n": GROUP_SIZE, "max_tokens": LENGTH, "ignore_eos": True, "logprobs": 0, "seed": seed, "temperature": 1}
+        params = {
+            "n": GROUP_SIZE,
+            "max_tokens": LENGTH,
+            "temperature": 1,
+            "seed": seed,
+            "ignore_eos": True,
+            "logprobs": 0,
+        }
         answer = server.post("/inference/v1/generate", json={"token_ids": ids, "sampling_params": params})
         for choice in answer.raise_for_status().json()["choices"]:
             if choice["weight_versions"] != [{"version": version, "num_tokens": LENGTH}]:

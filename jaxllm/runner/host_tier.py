@@ -160,6 +160,7 @@ class HostTier:
 
     def forget(self) -> None:
         """Free all rows; the scheduler's record of them must be reset. Copies in progress are dropped as they end."""
+        self.landed()
         self._rows.clear()
         self._newest.clear()
 

@@ -21,7 +21,8 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import DrainingError, FeatureDisabledError, UnavailableError
 from jaxllm.outputs import RequestOutput
 from tests.support.adapters import write_adapter
-from tests.support.paths import GOLDEN, STORIES
+from tests.support.inspection import params_of
+from tests.support.paths import GOLDEN, GOLDEN_POOLED, STORIES
 from tests.support.sizes import SHORT_BLOCKS, SLOTS
 
 QWEN = GOLDEN / "qwen3"
@@ -38,6 +39,7 @@ CASES: dict[str, tuple[Path, dict[str, Any]]] = {
     "drafts": (QWEN, {"speculative_config": DRAFTS}),
     "adapters": (GOLDEN / "llama", {"enable_lora": True, "max_lora_rank": 8}),
 }
+POOLED: dict[str, Any] = {"precompile": "covering", "max_num_seqs": 4}
 Tensors = dict[str, np.ndarray]
 
 
@@ -81,13 +83,14 @@ def run(llm: LLM, adapter: LoRARequest | None = None) -> list[list[int]]:
 
 def bits(llm: LLM) -> list[bytes]:
     assert isinstance(llm.engine, LLMEngine)
-    return [np.asarray(leaf).tobytes() for leaf in llm.engine.runner._params]
+    return [np.asarray(leaf).tobytes() for leaf in params_of(llm.engine.runner)]
 
 
-def on_device() -> int:
+def on_device(*further: str) -> int:
+    """Return the bytes of all arrays in the device's memory, or in `further` kinds."""
     gc.collect()
-    kind = jax.devices()[0].default_memory().kind
-    return sum(array.nbytes for array in jax.live_arrays() if array.sharding.memory_kind == kind)
+    kinds = {jax.devices()[0].default_memory().kind, *further}
+    return sum(array.nbytes for array in jax.live_arrays() if array.sharding.memory_kind in kinds)
 
 
 @pytest.fixture
@@ -126,6 +129,7 @@ def test_memory_is_freed_and_an_update_gives_the_bits_of_a_new_engine(
             assert llm.is_sleeping()
             llm.wake_up()
             assert not compiled and not llm.is_sleeping() and bits(llm) == first
+            assert on_device("pinned_host", "unpinned_host") - before <= 1.05 * used
             assert run(llm, adapter) == tokens
         llm.start_weight_update()
         for some in (names[::2], names[1::2]):
@@ -210,6 +214,38 @@ def test_a_bad_update_is_refused_and_changes_nothing(tmp_path: Path) -> None:
             llm.generate(PROMPTS, GREEDY)
         llm.resume()
         assert run(llm) == tokens
+
+
+def test_an_update_needs_the_memory_of_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jaxllm.runner import weight_update
+
+    tensors, read, seen = load_file(QWEN / "model.safetensors"), weight_update.weights.read_weight, list[int]()
+
+    def reading(*arguments: Any) -> Any:
+        seen.append(on_device())
+        return read(*arguments)
+
+    before = on_device()
+    with started(QWEN) as llm:
+        used = on_device()
+        monkeypatch.setattr(weight_update.weights, "read_weight", reading)
+        llm.update_weights(tensors)
+        assert before < max(seen) < used == on_device() and len(seen) > 10
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("model", ["qwen3-labels", "bert-labels"])
+def test_a_model_that_pools_sleeps_too(model: str, tmp_path: Path) -> None:
+    folder = GOLDEN_POOLED / model
+    other(folder, tmp_path / "other", 1)
+    found = []
+    with LLM(str(folder), tokenizer=str(STORIES), dtype="float32", enable_sleep_mode=True, **POOLED) as llm:
+        for weights in (None, tmp_path / "other", folder):
+            llm.sleep(2)
+            llm.wake_up() if weights is None else llm.update_weights(weights)
+            llm.wake_up()
+            found.append(np.array([each.outputs.probs for each in llm.classify(PROMPTS, use_tqdm=False)]))
+    assert (found[0] == found[2]).all() and (found[0] != found[1]).any()
 
 
 def test_an_update_that_fails_midway_holds_the_engine_until_another(
