@@ -45,6 +45,7 @@ class ExpectedTensors:
     def __init__(self, declared: Params[Weight], family: Family, head: Head | None) -> None:
         self._declared = declared
         self._family = with_head(family, head)
+        self._is_tied = head is None and "head" not in declared.top
         self.weights = by_name(declared)
         self._shapes: dict[str, tuple[int, ...]] = {}
         self.names: dict[Key, frozenset[str]] = {}  # without prefix
@@ -62,6 +63,7 @@ class ExpectedTensors:
             method = self._family.stored.method
             raise UserError(f"the model's checkpoint is quantized ({method}): update it from a folder.", "weights")
         found: dict[str, GivenTensor] = {}
+        head = None
         for name, array in arrays.items():
             usual = usual_name(name, self._family) if isinstance(name, str) else name
             if usual in found:
@@ -70,6 +72,13 @@ class ExpectedTensors:
                 found[usual] = _tensor(name, array, self._shapes[usual])
             elif not isinstance(name, str) or not is_unread(usual, self._declared, self._family):
                 raise UserError(f"the model has no tensor {name!r:.200}.", "weights")
+            elif self._is_tied and usual == self._family.tensors["head"]:
+                head = array
+        if head is not None:
+            tied = self._family.tensors["embed"]
+            if tied not in found or not np.array_equal(np.asarray(head), found[tied].values()):
+                message = f"the model ties its head to {tied}: give equal tensors together, or no head."
+                raise UserError(message, "weights")
         return found
 
     def missing(self, names: Iterable[str]) -> list[str]:

@@ -193,7 +193,7 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
     async def resume(self) -> None:
         """Continue after `pause`; raise UserError if the engine sleeps."""
         if self._sleeps:
-            raise UserError("the engine sleeps: wake_up resumes it.", "mode")
+            raise UserError("the engine sleeps: wake_up resumes it.")
         await super().resume()
 
     async def drain(self, timeout: float | None = None) -> bool:

@@ -216,6 +216,18 @@ def test_a_bad_update_is_refused_and_changes_nothing(tmp_path: Path) -> None:
         assert run(llm) == tokens
 
 
+def test_a_tied_head_is_given_as_a_copy_or_not_at_all() -> None:
+    tensors = load_file(GOLDEN / "gemma" / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    with started(GOLDEN / "gemma") as llm:
+        first = bits(llm)
+        for wrong in (tensors | {HEAD: embedding + 1}, {HEAD: embedding}):
+            with pytest.raises(UserError, match="ties its head to embed_tokens"):
+                llm.update_weights(wrong)
+        llm.update_weights(tensors | {HEAD: embedding})
+        assert bits(llm) == first
+
+
 def test_an_update_needs_the_memory_of_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     from jaxllm.runner import weight_update
 
@@ -237,15 +249,14 @@ def test_an_update_needs_the_memory_of_one_copy(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("model", ["qwen3-labels", "bert-labels"])
 def test_a_model_that_pools_sleeps_too(model: str, tmp_path: Path) -> None:
     folder = GOLDEN_POOLED / model
-    other(folder, tmp_path / "other", 1)
-    found = []
+    changed, found = other(folder, tmp_path / "other", 1), []
     with LLM(str(folder), tokenizer=str(STORIES), dtype="float32", enable_sleep_mode=True, **POOLED) as llm:
-        for weights in (None, tmp_path / "other", folder):
+        for weights in (None, tmp_path / "other", folder, changed):
             llm.sleep(2)
             llm.wake_up() if weights is None else llm.update_weights(weights)
             llm.wake_up()
             found.append(np.array([each.outputs.probs for each in llm.classify(PROMPTS, use_tqdm=False)]))
-    assert (found[0] == found[2]).all() and (found[0] != found[1]).any()
+    assert (found[0] == found[2]).all() and (found[1] == found[3]).all() and (found[0] != found[1]).any()
 
 
 def test_an_update_that_fails_midway_holds_the_engine_until_another(

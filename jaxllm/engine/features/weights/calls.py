@@ -71,7 +71,7 @@ class WeightCalls(ABC):
     def resume(self) -> None:
         """Continue after `pause`; raise UserError if the engine sleeps."""
         if self.weights.asleep:
-            raise UserError("the engine sleeps: wake_up resumes it.", "mode")
+            raise UserError("the engine sleeps: wake_up resumes it.")
         self.weights.is_paused = False
         self._hold()
 
