@@ -89,7 +89,7 @@ def bits(llm: LLM) -> list[bytes]:
 def on_device(*further: str) -> int:
     """Return the bytes of all arrays in the device's memory, or in `further` kinds."""
     gc.collect()
-    kinds = {jax.devices()[0].default_memory().kind, *further}
+    kinds = {None, jax.devices()[0].default_memory().kind, *further}
     return sum(array.nbytes for array in jax.live_arrays() if array.sharding.memory_kind in kinds)
 
 
