@@ -38,6 +38,7 @@ REFUSED = (
     Refused("enable_lora", FLEET, "no replica reads adapters"),
     Refused("lora_request", FLEET, "no replica reads adapters"),
     Refused("enable_kv_cache_events", FLEET, "each replica has a separate cache"),
+    Refused("enable_sleep_mode", FLEET, "each replica has separate weights"),
     Refused("record", FLEET, "each replica has a separate scheduler"),
     Refused("beam_width", "speculative_config", "a search chooses among likeliest tokens, not drafts"),
     Refused("stop", "skip_tokenizer_init", "a stop string needs the text; stop_token_ids does not"),

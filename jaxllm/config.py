@@ -82,6 +82,9 @@ class EngineConfig:
         "swap: keep the KV blocks of a preempted request in the host's memory until it runs again, within "
         "--kv-offloading-size; recompute, the default: treat them like other cached blocks",
     )
+    enable_sleep_mode: bool = setting(
+        False, "let the engine sleep and take in other weights; every output then has the versions of its weights"
+    )
     scheduling_policy: SchedulingPolicy = setting("fcfs", "order of waiting requests")
     async_scheduling: bool = setting(True, "plan and start a step before the tokens of the one before it are read")
     # Results are bit-identical under any load: every step runs one program, in which tokens attend separately. A step
@@ -263,7 +266,6 @@ DTYPE_NAMES = {"half": "float16", "float": "float32"}  # vLLM's aliases
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "tokenizer_mode": ("auto",),
     "pipeline_parallel_size": (1,),
-    "enable_sleep_mode": (False,),
     "cpu_offload_gb": (0,),
     "hf_overrides": (None,),
     "task": ("auto", "generate"),
@@ -321,7 +323,7 @@ _RANGES: dict[str, tuple[int, int]] = {
 }
 _SWITCHES = (
     *("skip_tokenizer_init", "enable_prefix_caching", "async_scheduling", "deterministic"),
-    *("enable_kv_cache_events", "enable_lora"),
+    *("enable_kv_cache_events", "enable_lora", "enable_sleep_mode"),
 )
 _OPTIONAL = {"max_model_len", "max_num_batched_tokens", "max_num_seqs", "kv_cache_memory_bytes", "num_kv_blocks"} | {
     *("max_cpu_loras", "compilation_cache_bytes")

@@ -13,6 +13,7 @@ from jaxllm.beam_search_params import BeamSearchParams
 from jaxllm.config import EngineConfig, config_of
 from jaxllm.engine.engine_client import SteppedEngine
 from jaxllm.engine.features.pooling.prompts import check_kind
+from jaxllm.engine.features.weights.offline import OfflineWeightCalls
 from jaxllm.engine.llm_engine import LLMEngine
 from jaxllm.engine.prompts import Prompt
 from jaxllm.errors import EngineError, UserError
@@ -39,13 +40,10 @@ from jaxllm.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 _NO_WORKERS = "there are no workers; `llm.engine` is the engine, in this process"
-_NO_SLEEP = "`llm.close()` gives the device's memory back, and a new LLM takes it again"
 _NO_QUEUE = "use `llm.engine` (add_request, step)"
 _MISSING = {  # attributes of vLLM's `LLM`, with alternatives
     "reward": "use `llm.classify(prompts, pooling_params=PoolingParams(use_activation=False))`",
     **dict.fromkeys(("collective_rpc", "apply_model", "get_world_size"), _NO_WORKERS),
-    **dict.fromkeys(("init_weight_transfer_engine", "update_weights"), "weights are loaded once"),
-    **dict.fromkeys(("sleep", "wake_up"), _NO_SLEEP),
     **dict.fromkeys(("start_profile", "stop_profile"), "use `llm.engine.start_profile(folder, num_steps)`"),
     **dict.fromkeys(("enqueue", "wait_for_completion"), _NO_QUEUE),
     "get_metrics": "`llm.engine.metrics` counts",
@@ -59,7 +57,7 @@ class NotBuiltError(AttributeError):
     """An attribute of vLLM's `LLM` that jaxllm lacks; `hasattr` returns False for it."""
 
 
-class LLM:
+class LLM(OfflineWeightCalls):
     """A loaded model, by default the small one included in jaxllm.
 
     Keyword arguments are the fields of `EngineConfig`.
@@ -307,6 +305,7 @@ class LLM:
 
         With `sorts`, the longest prompts are scheduled first.
         """
+        self._check_runs()
         accepted = []
         for index, (prompt, prompt_params) in enumerate(zip(items, params, strict=True)):
             rank = 0 if priority is None else priority[index]

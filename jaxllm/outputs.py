@@ -42,6 +42,8 @@ class CompletionOutput:
     seed: int | None = None  # reproduces the output; None if deterministic
     pooled: Any = None  # of a pooled prompt: float32[W]
     score: float | None = None  # of a beam: log-probability with length penalty
+    # Versions of the weights that made the tokens, with the number of tokens; None without `enable_sleep_mode`.
+    weight_versions: list[tuple[str, int]] | None = None
 
     def finished(self) -> bool:
         """Return whether the output is complete."""

@@ -23,7 +23,7 @@ from jaxllm.errors import UserError
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
-_DTYPES: dict[str, np.dtype] = {
+FLOATS: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -64,11 +64,11 @@ class Tensor:
 
     def values(self) -> np.ndarray:
         """Return a view of a tensor's floats; raise UserError for another type. `integers` and `codes` do likewise."""
-        if self.dtype not in _DTYPES:
+        if self.dtype not in FLOATS:
             raise UserError(
-                f"{self.file.name}: tensor {self.name} has type {self.dtype}; only {', '.join(_DTYPES)} can be read."
+                f"{self.file.name}: tensor {self.name} has type {self.dtype}; only {', '.join(FLOATS)} can be read."
             )
-        return self._view(_DTYPES[self.dtype])
+        return self._view(FLOATS[self.dtype])
 
     def integers(self) -> np.ndarray:
         if self.dtype not in _INTEGERS:
@@ -80,11 +80,11 @@ class Tensor:
     def codes(self, *types: str) -> np.ndarray:
         if self.dtype not in types:
             raise UserError(f"{self.file.name}: tensor {self.name} has type {self.dtype}, not {' or '.join(types)}.")
-        return self._view((_DTYPES | _CODES)[self.dtype])
+        return self._view((FLOATS | _CODES)[self.dtype])
 
     @property
     def is_float(self) -> bool:
-        return self.dtype in _DTYPES
+        return self.dtype in FLOATS
 
     def raw(self) -> np.ndarray:
         return np.frombuffer(self.mapping, np.uint8, self.num_bytes, self.start)

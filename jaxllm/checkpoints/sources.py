@@ -94,45 +94,80 @@ Sources = dict[tuple[int | None, str], tuple[tuple[Source, ...], ...]]
 
 def open_sources(folder: Path, declared: Params[Weight], family: Family, head: Head | None) -> Sources:
     """Return the tensors of every weight; raise UserError for missing, misshapen or unexpected ones."""
-    # A checkpoint of the bare model, without head, lacks the prefix.
-    tensors = {_usual(name.removeprefix(family.prefix)): tensor for name, tensor in open_tensors(folder).items()}
-    names = dict(family.tensors)
+    tensors = {usual_name(name, family): tensor for name, tensor in open_tensors(folder).items()}
     if head is not None:
-        names |= head.tensors()
         for path in {name.rpartition("/")[0] for name in head.tensors().values()} - {""}:
             tensors |= {f"{path}/{name}": tensor for name, tensor in open_tensors(folder, path).items()}
     found = tensors if family.stored is None else collect(tensors, family.stored)
-    return find_sources(declared, replace(family, tensors=names), found)
-
-
-def _usual(name: str) -> str:
-    """Convert names of early transformers checkpoints."""
-    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+    return find_sources(declared, with_head(family, head), found)
 
 
 def find_sources(declared: Params[Weight], family: Family, tensors: Mapping[str, Tensor | Matrix]) -> Sources:
     sources: Sources = {}
     used: set[str] = set()
-    for layer, weights in [(None, declared.top), *enumerate(declared.layers)]:
-        for name, weight in weights.items():
-            pieces = []
-            for expert in [None] if weight.stack is None else range(weight.stack):
-                names, found = _find_parts(weight, family, tensors, layer, expert)
-                pieces.append(found)
-                used.update(names)
-            sources[layer, name] = tuple(pieces)
-    # A head tied to the embedding may be stored as a copy.
-    copies = set() if "head" in declared.top else {family.tensors["head"]}
-    behind = f"layers.{len(declared.layers)}."  # multi-token prediction layers, not built
-    for name in sorted(set(tensors) - used - copies):
-        is_behind = family.has_layers_behind and name.startswith(behind)
-        if not name.endswith(family.ignored) and not name.startswith(family.heads) and not is_behind:
+    for (layer, name), weight in by_name(declared).items():
+        names, sources[layer, name] = find_pieces(weight, family, tensors, layer)
+        used.update(names)
+    for name in sorted(set(tensors) - used):
+        if not is_unread(name, declared, family):
             raise UserError(
                 f"{tensors[name].file.name}: tensor {tensors[name].name} is not part of the model that config.json "
                 "describes; the two do not belong together.",
                 "model",
             )
     return sources
+
+
+def by_name(declared: Params[Weight]) -> dict[tuple[int | None, str], Weight]:
+    layers = [(None, declared.top), *enumerate(declared.layers)]
+    return {(layer, name): weight for layer, weights in layers for name, weight in weights.items()}
+
+
+def is_unread(name: str, declared: Params[Weight], family: Family) -> bool:
+    """Return whether a checkpoint may have this tensor, without prefix, although no weight consists of it."""
+    # A head tied to the embedding may be stored as a copy.
+    is_copy = "head" not in declared.top and name == family.tensors["head"]
+    is_behind = family.has_layers_behind and name.startswith(f"layers.{len(declared.layers)}.")  # not built
+    return is_copy or is_behind or name.endswith(family.ignored) or name.startswith(family.heads)
+
+
+def find_pieces(
+    weight: Weight, family: Family, tensors: Mapping[str, Tensor | Matrix], layer: int | None
+) -> tuple[list[str], tuple[tuple[Source, ...], ...]]:
+    """Return the names of a weight's tensors, and its entry of `Sources`."""
+    names: list[str] = []
+    pieces: list[tuple[Source, ...]] = []
+    for expert in [None] if weight.stack is None else range(weight.stack):
+        own, found = _find_parts(weight, family, tensors, layer, expert)
+        names += own
+        pieces.append(found)
+    return names, tuple(pieces)
+
+
+def shapes_of(weight: Weight, family: Family, layer: int | None) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a weight's tensors in an unquantized checkpoint."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for expert in [None] if weight.stack is None else range(weight.stack):
+        patterns = [family.tensors[part.name] for part in weight.parts]
+        names = [pattern.format(layer, expert) for pattern in patterns]
+        _, rows = in_tensors(weight.parts, names, family.alternating)
+        for part, pattern, name in zip(weight.parts, patterns, names, strict=True):
+            shape = (rows[name], *weight.one[1:])
+            shape = shape[::-1] if part.name in family.transposed else shape
+            holds_all = expert is not None and pattern.count("{}") == 1
+            shapes[name] = (weight.stack or 0, *shape) if holds_all else shape
+    return shapes
+
+
+def usual_name(name: str, family: Family) -> str:
+    """Return a tensor's name without the family's prefix, which a checkpoint without head lacks."""
+    name = name.removeprefix(family.prefix)
+    # Names of early transformers checkpoints.
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+
+
+def with_head(family: Family, head: Head | None) -> Family:
+    return family if head is None else replace(family, tensors={**family.tensors, **head.tensors()})
 
 
 def _find_parts(

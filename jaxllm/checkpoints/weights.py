@@ -133,12 +133,7 @@ def read(
 
     def build(layer: int | None, name: str, weight: Weight) -> Any:
         nonlocal pending
-        parts = sources[layer, name]
-        if weight.scheme is not None:
-            is_stored = isinstance(parts[0][0].tensor, Matrix)
-            array = _load_stored(weight, parts, layout) if is_stored else _load_rounded(weight, parts, layout)
-        else:
-            array = _load_side("floats", quantized.describe(weight, layout, dtype), weight, parts, layout)
+        array = read_weight(weight, sources[layer, name], layout, dtype)
         jax.block_until_ready(pending)  # at most two weights are in transfer to a device
         pending = array
         bar.update(num_bytes(array))
@@ -146,6 +141,14 @@ def read(
 
     with bar:
         return jax.block_until_ready(_build(declared, build))
+
+
+def read_weight(weight: Weight, parts: tuple[tuple[Source, ...], ...], layout: Layout, dtype: DTypeLike) -> Any:
+    """Return one weight: an array of `dtype`, or `Quantized` as declared."""
+    if weight.scheme is None:
+        return _load_side("floats", quantized.describe(weight, layout, dtype), weight, parts, layout)
+    is_stored = isinstance(parts[0][0].tensor, Matrix)
+    return _load_stored(weight, parts, layout) if is_stored else _load_rounded(weight, parts, layout)
 
 
 @dataclass(frozen=True)
@@ -188,6 +191,13 @@ def abstract(
     decoder.check_shards(spec, layout)
     declared = _declare(spec, layout, at_load(quantization, _is_cpu(layout)), head, family)
     return jax.tree.map(lambda weight: quantized.describe(weight, layout, dtype), declared)
+
+
+def declared_weights(
+    spec: Spec, layout: Layout, quantization: str | None, head: Head | None, family: Family
+) -> Params[Weight]:
+    """Return the weights that `load` makes."""
+    return _declare(spec, layout, at_load(quantization, _is_cpu(layout)), head, family)
 
 
 def at_load(quantization: str | None, is_cpu: bool) -> Scheme | None:

@@ -26,10 +26,12 @@ from jaxllm.engine.model_info import ModelInfo
 from jaxllm.engine.prompts import Prompt
 from jaxllm.engine.streaming_engine import StreamingEngine, set_result
 from jaxllm.errors import (
+    DrainingError,
     EngineDeadError,
     FeatureDisabledError,
     RequestFailedError,
     UnavailableError,
+    UserError,
     late,
 )
 from jaxllm.lora_request import LoRARequest
@@ -187,6 +189,23 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
     async def reset_prefix_cache(self) -> bool:
         """Clear the prefix cache; return False, without clearing, while requests run."""
         return await self._call(lambda engine: engine.reset_prefix_cache())
+
+    async def resume(self) -> None:
+        """Continue after `pause`; raise UserError if the engine sleeps."""
+        if self._sleeps:
+            raise UserError("the engine sleeps: wake_up resumes it.")
+        await super().resume()
+
+    async def drain(self, timeout: float | None = None) -> bool:
+        """See `StreamingEngine.drain`; requests that a sleeping engine keeps fail at once."""
+        if self._sleeps:
+            self._streams.fail_all(DrainingError("The server is shutting down while its engine sleeps."))
+        return await super().drain(timeout)
+
+    def _unavailable(self) -> Exception | None:
+        error = super()._unavailable()
+        is_asleep = self._sleeps and error is not None and self.state == "paused"
+        return UnavailableError("The engine sleeps; call wake_up.") if is_asleep else error
 
     async def start_profile(self, folder: str, num_steps: int) -> None:
         """Trace the next `num_steps` steps and log the trace's path. Streams wait while it is written."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.features.table import ClientCalls, SteppedClientCalls
 from jaxllm.engine.kv_events import BlockBatch
-from jaxllm.engine.life_cycle import EngineState
+from jaxllm.engine.life_cycle import EngineState, PauseMode
 from jaxllm.engine.model_info import ModelInfo
 from jaxllm.engine.prompts import Prompt
 from jaxllm.metrics import DeviceReport, Load, Metrics, Observer
@@ -22,7 +22,6 @@ from jaxllm.request_params import RequestParams
 from jaxllm.runner.profiling import DEFAULT_STEPS, Profile
 
 Result = TypeVar("Result")
-PauseMode = Literal["abort", "wait", "keep"]
 
 
 class EngineView(Protocol):

@@ -79,6 +79,7 @@ class EngineCore:
         self._in_flight: deque[tuple[Plan, Flight]] = deque()
         self._planned: Plan | None = None  # the dispatched or awaited step
         self._failed_steps = FailedSteps()
+        self.held: str | None = None  # why no step may run, see features/weights
         self._profile: Profile | None = None
         self._counted: tuple[Waiting, ...] = ()  # counted in `_waiting_tokens`
         self._waiting_tokens = 0
@@ -148,7 +149,7 @@ class EngineCore:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has work."""
-        return bool(self.outputs.groups)
+        return self.held is None and bool(self.outputs.groups)
 
     def step(self) -> list[RequestOutput]:
         """Complete one step and return the due outputs (see `SamplingParams.output_kind`).
@@ -157,6 +158,8 @@ class EngineCore:
         ends; their rows are dropped.
         """
         self._check_open()
+        if self.held is not None:
+            return []
         if not self.has_unfinished_requests():
             self._in_flight.clear()
             return []
@@ -326,9 +329,13 @@ class EngineCore:
         """Clear the prefix cache; return False, without clearing, while requests run."""
         if self.scheduler.state.num_running:
             return False
+        self.recompute()
+        return True
+
+    def recompute(self) -> None:
+        """Clear all caches; running requests return to the queue with their tokens."""
         self._in_flight.clear()  # a replay cannot apply a plan across a reset
         self.scheduler.reset()
-        return True
 
     def start_profile(self, folder: str | Path, num_steps: int = DEFAULT_STEPS) -> Profile:
         """Trace the next `num_steps` steps into `folder`."""

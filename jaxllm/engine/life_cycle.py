@@ -7,6 +7,7 @@ from typing import Literal
 from jaxllm.errors import DrainingError, EngineDeadError, EngineError, UnavailableError
 
 EngineState = Literal["loading", "serving", "paused", "draining", "hung", "dead", "stopped"]
+PauseMode = Literal["abort", "wait", "keep"]
 Event = Literal["ready", "pause", "resume", "announce_drain", "drain", "stop", "die"]
 NOT_STARTED = "The engine was not started: use `async with AsyncLLM(...)` or `await engine.start()`."
 

@@ -11,7 +11,7 @@ from jaxllm.engine.prompts import Prompt
 from jaxllm.request_params import RequestParams
 
 
-class LLMEngine(SteppedCalls, EngineCore):
+class LLMEngine(EngineCore, SteppedCalls):
     """Continuous batching for one model. Not thread-safe.
 
     engine = LLMEngine.from_engine_args("path/or/hub-id", dtype="bfloat16")

@@ -177,6 +177,8 @@ def merge(pending: RequestOutput, new: RequestOutput) -> None:
         part.token_ids += completion.token_ids
         if part.logprobs is not None and completion.logprobs is not None:
             part.logprobs += completion.logprobs
+        if part.weight_versions is not None and completion.weight_versions is not None:
+            part.weight_versions += completion.weight_versions
         part.cumulative_logprob = completion.cumulative_logprob
         part.finish_reason, part.stop_reason = completion.finish_reason, completion.stop_reason
     pending.finished, pending.metrics = new.finished, new.metrics

@@ -12,10 +12,9 @@ from dataclasses import replace
 from typing import Any, Protocol, Self, TypeVar
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.engine_client import PauseMode
 from jaxllm.engine.fair_threads import FairThreads
 from jaxllm.engine.language_threads import LanguageThreads
-from jaxllm.engine.life_cycle import NOT_STARTED, EngineState, LifeCycle
+from jaxllm.engine.life_cycle import NOT_STARTED, EngineState, LifeCycle, PauseMode
 from jaxllm.engine.model_info import ModelInfo
 from jaxllm.engine.output_streams import Stream, StreamTable
 from jaxllm.engine.prompts import Prompt
@@ -338,6 +337,9 @@ class StreamingEngine:
 
     async def resume(self) -> None:
         """Continue after `pause`."""
+        await self._continue()
+
+    async def _continue(self) -> None:
         self._life.on("resume")
         self._num_resumed += 1
         self._queue.set_paused(False)
@@ -352,7 +354,7 @@ class StreamingEngine:
         Requests that exceed `timeout` fail with DrainingError. A drained engine cannot serve again.
         """
         self._life.on("drain")
-        await self.resume()
+        await self._continue()
         is_through = True
         try:
             async with asyncio.timeout(timeout):

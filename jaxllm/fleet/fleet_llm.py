@@ -76,7 +76,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
             max_queued_tokens=max_queued_tokens,
             hang_timeout=hang_timeout,
         )
-        settings = ("enable_lora", "enable_kv_cache_events")
+        settings = ("enable_lora", "enable_kv_cache_events", "enable_sleep_mode")
         combinations.check([name for name in settings if getattr(config, name)], [combinations.FLEET])
         if any(callable(each) for each in config.logits_processors):
             message = "logits_processors must be named, as package.module:function, with data_parallel_size above 1."
@@ -283,8 +283,8 @@ class FleetLLM(StreamingEngine, FleetCalls):
         calls = [each.call("start_profile", f"{folder}/replica-{each.number}", num_steps) for each in self._loaded_ones]
         await asyncio.gather(*calls)
 
-    async def resume(self) -> None:
-        await super().resume()
+    async def _continue(self) -> None:
+        await super()._continue()
         await self._call_all("resume")
 
     @property

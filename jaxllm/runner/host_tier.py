@@ -158,6 +158,12 @@ class HostTier:
             self._metrics.offload_failures += row is None
         return landed
 
+    def forget(self) -> None:
+        """Free all rows; the scheduler's record of them must be reset. Copies in progress are dropped as they end."""
+        self.landed()
+        self._rows.clear()
+        self._newest.clear()
+
     def close(self) -> None:
         self._copies.close()
         self._rows.clear()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -30,6 +31,7 @@ from jaxllm.runner import batch, device_state, host_tier, results, scoring, smal
 from jaxllm.runner.compiled_programs import VARIANTS, Key, Programs
 from jaxllm.runner.host_tier import HostTier, ThreadedCopies
 from jaxllm.runner.profiling import span
+from jaxllm.runner.residence import Residence
 from jaxllm.runner.resident_adapters import ResidentAdapters, Weights
 from jaxllm.runner.results import Scored, StepOutput
 from jaxllm.runner.small_programs import SmallPrograms
@@ -107,7 +109,7 @@ class HeldStep(NamedTuple):
 Flight = PendingResult | HeldStep
 
 
-class Runner:
+class Runner(Residence):
     """Runs plans on the device. Not thread-safe: one thread calls `dispatch`."""
 
     def __init__(
@@ -142,6 +144,8 @@ class Runner:
         self._params: Leaves = ()
         self._state: Leaves = ()
         self._host: HostTier | None = None
+        self._away, self._is_mixed = [], False
+        self._can_read, self._folder = True, None if config.load_format == "dummy" else setup.folder
         self._running_thread: int | None = None
         compilations = Compilations()
         compilations.begin()
@@ -150,7 +154,7 @@ class Runner:
             if needs_weights:
                 with phases.phase("weights") as causes:
                     started = time.perf_counter()
-                    self._params = tuple(jax.tree.leaves(self._load(config, progress)))
+                    self._params = tuple(jax.tree.leaves(self._load(self._folder, progress)))
                     num_bytes = sum(leaf.nbytes for leaf in self._params)
                     speed = memory_plan.size(int(num_bytes / (time.perf_counter() - started)))
                     source = "random" if config.load_format == "dummy" else f"from {setup.folder}"
@@ -386,15 +390,17 @@ class Runner:
             jax.block_until_ready(self._state)
         self._state = ()
         self._params = ()
+        self._away = []
         self.adapters.forget()
 
-    def _load(self, config: EngineConfig, progress: bool) -> decoder.Params[jax.Array]:
-        setup, options = self.setup, (config.quantization, self.setup.head)
+    def _load(self, folder: Path | None, progress: bool) -> decoder.Params[jax.Array]:
+        setup, config = self.setup, self._config
+        options = config.quantization, setup.head
         seed = config.seed % 2**32 if config.load_format == "dummy" else None
-        if seed is not None:
-            params = weights.load_random(setup.spec, setup.layout, setup.dtype, seed, *options, setup.family)
+        if folder is None:
+            params = weights.load_random(setup.spec, setup.layout, setup.dtype, seed or 0, *options, setup.family)
         else:
-            params = weights.load(setup.folder, setup.spec, setup.family, setup.layout, setup.dtype, progress, *options)
+            params = weights.load(folder, setup.spec, setup.family, setup.layout, setup.dtype, progress, *options)
         draft = draft_setup.load(setup.drafting, setup.draft, setup.layout, setup.dtype, progress, seed)
         return replace(params, draft=draft)
 

@@ -179,7 +179,8 @@ def test_help_begins_with_what_most_set_and_says_which_paths_need_the_key(run: R
     said = " ".join(out.split())
     assert "every path but /health, /live, /ready, /ping, /docs and /openapi.json" in said
     assert (
-        "over HTTP /metrics (Prometheus has to send it), /load, /drain and the routes that load adapters, over" in said
+        "over HTTP /metrics (Prometheus has to send it), /load, /drain and the routes that load adapters, pause, "
+        in said
     )
 
 

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from jaxllm import LLM, BeamSearchParams, LoRARequest, SamplingParams, UserError, combinations
+from jaxllm import LLM, BeamSearchParams, LLMEngine, LoRARequest, SamplingParams, UserError, combinations
 from jaxllm.combinations import REFUSED
 from jaxllm.config import EngineConfig
 from jaxllm.engine.features.table import FEATURES
 from jaxllm.fleet.fleet_llm import FleetLLM
 from jaxllm.fleet.offline import FleetEngine
+from jaxllm.outputs import CompletionOutput
 from jaxllm.setup.model_setup import prepare
 from jaxllm_server.launch import new_server
 from jaxllm_server.shared.options import ServerOptions
@@ -72,6 +73,7 @@ def _ask_adapter() -> object:
     [
         ("enable_lora", lambda: FleetLLM(str(STORIES), data_parallel_size=2, enable_lora=True)),
         ("enable_kv_cache_events", lambda: FleetLLM(str(STORIES), data_parallel_size=2, enable_kv_cache_events=True)),
+        ("enable_sleep_mode", lambda: FleetLLM(str(STORIES), data_parallel_size=2, enable_sleep_mode=True)),
         ("record", _record),
         ("lora_request", _ask_adapter),
     ],
@@ -90,7 +92,13 @@ USES: dict[str, tuple[dict[str, Any], Callable[[Any], bool]]] = {
     "adapters": ({}, lambda out: out.outputs[0].finish_reason in ("stop", "length")),
     "drafts": ({}, lambda out: out.outputs[0].finish_reason in ("stop", "length")),
     "beams": ({}, lambda out: len(out.outputs) == 2 and out.outputs[0].score >= out.outputs[1].score),
+    "weights": ({}, lambda out: all(_is_of_two_versions(own) for own in out.outputs)),
 }
+
+
+def _is_of_two_versions(own: CompletionOutput) -> bool:
+    runs = own.weight_versions or []
+    return len(runs) == 2 and sum(count for _, count in runs) == len(own.token_ids)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +106,13 @@ def llms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[bool, LLM
     """Provide engines with adapters, with and without drafts."""
     write_adapter(tmp_path_factory.getbasetemp() / "pairs", STORIES)
     made = {
-        drafts: LLM(str(STORIES), enable_lora=True, speculative_config=DRAFTS if drafts else None, **SIZES)
+        drafts: LLM(
+            str(STORIES),
+            enable_sleep_mode=True,
+            enable_lora=True,
+            speculative_config=DRAFTS if drafts else None,
+            **SIZES,
+        )
         for drafts in (False, True)
     }
     yield made
@@ -128,8 +142,16 @@ def test_a_pair_of_features_works_or_is_refused(
         with pytest.raises(UserError, match=re.escape(str(combinations.refusal("beam_width", "speculative_config")))):
             engine.add_request("1", "Once upon", params)
         return
+    before = engine.metrics.generated_tokens
     engine.add_request("1", "Once upon a time", params, lora_request=adapter)
     outputs = []
+    if "weights" in pair:
+        assert isinstance(engine, LLMEngine)
+        for _ in range(8):  # a few tokens, if not all are forced
+            outputs += [] if engine.metrics.generated_tokens - before > 2 else engine.step()
+        engine.sleep(1, mode="keep")
+        engine.update_weights(STORIES)
+        engine.wake_up()
     while engine.has_unfinished_requests():
         outputs += engine.step()
     assert all(shows(outputs[-1]) for shows in (USES[one][1], USES[other][1]))

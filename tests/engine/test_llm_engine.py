@@ -538,7 +538,7 @@ def test_an_engine_is_made_of_the_arguments_of_llm() -> None:
 
 
 def test_what_vllms_llm_has_beside_it_is_told(llm: LLM) -> None:
-    assert not hasattr(llm, "enqueue") and getattr(llm, "sleep", None) is None
+    assert not hasattr(llm, "enqueue") and getattr(llm, "collective_rpc", None) is None
     with pytest.raises(AttributeError, match=r"^jaxllm's LLM has no enqueue: use `llm.engine`"):
         llm.enqueue("a")  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(AttributeError, match=r"^'LLM' object has no attribute 'generat'$"):

@@ -45,6 +45,11 @@ ROUTES = {
     ("POST", "/v1/load_lora_adapter"): (401, 401, 403, 400),
     ("POST", "/v1/unload_lora_adapter"): (401, 401, 403, 400),
     ("POST", "/drain"): (401, 401, 403, 400),
+    **{("POST", f"/{name}"): (401, 401, 403, 400) for name in ("sleep", "wake_up", "pause", "resume")},
+    **{("POST", f"/{name}_weight_update"): (401, 401, 403, 400) for name in ("start", "finish")},
+    **{("POST", f"/{name}"): (401, 401, 403, 400) for name in ("init_weight_transfer_engine", "update_weights")},
+    **{("GET", f"/{name}"): (401, 401, 403, 400) for name in ("is_sleeping", "is_paused", "weight_info")},
+    ("POST", "/inference/v1/generate"): (401, 401, 400, 400),
     **{("POST", path): (401, 401, 400, 400) for path in REPLIES},
     ("GET", "/v1/models"): (401, 401, 200, 200),
     ("GET", "/v1/models/{model:path}"): (401, 401, 404, 404),
@@ -145,7 +150,7 @@ def test_no_path_in_disguise_is_open(port: int, path: str) -> None:
         assert status(port, "GET", path, authorization(wrong)) == refused, wrong
     # With a key it is not special, either.
     keyed = status(port, "GET", path, authorization(f"Bearer {KEY}"))
-    assert keyed in (200, 400, 404, 405) or (keyed == 403 and path in ("/load", "/metrics"))
+    assert keyed in (200, 400, 404, 405) or (keyed == 403 and path in ("/load", "/metrics", "/sleep"))
 
 
 @pytest.mark.parametrize(

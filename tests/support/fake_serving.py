@@ -80,7 +80,7 @@ class FakeServing:
             read_adapter=own.read_adapter,
             forget_adapter=own.forget_adapter,
             known_adapter=own.known_adapter,
-            config=SimpleNamespace(enable_lora=self.options.lora_root is not None),
+            config=SimpleNamespace(enable_lora=self.options.lora_root is not None, enable_sleep_mode=False),
             check_health=self._check_health,
             model=SimpleNamespace(
                 max_model_len=64,

@@ -15,6 +15,9 @@ from jaxllm.engine.features.grammars import GrammarRows
 from jaxllm.engine.features.pooling.client import PoolingClient
 from jaxllm.engine.features.pooling.rows import NoPooling, Pooling
 from jaxllm.engine.features.scoring import Scoring
+from jaxllm.engine.features.weights import client as weights
+from jaxllm.engine.features.weights.calls import WeightCalls
+from jaxllm.engine.features.weights.rows import WeightStates, WeightVersions
 
 Factory = Callable[[Core], Feature | None]  # None: not configured
 
@@ -29,6 +32,10 @@ def _pooling(core: Core) -> Feature:
 
 def _drafts(core: Core) -> Feature | None:
     return None if core.config.speculative_config is None else Drafts(core)
+
+
+def _weights(core: Core) -> Feature:
+    return (WeightVersions if core.config.enable_sleep_mode else WeightStates)(core)
 
 
 def _of_generators(factory: Factory) -> Factory:
@@ -47,20 +54,21 @@ FEATURES: Mapping[str, Factory] = {
     "drafts": _of_generators(_drafts),
     "grammars": _of_generators(GrammarRows),
     "scoring": _of_generators(Scoring),
+    "weights": _weights,
 }
 
 SENT: tuple[type[Any], ...] = tuple(kind for each in (Pooling, BeamSearches, GrammarRows) for kind in each.sends)
 
 
-class ClientCalls(adapters.AdapterClient, PoolingClient, Protocol):
+class ClientCalls(adapters.AdapterClient, weights.WeightClient, PoolingClient, Protocol):
     """The calls of features in `EngineClient`."""
 
 
-class AsyncCalls(adapters.AsyncAdapterCalls, PoolingClient):
+class AsyncCalls(adapters.AsyncAdapterCalls, weights.AsyncWeightCalls, PoolingClient):
     """`ClientCalls` of one engine."""
 
 
-class FleetCalls(adapters.NoAdapters, PoolingClient):
+class FleetCalls(adapters.NoAdapters, weights.NoWeightCalls, PoolingClient):
     """`ClientCalls` of a fleet."""
 
 
@@ -68,5 +76,5 @@ class SteppedClientCalls(adapters.SteppedAdapterClient, Protocol):
     """The calls of features in `SteppedEngine`."""
 
 
-class SteppedCalls(AdapterCalls):
+class SteppedCalls(AdapterCalls, WeightCalls):
     """`SteppedClientCalls` of one engine, with vLLM's."""

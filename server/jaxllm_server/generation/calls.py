@@ -80,6 +80,7 @@ class Part:
     stop_reason: int | str | None
     seed: int | None
     num_reasoning: int = 0
+    weight_versions: Sequence[tuple[str, int]] | None = None  # see `CompletionOutput`
 
 
 @dataclass(slots=True)

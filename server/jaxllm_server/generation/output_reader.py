@@ -72,6 +72,7 @@ class OutputReader:
                     stop_reason=completion.stop_reason,
                     seed=completion.seed,
                     num_reasoning=num_reasoning,
+                    weight_versions=completion.weight_versions,
                 )
             )
         prompt = None

@@ -23,7 +23,7 @@ from jaxllm_server.grpc.pooling_methods import PoolingMethods
 from jaxllm_server.grpc.servicer import REQUEST_ID, Writer
 
 if TYPE_CHECKING:
-    from jaxllm.engine.engine_client import PauseMode
+    from jaxllm.engine.life_cycle import PauseMode
     from jaxllm_server.generation.calls import Call, Chunk
     from jaxllm_server.serving import Serving
 

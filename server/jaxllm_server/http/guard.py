@@ -25,7 +25,12 @@ _WRONG_HOST = (
     " the proxy in front of it send `Host: localhost`."
 )
 # Also as prefixes of the decoded path: the router matches "/%6coad" and "/load\n" to "/load".
-ADMIN_PATHS = ("/drain", "/load", "/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+ADMIN_PATHS = (
+    *("/drain", "/load", "/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+    *("/sleep", "/wake_up", "/is_sleeping", "/pause", "/resume", "/is_paused"),
+    *("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"),
+    "/weight_info",
+)
 _HOST = re.compile(rb"(\[[0-9a-fA-F:.]{2,45}\]|[A-Za-z0-9_.-]{1,253})(?::[0-9]{1,5})?")
 _PREFLIGHT_SECONDS = b"600"  # browsers' cache time for preflight responses
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]+")

@@ -43,6 +43,9 @@ class ServerOptions:
     lora_root: str | None = setting(
         None, "folder of the adapters that can be loaded while the server runs (default: loading is refused)", "DIR"
     )
+    weights_root: str | None = setting(
+        None, "folder of weights that /update_weights may read, with --enable-sleep-mode (default: none)", "DIR"
+    )
     chat_template: str | None = setting(None, "file with a chat template that replaces the model's", "FILE")
     default_chat_template_kwargs: str | None = setting(
         None, "JSON object: variables of the chat template in every request", "JSON"
@@ -85,8 +88,8 @@ class ServerOptions:
     admin_api_key: tuple[str, ...] = setting(
         (),
         "key for administration: over HTTP /metrics (Prometheus has to send it), /load, /drain and the routes that "
-        "load adapters, over gRPC the control service; may be repeated (default: the only --api-key; with "
-        "several, none is accepted)",
+        "load adapters, pause, sleep and update weights, over gRPC the control service; may be repeated (default: the "
+        "only --api-key; with several, none is accepted)",
         "KEY",
     )
     ssl_keyfile: str | None = setting(None, "private key, for TLS on both front ends", "FILE")
@@ -212,8 +215,10 @@ class ServerOptions:
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
                 raise UserError(f"{name}: there is no file {path}.", name)
-        if self.lora_root is not None and not Path(self.lora_root).is_dir():
-            raise UserError(f"lora_root: there is no folder {self.lora_root}.", "lora_root")
+        for name in ("lora_root", "weights_root"):
+            folder = getattr(self, name)
+            if folder is not None and not Path(folder).is_dir():
+                raise UserError(f"{name}: there is no folder {folder}.", name)
         if self.most_receiving_bytes < self.max_body_bytes:
             raise UserError("max_receiving_bytes must be at least max_body_bytes.", "max_receiving_bytes")
         if self.max_request_id_chars < 40:  # generated ids must fit

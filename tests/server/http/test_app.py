@@ -652,7 +652,12 @@ def test_bodies_that_are_being_received_hold_so_many_bytes_and_of_one_client_hal
 
 def test_an_app_can_be_made_before_the_model_is_there():
     serving = FakeServing()
-    serving.engine = SimpleNamespace(state="loading", metrics=Metrics(), drains_replicas=False)
+    serving.engine = SimpleNamespace(
+        state="loading",
+        metrics=Metrics(),
+        drains_replicas=False,
+        config=SimpleNamespace(enable_sleep_mode=False),
+    )
     with http_server(serving) as port:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
             assert [http.get(path).status_code for path in ("/live", "/ready", "/health")] == [200, 503, 503]

@@ -16,15 +16,18 @@ from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
 from jaxllm_server.anthropic.replies import MessagesReply, count_call_of
 from jaxllm_server.generation.chat_checks import check_tools
+from jaxllm_server.http import weight_routes
+from jaxllm_server.http.answering import Answering
 from jaxllm_server.http.endpoints import Endpoints
 from jaxllm_server.http.openapi import description_of
 from jaxllm_server.ollama.models import asked_name
 from jaxllm_server.ollama.pooling import OllamaEmbedReply
 from jaxllm_server.ollama.replies import OllamaChatReply, OllamaGenerateReply
-from jaxllm_server.openai import adapters, tokens
+from jaxllm_server.openai import adapters, tokens, weights
 from jaxllm_server.openai.chat import ChatReply
 from jaxllm_server.openai.chats import ChatsReply
 from jaxllm_server.openai.completions import CompletionReply
+from jaxllm_server.openai.generate import GenerateReply
 from jaxllm_server.openai.invocations import route_of
 from jaxllm_server.openai.pooling import REPLIES
 from jaxllm_server.requests.shared_fields import WITHOUT_EFFECT
@@ -61,7 +64,10 @@ OPENAPI = {
         }
     },
 }
-NO_BODY = {"/drain", "/ping", "/v1/responses/{response_id}/cancel", "/invocations"}  # the last reads other routes'
+WEIGHT_PATHS = {route.name for route in weight_routes.routes(Answering(FakeServing(), OPTIONS, None))}
+NO_BODY = {"/drain", "/ping", "/sleep", "/wake_up", "/pause", "/resume", "/start_weight_update"} | {
+    *("/v1/responses/{response_id}/cancel", "/invocations")  # the last reads other routes'
+}
 
 
 def references(part: Any) -> Iterator[str]:
@@ -110,6 +116,9 @@ def read(path: str, body: dict[str, Any]) -> None:
             "/v1/unload_lora_adapter": adapters.unload_request_of,
             "/v1/messages/count_tokens": count_call_of,
             "/api/show": asked_name,
+            "/init_weight_transfer_engine": weights.init_request_of,
+            "/update_weights": weights.update_request_of,
+            "/finish_weight_update": weights.finish_request_of,
         }[path](body)
 
 
@@ -120,6 +129,7 @@ TEXT_REPLIES: dict[str, Any] = {
     **dict.fromkeys(("/v1/responses", "/v1/responses/input_tokens"), ResponseReply),
     "/v1/responses/compact": CompactionReply,
     "/v1/messages": MessagesReply,
+    "/inference/v1/generate": GenerateReply,
     "/api/chat": OllamaChatReply,
     "/api/generate": OllamaGenerateReply,
 }
@@ -172,7 +182,7 @@ def test_the_page_is_whole_and_says_what_the_document_does() -> None:
     )
     assert "://" not in text and " src=" not in text, "nothing is fetched from elsewhere"
     shown = set(re.findall(r"<code>(/.*?)</code>", text))
-    assert set(document.json()["paths"]) - shown == {"/api/embed", *REPLIES, "/drain", *LORA_PATHS}
+    assert set(document.json()["paths"]) - shown == {"/api/embed", *REPLIES, "/drain", *LORA_PATHS, *WEIGHT_PATHS}
     for name in ("max_completion_tokens", "structured_outputs", "temperature"):
         assert f"<code>{name}</code>" in text
 
@@ -198,7 +208,7 @@ def test_answers_have_a_type_that_is_described() -> None:
     with http_server(serving, serving.options) as port, httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
         paths = http.get("/openapi.json").json()["paths"]
         gets = [path for path, own in paths.items() if "200" in own.get("get", {}).get("responses", {})]
-        gets = [path for path in gets if "{" not in path and path != "/metrics"]
+        gets = [path for path in gets if "{" not in path and path not in {"/metrics", *WEIGHT_PATHS}]
         assert len(gets) > 8
         for path, own in [(path, None) for path in gets] + posts:
             method = "get" if own is None else "post"

@@ -1,0 +1,1 @@
+"""Sleep, pause, and updates of the weights of a running engine."""
