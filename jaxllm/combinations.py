@@ -30,6 +30,7 @@ REFUSED = (
     Refused("enable_lora", POOLS, "adapters are for models that generate"),
     Refused("enable_lora", LATENT, "the layers of an adapter are those of attention with heads"),
     Refused("kv_offloading_size", POOLS, "prompts are read once"),
+    Refused("kv_transfer_config", POOLS, "no token follows a prompt"),
     Refused("deterministic", POOLS, "the mode is for models that generate"),
     Refused("deterministic", MANY_GPUS, "the order of a sum then depends on where in the batch a token is"),
     Refused("kv_cache_dtype", WHOLE_PROMPTS, "there is no cache"),

@@ -10,9 +10,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from jaxllm import speculative_config
+from jaxllm import kv_transfer_config, speculative_config
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.errors import UserError
+from jaxllm.kv_transfer_config import KvTransferConfig
 from jaxllm.setting import setting
 from jaxllm.speculative_config import SpeculativeConfig
 
@@ -81,6 +82,10 @@ class EngineConfig:
         None,
         "swap: keep the KV blocks of a preempted request in the host's memory until it runs again, within "
         "--kv-offloading-size; recompute, the default: treat them like other cached blocks",
+    )
+    # See `KvTransferConfig`.
+    kv_transfer_config: Mapping[str, Any] | KvTransferConfig | None = setting(
+        None, 'send or receive the KV blocks of prompts, as \'{"kv_role": "kv_producer"}\'', "JSON"
     )
     scheduling_policy: SchedulingPolicy = setting("fcfs", "order of waiting requests")
     async_scheduling: bool = setting(True, "plan and start a step before the tokens of the one before it are read")
@@ -174,6 +179,8 @@ class EngineConfig:
             raise UserError(
                 "kv_offloading_size needs enable_prefix_caching, or preemption_mode 'swap'.", "kv_offloading_size"
             )
+        if self.kv_transfer_config is not None:
+            object.__setattr__(self, "kv_transfer_config", self._transfer())
         if (
             self.max_num_batched_tokens is not None
             and self.max_num_seqs is not None
@@ -184,6 +191,18 @@ class EngineConfig:
                 f"({self.max_num_seqs}): every running request needs a token a step.",
                 "max_num_batched_tokens",
             )
+
+    def _transfer(self) -> KvTransferConfig:
+        transfer = kv_transfer_config.read(self.kv_transfer_config)
+        if not self.enable_prefix_caching:
+            raise UserError("kv_transfer_config needs enable_prefix_caching.", "kv_transfer_config")
+        if transfer.consumes and not self.kv_offloading_size:
+            raise UserError(
+                f"kv_transfer_config with {transfer.kv_role} needs kv_offloading_size: blocks arrive in the host's "
+                "memory.",
+                "kv_transfer_config",
+            )
+        return transfer
 
     def cache_dir(self) -> Path:
         """Return the folder of compiled programs: the setting, `$JAXLLM_CACHE_DIR`, or the user's cache folder."""

@@ -15,6 +15,7 @@ from jaxllm.engine.features.grammars import GrammarRows
 from jaxllm.engine.features.pooling.client import PoolingClient
 from jaxllm.engine.features.pooling.rows import NoPooling, Pooling
 from jaxllm.engine.features.scoring import Scoring
+from jaxllm.engine.features.transfer.feature import KvTransfer, NoTransfer
 
 Factory = Callable[[Core], Feature | None]  # None: not configured
 
@@ -29,6 +30,10 @@ def _pooling(core: Core) -> Feature:
 
 def _drafts(core: Core) -> Feature | None:
     return None if core.config.speculative_config is None else Drafts(core)
+
+
+def _transfer(core: Core) -> Feature:
+    return (NoTransfer if core.config.kv_transfer_config is None else KvTransfer)(core)
 
 
 def _of_generators(factory: Factory) -> Factory:
@@ -47,6 +52,7 @@ FEATURES: Mapping[str, Factory] = {
     "drafts": _of_generators(_drafts),
     "grammars": _of_generators(GrammarRows),
     "scoring": _of_generators(Scoring),
+    "transfer": _transfer,
 }
 
 SENT: tuple[type[Any], ...] = tuple(kind for each in (Pooling, BeamSearches, GrammarRows) for kind in each.sends)
