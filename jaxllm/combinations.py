@@ -14,6 +14,7 @@ LATENT = "latent attention"
 EXPERTS = "experts"
 NO_END = "a model without an end-of-sequence token"
 FLEET = "data_parallel_size above 1"
+REMOTE = "replicas on other machines"
 MANY_GPUS = "tensor_parallel_size above 2 on GPUs"
 
 
@@ -39,6 +40,9 @@ REFUSED = (
     Refused("enable_lora", FLEET, "no replica reads adapters"),
     Refused("lora_request", FLEET, "no replica reads adapters"),
     Refused("enable_kv_cache_events", FLEET, "each replica has a cache of its own"),
+    Refused("kv_transfer_config", FLEET, "prefill_replicas and decode_replicas choose each replica's role"),
+    Refused("kv_transfer_params", FLEET, "the router chooses the engines of a prompt"),
+    Refused("prefill_replicas", REMOTE, "KV blocks move within a machine; see kv_transfer_config for others"),
     Refused("record", FLEET, "each replica has a scheduler of its own"),
     Refused("beam_width", "speculative_config", "a search chooses among likeliest tokens, not drafts"),
     Refused("stop", "skip_tokenizer_init", "a stop string needs the text; stop_token_ids does not"),
