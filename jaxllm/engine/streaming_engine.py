@@ -130,7 +130,7 @@ class StreamingEngine:
         raise UnavailableError(NOT_STARTED)
 
     def _needs(self, accepted: Any) -> asyncio.Future[Any] | None:
-        """Begin what must end before a request is queued; the result is None or the request to queue instead."""
+        """Begin the work that must end before a request is queued; its result is None or a request to queue instead."""
 
     async def start(self) -> None:
         """Load the model and wait for it; raise an error if it cannot be loaded."""
@@ -262,7 +262,7 @@ class StreamingEngine:
             stream.needs.cancel()
 
     async def _wait_for(self, needed: asyncio.Future[Any], queued: Any, stream: Stream) -> Any:
-        """Wait for what a request needs, until the request ends; return the request, perhaps changed."""
+        """Wait for such work, at most until the request ends; return the request, perhaps changed."""
         stream.needs = needed
         self._num_preparing += queued.num_sequences
         try:

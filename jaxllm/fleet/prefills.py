@@ -34,7 +34,7 @@ class Prefills:
         return {"kv_transfer_config": asdict(transfer), "prefill_replicas": 0, "decode_replicas": 0}
 
     def begin(self, request: RoutedRequest) -> asyncio.Future[RoutedRequest | None] | None:
-        """Compute a prompt; the result is the request for a decoder, or None if that must compute the prompt.
+        """Compute a prompt; the result is the request for a decoder, None if the decoder must compute the prompt.
 
         Returns None if it is not worthwhile: a decoder has all blocks of the prompt, or cannot use them.
         """

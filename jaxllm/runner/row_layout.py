@@ -1,4 +1,4 @@
-"""Blocks as bytes: what a frame holds of each group, and the rows of the host's tier that it becomes.
+"""Conversion of KV blocks between bytes and rows of the host's tier.
 
 The bytes are those of a group's leaves in order, the model's before a draft model's. They do not depend on the number
 of devices, except for KV heads that devices repeat.

@@ -273,6 +273,7 @@ def _check_combinations(config: EngineConfig, spec: Spec, rounds: bool, pools: b
         "enable_lora": config.enable_lora,
         "deterministic": config.deterministic,
         "kv_offloading_size": config.kv_offloading_size > 0,
+        "kv_transfer_config": config.kv_transfer_config is not None,
         "kv_cache_dtype": config.kv_cache_dtype != "auto",
         "quantization": config.quantization is not None and rounds,
     }

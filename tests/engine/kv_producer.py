@@ -1,4 +1,4 @@
-"""A producer in a process of its own: prints its port, then the answer's `kv_transfer_params` for each prompt it reads.
+"""A producer in another process: prints a line when it is ready, then `kv_transfer_params` for each prompt it reads.
 
 Arguments: a model's folder, and the seconds between two blocks that it sends. Lines are JSON.
 """

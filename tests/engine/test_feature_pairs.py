@@ -25,10 +25,12 @@ from tests.support.paths import GOLDEN, GOLDEN_POOLED, ROOT, STORIES
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_kv_blocks": 64, "precompile": "covering"}
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 2}
 # The engine arguments for each setting and each property in the table.
+PRODUCER = {"kv_role": "kv_producer"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "speculative_config": {"speculative_config": DRAFTS},
     "enable_lora": {"enable_lora": True},
     "deterministic": {"deterministic": True},
+    "kv_transfer_config": {"kv_transfer_config": PRODUCER},
     "kv_cache_dtype": {"kv_cache_dtype": "int8"},
     "quantization": {"quantization": "int8"},
 }
@@ -73,6 +75,7 @@ def _ask_adapter() -> object:
         ("enable_lora", lambda: FleetLLM(str(STORIES), data_parallel_size=2, enable_lora=True)),
         ("enable_kv_cache_events", lambda: FleetLLM(str(STORIES), data_parallel_size=2, enable_kv_cache_events=True)),
         ("record", _record),
+        ("kv_transfer_config", lambda: FleetLLM(str(STORIES), data_parallel_size=2, kv_transfer_config=PRODUCER)),
         ("lora_request", _ask_adapter),
     ],
 )
@@ -89,6 +92,7 @@ USES: dict[str, tuple[dict[str, Any], Callable[[Any], bool]]] = {
     "scoring": ({"prompt_logprobs": 1}, lambda out: len(out.prompt_logprobs) == len(out.prompt_token_ids)),
     "adapters": ({}, lambda out: out.outputs[0].finish_reason in ("stop", "length")),
     "drafts": ({}, lambda out: out.outputs[0].finish_reason in ("stop", "length")),
+    "transfer": ({}, lambda out: out.kv_transfer_params["do_remote_prefill"]),
     "beams": ({}, lambda out: len(out.outputs) == 2 and out.outputs[0].score >= out.outputs[1].score),
 }
 
@@ -97,8 +101,9 @@ USES: dict[str, tuple[dict[str, Any], Callable[[Any], bool]]] = {
 def llms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[bool, LLM]]:
     """Provide engines with adapters, with and without drafts."""
     write_adapter(tmp_path_factory.getbasetemp() / "pairs", STORIES)
+    own = {"enable_lora": True, "kv_transfer_config": PRODUCER}
     made = {
-        drafts: LLM(str(STORIES), enable_lora=True, speculative_config=DRAFTS if drafts else None, **SIZES)
+        drafts: LLM(str(STORIES), **own, speculative_config=DRAFTS if drafts else None, **SIZES)
         for drafts in (False, True)
     }
     yield made
@@ -128,7 +133,13 @@ def test_a_pair_of_features_works_or_is_refused(
         with pytest.raises(UserError, match=re.escape(str(combinations.refusal("beam_width", "speculative_config")))):
             engine.add_request("1", "Once upon", params)
         return
-    engine.add_request("1", "Once upon a time", params, lora_request=adapter)
+    transfer = {"do_remote_decode": True} if "transfer" in pair else None
+    if pair == {"beams", "transfer"}:
+        with pytest.raises(UserError, match="needs a request with SamplingParams"):
+            engine.add_request("1", "Once upon", params, kv_transfer_params=transfer)
+        return
+    text = "Once upon a time" * (1 if transfer is None else 12)  # a transfer is of full blocks
+    engine.add_request("1", text, params, lora_request=adapter, kv_transfer_params=transfer)
     outputs = []
     while engine.has_unfinished_requests():
         outputs += engine.step()

@@ -113,7 +113,7 @@ def test_tokens_are_those_of_one_engine(case: str) -> None:
 
 @pytest.mark.ci
 def test_a_damaged_lost_or_strange_block_is_computed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Test what a consumer does with a flipped bit, an ended lease, another model's blocks, and its policy "fail"."""
+    """Test a flipped bit, an ended lease, another model's blocks, and the policy "fail"."""
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     must = {"kv_load_failure_policy": "fail"}
     recorder = FileRecorder(tmp_path / "log")

@@ -1,4 +1,4 @@
-"""Tests that a consumer goes on when its producer, another process, is killed or stopped in mid-transfer."""
+"""Tests that a consumer continues when its producer, another process, is killed or stopped in mid-transfer."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ async def test_a_fleet_with_prefill_replicas_gives_the_tokens_of_one_engine() ->
         found = await asyncio.gather(*map(ask, range(16)))
         await until(lambda: idle(fleet))
         sender, receiver = (each.metrics for each in fleet.replicas)
-        assert sender.sent_blocks > 100 and receiver.received_blocks > 100 and not receiver.transfer_failures
+        assert sender.sent_blocks > 50 and receiver.received_blocks > 50 and not receiver.transfer_failures
         process = fleet.replicas[0].process
         assert process is not None
         late = asyncio.gather(*map(ask, range(16, 24)))

@@ -128,4 +128,4 @@ class Chunk:
     usage: TokenUsage
     timing: Timing | None
     is_last: bool
-    kv_transfer_params: Mapping[str, Any] | None = None  # where another engine finds the prompt's KV blocks
+    kv_transfer_params: Mapping[str, Any] | None = None  # the place of the prompt's KV blocks

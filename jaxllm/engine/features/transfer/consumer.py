@@ -77,7 +77,7 @@ class Consumer:
         return asked.future
 
     def release(self, remote: Remote) -> None:
-        """Tell a producer that blocks are not needed any more; without waiting for it."""
+        """End a lease at its producer, without waiting for it."""
         with suppress(Exception):  # the lease ends by itself
             channel = self._channel(remote.target)
             call = channel.unary_unary(RELEASE).future(

@@ -130,7 +130,7 @@ class KvTransfer(Feature):
             group.states[self.name] = state
 
     def show(self, group: SequenceGroup, output: RequestOutput) -> None:
-        """Keep the blocks of a prompt whose request has ended, and show where they are."""
+        """Keep the prompt's blocks when its request has ended, and show their place."""
         state: Transfer | None = group.states.get(self.name)
         if state is None or self.producer is None or not group.is_finished:
             return
@@ -201,7 +201,7 @@ class KvTransfer(Feature):
 
 
 def fingerprint_of(core: Core, layouts: Sequence[RowLayout]) -> Fingerprint:
-    """Return what two engines must share: weights, types, sizes and groups of blocks."""
+    """Return the fingerprint of weights, types, sizes and groups of blocks."""
     setup, config = core.runner.setup, core.config
     model = digest_of(
         {

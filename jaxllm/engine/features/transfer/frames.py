@@ -24,11 +24,11 @@ NO_DRAFTS = bytes(32)  # fingerprint without a draft model
 
 
 class FrameError(ValueError):
-    """A message that is damaged, or not what was asked for."""
+    """A message that is damaged, or does not fit the engine."""
 
 
 class Fingerprint(NamedTuple):
-    """Identifies what blocks mean; 32 bytes each."""
+    """Identifies the meaning of blocks; 32 bytes each."""
 
     model: bytes  # format, weights, types and sizes of blocks
     drafts: bytes = NO_DRAFTS  # those of the draft model
@@ -43,7 +43,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PullRequest:
-    """The blocks that a consumer asks for."""
+    """A consumer's list of blocks."""
 
     lease: str
     model: str  # the consumer's fingerprint, in hexadecimal

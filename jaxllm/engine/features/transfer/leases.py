@@ -43,7 +43,7 @@ class Leases:
         return self._num_bytes
 
     def open(self, num_bytes: int) -> Lease | None:
-        """Reserve room for blocks; return None if there is none."""
+        """Reserve room for blocks; return None if the buffer is full."""
         self.sweep()
         with self._lock:
             if self._num_bytes + num_bytes > self._most_bytes:

@@ -24,7 +24,7 @@ class Remote(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TransferParams:
-    """What a request asks for."""
+    """The transfers of a request."""
 
     keeps: bool = False  # its prompt's blocks, for another engine
     remote: Remote | None = None  # that has its prompt's blocks

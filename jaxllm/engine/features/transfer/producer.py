@@ -1,4 +1,4 @@
-"""The producer of KV transfer: keeps the blocks of prompts for a while, and sends them over gRPC when asked."""
+"""The producer of KV transfer: keeps the blocks of prompts for a while, and sends them over gRPC."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Producer:
         _log.info("KV blocks are sent from %s:%d", config.kv_ip, self.port)
 
     def keep(self, rows: Mapping[Block, Row]) -> str | None:
-        """Keep blocks for a pull; return the lease's name, or None if the buffer is full."""
+        """Keep blocks for a pull; return the lease's name, None if the buffer is full."""
         lease = self.leases.open(sum(sum(self._sizes[block.group]) for block in rows))
         if lease is None:
             _log.warning("the buffer of KV blocks is full (buffer_gib): a prompt will be computed twice")
