@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from jaxllm.errors import UserError
@@ -23,7 +23,7 @@ class TransferOptions:
     buffer_gib: float = 4.0  # memory of a producer for blocks that wait to be pulled
     advertised_ip: str | None = None  # `remote_host` of answers, None: `kv_ip`
     producers: tuple[str, ...] = ("127.0.0.1", "localhost", "::1")  # hosts that a consumer connects to; "*": any
-    api_key: str | None = None  # that a producer requires and a consumer sends
+    api_key: str | None = field(default=None, repr=False)  # that a producer requires and a consumer sends
     tls_certificate: str | None = None  # file of a producer
     tls_key: str | None = None  # file of a producer
     tls_ca: str | None = None  # file of a consumer: connect with TLS, and trust these authorities
@@ -85,6 +85,18 @@ def read(given: object) -> KvTransferConfig:
             **_known("kv_connector_extra_config", options, TransferOptions)
         )
     return KvTransferConfig(**table)
+
+
+def secured(
+    config: KvTransferConfig, api_key: str | None, certificate: str | None, key: str | None
+) -> KvTransferConfig:
+    """Return a configuration with a server's key and, for a producer, its certificate, unless it has others."""
+    options = config.kv_connector_extra_config
+    if options.api_key is None:
+        options = replace(options, api_key=api_key)
+    if config.produces and options.tls_certificate is None:
+        options = replace(options, tls_certificate=certificate, tls_key=key)
+    return replace(config, kv_connector_extra_config=options)
 
 
 def _known(what: str, given: object, kind: type[Any]) -> dict[str, Any]:

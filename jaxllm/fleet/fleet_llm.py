@@ -117,6 +117,9 @@ class FleetLLM(StreamingEngine, FleetCalls):
         """
         if not 0 <= number < len(self.replicas):
             raise UserError(f"replica must be 0 to {len(self.replicas) - 1}, got {number}.", "replica", number)
+        if self._prefills is not None and number in self._prefills.decoders:
+            if not any(self.replicas[each].takes_work for each in self._prefills.decoders if each != number):
+                raise UnavailableError("No other decode replica is available; send SIGTERM to drain the whole server.")
         await self._supervisor.drain(self.replicas[number])
 
     def _settings_of(self, number: int, path: str) -> tuple[node.Settings, Mapping[str, str]]:

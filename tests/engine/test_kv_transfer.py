@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from jaxllm import AsyncLLM, LLMEngine, RequestOutput, SamplingParams, UserError
+from jaxllm import LLM, AsyncLLM, LLMEngine, RequestOutput, SamplingParams, UserError
 from jaxllm.config import EngineConfig
 from jaxllm.engine.features.transfer import frames, producer
 from jaxllm.engine.features.transfer.feature import KvTransfer
 from jaxllm.engine.features.transfer.frames import Block, Fingerprint, FrameError
 from jaxllm.engine.features.transfer.leases import Leases
 from jaxllm.engine.features.transfer.params import read
-from jaxllm.errors import FeatureDisabledError, RequestFailedError
+from jaxllm.errors import DeadlineError, FeatureDisabledError, RequestFailedError
 from jaxllm.kv_transfer_config import KvTransferConfig, TransferOptions
 from jaxllm.replay.recording import FileRecorder
 from jaxllm.replay.replay import Replay
@@ -201,9 +201,11 @@ def test_aborts_leave_nothing(count: int, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(producer.frames, "pack", slow)
 
-    async def read_all(engine: AsyncLLM, ids: list[int], params: SamplingParams, transfer: Any, name: str) -> Any:
+    async def read_all(
+        engine: AsyncLLM, ids: list[int], params: SamplingParams, transfer: Any, name: str, **limits: float
+    ) -> Any:
         last = None
-        async for output in engine.generate(ids, params, name, kv_transfer_params=transfer):
+        async for output in engine.generate(ids, params, name, kv_transfer_params=transfer, **limits):
             last = output
         return last
 
@@ -211,15 +213,19 @@ def test_aborts_leave_nothing(count: int, monkeypatch: pytest.MonkeyPatch) -> No
         ids = [chance.randrange(3, 120) for _ in range(40)]
         params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
         try:
-            async with asyncio.timeout(chance.choice((0.001, 0.01, 10))):
+            async with asyncio.timeout(chance.choice((0.001, 0.01)) if number % 7 == 3 else 10):
                 told = await read_all(sender, ids, replace(params, max_tokens=1), KEEP, f"{number}")
-            task = asyncio.create_task(read_all(receiver, ids, params, told.kv_transfer_params, f"{number}"))
+            limits = {("timeout", "time_limit")[number % 2]: 0.01} if number % 5 == 0 else {}
+            call = read_all(receiver, ids, params, told.kv_transfer_params, f"{number}", **limits)
+            task = asyncio.create_task(call)
             await asyncio.sleep(chance.choice((0, 0.005, 0.02, 0.05)))
             if number % 3 == 0:
                 await receiver.abort(f"{number}")
             elif number % 3 == 1:
                 task.cancel()
             return (await task).outputs[0].finish_reason
+        except DeadlineError:
+            return "timeout"
         except (TimeoutError, asyncio.CancelledError):
             return None
 
@@ -232,12 +238,26 @@ def test_aborts_leave_nothing(count: int, monkeypatch: pytest.MonkeyPatch) -> No
             ends: list[str | None] = []
             for start in range(0, count, 10):
                 ends += await asyncio.gather(*(one(start + each, sender, receiver) for each in range(10)))
-            assert {"abort", "length", None} <= {*ends}
+            assert {"abort", "length", "time_limit", "timeout", None} <= {*ends}
             await asyncio.sleep(0.1)
             await asyncio.to_thread(check_nothing_is_left, sender.engine, receiver.engine)
             assert not receiver.num_live and not receiver._num_preparing
 
     asyncio.run(play())
+
+
+@pytest.mark.ci
+def test_lists_of_prompts() -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    prompts = [{"prompt_token_ids": [*range(first, first + 20)]} for first in (3, 30, 60)]
+    with LLM(config_of("qwen3", "kv_producer")) as sender, LLM(config_of("qwen3", "kv_consumer")) as receiver:
+        firsts = sender.generate(prompts, replace(params, max_tokens=1), kv_transfer_params=[KEEP] * 3)
+        outputs = receiver.generate(prompts, params, kv_transfer_params=[each.kv_transfer_params for each in firsts])
+        assert [each.num_cached_tokens for each in outputs] == [16] * 3
+        expected = sender.generate(prompts, params)
+        assert [each.outputs[0].token_ids for each in outputs] == [each.outputs[0].token_ids for each in expected]
+        with pytest.raises(UserError, match="must be the same"):
+            sender.generate(prompts, params, kv_transfer_params=[KEEP])
 
 
 @pytest.mark.ci
