@@ -190,5 +190,6 @@ def merge(pending: RequestOutput, new: RequestOutput) -> None:
         part.finish_reason, part.stop_reason = completion.finish_reason, completion.stop_reason
     pending.finished, pending.metrics = new.finished, new.metrics
     pending.num_cached_tokens = new.num_cached_tokens
+    pending.kv_transfer_params = new.kv_transfer_params
     if new.prompt_logprobs is not None:
         pending.prompt_logprobs = new.prompt_logprobs

@@ -20,6 +20,7 @@ from jaxllm.engine.features.transfer.feature import KvTransfer
 from jaxllm.engine.features.transfer.frames import Block, Fingerprint, FrameError
 from jaxllm.engine.features.transfer.leases import Leases
 from jaxllm.engine.features.transfer.params import read
+from jaxllm.engine.output_streams import merge
 from jaxllm.errors import DeadlineError, FeatureDisabledError, RequestFailedError
 from jaxllm.kv_transfer_config import KvTransferConfig, TransferOptions
 from jaxllm.replay.recording import FileRecorder
@@ -320,6 +321,12 @@ def test_invalid_settings_are_refused(transfer: dict[str, Any], settings: dict[s
 def test_invalid_requests_are_refused(role: Any, given: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         read(given, KvTransferConfig(kv_role=role, kv_connector_extra_config=TransferOptions()))
+
+
+def test_a_slow_reader_gets_the_place_of_blocks() -> None:
+    pending, told = RequestOutput("a", None, [1]), {"remote_port": 1}
+    merge(pending, RequestOutput("a", None, [1], finished=True, kv_transfer_params=told))
+    assert pending.finished and pending.kv_transfer_params == told
 
 
 def test_an_engine_without_transfer_refuses_one() -> None:
