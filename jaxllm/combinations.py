@@ -14,6 +14,7 @@ LATENT = "latent attention"
 EXPERTS = "experts"
 NO_END = "a model without an end-of-sequence token"
 FLEET = "data_parallel_size above 1"
+REMOTE = "replicas on other machines"
 MANY_GPUS = "tensor_parallel_size above 2 on GPUs"
 
 
@@ -30,6 +31,7 @@ REFUSED = (
     Refused("enable_lora", POOLS, "adapters are for models that generate"),
     Refused("enable_lora", LATENT, "adapters are for attention with separate heads"),
     Refused("kv_offloading_size", POOLS, "prompts are read once"),
+    Refused("kv_transfer_config", POOLS, "no token follows a prompt"),
     Refused("deterministic", POOLS, "the mode is for models that generate"),
     Refused("deterministic", MANY_GPUS, "the order of a sum then depends on where in the batch a token is"),
     Refused("kv_cache_dtype", WHOLE_PROMPTS, "there is no cache"),
@@ -39,7 +41,11 @@ REFUSED = (
     Refused("lora_request", FLEET, "no replica reads adapters"),
     Refused("enable_kv_cache_events", FLEET, "each replica has a separate cache"),
     Refused("enable_sleep_mode", FLEET, "each replica has separate weights"),
+    Refused("kv_transfer_config", FLEET, "prefill_replicas and decode_replicas choose each replica's role"),
+    Refused("kv_transfer_params", FLEET, "the router chooses the engines of a prompt"),
+    Refused("prefill_replicas", REMOTE, "KV blocks move within a machine; see kv_transfer_config for others"),
     Refused("record", FLEET, "each replica has a separate scheduler"),
+    Refused("enable_sleep_mode", "kv_transfer_config", "KV blocks travel without the version of their weights"),
     Refused("beam_width", "speculative_config", "a search chooses among likeliest tokens, not drafts"),
     Refused("stop", "skip_tokenizer_init", "a stop string needs the text; stop_token_ids does not"),
     Refused("structured_outputs", "skip_tokenizer_init", "a grammar needs the texts of tokens"),

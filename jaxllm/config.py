@@ -10,9 +10,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from jaxllm import speculative_config
+from jaxllm import kv_transfer_config, speculative_config
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.errors import UserError
+from jaxllm.kv_transfer_config import KvTransferConfig
 from jaxllm.setting import setting
 from jaxllm.speculative_config import SpeculativeConfig
 
@@ -69,6 +70,11 @@ class EngineConfig:
     tensor_parallel_size: int = setting(1, "devices that share the model")
     # For front ends (`LLM`, `FleetLLM`, `jaxllm serve`); an engine is one of the group.
     data_parallel_size: int = setting(1, "engines that share the requests, each with its own process and devices")
+    # Of a fleet; each is an engine of `data_parallel_size`, which is their sum.
+    prefill_replicas: int = setting(0, "engines that compute prompts, for others that continue them")
+    decode_replicas: int = setting(
+        0, "engines that continue the prompts of --prefill-replicas; need --kv-offloading-size"
+    )
     gpu_memory_utilization: float = setting(0.92, "share of a GPU's memory to use", "SHARE")
     kv_cache_memory_bytes: int | None = setting(
         None, "bytes for KV blocks, instead of --gpu-memory-utilization", "BYTES"
@@ -84,6 +90,10 @@ class EngineConfig:
     )
     enable_sleep_mode: bool = setting(
         False, "let the engine sleep and take in other weights; every output then has the versions of its weights"
+    )
+    # See `KvTransferConfig`.
+    kv_transfer_config: Mapping[str, Any] | KvTransferConfig | None = setting(
+        None, 'send or receive the KV blocks of prompts, as \'{"kv_role": "kv_producer"}\'', "JSON"
     )
     scheduling_policy: SchedulingPolicy = setting("fcfs", "order of waiting requests")
     async_scheduling: bool = setting(True, "plan and start a step before the tokens of the one before it are read")
@@ -177,6 +187,10 @@ class EngineConfig:
             raise UserError(
                 "kv_offloading_size needs enable_prefix_caching, or preemption_mode 'swap'.", "kv_offloading_size"
             )
+        if self.prefill_replicas or self.decode_replicas:
+            self._check_replicas()
+        if self.kv_transfer_config is not None:
+            object.__setattr__(self, "kv_transfer_config", self._transfer())
         if (
             self.max_num_batched_tokens is not None
             and self.max_num_seqs is not None
@@ -187,6 +201,35 @@ class EngineConfig:
                 f"({self.max_num_seqs}): every running request needs a token a step.",
                 "max_num_batched_tokens",
             )
+
+    def _check_replicas(self) -> None:
+        count = self.prefill_replicas + self.decode_replicas
+        if not self.prefill_replicas or not self.decode_replicas:
+            raise UserError("prefill_replicas and decode_replicas need each other.", "prefill_replicas")
+        if self.data_parallel_size not in (1, count):
+            raise UserError(
+                f"data_parallel_size is {self.data_parallel_size}, and the sum of prefill_replicas and decode_replicas "
+                f"is {count}; leave it out.",
+                "data_parallel_size",
+            )
+        if not self.kv_offloading_size or not self.enable_prefix_caching:
+            raise UserError(
+                "decode_replicas need kv_offloading_size and enable_prefix_caching: blocks arrive in the host's tier.",
+                "kv_offloading_size",
+            )
+        object.__setattr__(self, "data_parallel_size", count)
+
+    def _transfer(self) -> KvTransferConfig:
+        transfer = kv_transfer_config.read(self.kv_transfer_config)
+        if not self.enable_prefix_caching:
+            raise UserError("kv_transfer_config needs enable_prefix_caching.", "kv_transfer_config")
+        if transfer.consumes and not self.kv_offloading_size:
+            raise UserError(
+                f"kv_transfer_config with {transfer.kv_role} needs kv_offloading_size: blocks arrive in the host's "
+                "memory.",
+                "kv_transfer_config",
+            )
+        return transfer
 
     def cache_dir(self) -> Path:
         """Return the folder of compiled programs: the setting, `$JAXLLM_CACHE_DIR`, or the user's cache folder."""
@@ -313,6 +356,8 @@ _RANGES: dict[str, tuple[int, int]] = {
     "max_num_seqs": (1, 2**14),
     "tensor_parallel_size": (1, 1024),
     "data_parallel_size": (1, 256),
+    "prefill_replicas": (0, 128),
+    "decode_replicas": (0, 128),
     "kv_cache_memory_bytes": (1, 2**50),
     "num_kv_blocks": (1, 2**31 - 1),
     "compilation_cache_bytes": (0, 2**50),

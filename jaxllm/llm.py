@@ -101,11 +101,13 @@ class LLM(OfflineWeightCalls):
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        kv_transfer_params: Sequence[Mapping[str, Any] | None] | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt; return outputs in order.
 
         A prompt is text, token ids, or a mapping (see `LLMEngine.add_request`). Parameters and adapters are one for all
-        or one each; the model has default parameters. If one prompt is refused, none runs.
+        or one each; the model has default parameters. `kv_transfer_params` are one each. If one prompt is refused, none
+        runs.
         """
         items = _as_list(prompts)
         params = self._params_for(len(items), sampling_params)
@@ -115,7 +117,10 @@ class LLM(OfflineWeightCalls):
             replace(own, output_kind=RequestOutputKind.FINAL_ONLY) if isinstance(own, SamplingParams) else own
             for own in params
         ]
-        return self._complete(items, final, use_tqdm, priority, adapters=_each(len(items), lora_request))
+        if kv_transfer_params is not None:
+            _check_lengths("kv_transfer_params", len(items), len(kv_transfer_params))
+        adapters = _each(len(items), lora_request)
+        return self._complete(items, final, use_tqdm, priority, adapters=adapters, transfers=kv_transfer_params)
 
     def chat(
         self,
@@ -300,6 +305,7 @@ class LLM(OfflineWeightCalls):
         priority: Sequence[int] | None = None,
         sorts: bool = False,
         adapters: Sequence[LoRARequest | None] | None = None,
+        transfers: Sequence[Mapping[str, Any] | None] | None = None,
     ) -> list[RequestOutput]:
         """Run requests until they end; return outputs in the order of `items`.
 
@@ -311,7 +317,9 @@ class LLM(OfflineWeightCalls):
             rank = 0 if priority is None else priority[index]
             adapter = None if adapters is None else adapters[index]
             name = str(self._num_requests + index)
-            accepted.append(self.engine.accept(name, prompt, prompt_params, rank, lora_request=adapter))
+            transfer = None if transfers is None else transfers[index]
+            options = {"lora_request": adapter, "kv_transfer_params": transfer}
+            accepted.append(self.engine.accept(name, prompt, prompt_params, rank, **options))
         self._num_requests += len(items)
         ids = [request.request_id for request in accepted]
         if sorts:

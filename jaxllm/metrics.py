@@ -35,6 +35,9 @@ class Metrics:
     offloaded_blocks: int = 0  # KV blocks copied to the host's tier
     offload_failures: int = 0  # failed copies to the host's tier
     loaded_tokens: int = 0  # prompt tokens loaded from the host's tier
+    sent_blocks: int = 0  # KV blocks kept for other engines
+    received_blocks: int = 0  # KV blocks of other engines
+    transfer_failures: int = 0  # requests that lack KV blocks of another engine
     preemptions: int = 0
     recoveries: int = 0  # failed steps that lost the cache
     finished: dict[str, int] = field(default_factory=dict)

@@ -74,6 +74,8 @@ class RequestOutput:
     num_cached_tokens: int | None = None  # prompt tokens from the prefix cache
     # Per prompt token: the token, then the likeliest; None for the first. Deltas contain it once, when complete.
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    # The place of the prompt's KV blocks, for another engine; in the last output, with do_remote_decode.
+    kv_transfer_params: dict[str, Any] | None = None
     internal_id: str = field(default="", repr=False, compare=False)  # the engine's request id
 
 

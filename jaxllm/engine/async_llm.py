@@ -255,6 +255,14 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
             assert timeout is not None
             raise late(timeout) from error
 
+    def _needs(self, accepted: Any) -> asyncio.Future[Any] | None:
+        for needs in self.engine.features.needs:
+            future = needs(accepted)
+            if future is not None:
+                ended = asyncio.wrap_future(future)
+                return asyncio.ensure_future(_without_result(ended))
+        return None
+
     async def _call(self, function: Callable[[LLMEngine], Result]) -> Result:
         if not self._life.is_responsive(self._is_hung):
             raise self._unavailable() or EngineDeadError("The engine has stopped.")
@@ -320,6 +328,10 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
     def _died(self, error: BaseException) -> None:
         super()._died(error)
         self._blocks.end(EngineDeadError("The engine has died; this request is lost."))
+
+
+async def _without_result(future: asyncio.Future[Any]) -> None:
+    await future
 
 
 def _set_exception(future: asyncio.Future[Any], error: BaseException) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, overload
 
@@ -92,7 +94,10 @@ class EngineCore:
         return self.inputs.accept(request_id, prompt, params, priority, options)
 
     def add(self, requests: Sequence[Accepted]) -> None:
-        """Queue requests; raise RequestIdInUseError, without queuing any, if an id is in use."""
+        """Queue requests; raise RequestIdInUseError, without queuing any, if an id is in use.
+
+        Waits for what features need, for example KV blocks of another engine, which have a deadline.
+        """
         self._check_open()
         ids = set(self.outputs.groups)
         for accepted in requests:
@@ -101,11 +106,21 @@ class EngineCore:
                     f"request id {accepted.request_id!r} is in use; choose another.", "request_id"
                 )
             ids.add(accepted.internal_id)
+        needed = [future for needs in self.features.needs for each in requests if (future := needs(each)) is not None]
+        for future in needed:  # an `AsyncLLM` has waited for them
+            with suppress(CancelledError):
+                future.result()
         made = [self.inputs.make_group(accepted, self._clock()) for accepted in requests]
         for accepted, (group, _) in zip(requests, made, strict=True):
             self.inputs.pack(accepted, group)
         self.scheduler.add([request for _, own in made for request in own])
         self.outputs.add([group for group, _ in made])
+        for added in self.features.added:
+            for accepted, (group, _) in zip(requests, made, strict=True):
+                try:
+                    added(accepted, group)
+                except Exception:
+                    _log.exception("a feature could not handle request %s", accepted.request_id)
 
     @overload
     def abort_request(self, request_ids: str, reason: FinishReason = "abort") -> RequestOutput | None: ...

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 from jaxllm.errors import RequestFailedError
-from jaxllm.outputs import CompletionOutput, RequestOutput
+from jaxllm.outputs import CompletionOutput, FinishReason, RequestOutput
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -24,6 +25,8 @@ class Stream:
         self._last_tokens: float | None = None
         self._pending: RequestOutput | None = None
         self._error: BaseException | None = None
+        self.needs: asyncio.Future[Any] | None = None  # the request is queued when it ends
+        self.end_reason: FinishReason | None = None  # the request was ended before it was queued
         self._waiter: asyncio.Future[None] | None = None
         self._tokens: dict[int, CompletionOutput] = {}  # by index: token ids, finish reason
 
@@ -61,7 +64,13 @@ class Stream:
     def fail(self, error: BaseException) -> None:
         if not self.is_finished and self._error is None:
             self._error = error
+        if self.needs is not None:
+            self.needs.cancel()
         self._wake()
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._error
 
     async def get(self) -> RequestOutput:
         while self._pending is None and self._error is None:
@@ -183,5 +192,6 @@ def merge(pending: RequestOutput, new: RequestOutput) -> None:
         part.finish_reason, part.stop_reason = completion.finish_reason, completion.stop_reason
     pending.finished, pending.metrics = new.finished, new.metrics
     pending.num_cached_tokens = new.num_cached_tokens
+    pending.kv_transfer_params = new.kv_transfer_params
     if new.prompt_logprobs is not None:
         pending.prompt_logprobs = new.prompt_logprobs

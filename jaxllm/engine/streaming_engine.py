@@ -128,6 +128,9 @@ class StreamingEngine:
         """Check a request; return a dataclass with prompt_token_ids, num_sequences and params for `_queue`."""
         raise UnavailableError(NOT_STARTED)
 
+    def _needs(self, accepted: Any) -> asyncio.Future[Any] | None:
+        """Begin the work that must end before a request is queued; its result is None or a request to queue instead."""
+
     async def start(self) -> None:
         """Load the model and wait for it; raise an error if it cannot be loaded."""
         if self._started is None:
@@ -219,12 +222,18 @@ class StreamingEngine:
         assert self._loop is not None
         timers = []
         try:
-            self._queue.add(replace(accepted, internal_id=stream.internal_id, name=name or request_id))
             if timeout is not None:
                 seconds = max(0.0, arrival + timeout - self._clock())
                 timers.append(self._loop.call_later(seconds, stream.fail, late(timeout)))
             if time_limit is not None:
-                timers.append(self._loop.call_later(time_limit, self._queue.abort, stream.internal_id, "time_limit"))
+                timers.append(self._loop.call_later(time_limit, self._end, stream, "time_limit"))
+            queued = replace(accepted, internal_id=stream.internal_id, name=name or request_id)
+            needed = self._needs(queued)
+            if needed is not None:
+                queued = await self._wait_for(needed, queued, stream)
+            self._queue.add(queued)
+            if stream.end_reason is not None:
+                self._queue.abort(stream.internal_id, stream.end_reason)
             while True:
                 output = await stream.get()
                 yield output
@@ -242,7 +251,28 @@ class StreamingEngine:
 
     def end(self, request_id: str, reason: FinishReason) -> None:
         for stream in self._streams.of_id(request_id):
+            self._end(stream, reason)
+
+    def _end(self, stream: Stream, reason: FinishReason) -> None:
+        if stream.needs is None:
             self._queue.abort(stream.internal_id, reason)
+        else:  # not queued yet
+            stream.end_reason = reason
+            stream.needs.cancel()
+
+    async def _wait_for(self, needed: asyncio.Future[Any], queued: Any, stream: Stream) -> Any:
+        """Wait for such work, at most until the request ends; return the request, perhaps changed."""
+        stream.needs = needed
+        self._num_preparing += queued.num_sequences
+        try:
+            await asyncio.wait([needed])
+            if stream.error is not None:
+                raise stream.error
+            return queued if needed.cancelled() else needed.result() or queued
+        finally:
+            stream.needs = None
+            self._num_preparing -= queued.num_sequences
+            needed.cancel()
 
     async def check_health(self) -> None:
         """Raise EngineDeadError if the engine died, UnavailableError if it hangs or refuses requests."""

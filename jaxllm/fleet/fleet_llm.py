@@ -27,6 +27,7 @@ from jaxllm.engine.streaming_engine import StreamingEngine, set_result
 from jaxllm.errors import EngineDeadError, FeatureDisabledError, RequestFailedError, UnavailableError, UserError, late
 from jaxllm.fleet import node
 from jaxllm.fleet.choose import digests_of
+from jaxllm.fleet.prefills import Prefills
 from jaxllm.fleet.replica import Replica, RoutedRequest
 from jaxllm.fleet.replica_listener import ReplicaAddress
 from jaxllm.fleet.router import NONE_TAKES_WORK, Router
@@ -76,8 +77,11 @@ class FleetLLM(StreamingEngine, FleetCalls):
             max_queued_tokens=max_queued_tokens,
             hang_timeout=hang_timeout,
         )
-        settings = ("enable_lora", "enable_kv_cache_events", "enable_sleep_mode")
+        settings = ("enable_lora", "enable_kv_cache_events", "enable_sleep_mode", "kv_transfer_config")
         combinations.check([name for name in settings if getattr(config, name)], [combinations.FLEET])
+        self._prefills = Prefills(config, self._router) if config.prefill_replicas else None
+        if self._prefills is not None and num_local < count:
+            raise combinations.refusal("prefill_replicas", combinations.REMOTE)
         if any(callable(each) for each in config.logits_processors):
             message = "logits_processors must be named, as package.module:function, with data_parallel_size above 1."
             raise UserError(message, "logits_processors")
@@ -113,6 +117,9 @@ class FleetLLM(StreamingEngine, FleetCalls):
         """
         if not 0 <= number < len(self.replicas):
             raise UserError(f"replica must be 0 to {len(self.replicas) - 1}, got {number}.", "replica", number)
+        if self._prefills is not None and number in self._prefills.decoders:
+            if not any(self.replicas[each].takes_work for each in self._prefills.decoders if each != number):
+                raise UnavailableError("No other decode replica is available; send SIGTERM to drain the whole server.")
         await self._supervisor.drain(self.replicas[number])
 
     def _settings_of(self, number: int, path: str) -> tuple[node.Settings, Mapping[str, str]]:
@@ -125,6 +132,8 @@ class FleetLLM(StreamingEngine, FleetCalls):
         num_local = sum(replica.is_local for replica in self.replicas)
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         share = len(cores) // num_local
+        if self._prefills is not None:
+            engine |= self._prefills.settings_of(number)
         settings = node.Settings(
             engine=engine,
             address=path,
@@ -175,6 +184,8 @@ class FleetLLM(StreamingEngine, FleetCalls):
         self._died(error)
 
     def _observe(self, replica: Replica, name: str, given: list[Any]) -> None:
+        if name != "step" and self._prefills is not None and replica.number not in self._prefills.decoders:
+            return  # clients see no output of it
         for observer in self._observers[replica.number]:
             try:
                 getattr(observer, name)(*given)
@@ -185,6 +196,8 @@ class FleetLLM(StreamingEngine, FleetCalls):
         replica.note_output(name, sum(len(each.token_ids) for each in output.outputs))
         if output.finished:
             self._router.forget(name)
+        if self._prefills is not None and self._prefills.put(name, output):
+            return
         stream = self._streams.of_internal_id(name)
         if stream is None:
             return  # its reader closed it
@@ -200,6 +213,8 @@ class FleetLLM(StreamingEngine, FleetCalls):
 
     def _fail(self, name: str, error: Exception) -> None:
         self._router.forget(name)
+        if self._prefills is not None and self._prefills.put(name, None):
+            return
         stream = self._streams.of_internal_id(name)
         if stream is not None:
             self._streams.fail(stream, error)
@@ -306,11 +321,11 @@ class FleetLLM(StreamingEngine, FleetCalls):
         timeout: float | None,
     ) -> RoutedRequest:
         """Make a request without validating its parameters, which the chosen replica does."""
-        unknown = options.keys() - {"lora_request"}
+        unknown = options.keys() - {"lora_request", "kv_transfer_params"}
         if unknown:
             raise TypeError(f"a request has no {', '.join(sorted(unknown))}")
         if options:
-            raise combinations.refusal("lora_request", combinations.FLEET)
+            raise combinations.refusal(min(options), combinations.FLEET)
         text, ids, salt = parts_of(prompt, "token_type_ids")
         digests: Sequence[bytes] = ()
         tokens: Sequence[int]
@@ -341,7 +356,11 @@ class FleetLLM(StreamingEngine, FleetCalls):
             sent=params,
             priority=priority,
             num_sequences=count,
+            replicas=self._prefills.decoders if self._prefills is not None else None,
         )
+
+    def _needs(self, accepted: Any) -> asyncio.Future[Any] | None:
+        return None if self._prefills is None else self._prefills.begin(accepted)
 
     async def check_request(
         self, request_id: str, prompt: Prompt, params: Any, priority: int, options: Mapping[str, Any]

@@ -171,11 +171,11 @@ class Node:
                 async for batch in engine.kv_events():
                     self._say("blocks", batch.events)
 
-    def _on_add(self, name: str, prompt: Any, params: Any, priority: int) -> None:
-        self._requests[name] = asyncio.ensure_future(self._generate(name, prompt, params, priority))
+    def _on_add(self, name: str, prompt: Any, params: Any, priority: int, transfer: Any) -> None:
+        self._requests[name] = asyncio.ensure_future(self._generate(name, prompt, params, priority, transfer))
 
-    async def _generate(self, name: str, prompt: Any, params: Any, priority: int) -> None:
-        outputs = self._engine.generate(prompt, params, name, priority=priority)
+    async def _generate(self, name: str, prompt: Any, params: Any, priority: int, transfer: Any) -> None:
+        outputs = self._engine.generate(prompt, params, name, priority=priority, kv_transfer_params=transfer)
         try:
             async with aclosing(outputs):
                 async for output in outputs:

@@ -34,6 +34,8 @@ class RoutedRequest:
     sent: Any  # the parameters to send, as given
     priority: int
     num_sequences: int
+    replicas: Sequence[int] | None = None  # that may run it; None: all
+    kv_transfer_params: Mapping[str, Any] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -146,7 +148,9 @@ class Replica:
     def add(self, request: RoutedRequest, num_runs: int = 1) -> None:
         count = request.num_sequences * len(request.prompt_token_ids)
         try:
-            self.send("add", request.internal_id, request.prompt, request.sent, request.priority)
+            self.send(
+                "add", request.internal_id, request.prompt, request.sent, request.priority, request.kv_transfer_params
+            )
         except (TypeError, ValueError, OverflowError) as error:
             raise UserError(f"The request cannot be sent to its replica: {error}.") from error
         self.live[request.internal_id] = RunningRequest(request=request, num_tokens=count, num_runs=num_runs)

@@ -29,7 +29,8 @@ class Router:
 
         Raises UnavailableError if no replica is available.
         """
-        loads = {each.number: each.num_tokens for each in self.replicas if each.takes_work}
+        allowed = self.replicas if request.replicas is None else [self.replicas[each] for each in request.replicas]
+        loads = {each.number: each.num_tokens for each in allowed if each.takes_work}
         if not loads:
             raise UnavailableError(NONE_TAKES_WORK)
         replica = self.replicas[choose(request.digests, loads, self.index)]

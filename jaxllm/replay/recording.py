@@ -49,6 +49,7 @@ class Kind(IntEnum):
     END = 5
     FORK = 6  # target, source and token of each move
     LANDED = 7  # plan, group and block of each copy to the host that has ended, and whether it succeeded
+    RECEIVED = 8  # id of a request; group and index of each block of its prompt that another engine computed
 
 
 class FileRecorder:
@@ -112,6 +113,10 @@ class FileRecorder:
     def landed(self, landed: Sequence[Landed]) -> None:
         if self.file is not None:
             self._write([Kind.LANDED, self._now(), [list(each) for each in landed]])
+
+    def received(self, owner: int, blocks: Sequence[tuple[int, int]], places: Sequence[int]) -> None:
+        if self.file is not None:
+            self._write([Kind.RECEIVED, self._now(), owner, [list(each) for each in blocks]])
 
     def planned(self, plan: Plan) -> None:
         """Record a plan's sizes and checksum; a replay recomputes the plan."""

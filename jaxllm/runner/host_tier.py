@@ -26,6 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxllm.metrics import Metrics
 from jaxllm.model.spec import Spec
 from jaxllm.runner.device_state import DeviceState
+from jaxllm.runner.row_layout import Row
 from jaxllm.runner.step_model import Leaves, StepModel
 from jaxllm.scheduler.host_tier import HOST, Landed
 from jaxllm.setup.kv_cache import MOST_LOADED, Geometry, host_memory_kind, leaves_by_group
@@ -34,7 +35,6 @@ MOVED_BLOCKS = 16  # B
 STORE_PROGRAMS = ("store_blocks", "store_windowed_blocks")  # by group
 LOAD_PROGRAMS = ("load_blocks", "load_windowed_blocks")
 CLOSE_SECONDS = 10.0  # deadline of copies at the end
-Row = tuple[Any, ...]
 Key = tuple[int, int, int]  # of a store: plan, group, block of the host
 _log = logging.getLogger(__name__)
 
@@ -164,6 +164,11 @@ class HostTier:
         self._rows.clear()
         self._newest.clear()
 
+    def receive(self, group: int, there: int, row: Row) -> None:
+        """Put content from elsewhere, in the host's memory, into a host block."""
+        self._rows[group, there] = row
+        self._newest.pop((group, there), None)  # a copy from before a reset must not replace it
+
     def close(self) -> None:
         self._copies.close()
         self._rows.clear()
@@ -204,14 +209,7 @@ def compile_moves(model: StepModel, make: Callable[..., Any]) -> dict[str, Any]:
     for group, own in enumerate(leaves_of(model.spec, model.geometry, model.state)):
         cache = tuple(leaves[at] for at in own)
         kinds = _kinds(cache)
-        row = tuple(
-            jax.ShapeDtypeStruct(
-                (len(places), *cache[places[0]].shape[1:]),
-                cache[places[0]].dtype,
-                sharding=NamedSharding(cache[places[0]].sharding.mesh, _row_spec(cache[places[0]])),
-            )
-            for places in kinds
-        )
+        row = _row_of(cache, kinds)
         specs, row_specs = tuple(leaf.sharding.spec for leaf in cache), tuple(each.sharding.spec for each in row)
         rows, rows_specs = (row,) * MOVED_BLOCKS, (row_specs,) * MOVED_BLOCKS
         store = layout.shard_map(_store(kinds, STORE_PROGRAMS[group]), (specs, layout.spec()), rows_specs)
@@ -219,6 +217,40 @@ def compile_moves(model: StepModel, make: Callable[..., Any]) -> dict[str, Any]:
         made[STORE_PROGRAMS[group]] = make(STORE_PROGRAMS[group], store, (), cache, blocks)
         made[LOAD_PROGRAMS[group]] = make(LOAD_PROGRAMS[group], load, (0,), cache, blocks, rows)
     return made
+
+
+def row_layout(cache: Sequence[jax.ShapeDtypeStruct]) -> tuple[list[jax.ShapeDtypeStruct], list[tuple[int, int]]]:
+    """Return the arrays of a row in the host's memory, and each leaf's place: array, and index in it."""
+    kinds = _kinds(cache)
+    places = {at: (kind, number) for kind, own in enumerate(kinds) for number, at in enumerate(own)}
+    arrays: list[jax.ShapeDtypeStruct] = []
+    for each in _row_of(cache, kinds):
+        assert isinstance(each.sharding, NamedSharding)
+        kind = host_memory_kind(next(iter(each.sharding.device_set)))
+        arrays.append(jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=each.sharding.with_memory_kind(kind)))
+    return arrays, [places[at] for at in range(len(cache))]
+
+
+def read_blocks(program: Callable[..., Any], leaves: Leaves, blocks: Sequence[int]) -> list[Row]:
+    """Copy blocks to the host's memory in the device's order; the copies may still run."""
+    rows: list[Row] = []
+    for start in range(0, len(blocks), MOVED_BLOCKS):
+        piece = blocks[start : start + MOVED_BLOCKS]
+        padded = np.zeros(MOVED_BLOCKS, np.int32)
+        padded[: len(piece)] = piece
+        rows += to_host(program(leaves, padded)[: len(piece)])
+        if (start + MOVED_BLOCKS) % MOST_LOADED == 0:  # bounds the rows on the device
+            jax.block_until_ready(rows[-1])
+    return rows
+
+
+def _row_of(cache: Sequence[jax.ShapeDtypeStruct], kinds: Sequence[Sequence[int]]) -> Row:
+    def described(leaf: jax.ShapeDtypeStruct, count: int) -> jax.ShapeDtypeStruct:
+        assert isinstance(leaf.sharding, NamedSharding)
+        sharding = NamedSharding(leaf.sharding.mesh, _row_spec(leaf))
+        return jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype, sharding=sharding)
+
+    return tuple(described(cache[places[0]], len(places)) for places in kinds)
 
 
 def _kinds(cache: Sequence[jax.ShapeDtypeStruct]) -> list[list[int]]:

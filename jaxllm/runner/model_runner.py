@@ -34,6 +34,7 @@ from jaxllm.runner.profiling import span
 from jaxllm.runner.residence import Residence
 from jaxllm.runner.resident_adapters import ResidentAdapters, Weights
 from jaxllm.runner.results import Scored, StepOutput
+from jaxllm.runner.row_layout import Row, RowLayout
 from jaxllm.runner.small_programs import SmallPrograms
 from jaxllm.runner.step_input import PackedStep, StepInput
 from jaxllm.runner.step_model import Leaves, StepModel
@@ -266,6 +267,25 @@ class Runner(Residence):
 
     def landed(self) -> Sequence[Landed]:
         return () if self._host is None else self._host.landed()
+
+    def read_blocks(self, group: int, blocks: Sequence[int]) -> list[Row]:
+        """Copy blocks of the cache to the host's memory, as they are after all dispatched steps."""
+        own = host_tier.leaves_of(self.setup.spec, self.geometry, self._state_shapes)[group]
+        program = self._small.programs[host_tier.STORE_PROGRAMS[group]]
+        return host_tier.read_blocks(program, tuple(self._state[at] for at in own), blocks)
+
+    def row_layouts(self) -> list[RowLayout]:
+        """Return the content of a block of each group."""
+        shapes = self._state_shapes
+        leaves, own = jax.tree.leaves(shapes), leaves_by_group(self.setup.spec, self.geometry, shapes.kv)
+        groups = host_tier.leaves_of(self.setup.spec, self.geometry, shapes)
+        layouts = zip(groups, own, strict=True)
+        return [RowLayout(*host_tier.row_layout([leaves[at] for at in each]), len(model)) for each, model in layouts]
+
+    def receive(self, group: int, there: int, row: Row) -> None:
+        """Put content from another engine into a block of the host's tier, before the next dispatch."""
+        assert self._host is not None
+        self._host.receive(group, there, row)
 
     def hold_adapters(self, numbers: tuple[int, ...], weights: Weights) -> None:
         """Keep exactly the adapters `numbers` on the devices for later steps; steps in flight keep theirs."""
@@ -539,7 +559,7 @@ class Runner(Residence):
             return self._kept.make(name, described, lambda: jitted.lower(*described))
 
         programs = small_programs.compile_all(self._step_model, make)
-        if self._config.kv_offloading_size:
+        if self._config.kv_offloading_size or self._config.kv_transfer_config is not None:
             programs |= host_tier.compile_moves(self._step_model, make)
         shapes, spec = self._state_shapes, self.setup.spec
         kv = leaves_by_group(spec, self.geometry, shapes.kv)

@@ -99,7 +99,7 @@ def admit(
         rows.append((slot, start, length))
         admitted.append(Admission(slot, entry.request, entry.known, start))
     if admitted:
-        if limits.swaps:
+        if has_host:
             editor.host.let_go({each.request.sequence_id for each in admitted})
         rest = editor.waiting[len(skipped) + len(admitted) :]
         editor.waiting = (*skipped, *rest) if skipped else rest

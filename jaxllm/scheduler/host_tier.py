@@ -4,8 +4,10 @@ A block is (group, tier, index). The plan that evicts a device block stores it, 
 that admits a request with a prefix in the host loads it, before its step reads it. Both copies run in the device's
 order. A store ends later, in any order, or fails; `land` records the end, and then the block can be found.
 
-The host's blocks are used during a store or load, or while held for a preempted request; otherwise cached, and evicted
-in order of last use.
+Blocks of a waiting request's prompt may also come from another engine: `receive` indexes them.
+
+The host's blocks are used during a store or load, or while held for a waiting request; otherwise cached, and evicted in
+order of last use.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class Landed(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A host block that is kept until its owner runs again or ends."""
+    """A host block that is kept until its owner runs or ends."""
 
     owner: int  # `Request.sequence_id`
     group: int
@@ -118,6 +120,29 @@ class HostEditor:
                 break
             self._pools[group].share([there])
             self._held += (Held(owner, group, there, digest),)
+
+    def receive(self, owner: int, blocks: Iterable[tuple[int, bytes]]) -> list[int]:
+        """Index and hold blocks with content from elsewhere, each a group and a digest.
+
+        Returns the host block to write each to; -1 if its content is stored or being stored, or all blocks are used.
+        """
+        places: list[int] = []
+        held = {(each.group, each.block) for each in self._held if each.owner == owner}  # once each
+        new: list[Held] = []
+        for group, digest in blocks:
+            pool, place = self._pools[group], -1
+            there = pool.find(digest)
+            if there is not None and (group, there) not in held:
+                pool.share([there])
+            elif there is None and (group, digest) not in self._on_way and pool.num_available:
+                there = place = int(pool.take(1)[0])
+                pool.publish([(digest, place)])
+            if there is not None and (group, there) not in held:
+                held.add((group, there))
+                new.append(Held(owner, group, there, digest))
+            places.append(place)
+        self._held += tuple(new)
+        return places
 
     def let_go(self, owners: Collection[int]) -> None:
         gone = [each for each in self._held if each.owner in owners]

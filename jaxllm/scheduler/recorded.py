@@ -33,6 +33,9 @@ class Recorder(Protocol):
     def landed(self, landed: Sequence[Landed]) -> None:
         """Record the ends of copies to the host."""
 
+    def received(self, owner: int, blocks: Sequence[tuple[int, int]], places: Sequence[int]) -> None:
+        """Record blocks of a prompt that another engine computed, and the host blocks that they were given."""
+
     def planned(self, plan: Plan) -> None:
         """Record a plan, which may be empty."""
 
@@ -90,6 +93,12 @@ class RecordedScheduler:
         self.state = scheduler.land(self.state, self.limits, landed)
         if self._recorder is not None:
             self._recorder.landed(landed)
+
+    def receive(self, owner: int, blocks: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+        self.state, places = scheduler.receive(self.state, self.limits, owner, blocks)
+        if self._recorder is not None:
+            self._recorder.received(owner, blocks, places)
+        return places
 
     def plan(self, now: float) -> Plan:
         """Plan the next step."""

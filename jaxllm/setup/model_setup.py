@@ -273,6 +273,8 @@ def _check_combinations(config: EngineConfig, spec: Spec, rounds: bool, pools: b
         "enable_lora": config.enable_lora,
         "deterministic": config.deterministic,
         "kv_offloading_size": config.kv_offloading_size > 0,
+        "kv_transfer_config": config.kv_transfer_config is not None,
+        "enable_sleep_mode": config.enable_sleep_mode,
         "kv_cache_dtype": config.kv_cache_dtype != "auto",
         "quantization": config.quantization is not None and rounds,
     }
@@ -281,6 +283,7 @@ def _check_combinations(config: EngineConfig, spec: Spec, rounds: bool, pools: b
         combinations.WHOLE_PROMPTS: not spec.is_causal,
         combinations.LATENT: spec.latent is not None,
         combinations.EXPERTS: bool(spec.experts),
+        "kv_transfer_config": config.kv_transfer_config is not None,
         # A ring all-reduce sums each piece in another order, except with two devices.
         combinations.MANY_GPUS: not is_cpu and config.tensor_parallel_size > 2,
     }

@@ -15,7 +15,7 @@ import signal
 import ssl
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from jaxllm.engine.async_llm import AsyncLLM
 from jaxllm.engine.engine_client import EngineClient
 from jaxllm.errors import UserError
 from jaxllm.file_limit import raise_file_limit
+from jaxllm.kv_transfer_config import KvTransferConfig, secured
 from jaxllm.log_lines import LineFormatter
 from jaxllm.replay.recording import FileRecorder
 from jaxllm_server.access.sockets import listen
@@ -252,6 +253,10 @@ def _engine(config: EngineConfig, options: ServerOptions, progress: bool) -> Eng
             if getattr(options, name) is not None:
                 raise UserError(f"{name} requires a data_parallel_size above 1.", name)
         adapters = requests_of(options.lora_modules)
+        if isinstance(config.kv_transfer_config, KvTransferConfig):
+            key = options.api_key[0] if options.api_key else None
+            transfer = secured(config.kv_transfer_config, key, options.ssl_certfile, options.ssl_keyfile)
+            config = replace(config, kv_transfer_config=transfer)
         return AsyncLLM(config, progress=progress, recorder=recorder_of(config, options), adapters=adapters, **bounds)
     if options.record is not None:
         raise combinations.refusal("record", combinations.FLEET)

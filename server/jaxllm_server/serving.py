@@ -174,6 +174,7 @@ class Serving:
                 arrival=arrival,
                 name=f"{request_id} ({call.client_id})" if call.client_id else None,
                 lora_request=None if served is None else served.request,
+                kv_transfer_params=call.kv_transfer_params,
             )
             if self.options.enable_log_requests:
                 num_prompt, own = len(prompt["prompt_token_ids"]), "" if served is None else f"adapter {served.name}, "

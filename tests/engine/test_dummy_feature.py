@@ -78,6 +78,12 @@ class Dictation(Feature):
         self.calls.add("schedule")
         fields["may_draft"] = self.name not in own.group.states
 
+    def needs(self, accepted: Accepted) -> None:
+        self.calls.add("needs")
+
+    def added(self, accepted: Accepted, group: SequenceGroup) -> None:
+        self.calls.add("added")
+
     def place(self, slot: int, own: Output) -> None:
         self.calls.add("place")
         self.words[slot] = own.group.states.get(self.name, ())

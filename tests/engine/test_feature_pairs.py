@@ -26,10 +26,12 @@ from tests.support.paths import GOLDEN, GOLDEN_POOLED, ROOT, STORIES
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_kv_blocks": 64, "precompile": "covering"}
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 2}
 # The engine arguments for each setting and each property in the table.
+PRODUCER = {"kv_role": "kv_producer"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "speculative_config": {"speculative_config": DRAFTS},
     "enable_lora": {"enable_lora": True},
     "deterministic": {"deterministic": True},
+    "kv_transfer_config": {"kv_transfer_config": PRODUCER},
     "kv_cache_dtype": {"kv_cache_dtype": "int8"},
     "quantization": {"quantization": "int8"},
 }
@@ -75,6 +77,7 @@ def _ask_adapter() -> object:
         ("enable_kv_cache_events", lambda: FleetLLM(str(STORIES), data_parallel_size=2, enable_kv_cache_events=True)),
         ("enable_sleep_mode", lambda: FleetLLM(str(STORIES), data_parallel_size=2, enable_sleep_mode=True)),
         ("record", _record),
+        ("kv_transfer_config", lambda: FleetLLM(str(STORIES), data_parallel_size=2, kv_transfer_config=PRODUCER)),
         ("lora_request", _ask_adapter),
     ],
 )
@@ -91,6 +94,7 @@ USES: dict[str, tuple[dict[str, Any], Callable[[Any], bool]]] = {
     "scoring": ({"prompt_logprobs": 1}, lambda out: len(out.prompt_logprobs) == len(out.prompt_token_ids)),
     "adapters": ({}, lambda out: out.outputs[0].finish_reason in ("stop", "length")),
     "drafts": ({}, lambda out: out.outputs[0].finish_reason in ("stop", "length")),
+    "transfer": ({}, lambda out: out.kv_transfer_params["do_remote_prefill"]),
     "beams": ({}, lambda out: len(out.outputs) == 2 and out.outputs[0].score >= out.outputs[1].score),
     "weights": ({}, lambda out: all(_is_of_two_versions(own) for own in out.outputs)),
 }
@@ -102,18 +106,19 @@ def _is_of_two_versions(own: CompletionOutput) -> bool:
 
 
 @pytest.fixture(scope="module")
-def llms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[bool, LLM]]:
-    """Provide engines with adapters, with and without drafts."""
+def llms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[tuple[bool, bool], LLM]]:
+    """Provide engines with adapters, with and without drafts, that transfer blocks or change weights."""
     write_adapter(tmp_path_factory.getbasetemp() / "pairs", STORIES)
     made = {
-        drafts: LLM(
+        (drafts, transfers): LLM(
             str(STORIES),
-            enable_sleep_mode=True,
             enable_lora=True,
             speculative_config=DRAFTS if drafts else None,
+            **{"kv_transfer_config": PRODUCER} if transfers else {"enable_sleep_mode": True},
             **SIZES,
         )
         for drafts in (False, True)
+        for transfers in (False, True)
     }
     yield made
     for llm in made.values():
@@ -126,10 +131,15 @@ def test_the_pairs_are_those_of_all_features() -> None:
 
 @pytest.mark.parametrize(("one", "other"), [*pairs_of(USES, 2)])
 def test_a_pair_of_features_works_or_is_refused(
-    one: str, other: str, llms: Mapping[bool, LLM], tmp_path_factory: pytest.TempPathFactory
+    one: str, other: str, llms: Mapping[tuple[bool, bool], LLM], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     pair = {one, other}
-    engine = llms["drafts" in pair].engine
+    if pair == {"weights", "transfer"}:
+        message = str(combinations.refusal("enable_sleep_mode", "kv_transfer_config"))
+        with pytest.raises(UserError, match=re.escape(message)):
+            LLM(str(STORIES), enable_sleep_mode=True, kv_transfer_config=PRODUCER, **SIZES)
+        return
+    engine = llms["drafts" in pair, "transfer" in pair].engine
     adapter = LoRARequest("pairs", 1, str(tmp_path_factory.getbasetemp() / "pairs")) if "adapters" in pair else None
     params: Any = SamplingParams(temperature=0.0, max_tokens=8, **USES[one][0], **USES[other][0])
     if "beams" in pair:
@@ -142,8 +152,14 @@ def test_a_pair_of_features_works_or_is_refused(
         with pytest.raises(UserError, match=re.escape(str(combinations.refusal("beam_width", "speculative_config")))):
             engine.add_request("1", "Once upon", params)
         return
+    transfer = {"do_remote_decode": True} if "transfer" in pair else None
+    if pair == {"beams", "transfer"}:
+        with pytest.raises(UserError, match="needs a request with SamplingParams"):
+            engine.add_request("1", "Once upon", params, kv_transfer_params=transfer)
+        return
+    text = "Once upon a time" * (1 if transfer is None else 12)  # a transfer is of full blocks
     before = engine.metrics.generated_tokens
-    engine.add_request("1", "Once upon a time", params, lora_request=adapter)
+    engine.add_request("1", text, params, lora_request=adapter, kv_transfer_params=transfer)
     outputs = []
     if "weights" in pair:
         assert isinstance(engine, LLMEngine)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxllm.engine.features.transfer.rows import receive_blocks
 from jaxllm.errors import EngineError
 from jaxllm.scheduler.state import Plan
 from tests.simulation.adapters import request_of
@@ -66,6 +68,8 @@ def happen(world: World, kind: str, arguments: Sequence[Any]) -> None:
                     client.pause.set_result(None)
         case "pause":
             pause(world, *arguments)
+        case "receive":
+            receive(world, *arguments)
         case "reset_cache":
             world.fired[kind] += 1
             call(world, reset_cache(world))
@@ -93,6 +97,26 @@ def happen(world: World, kind: str, arguments: Sequence[Any]) -> None:
             world.armed[kind] = True
         case _:
             world.armed[kind] = arguments[0] if arguments else True
+
+
+def receive(world: World, number: int, seed: int) -> None:
+    """Give the host's tier some blocks of a request's prompt from elsewhere, in any order; others are lost.
+
+    The request may run or have ended by now. An index may be beyond its blocks.
+    """
+    chance, reference = random.Random(seed), world.reference
+    entries = reference.waiting if reference.waiting and chance.random() < 0.9 else [*reference.by_id.values()]
+    if not entries or not world.setting["host_blocks"][0]:
+        return
+    entry, size = entries[number % len(entries)], world.setting["block_size"]
+    places = [(group, at) for group in range(reference.limits.num_groups) for at in range(entry.known // size + 1)]
+    chosen = [place for place in places if chance.random() < chance.choice((0.5, 0.9, 1.0))]
+    chance.shuffle(chosen)
+    chain = entry.truth.chain
+    blocks = [(group, at, (chain[at * size : (at + 1) * size].copy(),)) for group, at in chosen]
+    receive_blocks(world.engine.scheduler, world.runner, entry.id if chance.random() < 0.95 else -1, blocks)
+    world.fired["receive"] += entry.slot == -1
+    world.fired["receive_late"] += entry.slot >= 0
 
 
 def reload_adapter(world: World, number: int, is_changed: bool, is_forgotten: bool) -> None:

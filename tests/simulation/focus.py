@@ -93,6 +93,19 @@ FOCUS = {
         ("loads", "stored", "host_evicted", "swapped_out", "store_failed", "stale_store", "load_raises"),
         (None, "preempted"),
     ),
+    # Blocks that another engine has computed: for prompts that wait, run or have ended, in any order, some lost, and in
+    # a tier that is too small; with copies to the host that end late or fail, and resets between them.
+    "receive": Focus(
+        lambda chance: _hosted(
+            _tight(chance, 4, 10, beams=0.1, grammars=0.1, prefix_caching=True, swaps=chance.random() < 0.5),
+            chance.choice((1, 1, 2, 3)),
+            transfers=[chance.choice((0.1, 0.5, 1.0)), chance.choice((0.0, 0.0, 0.2))],
+            max_stores=chance.choice((8, 64)),
+        ),
+        {"receive": 0.5, "result_lost": 0.04, "not_finite": 0.02, "abort": 0.05, "reset_cache": 0.05},
+        ("received", "received_twice", "received_without_room", "receive_late", "loads", "stored", "stale_store"),
+        (None, "preempted"),
+    ),
     # Steps that fail in every way, one after the other.
     "failures": Focus(
         lambda chance: _tight(chance, 4, 20, beams=0.2, grammars=0.4),

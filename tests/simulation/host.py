@@ -81,6 +81,24 @@ class Tier:
             self.held.append((owner, group, there, key))
             self.fired["swapped_out"] += 1
 
+    def receive(self, owner: int, contents: Sequence[tuple[int, int]], places: Sequence[int]) -> None:
+        """Expect places for contents (group, key) from elsewhere that are neither here nor on their way."""
+        for (group, key), place in zip(contents, places, strict=True):
+            blocks = self.groups[group]
+            there = blocks.index.get(key)
+            is_new = there is None and (group, key) not in {(own, of) for (own, _), (_, of) in self.storing.items()}
+            if not is_new or not blocks.num_available:
+                self.fired["received_twice" if not is_new else "received_without_room"] += 1
+                if place != -1:
+                    raise Violation("a content gets a second block of the host, or one that is used")
+            else:
+                self.fired["received"] += 1
+                blocks.take(place, bool(blocks.free))
+                blocks.index[key] = there = place
+            if there is not None and (owner, group, there, key) not in self.held:
+                blocks.share([there] if place == -1 else [])
+                self.held.append((owner, group, there, key))
+
     def let_go(self, owners: Collection[int]) -> None:
         for _, own in groupby([each for each in self.held if each[0] in owners], key=lambda each: each[:2]):
             for _, group, there, key in reversed([*own]):

@@ -159,6 +159,18 @@ class Reference:
     def landed(self, landed: Sequence[Landed]) -> None:
         self.host.land(landed)
 
+    def received(self, owner: int, blocks: Sequence[tuple[int, int]], places: Sequence[int]) -> None:
+        entry, size = self.by_id.get(owner), self.limits.block_size
+        is_due = entry is not None and entry.slot == -1 and entry.is_shared and bool(self.host.groups)
+        contents, given = list[tuple[int, int]](), list[int]()
+        for (group, index), place in zip(blocks, places, strict=True):
+            if entry is not None and is_due and group < self.limits.num_groups and index < entry.known // size:
+                contents.append((group, self._key(entry, index)))
+                given.append(place)
+            elif place != -1:
+                raise Violation("a block gets a place in the host that no waiting request has")
+        self.host.receive(owner, contents, given)
+
     def was_reset(self) -> None:
         self.num_resets += 1
         for slot in sorted(self.running):

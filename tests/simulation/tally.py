@@ -15,6 +15,7 @@ SEEDS_COLLECTED = 8  # at once: worlds have many reference cycles, and a collect
 FOCUSED = (  # reached by the traces of focus.py
     *("late_ended", "late_preempted", "beam_group_readmitted", "burst_10000"),
     *("load_raises", "stale_store", "forgotten_store"),
+    *("receive", "receive_late", "received", "received_twice", "received_without_room"),
 )
 RARE = ("abort_preempted", "disconnect_preempted", "beam_group_preempted")
 

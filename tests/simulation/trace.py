@@ -151,7 +151,7 @@ class _Maker:
             "burst": 0.005, "drain": 0.006, "restart": 0.006, "reset_cache": 0.01, "pause": 0.02, "dies": 0.005,
             "request_fault": 0.01, "leave_early": 0.01,
             "sample_raises_before": 0.008, "sample_raises_after": 0.008, "sample_out_of_memory": 0.008,
-            "fill_raises": 0.008, "grammar_raises": 0.015, "reload_adapter": 0.04, "put_raises": 0.01,
+            "fill_raises": 0.008, "grammar_raises": 0.015, "reload_adapter": 0.04, "receive": 0.1, "put_raises": 0.01,
             "masks_late": 0.1, "load_raises": 0.02,
             "resume_reading": 0.2,
         }  # fmt: skip
@@ -169,6 +169,8 @@ class _Maker:
     def _arguments(self, kind: str) -> list[Any]:
         chance = self.chance
         match kind:
+            case "receive":
+                return [chance.randrange(1000), chance.randrange(1 << 30)]
             case "disconnect" | "abort":
                 # The client's number, whether a step is in flight, whether twice, and the phase of the request.
                 phases = (None, "prefill", "prefill", "preempted", "ended", "unseen")

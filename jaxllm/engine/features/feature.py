@@ -6,6 +6,7 @@ table.py selects the features of a configuration.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -88,6 +89,12 @@ class Feature:
     def schedule(self, sequence: Output, fields: dict[str, Any]) -> None:
         """Change the fields of a sequence's `scheduler.state.Request` before it is created."""
 
+    def needs(self, accepted: Accepted) -> Future[Any] | None:
+        """Return what a request waits for before it is queued, the same in each call. Called in any thread."""
+
+    def added(self, accepted: Accepted, group: SequenceGroup) -> None:
+        """Handle a request that was queued; its `needs` have ended or were cancelled. Errors do not affect it."""
+
     def place(self, slot: int, sequence: Output) -> None:
         """Handle a sequence's slot."""
 
@@ -134,6 +141,8 @@ class Features:
         self.accept: tuple[Callable[[Accepted], None], ...] = hooks("accept")
         self.begin: tuple[Callable[[Accepted, SequenceGroup], None], ...] = hooks("begin")
         self.schedule: tuple[Callable[[Output, dict[str, Any]], None], ...] = hooks("schedule")
+        self.needs: tuple[Callable[[Accepted], Future[Any] | None], ...] = hooks("needs")
+        self.added: tuple[Callable[[Accepted, SequenceGroup], None], ...] = hooks("added")
         self.place: tuple[Callable[[int, Output], None], ...] = hooks("place")
         self.inputs: tuple[Callable[[StepInput], None], ...] = hooks("inputs")
         self.masks: tuple[Callable[[Plan], Masks | None], ...] = hooks("masks")

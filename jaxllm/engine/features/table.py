@@ -18,6 +18,7 @@ from jaxllm.engine.features.scoring import Scoring
 from jaxllm.engine.features.weights import client as weights
 from jaxllm.engine.features.weights.calls import WeightCalls
 from jaxllm.engine.features.weights.rows import WeightStates, WeightVersions
+from jaxllm.engine.features.transfer.feature import KvTransfer, NoTransfer
 
 Factory = Callable[[Core], Feature | None]  # None: not configured
 
@@ -38,6 +39,10 @@ def _weights(core: Core) -> Feature:
     return (WeightVersions if core.config.enable_sleep_mode else WeightStates)(core)
 
 
+def _transfer(core: Core) -> Feature:
+    return (NoTransfer if core.config.kv_transfer_config is None else KvTransfer)(core)
+
+
 def _of_generators(factory: Factory) -> Factory:
     return lambda core: None if _pools(core) else factory(core)
 
@@ -55,6 +60,7 @@ FEATURES: Mapping[str, Factory] = {
     "grammars": _of_generators(GrammarRows),
     "scoring": _of_generators(Scoring),
     "weights": _weights,
+    "transfer": _transfer,
 }
 
 SENT: tuple[type[Any], ...] = tuple(kind for each in (Pooling, BeamSearches, GrammarRows) for kind in each.sends)

@@ -61,6 +61,7 @@ class Call:
     cache_salt: str | None = None
     adapter: str = ""
     time_limit: float | None = None  # seconds, then the partial answer is returned
+    kv_transfer_params: Mapping[str, Any] | None = None
     include_reasoning: bool = True
     answer_size: AnswerSize = field(default_factory=AnswerSize, compare=False)
     scores_prompt: bool = False  # hide the one generated token
@@ -128,3 +129,4 @@ class Chunk:
     usage: TokenUsage
     timing: Timing | None
     is_last: bool
+    kv_transfer_params: Mapping[str, Any] | None = None  # the place of the prompt's KV blocks

@@ -90,6 +90,7 @@ class OutputReader:
             usage=replace(usage),
             timing=_timing(output.metrics) if output.finished and output.metrics else None,
             is_last=output.finished,
+            kv_transfer_params=output.kv_transfer_params,
         )
 
     def _finish_reason(self, reason: str | None, index: int, num_calls: int) -> Finish | None:

@@ -138,6 +138,13 @@ COUNTERS: tuple[tuple[str, str, Callable[[Metrics], float]], ...] = (
     ("external_prefix_cache_hits", "Tokens loaded from the host's tier.", lambda own: own.loaded_tokens),
     ("kv_offload_stored_blocks", "KV blocks copied to the host's tier.", lambda own: own.offloaded_blocks),
     ("kv_offload_failed_blocks", "Failed copies of KV blocks to the host's tier.", lambda own: own.offload_failures),
+    ("kv_transfer_sent_blocks", "KV blocks kept for other engines.", lambda own: own.sent_blocks),
+    ("kv_transfer_received_blocks", "KV blocks of other engines.", lambda own: own.received_blocks),
+    (
+        "kv_transfer_failures",
+        "Requests that lack KV blocks of another engine.",
+        lambda own: own.transfer_failures,
+    ),
     ("num_preemptions", "Preemptions of requests, which were computed again.", lambda own: own.preemptions),
     ("prompt_tokens", "Prompt tokens of started requests.", lambda own: own.prompt_tokens),
     ("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", lambda own: own.cached_tokens),

@@ -15,6 +15,7 @@ from jaxllm_server.openai.replies import (
     prompt_logprobs_of,
     reported,
     token_name,
+    transfer_fields,
     usage_fields,
     usage_without,
 )
@@ -136,7 +137,7 @@ class ChatReply:
             answer["prompt_logprobs"] = prompt_logprobs_of(chunk.prompt.logprobs)
         if self.form.return_token_ids and chunk.prompt is not None:
             answer["prompt_token_ids"] = list(chunk.prompt.token_ids)
-        return answer
+        return answer | transfer_fields(chunk)
 
     def events(self, number: int, chunk: Chunk) -> list[dict[str, Any]]:
         self._usage = [chunk.usage]
@@ -166,6 +167,8 @@ class ChatReply:
                 self._add_usage(tails[-1], chunk, place + 1)
         if self.form.return_token_ids and chunk.prompt is not None and tails:
             tails[0]["prompt_token_ids"] = list(chunk.prompt.token_ids)
+        if tails:
+            tails[-1] |= transfer_fields(chunk)
         return tails
 
     def last_event(self) -> dict[str, Any] | None:

@@ -25,6 +25,7 @@ _UNBUILT: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "prompt_token_ids": (),
+    "kv_transfer_params": ({},),
 }
 
 

@@ -18,6 +18,7 @@ from jaxllm_server.openai.replies import (
     prompt_logprobs_of,
     reported,
     token_name,
+    transfer_fields,
     usage_fields,
     usage_without,
 )
@@ -82,6 +83,8 @@ class CompletionReply:
             sampling.setdefault("logprobs", 0)  # the sampled tokens', to rank candidates
             self.names = {**self.names, "n": "best_of"}
         check_fan_out(sampling.get("n", 1), "best_of" if self._chooses else "n", len(prompts), options)
+        if len(prompts) > 1 and fields.get("kv_transfer_params"):
+            raise UserError("kv_transfer_params needs a single prompt.", "kv_transfer_params")
         own_id = text(fields, "request_id")
         self.request_id = request_id if own_id is None else own_id
         shared = shared_call_fields(fields)
@@ -109,7 +112,8 @@ class CompletionReply:
 
     def response(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
         choices = [choice for number, chunk in enumerate(chunks) for choice in self._choices(number, chunk)]
-        return {"choices": choices, "usage": usage_fields(self._usages.values(), self.form)}
+        answer = {"choices": choices, "usage": usage_fields(self._usages.values(), self.form)}
+        return answer | transfer_fields(chunks[0])
 
     def events(self, number: int, chunk: Chunk) -> list[dict[str, Any]]:
         tails: list[dict[str, Any]] = []
@@ -118,6 +122,8 @@ class CompletionReply:
             if self.form.include_usage:
                 is_told = self.form.continuous_usage
                 tails[-1]["usage"] = usage_fields(self._usages.values(), self.form) if is_told else None
+        if tails:
+            tails[-1] |= transfer_fields(chunk)
         return tails
 
     def last_event(self) -> dict[str, Any] | None:

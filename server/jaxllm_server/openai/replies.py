@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxllm.errors import UserError
 from jaxllm.outputs import Logprob
-from jaxllm_server.generation.calls import Part, TokenUsage
+from jaxllm_server.generation.calls import Chunk, Part, TokenUsage
 from jaxllm_server.requests.form import Form
 from jaxllm_server.shared.error_table import code_of, message_of, row_of
 
@@ -48,6 +48,12 @@ def usage_fields(usages: Iterable[TokenUsage], form: Form) -> dict[str, Any]:
     if form.shows_reasoning:
         fields["completion_tokens_details"] = {"reasoning_tokens": reasoning}
     return fields
+
+
+def transfer_fields(chunk: Chunk) -> dict[str, Any]:
+    """Return the place of the prompt's KV blocks, for another engine, if the answer has it."""
+    params = chunk.kv_transfer_params
+    return {} if params is None else {"kv_transfer_params": dict(params)}
 
 
 def token_name(token: int, entry: Logprob, form: Form, before_bytes: str = "") -> str:

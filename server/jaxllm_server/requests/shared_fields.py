@@ -13,7 +13,7 @@ from jaxllm.sampling_fields import OPENAI, names_in
 from jaxllm.sampling_params import SamplingParams
 from jaxllm_server.requests.constraints import FIELDS as CONSTRAINTS
 from jaxllm_server.requests.constraints import constraint_of
-from jaxllm_server.requests.fields import Body, flag, integer, is_same, one_of, text
+from jaxllm_server.requests.fields import Body, flag, integer, is_same, mapping, one_of, text
 from jaxllm_server.requests.unknown_fields import OF_OTHER_ROUTES, check
 
 # Passed unchanged to SamplingParams, which refuses values of unimplemented ones.
@@ -30,7 +30,6 @@ UNBUILT: Mapping[str, tuple[Any, ...]] = {
     "guided_decoding_backend": ("auto",),
     "structural_tag": (),
     "logits_processors": ([],),
-    "kv_transfer_params": ({},),
     "session_id": ("",),
 }
 TRUNCATION_SIDES = ("left", "right")  # side that `truncate_prompt_tokens` removes
@@ -43,7 +42,7 @@ SHARED = (
     | CONSTRAINTS
     | {"model", "stream", "stream_options", "request_id", "priority", "cache_salt", "add_special_tokens"}
     | {"return_token_ids", "return_tokens_as_token_ids", "logprobs", "vllm_xargs", "truncation_side"}
-    | {"time_limit"}
+    | {"time_limit", "kv_transfer_params"}
     | {"use_beam_search", *_BEAMS}
 )
 _OURS = SHARED | OF_OTHER_ROUTES
@@ -115,4 +114,5 @@ def shared_call_fields(fields: Body) -> dict[str, Any]:
         "truncation_side": one_of(fields, "truncation_side", TRUNCATION_SIDES) or "left",
         "stream": bool(flag(fields, "stream", False)),
         "time_limit": fields.get("time_limit"),
+        "kv_transfer_params": mapping(fields, "kv_transfer_params") or None,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -142,7 +143,7 @@ def test_a_beam_search_is_asked_for_and_its_fields_mean_nothing_without():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *(("guided_decoding_backend", "x"), ("prompt_embeds", "x"), ("kv_transfer_params", {"a": 1})),
+        *(("guided_decoding_backend", "x"), ("prompt_embeds", "x")),
         *(("structural_tag", "x"), ("response_format", {"type": "structural_tag", "format": {}})),
     ],
 )
@@ -607,10 +608,27 @@ def test_a_conversation_that_its_client_has_written():
         transferred = {"kv_transfer_params": {"prompt_token_ids": [1, 2]}, "tools": TOOLS, **more}
         assert ChatReply(transferred, OPTIONS, "r1").calls == [call]
     assert chat().calls[0].written_ids is None
-    with pytest.raises(UnsupportedError, match="kv_transfer_params"):
-        chat(kv_transfer_params={"prompt_token_ids": [1, 2], "remote_host": "a"})
+    given = chat(kv_transfer_params={"prompt_token_ids": [1, 2], "remote_host": "a"})
+    assert given.calls[0].kv_transfer_params == {"remote_host": "a"}
     with pytest.raises(UserError, match="differ"):
         chat(kv_transfer_params={"prompt_token_ids": [1, 2]}, prompt_token_ids=[1])
+
+
+@pytest.mark.parametrize("make", [chat, completion])
+def test_the_place_of_kv_blocks_is_passed_on_and_shown(make):
+    asked, told = {"do_remote_decode": True, "remote_host": None}, {"do_remote_prefill": True, "remote_port": 7}
+    ended = replace(chunk(part("a", finish_reason="length"), is_last=True), kv_transfer_params=told)
+    for stream in (False, True):
+        reply = make(kv_transfer_params=asked, stream=stream)
+        assert reply.calls[0].kv_transfer_params == asked
+        shown = reply.events(0, ended)[-1] if stream else reply.response([ended])
+        assert shown["kv_transfer_params"] == told
+        plain = make(stream=stream)
+        assert plain.calls[0].kv_transfer_params is None
+        shown = plain.events(0, chunk(part("a")))[-1] if stream else plain.response([chunk(part("a"))])
+        assert "kv_transfer_params" not in shown
+    with pytest.raises(UserError, match="single prompt"):
+        completion(prompt=["a", "b"], kv_transfer_params=asked)
 
 
 @pytest.mark.parametrize("parser", [None, "qwen3"])

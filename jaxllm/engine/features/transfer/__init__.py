@@ -1,0 +1,1 @@
+"""KV transfer: an engine computes a prompt, and another continues it."""

@@ -1,0 +1,98 @@
+"""The messages of KV transfer: a pull's request as JSON, and a frame for each block.
+
+A frame is a header and the block's content. Its checksum covers all other bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from typing import NamedTuple
+
+MAGIC = b"jaxkv\x00\x00\x01"  # the last byte is the version
+SERVICE = "jaxllm.kv.v1.KvTransfer"
+PULL, RELEASE = f"/{SERVICE}/Pull", f"/{SERVICE}/Release"
+# Magic, fingerprints of the model and of its draft model, digest, group, bytes of both models' content.
+_HEADER = struct.Struct("!8s32s32s32sIQQ")
+_CHECKSUM = 32
+FRAME_BYTES = _HEADER.size + _CHECKSUM  # besides the content
+MOST_BLOCKS = 1 << 20  # of a pull
+NO_DRAFTS = bytes(32)  # fingerprint without a draft model
+
+
+class FrameError(ValueError):
+    """A message that is damaged, or does not fit the engine."""
+
+
+class Fingerprint(NamedTuple):
+    """Identifies the meaning of blocks; 32 bytes each."""
+
+    model: bytes  # format, weights, types and sizes of blocks
+    drafts: bytes = NO_DRAFTS  # those of the draft model
+
+
+class Block(NamedTuple):
+    """A block of a prompt."""
+
+    group: int
+    digest: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class PullRequest:
+    """A consumer's list of blocks."""
+
+    lease: str
+    model: str  # the consumer's fingerprint, in hexadecimal
+    blocks: Sequence[tuple[int, str]]  # group, and digest in hexadecimal
+
+    def pack(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> PullRequest:
+        """Raise FrameError for anything that `pack` did not write."""
+        try:
+            given = json.loads(packed)
+            blocks = [(int(group), bytes.fromhex(digest).hex()) for group, digest in given["blocks"]]
+            made = cls(lease=str(given["lease"]), model=bytes.fromhex(given["model"]).hex(), blocks=blocks)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise FrameError("the request is not a pull of this version") from error
+        if len(blocks) > MOST_BLOCKS:
+            raise FrameError(f"the request names more than {MOST_BLOCKS} blocks")
+        return made
+
+
+def pack(fingerprint: Fingerprint, block: Block, content: bytes, num_own: int) -> bytes:
+    """Return the frame of a block; the first `num_own` bytes are the model's, the rest a draft model's."""
+    header = _HEADER.pack(MAGIC, *fingerprint, block.digest, block.group, num_own, len(content) - num_own)
+    checksum = sha256(header)
+    checksum.update(content)
+    return b"".join((header, checksum.digest(), content))
+
+
+def unpack(frame: bytes, fingerprint: Fingerprint, sizes: Sequence[tuple[int, int]]) -> tuple[Block, memoryview, bool]:
+    """Return a frame's block and content, and whether the content of a draft model is that of this engine's.
+
+    `sizes` has the bytes of both models' content of each group. Raises FrameError for a frame with a wrong bit, or of
+    another model.
+    """
+    if len(frame) < FRAME_BYTES:
+        raise FrameError("a frame is cut off")
+    magic, model, drafts, digest, group, num_own, num_drafts = _HEADER.unpack_from(frame)
+    view = memoryview(frame)
+    checksum = sha256(view[: _HEADER.size])
+    checksum.update(view[FRAME_BYTES:])
+    if magic != MAGIC:
+        raise FrameError("a frame has another format or version")
+    if checksum.digest() != view[_HEADER.size : FRAME_BYTES]:
+        raise FrameError("a frame is damaged")
+    if model != fingerprint.model:
+        raise FrameError("a frame is of another model, or of other settings of the cache")
+    if group >= len(sizes) or num_own != sizes[group][0] or num_own + num_drafts != len(frame) - FRAME_BYTES:
+        raise FrameError("a frame has another size")
+    has_drafts = drafts == fingerprint.drafts and num_drafts == sizes[group][1]
+    return Block(group, digest), view[FRAME_BYTES:], has_drafts
