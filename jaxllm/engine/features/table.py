@@ -15,10 +15,10 @@ from jaxllm.engine.features.grammars import GrammarRows
 from jaxllm.engine.features.pooling.client import PoolingClient
 from jaxllm.engine.features.pooling.rows import NoPooling, Pooling
 from jaxllm.engine.features.scoring import Scoring
+from jaxllm.engine.features.transfer.feature import KvTransfer, NoTransfer
 from jaxllm.engine.features.weights import client as weights
 from jaxllm.engine.features.weights.calls import WeightCalls
 from jaxllm.engine.features.weights.rows import WeightStates, WeightVersions
-from jaxllm.engine.features.transfer.feature import KvTransfer, NoTransfer
 
 Factory = Callable[[Core], Feature | None]  # None: not configured
 
