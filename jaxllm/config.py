@@ -77,6 +77,12 @@ class EngineConfig:
     kv_offloading_size: float = setting(
         0.0, "memory of the host for KV blocks that are evicted from the device; 0: none", "GIB"
     )
+    kv_offloading_disk: str | None = setting(
+        None,
+        "folder on a local disk for copies of the host's KV blocks, which engines share and a restart keeps",
+        "PATH",
+    )
+    kv_offloading_disk_size: float = setting(16.0, "maximum size of that folder", "GIB")
     preemption_mode: PreemptionMode | None = setting(
         None,
         "swap: keep the KV blocks of a preempted request in the host's memory until it runs again, within "
@@ -173,6 +179,16 @@ class EngineConfig:
         if size and not self.enable_prefix_caching and self.preemption_mode != "swap":
             raise UserError(
                 "kv_offloading_size needs enable_prefix_caching, or preemption_mode 'swap'.", "kv_offloading_size"
+            )
+        disk = self.kv_offloading_disk_size
+        if isinstance(disk, bool) or not isinstance(disk, int | float) or not 0 < disk <= 2**20:
+            raise UserError(
+                f"kv_offloading_disk_size must be above 0 and at most {2**20} GiB, got {disk!r}.",
+                "kv_offloading_disk_size",
+            )
+        if self.kv_offloading_disk is not None and not (size and self.enable_prefix_caching):
+            raise UserError(
+                "kv_offloading_disk needs kv_offloading_size and enable_prefix_caching.", "kv_offloading_disk"
             )
         if (
             self.max_num_batched_tokens is not None

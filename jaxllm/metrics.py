@@ -35,6 +35,9 @@ class Metrics:
     offloaded_blocks: int = 0  # KV blocks copied to the host's tier
     offload_failures: int = 0  # failed copies to the host's tier
     loaded_tokens: int = 0  # prompt tokens loaded from the host's tier
+    disk_stored_blocks: int = 0  # KV blocks written to the disk's tier
+    disk_read_blocks: int = 0  # KV blocks read from it into the host's tier
+    disk_failures: int = 0  # writes and reads that failed, missing blocks aside
     preemptions: int = 0
     recoveries: int = 0  # failed steps that lost the cache
     finished: dict[str, int] = field(default_factory=dict)

@@ -63,7 +63,9 @@ class Copies(Protocol):
 class ThreadedCopies:
     """Copies rows in one thread, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, copied: Callable[[Key, Row], None] | None = None) -> None:
+        """`copied` is called in the thread after each copy that succeeds."""
+        self._copied = copied
         self._asked: SimpleQueue[Sequence[tuple[Key, Row]] | None] = SimpleQueue()
         self._ended: deque[Copied] = deque()
         self._thread = threading.Thread(target=self._run, name="jaxllm-host-tier", daemon=True)
@@ -86,18 +88,23 @@ class ThreadedCopies:
             try:
                 rows = jax.block_until_ready(to_host([row for _, row in copies]))
                 self._ended.extend(map(Copied, keys, rows))
+                if self._copied is not None:
+                    for key, row in zip(keys, rows, strict=True):
+                        self._copied(key, row)
             except Exception as error:  # a later hit recomputes these blocks
                 _log.warning("%d KV blocks could not be copied to the host: %s", len(keys), error)
                 self._ended.extend(Copied(key, None) for key in keys)
 
 
 def to_host(rows: Sequence[Row]) -> list[Row]:
-    def there(array: jax.Array) -> NamedSharding:
-        assert isinstance(array.sharding, NamedSharding)
-        (device, *_) = array.sharding.device_set
-        return array.sharding.with_memory_kind(host_memory_kind(device))
+    return jax.device_put(list(rows), jax.tree.map(on_host, list(rows)))
 
-    return jax.device_put(list(rows), jax.tree.map(there, list(rows)))
+
+def on_host(array: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
+    """Return an array's sharding in the memory of the host."""
+    assert isinstance(array.sharding, NamedSharding)
+    (device, *_) = array.sharding.device_set
+    return array.sharding.with_memory_kind(host_memory_kind(device))
 
 
 def to_device(rows: Sequence[Row]) -> list[Row]:
@@ -158,6 +165,11 @@ class HostTier:
             self._metrics.offload_failures += row is None
         return landed
 
+    def receive(self, group: int, there: int, row: Row) -> None:
+        """Put content from elsewhere, in the host's memory, into a host block."""
+        self._rows[group, there] = row
+        self._newest.pop((group, there), None)  # a copy from before a reset must not replace it
+
     def close(self) -> None:
         self._copies.close()
         self._rows.clear()
@@ -195,17 +207,11 @@ def compile_moves(model: StepModel, make: Callable[..., Any]) -> dict[str, Any]:
     layout, leaves = model.layout, jax.tree.leaves(model.state)
     blocks = jax.ShapeDtypeStruct((MOVED_BLOCKS,), jnp.int32, sharding=layout.sharding())
     made: dict[str, Any] = {}
-    for group, own in enumerate(leaves_of(model.spec, model.geometry, model.state)):
+    for group, (own, row) in enumerate(
+        zip(leaves_of(model.spec, model.geometry, model.state), row_shapes(model), strict=True)
+    ):
         cache = tuple(leaves[at] for at in own)
         kinds = _kinds(cache)
-        row = tuple(
-            jax.ShapeDtypeStruct(
-                (len(places), *cache[places[0]].shape[1:]),
-                cache[places[0]].dtype,
-                sharding=NamedSharding(cache[places[0]].sharding.mesh, _row_spec(cache[places[0]])),
-            )
-            for places in kinds
-        )
         specs, row_specs = tuple(leaf.sharding.spec for leaf in cache), tuple(each.sharding.spec for each in row)
         rows, rows_specs = (row,) * MOVED_BLOCKS, (row_specs,) * MOVED_BLOCKS
         store = layout.shard_map(_store(kinds, STORE_PROGRAMS[group]), (specs, layout.spec()), rows_specs)
@@ -213,6 +219,25 @@ def compile_moves(model: StepModel, make: Callable[..., Any]) -> dict[str, Any]:
         made[STORE_PROGRAMS[group]] = make(STORE_PROGRAMS[group], store, (), cache, blocks)
         made[LOAD_PROGRAMS[group]] = make(LOAD_PROGRAMS[group], load, (0,), cache, blocks, rows)
     return made
+
+
+def row_shapes(model: StepModel) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
+    """Return the arrays of a row, by group."""
+    leaves = jax.tree.leaves(model.state)
+    shapes: list[tuple[jax.ShapeDtypeStruct, ...]] = []
+    for own in leaves_of(model.spec, model.geometry, model.state):
+        cache = tuple(leaves[at] for at in own)
+        shapes.append(
+            tuple(
+                jax.ShapeDtypeStruct(
+                    (len(places), *cache[places[0]].shape[1:]),
+                    cache[places[0]].dtype,
+                    sharding=NamedSharding(cache[places[0]].sharding.mesh, _row_spec(cache[places[0]])),
+                )
+                for places in _kinds(cache)
+            )
+        )
+    return shapes
 
 
 def _kinds(cache: Sequence[jax.ShapeDtypeStruct]) -> list[list[int]]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -28,7 +29,9 @@ from jaxllm.metrics import DeviceReport, Metrics
 from jaxllm.model import decoder
 from jaxllm.runner import batch, device_state, host_tier, results, scoring, small_programs, step
 from jaxllm.runner.compiled_programs import VARIANTS, Key, Programs
-from jaxllm.runner.host_tier import HostTier, ThreadedCopies
+from jaxllm.runner.disk_store import DiskStore
+from jaxllm.runner.disk_tier import BlockSource, DiskTier
+from jaxllm.runner.host_tier import HostTier, Row, ThreadedCopies
 from jaxllm.runner.profiling import span
 from jaxllm.runner.resident_adapters import ResidentAdapters, Weights
 from jaxllm.runner.results import Scored, StepOutput
@@ -41,6 +44,7 @@ from jaxllm.scheduler.host_tier import Landed
 from jaxllm.scheduler.state import Limits, Plan
 from jaxllm.setup import draft_setup, memory_plan
 from jaxllm.setup.kv_cache import Geometry, leaves_by_group, most_stores
+from jaxllm.setup.kv_fingerprint import fingerprint
 from jaxllm.setup.memory_plan import MemoryPlan
 from jaxllm.setup.model_setup import (
     Setup,
@@ -142,6 +146,7 @@ class Runner:
         self._params: Leaves = ()
         self._state: Leaves = ()
         self._host: HostTier | None = None
+        self._disk: DiskTier | None = None
         self._running_thread: int | None = None
         compilations = Compilations()
         compilations.begin()
@@ -175,7 +180,9 @@ class Runner:
             causes.append("KV blocks and slots")
         if config.kv_offloading_size:
             leaves = host_tier.leaves_of(setup.spec, self.geometry, self._state_shapes)
-            self._host = HostTier(self._small.programs, leaves, self.geometry, ThreadedCopies(), metrics)
+            self._disk = self._open_disk() if config.kv_offloading_disk is not None else None
+            copies = ThreadedCopies(None if self._disk is None else self._disk.copied)
+            self._host = HostTier(self._small.programs, leaves, self.geometry, copies, metrics)
         self._listener = _listener(weakref.ref(self))
         jax.monitoring.register_event_duration_secs_listener(self._listener)
         weakref.finalize(self, jax.monitoring.unregister_event_duration_listener, self._listener)
@@ -225,7 +232,22 @@ class Runner:
             "num_host_window_blocks": windowed,
             "max_stores": most_stores(self.setup.max_num_batched_tokens, self.geometry.block_size),
             "swaps": self._config.preemption_mode == "swap",
+            "stores_prompts": self._config.kv_offloading_disk is not None,
         }
+
+    @property
+    def block_source(self) -> BlockSource | None:
+        """Blocks that can be fetched into the host's tier."""
+        return self._disk
+
+    def _open_disk(self) -> DiskTier:
+        config, rows = self._config, host_tier.row_shapes(self._step_model)
+        assert config.kv_offloading_disk is not None
+        name = fingerprint(config, self.setup, rows)
+        size = int(config.kv_offloading_disk_size * (1 << 30))
+        store = DiskStore(Path(config.kv_offloading_disk).expanduser(), size, name)
+        _log.info("KV blocks are shared through %s", store.folder)
+        return DiskTier(store, rows, self.metrics)
 
     @property
     def _max_verified(self) -> int:
@@ -262,6 +284,11 @@ class Runner:
 
     def landed(self) -> Sequence[Landed]:
         return () if self._host is None else self._host.landed()
+
+    def receive(self, group: int, there: int, row: Row) -> None:
+        """Put content from another engine into a block of the host's tier, before the next dispatch."""
+        assert self._host is not None
+        self._host.receive(group, there, row)
 
     def hold_adapters(self, numbers: tuple[int, ...], weights: Weights) -> None:
         """Keep exactly the adapters `numbers` on the devices for later steps; steps in flight keep theirs."""
@@ -312,6 +339,12 @@ class Runner:
             scored=given.side.get("scored", ()),
         )
 
+    def move(self, plan: Plan) -> None:
+        """Dispatch the moves of a plan without rows."""
+        if self._host is not None:
+            self._state = self._host.move(self._state, plan.moves, plan.number)
+        self._state = self._small.move(self._state, plan.moves)
+
     def run(self, packed: PackedStep) -> StepInFlight | HeldStep:
         plan, way = packed.plan, packed.way
         key, small = way[0], self._small
@@ -321,9 +354,7 @@ class Runner:
             if packed.extras:
                 self._state = small.patch_extras(self._state, packed.extras)
             if len(plan.moves):
-                if self._host is not None:
-                    self._state = self._host.move(self._state, plan.moves, plan.number)
-                self._state = small.move(self._state, plan.moves)
+                self.move(plan)
             own = self.adapters.arguments(packed.adapters, key.shape.adapters)
             self._state, returned = self.programs[key](self._params, self._state, packed.buffer, *own)
             if len(way) == 1:
@@ -373,6 +404,8 @@ class Runner:
         return DeviceReport(len(programs), programs.num_compiling, programs.num_all, memory)
 
     def renew(self) -> None:
+        if self._disk is not None:
+            self._disk.drop_expected()
         self._state = ()
         self._state = jax.block_until_ready(self._allocate_program())
 
@@ -381,6 +414,8 @@ class Runner:
         self.programs.close()
         if self._host is not None:
             self._host.close()
+        if self._disk is not None:
+            self._disk.close()
         with suppress(Exception):  # a failed step
             # XLA aborts a process that exits while its threads compute.
             jax.block_until_ready(self._state)

@@ -4,8 +4,11 @@ A block is (group, tier, index). The plan that evicts a device block stores it, 
 that admits a request with a prefix in the host loads it, before its step reads it. Both copies run in the device's
 order. A store ends later, in any order, or fails; `land` records the end, and then the block can be found.
 
-The host's blocks are used during a store or load, or while held for a preempted request; otherwise cached, and evicted
-in order of last use.
+Blocks of a waiting request's prompt may also come from another engine, or a disk: `receive` indexes them. Meanwhile
+plans may pass over the request.
+
+The host's blocks are used during a store or load, or while held for a waiting request; otherwise cached, and evicted in
+order of last use.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ class Landed(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A host block that is kept until its owner runs again or ends."""
+    """A host block that is kept until its owner runs or ends."""
 
     owner: int  # `Request.sequence_id`
     group: int
@@ -56,6 +59,8 @@ class Host(NamedTuple):
     pools: tuple[Pool, ...]  # by group
     storing: tuple[Storing, ...] = ()
     held: tuple[Held, ...] = ()
+    due: tuple[tuple[int, bytes, int], ...] = ()  # group, digest, device block: blocks of prompts to store
+    passed_over: frozenset[int] = frozenset()  # waiting requests that are not admitted: their blocks are on the way
 
 
 def make_host(num_blocks: Iterable[int]) -> Host:
@@ -71,6 +76,8 @@ class HostEditor:
         self._on_way = {(each.group, each.digest): each.block for each in host.storing}
         self._num_storing = [sum(each.group == group for each in host.storing) for group in range(len(host.pools))]
         self._held = host.held
+        self._due = host.due
+        self.passed_over = host.passed_over
         self._stores: list[Moved] = []
         self._loads: list[Moved] = []
         self._loaded: list[tuple[int, int, bytes]] = []  # group, block, digest: used until the plan is made
@@ -119,6 +126,43 @@ class HostEditor:
             self._pools[group].share([there])
             self._held += (Held(owner, group, there, digest),)
 
+    def receive(self, owner: int, blocks: Iterable[tuple[int, bytes]]) -> list[int]:
+        """Index and hold blocks with content from elsewhere, each a group and a digest.
+
+        Returns the host block to write each to; -1 if its content is stored or being stored, or all blocks are used.
+        """
+        places: list[int] = []
+        held = {(each.group, each.block) for each in self._held if each.owner == owner}  # once each
+        new: list[Held] = []
+        for group, digest in blocks:
+            pool, place = self._pools[group], -1
+            there = pool.find(digest)
+            if there is not None and (group, there) not in held:
+                pool.share([there])
+            elif there is None and (group, digest) not in self._on_way and pool.num_available:
+                there = place = int(pool.take(1)[0])
+                pool.publish([(digest, place)])
+            if there is not None and (group, there) not in held:
+                held.add((group, there))
+                new.append(Held(owner, group, there, digest))
+            places.append(place)
+        self._held += tuple(new)
+        return places
+
+    def note_due(self, group: int, contents: Iterable[tuple[bytes, int]]) -> None:
+        """Store blocks (digest, device block), which the step of this plan writes, in the next plans."""
+        self._due += tuple((group, digest, block) for digest, block in contents)
+
+    def store_due(self, plan: int, most: int, device: Sequence[PoolEditor]) -> None:
+        """Store computed blocks of prompts, at the beginning of a plan; some of those beyond `most` wait."""
+        wait: list[tuple[int, bytes, int]] = []
+        for group, digest, block in self._due:
+            if self._num_storing[group] >= most:
+                wait.append((group, digest, block))
+            elif device[group].find(digest) == block:
+                self._store(plan, most, group, digest, block)
+        self._due = tuple(wait[:most])
+
     def let_go(self, owners: Collection[int]) -> None:
         gone = [each for each in self._held if each.owner in owners]
         if gone:
@@ -126,8 +170,10 @@ class HostEditor:
             for _, own in groupby(gone, key=lambda each: each.owner):  # two may hold one block
                 self._release([(each.group, each.block, each.digest) for each in own])
 
-    def forget(self, digests: Iterable[bytes]) -> None:
+    def forget(self, digests: Collection[bytes]) -> None:
         """Remove digests from the index; copies to the host in progress go on, unindexed."""
+        gone = frozenset(digests)
+        self._due = tuple(each for each in self._due if each[1] not in gone)
         for digest in digests:
             for group, pool in enumerate(self._pools):
                 pool.discard([digest])
@@ -162,7 +208,8 @@ class HostEditor:
         return [*self._stores, *self._loads]
 
     def done(self) -> Host:
-        return Host(tuple(pool.done() for pool in self._pools), tuple(self._storing.values()), self._held)
+        pools = tuple(pool.done() for pool in self._pools)
+        return Host(pools, tuple(self._storing.values()), self._held, self._due, self.passed_over)
 
     def _store(self, plan: int, most: int, group: int, digest: bytes, block: int) -> int | None:
         """Store a device block, unless its content is stored already; return the host's block.

@@ -90,7 +90,7 @@ def abort(state: State, limits: Limits, request_ids: Collection[int]) -> State:
         slots = sorted(beam_groups.with_members(editor.beam_groups, slots))
     if slots:
         occupancy.vacate(editor, limits, slots)
-    if limits.swaps:
+    if limits.num_host_blocks:
         editor.host.let_go(gone)
     return editor.done()
 
@@ -100,6 +100,35 @@ def land(state: State, limits: Limits, landed: Sequence[Landed]) -> State:
     editor = StateEditor(state)
     if limits.num_host_blocks:
         editor.host.land(landed)
+    return editor.done()
+
+
+def receive(
+    state: State, limits: Limits, owner: int, blocks: Sequence[tuple[int, int]]
+) -> tuple[State, tuple[int, ...]]:
+    """Take blocks of a waiting request's prompt, each a group and an index, into the host's tier until it runs.
+
+    Returns the host block for the content of each; -1: not wanted. The caller writes them before the next plan.
+    """
+    entry = next((each for each in state.waiting if each.request.sequence_id == owner), None)
+    digests = () if entry is None or not limits.num_host_blocks else entry.digests
+    wanted = [group < limits.num_groups and index < len(digests) for group, index in blocks]
+    if not any(wanted):
+        return state, (-1,) * len(blocks)
+    editor = StateEditor(state)
+    known = [(group, digests[index]) for (group, index), is_known in zip(blocks, wanted, strict=True) if is_known]
+    found = iter(editor.host.receive(owner, known))
+    return editor.done(), tuple(next(found) if is_known else -1 for is_known in wanted)
+
+
+def pass_over(state: State, limits: Limits, request_ids: Collection[int]) -> State:
+    """Admit none of these requests until the next call or reset; other requests may overtake them.
+
+    For requests without beams whose blocks are being fetched to the host's tier. The caller bounds the time.
+    """
+    editor = StateEditor(state)
+    if limits.num_host_blocks:
+        editor.host.passed_over = frozenset(request_ids)
     return editor.done()
 
 
@@ -123,6 +152,9 @@ def plan(state: State, limits: Limits, now: float) -> tuple[State, Plan]:
     """Plan the next step: decodes, chunks of running prompts, then admissions, in one token budget."""
     editor = StateEditor(state)
     table: list[np.ndarray] = []
+    if limits.stores_prompts and state.host is not None and state.host.due:
+        pools = (editor.pool, editor.window_pool) if limits.window else (editor.pool,)
+        editor.host.store_due(editor.num_planned + 1, limits.max_stores, pools)
     if limits.window:
         windowed.give_back(editor, limits, table, beam_groups.held(editor) if editor.beam_groups else NO_ROWS)
     preempted = _grow(editor, limits, table)
