@@ -1,6 +1,7 @@
 """Fetches of KV blocks into the host's tier, ahead of the admission of the requests that begin with them.
 
-Plans pass over a request while its blocks are fetched, for `MOST_SECONDS` at most; then it runs with those fetched so far. The scheduler's calls are the record: a replay needs no source.
+Plans pass over a request while its blocks are fetched, for `MOST_SECONDS` at most; then it runs with those fetched so
+far. The scheduler's calls are recorded, so a replay needs no source.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Fetches:
         return bool(self._fetches)
 
     def forget(self, before: State, failed: Collection[int]) -> None:
-        """Forget the blocks of failed requests, with results that are not finite; `before` is the state in which they ran."""
+        """Forget the blocks of requests with results that are not finite; `before` is the state in which they ran."""
         records = [each for each in before.running if each is not None and each.request.sequence_id in failed]
         gone = {digest for each in records for digest in each.digests}
         self._source.forget(gone)

@@ -153,6 +153,7 @@ class Runner:
         self._start_programs(plan)
         try:
             if needs_weights:
+                self._disk = self._open_disk()
                 with phases.phase("weights") as causes:
                     started = time.perf_counter()
                     self._params = tuple(jax.tree.leaves(self._load(config, progress)))
@@ -167,6 +168,8 @@ class Runner:
                 causes.append(f"{num_read} read whole" if num_read and not metrics.trace_seconds else how)
         except BaseException:
             self.programs.close()
+            if self._disk is not None:
+                self._disk.close()
             raise
         finally:
             compilations.end()
@@ -180,7 +183,6 @@ class Runner:
             causes.append("KV blocks and slots")
         if config.kv_offloading_size:
             leaves = host_tier.leaves_of(setup.spec, self.geometry, self._state_shapes)
-            self._disk = self._open_disk() if config.kv_offloading_disk is not None else None
             copies = ThreadedCopies(None if self._disk is None else self._disk.copied)
             self._host = HostTier(self._small.programs, leaves, self.geometry, copies, metrics)
         self._listener = _listener(weakref.ref(self))
@@ -240,9 +242,11 @@ class Runner:
         """Blocks that can be fetched into the host's tier."""
         return self._disk
 
-    def _open_disk(self) -> DiskTier:
-        config, rows = self._config, host_tier.row_shapes(self._step_model)
-        assert config.kv_offloading_disk is not None
+    def _open_disk(self) -> DiskTier | None:
+        config = self._config
+        if config.kv_offloading_disk is None:
+            return None
+        rows = host_tier.row_shapes(self._step_model)
         name = fingerprint(config, self.setup, rows)
         size = int(config.kv_offloading_disk_size * (1 << 30))
         store = DiskStore(Path(config.kv_offloading_disk).expanduser(), size, name)

@@ -511,14 +511,6 @@ HISTORY = [
         focus="disk",
     ),
     Mutant(
-        "the blocks of a prompt are stored in the plan whose step writes them",
-        "scheduler.occupancy.publish_prompt",
-        "editor.host.note_due(0, zip(digests[full], table[full], strict=True))",
-        "editor.host.note_due(0, zip(digests[full], table[full], strict=True))\n"
-        "        editor.host.store_due(editor.num_planned + 1, limits.max_stores, (editor.pool, editor.pool))",
-        focus="disk",
-    ),
-    Mutant(
         "what a failed request has left on disk can be found",
         "engine.fetches.Fetches.forget",
         "self._source.forget(gone)",
