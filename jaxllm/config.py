@@ -186,10 +186,8 @@ class EngineConfig:
                 f"kv_offloading_disk_size must be above 0 and at most {2**20} GiB, got {disk!r}.",
                 "kv_offloading_disk_size",
             )
-        if self.kv_offloading_disk is not None and not (size and self.enable_prefix_caching):
-            raise UserError(
-                "kv_offloading_disk needs kv_offloading_size and enable_prefix_caching.", "kv_offloading_disk"
-            )
+        if self.kv_offloading_disk is not None and not size:
+            raise UserError("kv_offloading_disk needs kv_offloading_size.", "kv_offloading_disk")
         if (
             self.max_num_batched_tokens is not None
             and self.max_num_seqs is not None

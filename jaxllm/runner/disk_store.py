@@ -35,7 +35,7 @@ LOCK_SECONDS = 1.0  # a write that waits longer for another engine's is dropped
 TRIMMED = 0.9  # share of the bound that a trim leaves, so that trims are rare
 _HEADER = struct.Struct("<8s16s32sBQ16s")  # magic, fingerprint, digest, group, bytes of the content, checksum
 _USED = struct.Struct("<q")
-_FOLDER = re.compile(rf"{LAYOUT}-[0-9a-f]{{32}}")
+_FOLDER = re.compile(r"kv1-[0-9a-f]{32}")
 _FILE = re.compile(r"([0-9a-f]{64})\.([0-9])")
 _log = logging.getLogger(__name__)
 Name = tuple[int, bytes]  # group, digest
@@ -82,7 +82,7 @@ class DiskStore:
                 f"kv_offloading_disk: {self.folder} cannot be used: {reason}; name another folder.",
                 "kv_offloading_disk",
             ) from error
-        with self._locked() as is_locked:
+        with self.locked() as is_locked:
             if is_locked:
                 self._set_used(self._trim(most_bytes))
 
@@ -100,12 +100,12 @@ class DiskStore:
         if needed > self._most_bytes:
             return False
         path = self.path(group, digest)
-        with self._locked() as is_locked:
+        with self.locked() as is_locked:
             if not is_locked:
                 return False
             if path.exists():
                 return True
-            used = self._used()
+            used = self.used()
             if used + needed > self._most_bytes:
                 used = self._trim(int(TRIMMED * self._most_bytes) - needed)
             self._set_used(used + needed)
@@ -180,7 +180,7 @@ class DiskStore:
         os.close(self._lock)
 
     @contextmanager
-    def _locked(self) -> Iterator[bool]:
+    def locked(self) -> Iterator[bool]:
         """Hold the lock; yield False after `LOCK_SECONDS` without it. The end of a process releases its lock."""
         deadline = time.monotonic() + (0.0 if self._is_stuck else LOCK_SECONDS)
         while True:
@@ -201,7 +201,8 @@ class DiskStore:
         finally:
             self._flock(self._lock, self._unlock)
 
-    def _used(self) -> int:
+    def used(self) -> int:
+        """Return the bytes in use, perhaps too many after a kill; for the holder of the lock."""
         data = os.pread(self._lock, _USED.size, 0)
         used = _USED.unpack(data)[0] if len(data) == _USED.size else -1
         return used if used >= 0 else self._trim(self._most_bytes)

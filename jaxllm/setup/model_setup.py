@@ -192,6 +192,8 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
     platform = devices[0].platform
     if config.kv_offloading_size:
         kv_cache.host_memory_kind(devices[0])
+    if config.kv_offloading_disk is not None and not config.enable_prefix_caching:
+        raise UserError("kv_offloading_disk needs enable_prefix_caching: only it finds blocks.", "kv_offloading_disk")
     if spec.vocab_size > MOST_TOKENS:
         raise UserError(f"config.json: vocab_size must be at most {MOST_TOKENS}, got {spec.vocab_size}.", "vocab_size")
     if config.max_model_len is not None and config.max_model_len > spec.max_position:

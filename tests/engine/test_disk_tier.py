@@ -8,15 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from jaxllm import LLMEngine, LoRARequest, SamplingParams, UserError
 from jaxllm.config import EngineConfig
 from jaxllm.engine import fetches
+from jaxllm.metrics import Metrics
 from jaxllm.replay.recording import FileRecorder
 from jaxllm.replay.replay import Replay
-from jaxllm.runner import disk_store
+from jaxllm.runner.disk_store import DiskStore
+from jaxllm.runner.disk_tier import DiskTier
 from jaxllm.setup import kv_fingerprint
 from jaxllm.setup.model_setup import prepare
 from tests.engine.test_host_tier import CASES, TIGHT, generate, started
@@ -75,18 +78,24 @@ def test_tokens_are_those_of_an_ample_pool_before_and_after_a_restart(case: str,
 def test_two_engines_share_the_blocks_of_their_prompts(tmp_path: Path) -> None:
     settings = AMPLE | {"kv_offloading_disk": str(tmp_path)}
     first, second = prompts(2)
+
+    def find_all(engine: LLMEngine) -> None:
+        source = engine.runner.block_source
+        assert source is not None
+        until(
+            lambda: all(source.has(int(each.suffix[1:]), bytes.fromhex(each.stem)) for each in tmp_path.glob("*/*/*.?"))
+        )
+
     with started(MODEL, **settings) as one, started(MODEL, **settings) as two:
         expected, cached = run_one(one, first)
         assert not cached
         until(lambda: one.metrics.disk_stored_blocks == NUM_FILES)  # without an eviction
-        disk = two.runner._disk
-        assert disk is not None
-        disk._list()  # a thread does so every second
+        find_all(two)
         assert run_one(two, first) == (expected, 40)
         assert two.metrics.disk_read_blocks >= 10 and two.metrics.chunk_tokens == 1
         due, _ = run_one(two, second)
         until(lambda: two.metrics.disk_stored_blocks == NUM_FILES)
-        one.runner._disk._list()  # type: ignore[union-attr]
+        find_all(one)
         assert run_one(one, second) == (due, 40)
 
 
@@ -108,13 +117,13 @@ def test_damaged_missing_and_late_blocks_are_computed_again(tmp_path: Path, monk
     again(40, lambda files: None)
     again(0, lambda files: all(path.write_bytes(b"damaged") for path in files))
     again(0, lambda files: any(map(os.unlink, files)))
-    read = disk_store.DiskStore.read
+    read = DiskStore.read
 
-    def slow(store: disk_store.DiskStore, group: int, digest: bytes, size: int) -> Any:
+    def slow(store: DiskStore, group: int, digest: bytes, size: int) -> Any:
         time.sleep(0.4)
         return read(store, group, digest, size)
 
-    monkeypatch.setattr(disk_store.DiskStore, "read", slow)
+    monkeypatch.setattr(DiskStore, "read", slow)
     monkeypatch.setattr(fetches, "MOST_SECONDS", 0.1)
     again(0, lambda files: None)
 
@@ -124,13 +133,13 @@ def test_a_request_passes_one_that_waits_for_the_disk(tmp_path: Path, monkeypatc
     first, second = prompts(2)
     with started(MODEL, **settings) as engine:
         expected, _ = run_one(engine, first)
-    read, gate = disk_store.DiskStore.read, [True]
+    read, gate = DiskStore.read, [True]
 
-    def stuck(store: disk_store.DiskStore, group: int, digest: bytes, size: int) -> Any:
+    def stuck(store: DiskStore, group: int, digest: bytes, size: int) -> Any:
         until(lambda: not gate[0])
         return read(store, group, digest, size)
 
-    monkeypatch.setattr(disk_store.DiskStore, "read", stuck)
+    monkeypatch.setattr(DiskStore, "read", stuck)
     monkeypatch.setattr(fetches, "MOST_SECONDS", 20.0)
     ended = []
     with started(MODEL, **settings) as engine:
@@ -177,17 +186,31 @@ def test_the_identity_of_weights_changes_with_their_content_and_time(tmp_path: P
         ({"kv_offloading_disk": "x"}, "needs kv_offloading_size"),
         ({"kv_offloading_disk": "x", "kv_offloading_size": 1, "kv_offloading_disk_size": 0}, "must be above 0"),
         (
-            {
-                "kv_offloading_disk": "x",
-                "kv_offloading_size": 1,
-                "enable_prefix_caching": False,
-                "preemption_mode": "swap",
-            },
-            "enable_prefix_caching",
+            AMPLE | {"kv_offloading_disk": "x", "enable_prefix_caching": False, "preemption_mode": "swap"},
+            "needs enable_p",
         ),
     ],
     ids=str,
 )
 def test_settings_that_would_do_nothing_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        EngineConfig(model="m", **settings)
+        prepare(EngineConfig(model=str(MODEL), **settings))
+
+
+def test_forgotten_blocks_are_neither_written_nor_kept(tmp_path: Path) -> None:
+    shape = jax.ShapeDtypeStruct((2, 3), np.float32)
+    tier, digests = (
+        DiskTier(DiskStore(tmp_path, 1 << 20, "0" * 32), [[shape]], Metrics()),
+        [bytes([n]) * 32 for n in range(4)],
+    )
+    rows = [np.full((2, 3), each, np.float32) for each in (1.0, 2.0, np.nan, 3.0)]
+    tier.expect({(1, 0, block): digest for block, digest in enumerate(digests)})
+    tier.forget(digests[:1])  # before its copy ends
+    for block, row in enumerate(rows):
+        tier.copied((1, 0, block), (row,))
+    until(lambda: tier.has(0, digests[3]))  # written in order, without the one that is not finite
+    assert [tier.has(0, digest) for digest in digests] == [False, True, False, True]
+    tier.forget(digests[1:2])
+    assert not tier.has(0, digests[1])
+    tier.close()
+    assert {path.stem for path in tmp_path.glob("kv1-*/*/*")} == {digests[3].hex()}

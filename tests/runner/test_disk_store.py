@@ -48,15 +48,15 @@ def end(child):
     os.kill(child, signal.SIGKILL)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, "it ended before its kill"
 
-chance, lasting, num_unfinished = random.Random(7), begin(0), 0
+chance, lasting, reader = random.Random(7), begin(0), DiskStore(Path(sys.argv[1]), BOUND, PRINT)
 for number in range(int(sys.argv[2])):
     child = begin(1 + number)
     time.sleep(chance.uniform(0.0, 0.02))
     end(child)
-    check(Path(sys.argv[1]))
+    check(reader)
 end(lasting)
 store = DiskStore(Path(sys.argv[1]), BOUND, PRINT)
-assert store._used() == occupied(Path(sys.argv[1])) and not (Path(sys.argv[1]) / "unfinished").exists()
+assert store.used() == occupied(Path(sys.argv[1])) and not (Path(sys.argv[1]) / "unfinished").exists()
 print(len(written(store)), "blocks")
 """
 BOUND = 40 * 2 * PAGE
@@ -80,10 +80,9 @@ def occupied(root: Path) -> int:
     return sum(-(-path.stat().st_size // PAGE) * PAGE for path in root.glob("kv1-*/*/*"))
 
 
-def check(root: Path) -> None:
-    """Compare every block with its content, from the outside of the lock; the folder must be within its bound."""
-    reader = DiskStore.__new__(DiskStore)
-    reader.folder, reader._fingerprint = root / f"kv1-{PRINT}", bytes.fromhex(PRINT)
+def check(reader: DiskStore) -> None:
+    """Compare every block with its content, without the lock; the folder must be within its bound."""
+    root = reader.root
     due = {digest_of(number): number for number in range(400)}
     for path in root.glob("kv1-*/*/*"):
         number = due[bytes.fromhex(path.name[:64])]
@@ -152,9 +151,9 @@ def test_a_start_counts_the_files_and_removes_what_is_no_block(
     (tmp_path / "notes.txt").write_text("not ours")
     (store.folder / "ab").mkdir(exist_ok=True)
     (store.folder / "ab" / "stray").write_text("foreign")
-    os.pwrite(store._lock, b"\xff" * 8, 0)
+    (tmp_path / "lock").write_bytes(b"\xff" * 8)
     again = DiskStore(tmp_path, 1 << 20, PRINT)
-    assert again._used() == occupied(tmp_path) == 2 * PAGE
+    assert again.used() == occupied(tmp_path) == 2 * PAGE
     assert not (tmp_path / "unfinished").exists() and not (store.folder / "ab").exists()
     assert (tmp_path / "notes.txt").exists() and [each.levelno for each in caplog.records] == [logging.WARNING]
 
@@ -186,6 +185,6 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
 def test_a_lock_that_another_process_keeps_stops_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxllm.runner.disk_store.LOCK_SECONDS", 0.05)
     one, two = DiskStore(tmp_path, 1 << 20, PRINT), DiskStore(tmp_path, 1 << 20, PRINT)
-    with one._locked():
+    with one.locked():
         assert not two.write(0, digest_of(1), content(1))
     assert two.write(0, digest_of(1), content(1))

@@ -101,7 +101,7 @@ FOCUS = {
             transfers=[chance.choice((0.5, 1.0)), chance.choice((0.0, 0.2))],
             max_stores=chance.choice((2, 64)),
             has_disk=True,
-            reads=[chance.choice((0.05, 0.3, 0.7)), chance.choice((0.0, 0.2))],
+            reads=[chance.choice((0.0, 0.05, 0.3, 0.7)), chance.choice((0.0, 0.2))],
         ),
         {"restart": 0.02, "result_lost": 0.03, "not_finite": 0.08, "abort": 0.05, "reset_cache": 0.1},
         ("disk_read", "disk_cancelled", "disk_awaited", "disk_forgotten", "received", "passed_over", "prompt_waits"),

@@ -12,7 +12,7 @@ from jaxllm.runner.disk_tier import Read
 from jaxllm.runner.host_tier import Copied, Row
 from jaxllm.scheduler.host_tier import DEVICE, HOST, Host, Landed
 from tests.simulation.blocks import Blocks
-from tests.simulation.device import Violation
+from tests.simulation.device import POISON, Violation
 
 
 class Tier:
@@ -246,7 +246,7 @@ class SlowDisk:
 
     def copied(self, key: tuple[int, int, int], row: Row) -> None:
         digest = self._expected.pop(key, None)
-        if digest is not None:
+        if digest is not None and POISON not in row[0]:
             self._files[key[1], digest] = row
 
     def forget(self, digests: Collection[bytes]) -> None:

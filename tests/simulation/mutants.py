@@ -511,20 +511,6 @@ HISTORY = [
         focus="disk",
     ),
     Mutant(
-        "what a failed request has left on disk can be found",
-        "engine.fetches.Fetches.forget",
-        "self._source.forget(gone)",
-        "pass",
-        focus="disk",
-    ),
-    Mutant(
-        "a block that is being read is taken in although its request has failed",
-        "engine.fetches.Fetches.forget",
-        "if not gone.isdisjoint(fetch.blocks.values()):",
-        "if False:",
-        focus="disk",
-    ),
-    Mutant(
         "a request whose blocks never come is passed over for ever",
         "engine.fetches.Fetches.update",
         "if is_late or not fetch.blocks or owner not in waiting:",
