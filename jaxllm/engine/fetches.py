@@ -46,12 +46,13 @@ class Fetches:
 
     def update(self) -> None:
         """Take in fetched blocks, begin fetches, and end late ones."""
-        state = self._scheduler.state
+        state, reads = self._scheduler.state, self._source.ended()
         if not state.waiting and not self._fetches:
             return
-        now, waiting = self._clock(), {entry.request.sequence_id for entry in state.waiting}
+        now = self._clock()
+        waiting = {entry.request.sequence_id for entry in state.waiting} if self._fetches else ()
         owners = {fetch.ticket: owner for owner, fetch in self._fetches.items()}
-        for read in self._source.ended():
+        for read in reads:
             owner = owners.get(read.ticket)
             if owner is None:
                 continue
