@@ -358,7 +358,9 @@ class Runner:
             if packed.extras:
                 self._state = small.patch_extras(self._state, packed.extras)
             if len(plan.moves):
-                self.move(plan)
+                if self._host is not None:
+                    self._state = self._host.move(self._state, plan.moves, plan.number)
+                self._state = small.move(self._state, plan.moves)
             own = self.adapters.arguments(packed.adapters, key.shape.adapters)
             self._state, returned = self.programs[key](self._params, self._state, packed.buffer, *own)
             if len(way) == 1:

@@ -518,20 +518,6 @@ HISTORY = [
         focus="disk",
     ),
     Mutant(
-        "the name of a block that a plan stores is that of an older plan's",
-        "engine.fetches.Fetches.expect",
-        "each.plan == plan.number and each.digest",
-        "each.digest",
-        focus="disk",
-    ),
-    Mutant(
-        "the copy of before a reset replaces a block that came from the disk",
-        "runner.host_tier.HostTier.receive",
-        "self._newest.pop((group, there), None)",
-        "pass",
-        focus="disk",
-    ),
-    Mutant(
         "a prefix is loaded whose window has gone from both tiers",
         "scheduler.windowed.cut",
         "if block is None:",
