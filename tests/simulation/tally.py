@@ -14,7 +14,7 @@ SEEDS_COLLECTED = 8  # at once: worlds have many reference cycles, and a collect
 # Kinds that are expensive, or need two events at once:
 FOCUSED = (  # reached by the traces of focus.py
     *("late_ended", "late_preempted", "beam_group_readmitted", "burst_10000"),
-    *("load_raises", "stale_store", "forgotten_store"),
+    *("load_raises", "stale_store", "forgotten_store", "received_without_room"),
 )
 RARE = ("abort_preempted", "disconnect_preempted", "beam_group_preempted")
 
