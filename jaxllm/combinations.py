@@ -45,6 +45,7 @@ REFUSED = (
     Refused("kv_transfer_params", FLEET, "the router chooses the engines of a prompt"),
     Refused("prefill_replicas", REMOTE, "KV blocks move within a machine; see kv_transfer_config for others"),
     Refused("record", FLEET, "each replica has a separate scheduler"),
+    Refused("enable_sleep_mode", "kv_offloading_disk", "files are named after the first weights"),
     Refused("enable_sleep_mode", "kv_transfer_config", "KV blocks travel without the version of their weights"),
     Refused("beam_width", "speculative_config", "a search chooses among likeliest tokens, not drafts"),
     Refused("stop", "skip_tokenizer_init", "a stop string needs the text; stop_token_ids does not"),

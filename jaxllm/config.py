@@ -83,6 +83,12 @@ class EngineConfig:
     kv_offloading_size: float = setting(
         0.0, "host memory for KV blocks evicted from the device, in GiB; 0: none", "GIB"
     )
+    kv_offloading_disk: str | None = setting(
+        None,
+        "folder on a local disk for copies of the host's KV blocks, which engines share and a restart keeps",
+        "PATH",
+    )
+    kv_offloading_disk_size: float = setting(16.0, "maximum size of that folder", "GIB")
     preemption_mode: PreemptionMode | None = setting(
         None,
         "swap: keep the KV blocks of a preempted request in the host's memory until it runs again, within "
@@ -191,6 +197,14 @@ class EngineConfig:
             self._check_replicas()
         if self.kv_transfer_config is not None:
             object.__setattr__(self, "kv_transfer_config", self._transfer())
+        disk = self.kv_offloading_disk_size
+        if isinstance(disk, bool) or not isinstance(disk, int | float) or not 0 < disk <= 2**20:
+            raise UserError(
+                f"kv_offloading_disk_size must be above 0 and at most {2**20} GiB, got {disk!r}.",
+                "kv_offloading_disk_size",
+            )
+        if self.kv_offloading_disk is not None and not size:
+            raise UserError("kv_offloading_disk needs kv_offloading_size.", "kv_offloading_disk")
         if (
             self.max_num_batched_tokens is not None
             and self.max_num_seqs is not None

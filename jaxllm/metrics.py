@@ -38,6 +38,9 @@ class Metrics:
     sent_blocks: int = 0  # KV blocks kept for other engines
     received_blocks: int = 0  # KV blocks of other engines
     transfer_failures: int = 0  # requests that lack KV blocks of another engine
+    disk_stored_blocks: int = 0  # KV blocks written to the disk's tier
+    disk_read_blocks: int = 0  # KV blocks read from it into the host's tier
+    disk_failures: int = 0  # writes and reads that failed, missing blocks aside
     preemptions: int = 0
     recoveries: int = 0  # failed steps that lost the cache
     finished: dict[str, int] = field(default_factory=dict)

@@ -13,6 +13,7 @@ from typing import Any, overload
 from jaxllm.config import EngineConfig
 from jaxllm.engine.accepted import Accepted
 from jaxllm.engine.features.feature import Core, Features, Yielded, both
+from jaxllm.engine.fetches import Fetches
 from jaxllm.engine.input_batch import InputBatch, RequestFault, blaming
 from jaxllm.engine.input_processor import InputProcessor
 from jaxllm.engine.interrupts import uninterrupted
@@ -60,6 +61,8 @@ class EngineCore:
         self._clock = parts.clock
         limits = self.runner.limits
         self.scheduler = RecordedScheduler(limits, recorder)
+        source = self.runner.block_source
+        self._fetches = None if source is None else Fetches(source, self.scheduler, self.runner, self._clock)
         self.outputs = OutputProcessor(self.scheduler, self.metrics, self._clock)
         self._batch = InputBatch(limits.num_slots)
         core = Core(
@@ -196,6 +199,9 @@ class EngineCore:
                 self._in_flight.append(issued)
                 ended += self._end_stuck(self._sample_held())
             if not self._in_flight:
+                if self._fetches is not None and self._fetches.wait():
+                    self.num_rows = 0
+                    return self.outputs.due(ended, self._clock())
                 raise EngineError("requests wait, but none of them can be planned; please report this as a bug.")
             plan, flight = self._in_flight.popleft()
             self._planned = plan
@@ -210,7 +216,10 @@ class EngineCore:
             return [*self.outputs.due(ended, self._clock()), *self._recover(error)]
         self._failed_steps.reset()
         with span("commit"):
+            before = self.scheduler.state
             events = self.scheduler.commit(plan, yielded.tokens, result.is_finite, yielded.counts, result.counts)
+            if events.failed and self._fetches is not None:
+                self._fetches.forget(before, events.failed)
             ended += self._take_in(plan, result, events)
         outputs: list[RequestOutput] = []
         stuck: StuckSequences = []
@@ -249,10 +258,16 @@ class EngineCore:
         with span("plan"):
             if landed := self.runner.landed():
                 self.scheduler.land(landed)
+            if self._fetches is not None:
+                self._fetches.update()
             plan = self._planned = self.scheduler.plan(self._clock())
+            if self._fetches is not None:
+                self._fetches.expect(plan)
             step = StepInput(plan, self._batch.rows)
             self._admit(step)
         if not len(plan.slots):
+            if len(plan.moves):
+                self.runner.move(plan)
             return None
         with span("pack"):
             step.variant, step.chunks = self._batch.variant(plan), self._batch.chunks(plan)

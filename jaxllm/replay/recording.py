@@ -13,7 +13,7 @@ import secrets
 import time
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from enum import IntEnum
@@ -31,7 +31,7 @@ from jaxllm.scheduler.state import Events, Fork, Plan, Request
 from jaxllm.version import __version__
 
 MAGIC = "jaxllm recording"
-FORMAT = 7
+FORMAT = 8
 MIN_BYTES = 1 << 20
 _PSEUDONYM = 1 << 30  # minimum; above all vocabularies, so a pseudonym is never a stop token
 _log = logging.getLogger(__name__)
@@ -50,6 +50,7 @@ class Kind(IntEnum):
     FORK = 6  # target, source and token of each move
     LANDED = 7  # plan, group and block of each copy to the host that has ended, and whether it succeeded
     RECEIVED = 8  # id of a request; group and index of each block of its prompt that another engine computed
+    PASSED_OVER = 9  # ids of waiting requests that are not admitted for now
 
 
 class FileRecorder:
@@ -117,6 +118,10 @@ class FileRecorder:
     def received(self, owner: int, blocks: Sequence[tuple[int, int]], places: Sequence[int]) -> None:
         if self.file is not None:
             self._write([Kind.RECEIVED, self._now(), owner, [list(each) for each in blocks]])
+
+    def passed_over(self, request_ids: Collection[int]) -> None:
+        if self.file is not None:
+            self._write([Kind.PASSED_OVER, self._now(), list(request_ids)])
 
     def planned(self, plan: Plan) -> None:
         """Record a plan's sizes and checksum; a replay recomputes the plan."""

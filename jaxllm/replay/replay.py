@@ -126,6 +126,9 @@ class Replay:
         if kind is Kind.RECEIVED:
             core.receive(int(entry[2]), [(int(group), int(index)) for group, index in entry[3]])
             return Moment(number, time, kind, core.state)
+        if kind is Kind.PASSED_OVER:
+            core.pass_over([int(request_id) for request_id in entry[2]])
+            return Moment(number, time, kind, core.state)
         if kind is Kind.FORK:
             moves = tuple(Fork(*map(int, move)) for move in entry[2])
             core.fork(moves)

@@ -63,7 +63,9 @@ class Copies(Protocol):
 class ThreadedCopies:
     """Copies rows in one thread, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, copied: Callable[[Key, Row], None] | None = None) -> None:
+        """`copied` is called in the thread after each copy that succeeds."""
+        self._copied = copied
         self._asked: SimpleQueue[Sequence[tuple[Key, Row]] | None] = SimpleQueue()
         self._ended: deque[Copied] = deque()
         self._thread = threading.Thread(target=self._run, name="jaxllm-host-tier", daemon=True)
@@ -86,18 +88,23 @@ class ThreadedCopies:
             try:
                 rows = jax.block_until_ready(to_host([row for _, row in copies]))
                 self._ended.extend(map(Copied, keys, rows))
+                if self._copied is not None:
+                    for key, row in zip(keys, rows, strict=True):
+                        self._copied(key, row)
             except Exception as error:  # a later hit recomputes these blocks
                 _log.warning("%d KV blocks could not be copied to the host: %s", len(keys), error)
                 self._ended.extend(Copied(key, None) for key in keys)
 
 
 def to_host(rows: Sequence[Row]) -> list[Row]:
-    def there(array: jax.Array) -> NamedSharding:
-        assert isinstance(array.sharding, NamedSharding)
-        (device, *_) = array.sharding.device_set
-        return array.sharding.with_memory_kind(host_memory_kind(device))
+    return jax.device_put(list(rows), jax.tree.map(on_host, list(rows)))
 
-    return jax.device_put(list(rows), jax.tree.map(there, list(rows)))
+
+def on_host(array: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
+    """Return an array's sharding in the memory of the host."""
+    assert isinstance(array.sharding, NamedSharding)
+    (device, *_) = array.sharding.device_set
+    return array.sharding.with_memory_kind(host_memory_kind(device))
 
 
 def to_device(rows: Sequence[Row]) -> list[Row]:
@@ -206,10 +213,11 @@ def compile_moves(model: StepModel, make: Callable[..., Any]) -> dict[str, Any]:
     layout, leaves = model.layout, jax.tree.leaves(model.state)
     blocks = jax.ShapeDtypeStruct((MOVED_BLOCKS,), jnp.int32, sharding=layout.sharding())
     made: dict[str, Any] = {}
-    for group, own in enumerate(leaves_of(model.spec, model.geometry, model.state)):
+    for group, (own, row) in enumerate(
+        zip(leaves_of(model.spec, model.geometry, model.state), row_shapes(model), strict=True)
+    ):
         cache = tuple(leaves[at] for at in own)
         kinds = _kinds(cache)
-        row = _row_of(cache, kinds)
         specs, row_specs = tuple(leaf.sharding.spec for leaf in cache), tuple(each.sharding.spec for each in row)
         rows, rows_specs = (row,) * MOVED_BLOCKS, (row_specs,) * MOVED_BLOCKS
         store = layout.shard_map(_store(kinds, STORE_PROGRAMS[group]), (specs, layout.spec()), rows_specs)
@@ -242,6 +250,13 @@ def read_blocks(program: Callable[..., Any], leaves: Leaves, blocks: Sequence[in
         if (start + MOVED_BLOCKS) % MOST_LOADED == 0:  # bounds the rows on the device
             jax.block_until_ready(rows[-1])
     return rows
+
+
+def row_shapes(model: StepModel) -> list[Row]:
+    """Return the arrays of a row, by group."""
+    leaves = jax.tree.leaves(model.state)
+    caches = [[leaves[at] for at in own] for own in leaves_of(model.spec, model.geometry, model.state)]
+    return [_row_of(cache, _kinds(cache)) for cache in caches]
 
 
 def _row_of(cache: Sequence[jax.ShapeDtypeStruct], kinds: Sequence[Sequence[int]]) -> Row:

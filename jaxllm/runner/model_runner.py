@@ -29,6 +29,8 @@ from jaxllm.metrics import DeviceReport, Metrics
 from jaxllm.model import decoder
 from jaxllm.runner import batch, device_state, host_tier, results, scoring, small_programs, step
 from jaxllm.runner.compiled_programs import VARIANTS, Key, Programs
+from jaxllm.runner.disk_store import DiskStore
+from jaxllm.runner.disk_tier import BlockSource, DiskTier
 from jaxllm.runner.host_tier import HostTier, ThreadedCopies
 from jaxllm.runner.profiling import span
 from jaxllm.runner.residence import Residence
@@ -44,6 +46,7 @@ from jaxllm.scheduler.host_tier import Landed
 from jaxllm.scheduler.state import Limits, Plan
 from jaxllm.setup import draft_setup, memory_plan
 from jaxllm.setup.kv_cache import Geometry, leaves_by_group, most_stores
+from jaxllm.setup.kv_fingerprint import fingerprint
 from jaxllm.setup.memory_plan import MemoryPlan
 from jaxllm.setup.model_setup import (
     Setup,
@@ -147,12 +150,14 @@ class Runner(Residence):
         self._host: HostTier | None = None
         self._away, self._is_mixed = [], False
         self._can_read, self._folder = True, None if config.load_format == "dummy" else setup.folder
+        self._disk: DiskTier | None = None
         self._running_thread: int | None = None
         compilations = Compilations()
         compilations.begin()
         self._start_programs(plan)
         try:
             if needs_weights:
+                self._disk = self._open_disk()
                 with phases.phase("weights") as causes:
                     started = time.perf_counter()
                     self._params = tuple(jax.tree.leaves(self._load(self._folder, progress)))
@@ -167,6 +172,8 @@ class Runner(Residence):
                 causes.append(f"{num_read} read whole" if num_read and not metrics.trace_seconds else how)
         except BaseException:
             self.programs.close()
+            if self._disk is not None:
+                self._disk.close()
             raise
         finally:
             compilations.end()
@@ -180,7 +187,8 @@ class Runner(Residence):
             causes.append("KV blocks and slots")
         if config.kv_offloading_size:
             leaves = host_tier.leaves_of(setup.spec, self.geometry, self._state_shapes)
-            self._host = HostTier(self._small.programs, leaves, self.geometry, ThreadedCopies(), metrics)
+            copies = ThreadedCopies(None if self._disk is None else self._disk.copied)
+            self._host = HostTier(self._small.programs, leaves, self.geometry, copies, metrics)
         self._listener = _listener(weakref.ref(self))
         jax.monitoring.register_event_duration_secs_listener(self._listener)
         weakref.finalize(self, jax.monitoring.unregister_event_duration_listener, self._listener)
@@ -230,7 +238,24 @@ class Runner(Residence):
             "num_host_window_blocks": windowed,
             "max_stores": most_stores(self.setup.max_num_batched_tokens, self.geometry.block_size),
             "swaps": self._config.preemption_mode == "swap",
+            "stores_prompts": self._config.kv_offloading_disk is not None,
         }
+
+    @property
+    def block_source(self) -> BlockSource | None:
+        """Blocks that can be fetched into the host's tier."""
+        return self._disk
+
+    def _open_disk(self) -> DiskTier | None:
+        config = self._config
+        if config.kv_offloading_disk is None:
+            return None
+        rows = host_tier.row_shapes(self._step_model)
+        name = fingerprint(config, self.setup, rows)
+        size = int(config.kv_offloading_disk_size * (1 << 30))
+        store = DiskStore(Path(config.kv_offloading_disk).expanduser(), size, name)
+        _log.info("KV blocks are shared through %s", store.folder)
+        return DiskTier(store, rows, self.metrics)
 
     @property
     def _max_verified(self) -> int:
@@ -336,6 +361,12 @@ class Runner(Residence):
             scored=given.side.get("scored", ()),
         )
 
+    def move(self, plan: Plan) -> None:
+        """Dispatch the moves of a plan without rows."""
+        if self._host is not None:
+            self._state = self._host.move(self._state, plan.moves, plan.number)
+        self._state = self._small.move(self._state, plan.moves)
+
     def run(self, packed: PackedStep) -> StepInFlight | HeldStep:
         plan, way = packed.plan, packed.way
         key, small = way[0], self._small
@@ -397,6 +428,8 @@ class Runner(Residence):
         return DeviceReport(len(programs), programs.num_compiling, programs.num_all, memory)
 
     def renew(self) -> None:
+        if self._disk is not None:
+            self._disk.drop_expected()
         self._state = ()
         self._state = jax.block_until_ready(self._allocate_program())
 
@@ -405,6 +438,8 @@ class Runner(Residence):
         self.programs.close()
         if self._host is not None:
             self._host.close()
+        if self._disk is not None:
+            self._disk.close()
         with suppress(Exception):  # a failed step
             # XLA aborts a process that exits while its threads compute.
             jax.block_until_ready(self._state)

@@ -25,7 +25,8 @@ def admit(
 ) -> None:
     """Admit waiting requests by rank while tokens, slots and blocks suffice for the first.
 
-    A request that lacks only a place for its adapter is skipped, and stays in the queue. Adds to `rows`, whose tokens
+    A request that lacks only a place for its adapter, or waits for blocks from elsewhere, is skipped, and stays in the
+    queue. Adds to `rows`, whose tokens
     count against `budget`, to `admitted` and to `table`.
     """
     budget -= sum(length for _, _, length in rows)
@@ -33,12 +34,16 @@ def admit(
     num_running = limits.num_slots - len(free_slots)
     places = editor.places(limits) if free_slots else None
     has_host = limits.num_host_blocks > 0
+    passed_over = editor.host.passed_over if has_host else frozenset()
     skipped: list[Waiting] = []
     for place, entry in enumerate(editor.waiting):
         if place < len(skipped) + len(admitted):  # in the beam group of an earlier entry
             continue
         if not free_slots or budget == 0 or len(rows) == limits.max_step_chunks:
             break
+        if passed_over and entry.request.sequence_id in passed_over:
+            skipped.append(entry)
+            continue
         if places is not None:
             adapter = entry.request.adapter
             if adapter in places.closed or not places.admits(adapter):  # the former is usual in a long queue

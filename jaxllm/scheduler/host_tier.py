@@ -4,7 +4,8 @@ A block is (group, tier, index). The plan that evicts a device block stores it, 
 that admits a request with a prefix in the host loads it, before its step reads it. Both copies run in the device's
 order. A store ends later, in any order, or fails; `land` records the end, and then the block can be found.
 
-Blocks of a waiting request's prompt may also come from another engine: `receive` indexes them.
+Blocks of a waiting request's prompt may also come from another engine, or a disk: `receive` indexes them. Meanwhile
+plans may pass over the request.
 
 The host's blocks are used during a store or load, or while held for a waiting request; otherwise cached, and evicted in
 order of last use.
@@ -58,6 +59,8 @@ class Host(NamedTuple):
     pools: tuple[Pool, ...]  # by group
     storing: tuple[Storing, ...] = ()
     held: tuple[Held, ...] = ()
+    due: tuple[tuple[int, bytes, int], ...] = ()  # group, digest, device block: blocks of prompts to store
+    passed_over: frozenset[int] = frozenset()  # waiting requests that are not admitted: their blocks are on the way
 
 
 def make_host(num_blocks: Iterable[int]) -> Host:
@@ -73,6 +76,8 @@ class HostEditor:
         self._on_way = {(each.group, each.digest): each.block for each in host.storing}
         self._num_storing = [sum(each.group == group for each in host.storing) for group in range(len(host.pools))]
         self._held = host.held
+        self._due = host.due
+        self.passed_over = host.passed_over
         self._stores: list[Moved] = []
         self._loads: list[Moved] = []
         self._loaded: list[tuple[int, int, bytes]] = []  # group, block, digest: used until the plan is made
@@ -144,6 +149,20 @@ class HostEditor:
         self._held += tuple(new)
         return places
 
+    def note_due(self, group: int, contents: Iterable[tuple[bytes, int]]) -> None:
+        """Store blocks (digest, device block), which the step of this plan writes, in the next plans."""
+        self._due += tuple((group, digest, block) for digest, block in contents)
+
+    def store_due(self, plan: int, most: int, device: Sequence[PoolEditor]) -> None:
+        """Store computed blocks of prompts, at the beginning of a plan; some of those beyond `most` wait."""
+        wait: list[tuple[int, bytes, int]] = []
+        for group, digest, block in self._due:
+            if self._num_storing[group] >= most:
+                wait.append((group, digest, block))
+            elif device[group].find(digest) == block:
+                self._store(plan, most, group, digest, block)
+        self._due = tuple(wait[:most])
+
     def let_go(self, owners: Collection[int]) -> None:
         gone = [each for each in self._held if each.owner in owners]
         if gone:
@@ -151,8 +170,10 @@ class HostEditor:
             for _, own in groupby(gone, key=lambda each: each.owner):  # two may hold one block
                 self._release([(each.group, each.block, each.digest) for each in own])
 
-    def forget(self, digests: Iterable[bytes]) -> None:
+    def forget(self, digests: Collection[bytes]) -> None:
         """Remove digests from the index; copies to the host in progress go on, unindexed."""
+        gone = frozenset(digests)
+        self._due = tuple(each for each in self._due if each[1] not in gone)
         for digest in digests:
             for group, pool in enumerate(self._pools):
                 pool.discard([digest])
@@ -187,7 +208,8 @@ class HostEditor:
         return [*self._stores, *self._loads]
 
     def done(self) -> Host:
-        return Host(tuple(pool.done() for pool in self._pools), tuple(self._storing.values()), self._held)
+        pools = tuple(pool.done() for pool in self._pools)
+        return Host(pools, tuple(self._storing.values()), self._held, self._due, self.passed_over)
 
     def _store(self, plan: int, most: int, group: int, digest: bytes, block: int) -> int | None:
         """Store a device block, unless its content is stored already; return the host's block.

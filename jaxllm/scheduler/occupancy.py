@@ -94,8 +94,12 @@ def publish_prompt(editor: StateEditor, limits: Limits, slot: int, start: int, l
     full = slice(start // limits.block_size, min((start + length) // limits.block_size, len(digests)))
     editor.describe(record.request, digests, range(full.start, full.stop), limits.block_size)
     editor.pool.publish(zip(digests[full], table[full], strict=True))
+    if limits.stores_prompts and full.stop > full.start:
+        editor.host.note_due(0, zip(digests[full], table[full], strict=True))
     if limits.window:
         windowed.publish(editor, slot, digests, range(full.start, full.stop))
+        if limits.stores_prompts and full.stop > full.start:
+            editor.host.note_due(windowed.GROUP, windowed.contents(editor, slot, digests, range(full.start, full.stop)))
 
 
 def digests_of(request: Request, limits: Limits, first: Sequence[bytes], num_tokens: int) -> tuple[bytes, ...]:

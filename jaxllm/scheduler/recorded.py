@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -35,6 +35,9 @@ class Recorder(Protocol):
 
     def received(self, owner: int, blocks: Sequence[tuple[int, int]], places: Sequence[int]) -> None:
         """Record blocks of a prompt that another engine computed, and the host blocks that they were given."""
+
+    def passed_over(self, request_ids: Collection[int]) -> None:
+        """Record the waiting requests that are not admitted for now."""
 
     def planned(self, plan: Plan) -> None:
         """Record a plan, which may be empty."""
@@ -99,6 +102,11 @@ class RecordedScheduler:
         if self._recorder is not None:
             self._recorder.received(owner, blocks, places)
         return places
+
+    def pass_over(self, request_ids: Collection[int]) -> None:
+        self.state = scheduler.pass_over(self.state, self.limits, request_ids)
+        if self._recorder is not None:
+            self._recorder.passed_over(request_ids)
 
     def plan(self, now: float) -> Plan:
         """Plan the next step."""

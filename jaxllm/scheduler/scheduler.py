@@ -121,6 +121,17 @@ def receive(
     return editor.done(), tuple(next(found) if is_known else -1 for is_known in wanted)
 
 
+def pass_over(state: State, limits: Limits, request_ids: Collection[int]) -> State:
+    """Admit none of these requests until the next call or reset; other requests may overtake them.
+
+    For requests without beams whose blocks are being fetched to the host's tier. The caller bounds the time.
+    """
+    editor = StateEditor(state)
+    if limits.num_host_blocks:
+        editor.host.passed_over = frozenset(request_ids)
+    return editor.done()
+
+
 def reset(state: State, limits: Limits) -> State:
     """Clear the cache: running requests return to the queue with their tokens, and the pool is new.
 
@@ -141,6 +152,9 @@ def plan(state: State, limits: Limits, now: float) -> tuple[State, Plan]:
     """Plan the next step: decodes, chunks of running prompts, then admissions, in one token budget."""
     editor = StateEditor(state)
     table: list[np.ndarray] = []
+    if limits.stores_prompts and state.host is not None and state.host.due:
+        pools = (editor.pool, editor.window_pool) if limits.window else (editor.pool,)
+        editor.host.store_due(editor.num_planned + 1, limits.max_stores, pools)
     if limits.window:
         windowed.give_back(editor, limits, table, beam_groups.held(editor) if editor.beam_groups else NO_ROWS)
     preempted = _grow(editor, limits, table)

@@ -47,6 +47,7 @@ class Limits:
     num_host_window_blocks: int = 0
     max_stores: int = 0  # concurrent copies to the host, of each group
     swaps: bool = False  # hold a preempted request's blocks in the host's tier until it runs again
+    stores_prompts: bool = False  # copy the blocks of prompts to the host's tier when computed, not when evicted
 
     @property
     def num_groups(self) -> int:

@@ -14,7 +14,7 @@ Letters: P tokens per block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -173,10 +173,15 @@ def give_back(editor: StateEditor, limits: Limits, table: list[np.ndarray], held
 
 def publish(editor: StateEditor, slot: int, digests: Sequence[bytes], full: range) -> None:
     """Index a slot's blocks `full` except freed ones; `digests` are those of all its blocks."""
+    editor.window_pool.publish(contents(editor, slot, digests, full))
+
+
+def contents(editor: StateEditor, slot: int, digests: Sequence[bytes], full: range) -> Iterator[tuple[bytes, int]]:
+    """Return digests and blocks of a slot's blocks `full` except freed ones."""
     behind = int(editor.slots.behind[slot])
     first = max(full.start, behind)
     table = editor.window_tables[slot]
-    editor.window_pool.publish(zip(digests[first : full.stop], table[first - behind :], strict=False))
+    return zip(digests[first : full.stop], table[first - behind :], strict=False)
 
 
 def leave(editor: StateEditor, slot: int, digests: Sequence[bytes]) -> None:

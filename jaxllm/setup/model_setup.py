@@ -192,6 +192,8 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
     platform = devices[0].platform
     if config.kv_offloading_size:
         kv_cache.host_memory_kind(devices[0])
+    if config.kv_offloading_disk is not None and not config.enable_prefix_caching:
+        raise UserError("kv_offloading_disk needs enable_prefix_caching: only it finds blocks.", "kv_offloading_disk")
     if spec.vocab_size > MOST_TOKENS:
         raise UserError(f"config.json: vocab_size must be at most {MOST_TOKENS}, got {spec.vocab_size}.", "vocab_size")
     if config.max_model_len is not None and config.max_model_len > spec.max_position:
@@ -283,6 +285,7 @@ def _check_combinations(config: EngineConfig, spec: Spec, rounds: bool, pools: b
         combinations.WHOLE_PROMPTS: not spec.is_causal,
         combinations.LATENT: spec.latent is not None,
         combinations.EXPERTS: bool(spec.experts),
+        "kv_offloading_disk": config.kv_offloading_disk is not None,
         "kv_transfer_config": config.kv_transfer_config is not None,
         # A ring all-reduce sums each piece in another order, except with two devices.
         combinations.MANY_GPUS: not is_cpu and config.tensor_parallel_size > 2,

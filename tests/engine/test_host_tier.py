@@ -25,6 +25,7 @@ from tests.support.sizes import SHORT_BLOCKS
 
 TIGHT = {"num_kv_blocks": 30, "kv_offloading_size": 0.05}  # blocks of 4 tokens; a request needs up to 20 blocks
 NUM_REQUESTS = 24
+MANY_REQUESTS = 500
 CASES: dict[str, tuple[Path, dict[str, Any]]] = {
     "windows": (GOLDEN / "gemma3", {"preemption_mode": "swap"}),
     "shards": (GOLDEN / "gemma3", {"tensor_parallel_size": 2, "kv_cache_dtype": "int8"}),
@@ -45,7 +46,7 @@ def started(model: Path, recorder: FileRecorder | None = None, **settings: Any) 
         yield engine
 
 
-def generate(engine: LLMEngine, adapter: LoRARequest | None) -> list[list[int]]:
+def generate(engine: LLMEngine, adapter: LoRARequest | None, count: int = NUM_REQUESTS) -> list[list[int]]:
     """Run requests with common prefixes twice; return their tokens, sorted by name.
 
     Some requests have the adapter, and some a grammar if the model's vocabulary is large enough.
@@ -53,7 +54,7 @@ def generate(engine: LLMEngine, adapter: LoRARequest | None) -> list[list[int]]:
     constrained = {3} if engine.model.vocab_size >= 512 else set()
     random = np.random.default_rng(3)
     bases = random.integers(3, 120, (4, 32)).tolist()
-    prompts = [[*bases[number % 4][: int(random.integers(4, 32))], 3 + number] for number in range(NUM_REQUESTS)]
+    prompts = [[*bases[number % 4][: int(random.integers(4, 32))], 3 + number % 100] for number in range(count)]
     params = [
         SamplingParams(
             temperature=0.8 * (number % 2),
@@ -63,7 +64,7 @@ def generate(engine: LLMEngine, adapter: LoRARequest | None) -> list[list[int]]:
             n=1 + (number % 6 == 1),
             structured_outputs=StructuredOutputsParams(regex="[a-z ]{1,40}") if number % 5 in constrained else None,
         )
-        for number in range(NUM_REQUESTS)
+        for number in range(count)
     ]
     found: dict[str, list[list[int]]] = {}
     for turn in range(2):
@@ -77,8 +78,14 @@ def generate(engine: LLMEngine, adapter: LoRARequest | None) -> list[list[int]]:
     return [tokens for _, outputs in sorted(found.items()) for tokens in outputs]
 
 
-@pytest.mark.parametrize("case", [pytest.param(each, marks=[pytest.mark.ci] * (each != "windows")) for each in CASES])
-def test_tokens_are_those_of_an_ample_pool(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "count"),
+    [
+        *[pytest.param(each, NUM_REQUESTS, marks=[pytest.mark.ci] * (each != "windows")) for each in CASES],
+        *[pytest.param(each, MANY_REQUESTS, marks=pytest.mark.slow) for each in CASES],
+    ],
+)
+def test_tokens_are_those_of_an_ample_pool(case: str, count: int, tmp_path: Path) -> None:
     model, settings = CASES[case]
     adapter = None
     if "enable_lora" in settings:
@@ -87,7 +94,7 @@ def test_tokens_are_those_of_an_ample_pool(case: str, tmp_path: Path) -> None:
     for sizes in ({"num_kv_blocks": 400}, TIGHT):
         own = settings if sizes is TIGHT else {name: each for name, each in settings.items() if "mode" not in name}
         with started(model, **sizes | own) as engine:
-            found.append(generate(engine, adapter))
+            found.append(generate(engine, adapter, count))
             metrics = engine.metrics
     assert found[1] == found[0]
     assert metrics.preemptions > 0, "they were not busy"

@@ -699,6 +699,7 @@ class SimulatedRunner(Runner):
         adapters: ResidentAdapters,
         setting: Mapping[str, Any],
         copies: Copies,
+        disk: Any,
     ) -> None:
         self.geometry = geometry
         lookup = config.speculative_config
@@ -740,6 +741,7 @@ class SimulatedRunner(Runner):
         no_leaves = [()] * geometry.num_groups
         self._small = SmallPrograms(programs, shapes, geometry, no_leaves, VOCABULARY)
         self._host = None
+        self._disk = disk
         self._tier: dict[str, Any] = {}
         if setting["host_blocks"][0]:
             self._host = HostTier(programs, no_leaves, geometry, copies, metrics, put=list)
@@ -749,6 +751,7 @@ class SimulatedRunner(Runner):
                 "num_host_window_blocks": windowed,
                 "max_stores": setting["max_stores"],
                 "swaps": setting["swaps"],
+                "stores_prompts": disk is not None,
             }
         self.programs = Programs(
             batch.decode_shapes(geometry.num_slots),
@@ -781,6 +784,8 @@ class SimulatedRunner(Runner):
         return super().sample(held, masks, is_masked)
 
     def renew(self) -> None:
+        if self._disk is not None:
+            self._disk.drop_expected()
         self.device.renew()
         self._state = self.device.leaves
 

@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 
-from jaxllm.engine import async_llm, engine_core, kv_events, output_processor
+from jaxllm.engine import async_llm, engine_core, fetches, kv_events, output_processor
 from jaxllm.engine.features.adapters import store
 from jaxllm.engine.input_batch import InputBatch
 from jaxllm.engine.recovery import MAX_EXHAUSTED, MAX_FAILURES
@@ -241,6 +241,8 @@ class StepFaults:
             with (
                 mock.patch.object(PoolEditor, "take", refusing if refuses else take),
                 mock.patch.object(drafting, "PROBE_ROWS", 8),
+                mock.patch.object(fetches, "MOST_SECONDS", 0.05),
+                mock.patch.object(fetches, "REST_SECONDS", 0.2),
                 mock.patch.object(block_pool, "MOST_STALE", 8),  # stale entries of the cached blocks' queue are removed
                 mock.patch.object(async_llm, "LONG_TEXT", 6),
                 mock.patch.object(kv_events, "LOGGED_EVENTS", 20),

@@ -36,7 +36,7 @@ def _tight(chance: random.Random, slots: int, spare: int, **others: Any) -> dict
     own = {"block_size": size, "max_model_len": length, "num_blocks": length // size + chance.randint(1, spare)}
     window = chance.choice((0, 0, 1, size, size + 1, 2 * size))
     own |= {"window": window, "num_window_blocks": windowed_blocks(chance, window, size, own["num_blocks"])}
-    own |= {"host_blocks": [0, 0], "swaps": False}
+    own |= {"host_blocks": [0, 0], "swaps": False, "has_disk": False}
     return own | {"num_slots": slots, "max_step_tokens": max(slots, 8), "most_queued": 4 * slots} | others
 
 
@@ -105,6 +105,20 @@ FOCUS = {
         {"receive": 0.5, "result_lost": 0.04, "not_finite": 0.02, "abort": 0.05, "reset_cache": 0.05},
         ("received", "received_twice", "received_without_room", "receive_late", "loads", "stored", "stale_store"),
         (None, "preempted"),
+    ),
+    # Prompts that a disk has from before a restart or an eviction, with reads that end late, fail or never end.
+    "disk": Focus(
+        lambda chance: _hosted(
+            _tight(chance, 4, 10, beams=0.1, grammars=0.1, prefix_caching=True, swaps=chance.random() < 0.3),
+            chance.choice((1, 2, 2)),
+            transfers=[chance.choice((0.5, 1.0)), chance.choice((0.0, 0.2))],
+            max_stores=chance.choice((2, 64)),
+            has_disk=True,
+            reads=[chance.choice((0.0, 0.05, 0.3, 0.7)), chance.choice((0.0, 0.2))],
+        ),
+        {"restart": 0.02, "result_lost": 0.03, "not_finite": 0.08, "abort": 0.05, "reset_cache": 0.1},
+        ("disk_read", "disk_cancelled", "disk_awaited", "disk_forgotten", "received", "passed_over", "prompt_waits"),
+        (None, "preempted", "unseen"),
     ),
     # Steps that fail in every way, one after the other.
     "failures": Focus(

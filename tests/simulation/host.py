@@ -1,4 +1,4 @@
-"""A naive model of the host's tier of blocks; and copies to it that are slow, failed, reordered or lost."""
+"""A naive model of the host's tier of blocks; and copies to it and reads from a disk that are slow, failed or lost."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from jaxllm.runner.disk_tier import Read
 from jaxllm.runner.host_tier import Copied, Row
 from jaxllm.scheduler.host_tier import DEVICE, HOST, Host, Landed
 from tests.simulation.blocks import Blocks
-from tests.simulation.device import Violation
+from tests.simulation.device import POISON, Violation
 
 
 class Tier:
@@ -22,6 +23,8 @@ class Tier:
         self.most_stores = most_stores
         self.storing: dict[tuple[int, int], tuple[int, int | None]] = {}  # by group and host block: plan, key
         self.held: list[tuple[int, int, int, int]] = []  # id, group, block, key
+        self.due: list[tuple[int, int, int]] = []  # group, key, block of the device: prompts to be stored
+        self.passed_over: set[int] = set()  # ids
         self.loads: list[list[int]] = []  # moves of this plan
         self.stores: list[list[int]] = []
         self.num_stored = 0
@@ -99,6 +102,18 @@ class Tier:
                 blocks.share([there] if place == -1 else [])
                 self.held.append((owner, group, there, key))
 
+    def store_due(self, plan: int, indices: Sequence[Mapping[int, int]]) -> None:
+        """Expect stores of the blocks of prompts that an earlier plan computed; `indices` are the device's, by key."""
+        wait = []
+        for group, key, block in self.due:
+            if self._room(group) <= 0:
+                wait.append((group, key, block))
+            elif indices[group].get(key) == block:
+                self.fired["prompt_stored"] += 1
+                self.store(plan, group, key, block)
+        self.fired["prompt_waits"] += bool(wait)
+        self.due = wait[: self.most_stores]
+
     def let_go(self, owners: Collection[int]) -> None:
         for _, own in groupby([each for each in self.held if each[0] in owners], key=lambda each: each[:2]):
             for _, group, there, key in reversed([*own]):
@@ -107,6 +122,7 @@ class Tier:
 
     def forget(self, key: int) -> None:
         """Remove a content that may be wrong."""
+        self.due = [each for each in self.due if each[1] != key]
         for group, blocks in enumerate(self.groups):
             blocks.discard(key)
             if key in blocks.index:
@@ -151,12 +167,17 @@ class Tier:
             raise Violation("other stores are on their way than are due")
         if [each[:3] for each in host.held] != [each[:3] for each in self.held]:
             raise Violation("other blocks of the host are held for preempted requests than are due")
+        if [(group, block) for group, _, block in host.due] != [(group, block) for group, _, block in self.due]:
+            raise Violation("other blocks of prompts wait to be stored than are due")
+        if host.passed_over != self.passed_over:
+            raise Violation("other requests are passed over than are due")
 
 
 class SlowCopies:
     """Copies that end at random turns, in random order; some fail, and in some worlds no copy ends."""
 
-    def __init__(self, setting: Mapping[str, Any]) -> None:
+    def __init__(self, setting: Mapping[str, Any], disk: SlowDisk | None) -> None:
+        self._disk = disk
         self._chance = random.Random(setting["seed"])
         self._ends, self._fails = setting["transfers"]
         self._on_way: list[tuple[Any, Row]] = []
@@ -168,7 +189,72 @@ class SlowCopies:
         self._chance.shuffle(self._on_way)
         count = sum(self._chance.random() < self._ends for _ in self._on_way)
         ended, self._on_way = self._on_way[:count], self._on_way[count:]
-        return [Copied(key, None if self._chance.random() < self._fails else row) for key, row in ended]
+        copied = [Copied(key, None if self._chance.random() < self._fails else row) for key, row in ended]
+        for key, row in copied:
+            if row is not None and self._disk is not None:
+                self._disk.copied(key, row)
+        return copied
 
     def close(self) -> None:
         """Do nothing: no thread copies."""
+
+
+class SlowDisk:
+    """Files that outlive the engine, with reads that end at random turns, in random order; some fail or are lost.
+
+    Implements `disk_tier.BlockSource`. Another engine may remove a file.
+    """
+
+    def __init__(self, setting: Mapping[str, Any], files: dict[tuple[int, bytes], Row], fired: Counter[str]) -> None:
+        self._chance = random.Random(setting["seed"] + 1)
+        self._ends, self._fails = setting["reads"]
+        self._files = files
+        self._fired = fired
+        self._expected: dict[tuple[int, int, int], bytes] = {}
+        self._on_way: list[Read] = []
+        self._num_tickets = 0
+
+    def has(self, group: int, digest: bytes) -> bool:
+        return (group, digest) in self._files
+
+    def read(self, blocks: Sequence[tuple[int, int, bytes]]) -> int:
+        """Begin to read; a file that is removed later may still be read."""
+        self._num_tickets += 1
+        self._fired["disk_read"] += 1
+        for group, index, digest in blocks:
+            is_gone = self._chance.random() < self._fails
+            row = (self._files.pop if is_gone else self._files.get)((group, digest))
+            self._on_way.append(Read(self._num_tickets, group, index, None if is_gone else row))
+        return self._num_tickets
+
+    def ended(self) -> list[Read]:
+        self._chance.shuffle(self._on_way)
+        count = sum(self._chance.random() < self._ends for _ in self._on_way)
+        ended, self._on_way = self._on_way[:count], self._on_way[count:]
+        return ended
+
+    def cancel(self, ticket: int) -> None:
+        """Drop half of the reads: the others have begun."""
+        self._fired["disk_cancelled"] += any(read.ticket == ticket for read in self._on_way)
+        self._on_way = [each for each in self._on_way if each.ticket != ticket or self._chance.random() < 0.5]
+
+    def wait(self, seconds: float) -> None:
+        self._fired["disk_awaited"] += 1
+
+    def expect(self, names: Mapping[tuple[int, int, int], bytes]) -> None:
+        self._expected |= names
+
+    def copied(self, key: tuple[int, int, int], row: Row) -> None:
+        digest = self._expected.pop(key, None)
+        if digest is not None and POISON not in row[0]:
+            self._files[key[1], digest] = row
+
+    def forget(self, digests: Collection[bytes]) -> None:
+        self._expected = {key: digest for key, digest in self._expected.items() if digest not in digests}
+        gone = [name for name in self._files if name[1] in digests]
+        self._fired["disk_forgotten"] += len(gone)
+        for name in gone:
+            del self._files[name]
+
+    def drop_expected(self) -> None:
+        self._expected.clear()

@@ -532,6 +532,20 @@ HISTORY = [
         focus="receive",
     ),
     Mutant(
+        "the block of a prompt is stored under a digest that it has lost since",
+        "scheduler.host_tier.HostEditor.store_due",
+        "device[group].find(digest) == block",
+        "True",
+        focus="disk",
+    ),
+    Mutant(
+        "a request whose blocks never come is passed over for ever",
+        "engine.fetches.Fetches.update",
+        "if is_late or not fetch.blocks or owner not in waiting:",
+        "if not fetch.blocks or owner not in waiting:",
+        focus="disk",
+    ),
+    Mutant(
         "a prefix is loaded whose window has gone from both tiers",
         "scheduler.windowed.cut",
         "if block is None:",

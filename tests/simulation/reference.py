@@ -171,6 +171,13 @@ class Reference:
                 raise Violation("a block gets a place in the host that no waiting request has")
         self.host.receive(owner, contents, given)
 
+    def passed_over(self, request_ids: Collection[int]) -> None:
+        waiting = {entry.id for entry in self.waiting if not entry.beam_group}
+        if not waiting.issuperset(request_ids):
+            raise Violation("a request is passed over that does not wait, or is a beam")
+        self.host.fired["passed_over"] += len(self.host.passed_over - {*request_ids})
+        self.host.passed_over = {*request_ids}
+
     def was_reset(self) -> None:
         self.num_resets += 1
         for slot in sorted(self.running):
@@ -188,6 +195,7 @@ class Reference:
         self.unread = deque(plan.table.tolist())
         self.host.begin(plan.moves.tolist())
         self.blocks.evicted, self.windowed.evicted = [], []
+        self.host.store_due(self.num_planned + 1, [self.blocks.index, self.windowed.index])
         gone = [place for _, entry in sorted(self.running.items()) for place in self._give_back(entry)]
         preempted: list[int] = []
         while True:
@@ -270,6 +278,8 @@ class Reference:
                 continue
             if not budget or len(chunks) == self.limits.max_step_chunks or len(self.running) == self.limits.num_slots:
                 break
+            if entry.id in self.host.passed_over:
+                continue
             if not self.places.admits(entry.adapter):
                 self.num_skipped += 1
                 passed |= {entry.beam_group} - {0}
@@ -829,7 +839,11 @@ class Reference:
 
     def _publish_chunk(self, entry: Entry, start: int, length: int) -> None:
         size = self.limits.block_size
-        self._publish(entry, range(start // size, min((start + length) // size, entry.brought)))
+        full = range(start // size, min((start + length) // size, entry.brought))
+        self._publish(entry, full)
+        if self.limits.stores_prompts and entry.is_shared:
+            self.host.due += [(0, self._key(entry, index), entry.table[index]) for index in full]
+            self.host.due += [(1, self._key(entry, at), entry.window[at]) for at in full if at in entry.window]
 
     def _publish(self, entry: Entry, indices: range) -> None:
         if entry.is_shared:
@@ -877,7 +891,7 @@ class Reference:
         first = self.waiting[0] if self.waiting else None
         kept, self._passed_over = self._passed_over, None
         is_passed = first is not None and any(self.by_id[each].rank > first.rank for each in admitted)
-        if first is None or not (is_passed or (kept and kept[0] is first)):
+        if first is None or first.id in self.host.passed_over or not (is_passed or (kept and kept[0] is first)):
             return
         if kept is None or kept[0] is not first:
             oldest = next(iter(self.places.in_use), 0)

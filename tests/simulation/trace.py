@@ -104,11 +104,11 @@ def _setting(chance: random.Random, faults: Sequence[str]) -> dict[str, Any]:
         else 0.25,  # share of requests; steps with such a row verify no drafts
     }
     # Drawn from another generator, so that the events are the same as without the tier.
-    return setting | _tier(random.Random(repr(setting)), setting["num_blocks"])
+    return setting | _tier(random.Random(repr(setting)), setting["num_blocks"], setting["prefix_caching"])
 
 
-def _tier(chance: random.Random, num_blocks: int) -> dict[str, Any]:
-    """Draw the host's tier: its blocks of full layers and of windowed layers, and the behavior of its copies."""
+def _tier(chance: random.Random, num_blocks: int, is_cached: bool) -> dict[str, Any]:
+    """Draw the host's and disk's tiers: blocks of full layers and of windowed layers, and the behavior of copies."""
     host = chance.choice((0, 0, 1, 1, 4)) * num_blocks
     return {
         "host_blocks": [host, host and 1 + host // 2],
@@ -116,6 +116,8 @@ def _tier(chance: random.Random, num_blocks: int) -> dict[str, Any]:
         "swaps": host > 0 and chance.random() < 0.5,
         # Share of the copies that end in a turn, in any order (0.0: all are lost), and share of these that fail.
         "transfers": [chance.choice((0.0, 0.1, 0.5, 0.9, 1.0)), chance.choice((0.0, 0.0, 0.2))],
+        "has_disk": host > 0 and is_cached and chance.random() < 0.5,
+        "reads": [chance.choice((0.0, 0.2, 0.5, 1.0)), chance.choice((0.0, 0.0, 0.1, 0.3))],  # as `transfers`
     }
 
 

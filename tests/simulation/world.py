@@ -48,7 +48,7 @@ from tests.simulation.device import SimulatedRunner, Violation
 from tests.simulation.events import happen, resume
 from tests.simulation.faults import HANG, StepFaults
 from tests.simulation.grammars import Grammars
-from tests.simulation.host import SlowCopies
+from tests.simulation.host import SlowCopies, SlowDisk
 from tests.simulation.loop import Loop
 from tests.simulation.oracle import EOS, VOCABULARY, Tokenizer, Truth, mix
 from tests.simulation.reference import Entry, is_stuck
@@ -81,6 +81,7 @@ class World:
         self.tokenizer.is_broken = trace.setting["broken_text"]
         self.submitting: Client | None = None
         self.num_seeds = self.num_roots = 0
+        self.files: dict[tuple[int, bytes], Any] = {}  # blocks on disk
         self.folders = Folders(trace.setting["num_adapters"])
         self.params: dict[str, SamplingParams] = {}
         self._events: dict[int, list[list[Any]]] = {}
@@ -164,6 +165,7 @@ class World:
         )
         self.folders.contents.clear()  # a new engine numbers its adapters from 1
         self.held = Held(self.faults.before_put)
+        disk = SlowDisk(setting, self.files, self.fired) if setting["has_disk"] else None
         self.runner = SimulatedRunner(
             llm.config,
             geometry,
@@ -172,7 +174,8 @@ class World:
             self.faults,
             self.held,
             setting,
-            SlowCopies(setting),
+            SlowCopies(setting, disk),
+            disk,
         )
         self.reference = llm._recorder = Recorder(self.runner.limits, self._claim)
         self.reference.world = self
@@ -550,6 +553,7 @@ class World:
         entries = [*self.reference.waiting, *self.reference.running.values()]
         pending = sum(client.params.n * client.limit for client in self.submitted)
         bound = 20 + pending + sum(entry.limit for entry in entries) * 2
+        bound += 10 * (len(entries) + len(self.submitted)) * self.setting["has_disk"]
         for _ in range(bound):
             if not self.clients and not self.engine.has_unfinished_requests():
                 break
