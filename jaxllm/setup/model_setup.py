@@ -225,7 +225,7 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
             )
         tokens = longest
 
-    layout = make_layout(devices, config.tensor_parallel_size)
+    layout = make_layout(devices, config.tensor_parallel_size, config.enable_expert_parallel)
 
     def kernels_of(own: Spec) -> dict[str, Choice]:
         return choose_kernels(config, own, layout, dtype, cache_dtype, scheme)
@@ -272,6 +272,7 @@ def _check_combinations(config: EngineConfig, spec: Spec, rounds: bool, pools: b
         "speculative_config": config.speculative_config is not None,
         "enable_lora": config.enable_lora,
         "deterministic": config.deterministic,
+        "enable_expert_parallel": config.enable_expert_parallel,
         "kv_offloading_size": config.kv_offloading_size > 0,
         "kv_cache_dtype": config.kv_cache_dtype != "auto",
         "quantization": config.quantization is not None and rounds,
@@ -281,6 +282,7 @@ def _check_combinations(config: EngineConfig, spec: Spec, rounds: bool, pools: b
         combinations.WHOLE_PROMPTS: not spec.is_causal,
         combinations.LATENT: spec.latent is not None,
         combinations.EXPERTS: bool(spec.experts),
+        combinations.NO_EXPERTS: spec.experts is None,
         # A ring all-reduce sums each piece in another order, except with two devices.
         combinations.MANY_GPUS: not is_cpu and config.tensor_parallel_size > 2,
     }
@@ -456,6 +458,7 @@ def describe_programs(config: EngineConfig, setup: Setup, plan: MemoryPlan) -> d
         "deterministic": config.deterministic,
         "speculative": repr(setup.drafting),
         "tensor_parallel_size": config.tensor_parallel_size,
+        "enable_expert_parallel": config.enable_expert_parallel,
         "pools": setup.head is not None,
         "block_size": config.block_size,
         "num_kv_blocks": plan.num_blocks,
