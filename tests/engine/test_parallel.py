@@ -21,9 +21,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxllm import LLM, BeamSearchParams, LoRARequest, RequestOutputKind, SamplingParams
+from jaxllm.families.families import read_spec
+from jaxllm.setup import kv_cache
 from tests.engine import test_combinations
 from tests.support.adapters import write_adapter
 from tests.support.checkpoints import random_tensors
+from tests.support.layouts import layout_of
 from tests.support.paths import GOLDEN, STORIES
 from tests.support.quantized_checkpoints import mxfp4_model, quantized_model, write
 
@@ -106,7 +109,7 @@ def greedy(folder: Path, settings: dict[str, Any]) -> list[tuple[list[int], list
     with LLM(str(folder), max_num_batched_tokens=32, skip_tokenizer_init=True, **SIZES | settings) as llm:
         for output in llm.generate(prompts, params, use_tqdm=False):
             own = output.outputs[0]
-            values = [entry for entry in [*output.prompt_logprobs, *own.logprobs] if entry]
+            values = [entry for entry in [*(output.prompt_logprobs or ()), *(own.logprobs or ())] if entry]
             found.append((list(own.token_ids), [next(iter(entry.values())).logprob for entry in values]))
     return found
 
@@ -219,3 +222,15 @@ def test_requests_get_what_one_device_gives(
     assert (counts["preempted"] > 0) == (case["num_kv_blocks"] == FEW)
     assert (counts["hits"] > 0) == case["enable_prefix_caching"]
     assert (counts["drafts"] > 0) == (case["speculative_config"] is not None)
+
+
+@pytest.mark.parametrize(("shards", "heads"), [(1, 4), (2, 2), (4, 1), (8, 1)])
+def test_the_plan_counts_copied_key_value_heads(shards: int, heads: int) -> None:
+    """With eight devices, two hold each of four heads, so a block takes as much of a device as with four."""
+    spec, _ = read_spec(json.loads((STORIES / "config.json").read_text()))
+    geometry = kv_cache.Geometry(num_slots=2, num_blocks=5, block_size=16, max_model_len=64)
+    dtype = np.dtype("float32")
+    leaves = jax.tree.leaves(kv_cache.abstract_kv(spec, geometry, layout_of(shards), dtype))
+    held = [leaf.sharding.shard_shape(leaf.shape) for leaf in leaves]
+    assert held == [(5, heads, 16, 8)] * 2 * 5
+    assert kv_cache.block_bytes(spec, spec.num_layers, 16, dtype, shards) == sum(4 * np.prod(each[1:]) for each in held)
