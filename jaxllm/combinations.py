@@ -12,6 +12,7 @@ POOLS = "a model that pools"
 WHOLE_PROMPTS = "a model that reads whole prompts"
 LATENT = "latent attention"
 EXPERTS = "experts"
+NO_EXPERTS = "a model without experts"
 NO_END = "a model without an end-of-sequence token"
 FLEET = "data_parallel_size above 1"
 REMOTE = "replicas on other machines"
@@ -34,6 +35,7 @@ REFUSED = (
     Refused("kv_transfer_config", POOLS, "no token follows a prompt"),
     Refused("deterministic", POOLS, "the mode is for models that generate"),
     Refused("deterministic", MANY_GPUS, "the order of a sum then depends on where in the batch a token is"),
+    Refused("enable_expert_parallel", NO_EXPERTS, "it divides experts"),
     Refused("kv_cache_dtype", WHOLE_PROMPTS, "there is no cache"),
     Refused("quantization", EXPERTS, "they are not rounded when they are loaded"),
     Refused("quantization", LATENT, "it is not rounded when it is loaded"),

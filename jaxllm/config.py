@@ -68,6 +68,9 @@ class EngineConfig:
         None, "maximum concurrent requests (default: 64 on a CPU, 256 on a GPU; with --deterministic 16 and 128)"
     )
     tensor_parallel_size: int = setting(1, "devices that share the model")
+    enable_expert_parallel: bool = setting(
+        False, "give each of the devices that share the model whole experts, instead of a part of each"
+    )
     # For front ends (`LLM`, `FleetLLM`, `jaxllm serve`); an engine is one of the group.
     data_parallel_size: int = setting(1, "engines that share the requests, each with its own process and devices")
     # Of a fleet; each is an engine of `data_parallel_size`, which is their sum.
@@ -345,7 +348,6 @@ WITHOUT_EFFECT: dict[str, Any] = {
     "worker_use_ray": False,
     "disable_custom_all_reduce": False,
     "disable_cascade_attn": False,
-    "enable_expert_parallel": False,
     "guided_decoding_backend": "auto",
     "disable_log_stats": False,
     "disable_log_requests": False,
@@ -382,7 +384,7 @@ _RANGES: dict[str, tuple[int, int]] = {
 }
 _SWITCHES = (
     *("skip_tokenizer_init", "enable_prefix_caching", "async_scheduling", "deterministic"),
-    *("enable_kv_cache_events", "enable_lora", "enable_sleep_mode"),
+    *("enable_kv_cache_events", "enable_lora", "enable_sleep_mode", "enable_expert_parallel"),
 )
 _OPTIONAL = {"max_model_len", "max_num_batched_tokens", "max_num_seqs", "kv_cache_memory_bytes", "num_kv_blocks"} | {
     *("max_cpu_loras", "compilation_cache_bytes")

@@ -349,19 +349,23 @@ def fused_experts(
     activation: Activation = "silu",
     clamp: float | None = None,
     clamp_slope: float = 1.702,
+    num_experts: int | None = None,
     implementation: str | Choice | None = None,
 ) -> Float[Array, "T D"]:
     """Return the weighted sum of each token's experts for `x` [T, D]: float32.
 
-    `chosen` [T, n] are indices below E, `gates` [T, n] weights. `up` has 2 F rows: activation(first F products) times
-    the others; `down` has D. With a `clamp` c: g · σ(`clamp_slope` · g) · (u + 1), g at most c, u in [-c, c] (gpt-oss).
+    `chosen` [T, n] are indices below E, `gates` [T, n] weights. With `num_experts`, those of all devices, `chosen` may
+    also be E: an expert of another device, which adds zero. `up` has 2 F rows: activation(first F products) times the
+    others; `down` has D. With a `clamp` c: g · σ(`clamp_slope` · g) · (u + 1), g at most c, u in [-c, c] (gpt-oss).
     Intermediates, and possibly weighted results, are rounded to the type of `x`.
     """
     if up.shape[0] != down.shape[0] or up.shape[1] != 2 * down.shape[2]:
         raise ValueError(f"experts {up.shape} and {down.shape} do not fit: 2 F rows of D, and D rows of F")
     if not x.dtype == up.dtype == down.dtype:
         raise ValueError(f"tokens of {x.dtype} do not go with experts of {up.dtype} and {down.dtype}")
-    static = {"activation": activation, "clamp": clamp, "clamp_slope": clamp_slope}
+    if num_experts is not None and num_experts < len(up):
+        raise ValueError(f"{num_experts} experts of all devices are fewer than the {len(up)} of this one")
+    static = {"activation": activation, "clamp": clamp, "clamp_slope": clamp_slope, "num_experts": num_experts}
     arrays = (x, up, down, chosen, gates, up_bias, down_bias)
     return _dispatch("fused_experts", implementation, Site("", dtype=str(x.dtype)), static, arrays)
 

@@ -123,9 +123,10 @@ def load(folder: Path, declared: Params[Weight], layout: Layout, dtype: DTypeLik
         tree: dict[str, Any] = {}
         for weight in weights.values():
             for part in weight.parts:
-                for name in _names(weight, part):
-                    kind = jnp.dtype(jnp.float32) if weight.scheme is not None else weight.type_of(dtype)
-                    _place(tree, (layer, name), _target(weight, part, layout, kind))
+                kind = jnp.dtype(jnp.float32) if weight.scheme is not None else weight.type_of(dtype)
+                for expert, name in enumerate(_names(weight, part)):
+                    own = layout if weight.stack is None else _holding(weight, expert, layout)
+                    _place(tree, (layer, name), _target(weight, part, own, kind))
         pieces = _restore(folder, tree)
         pieces = pieces["top"] if layer is None else pieces["layers"][str(layer)]
         arrays: dict[str, Any] = {
@@ -220,6 +221,12 @@ def _target(weight: Weight, part: Part, layout: Layout, dtype: jnp.dtype) -> Any
     return ocp.ArrayRestoreArgs(dtype=dtype, sharding=sharding, global_shape=_shape(weight, part))
 
 
+def _holding(weight: Weight, expert: int, layout: Layout) -> Layout:
+    """Return the layout of the devices that hold an expert."""
+    axis = weight.axes[0]
+    return layout.of_shard(axis, expert * layout.shards(axis) // (weight.stack or 1))
+
+
 def _restore(folder: Path, targets: dict[str, Any]) -> dict[str, Any]:
     import orbax.checkpoint as ocp
 
@@ -255,7 +262,7 @@ def _join(weight: Weight, pieces: list[Array], layout: Layout) -> Array:
 def _stack(weight: Weight, pieces: list[dict[str, Array]], layout: Layout) -> Array:
     held = [[_by_device(piece[str(expert)]) for piece in pieces] for expert in range(weight.stack or 0)]
     stacked = [
-        jnp.stack([_concatenate(weight, [piece[device] for piece in parts]) for parts in held])
+        jnp.stack([_concatenate(weight, [piece[device] for piece in parts]) for parts in held if device in parts[0]])
         for device in layout.devices
     ]
     return jax.make_array_from_single_device_arrays(weight.shape, layout.sharding(*weight.axes), stacked)

@@ -349,9 +349,11 @@ def _load_side(
     def read_rows(shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
         bounds = [piece.indices(length) for piece, length in zip(index, shape, strict=True)]
         out = _aligned(tuple(stop - start for start, stop, _ in bounds), np.dtype(described.dtype))
-        # Experts are never sharded.
-        one_shape, inner = (shape, index) if weight.stack is None else (shape[1:], index[1:])
-        for piece, parts in zip([out] if weight.stack is None else out, sources, strict=True):
+        if weight.stack is None:
+            one_shape, inner, pieces, found = shape, index, [out], sources
+        else:  # the device's experts
+            one_shape, inner, pieces, found = shape[1:], index[1:], out, sources[index[0]]
+        for piece, parts in zip(pieces, found, strict=True):
 
             def store(row: int, block: np.ndarray, piece: np.ndarray = piece) -> None:
                 piece[row : row + len(block)] = block

@@ -454,13 +454,14 @@ def _row_parallel(x: Array, weights: Arrays, name: str, linear: Callable[..., Ar
 
 def check_shards(spec: Spec, layout: Layout) -> None:
     experts = spec.experts
-    widths = [spec.ffn_width] if experts is None or not all(experts.layers) else []
-    widths += [experts.ffn_width, experts.shared_width] if experts else []
-    for name, axis, count in (
-        ("attention heads", "heads", spec.num_heads),
-        ("key-value heads", "kv_heads", spec.num_kv_heads),
-        *(("feed-forward columns", "feed_forward", width) for width in widths),
-    ):
+    divided = [("attention heads", "heads", spec.num_heads), ("key-value heads", "kv_heads", spec.num_kv_heads)]
+    if experts is None or not all(experts.layers):
+        divided.append(("feed-forward columns", "feed_forward", spec.ffn_width))
+    if experts is not None:
+        divided.append(("feed-forward columns", "expert_width", experts.ffn_width))
+        divided.append(("feed-forward columns", "feed_forward", experts.shared_width))
+        divided.append(("experts", "experts", experts.count))
+    for name, axis, count in divided:
         shards = layout.shards(axis)
         if count % shards and (axis != "kv_heads" or shards % count):
             raise UserError(

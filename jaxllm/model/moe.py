@@ -1,9 +1,11 @@
 """Mixture of experts on one shard: weights, routing, and products.
 
 Kernels replace the products of unquantized experts inside `pallas_kernels.fused_experts_by`, and the routing without
-groups inside `fused_topk_by`. Every shard holds a slice of every expert. No token is dropped.
+groups inside `fused_topk_by`. Every shard holds a slice of every expert, or with expert parallelism whole experts
+("experts" of the layout) and computes their terms for all tokens. No token is dropped.
 
-Letters: F an expert's width (on this shard), n experts per token, N = T · n assignments.
+Letters: E experts (after routing: on this shard), F an expert's width on this shard, n experts per token, N = T · n
+assignments.
 """
 
 from __future__ import annotations
@@ -36,29 +38,29 @@ _DENSE_TOKENS = 256
 def declare(spec: Spec, experts: Experts) -> dict[str, Weight]:
     count, inner, width = experts.count, experts.ffn_width, spec.width
     weights = {
-        "router": Weight((count, width), ("experts", "width"), (Part("router", count),)),
+        "router": Weight((count, width), ("routes", "width"), (Part("router", count),)),
         "expert_up": Weight(
             (count, 2 * inner, width),
-            ("experts", "feed_forward", "width"),
+            ("experts", "expert_width", "width"),
             (Part("expert_gate", inner), Part("expert_up", inner)),
             stack=count,
             is_product=True,
         ),
         "expert_down": Weight(
             (count, width, inner),
-            ("experts", "width", "feed_forward"),
+            ("experts", "width", "expert_width"),
             (Part("expert_down", width),),
             stack=count,
             is_product=True,
         ),
     }
     if experts.router_bias:
-        weights["router_bias"] = Weight((count,), ("experts",), (Part("router_bias", count),), "zeros")
+        weights["router_bias"] = Weight((count,), ("routes",), (Part("router_bias", count),), "zeros")
     if experts.choice_bias:
-        weights["choice_bias"] = Weight((count,), ("experts",), (Part("choice_bias", count),), "zeros", is_wide=True)
+        weights["choice_bias"] = Weight((count,), ("routes",), (Part("choice_bias", count),), "zeros", is_wide=True)
     if experts.bias:
         parts = (Part("expert_gate_bias", inner), Part("expert_up_bias", inner))
-        weights["expert_up_bias"] = Weight((count, 2 * inner), ("experts", "feed_forward"), parts, "zeros", stack=count)
+        weights["expert_up_bias"] = Weight((count, 2 * inner), ("experts", "expert_width"), parts, "zeros", stack=count)
         parts = (Part("expert_down_bias", width),)
         weights["expert_down_bias"] = Weight((count, width), ("experts", "width"), parts, "zeros", stack=count)
     if experts.shared_width:
@@ -77,6 +79,8 @@ def mix(spec: Spec, experts: Experts, weights: Arrays, x: Array, layout: Layout)
     """Return this shard's term of the experts' output for `x` [T, D]: float32 [T, D], to be summed over shards."""
     chosen, gates = route(experts, weights, x)
     routed = {name: weight for name, weight in weights.items() if name.startswith("expert_")}
+    if is_divided := layout.shards("experts") > 1:
+        chosen = _on_shard(chosen, _count(routed), layout)
     kernel = pallas_kernels.fused_experts_by.value
     if kernel is not None and not isinstance(weights["expert_up"], Quantized):
         total = by_kernel(spec, experts, routed, x, chosen, gates, layout, kernel)
@@ -89,9 +93,10 @@ def mix(spec: Spec, experts: Experts, weights: Arrays, x: Array, layout: Layout)
             cpu=partial(by_tiles, spec, experts, skips=True),
             default=partial(_by_size, spec, experts),
         )
-        if experts.bias:  # replicated: added by one shard
-            bias = spread(experts, chosen, gates) @ weights["expert_down_bias"].astype(jnp.float32)
-            total = total + jnp.where(layout.index("feed_forward") == 0, bias, 0.0)
+        if experts.bias:
+            bias = spread(_count(routed), chosen, gates) @ weights["expert_down_bias"].astype(jnp.float32)
+            # Unless each shard has other experts, it is replicated: added by one shard.
+            total = total + (bias if is_divided else jnp.where(layout.index("feed_forward") == 0, bias, 0.0))
     if experts.shared_width:
         inner = gated(layers.linear(x, weights["shared_up"]), spec.activation)
         shared = layers.linear(inner.astype(x.dtype), weights["shared_down"])  # [T, D]
@@ -130,6 +135,23 @@ def route(experts: Experts, weights: Arrays, x: Array) -> tuple[Array, Array]:
     return chosen, gates * experts.scale
 
 
+def _on_shard(chosen: Array, count: int, layout: Layout) -> Array:
+    """Convert experts to numbers on this shard, which has `count`; `count` for those of other shards."""
+    own = chosen - layout.index("experts") * count
+    return jnp.where((own >= 0) & (own < count), own, count)
+
+
+def _count(weights: Arrays) -> int:
+    """Return the number of experts on this shard."""
+    return jax.tree.leaves(weights["expert_down"])[0].shape[0]
+
+
+def _is_here(experts: Experts, weights: Arrays, chosen: Array) -> Array | None:
+    """Return which assignments have an expert on this shard; None: all."""
+    count = _count(weights)
+    return None if count == experts.count else chosen < count
+
+
 def by_kernel(
     spec: Spec,
     experts: Experts,
@@ -141,7 +163,8 @@ def by_kernel(
     implementation: pallas_kernels.Choice,
 ) -> Array:
     up_bias, down_bias = weights.get("expert_up_bias"), weights.get("expert_down_bias")
-    if down_bias is not None:  # replicated: added by one shard
+    is_divided = layout.shards("experts") > 1
+    if down_bias is not None and not is_divided:  # replicated: added by one shard
         down_bias = jnp.where(layout.index("feed_forward") == 0, down_bias, jnp.zeros_like(down_bias))
     return pallas_kernels.fused_experts(
         x,
@@ -154,6 +177,7 @@ def by_kernel(
         activation=spec.activation,
         clamp=experts.clamp,
         clamp_slope=experts.clamp_slope,
+        num_experts=experts.count if is_divided else None,
         implementation=implementation,
     )
 
@@ -170,21 +194,22 @@ def by_tiles(
 ) -> Array:
     """Sort assignments by expert and multiply tiles of one expert each: float32 [T, D].
 
-    `skips` ends the loop after the last tile; otherwise it runs for the worst case, so that a GPU need not synchronize.
+    Those of other shards' experts are last and in no tile. `skips` ends the loop after the last tile; otherwise it runs
+    for the worst case, so that a GPU need not synchronize.
     """
     tokens, width = x.shape
-    total = chosen.size  # N
+    total, count = chosen.size, _count(weights)  # N, E
     tile = _tile_size(tokens, experts)
     flat = chosen.reshape(total)
     order = jnp.argsort(flat).astype(jnp.int32)
-    counts = jnp.zeros(experts.count, jnp.int32).at[flat].add(1)
+    counts = jnp.zeros(count, jnp.int32).at[flat].add(1)  # drops index E
     starts = jnp.cumsum(counts) - counts
     tiles = -(-counts // tile)
     ends = jnp.cumsum(tiles)
     source = jnp.pad(order // experts.per_token, (0, tile))  # [N + tile], of x
 
     def multiply(number: Array, out: Array) -> Array:
-        expert = jnp.minimum(jnp.sum(ends <= number), experts.count - 1)
+        expert = jnp.minimum(jnp.sum(ends <= number), count - 1)
         start = starts[expert] + (number - (ends[expert] - tiles[expert])) * tile
         start = jnp.where(number < ends[-1], start, total)
         own = jax.tree.map(lambda weight: lax.dynamic_index_in_dim(weight, expert, keepdims=False), weights)
@@ -194,11 +219,11 @@ def by_tiles(
         # Rows beyond the expert's last are overwritten by the next tile.
         return lax.dynamic_update_slice(out, result.astype(out.dtype), (start, 0))
 
-    worst = min(total, total // tile + experts.count)
+    worst = min(total, total // tile + count)
     out = jnp.zeros((total + tile, width), x.dtype)
     out = lax.fori_loop(0, ends[-1] if skips else worst, multiply, out)
     place = jnp.zeros(total, jnp.int32).at[order].set(jnp.arange(total, dtype=jnp.int32), unique_indices=True)
-    return _weighted(out[place], gates)
+    return _weighted(out[place], gates, _is_here(experts, weights, chosen))
 
 
 def by_gathering(spec: Spec, experts: Experts, weights: Arrays, x: Array, chosen: Array, gates: Array) -> Array:
@@ -211,7 +236,7 @@ def by_gathering(spec: Spec, experts: Experts, weights: Arrays, x: Array, chosen
         inner = inner + factors["expert_up_bias"].astype(jnp.float32)
     inner = _gated(spec, experts, inner).astype(x.dtype)
     result = jnp.einsum("nf,ndf->nd", inner, factors["expert_down"], preferred_element_type=jnp.float32)
-    return _weighted(result, gates)
+    return _weighted(result, gates, _is_here(experts, weights, chosen))
 
 
 def by_all(spec: Spec, experts: Experts, weights: Arrays, x: Array, chosen: Array, gates: Array) -> Array:
@@ -219,7 +244,7 @@ def by_all(spec: Spec, experts: Experts, weights: Arrays, x: Array, chosen: Arra
     up, down = floats(weights["expert_up"], x.dtype), floats(weights["expert_down"], x.dtype)  # [E, 2 F, D], [E, D, F]
     bias = weights["expert_up_bias"].reshape(-1) if experts.bias else None
     inner = layers.linear(x, up.reshape(-1, x.shape[1]), bias).reshape(len(x), *up.shape[:2])  # [T, E, 2 F]
-    inner = _gated(spec, experts, inner) * spread(experts, chosen, gates)[:, :, None]
+    inner = _gated(spec, experts, inner) * spread(up.shape[0], chosen, gates)[:, :, None]
     # Separate products: contracting E and F together would transpose all weights.
     inner = inner.astype(x.dtype).swapaxes(0, 1)  # [E, T, F]
     result = jnp.einsum("etf,edf->etd", inner, down, preferred_element_type=jnp.float32)
@@ -227,12 +252,14 @@ def by_all(spec: Spec, experts: Experts, weights: Arrays, x: Array, chosen: Arra
 
 
 def _by_size(spec: Spec, experts: Experts, weights: Arrays, x: Array, chosen: Array, gates: Array) -> Array:
+    count = _count(weights)
     # A gathered expert is read, written and read again: worthwhile for up to a third of the experts.
-    if 3 * chosen.size <= experts.count:
+    if 3 * chosen.size <= count:
         return by_gathering(spec, experts, weights, x, chosen, gates)
     if len(x) <= _DENSE_TOKENS:
         return by_all(spec, experts, weights, x, chosen, gates)
-    return by_tiles(spec, experts, weights, x, chosen, gates, skips=False)
+    # One shard could have all assignments, so a loop for the worst case would be long: X times the average.
+    return by_tiles(spec, experts, weights, x, chosen, gates, skips=count < experts.count)
 
 
 def _tile_size(tokens: int, experts: Experts) -> int:
@@ -244,12 +271,12 @@ def _gated(spec: Spec, experts: Experts, inner: Array) -> Array:
     return gated(inner, spec.activation, experts.clamp, experts.clamp_slope)
 
 
-def spread(experts: Experts, chosen: Array, gates: Array) -> Array:
-    """Return the weights over all experts, [T, E], zero if not chosen."""
-    is_chosen = chosen[:, :, None] == jnp.arange(experts.count)  # [T, n, E]
+def spread(count: int, chosen: Array, gates: Array) -> Array:
+    """Return the weights over `count` experts, [T, E], zero if not chosen."""
+    is_chosen = chosen[:, :, None] == jnp.arange(count)  # [T, n, E]
     return jnp.sum(jnp.where(is_chosen, gates[:, :, None], 0.0), axis=1)
 
 
-def _weighted(results: Array, gates: Array) -> Array:
-    results = results.reshape(*gates.shape, -1).astype(jnp.float32)  # [T, n, D]
-    return jnp.sum(results * gates[:, :, None], axis=1)
+def _weighted(results: Array, gates: Array, is_here: Array | None) -> Array:
+    results = results.reshape(*gates.shape, -1).astype(jnp.float32) * gates[:, :, None]  # [T, n, D]
+    return jnp.sum(results if is_here is None else jnp.where(is_here[:, :, None], results, 0.0), axis=1)

@@ -17,9 +17,13 @@ from jaxllm.errors import UserError
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Megatron's division (Shoeybi et al. 2019): heads, feed-forward and vocabulary are split, the residual stream is
-# replicated. Two all-reduces per layer.
-RULES: Mapping[str, str | None] = dict.fromkeys(("heads", "kv_heads", "feed_forward", "vocab"), "tp")
-_WHOLE = frozenset({"width", "head", "position", "experts", "blocks", "slots"})  # never divided
+# replicated. Two all-reduces per layer. Expert parallelism divides "experts"; otherwise each expert's width is split
+# ("expert_width", as feed_forward).
+RULES: Mapping[str, str | None] = {
+    **dict.fromkeys(("heads", "kv_heads", "feed_forward", "vocab"), "tp"),
+    "experts": None,
+}
+_WHOLE = frozenset({"width", "head", "position", "routes", "blocks", "slots"})  # never divided
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,8 @@ class Layout:
             raise ValueError(f"rules are for {', '.join(RULES)}, not for {', '.join(self.rules)}")
         if self.rules["heads"] != self.rules["kv_heads"]:
             raise ValueError("heads and kv_heads must be divided by the same mesh axis")
+        if self.rules["experts"] not in (None, self.rules["feed_forward"]):
+            raise ValueError("experts must be divided by the mesh axis of feed_forward, which sums their results")
         if unknown := set(self.rules.values()) - {*self.mesh.axis_names, None}:
             raise ValueError(f"the mesh has the axes {self.mesh.axis_names}, not {unknown}")
 
@@ -47,6 +53,8 @@ class Layout:
 
     def axis(self, name: str | None) -> str | None:
         """Return the mesh axis of a logical axis, None if replicated; raise KeyError for unknown names."""
+        if name == "expert_width":
+            return self.rules["feed_forward"] if self.rules["experts"] is None else None
         return None if name is None or name in _WHOLE else self.rules[name]
 
     def shards(self, name: str | None) -> int:
@@ -91,6 +99,14 @@ class Layout:
         names = (*self.mesh.axis_names[: at + 1], "copies", *self.mesh.axis_names[at + 1 :])
         return replace(self, mesh=Mesh(devices, names))
 
+    def of_shard(self, name: str | None, number: int) -> Layout:
+        """Return the layout of the devices that hold piece `number` of a logical axis."""
+        if self.shards(name) == 1:
+            return self
+        assert isinstance(self.mesh, Mesh)
+        at = self.mesh.axis_names.index(self.axis(name))
+        return replace(self, mesh=Mesh(self.mesh.devices.take([number], axis=at), self.mesh.axis_names))
+
 
 UNDIVIDED = Layout(AbstractMesh((), ()), dict.fromkeys(RULES))  # one device, without `shard_map`
 
@@ -100,7 +116,11 @@ def _sharding(layout: Layout, names: tuple[str | None, ...]) -> NamedSharding:
     return NamedSharding(layout.mesh, layout.spec(*names))
 
 
-def make_layout(devices: Sequence[jax.Device], tensor_parallel_size: int) -> Layout:  # pyright: ignore[reportInvalidTypeForm]
+def make_layout(
+    devices: Sequence[jax.Device],  # pyright: ignore[reportInvalidTypeForm]
+    tensor_parallel_size: int,
+    divides_experts: bool = False,
+) -> Layout:
     """Return a layout that divides axes over the first devices; raise UserError if there are too few."""
     if tensor_parallel_size > len(devices):
         more = f", or set XLA_FLAGS=--xla_force_host_platform_device_count={tensor_parallel_size} to split the CPU"
@@ -109,4 +129,5 @@ def make_layout(devices: Sequence[jax.Device], tensor_parallel_size: int) -> Lay
             f"use at most {len(devices)}{more if devices[0].platform == 'cpu' else ''}.",
             "tensor_parallel_size",
         )
-    return Layout(Mesh(np.asarray(devices[:tensor_parallel_size]), ("tp",)), RULES)
+    rules = {**RULES, "experts": "tp"} if divides_experts else RULES
+    return Layout(Mesh(np.asarray(devices[:tensor_parallel_size]), ("tp",)), rules)

@@ -227,7 +227,7 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
             )
         tokens = longest
 
-    layout = make_layout(devices, config.tensor_parallel_size)
+    layout = make_layout(devices, config.tensor_parallel_size, config.enable_expert_parallel)
 
     def kernels_of(own: Spec) -> dict[str, Choice]:
         return choose_kernels(config, own, layout, dtype, cache_dtype, scheme)
@@ -274,6 +274,7 @@ def _check_combinations(config: EngineConfig, spec: Spec, rounds: bool, pools: b
         "speculative_config": config.speculative_config is not None,
         "enable_lora": config.enable_lora,
         "deterministic": config.deterministic,
+        "enable_expert_parallel": config.enable_expert_parallel,
         "kv_offloading_size": config.kv_offloading_size > 0,
         "kv_transfer_config": config.kv_transfer_config is not None,
         "enable_sleep_mode": config.enable_sleep_mode,
@@ -287,6 +288,7 @@ def _check_combinations(config: EngineConfig, spec: Spec, rounds: bool, pools: b
         combinations.EXPERTS: bool(spec.experts),
         "kv_offloading_disk": config.kv_offloading_disk is not None,
         "kv_transfer_config": config.kv_transfer_config is not None,
+        combinations.NO_EXPERTS: spec.experts is None,
         # A ring all-reduce sums each piece in another order, except with two devices.
         combinations.MANY_GPUS: not is_cpu and config.tensor_parallel_size > 2,
     }
@@ -462,6 +464,7 @@ def describe_programs(config: EngineConfig, setup: Setup, plan: MemoryPlan) -> d
         "deterministic": config.deterministic,
         "speculative": repr(setup.drafting),
         "tensor_parallel_size": config.tensor_parallel_size,
+        "enable_expert_parallel": config.enable_expert_parallel,
         "pools": setup.head is not None,
         "block_size": config.block_size,
         "num_kv_blocks": plan.num_blocks,

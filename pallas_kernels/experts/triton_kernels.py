@@ -99,6 +99,7 @@ def plan(
 ):
     """Sort assignments `chosen` [N] by expert into `order` [N], and list tiles; grid (E,).
 
+    Assignments to E, experts of other devices, are in no tile, and their places at the end of `order` are not written.
     `tiles` [3, TILES]: expert, start in `order`, and count (0 beyond the last). BINS: a power of two above E.
     """
     own = tl.program_id(0)
@@ -328,12 +329,13 @@ def fused_experts(
     activation: Activation,
     clamp: float | None,
     clamp_slope: float,
+    num_experts: int | None,
     capability: int | None,
     is_deterministic: bool,
 ) -> Array:
     (tokens, width), (experts, _, inner_width) = x.shape, down.shape
     total = chosen.size
-    tile = tuning.of_experts(capability, total, experts, str(x.dtype), is_deterministic)
+    tile = tuning.of_experts(capability, total, num_experts or experts, str(x.dtype), is_deterministic)
     count = num_tiles(total, experts, tile.assignments)
     sizes: dict[str, Any] = {"D": width, "F": inner_width, "TILES": count, "BM": tile.assignments, "BK": tile.columns}
     sizes["HALVES"] = tile.has_halves
@@ -378,4 +380,7 @@ def fused_experts(
         **sizes,
         BN=rows,
     )
-    return jnp.sum(out.reshape(tokens, -1, width).astype(jnp.float32) * gates[:, :, None], axis=1)
+    weighted = out.reshape(tokens, -1, width).astype(jnp.float32) * gates[:, :, None]
+    if num_experts is not None:  # rows of other devices' experts are not written
+        weighted = jnp.where((chosen < experts)[:, :, None], weighted, 0.0)
+    return jnp.sum(weighted, axis=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxllm.checkpoints import weights
+from jaxllm.checkpoints.sources import Source
 from jaxllm.commands.conversion import convert
 from jaxllm.errors import UserError
 from jaxllm.families.families import read_spec
@@ -22,6 +24,7 @@ from jaxllm.setup import kv_cache
 from tests.support.checkpoints import load
 from tests.support.layouts import layout_of
 from tests.support.paths import GOLDEN
+from tests.support.quantized_checkpoints import quantized_model, write
 
 
 def _pieces(weight: jax.Array) -> list[np.ndarray]:
@@ -40,6 +43,32 @@ def test_tensors_of_one_expert_each_are_stacked_and_split_by_width():
             np.testing.assert_array_equal(down[expert], tensors[name.format(2)][:, inner])
     for router in _pieces(layer["router"]):
         np.testing.assert_array_equal(router, tensors["model.layers.1.block_sparse_moe.gate.weight"])
+
+
+@pytest.mark.parametrize("case", ["mixtral", "gpt-oss", "deepseek-v3, fp8"])
+def test_whole_experts_are_read_by_their_device_alone(tmp_path, monkeypatch, case):
+    folder = GOLDEN / case
+    if case.endswith("fp8"):
+        config = json.loads((GOLDEN / "deepseek-v3" / "config.json").read_text()) | {"num_attention_heads": 8}
+        sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 64, "num_key_value_heads": 8}
+        folder = write(tmp_path, *quantized_model("fp8-blocks", config | sizes)[:2])
+    spec, family = read_spec(weights.read_config(folder))
+    read: list[tuple[str, int | None, str, int]] = []
+    give = Source.give
+
+    def noted(source, side, width, start, *others):
+        read.append((source.tensor.name, source.expert, side, source.at.first + start))
+        return give(source, side, width, start, *others)
+
+    monkeypatch.setattr(Source, "give", noted)
+    layouts = [sharding.make_layout(jax.devices(), shards, divides_experts=True) for shards in (2, 1)]
+    layer, due = (weights.load(folder, spec, family, layout, "float32").layers[1] for layout in layouts)
+    experts = [each for each in read if "experts." in each[0] and "shared" not in each[0]]
+    assert len(experts) == 2 * len({*experts}), "once by each of the two loads"
+    for name in [name for name in layer if name.startswith("expert_")]:
+        for piece, whole in zip(jax.tree.leaves(layer[name]), jax.tree.leaves(due[name]), strict=True):
+            assert _pieces(piece)[0].shape == (len(whole) // 2, *whole.shape[1:])
+            np.testing.assert_array_equal(np.asarray(piece).view(np.uint8), np.asarray(whole).view(np.uint8))
 
 
 def test_a_tensor_of_all_experts_with_alternating_columns_is_taken_apart():
@@ -122,7 +151,10 @@ def test_layers_that_guess_further_tokens_are_left_out(tmp_path):
 
 def test_devices_that_do_not_divide_an_expert_are_refused():
     config = json.loads((GOLDEN / "deepseek-v3" / "config.json").read_text()) | {"intermediate_size": 66}
-    decoder.check_shards(read_spec(config | {"moe_intermediate_size": 18})[0], layout_of(3))
+    spec, whole_experts = read_spec(config | {"moe_intermediate_size": 18})[0], {**sharding.RULES, "experts": "tp"}
+    decoder.check_shards(spec, layout_of(3))
+    with pytest.raises(UserError, match=r"tensor_parallel_size 3 does not divide the model's \d+ experts"):
+        decoder.check_shards(spec, replace(layout_of(3), rules=whole_experts))
     with pytest.raises(UserError, match="16 feed-forward columns"):
         decoder.check_shards(read_spec(config)[0], layout_of(3))
 
@@ -148,9 +180,14 @@ def test_random_experts_differ_from_each_other():
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize("divides_experts", [False, True])
 @pytest.mark.parametrize("case", ["mixtral", "gpt-oss", "deepseek-v2"])
-def test_a_converted_checkpoint_lands_on_two_devices_alike(tmp_path, case):
-    plain, converted = load(GOLDEN / case, 2), load(convert(str(GOLDEN / case), tmp_path / "converted"), 2)
+def test_a_converted_checkpoint_lands_on_two_devices_alike(tmp_path, case, divides_experts):
+    layout = sharding.make_layout(jax.devices(), 2, divides_experts)
+    folders = GOLDEN / case, convert(str(GOLDEN / case), tmp_path / "converted")
+    plain, converted = (
+        weights.load(folder, *read_spec(weights.read_config(folder)), layout, "float32") for folder in folders
+    )
     for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(converted), strict=True):
         assert one.sharding == other.sharding
         for piece, same in zip(_pieces(one), _pieces(other), strict=True):

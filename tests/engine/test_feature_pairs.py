@@ -32,6 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "enable_lora": {"enable_lora": True},
     "deterministic": {"deterministic": True},
     "kv_transfer_config": {"kv_transfer_config": PRODUCER},
+    "enable_expert_parallel": {"enable_expert_parallel": True, "tensor_parallel_size": 2},
     "kv_cache_dtype": {"kv_cache_dtype": "int8"},
     "quantization": {"quantization": "int8"},
 }
@@ -40,9 +41,13 @@ MODELS: dict[str, Path] = {
     combinations.WHOLE_PROMPTS: GOLDEN_POOLED / "bert-labels",
     combinations.LATENT: GOLDEN / "deepseek-v2",
     combinations.EXPERTS: GOLDEN / "mixtral",
-    "": STORIES,
+    combinations.NO_EXPERTS: STORIES,
 }
-IMPLIED = {combinations.WHOLE_PROMPTS: [combinations.POOLS], combinations.LATENT: [combinations.EXPERTS]}
+IMPLIED = {
+    combinations.POOLS: [combinations.NO_EXPERTS],
+    combinations.WHOLE_PROMPTS: [combinations.POOLS, combinations.NO_EXPERTS],
+    combinations.LATENT: [combinations.EXPERTS],
+}
 
 
 def refused(asked: str, *properties: str) -> bool:

@@ -22,7 +22,7 @@ from jax.experimental import topologies
 
 import pallas_kernels
 from jaxllm.checkpoints import weights
-from jaxllm.families.families import read_spec
+from jaxllm.families.families import Family, read_spec
 from jaxllm.model import decoder, lora, quantized
 from jaxllm.model.decoder import Params
 from jaxllm.model.lora_linear import AdapterWeights
@@ -63,6 +63,7 @@ class Program:
     outside: Counter[str]  # outside of command buffers, including these
     text: str  # the optimized HLO
     temporary_bytes: int
+    argument_bytes: int  # of weights, state and batch
     aliased_bytes: int  # outputs that are inputs
     cache_bytes: int  # of one device
     block_shape: tuple[int, ...]  # of a layer's keys on one device, [N, K, P, C]
@@ -110,12 +111,13 @@ class Program:
 
 
 @functools.cache
-def layout(devices: int = 1) -> Layout:
+def layout(devices: int = 1, divides_experts: bool = False) -> Layout:
     """Describe a mesh of `devices` H200."""
     described = topologies.get_topology_desc(
         platform="cuda", target_config=TARGET.read_text(), topology=f"1x1x{devices}"
     )
-    return Layout(topologies.make_mesh(described, (devices,), ("tp",)), RULES)
+    rules = {**RULES, "experts": "tp"} if divides_experts else RULES
+    return Layout(topologies.make_mesh(described, (devices,), ("tp",)), rules)
 
 
 def kernels_of(
@@ -155,14 +157,15 @@ def compile_step(
     drafting: Drafting | None = None,
     scheme: Scheme | None = None,
     cache: str | None = None,
+    divides_experts: bool = False,
 ) -> Program:
     """Compile a decode step of `rows`, or a ragged one of `tokens`, of a model given by config.json.
 
     With `drafting` each row verifies and drafts the maximal number of drafts. With a `scheme` the layers' matrices are
-    quantized, not the head. `cache` is the type of keys and values, default `dtype`. `stays`: the state includes the
-    batch.
+    quantized, not the head; without one as config.json describes. `cache` is the type of keys and values, default
+    `dtype`. `stays`: the state includes the batch. `divides_experts`: expert parallelism.
     """
-    spec, _ = read_spec(dict(config))
+    spec, family = read_spec(dict(config))
     slots = max(64, rows or 0)
     geometry = Geometry(num_slots=slots, num_blocks=8192, block_size=16, max_model_len=context)
     if is_deterministic:
@@ -191,6 +194,8 @@ def compile_step(
         scheme,
         cache,
         is_deterministic,
+        family,
+        divides_experts,
     )
 
 
@@ -209,10 +214,16 @@ def compile_shape(
     scheme: Scheme | None = None,
     cache: str | None = None,
     is_deterministic: bool = False,
+    family: Family | None = None,
+    divides_experts: bool = False,
 ) -> Program:
     """Compile one program; without a variant, the forward part of a step."""
-    over = layout(devices)
-    params = weights.abstract(spec, over, dtype) if scheme is None else _quantized(spec, over, dtype, scheme)
+    over = layout(devices, divides_experts)
+    if scheme is None:
+        params = weights.abstract(spec, over, dtype, family=family)
+        scheme = family.stored.scheme if family is not None and family.stored is not None else None
+    else:
+        params = _quantized(spec, over, dtype, scheme)
     params = replace(params, draft=draft_setup.abstract(drafting, over, jnp.dtype(dtype)))
     extras = Extras(spec.vocab_size)
     stored = jnp.dtype(cache or dtype)
@@ -280,6 +291,7 @@ def read(
         outside=Counter(kind for is_inside, kind in kinds if not is_inside),
         text=compiled.as_text(),
         temporary_bytes=memory.temp_size_in_bytes,
+        argument_bytes=memory.argument_size_in_bytes,
         aliased_bytes=memory.alias_size_in_bytes,
         cache_bytes=cache_bytes,
         block_shape=block_shape,

@@ -83,7 +83,7 @@ def test_tiles_of_every_routing_are_what_the_loop_gives(seed: int, monkeypatch: 
     form = FORMS[str(rng.choice(list(FORMS)))]
     expected = np.asarray(form(spec, experts, arrays, x, chosen, gates))
     if has_bias:
-        expected = expected + np.asarray(moe.spread(experts, chosen, gates) @ arrays["expert_down_bias"])
+        expected = expected + np.asarray(moe.spread(experts.count, chosen, gates) @ arrays["expert_down_bias"])
     biases = {name: arrays.get(f"expert_{name}") for name in ("up_bias", "down_bias")}
     settings = {"activation": spec.activation, "clamp": experts.clamp} | biases
     given = (x, arrays["expert_up"], arrays["expert_down"], chosen, gates)
@@ -91,6 +91,30 @@ def test_tiles_of_every_routing_are_what_the_loop_gives(seed: int, monkeypatch: 
         found = pallas_kernels.fused_experts(*given, **settings, implementation=implementation)
         assert found.dtype == jnp.float32
         np.testing.assert_allclose(np.asarray(found), expected, rtol=2e-6, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ROUTINGS)
+def test_devices_with_whole_experts_add_up(kind: str):
+    """Three devices with two experts each; rows that no program writes hold NaN, as memory may."""
+    spec, _, arrays = mixture(5, experts={"count": 6, "per_token": 2, "ffn_width": 40, "bias": True}, width=64)
+    rng = np.random.default_rng(5)
+    x = jnp.asarray(rng.standard_normal((33, spec.width), np.float32))
+    chosen = jnp.asarray(routing(rng, kind, 33, 6, 2))
+    gates = jnp.asarray(rng.random(chosen.shape, np.float32))
+    names = "expert_up", "expert_down", "expert_up_bias", "expert_down_bias"
+    up, down, *biases = (arrays[name] for name in names)
+    expected = pallas_kernels.fused_experts(x, up, down, chosen, gates, *biases, implementation="xla")
+    for implementation in ("xla", TRITON):
+        total = jnp.zeros_like(expected)
+        for first in (0, 2, 4):
+            own = [arrays[name][first : first + 2] for name in names]
+            here = jnp.where((chosen >= first) & (chosen < first + 2), chosen - first, 2)
+            total += pallas_kernels.fused_experts(
+                x, *own[:2], here, gates, *own[2:], num_experts=6, implementation=implementation
+            )
+        np.testing.assert_allclose(np.asarray(total), np.asarray(expected), rtol=2e-6, atol=2e-5)
+    with pytest.raises(ValueError, match="1 experts of all devices are fewer than the 6 of this one"):
+        pallas_kernels.fused_experts(x, up, down, chosen, gates, num_experts=1)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+import pallas_kernels
 from jaxllm.checkpoints import weights
 from jaxllm.families.families import read_spec
 from jaxllm.model import decoder, moe, sharding
 from jaxllm.model.spec import Experts, Spec
+from pallas_kernels import Choice
 from tests.parity.driver import Driver
 from tests.support.paths import GOLDEN
 
@@ -77,6 +79,38 @@ def test_each_way_of_multiplying_matches_a_loop_over_tokens(tokens, own, way):
     ]
     assert out.dtype == jnp.float32
     np.testing.assert_allclose(out, np.asarray(expected), rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("way", [*WAYS, "kernel"])
+@pytest.mark.parametrize("tokens", [2, 70])
+def test_shards_of_whole_experts_add_up_to_all(tokens, way, monkeypatch):
+    """Four shards with two experts each; some have no assignment, and a row of NaN spoils no other."""
+    spec, mixture = _spec(bias=True, clamp=2.0)
+    arrays = _arrays(spec, mixture)
+    rng = np.random.default_rng(tokens)
+    x = rng.standard_normal((tokens, spec.width)).astype(np.float32)
+    chosen = np.argsort(rng.random((tokens, mixture.count)), axis=1)[:, : mixture.per_token].astype(np.int32)
+    chosen[tokens // 2 :] = [5, 0, 7]
+    gates = rng.random(chosen.shape).astype(np.float32)
+    monkeypatch.setattr(moe, "route", lambda *_: (jnp.asarray(chosen), jnp.asarray(gates)))
+    if way != "kernel":
+        monkeypatch.setattr(moe, "by_tiles", lambda *given, skips: WAYS[way](*given))  # a CPU's way
+    layout = sharding.make_layout(jax.devices(), 4, divides_experts=True)
+    specs = {name: layout.spec(*one.axes) for name, one in moe.declare(spec, mixture).items()}
+    assert layout.sharding(*moe.declare(spec, mixture)["expert_up"].axes).shard_shape((8, 24, 20)) == (2, 24, 20)
+
+    def run(layout: sharding.Layout, arrays: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        with pallas_kernels.fused_experts_by(Choice("xla") if way == "kernel" else None):
+            return layout.total(moe.mix.__wrapped__(spec, mixture, arrays, x, layout), "feed_forward")
+
+    whole = PartitionSpec()
+    divided = jax.jit(layout.shard_map(partial(run, layout), (specs, whole), whole))
+    out, expected = divided(arrays, x), run(sharding.UNDIVIDED, arrays, jnp.asarray(x))
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-4)
+    x[1] = np.nan
+    out, rest = np.asarray(divided(arrays, x)), np.arange(tokens) != 1
+    np.testing.assert_allclose(out[rest], expected[rest], rtol=0, atol=1e-4)
+    assert np.isnan(out[1]).all()
 
 
 def test_a_token_is_not_touched_by_its_neighbours():

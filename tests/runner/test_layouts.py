@@ -36,7 +36,10 @@ class Axes(NamedTuple):
     def layout(self) -> Layout:
         shape = tuple(self.sizes.values())
         devices = np.asarray(jax.devices()[: math.prod(shape)]).reshape(shape)
-        return Layout(Mesh(devices, tuple(self.sizes)), dict.fromkeys(RULES, "model") | dict(self.rules))
+        return Layout(
+            Mesh(devices, tuple(self.sizes)),
+            {name: axis and "model" for name, axis in RULES.items()} | dict(self.rules),
+        )
 
 
 STAGE = Axes({"stage": 1, "model": 2})
@@ -115,7 +118,8 @@ def test_each_device_has_its_piece_of_the_weights(is_orbax: bool, quantization: 
     [
         ({"heads": "b"}, "heads and kv_heads must be divided by the same mesh axis"),
         ({"vocab": "c"}, "the mesh has the axes"),
-        ({"experts": "b"}, "rules are for heads, kv_heads, feed_forward, vocab, not for"),
+        ({"experts": "b"}, "experts must be divided by the mesh axis of feed_forward"),
+        ({"stages": "b"}, "rules are for heads, kv_heads, feed_forward, vocab, experts, not for"),
     ],
 )
 def test_rules_that_cannot_be_obeyed_are_refused(rules: dict[str, str], message: str) -> None:
