@@ -14,6 +14,7 @@ LATENT = "latent attention"
 EXPERTS = "experts"
 NO_END = "a model without an end-of-sequence token"
 FLEET = "data_parallel_size above 1"
+HOSTS = "num_hosts above 1"
 MANY_GPUS = "tensor_parallel_size above 2 on GPUs"
 
 
@@ -39,6 +40,12 @@ REFUSED = (
     Refused("lora_request", FLEET, "no replica reads adapters"),
     Refused("enable_kv_cache_events", FLEET, "each replica has a cache of its own"),
     Refused("record", FLEET, "each replica has a scheduler of its own"),
+    Refused("enable_lora", HOSTS, "only host 0 reads adapters"),
+    Refused("kv_offloading_size", HOSTS, "copies to the hosts' memory end at different times"),
+    Refused("speculative_config", HOSTS, "its draft models are not compared between hosts"),
+    Refused("data_parallel_size", HOSTS, "a group of hosts is one engine"),
+    Refused("record", HOSTS, "the calls go to the other hosts"),
+    Refused("num_hosts", POOLS, "followers repeat steps that generate"),
     Refused("beam_width", "speculative_config", "a search chooses among likeliest tokens, not drafts"),
     Refused("stop", "skip_tokenizer_init", "a stop string needs the text; stop_token_ids does not"),
     Refused("structured_outputs", "skip_tokenizer_init", "a grammar needs the texts of tokens"),

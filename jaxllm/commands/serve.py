@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import Any
 
@@ -18,6 +19,8 @@ from jaxllm.commands.arguments import (
 from jaxllm.commands.flags import COMMON, add_common_flags, add_engine_flags, add_flags
 from jaxllm.config import EngineConfig
 from jaxllm_server.shared.options import ServerOptions
+
+_CHILD = "_JAXLLM_RESTARTED"  # set in the environment of a child of --restart
 
 
 def add(commands: Subparsers) -> None:
@@ -63,6 +66,17 @@ def run(options: dict[str, Any]) -> int:
         raise UsageError("--enable-auto-tool-choice requires --tool-call-parser")
     from jaxllm_server import launch
 
+    if server.restart and _CHILD not in os.environ:
+        from jaxllm.hosts.restart import keep_running
+
+        launch.configure_logging()
+        command = [sys.executable, "-m", "jaxllm", *sys.argv[1:]]
+        return keep_running(command, {**os.environ, _CHILD: "1"}, server.hang_timeout)
+    if server.num_hosts > 1:
+        with errors_by_flags(ServerOptions, EngineConfig):
+            if server.headless:
+                return launch.be_follower(config, server)
+            return launch.serve(launch.new_server(config, server, progress=sys.stderr.isatty()))
     if server.headless:
         with errors_by_flags(ServerOptions, EngineConfig):
             return launch.be_replica(config, server)

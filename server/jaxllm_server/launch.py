@@ -33,6 +33,7 @@ from jaxllm_server.shared import garbage
 from jaxllm_server.shared.options import ServerOptions
 
 if TYPE_CHECKING:
+    from jaxllm.hosts.settings import HostSettings
     from jaxllm_server.grpc.server import GrpcServer
     from jaxllm_server.http.server import HttpServer
 
@@ -247,6 +248,13 @@ def _engine(config: EngineConfig, options: ServerOptions, progress: bool) -> Eng
         "max_queued_tokens": options.max_queued_tokens,
         "hang_timeout": options.hang_timeout,
     }
+    if options.num_hosts > 1:
+        from jaxllm.hosts.group_llm import GroupLLM
+
+        del bounds["hang_timeout"]
+        if options.record is not None:
+            raise combinations.refusal("record", combinations.HOSTS)
+        return GroupLLM(config, host_settings(options), progress=progress, **bounds)
     if config.data_parallel_size == 1:
         for name in ("data_parallel_address", "data_parallel_size_local"):
             if getattr(options, name) is not None:
@@ -266,6 +274,27 @@ def _engine(config: EngineConfig, options: ServerOptions, progress: bool) -> Eng
             tls.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
         address = ReplicaAddress(options.data_parallel_address, options.admin_api_key[0], tls)
     return FleetLLM(config, num_local=options.data_parallel_size_local, address=address, **bounds)
+
+
+def host_settings(options: ServerOptions) -> HostSettings:
+    """Raises UserError."""
+    from jaxllm.hosts.settings import HostSettings
+
+    assert options.coordinator is not None
+    return HostSettings(
+        num_hosts=options.num_hosts,
+        rank=options.host_rank,
+        coordinator=options.coordinator,
+        silence=options.hang_timeout,
+    )
+
+
+def be_follower(config: EngineConfig, options: ServerOptions) -> int:
+    """Run a host of rank above 0; return 0 if host 0 ended the group, else the process ends with code 1."""
+    from jaxllm.hosts.follower import Follower
+
+    configure_logging()
+    return Follower(host_settings(options)).run(config)
 
 
 def be_replica(config: EngineConfig, options: ServerOptions) -> int:
