@@ -72,8 +72,8 @@ def start_devices(settings: HostSettings) -> None:
         )
     except RuntimeError as error:
         raise UserError(
-            f"JAX's processes do not find each other at {address}:{settings.port + 1} (the port after --coordinator's): "
-            f"{error}",
+            f"JAX's processes do not find each other at {address}:{settings.port + 1}, the port after that of "
+            f"coordinator: {error}",
             "coordinator",
         ) from error
 
@@ -120,10 +120,9 @@ def least(offers: Sequence[Offer]) -> tuple[int, int]:
         names = sorted(first.shared.keys() | other.shared.keys())
         different = [name for name in names if first.shared.get(name) != other.shared.get(name)]
         if different:
-            pairs = (
-                f"{name} is {other.shared.get(name)!s:.60}, not {first.shared.get(name)!s:.60}" for name in different
-            )
-            raise UserError(f"host {rank} differs from host 0: {'; '.join(pairs)}. Make them the same on every host.")
+            values = [(name, *(each.shared.get(name) for each in (other, first))) for name in different]
+            pairs = "; ".join(f"{name} is {own!s:.60}, not {leaders!s:.60}" for name, own, leaders in values)
+            raise UserError(f"host {rank} differs from host 0: {pairs}. Make them the same on every host.")
     return min(each.num_blocks for each in offers), min(each.max_model_len for each in offers)
 
 
@@ -150,7 +149,7 @@ def meet(layout: Layout) -> None:
 
 
 def _weights(config: EngineConfig, setup: Setup) -> str:
-    """Return a digest of names, sizes and samples of the files of weights, whose whole content takes minutes to read."""
+    """Return a digest of names, sizes and samples of the files of weights; to read all would take minutes."""
     if config.load_format == "dummy":
         return f"random, seed {config.seed}"
     folder = Path(setup.folder)

@@ -161,7 +161,7 @@ class Follower:
         self._inbox: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
         self._heard = 0.0
         self._call, self._since = "", 0.0
-        self._is_leaving = False
+        self._is_loaded = self._is_leaving = False
 
     def run(self, config: EngineConfig) -> int:
         """Return 0 if the leader ended the group; raise UserError if the group does not agree.
@@ -197,6 +197,7 @@ class Follower:
         runner = Runner(config, prepare(config), Metrics())
         connection.send("settled", agreement.settled(runner))
         self._await("begin")
+        self._is_loaded = True
         self._call, self._since = "the first collective", time.monotonic()
         agreement.meet(runner.setup.layout)
         self._call = ""
@@ -207,7 +208,6 @@ class Follower:
         while True:
             message = self._inbox.get()
             if message[0] == Call.STOP:
-                self._end_if_failed(message)
                 runner.close()
                 return 0
             if message[0] in (Call.STEP, Call.SAMPLE):
@@ -259,8 +259,8 @@ class Follower:
                 self._heard = time.monotonic()
                 if message[0] == Call.BEAT:
                     continue
-                if message[0] == Call.STOP and self._call:
-                    self._end_if_failed(message)  # the main thread may wait forever
+                if message[0] == Call.STOP and message[1] and self._is_loaded:
+                    self._leave(f"host 0 ended the group: {message[1]}", farewell=False)  # a step may never end
                 self._inbox.put(message)
         except (EOFError, ConnectionError):
             pass
@@ -282,10 +282,6 @@ class Follower:
                 self._heard = looked
             elif looked - self._heard > self.settings.silence:
                 self._leave(f"host 0 is lost: no message for {looked - self._heard:.0f} s")
-
-    def _end_if_failed(self, message: list[Any]) -> None:
-        if message[1]:
-            self._leave(f"host 0 ended the group: {message[1]}")
 
     def _leave(self, why: str, farewell: bool = True) -> NoReturn:
         """Report a failure to the log and, as a farewell, to the leader, and end the process."""

@@ -39,7 +39,10 @@ START_SECONDS = 600.0  # for all followers to connect
 NOTE_SECONDS = 10.0  # between log lines while the leader waits
 BEAT_SECONDS = 0.5
 LOOK_SECONDS = 0.25
+ENDED = "its process has ended"
+MOST_STRANGERS = 16  # connections that have not proved the key; further ones are closed
 STOP_SECONDS = 5.0  # for followers to end
+FAREWELL_SECONDS = 1.0  # … after a failure, before JAX's service, which this process has, ends them with a stack trace
 
 
 @dataclass(slots=True)
@@ -65,11 +68,13 @@ class Leader:
 
     def __init__(self, settings: HostSettings, on_failed: Callable[[BaseException], None] | None = None) -> None:
         self.settings = settings
-        self.on_failed = on_failed if on_failed is not None else _exit
+        self.on_failed = on_failed if on_failed is not None else self._exit
         self.error: EngineDeadError | None = None
         self._followers: dict[int, _Follower] = {}
         self._changed = threading.Condition()
+        self._is_complete = False
         self._is_stopping = False
+        self._strangers = threading.Semaphore(MOST_STRANGERS)
         self._waits_since: float | None = None  # for a device
         self._waits_for = ""
         self.dirty: set[int] = set()  # slots whose sampling parameters the followers do not have
@@ -109,8 +114,10 @@ class Leader:
                 raise self.error
             try:
                 follower.link.send(*message)
+            except ConnectionError:
+                self._fail(f"{follower} is lost: {ENDED}")
             except OSError as error:
-                self._fail(f"{follower} cannot be reached: {error.strerror or error}")
+                self._fail(f"{follower} is lost: {error.strerror or error}")
         if self.error is not None:
             raise self.error
 
@@ -143,16 +150,23 @@ class Leader:
             while len(self._followers) < settings.num_hosts - 1:
                 with suppress(TimeoutError):
                     peer, address = listener.accept()
-                    threading.Thread(target=self._greet, args=(peer, str(address[0])), daemon=True).start()
+                    if self._strangers.acquire(blocking=False):
+                        threading.Thread(target=self._greet, args=(peer, str(address[0])), daemon=True).start()
+                    else:
+                        peer.close()
                 now = time.monotonic()
                 missing = sorted({*range(1, settings.num_hosts)} - self._followers.keys())
                 if now > end:
                     raise UserError(
-                        f"hosts {missing} did not connect to {settings.coordinator} in {START_SECONDS:g} s."
+                        f"hosts {missing} did not connect to {settings.coordinator} in {START_SECONDS:g} s; start "
+                        "them, or check the network.",
+                        "coordinator",
                     )
                 if missing and now - noted > NOTE_SECONDS:
                     noted = now
                     _log.info("host 0 waits for hosts %s", missing)
+        with self._changed:
+            self._is_complete = True
         now = time.monotonic()
         for follower in self._followers.values():
             follower.heard = now
@@ -170,8 +184,8 @@ class Leader:
                     time.sleep(1.0)
                     continue
                 raise UserError(
-                    f"coordinator {settings.coordinator}: host 0 cannot listen there: {error.strerror or error}. Give an "
-                    "address of this machine and two free ports.",
+                    f"coordinator {settings.coordinator}: host 0 cannot listen there: {error.strerror or error}. Give "
+                    "an address of this machine and two free ports.",
                     "coordinator",
                 ) from error
 
@@ -184,7 +198,12 @@ class Leader:
             _log.warning("a connection from %s is refused: %s", address, error)
             connection.close()
             return
+        finally:
+            self._strangers.release()
         with self._changed:
+            if self._is_complete:
+                connection.close()
+                return
             before = self._followers.get(rank)
             self._followers[rank] = _Follower(rank, connection, address, time.monotonic())
         if before is not None:  # it was restarted while the leader waited
@@ -193,7 +212,7 @@ class Leader:
         _log.info("host %d has connected from %s", rank, address)
 
     def _listen(self, follower: _Follower) -> None:
-        why = "its process has ended"
+        why = ENDED
         try:
             while True:
                 name, *given = follower.link.receive()
@@ -271,6 +290,10 @@ class Leader:
             follower.link.try_send(Call.STOP, why)
         if cause is None:  # a refusal is raised by `_gather`
             self.on_failed(error)
+
+    def _exit(self, error: BaseException) -> None:
+        time.sleep(FAREWELL_SECONDS)
+        os._exit(1)
 
     def _end(self, why: str) -> None:
         self._is_stopping = True
@@ -369,7 +392,3 @@ class LeadingRunner(Runner):
     def _watched(self, started: StepInFlight | HeldStep) -> Any:
         assert self.leader is not None
         return started if isinstance(started, HeldStep) else _Watched(started, self.leader)
-
-
-def _exit(error: BaseException) -> None:
-    os._exit(1)

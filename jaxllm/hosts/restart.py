@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 _log = logging.getLogger(__name__)
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds before a restart, doubled each time …
@@ -51,12 +52,13 @@ def keep_running(command: Sequence[str], environment: Mapping[str, str], stopped
 def _wait(child: subprocess.Popen[bytes], stopped_seconds: float) -> int:
     stopped: float | None = None
     while True:
-        flags = os.WSTOPPED | os.WCONTINUED | os.WNOHANG
-        state = os.waitid(os.P_PID, child.pid, flags)
-        if state is not None:
-            stopped = time.monotonic() if state.si_code == os.CLD_STOPPED else None
         if child.poll() is not None:
             return child.returncode
+        state = None
+        with suppress(ChildProcessError, AttributeError):  # it has ended; macOS has no `waitid`
+            state = os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
+        if state is not None:
+            stopped = time.monotonic() if state.si_code == os.CLD_STOPPED else None
         if stopped is not None and time.monotonic() - stopped > stopped_seconds:
             _log.warning("the server is stopped (SIGSTOP) for %.0f s; it is killed", stopped_seconds)
             child.kill()

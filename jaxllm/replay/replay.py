@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -60,7 +60,7 @@ class Replayer:
         self.core = RecordedScheduler(limits)
         self.plans: dict[int, Plan] = {}  # not committed, by number
 
-    def take(self, entry: Sequence[Any], number: int) -> Moment:
+    def take(self, entry: list[Any], number: int) -> Moment:
         """Repeat the call of an entry other than END; `number` is the moment's."""
         core, kind, time = self.core, _KINDS[entry[0]], entry[1] / 1e6
         if kind is Kind.ADD:

@@ -110,8 +110,8 @@ def of_each_host(devices: Sequence[Any], count: int) -> list[Any]:
     each, fewest = count // len(by_process), min(map(len, by_process.values()))
     if count % len(by_process) or each > fewest:
         raise UserError(
-            f"tensor_parallel_size is {count}, but the {len(by_process)} hosts have {fewest} devices each or more; use a "
-            f"multiple of {len(by_process)}, at most {len(by_process) * fewest}.",
+            f"tensor_parallel_size is {count}, but the {len(by_process)} hosts have {fewest} devices each or more; use "
+            f"a multiple of {len(by_process)}, at most {len(by_process) * fewest}.",
             "tensor_parallel_size",
         )
     return [device for _, own in sorted(by_process.items()) for device in own[:each]]

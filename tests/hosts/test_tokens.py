@@ -1,0 +1,55 @@
+"""Two processes of two devices: the same tokens as one process with one device, and a planted divergence is found."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+
+from jaxllm import LLMEngine
+from tests.hosts import group
+from tests.support.paths import STORIES
+
+pytestmark = pytest.mark.ci
+
+
+def run(count: int, fault: str = "") -> list[tuple[int, str, str]]:
+    """Run a group of two; return each process's exit code, output and log."""
+    address, module = group.free_address(), "tests.hosts.group"
+    env = group.environment(FAULT=fault)
+    with (
+        group.process(module, "0", address, str(count), env=env, stdout=subprocess.PIPE) as leader,
+        group.process(module, "1", address, str(count), env=env) as follower,
+    ):
+        ended = []
+        for each in (leader, follower):
+            out, log = each.communicate(timeout=1200)
+            ended.append((each.returncode, out or "", log))
+        return ended
+
+
+@pytest.mark.parametrize("count", [50, pytest.param(1000, marks=pytest.mark.slow)])
+def test_the_tokens_are_those_of_one_device(count: int) -> None:
+    """Prefix cache, preemption, chunks, sampling fields, grammars, beams, aborts: no divergence, and equal tokens."""
+    (code, out, log), (followers_code, _, followers_log) = run(count)
+    assert (code, followers_code) == (0, 0), log + followers_log
+    preempted, hit, tokens, _, _ = json.loads(out.splitlines()[-1])
+    alone = LLMEngine.from_engine_args(str(STORIES), **group.SETTINGS)
+    _, _, expected = group.answers(alone, count)
+    alone.close()
+    assert preempted and hit
+    assert len(tokens) > 0.5 * count
+    assert {name: tokens[name] for name in tokens if name in expected} == {
+        name: expected[name] for name in expected if name in tokens
+    }
+    assert len(tokens.keys() & expected.keys()) > 0.5 * count
+
+
+@pytest.mark.parametrize(("fault", "what"), [(group.PLAN, "plan 12 differs"), (group.TOKEN, "the leader's batch has")])
+def test_a_divergence_is_found_in_its_step(fault: str, what: str) -> None:
+    (code, out, log), (followers_code, _, followers_log) = run(50, fault)
+    assert (code, followers_code) == (1, 1)
+    assert all(line.startswith("[Gloo]") for line in out.splitlines())  # the requests were not answered
+    assert what in log and what in followers_log
+    assert "checksum" in followers_log
