@@ -74,9 +74,8 @@ def run(options: dict[str, Any]) -> int:
         return keep_running(command, {**os.environ, _CHILD: "1"}, server.hang_timeout)
     if server.num_hosts > 1:
         with errors_by_flags(ServerOptions, EngineConfig):
-            if server.headless:
-                return launch.be_follower(config, server)
-            return launch.serve(launch.new_server(config, server, progress=sys.stderr.isatty()))
+            run_host = launch.new_host(config, server, progress=sys.stderr.isatty())
+        return run_host()
     if server.headless:
         with errors_by_flags(ServerOptions, EngineConfig):
             return launch.be_replica(config, server)

@@ -1,4 +1,4 @@
-"""What the processes of a group must agree on before they load a model, and how they share out devices and memory."""
+"""The agreement of a group's processes before they load a model: fingerprints, devices and memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxllm.errors import UserError
 from jaxllm.hosts.settings import HostSettings
 from jaxllm.model.sharding import Layout
 from jaxllm.runner.model_runner import Runner
-from jaxllm.setup.model_setup import Setup, describe_programs, free_bytes, plan_memory, prepare
+from jaxllm.setup.model_setup import Setup, choose_devices, describe_programs, free_bytes, plan_memory, prepare
 
 _OWN = {  # may differ between hosts
     *("model", "tokenizer", "revision", "skip_tokenizer_init", "compilation_cache_dir", "compilation_cache_bytes"),
@@ -57,9 +57,13 @@ def check(config: EngineConfig) -> None:
         )
 
 
-def start_devices(settings: HostSettings) -> None:
-    """Join JAX's processes; raise UserError if that fails. Called before anything uses a device."""
+def start_devices(config: EngineConfig, settings: HostSettings) -> None:
+    """Join JAX's processes; raise UserError if that fails. Called before anything uses a device.
+
+    Afterwards no process waits for another one until they have agreed, so that any may refuse.
+    """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from this process
     address = f"[{settings.host}]" if ":" in settings.host else settings.host
     try:
         jax.distributed.initialize(
@@ -76,10 +80,11 @@ def start_devices(settings: HostSettings) -> None:
             f"coordinator: {error}",
             "coordinator",
         ) from error
+    choose_devices(config)
 
 
 def own_config(config: EngineConfig, settings: HostSettings) -> EngineConfig:
-    """Return a process's configuration: a program cache of its own, and nothing compiled while it serves."""
+    """Return a process's configuration, with a separate folder of compiled programs."""
     folder = config.cache_dir() / f"host-{settings.rank}-of-{settings.num_hosts}"
     folder.mkdir(parents=True, exist_ok=True)
     return replace(config, compilation_cache_dir=str(folder))
@@ -127,7 +132,7 @@ def least(offers: Sequence[Offer]) -> tuple[int, int]:
 
 
 def settled(runner: Runner) -> dict[str, str]:
-    """Describe a loaded runner: processes whose descriptions are equal make the same plans and programs."""
+    """Describe a loaded runner; equal descriptions give the same plans and programs."""
     programs = runner.programs
     ready = [str(key) for key in keys_of(runner) if key in programs.ready()]
     told = {"limits": asdict(runner.limits) | {"records_blocks": False}, "programs": _digest(repr(ready))}

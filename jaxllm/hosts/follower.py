@@ -161,7 +161,7 @@ class Follower:
         self._inbox: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
         self._heard = 0.0
         self._call, self._since = "", 0.0
-        self._is_loaded = self._is_leaving = False
+        self._is_awaiting = self._is_leaving = False
 
     def run(self, config: EngineConfig) -> int:
         """Return 0 if the leader ended the group; raise UserError if the group does not agree.
@@ -170,7 +170,6 @@ class Follower:
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        agreement.check(config)
         config = agreement.own_config(config, self.settings)
         self.link = connection = self._connect()
         self._heard = time.monotonic()
@@ -179,6 +178,7 @@ class Follower:
         try:
             runner = self._load(config, connection)
         except UserError as error:
+            self._is_awaiting = True  # this process has its own message
             connection.try_send("refuses", str(error))
             time.sleep(FAREWELL_SECONDS)
             raise
@@ -190,14 +190,13 @@ class Follower:
 
     def _load(self, config: EngineConfig, connection: Link) -> Runner:
         self._await("go")
-        agreement.start_devices(self.settings)
+        agreement.start_devices(config, self.settings)
         connection.send("offer", *agreement.offer(config).packed())
         num_blocks, max_model_len, precompile = self._await("agreed")
         config = agreement.agreed(config, num_blocks, max_model_len, precompile)
         runner = Runner(config, prepare(config), Metrics())
         connection.send("settled", agreement.settled(runner))
         self._await("begin")
-        self._is_loaded = True
         self._call, self._since = "the first collective", time.monotonic()
         agreement.meet(runner.setup.layout)
         self._call = ""
@@ -241,7 +240,9 @@ class Follower:
                 time.sleep(RETRY_SECONDS)
 
     def _await(self, name: str) -> list[Any]:
+        self._is_awaiting = True
         message = self._inbox.get()
+        self._is_awaiting = False
         if message[0] == "refused":
             raise UserError(f"host 0 refuses this process: {message[1]}.")
         if message[0] == Call.STOP:
@@ -259,9 +260,11 @@ class Follower:
                 self._heard = time.monotonic()
                 if message[0] == Call.BEAT:
                     continue
-                if message[0] == Call.STOP and message[1] and self._is_loaded:
+                if message[0] == Call.STOP and message[1] and not self._is_awaiting:
                     self._leave(f"host 0 ended the group: {message[1]}", farewell=False)  # a step may never end
                 self._inbox.put(message)
+                if message[0] in (Call.STOP, "refused"):
+                    return
         except (EOFError, ConnectionError):
             pass
         except Exception as error:

@@ -12,6 +12,6 @@ class Call(IntEnum):
     # sampling rows and extras by slot, int32 as bytes; tokens (slot, position, token); scored positions.
     STEP = 32
     SAMPLE = 33  # plan number; rows with a mask, their masks (int32 as bytes)
-    RENEW = 34  # the device's state is made anew, after a failed step
+    RENEW = 34  # allocate the device's state again, after a failed step
     STOP = 35  # the reason; "" for a planned end
     BEAT = 36

@@ -1,4 +1,4 @@
-"""`GroupLLM`: an `AsyncLLM` whose model is on several hosts."""
+"""`GroupLLM`: an `AsyncLLM` with a model on several hosts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxllm.hosts.settings import HostSettings
 
 
 class GroupLLM(AsyncLLM):
-    """The leader's engine, with the methods of `AsyncLLM`; the other hosts run `follower.Follower`.
+    """The leader's engine; the other hosts run `follower.Follower`.
 
     After a failure of any host it is dead, and this process must end: threads may wait for a device forever.
     """

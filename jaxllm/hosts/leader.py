@@ -42,7 +42,7 @@ LOOK_SECONDS = 0.25
 ENDED = "its process has ended"
 MOST_STRANGERS = 16  # connections that have not proved the key; further ones are closed
 STOP_SECONDS = 5.0  # for followers to end
-FAREWELL_SECONDS = 1.0  # … after a failure, before JAX's service, which this process has, ends them with a stack trace
+FAREWELL_SECONDS = 1.0  # … after a failure
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class Leader:
         self._strangers = threading.Semaphore(MOST_STRANGERS)
         self._waits_since: float | None = None  # for a device
         self._waits_for = ""
-        self.dirty: set[int] = set()  # slots whose sampling parameters the followers do not have
+        self.dirty: set[int] = set()  # slots with sampling parameters that the followers need
 
     def make_engine(self, config: EngineConfig, progress: bool = False, metrics: Metrics | None = None) -> LLMEngine:
         """Assemble the group and load the model on every host; raise UserError, on every host, if they do not agree."""
@@ -87,7 +87,7 @@ class Leader:
             config = agreement.own_config(config, self.settings)
             self._assemble()
             self._tell("go")
-            agreement.start_devices(self.settings)
+            agreement.start_devices(config, self.settings)
             own = agreement.offer(config)
             offers = [own, *(Offer(*each) for each in self._gather("offer"))]
             config = agreement.agreed(config, *agreement.least(offers), agreement.precompiled(config))
@@ -125,8 +125,6 @@ class Leader:
         """End the followers, with code 0, and wait for them."""
         if self.error is None and not self._is_stopping:
             self._end("")
-            with self._changed:
-                self._changed.wait_for(lambda: all(each.is_gone for each in self._followers.values()), STOP_SECONDS)
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -281,7 +279,9 @@ class Leader:
         with self._changed:
             if self.error is not None or self._is_stopping:
                 return
-            error = EngineDeadError(f"The group of {self.settings.num_hosts} hosts has stopped: {why}.")
+            error = EngineDeadError(
+                f"The group of {self.settings.num_hosts} hosts has stopped: {why.removesuffix('.')}."
+            )
             error.__cause__ = cause
             self.error = error
             self._changed.notify_all()
@@ -296,6 +296,7 @@ class Leader:
         os._exit(1)
 
     def _end(self, why: str) -> None:
+        """Stop the followers and wait for their ends."""
         self._is_stopping = True
         for follower in self._followers.values():
             if why:
@@ -303,6 +304,10 @@ class Leader:
             else:
                 with suppress(OSError):
                     follower.link.send(Call.STOP, why)
+        # JAX's service, which this process has, would end them with a stack trace.
+        if self._is_complete:
+            with self._changed:
+                self._changed.wait_for(lambda: all(each.is_gone for each in self._followers.values()), STOP_SECONDS)
 
 
 class _Sender(EventRecorder):
@@ -339,7 +344,7 @@ class _Watched(NamedTuple):
 
 
 class LeadingRunner(Runner):
-    """A runner that sends what followers need before it does the same."""
+    """A runner that sends each step's inputs to the followers, then runs it."""
 
     leader: Leader | None = None  # None while it loads
 

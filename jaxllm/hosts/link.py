@@ -21,6 +21,7 @@ from jaxllm.version import __version__
 MOST_BYTES = 1 << 30  # of a frame
 MOST_GREETING = 1024  # of a frame before the proof
 GREETING_SECONDS = 10.0
+_PROOF_BYTES = 32
 _LENGTH = struct.Struct("!I")
 _PROTOCOL = "jaxllm hosts 1"
 
@@ -95,22 +96,26 @@ def _frame(message: Any) -> bytes:
 def greet(link: Link, key: bytes, rank: int, num_hosts: int) -> None:
     """Follower: prove the key, and check the leader's proof. Raises RefusedError, EOFError, OSError, ValueError."""
     (leaders,) = link.receive(MOST_GREETING)
-    own = secrets.token_bytes(32)
+    if not isinstance(leaders, bytes):
+        raise ValueError("a greeting that is no challenge")
+    own = secrets.token_bytes(_PROOF_BYTES)
     link.send(__version__, rank, num_hosts, own, _proof(key, leaders, rank))
     answer = link.receive(MOST_GREETING)
     if answer[0] == "refused":
         raise RefusedError(str(answer[1]))
-    if not hmac.compare_digest(bytes(answer[1]), _proof(key, own, 0)):
+    if not isinstance(answer[1], bytes) or not hmac.compare_digest(answer[1], _proof(key, own, 0)):
         raise RefusedError("the leader has another JAXLLM_HOSTS_KEY")
 
 
 def accept(link: Link, key: bytes, num_hosts: int) -> int:
     """Leader: check a follower's proof, and return its rank. Raises as `greet`."""
-    own = secrets.token_bytes(32)
+    own = secrets.token_bytes(_PROOF_BYTES)
     link.send(own)
     version, rank, its_hosts, challenge, proof = link.receive(MOST_GREETING)
     why = ""
-    if not isinstance(rank, int) or not hmac.compare_digest(bytes(proof), _proof(key, own, rank)):
+    if not all(isinstance(each, bytes) and len(each) == _PROOF_BYTES for each in (challenge, proof)):
+        raise ValueError("a greeting that is no proof")
+    if not isinstance(rank, int) or not hmac.compare_digest(proof, _proof(key, own, rank)):
         why = "it has another JAXLLM_HOSTS_KEY"
     elif version != __version__:
         why = f"it runs jaxllm {version!s:.20}, the leader {__version__}"
@@ -119,7 +124,7 @@ def accept(link: Link, key: bytes, num_hosts: int) -> int:
     if why:
         link.send("refused", why)
         raise RefusedError(why)
-    link.send("welcome", _proof(key, bytes(challenge), 0))
+    link.send("welcome", _proof(key, challenge, 0))
     return rank
 
 

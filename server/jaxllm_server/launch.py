@@ -15,7 +15,9 @@ import signal
 import ssl
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -254,7 +256,8 @@ def _engine(config: EngineConfig, options: ServerOptions, progress: bool) -> Eng
         del bounds["hang_timeout"]
         if options.record is not None:
             raise combinations.refusal("record", combinations.HOSTS)
-        return GroupLLM(config, host_settings(options), progress=progress, **bounds)
+        adapters = requests_of(options.lora_modules)
+        return GroupLLM(config, _host_settings(options), progress=progress, adapters=adapters, **bounds)
     if config.data_parallel_size == 1:
         for name in ("data_parallel_address", "data_parallel_size_local"):
             if getattr(options, name) is not None:
@@ -276,8 +279,19 @@ def _engine(config: EngineConfig, options: ServerOptions, progress: bool) -> Eng
     return FleetLLM(config, num_local=options.data_parallel_size_local, address=address, **bounds)
 
 
-def host_settings(options: ServerOptions) -> HostSettings:
-    """Raises UserError."""
+def new_host(config: EngineConfig, options: ServerOptions, progress: bool = False) -> Callable[[], int]:
+    """Return a function that runs a host of a group and returns its exit code; raise UserError for invalid options."""
+    if not options.headless:
+        return partial(serve, new_server(config, options, progress))
+    from jaxllm.hosts import agreement
+    from jaxllm.hosts.follower import Follower
+
+    configure_logging()
+    agreement.check(config)
+    return partial(Follower(_host_settings(options)).run, config)
+
+
+def _host_settings(options: ServerOptions) -> HostSettings:
     from jaxllm.hosts.settings import HostSettings
 
     assert options.coordinator is not None
@@ -287,14 +301,6 @@ def host_settings(options: ServerOptions) -> HostSettings:
         coordinator=options.coordinator,
         silence=options.hang_timeout,
     )
-
-
-def be_follower(config: EngineConfig, options: ServerOptions) -> int:
-    """Run a host of rank above 0; return 0 if host 0 ended the group, else the process ends with code 1."""
-    from jaxllm.hosts.follower import Follower
-
-    configure_logging()
-    return Follower(host_settings(options)).run(config)
 
 
 def be_replica(config: EngineConfig, options: ServerOptions) -> int:

@@ -20,6 +20,8 @@ import numpy as np
 
 from jaxllm import LLMEngine, SamplingParams
 from jaxllm.beam_search_params import BeamSearchParams
+from jaxllm.checkpoints import weights
+from jaxllm.engine.input_batch import InputBatch
 from jaxllm.request_params import RequestParams
 from tests.engine.test_combinations import combination
 from tests.support.paths import ROOT, STORIES
@@ -29,6 +31,7 @@ VOCABULARY = 512
 SETTINGS: dict[str, Any] = {"max_model_len": 128, "max_logprobs": -1, **FEW_BLOCKS}
 HANG, PLAN, TOKEN = "hang", "plan", "token"  # faults
 FAULTY_STEP = 12
+FAILING = "8"  # a request that the engine fails to place
 
 
 def environment(**further: str) -> dict[str, str]:
@@ -43,7 +46,7 @@ def environment(**further: str) -> dict[str, str]:
 
 
 def free_address() -> str:
-    """Return an address whose port and the next one are free."""
+    """Return an address with a free port, followed by another free port."""
     while True:
         with ExitStack() as stack:
             first = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
@@ -86,6 +89,33 @@ def request(number: int) -> tuple[list[int], RequestParams]:
     return prompt, params
 
 
+def fail_to_place(victim: str) -> None:
+    """Let the engine fail when it places a request."""
+    place = InputBatch.place
+
+    def faulty(self: InputBatch, slot: int, sequence: Any) -> None:
+        if sequence.group.request_id == victim:
+            raise RuntimeError("planted")
+        place(self, slot, sequence)
+
+    InputBatch.place = faulty
+
+
+def count_read_bytes() -> list[int]:
+    """Count the numbers of weights that are read from now on."""
+    fill, counts = weights.fill, [0]
+
+    def counted(store: Any, *given: Any) -> None:
+        def counting(row: int, block: np.ndarray) -> None:
+            counts[0] += block.size
+            store(row, block)
+
+        fill(counting, *given)
+
+    weights.fill = counted
+    return counts
+
+
 def answers(engine: LLMEngine, count: int) -> list[Any]:
     """Run requests that arrive and are aborted at random; return the tokens of those that were not aborted."""
     random, next_one, live, found = np.random.default_rng(count), 0, set[str](), {}
@@ -123,10 +153,19 @@ def main() -> int:
         return Follower(settings).run(config)
     from jaxllm.hosts.leader import Leader
 
+    read = count_read_bytes()
     engine = Leader(settings).make_engine(config)
+    held = sum(shard.data.size for leaf in engine.runner._params for shard in leaf.addressable_shards)
+    whole = sum(leaf.size for leaf in engine.runner._params)
+    fail_to_place(FAILING)
     began = time.monotonic()
     found = answers(engine, count)
-    print(json.dumps([*found, engine.metrics.steps, time.monotonic() - began]), flush=True)
+    numbers = {
+        "steps": engine.metrics.steps,
+        "seconds": time.monotonic() - began,
+        "recoveries": engine.metrics.recoveries,
+    }
+    print(json.dumps([*found, numbers | {"read": read[0], "held": held, "whole": whole}]), flush=True)
     engine.close()
     return 0
 

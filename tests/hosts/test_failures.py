@@ -89,7 +89,7 @@ def test_a_failure_is_noticed(harm: Callable[[subprocess.Popen[str]], None], fau
         code, answered, text = answers[0]
         assert code == 503, text
         assert status(server) != 200
-        assert answered - harmed < NOTICED + 1.0  # the harm may come a step after the call
+        assert answered - harmed < NOTICED + 1.0  # a hang begins some steps after the call
         assert server.wait(20.0) == 1
         assert re.search(rf"The group of 2 hosts has stopped: .*({why})", "".join(server.log))
         if harm is stop:
@@ -104,7 +104,7 @@ def test_a_drained_group_ends_with_code_0() -> None:
         answers: list[int] = []
         client = threading.Thread(
             target=lambda: answers.append(
-                httpx.post(f"{server.http}/v1/completions", json=LONG, timeout=60.0).status_code
+                httpx.post(f"{server.http}/v1/completions", json=LONG | {"max_tokens": 60}, timeout=60.0).status_code
             )
         )
         client.start()
@@ -135,7 +135,7 @@ def test_a_group_comes_back_with_restart() -> None:
     ("further", "what"),
     [
         (("--block-size", "8"), "host 1 differs from host 0: block_size is 8, not 16"),
-        (("--model", "/no/such/model"), "host 1: "),
+        (("--model", "/no/such/model"), "there is no folder /no/such/model"),
     ],
 )
 def test_a_mismatch_is_a_line_on_every_host(further: tuple[str, ...], what: str) -> None:
@@ -146,8 +146,8 @@ def test_a_mismatch_is_a_line_on_every_host(further: tuple[str, ...], what: str)
         group.process("jaxllm", "serve", *SIZES, *group.flags(1, address), *further, env=env) as follower,
     ):
         logs = [each.communicate(timeout=60)[1] for each in (leader, follower)]
-        assert (leader.returncode, follower.returncode) == (1, 1) or follower.returncode == 2
-        errors = [[line for line in log.splitlines() if line.startswith("jaxllm: error")] for log in logs]
-        assert [len(each) for each in errors] == [1, 1], logs
-        assert what in errors[0][0]
-        assert "Traceback" not in "".join(logs)
+        assert (leader.returncode, follower.returncode) == (1, 1)
+        assert sum(line.startswith("jaxllm: error") for line in logs[0].splitlines()) == 1
+        for log in logs:
+            assert any(what in line and "error" in line.lower() for line in log.splitlines()), logs
+            assert "Traceback" not in log and "stack trace" not in log

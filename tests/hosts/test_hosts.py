@@ -23,7 +23,7 @@ from jaxllm.setup.model_setup import of_each_host
 
 
 def meet(leaders_key: bytes, followers_key: bytes, rank: int = 1, num_hosts: int = 2) -> tuple[Any, Any]:
-    """Return what each end of a greeting returned or raised."""
+    """Greet; return each end's result or exception."""
     ends = _tcp_pair()
     found: list[Any] = [None, None]
 

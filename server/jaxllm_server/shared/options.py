@@ -243,6 +243,12 @@ class ServerOptions:
         if self.num_hosts > 1:
             if self.coordinator is None:
                 raise UserError("num_hosts above 1 needs coordinator, the address of host 0.", "coordinator")
+            if self.data_parallel_address is not None or self.data_parallel_size_local is not None:
+                raise UserError(
+                    "num_hosts is for one engine; data_parallel_address and data_parallel_size_local are for several. "
+                    "Leave one of them out.",
+                    "num_hosts",
+                )
             if self.headless != (self.host_rank > 0):
                 raise UserError(
                     "headless is for host_rank above 0: host 0 serves, the others have no front ends.", "headless"
