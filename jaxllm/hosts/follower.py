@@ -197,9 +197,7 @@ class Follower:
         runner = Runner(config, prepare(config), Metrics())
         connection.send("settled", agreement.settled(runner))
         self._await("begin")
-        self._call, self._since = "the first collective", time.monotonic()
         agreement.meet(runner.setup.layout)
-        self._call = ""
         return runner
 
     def _follow(self, steps: Steps, runner: Runner) -> int:

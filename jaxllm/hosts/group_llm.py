@@ -37,3 +37,10 @@ class LeaderThread(EngineThread):
 
     def _load(self) -> LLMEngine:
         return self._leader.make_engine(self._config, self._progress, self._metrics)
+
+    def _turn(self, engine: LLMEngine) -> bool:
+        try:
+            return super()._turn(engine)
+        except BaseException as error:  # the followers must fail too
+            self._leader.stop(f"{type(error).__name__}: {error}")
+            raise

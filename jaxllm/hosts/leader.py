@@ -36,6 +36,7 @@ from jaxllm.scheduler.state import Plan
 
 _log = logging.getLogger(__name__)
 START_SECONDS = 600.0  # for all followers to connect
+CONNECT_SECONDS = 120.0  # for the first collective, in which NCCL connects all devices
 NOTE_SECONDS = 10.0  # between log lines while the leader waits
 BEAT_SECONDS = 0.5
 LOOK_SECONDS = 0.25
@@ -76,7 +77,7 @@ class Leader:
         self._is_stopping = False
         self._strangers = threading.Semaphore(MOST_STRANGERS)
         self._waits_since: float | None = None  # for a device
-        self._waits_for = ""
+        self._waits_for, self._waits_most = "", settings.silence
         self.dirty: set[int] = set()  # slots with sampling parameters that the followers need
 
     def make_engine(self, config: EngineConfig, progress: bool = False, metrics: Metrics | None = None) -> LLMEngine:
@@ -86,20 +87,20 @@ class Leader:
             agreement.check(config)
             config = agreement.own_config(config, self.settings)
             self._assemble()
-            self._tell("go")
+            self.send("go")
             agreement.start_devices(config, self.settings)
             own = agreement.offer(config)
             offers = [own, *(Offer(*each) for each in self._gather("offer"))]
             config = agreement.agreed(config, *agreement.least(offers), agreement.precompiled(config))
-            self._tell("agreed", config.num_kv_blocks, config.max_model_len, config.precompile)
-            parts = load_parts(config, progress, metrics, {NoneType: self._make_runner})
+            self.send("agreed", config.num_kv_blocks, config.max_model_len, config.precompile)
+            parts = load_parts(config, progress, metrics, {NoneType: LeadingRunner})
             runner = parts.runner
             assert isinstance(runner, LeadingRunner)
             settled = agreement.settled(runner)
             offers = [Offer(settled, 0, 0), *(Offer(shared, 0, 0) for (shared,) in self._gather("settled"))]
             agreement.least(offers)
-            self._tell("begin")
-            with self.waiting("the first collective"):
+            self.send("begin")
+            with self.waiting("the first collective", CONNECT_SECONDS):
                 agreement.meet(runner.setup.layout)
             runner.leader = self
             return LLMEngine(config, metrics=metrics, recorder=_Sender(self), parts=parts)
@@ -121,22 +122,20 @@ class Leader:
         if self.error is not None:
             raise self.error
 
-    def stop(self) -> None:
-        """End the followers, with code 0, and wait for them."""
+    def stop(self, why: str = "") -> None:
+        """End the followers, with code 0 unless there is a reason, and wait for them."""
         if self.error is None and not self._is_stopping:
-            self._end("")
+            self._end(why)
 
     @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """Fail the group if this takes longer than `silence`."""
-        self._waits_for, self._waits_since = what, time.monotonic()
+    def waiting(self, what: str, seconds: float | None = None) -> Iterator[None]:
+        """Fail the group if this takes longer than `seconds`, by default `silence`."""
+        self._waits_for, self._waits_most = what, self.settings.silence if seconds is None else seconds
+        self._waits_since = time.monotonic()
         try:
             yield
         finally:
             self._waits_since = None
-
-    def _make_runner(self, *given: Any, **named: Any) -> LeadingRunner:
-        return LeadingRunner(*given, **named)
 
     def _assemble(self) -> None:
         settings = self.settings
@@ -254,7 +253,7 @@ class Leader:
                     self._fail(f"{follower} is lost: no message for {looked - follower.heard:.0f} s")
                 elif follower.busy > silence and follower.call:
                     self._fail(f"{follower} is stuck: {follower.call} takes {follower.busy:.0f} s")
-            if since is not None and looked - since > silence:
+            if since is not None and looked - since > self._waits_most:
                 late = [f"{each} works on {each.call}" for each in self._followers.values() if each.busy > silence / 2]
                 self._fail(
                     f"{self._waits_for} takes {looked - since:.0f} s on host 0; {'; '.join(late) or 'others wait'}"
@@ -271,9 +270,6 @@ class Leader:
         if self.error is not None:
             raise self.error.__cause__ or self.error
         return [self._followers[rank].said.pop(name) for rank in sorted(self._followers)]
-
-    def _tell(self, *message: Any) -> None:
-        self.send(*message)
 
     def _fail(self, why: str, cause: Exception | None = None) -> None:
         with self._changed:

@@ -179,11 +179,10 @@ def plant(fault: str) -> None:
     take = Steps.take
 
     def faulty(self: Any, message: list[Any]) -> None:
-        if message[0] == Call.STEP and message[1] >= FAULTY_STEP:
-            if fault == HANG:
-                time.sleep(1000)
-            if fault == TOKEN:  # another sampling seed
-                self._sampling[:] += 1
+        if message[0] == Call.STEP and fault == HANG and message[1] > 1:
+            time.sleep(1000)
+        if message[0] == Call.STEP and fault == TOKEN and message[1] >= FAULTY_STEP:
+            self._sampling[:] += 1  # another seed
         if message[0] == Kind.PLAN and message[2] == FAULTY_STEP and fault == PLAN:
             self._replayer.core.state = self._replayer.core.state._replace(num_admitted=99)
             self._replayer.core.limits = replace(self._replayer.core.limits, max_step_tokens=8)
