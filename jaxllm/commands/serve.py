@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from typing import Any
 
@@ -19,8 +18,6 @@ from jaxllm.commands.arguments import (
 from jaxllm.commands.flags import COMMON, add_common_flags, add_engine_flags, add_flags
 from jaxllm.config import EngineConfig
 from jaxllm_server.shared.options import ServerOptions
-
-_CHILD = "_JAXLLM_RESTARTED"  # set in the environment of a child of --restart
 
 
 def add(commands: Subparsers) -> None:
@@ -66,12 +63,13 @@ def run(options: dict[str, Any]) -> int:
         raise UsageError("--enable-auto-tool-choice requires --tool-call-parser")
     from jaxllm_server import launch
 
-    if server.restart and _CHILD not in os.environ:
-        from jaxllm.hosts.restart import keep_running
+    if server.restart:
+        from jaxllm.hosts import restart
 
-        launch.configure_logging()
-        command = [sys.executable, "-m", "jaxllm", *sys.argv[1:]]
-        return keep_running(command, {**os.environ, _CHILD: "1"}, server.hang_timeout)
+        if not restart.is_child():
+            launch.configure_logging()
+            return restart.keep_running([sys.executable, "-m", "jaxllm", *sys.argv[1:]], server.hang_timeout)
+        restart.end_with_parent()
     if server.num_hosts > 1:
         with errors_by_flags(ServerOptions, EngineConfig):
             run_host = launch.new_host(config, server, progress=sys.stderr.isatty())

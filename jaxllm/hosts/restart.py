@@ -6,8 +6,9 @@ import logging
 import os
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 _log = logging.getLogger(__name__)
@@ -17,7 +18,26 @@ LOOK_SECONDS = 0.1
 FINAL = (0, 2, 130)  # exit codes that a restart would not change: a drain, wrong usage, ^C
 
 
-def keep_running(command: Sequence[str], environment: Mapping[str, str], stopped_seconds: float) -> int:
+PARENT = "_JAXLLM_RESTART_PARENT"  # in the environment of a child: its parent's process id
+
+
+def is_child() -> bool:
+    return PARENT in os.environ
+
+
+def end_with_parent() -> None:
+    """End this process when the parent that restarts it has ended."""
+    parent = int(os.environ[PARENT])
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(LOOK_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="jaxllm-parent", daemon=True).start()
+
+
+def keep_running(command: Sequence[str], stopped_seconds: float) -> int:
     """Return the exit code once it is in `FINAL`, or after SIGTERM or SIGINT, which the child gets too.
 
     A child that is stopped (SIGSTOP) for `stopped_seconds` is killed, and started again.
@@ -35,7 +55,9 @@ def keep_running(command: Sequence[str], environment: Mapping[str, str], stopped
     wait = FIRST_WAIT
     while True:
         began = time.monotonic()
-        child = subprocess.Popen(command, env=environment, start_new_session=True)  # ^C reaches only this process
+        child = subprocess.Popen(
+            command, env=os.environ | {PARENT: str(os.getpid())}, start_new_session=True
+        )  # ^C reaches only this process
         code = _wait(child, stopped_seconds)
         if signalled or code in FINAL:
             return code

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -20,6 +21,7 @@ from jaxllm.hosts.agreement import Offer
 from jaxllm.hosts.link import Link, RefusedError
 from jaxllm.hosts.settings import HostSettings
 from jaxllm.setup.model_setup import of_each_host
+from tests.support.paths import ROOT
 
 
 def meet(leaders_key: bytes, followers_key: bytes, rank: int = 1, num_hosts: int = 2) -> tuple[Any, Any]:
@@ -114,6 +116,25 @@ def test_a_failed_or_stopped_child_is_started_again(monkeypatch: pytest.MonkeyPa
         "run == 2 and os.kill(os.getpid(), signal.SIGSTOP); sys.exit(run == 1)"
     )
     began = time.monotonic()
-    assert restart.keep_running([sys.executable, "-c", code, str(runs)], os.environ, 0.3) == 0
+    assert restart.keep_running([sys.executable, "-c", code, str(runs)], 0.3) == 0
     assert runs.read_text().count(".") == 3
     assert time.monotonic() - began < 20.0
+
+
+def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    child = (
+        "import os, sys, time; from jaxllm.hosts import restart; restart.end_with_parent(); "
+        "open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(100)"
+    )
+    command = f"[sys.executable, '-c', {child!r}, {str(note)!r}]"
+    parent = f"import sys; from jaxllm.hosts import restart; restart.keep_running({command}, 9)"
+    with subprocess.Popen([sys.executable, "-c", parent], env={**os.environ, "PYTHONPATH": str(ROOT)}) as process:
+        end = time.monotonic() + 30.0
+        while not (note.exists() and note.read_text()) and time.monotonic() < end:
+            time.sleep(0.05)
+        process.kill()
+    number = int(note.read_text())
+    while Path(f"/proc/{number}").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{number}").exists()
