@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxllm import LLMEngine, SamplingParams
@@ -101,18 +102,25 @@ def fail_to_place(victim: str) -> None:
     InputBatch.place = faulty
 
 
-def count_read_bytes() -> list[int]:
-    """Count the numbers of weights that are read from now on."""
-    fill, counts = weights.fill, [0]
+def count_weights() -> dict[str, int]:
+    """Count the numbers of weights that are read, and those that this process and all processes hold."""
+    fill, load, counts = weights.fill, weights.load, {"read": 0, "held": 0, "whole": 0}
 
     def counted(store: Any, *given: Any) -> None:
         def counting(row: int, block: np.ndarray) -> None:
-            counts[0] += block.size
+            counts["read"] += block.size
             store(row, block)
 
         fill(counting, *given)
 
-    weights.fill = counted
+    def loaded(*given: Any) -> Any:
+        params = load(*given)
+        for leaf in jax.tree.leaves(params):
+            counts["held"] += sum(shard.data.size for shard in leaf.addressable_shards)
+            counts["whole"] += leaf.size
+        return params
+
+    weights.fill, weights.load = counted, loaded
     return counts
 
 
@@ -153,10 +161,8 @@ def main() -> int:
         return Follower(settings).run(config)
     from jaxllm.hosts.leader import Leader
 
-    read = count_read_bytes()
+    counts = count_weights()
     engine = Leader(settings).make_engine(config)
-    held = sum(shard.data.size for leaf in engine.runner._params for shard in leaf.addressable_shards)
-    whole = sum(leaf.size for leaf in engine.runner._params)
     fail_to_place(FAILING)
     began = time.monotonic()
     found = answers(engine, count)
@@ -165,7 +171,7 @@ def main() -> int:
         "seconds": time.monotonic() - began,
         "recoveries": engine.metrics.recoveries,
     }
-    print(json.dumps([*found, numbers | {"read": read[0], "held": held, "whole": whole}]), flush=True)
+    print(json.dumps([*found, numbers | counts]), flush=True)
     engine.close()
     return 0
 

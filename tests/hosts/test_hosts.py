@@ -26,7 +26,7 @@ from tests.support.paths import ROOT
 
 def meet(leaders_key: bytes, followers_key: bytes, rank: int = 1, num_hosts: int = 2) -> tuple[Any, Any]:
     """Greet; return each end's result or exception."""
-    ends = _tcp_pair()
+    ends = [Link(each) for each in _sockets()]
     found: list[Any] = [None, None]
 
     def follow() -> None:
@@ -48,10 +48,10 @@ def meet(leaders_key: bytes, followers_key: bytes, rank: int = 1, num_hosts: int
     return found[0], found[1]
 
 
-def _tcp_pair() -> list[Link]:
+def _sockets() -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         one = socket.create_connection(listener.getsockname())
-        return [Link(listener.accept()[0]), Link(one)]
+        return listener.accept()[0], one
 
 
 def test_only_processes_of_the_group_are_let_in() -> None:
@@ -67,10 +67,11 @@ def test_only_processes_of_the_group_are_let_in() -> None:
 
 
 def test_frames_are_bounded_and_checked() -> None:
-    one, other = _tcp_pair()
+    raw, end = _sockets()
+    one, other = Link(raw), Link(end)
     other.greeted(1.0)
-    for raw in (b"\xff\xff\xff\xff", b"\x00\x00\x00\x01\x05"):
-        one._socket.sendall(raw)
+    for data in (b"\xff\xff\xff\xff", b"\x00\x00\x00\x01\x05"):
+        raw.sendall(data)
         with pytest.raises(ValueError, match="frame"):
             other.receive()
     one.send("a", 1, b"b", None)

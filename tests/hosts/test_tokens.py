@@ -30,7 +30,7 @@ def run(count: int, fault: str = "") -> list[tuple[int, str, str]]:
         return ended
 
 
-@pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.slow)])
 def test_the_tokens_are_those_of_one_device(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefix cache, preemption, chunks, sampling fields, grammars, beams, aborts, one failed request: no divergence."""
     (code, out, log), (followers_code, _, followers_log) = run(count)
