@@ -101,18 +101,14 @@ def test_a_drained_group_ends_with_code_0() -> None:
     """SIGTERM to both, as a cluster sends it: the follower ends with the leader, which answers first."""
     with ExitStack() as stack:
         server, follower = group_of_two(stack)
-        answers: list[int] = []
-        client = threading.Thread(
-            target=lambda: answers.append(
-                httpx.post(f"{server.http}/v1/completions", json=LONG | {"max_tokens": 60}, timeout=60.0).status_code
-            )
-        )
-        client.start()
-        time.sleep(0.3)
+        body = LONG | {"max_tokens": 60, "stream": True}
+        answer = stack.enter_context(httpx.stream("POST", f"{server.http}/v1/completions", json=body, timeout=60.0))
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: {")
         follower.terminate()
         server.signal()
-        client.join(60.0)
-        assert answers == [200]
+        rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]" and not any('"error"' in line for line in rest)
         assert server.wait() == 0 and follower.wait(20.0) == 0
 
 
