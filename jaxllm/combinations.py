@@ -16,6 +16,7 @@ NO_EXPERTS = "a model without experts"
 NO_END = "a model without an end-of-sequence token"
 FLEET = "data_parallel_size above 1"
 REMOTE = "replicas on other machines"
+HOSTS = "num_hosts above 1"
 MANY_GPUS = "tensor_parallel_size above 2 on GPUs"
 
 
@@ -47,6 +48,14 @@ REFUSED = (
     Refused("kv_transfer_params", FLEET, "the router chooses the engines of a prompt"),
     Refused("prefill_replicas", REMOTE, "KV blocks move within a machine; see kv_transfer_config for others"),
     Refused("record", FLEET, "each replica has a separate scheduler"),
+    Refused("enable_lora", HOSTS, "only host 0 reads adapters"),
+    Refused("kv_offloading_size", HOSTS, "copies to the hosts' memory end at different times"),
+    Refused("kv_transfer_config", HOSTS, "blocks arrive at one host only"),
+    Refused("enable_sleep_mode", HOSTS, "only host 0 would change its weights"),
+    Refused("speculative_config", HOSTS, "its draft models are not compared between hosts"),
+    Refused("data_parallel_size", HOSTS, "a group of hosts is one engine"),
+    Refused("record", HOSTS, "the calls go to the other hosts"),
+    Refused("num_hosts", POOLS, "followers repeat steps that generate"),
     Refused("enable_sleep_mode", "kv_offloading_disk", "files are named after the first weights"),
     Refused("enable_sleep_mode", "kv_transfer_config", "KV blocks travel without the version of their weights"),
     Refused("beam_width", "speculative_config", "a search chooses among likeliest tokens, not drafts"),

@@ -47,6 +47,7 @@ STARTS_PROCESSES = (
     *(
         "jaxllm/bench/",
         "jaxllm/fleet/replica.py",
+        "jaxllm/hosts/restart.py",
         "jaxllm/compiling/compile_noise.py",
         "pallas_kernels/native/build.py",
     ),

@@ -63,6 +63,17 @@ def run(options: dict[str, Any]) -> int:
         raise UsageError("--enable-auto-tool-choice requires --tool-call-parser")
     from jaxllm_server import launch
 
+    if server.restart:
+        from jaxllm.hosts import restart
+
+        if not restart.is_child():
+            launch.configure_logging()
+            return restart.keep_running([sys.executable, "-m", "jaxllm", *sys.argv[1:]], server.hang_timeout)
+        restart.end_with_parent()
+    if server.num_hosts > 1:
+        with errors_by_flags(ServerOptions, EngineConfig):
+            run_host = launch.new_host(config, server, progress=sys.stderr.isatty())
+        return run_host()
     if server.headless:
         with errors_by_flags(ServerOptions, EngineConfig):
             return launch.be_replica(config, server)

@@ -69,7 +69,7 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
         recorder: Recorder | None = None,
         adapters: Sequence[LoRARequest] = (),  # read before the engine is ready
         parts: Parts | None = None,  # the engine's parts, including its clock; None: loaded from the model
-        thread_type: type[EngineThread] = EngineThread,
+        thread_type: Callable[..., EngineThread] = EngineThread,
         **engine_args: Any,
     ) -> None:
         self._inbox = Inbox()

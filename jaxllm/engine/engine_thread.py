@@ -87,13 +87,7 @@ class EngineThread:
         """Load the engine, then run one iteration per `next` until stopped or dead."""
         engine: LLMEngine | None = None
         try:
-            engine = LLMEngine(
-                self._config,
-                progress=self._progress,
-                metrics=self._metrics,
-                recorder=self._recorder,
-                parts=self._parts,
-            )
+            engine = self._load()
             self._prepare(engine)
             self.load = engine.load()
             self.call_back(self._listeners.ready, engine)
@@ -106,6 +100,15 @@ class EngineThread:
         finally:
             if engine is not None:
                 engine.close()
+
+    def _load(self) -> LLMEngine:
+        return LLMEngine(
+            self._config,
+            progress=self._progress,
+            metrics=self._metrics,
+            recorder=self._recorder,
+            parts=self._parts,
+        )
 
     def _turn(self, engine: LLMEngine) -> bool:
         if not engine.has_unfinished_requests():

@@ -34,8 +34,13 @@ class Parts:
     start_phases: tuple[Phase, ...] = ()
 
 
-def load_parts(config: EngineConfig, progress: bool, metrics: Metrics) -> Parts:
-    """Load a model onto its devices; raise UserError for an invalid model before slow phases."""
+def load_parts(
+    config: EngineConfig, progress: bool, metrics: Metrics, runners: Mapping[type, Callable[..., Runner]] = RUNNERS
+) -> Parts:
+    """Load a model onto its devices; raise UserError for an invalid model before slow phases.
+
+    `runners` by the type of the model's head.
+    """
     phases = Phases()
     with phases.phase("setup") as causes:
         setup = prepare(config)
@@ -47,7 +52,7 @@ def load_parts(config: EngineConfig, progress: bool, metrics: Metrics) -> Parts:
         tokenizer.obey_add_eos_token()
     eos_ids = eos_ids_of(tokenizer, setup.generation_config, setup.spec.vocab_size)
     default_params = default_sampling_params(setup.generation_config)
-    runner = RUNNERS[type(setup.head)](config, setup, metrics, progress, phases=phases)
+    runner = runners[type(setup.head)](config, setup, metrics, progress, phases=phases)
     start_phases = phases.finished()
     logging.getLogger(__name__).info("%s", describe(start_phases))
     geometry = runner.geometry

@@ -51,6 +51,11 @@ class Layout:
         assert isinstance(self.mesh, Mesh)
         return list(self.mesh.devices.flat)
 
+    @property
+    def spans_processes(self) -> bool:
+        """Whether other processes hold parts of divided arrays."""
+        return isinstance(self.mesh, Mesh) and len({device.process_index for device in self.devices}) > 1
+
     def axis(self, name: str | None) -> str | None:
         """Return the mesh axis of a logical axis, None if replicated; raise KeyError for unknown names."""
         if name == "expert_width":

@@ -53,80 +53,55 @@ class Kind(IntEnum):
     PASSED_OVER = 9  # ids of waiting requests that are not admitted for now
 
 
-class FileRecorder:
-    """Writes a recording, on the engine's thread; implements `recorded.Recorder`."""
+class EventRecorder:
+    """Makes an entry of each call, on the engine's thread; implements `recorded.Recorder`. Subclasses write entries."""
 
-    def __init__(
-        self,
-        path: str | Path,
-        max_bytes: int = 256 << 20,
-        is_redacted: bool = False,
-        about: Mapping[str, Any] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Record into `path`, at most `max_bytes`; an existing file is renamed to `path`.old.
-
-        With `is_redacted`, each token is replaced by a hash, with a key that is not stored, of all tokens up to it:
-        prefix sharing is preserved. `about` is shown to readers; `clock` is the engine's.
-        """
-        if max_bytes < MIN_BYTES:
-            raise UserError(f"record_max_bytes must be at least {MIN_BYTES}.", "record_max_bytes")
-        self.path = Path(path)
-        self._max_bytes = max_bytes
-        self._about = dict(about or {})
+    def __init__(self, clock: Callable[[], float] = time.monotonic, pseudonyms: Pseudonyms | None = None) -> None:
+        """`clock` is the engine's; `pseudonyms` replace tokens."""
         self._clock = clock
-        self._pseudonyms = Pseudonyms() if is_redacted else None
-        self.size = 0
+        self._pseudonyms = pseudonyms
         self._start = 0.0
-        try:  # fail before the model is loaded
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            if self.path.exists() and self.path.stat().st_size:
-                self.path.replace(f"{self.path}.old")
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-            self.file: io.FileIO | None = io.FileIO(os.open(self.path, flags, 0o600), "w")  # contains users' texts
-        except OSError as error:
-            raise UserError(f"record: cannot write {path}: {error.strerror}.", "record") from error
+
+    @property
+    def is_on(self) -> bool:
+        return True
+
+    def write(self, entry: list[Any]) -> None:
+        """Write an entry of plain data for msgpack."""
+        raise NotImplementedError
 
     def begin(self, core: RecordedScheduler) -> None:
         self._start = self._clock()
-        header = {
-            "jaxllm": __version__,
-            "started": time.time(),
-            "is_redacted": self._pseudonyms is not None,
-            "limits": asdict(core.limits),
-            "about": self._about,
-        }
-        self._write([MAGIC, FORMAT, header])
 
     def added(self, requests: Sequence[Request]) -> None:
-        if self.file is not None:
-            self._write([Kind.ADD, self._now(), [pack_request(request, self._pseudonyms) for request in requests]])
+        if self.is_on:
+            self.write([Kind.ADD, self._now(), [pack_request(request, self._pseudonyms) for request in requests]])
 
     def aborted(self, reasons: Mapping[int, str]) -> None:
-        if self.file is not None and reasons:
+        if self.is_on and reasons:
             self._forget(reasons)
-            self._write([Kind.ABORT, self._now(), dict(reasons)])
+            self.write([Kind.ABORT, self._now(), dict(reasons)])
 
     def was_reset(self) -> None:
-        if self.file is not None:
-            self._write([Kind.RESET, self._now()])
+        if self.is_on:
+            self.write([Kind.RESET, self._now()])
 
     def landed(self, landed: Sequence[Landed]) -> None:
-        if self.file is not None:
-            self._write([Kind.LANDED, self._now(), [list(each) for each in landed]])
+        if self.is_on:
+            self.write([Kind.LANDED, self._now(), [list(each) for each in landed]])
 
     def received(self, owner: int, blocks: Sequence[tuple[int, int]], places: Sequence[int]) -> None:
-        if self.file is not None:
-            self._write([Kind.RECEIVED, self._now(), owner, [list(each) for each in blocks]])
+        if self.is_on:
+            self.write([Kind.RECEIVED, self._now(), owner, [list(each) for each in blocks]])
 
     def passed_over(self, request_ids: Collection[int]) -> None:
-        if self.file is not None:
-            self._write([Kind.PASSED_OVER, self._now(), list(request_ids)])
+        if self.is_on:
+            self.write([Kind.PASSED_OVER, self._now(), list(request_ids)])
 
     def planned(self, plan: Plan) -> None:
         """Record a plan's sizes and checksum; a replay recomputes the plan."""
-        if self.file is not None:
-            self._write([Kind.PLAN, self._microseconds(plan.now), *describe(plan)])
+        if self.is_on:
+            self.write([Kind.PLAN, self._microseconds(plan.now), *describe(plan)])
 
     def committed(
         self,
@@ -137,7 +112,7 @@ class FileRecorder:
         sampled: np.ndarray | None,
         events: Events,
     ) -> None:
-        if self.file is None:
+        if not self.is_on:
             return
         failed = None if is_finite is None or is_finite.all() else np.flatnonzero(~is_finite).tolist()
         # Rows that do not sample hold arbitrary values.
@@ -146,7 +121,7 @@ class FileRecorder:
             known = self._disguised(tokens, events, self._pseudonyms)
             self._forget((*events.finished, *events.failed))
         lengths = (None if each is None else each.astype(np.int32).tobytes() for each in (counts, sampled))
-        self._write([Kind.COMMIT, self._now(), plan.number, known.tobytes(), failed, *lengths])
+        self.write([Kind.COMMIT, self._now(), plan.number, known.tobytes(), failed, *lengths])
 
     def _disguised(self, tokens: np.ndarray, events: Events, pseudonyms: Pseudonyms) -> np.ndarray:
         known = np.full(tokens.shape, _PSEUDONYM, np.int32)
@@ -162,17 +137,74 @@ class FileRecorder:
         return known
 
     def forked(self, moves: Sequence[Fork]) -> None:
-        if self.file is not None:
+        if self.is_on:
             hidden = moves if self._pseudonyms is None else self._pseudonyms.fork(moves)
-            self._write([Kind.FORK, self._now(), [list(move) for move in hidden]])
+            self.write([Kind.FORK, self._now(), [list(move) for move in hidden]])
 
     def close(self) -> None:
-        """End the recording; later calls are ignored."""
-        self._end("the engine has ended")
+        """End the entries."""
 
     def _forget(self, sequences: Iterable[int]) -> None:
         if self._pseudonyms is not None:
             self._pseudonyms.forget(sequences)
+
+    def _now(self) -> int:
+        return self._microseconds(self._clock())
+
+    def _microseconds(self, now: float) -> int:
+        return int((now - self._start) * 1e6)
+
+
+class FileRecorder(EventRecorder):
+    """Writes a recording."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        max_bytes: int = 256 << 20,
+        is_redacted: bool = False,
+        about: Mapping[str, Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Record into `path`, at most `max_bytes`; an existing file is renamed to `path`.old.
+
+        With `is_redacted`, each token is replaced by a hash, with a key that is not stored, of all tokens up to it:
+        prefix sharing is preserved. `about` is shown to readers; `clock` is the engine's.
+        """
+        super().__init__(clock, Pseudonyms() if is_redacted else None)
+        if max_bytes < MIN_BYTES:
+            raise UserError(f"record_max_bytes must be at least {MIN_BYTES}.", "record_max_bytes")
+        self.path = Path(path)
+        self._max_bytes = max_bytes
+        self._about = dict(about or {})
+        self.size = 0
+        try:  # fail before the model is loaded
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.path.exists() and self.path.stat().st_size:
+                self.path.replace(f"{self.path}.old")
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+            self.file: io.FileIO | None = io.FileIO(os.open(self.path, flags, 0o600), "w")  # contains users' texts
+        except OSError as error:
+            raise UserError(f"record: cannot write {path}: {error.strerror}.", "record") from error
+
+    @property
+    def is_on(self) -> bool:
+        return self.file is not None
+
+    def begin(self, core: RecordedScheduler) -> None:
+        super().begin(core)
+        header = {
+            "jaxllm": __version__,
+            "started": time.time(),
+            "is_redacted": self._pseudonyms is not None,
+            "limits": asdict(core.limits),
+            "about": self._about,
+        }
+        self.write([MAGIC, FORMAT, header])
+
+    def close(self) -> None:
+        """End the recording; later calls are ignored."""
+        self._end("the engine has ended")
 
     def _end(self, why: str) -> None:
         if self.file is not None:
@@ -181,7 +213,7 @@ class FileRecorder:
                 file.write(cast(bytes, msgpack.packb([Kind.END, self._now(), why])))
                 file.close()
 
-    def _write(self, entry: list[Any]) -> None:
+    def write(self, entry: list[Any]) -> None:
         """Append an unbuffered entry: one system call, 2 us, survives a crash."""
         if self.file is None:
             return
@@ -196,12 +228,6 @@ class FileRecorder:
         except OSError as error:
             _log.error("the recording ends: %s: %s", self.path, error.strerror)
             self._end("the file cannot be written")
-
-    def _now(self) -> int:
-        return self._microseconds(self._clock())
-
-    def _microseconds(self, now: float) -> int:
-        return int((now - self._start) * 1e6)
 
 
 class Pseudonyms:

@@ -53,6 +53,73 @@ class Moment(NamedTuple):
     difference: str | None = None  # between the recorded and the computed plan
 
 
+class Replayer:
+    """A scheduler that repeats recorded calls."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.core = RecordedScheduler(limits)
+        self.plans: dict[int, Plan] = {}  # not committed, by number
+
+    def take(self, entry: list[Any], number: int) -> Moment:
+        """Repeat the call of an entry other than END; `number` is the moment's."""
+        core, kind, time = self.core, _KINDS[entry[0]], entry[1] / 1e6
+        if kind is Kind.ADD:
+            requests = tuple(map(_read_request, entry[2]))
+            core.add(requests)
+            return Moment(number, time, kind, core.state, added=requests)
+        if kind is Kind.ABORT:
+            reasons = {int(request_id): str(reason) for request_id, reason in entry[2].items()}
+            core.abort(reasons)
+            return Moment(number, time, kind, core.state, aborted=reasons)
+        if kind is Kind.RESET:
+            self.plans.clear()
+            core.reset()
+            return Moment(number, time, kind, core.state)
+        if kind is Kind.LANDED:
+            core.land([Landed(int(plan), int(group), int(at), bool(ok)) for plan, group, at, ok in entry[2]])
+            return Moment(number, time, kind, core.state)
+        if kind is Kind.RECEIVED:
+            core.receive(int(entry[2]), [(int(group), int(index)) for group, index in entry[3]])
+            return Moment(number, time, kind, core.state)
+        if kind is Kind.PASSED_OVER:
+            core.pass_over([int(request_id) for request_id in entry[2]])
+            return Moment(number, time, kind, core.state)
+        if kind is Kind.FORK:
+            moves = tuple(Fork(*map(int, move)) for move in entry[2])
+            core.fork(moves)
+            return Moment(number, time, kind, core.state, forked=moves)
+        if kind is Kind.PLAN:
+            plan = core.plan(time)
+            self.plans[plan.number] = plan
+            return Moment(number, time, kind, core.state, plan, difference=_difference(entry[2:], plan))
+        plan = self.plans.pop(entry[2])
+        for older in [older for older in self.plans if older < plan.number]:
+            del self.plans[older]  # empty, or all its requests have ended
+        events = self._commit(plan, *entry[3:])
+        return Moment(number, time, kind, core.state, plan, events)
+
+    def _commit(
+        self, plan: Plan, known: bytes, failed: list[int] | None, lengths: bytes | None, sampled_lengths: bytes | None
+    ) -> Events:
+        num_rows, tokens, counts, sampled = len(plan.slots), np.frombuffer(known, np.int32), None, None
+        if lengths is not None:
+            counts = np.frombuffer(lengths, np.int32)
+            tokens = tokens.reshape(num_rows, -1)
+            if not (len(counts) == num_rows and (0 <= counts).all() and (counts <= tokens.shape[1]).all()):
+                raise ValueError("a step has another number of tokens")
+            if sampled_lengths is not None:
+                sampled = np.frombuffer(sampled_lengths, np.int32)
+                if not (len(sampled) == num_rows and (1 <= sampled).all() and (sampled <= plan.lengths).all()):
+                    raise ValueError("a step has sampled another number of tokens")
+        if len(tokens) != num_rows:
+            raise ValueError("a step has another number of tokens")
+        is_finite = None
+        if failed is not None:
+            is_finite = np.ones(len(tokens), np.bool_)
+            is_finite[failed] = False
+        return self.core.commit(plan, tokens, is_finite, counts, sampled)
+
+
 class Replay:
     """A replay of one recording. Iterate `moments` once."""
 
@@ -63,14 +130,13 @@ class Replay:
         self.header: Header | None = None
         self.end = ""  # why the recording ended; "" without an end mark
         self.cut: str | None = None  # where an entry is truncated, as in a killed process
-        self._core: RecordedScheduler | None = None
-        self._plans: dict[int, Plan] = {}
+        self._replayer: Replayer | None = None
 
     @property
     def core(self) -> RecordedScheduler:
-        if self._core is None:
+        if self._replayer is None:
             raise UserError("the recording is empty.", "file")
-        return self._core
+        return self._replayer.core
 
     def moments(self) -> Iterator[Moment]:
         count, last = 0, "before its first plan"
@@ -100,69 +166,14 @@ class Replay:
             self.cut += f", {last}; the rest of it is lost"
 
     def _take(self, entry: list[Any], number: int) -> Moment | None:
-        if self.header is None:
+        if self._replayer is None:
             self.header = _read_header(entry)
-            self._core = RecordedScheduler(_read_limits(self.header.limits))
+            self._replayer = Replayer(_read_limits(self.header.limits))
             return None
-        core, kind, time = self.core, _KINDS[entry[0]], entry[1] / 1e6
-        if kind is Kind.END:
+        if _KINDS[entry[0]] is Kind.END:
             self.end = str(entry[2])
             return None
-        if kind is Kind.ADD:
-            requests = tuple(map(_read_request, entry[2]))
-            core.add(requests)
-            return Moment(number, time, kind, core.state, added=requests)
-        if kind is Kind.ABORT:
-            reasons = {int(request_id): str(reason) for request_id, reason in entry[2].items()}
-            core.abort(reasons)
-            return Moment(number, time, kind, core.state, aborted=reasons)
-        if kind is Kind.RESET:
-            self._plans.clear()
-            core.reset()
-            return Moment(number, time, kind, core.state)
-        if kind is Kind.LANDED:
-            core.land([Landed(int(plan), int(group), int(at), bool(ok)) for plan, group, at, ok in entry[2]])
-            return Moment(number, time, kind, core.state)
-        if kind is Kind.RECEIVED:
-            core.receive(int(entry[2]), [(int(group), int(index)) for group, index in entry[3]])
-            return Moment(number, time, kind, core.state)
-        if kind is Kind.PASSED_OVER:
-            core.pass_over([int(request_id) for request_id in entry[2]])
-            return Moment(number, time, kind, core.state)
-        if kind is Kind.FORK:
-            moves = tuple(Fork(*map(int, move)) for move in entry[2])
-            core.fork(moves)
-            return Moment(number, time, kind, core.state, forked=moves)
-        if kind is Kind.PLAN:
-            plan = core.plan(time)
-            self._plans[plan.number] = plan
-            return Moment(number, time, kind, core.state, plan, difference=_difference(entry[2:], plan))
-        plan = self._plans.pop(entry[2])
-        for older in [older for older in self._plans if older < plan.number]:
-            del self._plans[older]  # empty, or all its requests have ended
-        events = self._commit(plan, *entry[3:])
-        return Moment(number, time, kind, core.state, plan, events)
-
-    def _commit(
-        self, plan: Plan, known: bytes, failed: list[int] | None, lengths: bytes | None, sampled_lengths: bytes | None
-    ) -> Events:
-        num_rows, tokens, counts, sampled = len(plan.slots), np.frombuffer(known, np.int32), None, None
-        if lengths is not None:
-            counts = np.frombuffer(lengths, np.int32)
-            tokens = tokens.reshape(num_rows, -1)
-            if not (len(counts) == num_rows and (0 <= counts).all() and (counts <= tokens.shape[1]).all()):
-                raise ValueError("a step has another number of tokens")
-            if sampled_lengths is not None:
-                sampled = np.frombuffer(sampled_lengths, np.int32)
-                if not (len(sampled) == num_rows and (1 <= sampled).all() and (sampled <= plan.lengths).all()):
-                    raise ValueError("a step has sampled another number of tokens")
-        if len(tokens) != num_rows:
-            raise ValueError("a step has another number of tokens")
-        is_finite = None
-        if failed is not None:
-            is_finite = np.ones(len(tokens), np.bool_)
-            is_finite[failed] = False
-        return self.core.commit(plan, tokens, is_finite, counts, sampled)
+        return self._replayer.take(entry, number)
 
     def _entries(self, file: BinaryIO) -> Iterator[list[Any]]:
         """Yield entries; raise UserError if damaged. Sets `cut` if the file is truncated."""

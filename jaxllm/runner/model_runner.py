@@ -28,7 +28,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.metrics import DeviceReport, Metrics
 from jaxllm.model import decoder
 from jaxllm.runner import batch, device_state, host_tier, results, scoring, small_programs, step
-from jaxllm.runner.compiled_programs import VARIANTS, Key, Programs
+from jaxllm.runner.compiled_programs import VARIANTS, Key, ProgramKeys, Programs
 from jaxllm.runner.disk_store import DiskStore
 from jaxllm.runner.disk_tier import BlockSource, DiskTier
 from jaxllm.runner.host_tier import HostTier, ThreadedCopies
@@ -344,10 +344,13 @@ class Runner(Residence):
 
     def pack(self, given: StepInput) -> PackedStep:
         """Choose a step's program and pack its inputs, without reading from a device."""
-        plan, rows = given.plan, given.side.get("adapters")
+        rows = given.side.get("adapters")
         adapters = () if rows is None else self.adapters.of_rows(rows)
-        way = self.programs.choose(plan, given.variant, given.is_held, len(adapters))
-        shape = way[0].shape
+        return self.pack_for(self.programs.choose(given.plan, given.variant, given.is_held, len(adapters)), given)
+
+    def pack_for(self, way: ProgramKeys, given: StepInput) -> PackedStep:
+        plan, rows, shape = given.plan, given.side.get("adapters"), way[0].shape
+        adapters = () if rows is None else self.adapters.of_rows(rows)
         which = self.adapters.places(rows, adapters, shape.adapters)
         buffer = batch.pack(plan, shape, self.geometry.num_slots, given.chunks, given.sampling, which)
         return PackedStep(
@@ -423,7 +426,7 @@ class Runner(Residence):
         return {name: program.as_text() for name, program in named.items() if name in names}
 
     def report(self) -> DeviceReport:
-        memory = {str(device.id): device.memory_stats() or {} for device in self.setup.devices}
+        memory = {str(device.id): device.memory_stats() or {} for device in self.setup.local_devices}
         programs = self.programs
         return DeviceReport(len(programs), programs.num_compiling, programs.num_all, memory)
 

@@ -37,14 +37,16 @@ def build(model: StepModel, is_whole: bool) -> Callable[[Leaves, jax.Array, jax.
             logits = decoder.head(spec, weights, hidden.at[places[:, 0]].get(mode="clip"))  # [Q, Vx]
         logits = vocabulary.without_padding(logits)
         if is_whole:
-            return sampler.all_logprobs(logits, vocabulary)
+            whole = sampler.all_logprobs(logits, vocabulary)
+            return layout.gathered(whole, "vocab", 1) if layout.spans_processes else whole
         found = sampler.logprobs_of(logits, places[:, 1], None, model.num_logprobs, vocabulary)
         return join(Sampled(places[:, 1], jnp.ones(len(places), jnp.bool_), *found))
 
     on_shard.__name__ = "score_whole" if is_whole else "score"
     params_specs = tuple(leaf.sharding.spec for leaf in jax.tree.leaves(params))
     layout = model.layout
-    result = layout.spec(None, "vocab") if is_whole else layout.spec()
+    is_divided = is_whole and not layout.spans_processes  # each process reads all of the result
+    result = layout.spec(None, "vocab") if is_divided else layout.spec()
     return layout.shard_map(on_shard, (params_specs, layout.spec(), layout.spec()), result)
 
 

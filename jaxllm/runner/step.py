@@ -174,6 +174,9 @@ def compiler_options(platform: str, is_deterministic: bool = False) -> dict[str,
             "xla_gpu_cublas_fallback": "False",
             "xla_gpu_experimental_force_split_k": "1",
         }
+    if jax.process_count() > 1:
+        # Each process tunes all kernels: one that reads a kept program would never send its share of the results.
+        options["xla_gpu_shard_autotuning"] = "False"
     if "xla_gpu_enable_command_buffer" in os.environ.get("XLA_FLAGS", ""):
         return options
     kinds = "CONDITIONAL,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,FUSION,COLLECTIVES"

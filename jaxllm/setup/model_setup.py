@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,11 @@ class Setup:
     token_cost: int  # see `Limits.token_cost`
     prepared: Mapping[str, Any]  # the manifest by `jaxllm compile`, {} without one
 
+    @property
+    def local_devices(self) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]
+        """The devices of this process; a model over several hosts has others too."""
+        return [device for device in self.devices if device.process_index == jax.process_index()]
+
 
 def choose_devices(config: EngineConfig) -> tuple[jax.Device, ...]:  # pyright: ignore[reportInvalidTypeForm]
     # Read when the back end starts; without it XLA takes 75 % of a GPU.
@@ -87,15 +92,29 @@ def choose_devices(config: EngineConfig) -> tuple[jax.Device, ...]:  # pyright: 
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(config.gpu_memory_utilization)
     if config.kv_offloading_size > PINNED:
         os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(math.ceil(2 * config.kv_offloading_size)))
-    if config.device == "auto":
-        return tuple(jax.devices())
     try:
-        return tuple(jax.devices(config.device))
+        devices = jax.devices() if config.device == "auto" else jax.devices(config.device)
+        return tuple(devices if jax.process_count() == 1 else of_each_host(devices, config.tensor_parallel_size))
     except RuntimeError as error:
         raise UserError(
             "device is 'gpu' but JAX sees none: install jaxllm[cuda12] or jaxllm[cuda13], and check `nvidia-smi`.",
             "device",
         ) from error
+
+
+def of_each_host(devices: Sequence[Any], count: int) -> list[Any]:
+    """Return `count` devices, equally many of each process; raise UserError if that is impossible."""
+    by_process: dict[int, list[Any]] = {}
+    for device in devices:
+        by_process.setdefault(device.process_index, []).append(device)
+    each, fewest = count // len(by_process), min(map(len, by_process.values()))
+    if count % len(by_process) or each > fewest:
+        raise UserError(
+            f"tensor_parallel_size is {count}, but the {len(by_process)} hosts have {fewest} devices each or more; use "
+            f"a multiple of {len(by_process)}, at most {len(by_process) * fewest}.",
+            "tensor_parallel_size",
+        )
+    return [device for _, own in sorted(by_process.items()) for device in own[:each]]
 
 
 def choose_dtype(config: EngineConfig, checkpoint: Mapping[str, Any], platform: str) -> jnp.dtype:
@@ -318,8 +337,9 @@ def step_sizes(config: EngineConfig, recorded: Mapping[str, Any], is_cpu: bool, 
 def free_bytes(setup: Setup) -> int | None:
     """Return the free bytes of one device, measured before any allocation; None if the device does not report them."""
     if setup.platform == "cpu":
-        return psutil.virtual_memory().available // len(setup.layout.devices)  # virtual devices share the host's
-    stats = setup.devices[0].memory_stats()
+        count = min(len(setup.local_devices), len(setup.layout.devices))
+        return psutil.virtual_memory().available // count  # virtual devices share the host's
+    stats = setup.local_devices[0].memory_stats()
     if not stats or "bytes_limit" not in stats:
         return None
     return stats["bytes_limit"] - stats.get("bytes_in_use", 0)

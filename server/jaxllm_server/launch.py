@@ -16,6 +16,9 @@ import ssl
 import sys
 import time
 from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +37,7 @@ from jaxllm_server.shared import garbage
 from jaxllm_server.shared.options import ServerOptions
 
 if TYPE_CHECKING:
+    from jaxllm.hosts.settings import HostSettings
     from jaxllm_server.grpc.server import GrpcServer
     from jaxllm_server.http.server import HttpServer
 
@@ -248,6 +252,14 @@ def _engine(config: EngineConfig, options: ServerOptions, progress: bool) -> Eng
         "max_queued_tokens": options.max_queued_tokens,
         "hang_timeout": options.hang_timeout,
     }
+    if options.num_hosts > 1:
+        from jaxllm.hosts.group_llm import GroupLLM
+
+        del bounds["hang_timeout"]
+        if options.record is not None:
+            raise combinations.refusal("record", combinations.HOSTS)
+        adapters = requests_of(options.lora_modules)
+        return GroupLLM(config, _host_settings(options), progress=progress, adapters=adapters, **bounds)
     if config.data_parallel_size == 1:
         for name in ("data_parallel_address", "data_parallel_size_local"):
             if getattr(options, name) is not None:
@@ -271,6 +283,30 @@ def _engine(config: EngineConfig, options: ServerOptions, progress: bool) -> Eng
             tls.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
         address = ReplicaAddress(options.data_parallel_address, options.admin_api_key[0], tls)
     return FleetLLM(config, num_local=options.data_parallel_size_local, address=address, **bounds)
+
+
+def new_host(config: EngineConfig, options: ServerOptions, progress: bool = False) -> Callable[[], int]:
+    """Return a function that runs a host of a group and returns its exit code; raise UserError for invalid options."""
+    if not options.headless:
+        return partial(serve, new_server(config, options, progress))
+    from jaxllm.hosts import agreement
+    from jaxllm.hosts.follower import Follower
+
+    configure_logging()
+    agreement.check(config)
+    return partial(Follower(_host_settings(options)).run, config)
+
+
+def _host_settings(options: ServerOptions) -> HostSettings:
+    from jaxllm.hosts.settings import HostSettings
+
+    assert options.coordinator is not None
+    return HostSettings(
+        num_hosts=options.num_hosts,
+        rank=options.host_rank,
+        coordinator=options.coordinator,
+        silence=options.hang_timeout,
+    )
 
 
 def be_replica(config: EngineConfig, options: ServerOptions) -> int:

@@ -150,11 +150,11 @@ def _of_deployment(deployment: Manifest, server: ServerOptions, engine: EngineCo
     expected = {"scrape": "true", "path": "/metrics", "port": str(server.port)}
     if scraped != {f"prometheus.io/{name}": value for name, value in expected.items()}:
         yield f"Prometheus is not told of {expected}"
-    yield from _of_isolation(pod, container)
+    yield from isolation_problems(pod, container)
     yield from _of_resources(container["resources"], pod, engine)
 
 
-def _of_isolation(pod: Mapping[str, Any], container: Mapping[str, Any]) -> Iterator[str]:
+def isolation_problems(pod: Mapping[str, Any], container: Mapping[str, Any]) -> Iterator[str]:
     """Check that the pod runs without root, writes only into volumes, and cannot access the cluster."""
     (user,) = re.findall(r"^USER (\d+):(\d+)$", DOCKERFILE, re.MULTILINE)
     context = pod["securityContext"]

@@ -121,10 +121,22 @@ class ServerOptions:
         "address for replicas on other machines, which need the first --admin-api-key; with --ssl-certfile over TLS",
         "HOST:PORT",
     )
-    headless: bool = setting(False, "run a replica of the server at --data-parallel-address, without front ends")
+    headless: bool = setting(
+        False,
+        "run without front ends: a replica of the server at --data-parallel-address, or with --num-hosts a host of "
+        "rank above 0",
+    )
     data_parallel_ca_certs: str | None = setting(
         None, "CA certificates with which a --headless replica verifies the server; enables TLS", "FILE"
     )
+
+    # Hosts: processes that share one model.
+    num_hosts: int = setting(1, "hosts that share the model, each with a process")
+    host_rank: int = setting(0, "number of this host, from 0; host 0 serves, the others need --headless")
+    coordinator: str | None = setting(
+        None, "address of host 0 in the hosts' private network; the next port is used too", "HOST:PORT"
+    )
+    restart: bool = setting(False, "run the server in a child process, and start it again when it fails")
 
     # Limits per request.
     max_body_bytes: int = setting(8 << 20, "maximum bytes of an HTTP body", "BYTES")
@@ -233,7 +245,24 @@ class ServerOptions:
             raise UserError("an API key cannot be empty.", "api_key")
 
     def _check_fleet(self) -> None:
-        if self.headless and self.data_parallel_address is None:
+        if self.num_hosts < 1:
+            raise UserError(f"num_hosts must be at least 1, got {self.num_hosts}.", "num_hosts")
+        if self.num_hosts > 1:
+            if self.coordinator is None:
+                raise UserError("num_hosts above 1 needs coordinator, the address of host 0.", "coordinator")
+            if self.data_parallel_address is not None or self.data_parallel_size_local is not None:
+                raise UserError(
+                    "num_hosts is for one engine; data_parallel_address and data_parallel_size_local are for several. "
+                    "Leave one of them out.",
+                    "num_hosts",
+                )
+            if self.headless != (self.host_rank > 0):
+                raise UserError(
+                    "headless is for host_rank above 0: host 0 serves, the others have no front ends.", "headless"
+                )
+        elif self.coordinator is not None or self.host_rank:
+            raise UserError("coordinator and host_rank need num_hosts above 1.", "num_hosts")
+        elif self.headless and self.data_parallel_address is None:
             raise UserError("headless requires data_parallel_address, the server's address.", "data_parallel_address")
         if self.data_parallel_address is not None and not self.admin_api_key:
             raise UserError("data_parallel_address needs admin_api_key, the same on both machines.", "admin_api_key")

@@ -1,0 +1,17 @@
+"""The leader's messages besides the scheduler's calls, which are entries of `replay.recording.Kind`."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Call(IntEnum):
+    """The type of a message; its fields follow."""
+
+    # Plan number, indices of its programs, checksum of the packed batch; then inputs that the scheduler does not know:
+    # sampling rows and extras by slot, int32 as bytes; tokens (slot, position, token); scored positions.
+    STEP = 32
+    SAMPLE = 33  # plan number; rows with a mask, their masks (int32 as bytes)
+    RENEW = 34  # allocate the device's state again, after a failed step
+    STOP = 35  # the reason; "" for a planned end
+    BEAT = 36
