@@ -15,9 +15,8 @@ import signal
 import ssl
 import sys
 import time
-from dataclasses import asdict, replace
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
