@@ -123,7 +123,7 @@ class Steps:
         if scored:
             given.side["scored"] = [Scored(*each) for each in scored]
         packed = self._runner.pack_for(tuple(self._keys[index] for index in way), given)
-        own = zlib.crc32(packed.buffer)
+        own = zlib.crc32(packed.buffer.data)
         if own != checksum:
             raise DivergedError(
                 f"step {number}: the leader's batch has the checksum {checksum:08x}, this host's {own:08x}"

@@ -358,7 +358,7 @@ class LeadingRunner(Runner):
             Call.STEP,
             packed.plan.number,
             [places[key] for key in packed.way],
-            zlib.crc32(packed.buffer),
+            zlib.crc32(packed.buffer.data),
             rows,
             [[slot, extras.tobytes()] for slot, extras in packed.extras],
             [list(map(int, each)) for each in given.tokens],

@@ -117,7 +117,7 @@ class DiskStore:
                 ) as file:
                     file.write(self._header(group, digest, size, self._checksum(group, digest, size, parts)))
                     for part in parts:
-                        file.write(memoryview(part))
+                        file.write(part.data)
                 os.replace(unfinished, path)
             except BaseException:
                 with suppress(OSError):
@@ -140,7 +140,7 @@ class DiskStore:
                 if status.st_size != _HEADER.size + size:
                     raise DamagedError(f"it has {status.st_size} bytes, not {_HEADER.size + size}")
                 header, content = file.read(_HEADER.size), np.empty(size, np.uint8)
-                view, at = memoryview(content), 0
+                view, at = content.data, 0
                 while at < size and (count := file.readinto(view[at:])):
                     at += count
                 if at < size or header != self._header(
@@ -252,7 +252,7 @@ class DiskStore:
     def _checksum(self, group: int, digest: bytes, size: int, parts: Sequence[np.ndarray]) -> bytes:
         found = hashlib.blake2b(self._header(group, digest, size, b""), digest_size=16)
         for part in parts:
-            found.update(memoryview(part))
+            found.update(part.data)
         return found.digest()
 
 
