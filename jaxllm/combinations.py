@@ -14,6 +14,7 @@ LATENT = "latent attention"
 EXPERTS = "experts"
 NO_END = "a model without an end-of-sequence token"
 FLEET = "data_parallel_size above 1"
+IMAGES = "a model with images"
 MANY_GPUS = "tensor_parallel_size above 2 on GPUs"
 
 
@@ -40,6 +41,10 @@ REFUSED = (
     Refused("enable_kv_cache_events", FLEET, "each replica has a cache of its own"),
     Refused("record", FLEET, "each replica has a scheduler of its own"),
     Refused("beam_width", "speculative_config", "a search chooses among likeliest tokens, not drafts"),
+    Refused("speculative_config", IMAGES, "draft models read tokens, not images"),
+    Refused("beam_width", "multi_modal_data", "beams share the blocks of a prompt of tokens"),
+    Refused("truncate_prompt_tokens", "multi_modal_data", "a part of an image could be cut off"),
+    Refused("multi_modal_data", FLEET, "prompts are sent to replicas as tokens"),
     Refused("stop", "skip_tokenizer_init", "a stop string needs the text; stop_token_ids does not"),
     Refused("structured_outputs", "skip_tokenizer_init", "a grammar needs the texts of tokens"),
     Refused("structured_outputs", NO_END, "nothing could end the output"),

@@ -95,7 +95,7 @@ Sources = dict[tuple[int | None, str], tuple[tuple[Source, ...], ...]]
 def open_sources(folder: Path, declared: Params[Weight], family: Family, head: Head | None) -> Sources:
     """Return the tensors of every weight; raise UserError for missing, misshapen or unexpected ones."""
     # A checkpoint of the bare model, without head, lacks the prefix.
-    tensors = {_usual(name.removeprefix(family.prefix)): tensor for name, tensor in open_tensors(folder).items()}
+    tensors = {_usual(family.usual(name)): tensor for name, tensor in open_tensors(folder).items()}
     names = dict(family.tensors)
     if head is not None:
         names |= head.tensors()

@@ -67,6 +67,7 @@ def load_parts(config: EngineConfig, progress: bool, metrics: Metrics) -> Parts:
         pooler=setup.head,
         pooled_size=0 if setup.head is None else setup.head.size(setup.spec.width),
         num_token_types=setup.spec.token_types,
+        processor=setup.processor,
     )
     return Parts(model=model, runner=runner, language=Language.of(model), start_phases=start_phases)
 

@@ -18,6 +18,7 @@ import numpy as np
 from jaxllm.errors import UserError
 from jaxllm.replay.recording import FORMAT, MAGIC, Kind, describe
 from jaxllm.scheduler.host_tier import Landed
+from jaxllm.scheduler.media import Segment
 from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm.scheduler.state import Events, Fork, Limits, Plan, Request, State
 from jaxllm.speculative_config import MAX_DRAFTS
@@ -236,6 +237,7 @@ def _read_request(fields: Mapping[str, Any]) -> Request:
         adapter=int(fields["adapter"]),
         may_draft=bool(fields["may_draft"]),
         beam_group=int(fields["beam_group"]),
+        media=tuple(Segment(int(start), int(length), digest) for start, length, digest in fields["media"]),
         reads_cache=bool(fields["reads_cache"]),
         name=str(fields["name"]),
     )

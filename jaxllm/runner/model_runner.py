@@ -27,8 +27,10 @@ from jaxllm.config import EngineConfig
 from jaxllm.metrics import DeviceReport, Metrics
 from jaxllm.model import decoder
 from jaxllm.runner import batch, device_state, host_tier, results, scoring, small_programs, step
+from jaxllm.runner.batch import Shape
 from jaxllm.runner.compiled_programs import VARIANTS, Key, Programs
 from jaxllm.runner.host_tier import HostTier, ThreadedCopies
+from jaxllm.runner.media import ImageEncoder
 from jaxllm.runner.profiling import span
 from jaxllm.runner.resident_adapters import ResidentAdapters, Weights
 from jaxllm.runner.results import Scored, StepOutput
@@ -110,6 +112,8 @@ Flight = PendingResult | HeldStep
 class Runner:
     """Runs plans on the device. Not thread-safe: one thread calls `dispatch`."""
 
+    encoder: ImageEncoder | None = None  # of a model with images
+
     def __init__(
         self,
         config: EngineConfig,
@@ -134,11 +138,14 @@ class Runner:
             self._row_weights = describe_adapters(config, setup)
             self._adapter_shapes = () if self._row_weights is None else self._row_weights.described
             self.adapters = ResidentAdapters(self._adapter_shapes)
+            self.encoder = None if setup.images is None else ImageEncoder(setup)
             free = free_bytes(setup)
             plan = plan_memory(config, setup, free)
             if needs_weights and config.load_format != "dummy":
                 weights.check(setup.folder, setup.spec, setup.family, setup.layout, setup.head)
                 draft_setup.check(setup.drafting, setup.draft, setup.layout)
+                if self.encoder is not None:
+                    self.encoder.check()
         self._params: Leaves = ()
         self._state: Leaves = ()
         self._host: HostTier | None = None
@@ -151,6 +158,9 @@ class Runner:
                 with phases.phase("weights") as causes:
                     started = time.perf_counter()
                     self._params = tuple(jax.tree.leaves(self._load(config, progress)))
+                    if self.encoder is not None:
+                        is_random = config.load_format == "dummy"
+                        self.encoder.load(progress, config.seed % 2**32 if is_random else None)
                     num_bytes = sum(leaf.nbytes for leaf in self._params)
                     speed = memory_plan.size(int(num_bytes / (time.perf_counter() - started)))
                     source = "random" if config.load_format == "dummy" else f"from {setup.folder}"
@@ -213,6 +223,7 @@ class Runner:
             window=self.geometry.window,
             num_window_blocks=self.geometry.num_window_blocks,
             **self._host_limits,
+            **self._media_limits,
         )
 
     @property
@@ -226,6 +237,13 @@ class Runner:
             "max_stores": most_stores(self.setup.max_num_batched_tokens, self.geometry.block_size),
             "swaps": self._config.preemption_mode == "swap",
         }
+
+    @property
+    def _media_limits(self) -> dict[str, Any]:
+        own = self.encoder
+        if own is None:
+            return {}
+        return {"num_media_units": own.num_units, "media_unit": own.unit, "max_encoded": own.budget}
 
     @property
     def _max_verified(self) -> int:
@@ -300,7 +318,8 @@ class Runner:
         way = self.programs.choose(plan, given.variant, given.is_held, len(adapters))
         shape = way[0].shape
         which = self.adapters.places(rows, adapters, shape.adapters)
-        buffer = batch.pack(plan, shape, self.geometry.num_slots, given.chunks, given.sampling, which)
+        media = given.side.get("media")
+        buffer = batch.pack(plan, shape, self.geometry.num_slots, given.chunks, given.sampling, which, media)
         return PackedStep(
             plan=plan,
             way=way,
@@ -310,6 +329,7 @@ class Runner:
             extras=given.extras,
             adapters=adapters,
             scored=given.side.get("scored", ()),
+            encodes=given.side.get("encodes", ()),
         )
 
     def run(self, packed: PackedStep) -> StepInFlight | HeldStep:
@@ -324,6 +344,9 @@ class Runner:
                 if self._host is not None:
                     self._state = self._host.move(self._state, plan.moves, plan.number)
                 self._state = small.move(self._state, plan.moves)
+            if packed.encodes and self.encoder is not None:
+                self._state = self.encoder.encode(self._state, packed.encodes)
+                self.metrics.images_encoded += len(packed.encodes)
             own = self.adapters.arguments(packed.adapters, key.shape.adapters)
             self._state, returned = self.programs[key](self._params, self._state, packed.buffer, *own)
             if len(way) == 1:
@@ -386,6 +409,8 @@ class Runner:
             jax.block_until_ready(self._state)
         self._state = ()
         self._params = ()
+        if self.encoder is not None:
+            self.encoder.close()
         self.adapters.forget()
 
     def _load(self, config: EngineConfig, progress: bool) -> decoder.Params[jax.Array]:
@@ -473,7 +498,8 @@ class Runner:
         batch_size = 0
         if self._keeps_batch:
             batch_size = max(batch.buffer_size(key.shape) for key in (*self.programs.covering, *self.programs.rest))
-        return device_state.abstract(setup.spec, *sizes, *own, batch_size)
+        media_rows = 0 if self.encoder is None else self.encoder.num_rows
+        return device_state.abstract(setup.spec, *sizes, *own, batch_size, media_rows)
 
     def _list_programs(self) -> Programs:
         setup, geometry = self.setup, self.geometry
@@ -482,7 +508,7 @@ class Runner:
         drafts = 0 if self.drafting is None else self.drafting.most
         further: dict[str, Any] = {"max_adapters": most, "drafts": drafts > 0}
         if self._config.deterministic:
-            uniform = [batch.uniform_shape(*sizes, drafts)]
+            uniform = self._with_media([batch.uniform_shape(*sizes, drafts)])
             if geometry.num_groups > 1:
                 uniform = batch.of_two_groups(uniform)
             return Programs([], uniform, self._lower, self.metrics, (), **further)
@@ -492,7 +518,7 @@ class Runner:
         # of the norm of one row: 13.6 kernels a layer of the 0.5B shape, else 11.8.
         on_cpu = setup.platform == "cpu"
         decode = batch.decode_shapes(geometry.num_slots, 1 if on_cpu and not is_narrow else 2, setup.platform)
-        ragged = batch.ragged_shapes(*sizes, setup.platform)
+        ragged = self._with_media(batch.ragged_shapes(*sizes, setup.platform))
         verifying = batch.verifying_shapes(self._max_verified, geometry.num_slots, drafts) if drafts else []
         if geometry.num_groups > 1:
             decode, ragged, verifying = map(batch.of_two_groups, (decode, ragged, verifying))
@@ -500,6 +526,11 @@ class Runner:
         variants = VARIANTS if on_cpu else VARIANTS[1:]
         further |= {"verifying": verifying, "coarse_factor": 2 if on_cpu else 4}
         return Programs(decode, ragged, self._lower, self.metrics, variants, **further)
+
+    def _with_media(self, shapes: list[Shape]) -> list[Shape]:
+        if self.encoder is None:
+            return shapes
+        return [replace(shape, media=self.encoder.num_rows) for shape in shapes]
 
     def _finish_programs(self, free: int | None, progress: bool) -> None:
         """Wait for the covering programs; if they need more memory than estimated, compile them for fewer blocks."""
@@ -510,6 +541,8 @@ class Runner:
             self._compile_small()
             self.programs.wait(progress)
             temporaries = max(self._temporary_bytes(key) for key in self.programs.covering)
+            if self.encoder is not None:
+                temporaries = max(temporaries, self.encoder.temporary_bytes)
             fitting = plan_memory(self._config, self.setup, free, temporaries)
             if fitting.num_blocks >= self.geometry.num_blocks:
                 return
@@ -538,6 +571,8 @@ class Runner:
         shapes, spec = self._state_shapes, self.setup.spec
         kv = leaves_by_group(spec, self.geometry, shapes.kv)
         self._small = SmallPrograms(programs, shapes, self.geometry, kv, spec.vocab_size)
+        if self.encoder is not None:
+            self.encoder.compile(make, shapes)
 
     def _lower(self, key: Key) -> jax.stages.Lowered:
         model, everywhere = self._step_model, self.setup.layout.sharding()
