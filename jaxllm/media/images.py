@@ -46,6 +46,8 @@ def decode(data: bytes, name: str, parameter: str = "messages") -> Image:
         return ImageOps.exif_transpose(image)
     except (UserError, MemoryError):
         raise
+    except module.DecompressionBombError as error:
+        raise UserError(f"{name} has too many pixels; an image may have {MOST_PIXELS}.", parameter) from error
     except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError, struct.error and others
         known = ", ".join(FORMATS)
         raise UserError(f"{name} is not an image that can be read ({known}), or is cut off.", parameter) from error
