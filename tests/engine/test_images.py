@@ -85,6 +85,16 @@ def test_an_equal_image_is_neither_encoded_nor_computed_again(llm: LLM) -> None:
     assert metrics.images_encoded == before + 1 and twice.outputs[0].token_ids
 
 
+def test_prompts_that_differ_in_their_images_share_nothing(llm: LLM) -> None:
+    """Test two prompts of equal tokens that are queued together."""
+    llm.reset_prefix_cache()
+    both = [with_images(40, text="9 " * 20), with_images(41, text="9 " * 20)]
+    together = tokens(llm.generate(both, GREEDY, use_tqdm=False))
+    llm.reset_prefix_cache()
+    assert together == [tokens(llm.generate([prompt], GREEDY, use_tqdm=False))[0] for prompt in both]
+    assert together[0] != together[1]
+
+
 def test_samples_share_an_image(llm: LLM) -> None:
     llm.reset_prefix_cache()
     before = llm.engine.metrics.images_encoded

@@ -6,6 +6,7 @@ An image is a number; its content in the cache, and in the hashes of sequences, 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -71,7 +72,7 @@ class Encoder:
     def __init__(self, num_units: int, unit: int, budget: int) -> None:
         self._num_units, self._unit, self._budget = num_units, unit, budget
         self.held: dict[tuple[int, int], tuple[int, ...]] = {}  # by number and length
-        self.num_evicted = self.num_hits = self.num_cut = 0
+        self.fired: Counter[str] = Counter()  # events, by name
 
     def begin(self, encodes: Sequence[Encode], running: Iterable[tuple[Sequence[Image], int]]) -> None:
         """Begin a plan. `running` has the images and the computed tokens of each running request."""
@@ -89,13 +90,13 @@ class Encoder:
         for index, (first, size, number) in enumerate(images):
             reads = first < start + length and first + size > start
             if reads and not self._bring(request, index, (number, size)):
-                self.num_cut += 1
+                self.fired["image_cut"] += 1
                 return max(first - start, 0)
         return length
 
     def _bring(self, request: int, index: int, image: tuple[int, int]) -> bool:
         if image in self.held:
-            self.num_hits += 1
+            self.fired["image_hit"] += 1
             self.held[image] = self.held.pop(image)
             self._kept.add(image)
             return True
@@ -112,12 +113,13 @@ class Encoder:
             return False
         for other in evicted:
             del self.held[other]
-            self.num_evicted += 1
+            self.fired["image_evicted"] += 1
         due = self._encodes.pop(0) if self._encodes else None
         taken = {unit for units in self.held.values() for unit in units}
         if due is None or due[:2] != (request, index) or len({*due.units} - taken) != wanted:
             raise AssertionError(f"a plan encodes {due}, where image {index} of request {request} is due")
         self.held[image] = due.units
+        self.fired["image_encoded"] += 1
         self._num_encoded += image[1]
         self._kept.add(image)
         return True
