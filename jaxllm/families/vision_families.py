@@ -69,8 +69,6 @@ def text_of(fields: Fields) -> tuple[Fields, Callable[[Fields], Spec]]:
     architecture, defaults = _TEXTS[kind]
     tied = fields.take("tie_word_embeddings", bool, False) or bool(given.get("tie_word_embeddings", False))
     values = defaults | {key: value for key, value in given.items() if value is not None}
-    if kind == "qwen2" and values.get("layer_types") is not None and not values.get("use_sliding_window", False):
-        values.pop("layer_types")
     family = next(family for family in DENSE if architecture in family.architectures)
     values |= {"tie_word_embeddings": tied}
     return Fields(values, fields.max_model_len, "config.json, text_config"), family.read
@@ -111,6 +109,7 @@ def _llava(fields: Fields, width: int, vocab_size: int) -> Images:
             "vision_config",
         )
     fields.raw("image_seq_length")  # of the processor; it follows from the tower
+    fields.raw("ignore_index")  # of losses
     placeholder = fields.take("image_token_index", int, fields.take("image_token_id", int, 32000))
     if not 0 <= placeholder < vocab_size:
         message = f"config.json: image_token_index {placeholder} is beyond the vocabulary of {vocab_size}."

@@ -19,8 +19,8 @@ from jaxllm.checkpoints.described import describe
 from jaxllm.checkpoints.sources import open_sources
 from jaxllm.media.processor import read_processor
 from jaxllm.model import vision
-from tests.parity.make_images import NUM_TOKENS, Peer
 from jaxllm.model.sharding import make_layout
+from tests.parity.make_images import NUM_TOKENS, Peer
 from tests.support.sizes import SLOTS
 from tests.support.vision_models import SIDE, TOWERS, image, processor_settings, prompts, write_llava
 
