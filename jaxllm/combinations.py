@@ -41,6 +41,7 @@ REFUSED = (
     Refused("enable_kv_cache_events", FLEET, "each replica has a cache of its own"),
     Refused("record", FLEET, "each replica has a scheduler of its own"),
     Refused("beam_width", "speculative_config", "a search chooses among likeliest tokens, not drafts"),
+    Refused("enable_lora", IMAGES, "their adapters have other names of modules"),
     Refused("speculative_config", IMAGES, "draft models read tokens, not images"),
     Refused("beam_width", "multi_modal_data", "beams share the blocks of a prompt of tokens"),
     Refused("truncate_prompt_tokens", "multi_modal_data", "a part of an image could be cut off"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,15 @@ def test_a_chat_with_images_between_turns_equals_its_prompt(llm: LLM) -> None:
     assert tokens([same]) == tokens([chat])
 
 
+def test_grammars_and_scores_hold_with_images(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=8, structured_outputs={"regex": "[a-z]{4}"})
+    (constrained,) = llm.generate([with_images(50)], params, use_tqdm=False)
+    assert re.fullmatch("[a-z]{4}", constrained.outputs[0].text)
+    scored = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+    found = [llm.generate([with_images(seed)], scored, use_tqdm=False)[0].prompt_logprobs for seed in (50, 50, 51)]
+    assert found[0] == found[1] != found[2] and len(found[0] or ()) == 20
+
+
 @pytest.mark.parametrize(
     ("prompt", "why"),
     [
@@ -151,5 +161,7 @@ def test_what_images_do_not_go_with_is_refused(llm: LLM, folder: Path) -> None:
         llm.generate([with_images(1)], SamplingParams(truncate_prompt_tokens=4), use_tqdm=False)
     with pytest.raises(UserError, match="speculative_config"):
         LLM(str(folder), speculative_config={"method": "ngram", "num_speculative_tokens": 2})
+    with pytest.raises(UserError, match="enable_lora"):
+        LLM(str(folder), enable_lora=True)
     with LLM(**SLOTS) as text_only, pytest.raises(UserError, match="reads no images"):
         text_only.generate([{"prompt": "a", "multi_modal_data": {"image": image(1)}}], use_tqdm=False)
