@@ -68,8 +68,8 @@ class Family:
     the last. `head` is that of classifiers, None for those of decoders; `stored` is config.json's quantization.
 
     A family with images has `text_of`, which returns the fields of the decoder and their reader, and `images`, which
-    reads the tower for the decoder's width and vocabulary. `renamed` are prefixes of tensor names, and what replaces
-    them.
+    reads the tower for the decoder's width and vocabulary. `renamed` are prefixes of tensor names, and their
+    replacements.
     """
 
     architectures: tuple[str, ...]

@@ -8,7 +8,7 @@ from jaxllm.errors import UserError
 
 
 def expanded(ids: Sequence[int], placeholder: int, lengths: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return token ids with as many placeholders as embeddings, and each image's first position.
+    """Return token ids with a placeholder for each embedding, and each image's first position.
 
     `ids` have one placeholder for each image, or already one for each embedding. Raises UserError for other numbers.
     """

@@ -48,7 +48,7 @@ class Prepared(NamedTuple):
 
 @dataclass(frozen=True)
 class ImageProcessor:
-    """A model's preprocessing. `size`: height and width, or None; `shortest`: that of the shortest edge, or None."""
+    """A model's preprocessing. Images are resized to `size`, height and width, or `shortest`, the shortest edge."""
 
     placeholder: int  # token id
     num_tokens: int  # of an image
@@ -106,7 +106,7 @@ class ImageProcessor:
 def read_processor(settings: Mapping[str, Any], placeholder: int, num_tokens: int, side: int) -> ImageProcessor:
     """Return the processor of preprocessor_config.json; `side` is the model's, in pixels.
 
-    Raises UserError, naming the key, for settings that are not supported, or whose images have another size.
+    Raises UserError, naming the key, for settings that are not supported, or images of another size.
     """
     own = _Settings(settings)
     kind = str(own.take("image_processor_type", own.take("feature_extractor_type", "CLIPImageProcessor")))
@@ -149,7 +149,7 @@ def read_processor(settings: Mapping[str, Any], placeholder: int, num_tokens: in
 
 
 class _Settings:
-    """Reads preprocessor_config.json, and refuses what it does not know."""
+    """Reads preprocessor_config.json, and refuses unknown keys."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values

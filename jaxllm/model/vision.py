@@ -35,7 +35,7 @@ class VisionSpec:
     features: tuple[int, ...]  # numbers of layers after which states are taken, concatenated
     norm_eps: float
     activation: Activation
-    has_class: bool  # a class token comes first; `drops_class`: and is dropped
+    has_class: bool  # the first token is a class token; `drops_class`: it is dropped
     drops_class: bool
     pre_norm: bool  # a norm before the first layer
     patch_bias: bool

@@ -1,4 +1,4 @@
-"""The vision tower on the devices: one program encodes one image, before the step whose tokens read its embeddings."""
+"""The vision tower on the devices: one program encodes one image, before the step that reads its embeddings."""
 
 from __future__ import annotations
 

@@ -340,13 +340,13 @@ class Runner:
                 self._state = small.patch(self._state, packed.table, packed.tokens)
             if packed.extras:
                 self._state = small.patch_extras(self._state, packed.extras)
+            if packed.encodes and self.encoder is not None:
+                self._state = self.encoder.encode(self._state, packed.encodes)
+                self.metrics.images_encoded += len(packed.encodes)
             if len(plan.moves):
                 if self._host is not None:
                     self._state = self._host.move(self._state, plan.moves, plan.number)
                 self._state = small.move(self._state, plan.moves)
-            if packed.encodes and self.encoder is not None:
-                self._state = self.encoder.encode(self._state, packed.encodes)
-                self.metrics.images_encoded += len(packed.encodes)
             own = self.adapters.arguments(packed.adapters, key.shape.adapters)
             self._state, returned = self.programs[key](self._params, self._state, packed.buffer, *own)
             if len(way) == 1:

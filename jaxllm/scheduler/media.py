@@ -1,7 +1,7 @@
 """Images in prompts: the budget of their encoder, and the cache of its outputs on the device.
 
 A segment is a run of placeholder tokens, which get an image's embeddings. A plan encodes the images that its chunks
-read, if they are not cached; a chunk ends before an image for which there is no budget or room. The cache is an array
+read, if they are not cached; a chunk ends before an image that exceeds budget or room. The cache is an array
 of units, each of a fixed number of embeddings; images are evicted in order of last use, except those that chunks of
 this plan read and those of which a running request has read a part. The device encodes before the step of the plan and
 after all earlier steps, so an evicted image's units may be overwritten at once.

@@ -10,7 +10,7 @@ from jaxllm.errors import UserError
 from jaxllm.families.families import read_images, read_spec
 from tests.support.vision_models import llava_config
 
-# llava-hf/llava-1.5-7b-hf, which leaves out what its classes have as defaults.
+# llava-hf/llava-1.5-7b-hf, which leaves out the defaults of its classes.
 LLAVA_7B: dict[str, Any] = {
     "architectures": ["LlavaForConditionalGeneration"],
     "ignore_index": -100,

@@ -151,7 +151,7 @@ def test_files_are_read_from_the_allowed_folder_alone(tmp_path: Path) -> None:
 
 
 def test_urls_are_fetched_from_allowed_domains_alone() -> None:
-    """Test a server whose redirect to itself is followed, and one to another host is not."""
+    """Test that a redirect to the same host is followed, and one to another host is not."""
     import threading
     from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -202,7 +202,7 @@ def test_images_become_parts_of_a_template() -> None:
 
 
 def test_digests_depend_on_pixels_and_settings() -> None:
-    """Test images whose bytes are equal and shapes are not, and another processor."""
+    """Test images of equal bytes and different shapes, and another processor."""
     values = np.arange(3 * 6 * 10, dtype=np.uint8).reshape(6, 10, 3)
     other = read_processor(processor_settings() | {"image_mean": [0.4, 0.5, 0.6]}, 9, 16, SIDE)
     digests = {

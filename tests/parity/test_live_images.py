@@ -1,4 +1,4 @@
-"""Models that read images compute what transformers does: preprocessing, tower, projector, logits, greedy tokens.
+"""Models that read images equal transformers: preprocessing, tower, projector, logits, greedy tokens.
 
 Needs torch: `make parity`.
 """

@@ -151,7 +151,7 @@ class Encoder:
 
 
 class Processor:
-    """The stand-in of an image processor: an image is a pair of its tokens and its number."""
+    """A simulated image processor: an image is a pair of its tokens and its number."""
 
     placeholder = PLACEHOLDER
 
