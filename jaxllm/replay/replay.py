@@ -222,6 +222,8 @@ def _read_limits(data: Mapping[str, Any]) -> Limits:
         raise ValueError("there are no slots or no blocks")
     if data["num_host_blocks"] and data["window"] and not data["num_host_window_blocks"]:
         raise ValueError("the host has blocks of some layers only")
+    if data["num_media_units"] and not data["media_unit"]:
+        raise ValueError("a unit of the encoder's cache has no embeddings")
     return Limits(**{**data, "records_blocks": False})  # a replay has no readers of block events
 
 
