@@ -17,6 +17,7 @@ NO_END = "a model without an end-of-sequence token"
 FLEET = "data_parallel_size above 1"
 REMOTE = "replicas on other machines"
 HOSTS = "num_hosts above 1"
+IMAGES = "a model with images"
 MANY_GPUS = "tensor_parallel_size above 2 on GPUs"
 
 
@@ -59,6 +60,14 @@ REFUSED = (
     Refused("enable_sleep_mode", "kv_offloading_disk", "files are named after the first weights"),
     Refused("enable_sleep_mode", "kv_transfer_config", "KV blocks travel without the version of their weights"),
     Refused("beam_width", "speculative_config", "a search chooses among likeliest tokens, not drafts"),
+    Refused("enable_lora", IMAGES, "their adapters have other names of modules"),
+    Refused("speculative_config", IMAGES, "draft models read tokens, not images"),
+    Refused("enable_sleep_mode", IMAGES, "the tower's weights stay on the device"),
+    Refused("kv_transfer_config", IMAGES, "blocks are found by tokens, not by images"),
+    Refused("num_hosts", IMAGES, "followers get no images"),
+    Refused("beam_width", "multi_modal_data", "beams share the blocks of a prompt of tokens"),
+    Refused("truncate_prompt_tokens", "multi_modal_data", "a part of an image could be cut off"),
+    Refused("multi_modal_data", FLEET, "prompts are sent to replicas as tokens"),
     Refused("stop", "skip_tokenizer_init", "a stop string needs the text; stop_token_ids does not"),
     Refused("structured_outputs", "skip_tokenizer_init", "a grammar needs the texts of tokens"),
     Refused("structured_outputs", NO_END, "nothing could end the output"),

@@ -26,6 +26,7 @@ Quantization = Literal["int8", "fp8", "int4"]
 KvCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"]
 PreemptionMode = Literal["recompute", "swap"]
 RunnerKind = Literal["auto", "generate", "pooling"]
+MOST_IMAGES = 16  # of a request, unless a setting is other
 PoolingType = Literal["CLS", "LAST", "MEAN"]
 
 
@@ -121,6 +122,15 @@ class EngineConfig:
     max_cpu_loras: int | None = setting(
         None, "maximum adapters in the host's memory while no request uses them (default: --max-loras)"
     )
+    limit_mm_per_prompt: Mapping[str, int] | None = setting(
+        None, "maximum images of a request, as '{\"image\": 4}' (default: 16)", "JSON"
+    )
+    allowed_media_domains: Sequence[str] = setting(
+        (), "host from which images of messages are fetched; may be repeated (default: data: URLs only)", "HOST"
+    )
+    allowed_local_media_path: str | None = setting(
+        None, "folder of files that messages may name as file: URLs (default: none)", "PATH"
+    )
     max_logprobs: int = setting(20, "maximum log-probabilities that a request may ask for; -1: the whole vocabulary")
     # Functions, or "package.module:function", that requests select in extra_args; see
     # `logits_processors.load_processors`.
@@ -171,11 +181,13 @@ class EngineConfig:
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name} must be true or false, got {getattr(self, name)!r}.", name)
-        for name in ("logits_processors", "kernels"):
+        for name in ("logits_processors", "kernels", "allowed_media_domains"):
             value = getattr(self, name)
             if isinstance(value, str) or not isinstance(value, Sequence):
                 raise UserError(f"{name} must be a list, got {value!r:.80}.", name)
             object.__setattr__(self, name, tuple(value))
+        if self.limit_mm_per_prompt is not None:
+            _check_media_limits(self.limit_mm_per_prompt)
         if self.pooler_config is not None:
             _check_pooler_config(self.pooler_config)
         if self.speculative_config is not None:
@@ -248,6 +260,11 @@ class EngineConfig:
             )
         return transfer
 
+    @property
+    def most_images(self) -> int:
+        """The maximum images of a request."""
+        return (self.limit_mm_per_prompt or {}).get("image", MOST_IMAGES)
+
     def cache_dir(self) -> Path:
         """Return the folder of compiled programs: the setting, `$JAXLLM_CACHE_DIR`, or the user's cache folder."""
         if self.compilation_cache_dir is not None:
@@ -264,6 +281,14 @@ class EngineConfig:
         if not text.isdecimal():
             raise UserError(f"JAXLLM_CACHE_BYTES must be a number of bytes, got {text!r:.80}.", "JAXLLM_CACHE_BYTES")
         return int(text)
+
+
+def _check_media_limits(given: Any) -> None:
+    if not isinstance(given, Mapping) or given.keys() - {"image"}:
+        raise UserError(f"limit_mm_per_prompt must be {{'image': a number}}, got {given!r:.80}.", "limit_mm_per_prompt")
+    most = given.get("image", MOST_IMAGES)
+    if type(most) is not int or not 0 <= most <= 999:
+        raise UserError(f"limit_mm_per_prompt: image must be from 0 to 999, got {most!r:.80}.", "limit_mm_per_prompt")
 
 
 def _check_pooler_config(given: Mapping[str, Any]) -> None:

@@ -19,6 +19,8 @@ from jaxllm.engine.prompts import Prompt
 from jaxllm.errors import EngineError, UserError
 from jaxllm.fleet.offline import FleetEngine
 from jaxllm.lora_request import LoRARequest
+from jaxllm.media.messages import take_images
+from jaxllm.media.sources import Sources
 from jaxllm.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -48,7 +50,7 @@ _MISSING = {  # attributes of vLLM's `LLM`, with alternatives
     **dict.fromkeys(("enqueue", "wait_for_completion"), _NO_QUEUE),
     "get_metrics": "`llm.engine.metrics` counts",
     "llm_engine": "it is `llm.engine`",
-    "reset_mm_cache": "prompts are text only",
+    "reset_mm_cache": "`llm.reset_prefix_cache()` also forgets encoded images",
     "set_tokenizer": "give tokenizer=… to LLM",
 }
 
@@ -158,9 +160,12 @@ class LLM(OfflineWeightCalls):
     def chat_prompt(
         self, messages: Sequence[Message], *, lora_request: LoRARequest | None = None, **template_args: Any
     ) -> dict[str, Any]:
-        """Render a conversation as a prompt with text and token ids; arguments as in `Tokenizer.encode_chat`."""
-        text, ids = self.engine.model_of(lora_request).tokenizer.encode_chat(messages, **template_args)
-        return {"prompt": text, "prompt_token_ids": ids}
+        """Render a conversation as a prompt with token ids and images; arguments as in `Tokenizer.encode_chat`."""
+        model, config = self.engine.model_of(lora_request), self.engine.config
+        sources = Sources(config.allowed_media_domains, config.allowed_local_media_path)
+        messages, images = take_images(messages, model.processor, sources, config.most_images)
+        text, ids = model.tokenizer.encode_chat(messages, **template_args)
+        return model.with_images({"prompt": text, "prompt_token_ids": ids}, images)
 
     def beam_search(
         self,

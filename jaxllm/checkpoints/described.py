@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxllm.checkpoints.files import read_object
 from jaxllm.checkpoints.pooler_files import most_tokens, read_pooler
 from jaxllm.checkpoints.stored_head import with_stored_head
 from jaxllm.checkpoints.weights import read_config
-from jaxllm.families.families import read_spec
-from jaxllm.families.family import Family
+from jaxllm.errors import UserError
+from jaxllm.families.families import read_images, read_spec
+from jaxllm.families.family import Family, Images
+from jaxllm.media.processor import ImageProcessor, read_processor
 from jaxllm.model.head import Head
 from jaxllm.model.spec import Spec
 
@@ -25,6 +28,8 @@ class Described:
     spec: Spec
     family: Family
     head: Head | None  # None: it generates
+    images: Images | None = None  # how it reads images
+    processor: ImageProcessor | None = None
 
     @property
     def most_tokens(self) -> int:
@@ -40,4 +45,17 @@ def describe(
     config = read_config(folder)
     spec, family = read_spec(config, max_model_len)
     spec = with_stored_head(folder, spec, family)
-    return Described(folder, config, spec, family, read_pooler(folder, config, spec, family, runner, pooler_config))
+    head = read_pooler(folder, config, spec, family, runner, pooler_config)
+    images = read_images(config, spec, family)
+    processor = None if images is None else _processor(folder, images)
+    return Described(folder, config, spec, family, head, images, processor)
+
+
+def _processor(folder: Path, images: Images) -> ImageProcessor:
+    settings = read_object(folder, "preprocessor_config.json")
+    if settings is None:  # transformers 5 writes one file for all of a model's processors
+        settings = (read_object(folder, "processor_config.json") or {}).get("image_processor")
+    if not isinstance(settings, Mapping):
+        raise UserError(f"{folder} has no preprocessor_config.json, which says how images are read.", "model")
+    own = images.spec
+    return read_processor(settings, images.placeholder, own.num_tokens, own.side)

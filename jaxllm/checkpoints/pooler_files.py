@@ -17,7 +17,7 @@ from jaxllm.model.pooler import Activation, Dense, Pooler, Pooling
 from jaxllm.model.spec import Spec
 
 MODULES = "modules.json"
-GENERATING = ("ForCausalLM", "LMHeadModel")
+GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _CLASSIFYING = tuple(OF_DECODERS)
 _POOLINGS: dict[str, Pooling] = {"cls": "cls", "lasttoken": "last", "mean": "mean"}
 _OLDER_POOLINGS = {  # one key per mode, before sentence-transformers 5

@@ -28,7 +28,7 @@ def with_stored_head(folder: Path, spec: Spec, family: Family) -> Spec:
         return replace(spec, tie_embeddings=not orbax_checkpoint.has_head(folder))
     if not (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
         return spec
-    tensors = {name.removeprefix(family.prefix): tensor for name, tensor in open_tensors(folder).items()}
+    tensors = {family.usual(name): tensor for name, tensor in open_tensors(folder).items()}
     head, embedding = (family.tensors[name] for name in ("head", "embed"))
     if not _differs(tensors, head, embedding):
         return spec

@@ -9,12 +9,14 @@ import argparse
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.commands.arguments import Subparsers, add_model, engine_config, new_command
 from jaxllm.commands.flags import add_engine_flags
 from jaxllm.commands.session import add_request_flags, add_verbose, open_llm, params_of, stream, with_lora
 from jaxllm.errors import UserError
+from jaxllm.media.images import MOST_BYTES, decode
 from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -34,6 +36,9 @@ def add(commands: Subparsers) -> None:
     parser.description = "Talk with a model.\n\n" + CHAT_HELP
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--system", help="the system prompt")
+    parser.add_argument(
+        "--image", action="append", default=[], metavar="FILE", help="an image for the first message; may be repeated"
+    )
     add_model(parser)
     add_verbose(parser)
     add_request_flags(parser, CHAT_TOKENS, skipped=_NO_FLAGS)
@@ -45,13 +50,16 @@ def run(options: dict[str, Any]) -> int:
     engine_config(options)
     from_flags = params_of(options, CHAT_TOKENS)
     system = [{"role": "system", "content": options["system"]}] if options["system"] else []
+    images = [_image(Path(path)) for path in options["image"]]
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         _enable_line_editing()
     with open_llm(options, precompile="background") as llm:  # compiling for a GPU takes a minute
         params = replace(llm.get_default_sampling_params(), **from_flags)
         _check_template(llm, system, further)
-        history = list(system)
+        if images and llm.engine.model.processor is None:
+            raise UserError(f"{options['model'] or 'The model'} reads no images; leave --image out.", "image")
+        history: list[dict[str, Any]] = list(system)
         if is_terminal:
             print("/help lists the commands, ^D ends.", file=sys.stderr)
         while (line := _read_line(is_terminal)) is not None:
@@ -66,7 +74,8 @@ def run(options: dict[str, Any]) -> int:
             elif command.startswith("/"):
                 print(f"Unknown command {command}; /help lists the commands.", file=sys.stderr)
             elif command:
-                history = _turn(llm, history, line, params, further)
+                content = [*images, {"type": "text", "text": line}] if len(history) == len(system) and images else line
+                history = _turn(llm, history, content, params, further)
     return 0
 
 
@@ -75,6 +84,16 @@ def _check_template(llm: LLM, system: list[dict[str, str]], further: Mapping[str
         llm.chat_prompt([*system, {"role": "user", "content": "Hello"}], **further)
     except UserError as error:
         raise UserError(str(error).replace("use generate()", "use `jaxllm generate`"), error.parameter) from error
+
+
+def _image(path: Path) -> dict[str, Any]:
+    """Return a file as a part of a message."""
+    try:
+        with path.expanduser().open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise UserError(f"--image: {path} cannot be read: {error.strerror}.", "image") from None
+    return {"type": "image", "image": decode(data, f"--image: {path}", "image")}
 
 
 def _enable_line_editing() -> None:
@@ -99,11 +118,11 @@ def _read_line(is_terminal: bool) -> str | None:
 
 
 def _turn(
-    llm: LLM, history: list[dict[str, str]], line: str, params: SamplingParams, further: Mapping[str, Any]
-) -> list[dict[str, str]]:
-    """Answer one line; return the conversation, unchanged without an answer."""
+    llm: LLM, history: list[dict[str, Any]], content: Any, params: SamplingParams, further: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Answer one message; return the conversation, unchanged without an answer."""
     try:
-        messages, prompt = _fit(llm, [*history, {"role": "user", "content": line}], params.max_tokens, further)
+        messages, prompt = _fit(llm, [*history, {"role": "user", "content": content}], params.max_tokens, further)
         num_dropped = len(history) + 1 - len(messages)
         if num_dropped:
             print(f"The context is full: the {num_dropped} oldest messages were dropped.", file=sys.stderr)
@@ -126,8 +145,8 @@ def _turn(
 
 
 def _fit(
-    llm: LLM, messages: list[dict[str, str]], max_tokens: int | None, further: Mapping[str, Any]
-) -> tuple[list[dict[str, str]], dict[str, Any]]:
+    llm: LLM, messages: list[dict[str, Any]], max_tokens: int | None, further: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Drop the oldest turns until an answer fits; return the conversation and its prompt.
 
     Reserves `max_tokens`, at most a quarter of the context: a truncated answer is better than a forgotten turn. Raises

@@ -72,6 +72,7 @@ def load_parts(
         pooler=setup.head,
         pooled_size=0 if setup.head is None else setup.head.size(setup.spec.width),
         num_token_types=setup.spec.token_types,
+        processor=setup.processor,
     )
     return Parts(model=model, runner=runner, language=Language.of(model), start_phases=start_phases)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.errors import UserError
+from jaxllm.media.placeholders import expanded
+from jaxllm.media.processor import ImageProcessor, Prepared
 from jaxllm.model.head import Head
 from jaxllm.pooling_params import PoolingTask
 from jaxllm.sampling_params import SamplingParams
@@ -32,6 +34,7 @@ class ModelInfo:
     pooler: Head | None = None  # None: the model generates
     pooled_size: int = 0  # numbers of a result
     num_token_types: int = 0  # 0: tokens have no types
+    processor: ImageProcessor | None = None  # None: the model reads no images
 
     @property
     def tasks(self) -> tuple[PoolingTask, ...]:
@@ -41,6 +44,14 @@ class ModelInfo:
         if not self.pooler.labels:
             return ("embed",)
         return ("classify", "score") if len(self.pooler.labels) == 1 else ("classify",)
+
+    def with_images(self, prompt: dict[str, Any], images: Sequence[Prepared]) -> dict[str, Any]:
+        """Return a prompt of token ids with images, each placeholder repeated for its image's embeddings."""
+        if not images or self.processor is None:
+            return prompt
+        lengths = [each.num_tokens for each in images]
+        ids, _ = expanded(prompt["prompt_token_ids"], self.processor.placeholder, lengths)
+        return prompt | {"prompt_token_ids": ids, "multi_modal_data": {"image": list(images)}}
 
     def pair(self, first: str, second: str, most: int | None = None) -> dict[str, Any]:
         """Return a cross-encoder's prompt for two texts; the second is cut to fit `most` tokens."""

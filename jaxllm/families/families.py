@@ -13,12 +13,13 @@ from jaxllm.errors import UserError
 from jaxllm.families.config_fields import Fields
 from jaxllm.families.dense_families import DENSE
 from jaxllm.families.encoder_families import ENCODERS
-from jaxllm.families.family import Family
+from jaxllm.families.family import Family, Images
 from jaxllm.families.moe_families import ROUTED
 from jaxllm.families.stored_formats import read_stored
+from jaxllm.families.vision_families import WITH_IMAGES
 from jaxllm.model.spec import Spec
 
-FAMILIES: tuple[Family, ...] = (*DENSE, *ROUTED, *ENCODERS)
+FAMILIES: tuple[Family, ...] = (*DENSE, *ROUTED, *ENCODERS, *WITH_IMAGES)
 
 # Keys without effect on the forward pass: training, bookkeeping, other programs, or read elsewhere (token ids).
 WITHOUT_EFFECT = frozenset(
@@ -78,10 +79,30 @@ def read_spec(config: Mapping[str, Any], max_model_len: int | None = None) -> tu
             )
         raise UserError(f"config.json: architecture {said} is not supported; supported: {', '.join(known)}.", said)
     stored = read_stored(config)
+    if stored is not None and family.images is not None:
+        raise UserError(
+            f"config.json: quantization_config ({stored.method}) is not supported for models with images; use an "
+            "unquantized checkpoint.",
+            "quantization_config",
+        )
     if stored is not None:
         config = {key: value for key, value in config.items() if key != "quantization_config"}
         family = replace(family, stored=stored)
-    return read_fields(Fields(config, max_model_len), family.read), family
+    fields = Fields(config, max_model_len)
+    if family.text_of is None:
+        return read_fields(fields, family.read), family
+    return read_fields(*family.text_of(fields)), family
+
+
+def read_images(config: Mapping[str, Any], spec: Spec, family: Family) -> Images | None:
+    """Return how a model reads images, None if it does not; `spec` is its decoder's."""
+    if family.images is None or family.text_of is None:
+        return None
+    fields = Fields(config)
+    family.text_of(fields)
+    found = family.images(fields, spec.width, spec.vocab_size)
+    fields.finish(WITHOUT_EFFECT)
+    return found
 
 
 def read_fields(fields: Fields, read: Callable[[Fields], Spec]) -> Spec:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from jaxllm.families.config_fields import Fields
 from jaxllm.families.stored_formats import StoredFormat
 from jaxllm.model.head import Head
 from jaxllm.model.spec import Spec
+from jaxllm.model.vision import VisionSpec
 
 HeadReader = Callable[[Fields, int, int], Head]  # (config.json, the model's width, number of labels)
 
@@ -48,6 +50,14 @@ LLAMA_TENSORS = named(
 )
 
 
+class Images(NamedTuple):
+    """How a model reads images."""
+
+    spec: VisionSpec
+    placeholder: int  # token id
+    tensors: Family  # the row of the tower's tensor names
+
+
 @dataclass(frozen=True)
 class Family:
     """A row of the table.
@@ -56,6 +66,10 @@ class Family:
     by row or by head, `transposed` ones as [in, out]. A part of an expert or head without a second {} is in a tensor of
     all of them. Unread tensors end with `ignored`, begin with `heads` or, with `has_layers_behind`, are in layers after
     the last. `head` is that of classifiers, None for those of decoders; `stored` is config.json's quantization.
+
+    A family with images has `text_of`, which returns the fields of the decoder and their reader, and `images`, which
+    reads the tower for the decoder's width and vocabulary. `renamed` are prefixes of tensor names, and their
+    replacements.
     """
 
     architectures: tuple[str, ...]
@@ -69,3 +83,13 @@ class Family:
     heads: tuple[str, ...] = ()
     head: HeadReader | None = None
     stored: StoredFormat | None = None
+    renamed: tuple[tuple[str, str], ...] = ()
+    text_of: Callable[[Fields], tuple[Fields, Callable[[Fields], Spec]]] | None = None
+    images: Callable[[Fields, int, int], Images] | None = None
+
+    def usual(self, name: str) -> str:
+        """Return a tensor's name without the optional prefix, by which `tensors` has it."""
+        for before, after in self.renamed:
+            if name.startswith(before):
+                return after + name[len(before) :]
+        return name.removeprefix(self.prefix)

@@ -326,6 +326,8 @@ class FleetLLM(StreamingEngine, FleetCalls):
             raise TypeError(f"a request has no {', '.join(sorted(unknown))}")
         if options:
             raise combinations.refusal(min(options), combinations.FLEET)
+        if isinstance(prompt, Mapping) and prompt.get("multi_modal_data") is not None:
+            raise combinations.refusal("multi_modal_data", combinations.FLEET)
         text, ids, salt = parts_of(prompt, "token_type_ids")
         digests: Sequence[bytes] = ()
         tokens: Sequence[int]

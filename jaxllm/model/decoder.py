@@ -97,6 +97,7 @@ class Context:
     token_types: Array | None = None  # int32[T]; None: all 0
     fused: Choice | None = None  # fuses norms, residuals and activations; only with `plain_linear`
     rounds_inner: bool = False  # see `fused.rounds_inner`; only with `plain_linear`
+    media: tuple[Array, Array] | None = None  # embeddings [·, D], and each token's row, int32[T]; others: the token's
 
 
 @flax.struct.dataclass
@@ -258,6 +259,10 @@ def embed(spec: Spec, params: Params[Array], tokens: Int[Array, " T"], context: 
         x = look_up(params.top["embed"], tokens, spec.vocab_size, dtype, context.layout)
         if spec.embed_scale != 1.0:
             x = x * jnp.asarray(spec.embed_scale, x.dtype)  # rounded to the weights' type, as in training
+        if context.media is not None:
+            rows, chosen = context.media
+            is_media = (chosen < len(rows))[:, None]
+            x = jnp.where(is_media, rows.at[chosen].get(mode="clip").astype(x.dtype), x)
         if spec.learned_positions:
             x = x + params.top["positions"].at[context.positions + spec.position_offset].get(mode="clip")
         if spec.token_types:

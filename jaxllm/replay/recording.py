@@ -264,6 +264,7 @@ class Pseudonyms:
 
 def pack_request(request: Request, pseudonyms: Pseudonyms | None = None) -> dict[str, Any]:
     tokens, root = request.tokens, request.root
+    hidden = bytes if pseudonyms is None else pseudonyms.of_bytes
     if pseudonyms is not None:
         tokens = pseudonyms.begin(request.sequence_id, tokens)
         root = root and pseudonyms.of_bytes(root)
@@ -279,6 +280,7 @@ def pack_request(request: Request, pseudonyms: Pseudonyms | None = None) -> dict
         "adapter": request.adapter,
         "may_draft": request.may_draft,
         "beam_group": request.beam_group,
+        "media": [[each.start, each.length, hidden(each.digest)] for each in request.media],
         "tokens": tokens.tobytes(),
     }
 
@@ -291,7 +293,8 @@ def describe(plan: Plan) -> list[int]:
     for one in plan.admitted:
         numbers = np.asarray([one.slot, one.request.sequence_id, one.num_known, one.num_cached], np.int64)
         check = zlib.crc32(numbers.tobytes(), check)
-    for numbers in (plan.preempted, plan.adapters, (1,) * plan.proposes):
+    encoded = [number for each in plan.encodes for number in (each.sequence_id, each.index, *each.units)]
+    for numbers in (plan.preempted, plan.adapters, (1,) * plan.proposes, encoded):
         if numbers:
             check = zlib.crc32(np.asarray(numbers, np.int64).tobytes(), check)
     return [plan.number, plan.num_decodes, len(plan.slots), plan.num_tokens, check]

@@ -18,6 +18,7 @@ import numpy as np
 from jaxllm.errors import UserError
 from jaxllm.replay.recording import FORMAT, MAGIC, Kind, describe
 from jaxllm.scheduler.host_tier import Landed
+from jaxllm.scheduler.media import Segment
 from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm.scheduler.state import Events, Fork, Limits, Plan, Request, State
 from jaxllm.speculative_config import MAX_DRAFTS
@@ -238,6 +239,8 @@ def _read_limits(data: Mapping[str, Any]) -> Limits:
         raise ValueError("there are no slots or no blocks")
     if data["num_host_blocks"] and data["window"] and not data["num_host_window_blocks"]:
         raise ValueError("the host has blocks of some layers only")
+    if data["num_media_units"] and not data["media_unit"]:
+        raise ValueError("a unit of the encoder's cache has no embeddings")
     return Limits(**{**data, "records_blocks": False})  # a replay has no readers of block events
 
 
@@ -253,6 +256,7 @@ def _read_request(fields: Mapping[str, Any]) -> Request:
         adapter=int(fields["adapter"]),
         may_draft=bool(fields["may_draft"]),
         beam_group=int(fields["beam_group"]),
+        media=tuple(Segment(int(start), int(length), digest) for start, length, digest in fields["media"]),
         reads_cache=bool(fields["reads_cache"]),
         name=str(fields["name"]),
     )

@@ -38,6 +38,7 @@ class Shape:
     adapters: int = 0  # most distinct ones
     # K: drafts per row, to verify and to make. If set, every token is sampled, and row fields have an entry per token.
     drafts: int = 0
+    media: int = 0  # rows of images' embeddings, of ragged programs of models with images
 
     @property
     def sampled(self) -> int:
@@ -202,6 +203,7 @@ def fields(shape: Shape) -> Mapping[str, tuple[int, tuple[int, ...]]]:
             "tile_start": (shape.tiles,),
             "tile_length": (shape.tiles,),
             "tile_position": (shape.tiles,),
+            **({"token_media": (shape.tokens,)} if shape.media else {}),
             **rows,
             "row_last": (shape.sampled,),
             "row_samples": (shape.sampled,),
@@ -241,11 +243,12 @@ def pack(
     chunks: Sequence[np.ndarray] = (),
     sampling: np.ndarray | None = None,
     adapters: np.ndarray | None = None,
+    media: np.ndarray | None = None,
 ) -> np.ndarray:
     """Pack a plan as int32[buffer_size(shape)]; padding has slot S, which is dropped.
 
     `chunks`: token ids of the rows after the decode rows; `sampling`: int32[S, F]; `adapters`: int32[R], numbers in the
-    program, or `shape.adapters`.
+    program, or `shape.adapters`; `media`: int32[tokens of the plan], rows of images' embeddings, or `shape.media`.
     """
     buffer = np.zeros(buffer_size(shape), np.int32)
     view = views(buffer, fields(shape))
@@ -273,6 +276,10 @@ def pack(
     first_tokens = np.cumsum(plan.lengths) - plan.lengths
     num_tokens = plan.num_tokens
     view["num_decodes"][0] = plan.num_decodes + plan.num_drafts
+    if shape.media:
+        view["token_media"][:] = shape.media
+        if media is not None:
+            view["token_media"][:num_tokens] = media
     if chunks:
         view["tokens"][plan.num_decodes : num_tokens] = np.concatenate(chunks)
     view["token_slot"][:num_tokens] = np.repeat(plan.slots, plan.lengths)

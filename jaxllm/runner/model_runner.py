@@ -28,10 +28,12 @@ from jaxllm.config import EngineConfig
 from jaxllm.metrics import DeviceReport, Metrics
 from jaxllm.model import decoder
 from jaxllm.runner import batch, device_state, host_tier, results, scoring, small_programs, step
+from jaxllm.runner.batch import Shape
 from jaxllm.runner.compiled_programs import VARIANTS, Key, ProgramKeys, Programs
 from jaxllm.runner.disk_store import DiskStore
 from jaxllm.runner.disk_tier import BlockSource, DiskTier
 from jaxllm.runner.host_tier import HostTier, ThreadedCopies
+from jaxllm.runner.media import ImageEncoder
 from jaxllm.runner.profiling import span
 from jaxllm.runner.residence import Residence
 from jaxllm.runner.resident_adapters import ResidentAdapters, Weights
@@ -116,6 +118,8 @@ Flight = PendingResult | HeldStep
 class Runner(Residence):
     """Runs plans on the device. Not thread-safe: one thread calls `dispatch`."""
 
+    encoder: ImageEncoder | None = None  # of a model with images
+
     def __init__(
         self,
         config: EngineConfig,
@@ -140,11 +144,14 @@ class Runner(Residence):
             self._row_weights = describe_adapters(config, setup)
             self._adapter_shapes = () if self._row_weights is None else self._row_weights.described
             self.adapters = ResidentAdapters(self._adapter_shapes)
+            self.encoder = None if setup.images is None else ImageEncoder(setup)
             free = free_bytes(setup)
             plan = plan_memory(config, setup, free)
             if needs_weights and config.load_format != "dummy":
                 weights.check(setup.folder, setup.spec, setup.family, setup.layout, setup.head)
                 draft_setup.check(setup.drafting, setup.draft, setup.layout)
+                if self.encoder is not None:
+                    self.encoder.check()
         self._params: Leaves = ()
         self._state: Leaves = ()
         self._host: HostTier | None = None
@@ -161,6 +168,9 @@ class Runner(Residence):
                 with phases.phase("weights") as causes:
                     started = time.perf_counter()
                     self._params = tuple(jax.tree.leaves(self._load(self._folder, progress)))
+                    if self.encoder is not None:
+                        is_random = config.load_format == "dummy"
+                        self.encoder.load(progress, config.seed % 2**32 if is_random else None)
                     num_bytes = sum(leaf.nbytes for leaf in self._params)
                     speed = memory_plan.size(int(num_bytes / (time.perf_counter() - started)))
                     source = "random" if config.load_format == "dummy" else f"from {setup.folder}"
@@ -226,6 +236,7 @@ class Runner(Residence):
             window=self.geometry.window,
             num_window_blocks=self.geometry.num_window_blocks,
             **self._host_limits,
+            **self._media_limits,
         )
 
     @property
@@ -256,6 +267,13 @@ class Runner(Residence):
         store = DiskStore(Path(config.kv_offloading_disk).expanduser(), size, name)
         _log.info("KV blocks are shared through %s", store.folder)
         return DiskTier(store, rows, self.metrics)
+
+    @property
+    def _media_limits(self) -> dict[str, Any]:
+        own = self.encoder
+        if own is None:
+            return {}
+        return {"num_media_units": own.num_units, "media_unit": own.unit, "max_encoded": own.budget}
 
     @property
     def _max_verified(self) -> int:
@@ -352,7 +370,8 @@ class Runner(Residence):
         plan, rows, shape = given.plan, given.side.get("adapters"), way[0].shape
         adapters = () if rows is None else self.adapters.of_rows(rows)
         which = self.adapters.places(rows, adapters, shape.adapters)
-        buffer = batch.pack(plan, shape, self.geometry.num_slots, given.chunks, given.sampling, which)
+        media = given.side.get("media")
+        buffer = batch.pack(plan, shape, self.geometry.num_slots, given.chunks, given.sampling, which, media)
         return PackedStep(
             plan=plan,
             way=way,
@@ -362,6 +381,7 @@ class Runner(Residence):
             extras=given.extras,
             adapters=adapters,
             scored=given.side.get("scored", ()),
+            encodes=given.side.get("encodes", ()),
         )
 
     def move(self, plan: Plan) -> None:
@@ -378,6 +398,9 @@ class Runner(Residence):
                 self._state = small.patch(self._state, packed.table, packed.tokens)
             if packed.extras:
                 self._state = small.patch_extras(self._state, packed.extras)
+            if packed.encodes and self.encoder is not None:
+                self._state = self.encoder.encode(self._state, packed.encodes)
+                self.metrics.images_encoded += len(packed.encodes)
             if len(plan.moves):
                 if self._host is not None:
                     self._state = self._host.move(self._state, plan.moves, plan.number)
@@ -449,6 +472,8 @@ class Runner(Residence):
         self._state = ()
         self._params = ()
         self._away = []
+        if self.encoder is not None:
+            self.encoder.close()
         self.adapters.forget()
 
     def _load(self, folder: Path | None, progress: bool) -> decoder.Params[jax.Array]:
@@ -537,7 +562,8 @@ class Runner(Residence):
         batch_size = 0
         if self._keeps_batch:
             batch_size = max(batch.buffer_size(key.shape) for key in (*self.programs.covering, *self.programs.rest))
-        return device_state.abstract(setup.spec, *sizes, *own, batch_size)
+        media_rows = 0 if self.encoder is None else self.encoder.num_rows
+        return device_state.abstract(setup.spec, *sizes, *own, batch_size, media_rows)
 
     def _list_programs(self) -> Programs:
         setup, geometry = self.setup, self.geometry
@@ -546,7 +572,7 @@ class Runner(Residence):
         drafts = 0 if self.drafting is None else self.drafting.most
         further: dict[str, Any] = {"max_adapters": most, "drafts": drafts > 0}
         if self._config.deterministic:
-            uniform = [batch.uniform_shape(*sizes, drafts)]
+            uniform = self._with_media([batch.uniform_shape(*sizes, drafts)])
             if geometry.num_groups > 1:
                 uniform = batch.of_two_groups(uniform)
             return Programs([], uniform, self._lower, self.metrics, (), **further)
@@ -556,7 +582,7 @@ class Runner(Residence):
         # of the norm of one row: 13.6 kernels a layer of the 0.5B shape, else 11.8.
         on_cpu = setup.platform == "cpu"
         decode = batch.decode_shapes(geometry.num_slots, 1 if on_cpu and not is_narrow else 2, setup.platform)
-        ragged = batch.ragged_shapes(*sizes, setup.platform)
+        ragged = self._with_media(batch.ragged_shapes(*sizes, setup.platform))
         verifying = batch.verifying_shapes(self._max_verified, geometry.num_slots, drafts) if drafts else []
         if geometry.num_groups > 1:
             decode, ragged, verifying = map(batch.of_two_groups, (decode, ragged, verifying))
@@ -564,6 +590,11 @@ class Runner(Residence):
         variants = VARIANTS if on_cpu else VARIANTS[1:]
         further |= {"verifying": verifying, "coarse_factor": 2 if on_cpu else 4}
         return Programs(decode, ragged, self._lower, self.metrics, variants, **further)
+
+    def _with_media(self, shapes: list[Shape]) -> list[Shape]:
+        if self.encoder is None:
+            return shapes
+        return [replace(shape, media=self.encoder.num_rows) for shape in shapes]
 
     def _finish_programs(self, free: int | None, progress: bool) -> None:
         """Wait for the covering programs; if they need more memory than estimated, compile them for fewer blocks."""
@@ -574,6 +605,8 @@ class Runner(Residence):
             self._compile_small()
             self.programs.wait(progress)
             temporaries = max(self._temporary_bytes(key) for key in self.programs.covering)
+            if self.encoder is not None:
+                temporaries = max(temporaries, self.encoder.temporary_bytes)
             fitting = plan_memory(self._config, self.setup, free, temporaries)
             if fitting.num_blocks >= self.geometry.num_blocks:
                 return
@@ -602,6 +635,8 @@ class Runner(Residence):
         shapes, spec = self._state_shapes, self.setup.spec
         kv = leaves_by_group(spec, self.geometry, shapes.kv)
         self._small = SmallPrograms(programs, shapes, self.geometry, kv, spec.vocab_size)
+        if self.encoder is not None:
+            self.encoder.compile(make, shapes)
 
     def _lower(self, key: Key) -> jax.stages.Lowered:
         model, everywhere = self._step_model, self.setup.layout.sharding()

@@ -351,6 +351,8 @@ def _forward(
     attend = attention(spec, model.geometry, model.kernels, shape, kv, tables, field, laid.slots, laid.positions)
     context = decoder.Context(laid.positions, attend, layout=model.layout, fused=fused.chosen(model.kernels))
     context = replace(context, rounds_inner=fused.rounds_inner(model.kernels, shape.tokens))
+    if state.media is not None and "token_media" in field:
+        context = replace(context, media=(state.media, field["token_media"]))
     if model.adapters is not None and adapters:
         linear = model.adapters.linear(adapters, field["token_adapter"])
         context = replace(context, linear=linear, fused=None)

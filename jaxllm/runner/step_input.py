@@ -39,3 +39,4 @@ class PackedStep:
     extras: Sequence[tuple[int, np.ndarray]]
     adapters: tuple[int, ...]  # numbers, in argument order
     scored: Sequence[Any]
+    encodes: Sequence[tuple[np.ndarray, np.ndarray]] = ()  # images' pixels, and their rows; encoded before the step

@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from jaxllm.scheduler import beam_groups, occupancy, windowed
+from jaxllm.scheduler import beam_groups, media, occupancy, windowed
 from jaxllm.scheduler.state import Admission, Limits, StateEditor, Waiting
 from jaxllm.scheduler.windowed import Entering
 
@@ -67,8 +67,14 @@ def admit(
         readable = (entry.known - 1) // limits.block_size if entry.request.reads_cache else 0
         digests = entry.digests[:readable]
         hits = editor.host.look_up(editor.pool, 0, digests) if has_host else editor.pool.look_up(digests)
+        images = entry.request.media
+        if images:
+            hits = hits[: media.cut(images, len(hits), limits.block_size)]
         if limits.window:
-            hits, near = windowed.cut(limits, entry.digests, hits, partial(_find_windowed, editor, limits))
+            find = partial(_find_windowed, editor, limits)
+            hits, near = windowed.cut(limits, entry.digests, hits, find)
+            while images and (kept := media.cut(images, len(hits), limits.block_size)) < len(hits):
+                hits, near = windowed.cut(limits, entry.digests, hits[:kept], find)
             entering = Entering(entry.known, len(hits), near)
             if not windowed.has_room(editor, limits, [entering], num_running):
                 break
@@ -80,6 +86,12 @@ def admit(
         available = editor.pool.num_available - editor.pool.num_idle(here)
         if num_blocks - len(here) > available - num_running:
             break
+        start = len(hits) * limits.block_size
+        length = min(entry.known - start, budget)
+        if images:
+            length = occupancy.reach(editor, limits, entry.request, start, length)
+            if not length:
+                break
         slot = free_slots.pop()
         if places is not None:
             places.enter(entry.request.adapter)
@@ -87,8 +99,6 @@ def admit(
         if len(here) < len(hits):
             hits = _load(editor, limits, entry, 0, hits)
         owned = (*hits, *editor.pool.take(num_blocks - len(hits)).tolist())
-        start = len(hits) * limits.block_size
-        length = min(entry.known - start, budget)
         occupancy.occupy(editor, limits, slot, entry, start, owned)
         table.append(_entries(limits, slot, owned))
         if entering is not None:

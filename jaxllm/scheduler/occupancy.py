@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from jaxllm.scheduler import beam_groups, block_pool, drafting, windowed
+from jaxllm.scheduler import beam_groups, block_pool, drafting, media, windowed
 from jaxllm.scheduler.state import Limits, Request, Running, StateEditor, Waiting
 
 NO_TOKEN = np.iinfo(np.int32).max
@@ -108,4 +108,14 @@ def digests_of(request: Request, limits: Limits, first: Sequence[bytes], num_tok
         return ()
     size = limits.block_size
     tokens = request.tokens[len(first) * size : num_tokens // size * size].tobytes()
-    return (*first, *block_pool.chained(first[-1] if first else request.root, tokens, size))
+    parent = first[-1] if first else request.root
+    if request.media:
+        return (*first, *media.chained(parent, tokens, size, request.media, len(first)))
+    return (*first, *block_pool.chained(parent, tokens, size))
+
+
+def reach(editor: StateEditor, limits: Limits, request: Request, start: int, length: int) -> int:
+    """Return the length of a chunk that ends before an image without embeddings; encodes images of the chunk."""
+    if not request.media:
+        return length
+    return editor.media.reach(request.sequence_id, request.media, start, length, limits.max_encoded, limits.media_unit)

@@ -66,7 +66,10 @@ def add(state: State, limits: Limits, requests: Sequence[Request]) -> State:
             raise ValueError(f"request {request.name!r:.80} has an adapter, and there are no places for any")
         check_fits(limits, request.num_prompt, request.limit, widths.get(request.beam_group, 1))
         before = entries[-1] if entries else None
-        if before and before.request.root == request.root and before.request.tokens == request.tokens:
+        if request.media and (not limits.num_media_units or request.beam_group):
+            raise ValueError(f"request {request.name!r:.80} has images, which no encoder or no beam search reads")
+        is_sample = before is not None and before.request.root == request.root and before.request.media == request.media
+        if before and is_sample and before.request.tokens == request.tokens:
             digests = before.digests  # the next sample of the same prompt
         else:
             digests = occupancy.digests_of(request, limits, (), request.num_prompt)
@@ -218,6 +221,7 @@ def plan(state: State, limits: Limits, now: float) -> tuple[State, Plan]:
         proposes=bool(limits.max_drafts and state.slots.has_drafts[row_slots].any()),
         capacity=state.slots.capacity[row_slots] if limits.max_drafts else None,
         moves=moves,
+        encodes=editor.encodes if limits.num_media_units else (),
     )
 
 
@@ -293,6 +297,8 @@ def commit(
                 editor.host.forget(editor.owner(slot).digests)
             if limits.window:
                 windowed.forget(editor, slot)
+            if limits.num_media_units:
+                editor.media.forget(editor.owner(slot).request.media)
         occupancy.vacate(editor, limits, failed_slots, may_publish=False)
         occupancy.vacate(editor, limits, row_slots[ended].tolist())
     return editor.done(), Events(
@@ -461,6 +467,10 @@ def _continue_prompts(
             break
         start = int(editor.slots.issued[slot])
         length = min(int(editor.slots.given[slot]) - start, budget)
+        if limits.num_media_units:
+            length = occupancy.reach(editor, limits, editor.owner(slot).request, start, length)
+            if not length:
+                continue
         if limits.window:
             length = windowed.extend(editor, limits, slot, start, length, spare, table)
         budget -= length

@@ -19,10 +19,11 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from jaxllm.outputs import FinishReason
-from jaxllm.scheduler import block_pool, host_tier
+from jaxllm.scheduler import block_pool, host_tier, media
 from jaxllm.scheduler.adapter_places import AdapterPlaces, idle_first
 from jaxllm.scheduler.block_pool import Pool, PoolEditor
 from jaxllm.scheduler.host_tier import Host, HostEditor
+from jaxllm.scheduler.media import Encode, EncoderCache, EncoderEditor, Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,9 @@ class Limits:
     max_stores: int = 0  # concurrent copies to the host, of each group
     swaps: bool = False  # hold a preempted request's blocks in the host's tier until it runs again
     stores_prompts: bool = False  # copy the blocks of prompts to the host's tier when computed, not when evicted
+    num_media_units: int = 0  # of the encoder's cache, see media.py; 0: no encoder
+    media_unit: int = 1  # embeddings of a unit
+    max_encoded: int = 0  # tokens of images that a plan encodes, except for its first image
 
     @property
     def num_groups(self) -> int:
@@ -75,6 +79,7 @@ class Request:
     reads_cache: bool = True  # use cached blocks; its blocks are cached in any case
     beam_group: int = 0  # `sequence_id` of its beam group's leader, see beam groups.py; 0: no beam group
     name: str = ""  # for logs and recordings
+    media: tuple[Segment, ...] = ()  # its images, in order
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -179,6 +184,7 @@ class State(NamedTuple):
     window_tables: tuple[tuple[int, ...], ...] = ()  # by slot: its blocks from `Slots.behind` on
     window_pool: Pool | None = None
     host: Host | None = None
+    media: EncoderCache | None = None
 
     @property
     def num_running(self) -> int:
@@ -245,6 +251,7 @@ class Plan(NamedTuple):
     # int32[·, 5]: copies before any write, in this order: group, then tier and block of source and of target (see
     # host_tier.py).
     moves: np.ndarray = NO_MOVES
+    encodes: tuple[Encode, ...] = ()  # before the step
 
     @property
     def num_tokens(self) -> int:
@@ -306,6 +313,7 @@ def initial(limits: Limits) -> State:
         window_tables=((),) * num_slots if limits.window else (),
         window_pool=block_pool.make_pool(limits.num_window_blocks) if limits.window else None,
         host=host_tier.make_host(limits.host_blocks) if limits.num_host_blocks else None,
+        media=media.make_cache(limits.num_media_units) if limits.num_media_units else None,
     )
 
 
@@ -385,6 +393,20 @@ class StateEditor:
         return self._parts["host"]
 
     @property
+    def media(self) -> EncoderEditor:
+        if "media" not in self._parts:
+            assert self._state.media is not None
+            owners = (self.owner(slot).request.media for slot in self.slots.epochs.nonzero()[0].tolist())
+            issued = self.slots.issued[self.slots.epochs.nonzero()[0]].tolist()
+            kept = [digest for own in map(media.held, owners, issued) for digest in own]
+            self._parts["media"] = EncoderEditor(self._state.media, kept)
+        return self._parts["media"]
+
+    @property
+    def encodes(self) -> tuple[Encode, ...]:
+        return tuple(self.media.encodes) if "media" in self._parts else ()
+
+    @property
     def running(self) -> list[Running | None]:
         return self._list("running")
 
@@ -423,6 +445,8 @@ class StateEditor:
             self._parts["window_pool"] = PoolEditor(block_pool.make_pool(limits.num_window_blocks))
         if limits.num_host_blocks:
             self._parts["host"] = HostEditor(host_tier.make_host(limits.host_blocks))
+        if limits.num_media_units:
+            self._parts["media"] = EncoderEditor(media.make_cache(limits.num_media_units), ())
         self._was_cleared = True
 
     def describe(self, request: Request, digests: Sequence[bytes], full: range, block_size: int) -> None:
@@ -465,6 +489,9 @@ class StateEditor:
         if old.host is not None:
             host = self._parts.get("host")
             state = state._replace(host=old.host if host is None else host.done())
+        if old.media is not None:
+            cache = self._parts.get("media")
+            state = state._replace(media=old.media if cache is None else cache.done())
         if old.window_pool is None:
             return state
         window_pool = self._parts.get("window_pool")

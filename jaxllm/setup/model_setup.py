@@ -20,14 +20,15 @@ import psutil
 import pallas_kernels
 from jaxllm import combinations
 from jaxllm.checkpoints import weights
-from jaxllm.checkpoints.described import describe
+from jaxllm.checkpoints.described import Described, describe
 from jaxllm.compiling import aot_manifest
 from jaxllm.compiling.program_digest import cpu_name
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
-from jaxllm.families.family import Family
+from jaxllm.families.family import Family, Images
 from jaxllm.families.stored_formats import StoredFormat
-from jaxllm.model import lora
+from jaxllm.media.processor import ImageProcessor
+from jaxllm.model import lora, quantized, vision
 from jaxllm.model.decoder import Params, RowWeights
 from jaxllm.model.head import Head
 from jaxllm.model.lora_linear import AdapterWeights
@@ -53,6 +54,7 @@ PINNED = 32.0  # GiB of pinned memory that fit into XLA's default limit of 64
 CPU_SHARE = 0.25  # of the free memory, for KV blocks; the rest is for a laptop's other programs
 TOKEN_COST = {"cpu": 120, "gpu": 4}  # see `Limits`; measured by benchmarks/verifying.py, on no GPU yet
 CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "int8": "int8"}
+MEDIA_UNIT = 64  # embeddings of images
 CPU_CEILING = 2 << 30  # bytes of KV blocks: 87,000 tokens of a 0.5B model in float32
 
 
@@ -79,6 +81,16 @@ class Setup:
     draft: DraftFolder | None  # of a draft model or an EAGLE-3 head
     token_cost: int  # see `Limits.token_cost`
     prepared: Mapping[str, Any]  # the manifest by `jaxllm compile`, {} without one
+    images: Images | None = None  # how the model reads images
+    processor: ImageProcessor | None = None
+
+    @property
+    def media_units(self) -> int:
+        """Units of the cache of images' embeddings: of eight images, and of two steps."""
+        if self.images is None:
+            return 0
+        each = -(-self.images.spec.num_tokens // MEDIA_UNIT)
+        return max(8 * each, -(-2 * self.max_num_batched_tokens // MEDIA_UNIT))
 
     @property
     def local_devices(self) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]
@@ -224,7 +236,7 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
     if family.stored is not None:
         _check_stored(config, family.stored)
     is_cpu = platform == "cpu"
-    _check_combinations(config, spec, family.stored is None, head is not None, is_cpu)
+    _check_combinations(config, described, family.stored is None, is_cpu)
     dtype = choose_dtype(config, checkpoint, platform)
     cache_dtype, float8 = choose_cache_dtype(config, dtype, is_cpu)
     scheme = weights.at_load(config.quantization, is_cpu) if family.stored is None else family.stored.scheme
@@ -273,6 +285,8 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
         draft=draft,
         token_cost=0 if config.deterministic else TOKEN_COST[platform],
         prepared=recorded,
+        images=described.images,
+        processor=described.processor,
     )
 
 
@@ -287,7 +301,7 @@ def _check_stored(config: EngineConfig, stored: StoredFormat) -> None:
         )
 
 
-def _check_combinations(config: EngineConfig, spec: Spec, rounds: bool, pools: bool, is_cpu: bool) -> None:
+def _check_combinations(config: EngineConfig, described: Described, rounds: bool, is_cpu: bool) -> None:
     """Raise UserError for incompatible settings; `rounds`: this engine would quantize the weights."""
     asked = {
         "speculative_config": config.speculative_config is not None,
@@ -300,8 +314,10 @@ def _check_combinations(config: EngineConfig, spec: Spec, rounds: bool, pools: b
         "kv_cache_dtype": config.kv_cache_dtype != "auto",
         "quantization": config.quantization is not None and rounds,
     }
+    spec = described.spec
     present = {
-        combinations.POOLS: pools,
+        combinations.POOLS: described.head is not None,
+        combinations.IMAGES: described.images is not None,
         combinations.WHOLE_PROMPTS: not spec.is_causal,
         combinations.LATENT: spec.latent is not None,
         combinations.EXPERTS: bool(spec.experts),
@@ -375,7 +391,7 @@ def plan_memory(config: EngineConfig, setup: Setup, free: int | None, temporarie
     stores = kv_cache.most_stores(setup.max_num_batched_tokens, config.block_size)
     moving = (stores + kv_cache.MOST_LOADED) * (block + (own_windowed.block if own_windowed else 0))
     need = memory_plan.Need(
-        weights=_bytes_on_one(described),
+        weights=_bytes_on_one(described) + _bytes_on_one(describe_tower(setup)),
         # A step adds at most one, and two steps in flight may read removed ones.
         adapters=0 if adapters is None else (config.max_loras + 2) * _bytes_on_one(adapters.described),
         temporaries=_guess(setup) if temporaries is None else temporaries,
@@ -383,7 +399,8 @@ def plan_memory(config: EngineConfig, setup: Setup, free: int | None, temporarie
         slots=4
         * setup.max_num_seqs
         * ((2 if own_window else 1) * longest + setup.max_model_len + extras_of(config, spec).width)
-        + setup.max_num_batched_tokens * spec.width * setup.dtype.itemsize * (1 + num_aux),
+        + setup.max_num_batched_tokens * spec.width * setup.dtype.itemsize * (1 + num_aux)
+        + setup.media_units * MEDIA_UNIT * spec.width * setup.dtype.itemsize,
         block=block,
         windowed=own_windowed,
         moving=moving if host else 0,
@@ -409,6 +426,14 @@ def plan_memory(config: EngineConfig, setup: Setup, free: int | None, temporarie
 def describe_weights(config: EngineConfig, setup: Setup) -> Params[jax.ShapeDtypeStruct]:
     described = weights.abstract(setup.spec, setup.layout, setup.dtype, config.quantization, setup.head, setup.family)
     return replace(described, draft=draft_setup.abstract(setup.drafting, setup.layout, setup.dtype))
+
+
+def describe_tower(setup: Setup) -> Any:
+    """Describe the weights of the model's vision tower; without one the result has no leaves."""
+    if setup.images is None:
+        return ()
+    declared = vision.declare(setup.images.spec)
+    return jax.tree.map(lambda weight: quantized.describe(weight, setup.layout, setup.dtype), declared)
 
 
 def describe_adapters(config: EngineConfig, setup: Setup) -> RowWeights | None:
@@ -486,6 +511,7 @@ def describe_programs(config: EngineConfig, setup: Setup, plan: MemoryPlan) -> d
         "tensor_parallel_size": config.tensor_parallel_size,
         "enable_expert_parallel": config.enable_expert_parallel,
         "pools": setup.head is not None,
+        "images": repr(setup.images.spec) if setup.images else None,
         "block_size": config.block_size,
         "num_kv_blocks": plan.num_blocks,
         "max_model_len": plan.max_model_len,

@@ -9,6 +9,7 @@ from hashlib import sha256
 from typing import Any
 
 from jaxllm.errors import UnsupportedError, UserError
+from jaxllm.media.messages import ImagePart
 from jaxllm.text.template_shapes import BLANKS, CALLER, Blank, Shape
 
 # JSON's names for types that cannot be content parts.
@@ -123,10 +124,19 @@ def _fitting_content(content: Any, shape: Shape, role: str, name: str) -> Any:
         return content  # the template reports the error
     parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
     for at, part in enumerate(parts):
+        if isinstance(part, ImagePart):
+            if not shape.takes_parts(role):
+                message = (
+                    f"{name}.content[{at}] is an image, and the chat template takes texts only for the role {role}."
+                )
+                raise UserError(message, "messages")
+            continue
         kind = part.get("type", "text") if isinstance(part, Mapping) else _KINDS.get(type(part), "array")
         if kind != "text":
             raise UnsupportedError(
-                f"{name}.content[{at}] is a part of type {kind!r}; jaxllm accepts parts of text only.", "messages", kind
+                f"{name}.content[{at}] is a part of type {kind!r}, which this model does not read.",
+                "messages",
+                kind,
             )
         if not isinstance(part.get("text"), str):
             raise UserError(f"{name}.content[{at}] must have a text.", "messages")

@@ -148,7 +148,9 @@ class Serving:
                 stop_ids = (*params.stop_token_ids, *fill_in_middle.stop_ids(model.tokenizer))
                 params = replace(params, stop_token_ids=stop_ids)
             said = prompt.get("prompt")
-            entry.charge(PROMPTS, len(said or "") + _TOKEN_BYTES * len(prompt["prompt_token_ids"]))
+            images = prompt.get("multi_modal_data", {}).get("image", ())
+            num_bytes = sum(image.pixels.nbytes for image in images)
+            entry.charge(PROMPTS, num_bytes + len(said or "") + _TOKEN_BYTES * len(prompt["prompt_token_ids"]))
             if said is None and call.messages is not None and self.forms.reasoning_form is not None:
                 ids = prompt["prompt_token_ids"]  # shows whether the prompt opens the reasoning
                 confined = model.tokenizer.confined

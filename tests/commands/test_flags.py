@@ -28,6 +28,7 @@ TEXTS: dict[str, tuple[str, Any]] = {
         "kernels": ("sample=xla", ("sample=xla",)),
     },
     **{"logits_processors": ("module:function",) * 2, "pooler_config": ('{"pooling_type": "MEAN"}',) * 2},
+    "limit_mm_per_prompt": ('{"image": 3}',) * 2,
     "speculative_config": ('{"method": "ngram", "num_speculative_tokens": 4}',) * 2,
 }
 

@@ -31,12 +31,18 @@ def check_turn(world: World, began: float) -> None:
     counted = (
         *(metrics.generated_tokens, metrics.preemptions, metrics.prompt_tokens),
         *(metrics.cached_tokens, metrics.recoveries, metrics.steps, metrics.computed_tokens, metrics.forced_tokens),
-        *(metrics.adapter_loads, metrics.drafting_rows, metrics.draft_tokens, metrics.accepted_tokens),
+        *(
+            metrics.adapter_loads,
+            metrics.images_encoded,
+            metrics.drafting_rows,
+            metrics.draft_tokens,
+            metrics.accepted_tokens,
+        ),
     )
     due = (
         *(reference.num_generated, reference.num_preempted, world.prompt_tokens),
         *(world.cached_tokens, world.num_recoveries, device.num_steps, device.num_tokens),
-        *(reference.num_forced, world.held.num_put),
+        *(reference.num_forced, world.held.num_put, world.runner.encoder.num_encoded if world.runner.encoder else 0),
         *(device.drafting_rows, device.draft_tokens, device.accepted_tokens),
     )
     if counted != due:

@@ -46,6 +46,13 @@ class Client:
                 "prompt" if "text" in request else "prompt_token_ids": self.prompt,
                 "cache_salt": request["salt"],
             }
+        has_room = "text" not in request and len(ids) > 1
+        self.images = request.get("images", ()) if has_room else ()
+        if self.images:
+            if not isinstance(self.prompt, dict):
+                self.prompt = {"prompt_token_ids": self.prompt}
+            pixels = [(length, number) for _, length, number in self.images]
+            self.prompt["multi_modal_data"] = {"image": pixels}
         self.salt: str = request.get("salt", "")
         self.folder: int | None = request.get("adapter")  # of its adapter, None without one
         self.adapter = self.weights = 0  # number and content of its adapter, once read

@@ -39,6 +39,7 @@ from jaxllm.scheduler.state import Limits
 from jaxllm.setup import draft_setup
 from jaxllm.setup.kv_cache import Geometry
 from tests.simulation.beams import BeamTruth, likeliest
+from tests.simulation.media import Rows
 from tests.simulation.oracle import NUM_LOGPROBS, VOCABULARY, Truth, logprob, mix
 
 POISON = np.uint64(0xBAD)  # content of the cache after a row without finite numbers
@@ -121,8 +122,9 @@ class Logits:
 class Device:
     """The memory of a device, and programs over it."""
 
-    def __init__(self, geometry: Geometry, extras: Extras, faults: Faults, max_drafts: int) -> None:
+    def __init__(self, geometry: Geometry, extras: Extras, faults: Faults, max_drafts: int, media: Rows | None) -> None:
         self.geometry = geometry
+        self.media = media
         self.max_drafts = max_drafts
         self.drafting_rows = self.draft_tokens = 0  # in steps whose results were read
         self.accepted_tokens: list[int] = []
@@ -143,6 +145,8 @@ class Device:
         geometry = self.geometry
         slots, longest = geometry.num_slots, geometry.max_blocks * geometry.block_size
         self.is_lost = False
+        if self.media is not None:
+            self.media.renew()
         self.generation += 1
         groups = range(geometry.num_groups)
         self.content = [np.zeros(geometry.array_blocks(group) * geometry.block_size, np.uint64) for group in groups]
@@ -300,6 +304,9 @@ class Device:
         elif any(owner is not None and owner.weights for owner in owners):
             raise Violation("a row is computed without its adapter")
 
+        if self.media is not None and not shape.is_decode:
+            self._check_media(self.media, field["token_media"], token_slots, positions)
+
         # Write: the content follows from the token and from the sequence before it, which is checked below.
         content = self._chains[token_slots, positions]
         is_wrong = tokens != self._truths[token_slots, positions]
@@ -442,6 +449,16 @@ class Device:
             owner = self.owners[slot]
             if owner is not None and owner.weights != weights[index]:
                 raise Violation(f"slot {slot} is computed with the adapter of another")
+
+    def _check_media(self, media: Rows, chosen: np.ndarray, token_slots: np.ndarray, positions: np.ndarray) -> None:
+        """Check that each placeholder of an image is replaced by its embedding, and no other token."""
+        if (chosen[len(token_slots) :] != media.num_rows).any():
+            raise Violation("a token of padding has an embedding")
+        for slot, position, row in zip(*(each.tolist() for each in (token_slots, positions, chosen)), strict=False):
+            owner = self.owners[slot]
+            due = None if owner is None else owner.images.get(position)
+            if (due is None) != (row == media.num_rows) or (due is not None and int(media.rows[row]) != due):
+                raise Violation(f"position {position} of slot {slot} has another embedding than is due")
 
     def _read_masks(self, num_rows: int, logits: Logits, buffer: np.ndarray) -> list[int | None]:
         """Check that the buffer of a second half fits its first half; return the mask of each row, or None."""
@@ -717,7 +734,8 @@ class SimulatedRunner(Runner):
         )
         self._config = config
         self._running_thread = None
-        self.device = Device(geometry, self.extras, faults, max_drafts)
+        self.encoder: Any = Rows(setting) if setting["media_units"] else None
+        self.device = Device(geometry, self.extras, faults, max_drafts, self.encoder)
         self._params = ()
         self.adapters = adapters
         device = self.device
@@ -755,7 +773,7 @@ class SimulatedRunner(Runner):
             }
         self.programs = Programs(
             batch.decode_shapes(geometry.num_slots),
-            batch.ragged_shapes(max_step_tokens, geometry.num_slots, geometry.block_size, ROW_WIDTH),
+            self._with_media(batch.ragged_shapes(max_step_tokens, geometry.num_slots, geometry.block_size, ROW_WIDTH)),
             lambda key: key,
             metrics,
             max_adapters=self.limits.max_adapters,

@@ -120,6 +120,26 @@ FOCUS = {
         ("disk_read", "disk_cancelled", "disk_awaited", "disk_forgotten", "received", "passed_over", "prompt_waits"),
         (None, "preempted", "unseen"),
     ),
+    # Prompts with equal and different images, in a cache of the encoder that holds few, and steps that fail.
+    "images": Focus(
+        lambda chance: _tight(
+            chance,
+            4,
+            20,
+            beams=0.0,
+            grammars=0.1,
+            prefix_caching=True,
+            max_drafts=0,
+            most_queued_tokens=None,
+            max_step_tokens=chance.choice((4, 8, 64)),
+            media_unit=(unit := chance.choice((1, 2))),
+            media_longest=(longest := chance.choice((2, 5))),
+            media_units=-(-longest // unit) * chance.choice((1, 2, 3)),
+            max_encoded=chance.choice((1, longest, 100)),
+        ),
+        {"result_lost": 0.03, "not_finite": 0.03, "abort": 0.05, "reset_cache": 0.03, "allocation_refused": 0.02},
+        ("image_encoded", "image_hit", "image_evicted", "image_cut", "preemption"),
+    ),
     # Steps that fail in every way, one after the other.
     "failures": Focus(
         lambda chance: _tight(chance, 4, 20, beams=0.2, grammars=0.4),

@@ -552,6 +552,55 @@ HISTORY = [
         "if block is None and at + 1 < end:",
         focus="host",
     ),
+    Mutant(
+        "blocks of different images are shared",
+        "scheduler.occupancy.digests_of",
+        "if request.media:",
+        "if False:",
+        focus="images",
+    ),
+    Mutant(
+        "a cached prefix ends inside of an image",
+        "scheduler.media.cut",
+        "num_blocks = segment.start // block_size",
+        "pass",
+        focus="images",
+    ),
+    Mutant(
+        "an image is evicted that an earlier row of the plan reads",
+        "scheduler.media.EncoderEditor._bring",
+        "self._kept.add(segment.digest)",
+        "pass",
+        focus="images",
+    ),
+    Mutant(
+        "a chunk reads an image for which there is no room",
+        "scheduler.media.EncoderEditor.reach",
+        "return max(0, segment.start - start)",
+        "break",
+        focus="images",
+    ),
+    Mutant(
+        "a plan encodes more than its budget",
+        "scheduler.media.EncoderEditor._take",
+        "if self._num_encoded and",
+        "if False and",
+        focus="images",
+    ),
+    Mutant(
+        "encoded images are kept when the device has lost them",
+        "scheduler.state.StateEditor.forget_cache",
+        "if limits.num_media_units:",
+        "if False:",
+        focus="images",
+    ),
+    Mutant(
+        "a unit of an evicted image is lost",
+        "scheduler.media.EncoderEditor._take",
+        "self._free += self._entries.pop(idle.pop(0))",
+        "self._free += self._entries.pop(idle.pop(0))[: count - len(self._free)]",
+        focus="images",
+    ),
 ]
 
 

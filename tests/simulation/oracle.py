@@ -9,8 +9,9 @@ from __future__ import annotations
 import codecs
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -216,9 +217,12 @@ class Truth:
         limit: int,
         is_broken: bool,
         weights: int = 0,
+        images: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
+        """`images`: contents of images' placeholders, by position; they enter the hashes."""
         self.params = params
         self.weights = weights
+        self.images = images
         self.prompt = tuple(prompt)
         self.seed = seed
         self.limit = limit
@@ -252,8 +256,9 @@ class Truth:
         self._salted = zlib.crc32(self.row_bytes) | zlib.crc32(bias) << 32
         self._last = mix(root, VOCABULARY + weights) if weights else root  # hash before the first token
         links = []
-        for token in self.prompt:
+        for position, token in enumerate(self.prompt):
             self._last = mix(self._last, token)
+            self._last = mix(self._last, images[position]) if position in images else self._last
             links.append(self._last)
         self.chain[: self.num_prompt] = links
         self.length = self.num_prompt  # tokens computed so far

@@ -25,6 +25,7 @@ from tests.simulation.beams import BeamTruth
 from tests.simulation.blocks import Blocks
 from tests.simulation.device import Violation
 from tests.simulation.host import Tier
+from tests.simulation.media import Encoder, Image
 from tests.simulation.oracle import Truth
 
 CHECK_EVERY = 16  # plans between two comparisons of the whole state
@@ -63,6 +64,7 @@ class Entry:
     table: list[int] = field(default_factory=list)
     window: dict[int, int] = field(default_factory=dict)  # blocks of windowed layers, by index in the sequence
     behind: int = 0  # index of the first of them: earlier blocks are released
+    images: Sequence[Image] = ()
 
     @property
     def reach(self) -> int:
@@ -122,6 +124,7 @@ class Reference:
     def _forget_cache(self) -> None:
         self.blocks = Blocks(self.limits.num_blocks)
         self.windowed = Blocks(self.limits.num_window_blocks)
+        self.encoder = Encoder(self.limits.num_media_units, self.limits.media_unit, self.limits.max_encoded)
         self.host = Tier(self.limits.host_blocks if self.limits.num_host_blocks else (), self.limits.max_stores)
 
     @property
@@ -250,6 +253,7 @@ class Reference:
         ]
         self.entries, self.copies = [], []
 
+        self.encoder.begin(plan.encodes, [(entry.images, entry.issued) for entry in self.running.values()])
         rows: list[tuple[Entry, int, int]] = []
         works = [entry for _, entry in sorted(self.running.items()) if entry.issued < entry.length]
         decodes = [
@@ -263,6 +267,9 @@ class Reference:
         for entry in sorted((entry for entry in works if entry.issued < entry.given), key=lambda entry: entry.rank):
             if budget and len(chunks) < self.limits.max_step_chunks:
                 length = min(entry.given - entry.issued, budget)
+                length = self.encoder.reach(entry.id, entry.images, entry.issued, length)
+                if not length:
+                    continue
                 length = self._extend(entry, entry.issued, length, len(self.running))
                 chunks.append((entry, entry.issued, length))
                 budget -= chunks[-1][2]
@@ -310,6 +317,10 @@ class Reference:
             if self.limits.window and least > self.windowed.num_left(near_here) - len(self.running):
                 self.windows["window_waits"] += 1
                 break
+            start = len(hits) * size
+            length = self.encoder.reach(entry.id, entry.images, start, min(entry.known - start, budget))
+            if not length:
+                break
             self.waiting.remove(entry)
             self.places.enter(entry.adapter)
             entry.slot = min(set(range(self.limits.num_slots)) - set(self.running))
@@ -318,12 +329,11 @@ class Reference:
             spare = len(self.running) - 1
             self.blocks.share(here)
             self.windowed.share(near_here)
-            start = len(hits) * size
             entry.given = entry.length = entry.known
             entry.issued = start
             entry.has_drafts, entry.tried, entry.kept, entry.unsettled = False, 1, 1, 0
             self._enter(entry, hits, near, num_new)
-            chunks.append((entry, start, self._extend(entry, start, min(entry.known - start, budget), spare)))
+            chunks.append((entry, start, self._extend(entry, start, length, spare)))
             if not chunks[-1][2]:
                 raise Violation("a request is admitted that has no block for a token")
             budget -= chunks[-1][2]
@@ -371,6 +381,8 @@ class Reference:
             raise Violation("admissions are not what is due")
         if self.unread:
             raise Violation("the plan's block table has too many entries")
+        if self.encoder.has_unread:
+            raise Violation("a plan encodes images that no chunk reads")
         if plan.moves.tolist() != moves:
             raise Violation(f"a plan moves blocks {plan.moves.tolist()}, where {moves} are due")
         if plan.adapters != self.places.residents:
@@ -471,6 +483,7 @@ class Reference:
             for index in range(entry.brought) if entry.is_shared else ():
                 self.host.forget(self._key(entry, index))
         for entry in failed:
+            self.encoder.forget(entry.images)
             self._vacate(entry, publishes=False)
         self.places.settle(self.running.values())
         for entry in ended:
@@ -751,7 +764,8 @@ class Reference:
                     break
                 hits.append(block)
         longest = len(hits)
-        while not self._is_covered(entry, len(hits), with_host):
+        ends = {at for start, length, _ in entry.images for at in range(start + 1, start + length)}
+        while len(hits) * self.limits.block_size in ends or not self._is_covered(entry, len(hits), with_host):
             hits.pop()
         self.windows["window_cuts"] += len(hits) < longest
         return hits
@@ -957,6 +971,7 @@ class Reference:
         if state.window_pool is not None:
             self.windowed.compare(state.window_pool, with_index)
         self.host.compare(state.host, with_index)
+        self.encoder.compare(state.media)
 
     def loads(self) -> tuple[Any, ...]:
         """Return the expected load: running and waiting requests, waiting tokens, blocks in use."""

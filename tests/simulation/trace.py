@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.simulation.focus import Focus, windowed_blocks
+from tests.simulation.media import draw_media, place_images
 from tests.simulation.oracle import BROKEN, PIECES, VOCABULARY
 
 # Kinds of faults, each of which a seed switches on or off; edges of lengths and forks, no faults, are always on.
@@ -104,7 +105,8 @@ def _setting(chance: random.Random, faults: Sequence[str]) -> dict[str, Any]:
         else 0.25,  # share of requests; steps with such a row verify no drafts
     }
     # Drawn from another generator, so that the events are the same as without the tier.
-    return setting | _tier(random.Random(repr(setting)), setting["num_blocks"], setting["prefix_caching"])
+    others = random.Random(repr(setting))
+    return setting | _tier(others, setting["num_blocks"], setting["prefix_caching"]) | draw_media(others, longest)
 
 
 def _tier(chance: random.Random, num_blocks: int, is_cached: bool) -> dict[str, Any]:
@@ -132,6 +134,7 @@ class _Maker:
         self.setting = setting
         self.faults = set(faults)
         self.num_names = 0
+        self.other_chance = random.Random(repr(setting))
         self.names: list[str] = []
         same = "same_prefix" in self.faults
         self.bases = [
@@ -268,6 +271,7 @@ class _Maker:
             request["ids"] = [*ids[:-3], *chance.choice(HALVES)]
         if draw() < 0.1 and length and length < 12:
             request["text"] = "".join(chance.choice("ab c") for _ in range(length))
+        place_images(self.other_chance, request, setting)
         return request
 
     def _params(self) -> dict[str, Any]:

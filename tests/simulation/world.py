@@ -50,6 +50,7 @@ from tests.simulation.faults import HANG, StepFaults
 from tests.simulation.grammars import Grammars
 from tests.simulation.host import SlowCopies, SlowDisk
 from tests.simulation.loop import Loop
+from tests.simulation.media import contents
 from tests.simulation.oracle import EOS, VOCABULARY, Tokenizer, Truth, mix
 from tests.simulation.reference import Entry, is_stuck
 from tests.simulation.stand_ins import Condition, InjectedError, Recorder, SimulatedThread
@@ -293,6 +294,7 @@ class World:
             leader = requests[len(entries)].sequence_id if client.beams is not None else 0
             for index in range(params.n):
                 given = client.ids, params, seed + index, root, client.limit, self.tokenizer.is_broken, client.weights
+                given += (contents(client.images),)
                 if client.beams is None:
                     truth = Truth(*given)
                 else:
@@ -315,6 +317,7 @@ class World:
                         adapter=client.adapter,
                         may_draft=params.structured_outputs is None,
                         beam_group=leader,
+                        images=client.images,
                     )
                 )
                 if request.may_draft != entries[-1].may_draft:

@@ -228,9 +228,7 @@ def test_parts_that_are_no_text_are_refused_by_their_type(part: Any, kind: Any, 
     tokenizer = load_tokenizer(_folder(tmp_path, TRIMMED))
     with pytest.raises(UnsupportedError) as caught:
         tokenizer.apply_chat_template([CONVERSATION[0], {"role": "user", "content": ["a", part]}])
-    assert str(caught.value) == (
-        f"messages[1].content[1] is a part of type {kind!r}; jaxllm accepts parts of text only."
-    )
+    assert str(caught.value) == (f"messages[1].content[1] is a part of type {kind!r}, which this model does not read.")
     with pytest.raises(UserError, match=r"messages\[0\]\.content\[0\] must have a text"):
         tokenizer.apply_chat_template([{"role": "user", "content": [{"type": "text", "text": None}]}])
 

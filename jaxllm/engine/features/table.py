@@ -12,6 +12,7 @@ from jaxllm.engine.features.beams.rows import BeamSearches
 from jaxllm.engine.features.drafts import Drafts
 from jaxllm.engine.features.feature import Core, Feature
 from jaxllm.engine.features.grammars import GrammarRows
+from jaxllm.engine.features.media import Images, NoImages
 from jaxllm.engine.features.pooling.client import PoolingClient
 from jaxllm.engine.features.pooling.rows import NoPooling, Pooling
 from jaxllm.engine.features.scoring import Scoring
@@ -43,6 +44,10 @@ def _transfer(core: Core) -> Feature:
     return (NoTransfer if core.config.kv_transfer_config is None else KvTransfer)(core)
 
 
+def _media(core: Core) -> Feature:
+    return (NoImages if core.runner.encoder is None else Images)(core)
+
+
 def _of_generators(factory: Factory) -> Factory:
     return lambda core: None if _pools(core) else factory(core)
 
@@ -54,6 +59,7 @@ def _pools(core: Core) -> bool:
 # By name, in the order of calls.
 FEATURES: Mapping[str, Factory] = {
     "adapters": _adapters,
+    "media": _media,
     "pooling": _pooling,
     "beams": _of_generators(BeamSearches),
     "drafts": _of_generators(_drafts),
@@ -63,7 +69,9 @@ FEATURES: Mapping[str, Factory] = {
     "transfer": _transfer,
 }
 
-SENT: tuple[type[Any], ...] = tuple(kind for each in (Pooling, BeamSearches, GrammarRows) for kind in each.sends)
+SENT: tuple[type[Any], ...] = tuple(
+    kind for each in (Images, Pooling, BeamSearches, GrammarRows) for kind in each.sends
+)
 
 
 class ClientCalls(adapters.AdapterClient, weights.WeightClient, PoolingClient, Protocol):

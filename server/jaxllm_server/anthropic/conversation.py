@@ -25,13 +25,17 @@ class _Turn:
 
     role: str
     texts: list[str] = field(default_factory=list)
+    images: list[tuple[int, dict[str, Any]]] = field(default_factory=list)  # parts, and the number of texts before
     reasoning: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
     about: dict[str, Any] = field(default_factory=dict)  # of a tool result: the call's id and name
 
     def message(self) -> dict[str, Any]:
-        parts = [{"type": "text", "text": text} for text in self.texts]
-        message: dict[str, Any] = {"role": self.role, "content": parts if len(parts) > 1 else "".join(self.texts)}
+        parts: list[dict[str, Any]] = [{"type": "text", "text": text} for text in self.texts]
+        for before, image in reversed(self.images):
+            parts.insert(before, image)
+        is_list = len(parts) > 1 or bool(self.images)
+        message: dict[str, Any] = {"role": self.role, "content": parts if is_list else "".join(self.texts)}
         if self.reasoning:
             message["reasoning_content"] = "\n".join(self.reasoning)
         if self.calls:
@@ -138,6 +142,8 @@ def _add(turns: list[_Turn], role: str, block: Mapping[str, Any], where: str, na
     if kind == "text":
         text = _text(block, "text", where)
         turn.texts += [text] if text else []
+    elif kind == "image" and role == "user":
+        turn.images.append((len(turn.texts), _image(block, where)))
     elif kind == "tool_use" and role == "assistant":
         call_id, name, given = _own_id(block, "id", where), _text(block, "name", where), block.get("input")
         if not isinstance(given, dict):
@@ -147,11 +153,22 @@ def _add(turns: list[_Turn], role: str, block: Mapping[str, Any], where: str, na
     elif kind == "thinking" and role == "assistant":
         turn.reasoning.append(_text(block, "thinking", where))
     elif kind != "redacted_thinking" or role != "assistant":
-        accepted = {"user": "text and tool_result", "assistant": "text, thinking and tool_use"}.get(role, "text")
+        accepted = {"user": "text, image and tool_result", "assistant": "text, thinking and tool_use"}.get(role, "text")
         raise UnsupportedError(
             f"{where} is a block of type {kind[:_SHOWN]!r}; jaxllm accepts {accepted} in a message of the {role}.",
             "messages",
         )
+
+
+def _image(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return an image as a content part of OpenAI's API."""
+    source = block.get("source")
+    if isinstance(source, dict) and source.get("type") == "base64":
+        kind, data = (_text(source, name, f"{where}.source") for name in ("media_type", "data"))
+        return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+    if isinstance(source, dict) and source.get("type") == "url":
+        return {"type": "image_url", "image_url": {"url": _text(source, "url", f"{where}.source")}}
+    raise UserError(f"{where}.source must be an object whose type is base64 or url.", "messages")
 
 
 def _reminder(block: Mapping[str, Any], where: str) -> Mapping[str, Any]:

@@ -6,12 +6,16 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from jaxllm import combinations
 from jaxllm.engine.async_llm import LONG_TEXT
 from jaxllm.engine.engine_client import EngineClient
 from jaxllm.engine.input_processor import num_kept, text_to_encode
 from jaxllm.engine.model_info import ModelInfo
 from jaxllm.engine.prompts import checked_ids
 from jaxllm.errors import UserError, too_long
+from jaxllm.media.messages import take_images
+from jaxllm.media.processor import Prepared
+from jaxllm.media.sources import Sources
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.text import fill_in_middle
 from jaxllm.text.tokenizer import Tokenizer
@@ -52,6 +56,8 @@ class Prompts:
         self._template = template
         self._template_kwargs = template_kwargs
         self._off_loop = off_loop
+        config = engine.config
+        self._sources = Sources(config.allowed_media_domains, config.allowed_local_media_path)
 
     async def prompt_of(
         self, call: Call, params: SamplingParams | None = None, model: ModelInfo | None = None
@@ -82,11 +88,13 @@ class Prompts:
             check_template_kwargs(call.template_kwargs)
             most = LEFT_OUT * longest + 4096
             check_messages(call.messages, longest, most)
-            given, language = (self._encode_chat, call, most, tokenizer), tokenizer.confined
-            text, ids = await self._off_loop(call.client, *given, language=language)
+            given, language = (self._encode_chat, call, most, model), tokenizer.confined
+            text, ids, images = await self._off_loop(call.client, *given, language=language)
+            if images and kept is not None:
+                raise combinations.refusal("truncate_prompt_tokens", "multi_modal_data")
             if call.truncation_side == "right" and kept is not None and len(ids) > kept:
                 return {"prompt_token_ids": ids[:kept]}  # the text would not match the truncated ids
-            return {"prompt": text, "prompt_token_ids": ids}
+            return model.with_images({"prompt": text, "prompt_token_ids": ids}, images)
         if not isinstance(call.prompt, str) and call.suffix is None:
             return {"prompt_token_ids": cut_ids(call.prompt or (), kept, call.truncation_side)}
         text, ids = await self._encode_text(call, params or SamplingParams(), tokenizer)
@@ -109,17 +117,19 @@ class Prompts:
             return text, encode()
         return text, await self._off_loop(call.client, encode, language=tokenizer.confined)
 
-    def _encode_chat(self, call: Call, most: int, tokenizer: Tokenizer) -> tuple[str, list[int]]:
-        """Return text and token ids, up to `most` tokens; slow.
+    def _encode_chat(self, call: Call, most: int, model: ModelInfo) -> tuple[str, list[int], list[Prepared]]:
+        """Return text and token ids, up to `most` tokens, and images; slow.
 
         All texts count, as copying and searching them takes time even if the template omits them: an ignored key of
         1,300,000 empty lists took 16 s.
         """
+        tokenizer, most_images = model.tokenizer, self._engine.config.most_images
+        given, images = take_images(call.messages or (), model.processor, self._sources, most_images)
         tools = call.tools if call.tool_choice != "none" else None
         shape = tokenizer.template_shape(self._template, tools)
-        messages = with_read_arguments(call.messages or (), shape, self._options.max_json_depth)
+        messages = with_read_arguments(given, shape, self._options.max_json_depth)
         tokenizer.check_length("".join(texts_of([messages, tools])), self._engine.model.max_model_len, most)
-        return tokenizer.encode_chat(
+        text, ids = tokenizer.encode_chat(
             messages,
             add_generation_prompt=call.add_generation_prompt,
             continue_final_message=call.continue_final_message,
@@ -129,6 +139,7 @@ class Prompts:
             add_special_tokens=bool(call.add_special_tokens),
             read_arguments=None,
         )
+        return text, ids, images
 
 
 def _encode_beginning(tokenizer: Tokenizer, text: str, most: int, add_special_tokens: bool) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxllm.errors import UnsupportedError, UserError
+from jaxllm.errors import UserError
 from jaxllm.sampling_fields import OLLAMA, names_in
 from jaxllm.sampling_params import SamplingParams
 from jaxllm_server.generation.calls import Call, Chunk, Part, Timing
@@ -33,7 +33,7 @@ _IDLE_OPTIONS = frozenset(
 )
 _SHARED = frozenset({"model", "stream", "options", "format", "think", "keep_alive", "truncate", "shift"})
 _UNBUILT: Mapping[str, tuple[Any, ...]] = {"logprobs": (False,), "top_logprobs": (0,)}
-_UNBUILT_OF_GENERATE = {**_UNBUILT, "images": ([],), "suffix": ("",), "template": ("",), "context": ([],)}
+_UNBUILT_OF_GENERATE = {**_UNBUILT, "suffix": ("",), "template": ("",), "context": ([],)}
 
 
 class _Reply:
@@ -133,7 +133,7 @@ class OllamaChatReply(_Reply):
 class OllamaGenerateReply(_Reply):
     """The reply of `/api/generate`; unless `raw`, the prompt is a user message."""
 
-    fields = _SHARED | _UNBUILT_OF_GENERATE.keys() | {"prompt", "system", "raw"}
+    fields = _SHARED | _UNBUILT_OF_GENERATE.keys() | {"prompt", "system", "raw", "images"}
     unbuilt = _UNBUILT_OF_GENERATE
     names: Mapping[str, str] = {**_Reply.names, "messages": "prompt"}
 
@@ -144,21 +144,30 @@ class OllamaGenerateReply(_Reply):
         if not prompt:
             raise UserError("prompt is missing: the model is loaded already, and there is nothing to answer.", "prompt")
         if flag(fields, "raw", False):
+            if fields.get("images"):
+                raise UserError("images need a chat template: leave raw out.", "images")
             super().__init__(fields, options, request_id, prompt=prompt)
             return
         messages = [{"role": "system", "content": system}] if system else []
-        super().__init__(fields, options, request_id, messages=[*messages, {"role": "user", "content": prompt}])
+        user = _message_in({"role": "user", "content": prompt, "images": fields.get("images")}, 0, "images")
+        super().__init__(fields, options, request_id, messages=[*messages, user])
 
     def _line(self, content: str, thinking: str, calls: Sequence[Any] = ()) -> dict[str, Any]:
         shown = {"thinking": thinking} if thinking else {}
         return {**self._head, "response": content, **shown, "done": False}
 
 
-def _message_in(message: Mapping[str, Any], index: int) -> dict[str, Any]:
-    if message.get("images"):
-        raise UnsupportedError(f"messages[{index}].images are not supported by jaxllm yet.", "messages")
+def _message_in(message: Mapping[str, Any], index: int, parameter: str = "messages") -> dict[str, Any]:
     renamed = {"thinking": "reasoning_content", "tool_name": "name"}
-    return {renamed.get(name) or name: value for name, value in message.items() if name != "images"}
+    own = {renamed.get(name) or name: value for name, value in message.items() if name != "images"}
+    images = message.get("images")
+    if not images:
+        return own
+    if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
+        name = parameter if parameter == "images" else f"messages[{index}].images"
+        raise UserError(f"{name} must be a list of images in base64.", parameter)
+    parts = [{"type": "image_url", "image_url": {"url": f"data:image/any;base64,{image}"}} for image in images]
+    return own | {"content": [*parts, {"type": "text", "text": own.get("content") or ""}]}
 
 
 def _thinking_of(think: Any) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def test_options_follow_the_policy_of_unknown_fields() -> None:
     [
         (chat, {"messages": []}, "messages"),
         (chat, {"messages": [{"content": "a"}]}, "messages"),
-        (chat, {"messages": [{**MESSAGES[0], "images": ["x"]}]}, "messages"),
+        (chat, {"messages": [{**MESSAGES[0], "images": [5]}]}, "messages"),
         (chat, {"tools": {"a": 1}}, "tools"),
         (chat, {"think": 1}, "think"),
         (chat, {"format": "xml"}, "format"),
@@ -80,7 +80,8 @@ def test_options_follow_the_policy_of_unknown_fields() -> None:
         (chat, {"logprobs": True}, "logprobs"),
         (generate, {"prompt": ""}, "prompt"),
         (generate, {"suffix": "x"}, "suffix"),
-        (generate, {"images": ["x"]}, "images"),
+        (generate, {"images": "x"}, "images"),
+        (generate, {"images": ["x"], "raw": True}, "images"),
     ],
 )
 def test_what_is_wrong_is_named(make: Any, body: dict[str, Any], parameter: str) -> None:

@@ -1,0 +1,1 @@
+"""Images: where they come from, their decoding, and the preprocessing of models."""

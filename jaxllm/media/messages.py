@@ -1,0 +1,54 @@
+"""Take images out of chat messages, for a chat template that writes placeholders in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxllm.errors import UserError
+from jaxllm.media.processor import ImageProcessor, Prepared
+from jaxllm.media.sources import Sources
+
+_KINDS = ("image_url", "image")
+
+
+class ImagePart(dict[str, str]):
+    """An image in the messages of a chat template: {"type": "image"}. No JSON makes one."""
+
+    def __init__(self) -> None:
+        super().__init__(type="image")
+
+
+def take_images(
+    messages: Sequence[Any], processor: ImageProcessor | None, sources: Sources, most: int
+) -> tuple[list[Any], list[Prepared]]:
+    """Return messages with an `ImagePart` for each image, and the preprocessed images, in order.
+
+    An image is a content part {"type": "image_url", "image_url": {"url": …}} ("detail" is ignored), or {"type":
+    "image", "image": …} with a PIL image. Without a `processor` messages stay as they are. Images are decoded one after
+    the other: that bounds the memory. Raises UserError, naming the part, for invalid ones and more than `most`.
+    """
+    images: list[Prepared] = []
+    if processor is None:
+        return list(messages), images
+    found: list[Any] = []
+    for index, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        parts = list(content) if isinstance(content, list | tuple) else []
+        for at, part in enumerate(parts):
+            if not isinstance(part, Mapping) or part.get("type") not in _KINDS:
+                continue
+            name = f"messages[{index}].content[{at}]"
+            if len(images) == most:
+                raise UserError(f"{name}: a request may have {most} images (limit_mm_per_prompt).", "messages")
+            images += processor.prepare([_image_of(part, name, sources)], name, "messages")
+            parts[at] = ImagePart()
+        found.append({**message, "content": parts} if any(isinstance(part, ImagePart) for part in parts) else message)
+    return found, images
+
+
+def _image_of(part: Mapping[str, Any], name: str, sources: Sources) -> Any:
+    if part["type"] == "image" and part.get("image") is not None:
+        return part["image"]
+    given = part.get("image_url")
+    return sources.read(given.get("url") if isinstance(given, Mapping) else given, f"{name}.image_url")

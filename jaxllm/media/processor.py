@@ -1,0 +1,228 @@
+"""Preprocess images as a model's own processor does (transformers' PIL backend): resize, crop, normalize.
+
+Letters: H and W pixels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from jaxllm.errors import UserError
+from jaxllm.media.images import as_rgb, pillow
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+LARGEST = 4096  # pixels of a side after resizing
+_BICUBIC = 3
+_CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+# By processor: default side, whether the shortest edge is resized to it and the center cropped, mean and deviation.
+_KINDS: dict[str, tuple[int, bool, tuple[tuple[float, ...], tuple[float, ...]]]] = {
+    "CLIPImageProcessor": (224, True, _CLIP),
+    "LlavaImageProcessor": (224, True, _CLIP),
+    "SiglipImageProcessor": (224, False, ((0.5,) * 3, (0.5,) * 3)),
+}
+_OLDER = {"CLIPFeatureExtractor": "CLIPImageProcessor"}
+# Keys that change nothing here, or belong to the text side of a processor.
+_UNREAD = frozenset(
+    """
+    image_processor_type feature_extractor_type processor_class data_format input_data_format device return_tensors
+    default_to_square do_pad pad_size image_seq_length disable_grouping do_convert_rgb
+    """.split()
+)
+
+
+class Prepared(NamedTuple):
+    """A preprocessed image."""
+
+    digest: bytes  # of all that its embeddings depend on
+    num_tokens: int
+    pixels: np.ndarray  # float32[3, H, W]
+
+
+@dataclass(frozen=True)
+class ImageProcessor:
+    """A model's preprocessing. Images are resized to `size`, height and width, or `shortest`, the shortest edge."""
+
+    placeholder: int  # token id
+    num_tokens: int  # of an image
+    size: tuple[int, int] | None
+    shortest: int | None
+    crop: tuple[int, int] | None  # height and width
+    resample: int
+    scale: float | None
+    mean: tuple[float, ...] | None
+    deviation: tuple[float, ...] | None
+    pads: bool = False  # to a square, with the mean's color
+
+    def prepare(
+        self, images: Sequence[Any], name: str = "multi_modal_data", parameter: str = "multi_modal_data"
+    ) -> list[Prepared]:
+        """Preprocess images; raise UserError, naming `name`, for values that are no images.
+
+        Images that are prepared already are returned as they are.
+        """
+        found: list[Prepared] = []
+        for image in images:
+            if isinstance(image, Prepared):
+                found.append(image)
+                continue
+            pixels = self.pixels(as_rgb(image, name, parameter))
+            digest = sha256(repr((self, pixels.shape)).encode())
+            digest.update(pixels.tobytes())
+            found.append(Prepared(digest.digest(), self.num_tokens, pixels))
+        return found
+
+    def pixels(self, image: Image) -> np.ndarray:
+        """Return an RGB image's input to the model."""
+        if self.pads:
+            image = _padded(image, self.mean)
+        width, height = image.size
+        size = self.size
+        if self.shortest is not None:
+            short, long = min(width, height), max(width, height)
+            longer = int(self.shortest * long / short)
+            size = (self.shortest, longer) if height <= width else (longer, self.shortest)
+        if size is not None:
+            image = image.resize((size[1], size[0]), resample=self.resample)
+        values = np.asarray(image).transpose(2, 0, 1)
+        if self.crop is not None:
+            values = _cropped(values, self.crop)
+        pixels = values.astype(np.float32)
+        if self.scale is not None:
+            pixels = (values.astype(np.float64) * self.scale).astype(np.float32)
+        if self.mean is not None and self.deviation is not None:
+            mean, deviation = (np.asarray(each, np.float32)[:, None, None] for each in (self.mean, self.deviation))
+            pixels = (pixels - mean) / deviation
+        return np.ascontiguousarray(pixels)
+
+
+def read_processor(settings: Mapping[str, Any], placeholder: int, num_tokens: int, side: int) -> ImageProcessor:
+    """Return the processor of preprocessor_config.json; `side` is the model's, in pixels.
+
+    Raises UserError, naming the key, for settings that are not supported, or images of another size.
+    """
+    own = _Settings(settings)
+    kind = str(own.take("image_processor_type", own.take("feature_extractor_type", "CLIPImageProcessor")))
+    kind = kind.removesuffix("Fast").removesuffix("Pil")
+    kind = _OLDER.get(kind, kind)
+    if kind not in _KINDS:
+        known = ", ".join(_KINDS)
+        raise own.error("image_processor_type", kind, f"only {known}")
+    default, crops, (mean, deviation) = _KINDS[kind]
+    size, shortest = own.size("size", {"shortest_edge": default} if crops else {"height": default, "width": default})
+    crop, square = own.size("crop_size", {"height": default, "width": default})
+    crop = crop if square is None else (square, square)
+    resizes, does_crop = own.switch("do_resize", True), own.switch("do_center_crop", crops)
+    rescales, normalizes = own.switch("do_rescale", True), own.switch("do_normalize", True)
+    factor = own.number("rescale_factor", 1 / 255)
+    resample = own.take("resample", _BICUBIC)
+    if resample not in range(6):
+        raise own.error("resample", resample, "a number of Pillow's filters")
+    own.switch("do_convert_rgb", True)
+    pads = own.switch("do_pad", False) and kind == "LlavaImageProcessor"
+    means, deviations = own.numbers("image_mean", mean), own.numbers("image_std", deviation)
+    own.finish(_UNREAD)
+    found = ImageProcessor(
+        placeholder=placeholder,
+        num_tokens=num_tokens,
+        size=size if resizes else None,
+        shortest=shortest if resizes else None,
+        crop=crop if does_crop else None,
+        resample=int(resample),
+        scale=factor if rescales else None,
+        mean=means if normalizes else None,
+        deviation=deviations if normalizes else None,
+        pads=pads,
+    )
+    end = found.crop or found.size
+    if end != (side, side):
+        message = f"preprocessor_config.json: images of {end} pixels do not fit the model's {side} × {side}."
+        raise UserError(message, "preprocessor_config.json")
+    return found
+
+
+class _Settings:
+    """Reads preprocessor_config.json, and refuses unknown keys."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+        self._read: set[str] = set()
+
+    def take(self, key: str, default: Any) -> Any:
+        self._read.add(key)
+        value = self._values.get(key)
+        return default if value is None else value
+
+    def switch(self, key: str, default: bool) -> bool:
+        value = self.take(key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, value, "true or false")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self.take(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise self.error(key, value, "a number")
+        return float(value)
+
+    def numbers(self, key: str, default: Sequence[float]) -> tuple[float, ...]:
+        value = self.take(key, default)
+        is_list = isinstance(value, list | tuple) and len(value) == 3
+        if not is_list or not all(type(one) in (int, float) and math.isfinite(one) for one in value):
+            raise self.error(key, value, "a list of 3 numbers")
+        return tuple(map(float, value))
+
+    def size(self, key: str, default: Any) -> tuple[tuple[int, int] | None, int | None]:
+        """Return height and width, or the shortest edge."""
+        value = self.take(key, default)
+        if isinstance(value, int) and not isinstance(value, bool):  # of early files: a square, or the shortest edge
+            value = {"shortest_edge": value} if "shortest_edge" in default else {"height": value, "width": value}
+        if isinstance(value, Mapping):
+            given = {name: number for name, number in value.items() if number is not None}
+            if all(type(number) is int and 1 <= number <= LARGEST for number in given.values()):
+                if given.keys() == {"height", "width"}:
+                    return (given["height"], given["width"]), None
+                if given.keys() == {"shortest_edge"}:
+                    return None, given["shortest_edge"]
+        raise self.error(key, value, f"height and width, or a shortest_edge, from 1 to {LARGEST}")
+
+    def finish(self, unread: frozenset[str]) -> None:
+        for key, value in self._values.items():
+            if key not in self._read and key not in unread and value is not None:
+                raise self.error(key, value, "a processor without it")
+
+    def error(self, key: str, value: Any, wanted: str) -> UserError:
+        return UserError(f"preprocessor_config.json: {key} = {value!r:.80} is not supported, {wanted} is.", key)
+
+
+def _cropped(values: np.ndarray, crop: tuple[int, int]) -> np.ndarray:
+    """Return the center [3, *crop]; smaller images are padded with zeros."""
+    height, width = values.shape[1:]
+    wide, high = max(crop[1], width), max(crop[0], height)
+    if (high, wide) != (height, width):
+        above, left = math.ceil((high - height) / 2), math.ceil((wide - width) / 2)
+        padded = np.zeros((3, high, wide), values.dtype)
+        padded[:, above : above + height, left : left + width] = values
+        top, first = (height - crop[0]) // 2 + above, (width - crop[1]) // 2 + left
+        return padded[:, max(0, top) : top + crop[0], max(0, first) : first + crop[1]]
+    top, first = (height - crop[0]) // 2, (width - crop[1]) // 2
+    return values[:, top : top + crop[0], first : first + crop[1]]
+
+
+def _padded(image: Image, mean: tuple[float, ...] | None) -> Image:
+    """Return an image padded to a square."""
+    width, height = image.size
+    if width == height:
+        return image
+    side = max(width, height)
+    color = tuple(int(each * 255) for each in mean or (0.0,) * 3)
+    padded = pillow().new("RGB", (side, side), color)
+    padded.paste(image, ((side - width) // 2, (side - height) // 2))
+    return padded

@@ -1,0 +1,110 @@
+"""Read images that messages refer to: data URLs, and, where the operator allows it, URLs of domains and local files.
+
+Nothing is contacted and no file is opened unless it is allowed. Thread-safe; reading may take seconds.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+from jaxllm.errors import UserError
+from jaxllm.media.images import MOST_BYTES, decode
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FETCH_SECONDS = 10.0  # for each read of a socket
+_DATA = re.compile(r"data:(?P<kind>[\w.+-]*/?[\w.+-]*)(?:;[\w=.+-]*)*;base64,", re.ASCII | re.IGNORECASE)
+
+
+class Sources:
+    """Reads images by URL."""
+
+    def __init__(self, domains: Sequence[str] = (), folder: str | None = None) -> None:
+        """`domains`: hosts from which URLs are fetched; `folder`: of local files that may be read."""
+        self._domains = frozenset(domain.lower() for domain in domains)
+        self._folder = None if not folder else Path(folder).expanduser().resolve()
+
+    def read(self, url: Any, name: str) -> Image:
+        """Return the image of a URL; raise UserError, naming `name`, if it is refused or invalid."""
+        if not isinstance(url, str):
+            raise UserError(f"{name} must be a text, not {type(url).__name__}.", "messages")
+        if url[:5].lower() == "data:":
+            return decode(_from_data(url, name), name)
+        parts = _split(url, name)
+        if parts.scheme == "file":
+            return decode(self._from_file(unquote(parts.path), name), name)
+        if parts.scheme in ("http", "https") and (parts.hostname or "").lower() in self._domains:
+            return decode(self._fetched(url, name), name)
+        shown = parts.hostname if parts.scheme in ("http", "https") else parts.scheme
+        raise UserError(
+            f"{name}: {shown or 'a URL without a scheme'!r:.80} is not an allowed source of images; send a data: URL, "
+            "or start with allowed_media_domains or allowed_local_media_path.",
+            "messages",
+        )
+
+    def _from_file(self, path: str, name: str) -> bytes:
+        refused = UserError(f"{name} is not a file that may be read (allowed_local_media_path).", "messages")
+        if self._folder is None or "\0" in path:
+            raise refused
+        try:
+            real = Path(path).resolve()
+            if not real.is_relative_to(self._folder) or not real.is_file():
+                raise refused
+            with real.open("rb") as file:
+                return file.read(MOST_BYTES + 1)
+        except (OSError, RuntimeError):
+            raise refused from None
+
+    def _fetched(self, url: str, name: str) -> bytes:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Redirects(self._domains))
+        try:
+            with opener.open(url, timeout=FETCH_SECONDS) as answer:
+                return answer.read(MOST_BYTES + 1)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", None) or type(error).__name__
+            raise UserError(f"{name} could not be fetched: {reason!s:.200}.", "messages") from None
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Follows redirects to allowed domains only."""
+
+    def __init__(self, domains: frozenset[str]) -> None:
+        self._domains = domains
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Any, newurl: str
+    ) -> urllib.request.Request | None:
+        parts = urlsplit(newurl)
+        if parts.scheme not in ("http", "https") or (parts.hostname or "").lower() not in self._domains:
+            raise urllib.error.URLError("it redirects to a domain that is not allowed")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _split(url: str, name: str) -> Any:
+    try:
+        parts = urlsplit(url)
+        _ = parts.hostname
+        return parts
+    except ValueError:
+        raise UserError(f"{name} is not a URL.", "messages") from None
+
+
+def _from_data(url: str, name: str) -> bytes:
+    found = _DATA.match(url, 0, 256)
+    if found is None or not found["kind"].lower().startswith("image/"):
+        raise UserError(f"{name} must be data:image/…;base64,… of a PNG, JPEG, WebP, GIF or BMP.", "messages")
+    if (len(url) - found.end()) * 3 // 4 > MOST_BYTES + 2:
+        raise UserError(f"{name} is too large: an image may have {MOST_BYTES} bytes. Send a smaller one.", "messages")
+    try:
+        return base64.b64decode(url[found.end() :], validate=True)
+    except (binascii.Error, ValueError):
+        raise UserError(f"{name} has invalid base64.", "messages") from None

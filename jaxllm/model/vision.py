@@ -1,0 +1,150 @@
+"""Vision transformers with a projector to the decoder's width: CLIP (Radford et al. 2021), SigLIP (Zhai et al. 2023).
+
+Its weights are replicated over the devices of a `Layout`. Letters: N patches of an image (and its class token), D width
+of the tower, H heads, C head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array, named_scope
+from jaxtyping import Float
+
+from jaxllm.model import layers
+from jaxllm.model.decoder import Params
+from jaxllm.model.parameters import Part, Weight
+from pallas_kernels.activations import activate
+
+Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu", "relu"]
+
+
+@dataclass(frozen=True)
+class VisionSpec:
+    """A tower and its projector."""
+
+    side: int  # pixels of the square input
+    patch: int  # pixels of a square patch
+    width: int
+    num_heads: int
+    ffn_width: int
+    features: tuple[int, ...]  # numbers of layers after which states are taken, concatenated
+    norm_eps: float
+    activation: Activation
+    has_class: bool  # the first token is a class token; `drops_class`: it is dropped
+    drops_class: bool
+    pre_norm: bool  # a norm before the first layer
+    patch_bias: bool
+    out_width: int  # of the decoder
+    projector_activation: Activation = "gelu"
+    projector_bias: bool = True
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that are computed: later ones are not loaded."""
+        return max(self.features)
+
+    @property
+    def num_patches(self) -> int:
+        return (self.side // self.patch) ** 2
+
+    @property
+    def num_tokens(self) -> int:
+        """Embeddings of an image."""
+        return self.num_patches + (self.has_class and not self.drops_class)
+
+
+def declare(spec: VisionSpec) -> Params[Weight]:
+    """Return the weights; matrices are [out, in]."""
+    width, tokens = spec.width, spec.num_patches + spec.has_class
+    top = {
+        "patches": Weight((width, 3, spec.patch, spec.patch), (None,) * 4, (Part("patches", width),)),
+        "positions": Weight((tokens, width), (None, None), (Part("positions", tokens),)),
+    }
+    if spec.patch_bias:
+        top["patches_bias"] = _vector("patches_bias", width, "zeros")
+    if spec.has_class:
+        top["class"] = _vector("class", width, "normal")
+    if spec.pre_norm:
+        top |= _norm("pre_norm", width)
+    wide = len(spec.features) * width
+    for name, columns in (("project_1", wide), ("project_2", spec.out_width)):
+        top |= _matrix(name, spec.out_width, columns, spec.projector_bias)
+    each: dict[str, Weight] = _norm("attn_norm", width) | _norm("mlp_norm", width)
+    for name in ("q", "k", "v", "out"):
+        each |= _matrix(name, width, width)
+    each |= _matrix("up", spec.ffn_width, width) | _matrix("down", width, spec.ffn_width)
+    return Params(top, (each,) * spec.num_layers)
+
+
+def _vector(name: str, size: int, initial: Literal["normal", "zeros", "ones"]) -> Weight:
+    return Weight((size,), (None,), (Part(name, size),), initial)
+
+
+def _norm(name: str, width: int) -> dict[str, Weight]:
+    return {name: _vector(name, width, "ones"), f"{name}_bias": _vector(f"{name}_bias", width, "zeros")}
+
+
+def _matrix(name: str, rows: int, columns: int, bias: bool = True) -> dict[str, Weight]:
+    weight = {name: Weight((rows, columns), (None, None), (Part(name, rows),))}
+    return weight | ({f"{name}_bias": _vector(f"{name}_bias", rows, "zeros")} if bias else {})
+
+
+def encode(spec: VisionSpec, params: Params[Array], pixels: Float[Array, "3 S S"]) -> Float[Array, "N E"]:
+    """Return an image's embeddings for the decoder."""
+    with named_scope("vision_tower"):
+        states = tower(spec, params, pixels)
+        if spec.drops_class:
+            states = states[1:]
+    with named_scope("projector"):
+        top = params.top
+        inner = _linear(top, "project_1", states)
+        return _linear(top, "project_2", _activated(inner, spec.projector_activation))
+
+
+def tower(spec: VisionSpec, params: Params[Array], pixels: Float[Array, "3 S S"]) -> Float[Array, "N F"]:
+    """Return the states after the layers of `features`, concatenated."""
+    top, count, size = params.top, spec.side // spec.patch, spec.patch
+    dtype = top["positions"].dtype
+    patches = pixels[:, : count * size, : count * size].reshape(3, count, size, count, size)
+    patches = patches.transpose(1, 3, 0, 2, 4).reshape(count * count, -1).astype(dtype)
+    x = layers.linear(patches, top["patches"].reshape(spec.width, -1), top.get("patches_bias")).astype(dtype)
+    if spec.has_class:
+        x = jnp.concatenate([top["class"][None], x])
+    x = x + top["positions"]
+    if spec.pre_norm:
+        x = _normed(spec, top, "pre_norm", x)
+    states = [x]
+    for weights in params.layers:
+        states.append(_layer(spec, weights, states[-1]))
+    return jnp.concatenate([states[number] for number in spec.features], axis=-1)
+
+
+@partial(jax.jit, static_argnames=("spec",))
+def _layer(spec: VisionSpec, weights: dict[str, Array], x: Array) -> Array:
+    """Traced once for all layers."""
+    normed = _normed(spec, weights, "attn_norm", x)
+    q, k, v = (_linear(weights, name, normed).reshape(len(x), spec.num_heads, -1) for name in ("q", "k", "v"))
+    scores = jnp.einsum("qhc,khc->hqk", q, k, preferred_element_type=jnp.float32)
+    shares = jax.nn.softmax(scores * q.shape[-1] ** -0.5, axis=-1).astype(x.dtype)
+    mixed = jnp.einsum("hqk,khc->qhc", shares, v, preferred_element_type=jnp.float32).astype(x.dtype)
+    x = x + _linear(weights, "out", mixed.reshape(x.shape))
+    inner = _linear(weights, "up", _normed(spec, weights, "mlp_norm", x))
+    return x + _linear(weights, "down", _activated(inner, spec.activation))
+
+
+def _linear(weights: dict[str, Any], name: str, x: Array) -> Array:
+    return layers.linear(x, weights[name], weights.get(f"{name}_bias")).astype(x.dtype)
+
+
+def _normed(spec: VisionSpec, weights: dict[str, Any], name: str, x: Array) -> Array:
+    return layers.norm(x, weights[name], weights[f"{name}_bias"], "layer", spec.norm_eps)
+
+
+def _activated(x: Array, kind: Activation) -> Array:
+    wide = x.astype(jnp.float32)
+    return (wide * jax.nn.sigmoid(1.702 * wide) if kind == "quick_gelu" else activate(wide, kind)).astype(x.dtype)

@@ -1,0 +1,167 @@
+"""Images in prompts: outputs equal to transformers', blocks and encoder outputs by content, and refusals."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxllm import LLM, BeamSearchParams, SamplingParams
+from jaxllm.errors import UserError
+from tests.support.paths import ROOT
+from tests.support.sizes import FEW_BLOCKS, SHORT_BLOCKS, SLOTS
+from tests.support.vision_models import PLACEHOLDER, TOWERS, image, prompts, write_llava
+
+GOLDEN: Any = json.loads((ROOT / "tests" / "golden_images.json").read_text())
+GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llava(tmp_path_factory.mktemp("llava"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with LLM(str(folder), limit_mm_per_prompt={"image": 4}, **SLOTS) as llm:
+        yield llm
+
+
+def tokens(outputs: Any) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def with_images(*seeds: int, text: str = "") -> dict[str, Any]:
+    ids = [5, 6, 7, *[PLACEHOLDER] * len(seeds), *map(int, text.split()), 8]
+    return {"prompt_token_ids": ids, "multi_modal_data": {"image": [image(seed) for seed in seeds]}}
+
+
+def test_outputs_equal_those_of_transformers(llm: LLM) -> None:
+    """Test prompts with no image to four in one batch, by recorded tokens."""
+    assert tokens(llm.generate(prompts(), GREEDY, use_tqdm=False)) == GOLDEN["clip"]["tokens"]
+    assert llm.engine.metrics.compilations_after_ready == 0
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("tower", TOWERS)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        FEW_BLOCKS | {"num_kv_blocks": 12},
+        SHORT_BLOCKS,
+        SLOTS | {"max_num_batched_tokens": 8},
+        SLOTS | {"async_scheduling": False, "enable_prefix_caching": False},
+        {"deterministic": True},
+        SLOTS | {"tensor_parallel_size": 2},
+    ],
+    ids=["preempted", "small blocks", "small steps", "in order", "deterministic", "two devices"],
+)
+def test_outputs_are_equal_in_other_engines(tower: str, sizes: dict[str, Any], tmp_path: Path) -> None:
+    """Test pools that preempt, chunks that split images, modes and devices."""
+    with LLM(str(write_llava(tmp_path, tower)), **sizes) as llm:
+        for _ in range(2):
+            assert tokens(llm.generate(prompts(), GREEDY, use_tqdm=False)) == GOLDEN[tower]["tokens"]
+        assert llm.engine.metrics.preemptions or sizes.get("num_kv_blocks") is None
+        assert llm.engine.metrics.compilations_after_ready == 0
+
+
+def test_an_equal_image_is_neither_encoded_nor_computed_again(llm: LLM) -> None:
+    metrics = llm.engine.metrics
+    llm.reset_prefix_cache()
+    (first,) = llm.generate([with_images(20, text="9 " * 20)], GREEDY, use_tqdm=False)
+    before = metrics.images_encoded
+    (again,) = llm.generate([with_images(20, text="9 " * 20)], GREEDY, use_tqdm=False)
+    assert metrics.images_encoded == before and again.num_cached_tokens == 32  # 3 + 16 + 21 tokens in blocks of 16
+    assert again.outputs[0].token_ids == first.outputs[0].token_ids
+    (other,) = llm.generate([with_images(21, text="9 " * 20)], GREEDY, use_tqdm=False)
+    assert metrics.images_encoded == before + 1 and other.num_cached_tokens == 0
+    (moved,) = llm.generate([with_images(20, text="9 9 9")], GREEDY, use_tqdm=False)
+    assert metrics.images_encoded == before + 1  # known, though its second block differs
+    assert moved.num_cached_tokens == 0  # the common block ends inside the image
+    (twice,) = llm.generate([with_images(20, 21)], GREEDY, use_tqdm=False)
+    assert metrics.images_encoded == before + 1 and twice.outputs[0].token_ids
+
+
+def test_prompts_that_differ_in_their_images_share_nothing(llm: LLM) -> None:
+    """Test two prompts of equal tokens that are queued together."""
+    llm.reset_prefix_cache()
+    both = [with_images(40, text="9 " * 20), with_images(41, text="9 " * 20)]
+    together = tokens(llm.generate(both, GREEDY, use_tqdm=False))
+    llm.reset_prefix_cache()
+    assert together == [tokens(llm.generate([prompt], GREEDY, use_tqdm=False))[0] for prompt in both]
+    assert together[0] != together[1]
+
+
+def test_samples_share_an_image(llm: LLM) -> None:
+    llm.reset_prefix_cache()
+    before = llm.engine.metrics.images_encoded
+    params = SamplingParams(n=3, temperature=1.0, seed=1, max_tokens=8, ignore_eos=True)
+    (output,) = llm.generate([with_images(30)], params, use_tqdm=False)
+    assert llm.engine.metrics.images_encoded == before + 1
+    assert len({tuple(each.token_ids) for each in output.outputs}) == 3
+    for index, each in enumerate(output.outputs):
+        own = SamplingParams(temperature=1.0, seed=1 + index, max_tokens=8, ignore_eos=True)
+        assert tokens(llm.generate([with_images(30)], own, use_tqdm=False)) == [each.token_ids]
+
+
+def test_a_chat_with_images_between_turns_equals_its_prompt(llm: LLM) -> None:
+    """Test that text does not become a placeholder, and that `grammars` hold with images."""
+    messages = [
+        {"role": "user", "content": [{"type": "image", "image": image(3)}, {"type": "text", "text": "One <image>?"}]},
+        {"role": "assistant", "content": "Yes."},
+        {"role": "user", "content": [{"type": "text", "text": "And "}, {"type": "image", "image": image(4)}]},
+    ]
+    prompt = llm.chat_prompt(messages)
+    assert prompt["prompt_token_ids"].count(PLACEHOLDER) == 2 * 16 and "One <image>?" in prompt["prompt"]
+    (chat,) = llm.chat(messages, GREEDY, use_tqdm=False)
+    text = prompt["prompt"].replace("One <image>?", "One picture?")
+    images = {"image": [image(3), image(4)]}
+    (plain,) = llm.generate([{"prompt": text, "multi_modal_data": images}], GREEDY, use_tqdm=False)
+    assert len(chat.prompt_token_ids) > 32 and len(plain.prompt_token_ids) > 32
+    (same,) = llm.generate([{"prompt_token_ids": list(chat.prompt_token_ids), "multi_modal_data": images}], GREEDY)
+    assert tokens([same]) == tokens([chat])
+
+
+def test_grammars_and_scores_hold_with_images(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=8, structured_outputs={"regex": "[a-z]{4}"})
+    (constrained,) = llm.generate([with_images(50)], params, use_tqdm=False)
+    assert re.fullmatch("[a-z]{4}", constrained.outputs[0].text)
+    scored = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+    found = [llm.generate([with_images(seed)], scored, use_tqdm=False)[0].prompt_logprobs for seed in (50, 50, 51)]
+    assert found[0] == found[1] != found[2] and len(found[0] or ()) == 20
+
+
+@pytest.mark.parametrize(
+    ("prompt", "why"),
+    [
+        ({"prompt_token_ids": [5, PLACEHOLDER]}, "placeholders"),
+        ({"prompt_token_ids": [5], "multi_modal_data": {"image": image(1)}}, "0 image placeholders"),
+        ({"prompt": "a <image><image>", "multi_modal_data": {"image": image(1)}}, "2 image placeholders"),
+        (with_images(1, 2, 3, 4, 5), "4 images"),
+        ({"prompt": "<image>", "multi_modal_data": {"video": image(1)}}, "multi_modal_data"),
+        ({"prompt": "<image>", "multi_modal_data": {"image": "a.png"}}, "PIL image"),
+        ({"prompt": "<image>", "multi_modal_data": [image(1)]}, "multi_modal_data"),
+        ({"prompt": "<image>" + "a " * 9999, "multi_modal_data": {"image": image(1)}}, "maximum context"),
+    ],
+)
+def test_a_wrong_prompt_is_refused_and_others_run(llm: LLM, prompt: Any, why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        llm.generate([prompt, [5, 6]], GREEDY, use_tqdm=False)
+    assert tokens(llm.generate([prompts()[0]], GREEDY, use_tqdm=False)) == GOLDEN["clip"]["tokens"][:1]
+
+
+def test_what_images_do_not_go_with_is_refused(llm: LLM, folder: Path) -> None:
+    with pytest.raises(UserError, match="beam_width"):
+        llm.beam_search([with_images(1)], BeamSearchParams(beam_width=2, max_tokens=4))
+    with pytest.raises(UserError, match="truncate_prompt_tokens"):
+        llm.generate([with_images(1)], SamplingParams(truncate_prompt_tokens=4), use_tqdm=False)
+    with pytest.raises(UserError, match="speculative_config"):
+        LLM(str(folder), speculative_config={"method": "ngram", "num_speculative_tokens": 2})
+    with pytest.raises(UserError, match="enable_lora"):
+        LLM(str(folder), enable_lora=True)
+    with LLM(**SLOTS) as text_only, pytest.raises(UserError, match="reads no images"):
+        text_only.generate([{"prompt": "a", "multi_modal_data": {"image": image(1)}}], use_tqdm=False)

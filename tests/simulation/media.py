@@ -1,0 +1,191 @@
+"""Images in the simulation: their drawing, their content, the naive cache of the encoder, and a processor.
+
+An image is a number; its content in the cache, and in the hashes of sequences, follows from number and place.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxllm.media.processor import Prepared
+from jaxllm.scheduler.media import Encode, EncoderCache
+from tests.simulation.oracle import VOCABULARY, mix
+
+PLACEHOLDER = 62
+NOTHING = 2**64 - 1  # content of a row before it is written
+
+Image = tuple[int, int, int]  # first position, tokens, number
+
+
+def draw_media(chance: random.Random, longest: int) -> dict[str, Any]:
+    """Draw the settings of an encoder: none in most traces, or a small cache and budget."""
+    unit = chance.choice((1, 2, 3, 8))
+    most = max(1, longest // 3)  # tokens of an image
+    least = -(-most // unit)
+    return {
+        "media_unit": unit,
+        "media_units": chance.choice((0, least, least, least + 1, 2 * least, 6 * least)) if longest > 8 else 0,
+        "media_longest": most,
+        "max_encoded": chance.choice((1, most, 2 * most, 1000)),
+    }
+
+
+def place_images(chance: random.Random, request: dict[str, Any], setting: Mapping[str, Any]) -> None:
+    """Put images into most prompts that are long enough; equal numbers and lengths occur often."""
+    ids = request["ids"]
+    if not setting["media_units"] or "text" in request or "beams" in request["params"] or chance.random() < 0.3:
+        return
+    images, at = [], chance.choice((0, 0, 1, 2, 3))
+    while chance.random() < 0.8:
+        length = chance.choice((1, 2, setting["media_longest"], chance.randint(1, setting["media_longest"])))
+        if at + length > len(ids) - 4:
+            break
+        images.append([at, length, chance.randint(1, 4)])
+        at += length + chance.choice((0, 1, 1, 5))
+    if images:
+        request["images"] = images
+        request["ids"] = list(ids)
+        for start, length, _ in images:
+            request["ids"][start : start + length] = [PLACEHOLDER] * length
+
+
+def content(number: int, length: int, offset: int) -> int:
+    """Return the content of an image's embedding."""
+    return mix(mix(mix(1 << 40, number), length), offset)
+
+
+def contents(images: Iterable[Sequence[int]]) -> dict[int, int]:
+    """Return the contents of the placeholders of a prompt, by position."""
+    return {
+        start + offset: content(number, length, offset) for start, length, number in images for offset in range(length)
+    }
+
+
+class Encoder:
+    """The naive cache: every image with its units, least recently used first."""
+
+    def __init__(self, num_units: int, unit: int, budget: int) -> None:
+        self._num_units, self._unit, self._budget = num_units, unit, budget
+        self.held: dict[tuple[int, int], tuple[int, ...]] = {}  # by number and length
+        self.fired: Counter[str] = Counter()  # events, by name
+
+    def begin(self, encodes: Sequence[Encode], running: Iterable[tuple[Sequence[Image], int]]) -> None:
+        """Begin a plan. `running` has the images and the computed tokens of each running request."""
+        self._encodes = [*encodes]
+        self._num_encoded = 0
+        self._kept = {
+            (number, length)
+            for images, issued in running
+            for start, length, number in images
+            if start < issued < start + length
+        }
+
+    def reach(self, request: int, images: Sequence[Image], start: int, length: int) -> int:
+        """Return the length of a chunk: it ends before an image that cannot be encoded in this plan."""
+        for index, (first, size, number) in enumerate(images):
+            reads = first < start + length and first + size > start
+            if reads and not self._bring(request, index, (number, size)):
+                self.fired["image_cut"] += 1
+                return max(first - start, 0)
+        return length
+
+    def _bring(self, request: int, index: int, image: tuple[int, int]) -> bool:
+        if image in self.held:
+            self.fired["image_hit"] += 1
+            self.held[image] = self.held.pop(image)
+            self._kept.add(image)
+            return True
+        if self._num_encoded and self._num_encoded + image[1] > self._budget:
+            return False
+        wanted = -(-image[1] // self._unit)
+        evicted = []
+        for other in self.held:
+            if self._num_free + sum(len(self.held[each]) for each in evicted) >= wanted:
+                break
+            if other not in self._kept:
+                evicted.append(other)
+        if self._num_free + sum(len(self.held[each]) for each in evicted) < wanted:
+            return False
+        for other in evicted:
+            del self.held[other]
+            self.fired["image_evicted"] += 1
+        due = self._encodes.pop(0) if self._encodes else None
+        taken = {unit for units in self.held.values() for unit in units}
+        if due is None or due[:2] != (request, index) or len({*due.units} - taken) != wanted:
+            raise AssertionError(f"a plan encodes {due}, where image {index} of request {request} is due")
+        self.held[image] = due.units
+        self.fired["image_encoded"] += 1
+        self._num_encoded += image[1]
+        self._kept.add(image)
+        return True
+
+    def forget(self, images: Iterable[Image]) -> None:
+        """Drop the images of a failed request."""
+        for _, length, number in images:
+            self.held.pop((number, length), None)
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether the plan encodes further images, which are not due."""
+        return bool(self._encodes)
+
+    @property
+    def _num_free(self) -> int:
+        return self._num_units - sum(map(len, self.held.values()))
+
+    def compare(self, cache: EncoderCache | None) -> None:
+        """Compare the production scheduler's cache."""
+        if cache is None:
+            assert not self.held
+            return
+        if [each.units for each in cache.entries] != [*self.held.values()] or len(cache.free) != self._num_free:
+            raise AssertionError("the encoder's cache holds other images than are due, or in another order")
+        used = [unit for each in cache.entries for unit in each.units] + [*cache.free]
+        if sorted(used) != list(range(self._num_units)):
+            raise AssertionError("a unit of the encoder's cache is lost, or used twice")
+
+
+class Processor:
+    """A simulated image processor: an image is a pair of its tokens and its number."""
+
+    placeholder = PLACEHOLDER
+
+    def prepare(self, images: Sequence[Any]) -> list[Prepared]:
+        """Return the images with their digests."""
+        return [Prepared(f"{number} {length}".encode(), length, np.array([number])) for length, number in images]
+
+
+class Rows:
+    """The device's array of embeddings, and the program that encodes."""
+
+    processor = Processor()
+
+    def __init__(self, setting: Mapping[str, Any]) -> None:
+        self.unit = setting["media_unit"]
+        self.num_units = setting["media_units"]
+        self.budget = setting["max_encoded"]
+        self.num_encoded = 0
+        self.renew()
+
+    @property
+    def num_rows(self) -> int:
+        return self.unit * self.num_units
+
+    def renew(self) -> None:
+        self.rows = np.full(self.num_rows + 1, NOTHING, np.uint64)
+
+    def encode(self, state: Any, images: Sequence[tuple[np.ndarray, np.ndarray]]) -> Any:
+        """Write the embeddings of images into rows."""
+        for pixels, rows in images:
+            values = [content(int(pixels[0]), len(rows), offset) for offset in range(len(rows))]
+            self.rows[rows] = values
+            self.num_encoded += 1
+        return state
+
+
+assert PLACEHOLDER < VOCABULARY
