@@ -19,7 +19,7 @@ from jaxllm.engine.prompts import Prompt
 from jaxllm.errors import EngineError, UserError
 from jaxllm.fleet.offline import FleetEngine
 from jaxllm.lora_request import LoRARequest
-from jaxllm.media.messages import take_images
+from jaxllm.media.messages import take_images, with_images
 from jaxllm.media.sources import Sources
 from jaxllm.outputs import (
     BeamSearchOutput,
@@ -165,7 +165,7 @@ class LLM(OfflineWeightCalls):
         sources = Sources(config.allowed_media_domains, config.allowed_local_media_path)
         messages, images = take_images(messages, model.processor, sources, config.most_images)
         text, ids = model.tokenizer.encode_chat(messages, **template_args)
-        return model.with_images({"prompt": text, "prompt_token_ids": ids}, images)
+        return with_images({"prompt": text, "prompt_token_ids": ids}, images, model.processor)
 
     def beam_search(
         self,

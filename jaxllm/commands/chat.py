@@ -16,7 +16,6 @@ from jaxllm.commands.arguments import Subparsers, add_model, engine_config, new_
 from jaxllm.commands.flags import add_engine_flags
 from jaxllm.commands.session import add_request_flags, add_verbose, open_llm, params_of, stream, with_lora
 from jaxllm.errors import UserError
-from jaxllm.media.images import MOST_BYTES, decode
 from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -88,6 +87,8 @@ def _check_template(llm: LLM, system: list[dict[str, str]], further: Mapping[str
 
 def _image(path: Path) -> dict[str, Any]:
     """Return a file as a part of a message."""
+    from jaxllm.media.images import MOST_BYTES, decode
+
     try:
         with path.expanduser().open("rb") as file:
             data = file.read(MOST_BYTES + 1)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.errors import UserError
-from jaxllm.media.placeholders import expanded
-from jaxllm.media.processor import ImageProcessor, Prepared
+from jaxllm.media.processor import ImageProcessor
 from jaxllm.model.head import Head
 from jaxllm.pooling_params import PoolingTask
 from jaxllm.sampling_params import SamplingParams
@@ -44,14 +43,6 @@ class ModelInfo:
         if not self.pooler.labels:
             return ("embed",)
         return ("classify", "score") if len(self.pooler.labels) == 1 else ("classify",)
-
-    def with_images(self, prompt: dict[str, Any], images: Sequence[Prepared]) -> dict[str, Any]:
-        """Return a prompt of token ids with images, each placeholder repeated for its image's embeddings."""
-        if not images or self.processor is None:
-            return prompt
-        lengths = [each.num_tokens for each in images]
-        ids, _ = expanded(prompt["prompt_token_ids"], self.processor.placeholder, lengths)
-        return prompt | {"prompt_token_ids": ids, "multi_modal_data": {"image": list(images)}}
 
     def pair(self, first: str, second: str, most: int | None = None) -> dict[str, Any]:
         """Return a cross-encoder's prompt for two texts; the second is cut to fit `most` tokens."""

@@ -6,17 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxllm.errors import UserError
+from jaxllm.media.image_part import ImagePart
+from jaxllm.media.placeholders import expanded
 from jaxllm.media.processor import ImageProcessor, Prepared
 from jaxllm.media.sources import Sources
 
 _KINDS = ("image_url", "image")
-
-
-class ImagePart(dict[str, str]):
-    """An image in the messages of a chat template: {"type": "image"}. No JSON makes one."""
-
-    def __init__(self) -> None:
-        super().__init__(type="image")
 
 
 def take_images(
@@ -45,6 +40,15 @@ def take_images(
             parts[at] = ImagePart()
         found.append({**message, "content": parts} if any(isinstance(part, ImagePart) for part in parts) else message)
     return found, images
+
+
+def with_images(prompt: dict[str, Any], images: Sequence[Prepared], processor: ImageProcessor | None) -> dict[str, Any]:
+    """Return a prompt of token ids with images, each placeholder repeated for its image's embeddings."""
+    if not images or processor is None:
+        return prompt
+    lengths = [each.num_tokens for each in images]
+    ids, _ = expanded(prompt["prompt_token_ids"], processor.placeholder, lengths)
+    return prompt | {"prompt_token_ids": ids, "multi_modal_data": {"image": list(images)}}
 
 
 def _image_of(part: Mapping[str, Any], name: str, sources: Sources) -> Any:

@@ -9,7 +9,7 @@ from hashlib import sha256
 from typing import Any
 
 from jaxllm.errors import UnsupportedError, UserError
-from jaxllm.media.messages import ImagePart
+from jaxllm.media.image_part import ImagePart
 from jaxllm.text.template_shapes import BLANKS, CALLER, Blank, Shape
 
 # JSON's names for types that cannot be content parts.

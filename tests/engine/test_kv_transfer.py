@@ -242,7 +242,7 @@ def test_aborts_leave_nothing(count: int, monkeypatch: pytest.MonkeyPatch) -> No
             assert {"abort", "length", "time_limit", "timeout", None} <= {*ends}
             await asyncio.sleep(0.1)
             await asyncio.to_thread(check_nothing_is_left, sender.engine, receiver.engine)
-            assert not receiver.num_live and not receiver._num_preparing
+            assert not receiver.num_live
 
     asyncio.run(play())
 

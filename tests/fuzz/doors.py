@@ -93,7 +93,7 @@ class Doors:
         config = EngineConfig(model=str(MODEL_DIR))
         limits = Limits(num_slots=4, num_blocks=64, block_size=16, max_step_tokens=64, max_step_chunks=4)
         extras = Extras(VOCABULARY, ("no_change", "no_change_either"))
-        runner: Any = SimpleNamespace(limits=limits, extras=extras, num_logprobs=20)
+        runner: Any = SimpleNamespace(limits=limits, extras=extras, num_logprobs=20, block_source=None, encoder=None)
         model = ModelInfo(
             tokenizer=tokenizer(),
             generation_config={},

@@ -6,11 +6,11 @@ import asyncio
 import json
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from jaxllm.config import EngineConfig
 from jaxllm.errors import AdapterNotFoundError, FeatureDisabledError, NotFoundError, UserError
 from jaxllm.lora_request import LoRARequest
 from jaxllm_server.adapters import ServedAdapters, requests_of
@@ -23,7 +23,7 @@ class Engine(FakeAdapters):
     """Fake `AsyncLLM` with threads that a test can block."""
 
     def __init__(self, enable_lora: bool = True) -> None:
-        self.config = SimpleNamespace(enable_lora=enable_lora, model="base")
+        self.config = EngineConfig(model="base", enable_lora=enable_lora)
         super().__init__()
         self.state = "serving"
         self.may_read = threading.Event()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from jaxllm.config import EngineConfig
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.errors import ContextLengthError, NotFoundError, UserError
 from jaxllm.sampling_params import SamplingParams
@@ -26,8 +27,10 @@ TEXT = "Once upon a time there was a fox. "
 
 
 def serving(model: str = "some/model", **options: Any) -> Serving:
-    info = SimpleNamespace(tokenizer=SimpleNamespace(has_chat_template=False, confined=None), max_model_len=64)
-    engine: Any = SimpleNamespace(config=SimpleNamespace(model=model), model=info)
+    info = SimpleNamespace(
+        tokenizer=SimpleNamespace(has_chat_template=False, confined=None), max_model_len=64, processor=None
+    )
+    engine: Any = SimpleNamespace(config=EngineConfig(model=model), model=info)
     return Serving(engine, ServerOptions(**options))
 
 
@@ -53,7 +56,7 @@ def test_without_a_tokenizer_an_echo_is_empty_as_every_text_is() -> None:
 
     own = serving()
     own.engine.check_health = health
-    own.engine.model = SimpleNamespace(tokenizer=NoTokenizer("a"), max_model_len=64, vocab_size=16)
+    own.engine.model = SimpleNamespace(tokenizer=NoTokenizer("a"), max_model_len=64, vocab_size=16, processor=None)
     assert asyncio.run(own.echo([1, 2], "", "")) == "" and asyncio.run(own.echo("ab", "", "")) == "ab"
     with pytest.raises(UserError, match="use token ids"):
         asyncio.run(own.tokenize(Call(prompt="ab")))
@@ -67,7 +70,7 @@ def prompt_of(call: Call, tokenizer: Any = TOKENIZER, **sampling: Any) -> list[i
 
     own = serving()
     own.engine.off_loop = off_loop
-    own.engine.model = SimpleNamespace(tokenizer=tokenizer, max_model_len=64, vocab_size=1536)
+    own.engine.model = SimpleNamespace(tokenizer=tokenizer, max_model_len=64, vocab_size=1536, processor=None)
     return list(asyncio.run(own.prompt_of(call, SamplingParams(**sampling)))["prompt_token_ids"])
 
 

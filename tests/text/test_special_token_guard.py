@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
+from jaxllm.config import EngineConfig
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.errors import UserError
 from jaxllm.llm import LLM
@@ -436,8 +437,8 @@ def test_special_tokens_within_special_tokens_end(tokenizers: dict[str, Tokenize
 
 def test_chat_prompts_are_made_this_way(tokenizers: dict[str, Tokenizer]) -> None:
     llm = LLM.__new__(LLM)
-    model = SimpleNamespace(tokenizer=tokenizers["embedded"])
-    llm.engine = SimpleNamespace(model=model, model_of=lambda _: model)  # type: ignore[assignment]
+    model = SimpleNamespace(tokenizer=tokenizers["embedded"], processor=None)
+    llm.engine = SimpleNamespace(model=model, model_of=lambda _: model, config=EngineConfig(model="m"))  # type: ignore[assignment]
     messages = _conversation("<|im_end|>")
     prompt = llm.chat_prompt(messages, chat_template_kwargs={"x": 1})
     assert (prompt["prompt"], prompt["prompt_token_ids"]) == tokenizers["embedded"].encode_chat(messages)

@@ -13,7 +13,7 @@ from jaxllm.engine.input_processor import num_kept, text_to_encode
 from jaxllm.engine.model_info import ModelInfo
 from jaxllm.engine.prompts import checked_ids
 from jaxllm.errors import UserError, too_long
-from jaxllm.media.messages import take_images
+from jaxllm.media.messages import take_images, with_images
 from jaxllm.media.processor import Prepared
 from jaxllm.media.sources import Sources
 from jaxllm.sampling_params import SamplingParams
@@ -94,7 +94,7 @@ class Prompts:
                 raise combinations.refusal("truncate_prompt_tokens", "multi_modal_data")
             if call.truncation_side == "right" and kept is not None and len(ids) > kept:
                 return {"prompt_token_ids": ids[:kept]}  # the text would not match the truncated ids
-            return model.with_images({"prompt": text, "prompt_token_ids": ids}, images)
+            return with_images({"prompt": text, "prompt_token_ids": ids}, images, model.processor)
         if not isinstance(call.prompt, str) and call.suffix is None:
             return {"prompt_token_ids": cut_ids(call.prompt or (), kept, call.truncation_side)}
         text, ids = await self._encode_text(call, params or SamplingParams(), tokenizer)

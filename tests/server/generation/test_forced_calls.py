@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from jaxllm.config import EngineConfig
 from jaxllm.errors import FeatureDisabledError, UnsupportedError, UserError
 from jaxllm.outputs import CompletionOutput, RequestOutput
 from jaxllm.sampling_params import SamplingParams
@@ -38,7 +39,7 @@ class FakeEngine:
     """Renders every conversation as `text`, records requests, and answers with `said`."""
 
     def __init__(self, text: str = "") -> None:
-        self.config = SimpleNamespace(model="m")
+        self.config = EngineConfig(model="m")
         self.asked: list[SamplingParams] = []
         self.text, self.said = text, '{"a": 1}'
         tokenizer = SimpleNamespace(
@@ -53,6 +54,7 @@ class FakeEngine:
         )
         self.model = SimpleNamespace(
             pooler=None,
+            processor=None,
             tokenizer=tokenizer,
             vocab_size=9,
             max_model_len=64,

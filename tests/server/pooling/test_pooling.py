@@ -8,7 +8,6 @@ from collections import Counter
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxllm.config import EngineConfig
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.engine.model_info import ModelInfo
 from jaxllm.errors import (
@@ -78,7 +78,7 @@ class Engine:
             pooler=None if labels is None else Pooler("cls", labels=labels),
             num_token_types=2,
         )
-        self.config = SimpleNamespace(model="some/model")
+        self.config = EngineConfig(model="some/model")
         self.max_queued_requests = 4 * SLOTS
         self.max_queued_tokens: int | None = None
         self.waiting = 0  # prompts of other calls
