@@ -469,23 +469,30 @@ class Runner(Residence):
         with suppress(Exception):  # a failed step
             # XLA aborts a process that exits while its threads compute.
             jax.block_until_ready(self._state)
-        self._state = ()
+        self._drop_state()
         self._params = ()
         self._away = []
         if self.encoder is not None:
             self.encoder.close()
+
+    def _drop_state(self) -> None:
+        self._state = ()
         self.adapters.forget()
 
     def _load(self, folder: Path | None, progress: bool) -> decoder.Params[jax.Array]:
         setup, config = self.setup, self._config
         options = config.quantization, setup.head
-        seed = config.seed % 2**32 if config.load_format == "dummy" else None
         if folder is None:
-            params = weights.load_random(setup.spec, setup.layout, setup.dtype, seed or 0, *options, setup.family)
+            seed = config.seed % 2**32 if config.load_format == "dummy" else 0
+            params = weights.load_random(setup.spec, setup.layout, setup.dtype, seed, *options, setup.family)
         else:
             params = weights.load(folder, setup.spec, setup.family, setup.layout, setup.dtype, progress, *options)
-        draft = draft_setup.load(setup.drafting, setup.draft, setup.layout, setup.dtype, progress, seed)
-        return replace(params, draft=draft)
+        return replace(params, draft=self._load_draft(progress))
+
+    def _load_draft(self, progress: bool) -> Any:
+        setup, config = self.setup, self._config
+        seed = config.seed % 2**32 if config.load_format == "dummy" else None
+        return draft_setup.load(setup.drafting, setup.draft, setup.layout, setup.dtype, progress, seed)
 
     def _start_programs(self, plan: MemoryPlan) -> None:
         """Called while weights are read."""

@@ -15,10 +15,8 @@ from jax.sharding import NamedSharding
 from jaxllm.config import EngineConfig
 from jaxllm.model.decoder import Params
 from jaxllm.runner.host_tier import HostTier
-from jaxllm.runner.resident_adapters import ResidentAdapters
 from jaxllm.runner.step_model import Leaves
 from jaxllm.runner.weight_update import Holes, WeightUpdate
-from jaxllm.setup import draft_setup
 from jaxllm.setup.kv_cache import host_memory_kind
 from jaxllm.setup.model_setup import Setup
 
@@ -29,7 +27,6 @@ class Residence(ABC):
     """The part of a runner that sleeps, wakes and takes in other weights."""
 
     setup: Setup
-    adapters: ResidentAdapters
     _config: EngineConfig
     _params_shapes: Params[jax.ShapeDtypeStruct]
     _params: Leaves  # () away from the device
@@ -48,6 +45,14 @@ class Residence(ABC):
     def _load(self, folder: Path | None, progress: bool) -> Params[jax.Array]:
         """Read all weights, or make random ones, including a draft model's."""
 
+    @abstractmethod
+    def _load_draft(self, progress: bool) -> Any:
+        """Read the weights of the draft model, or make random ones; None without a draft model."""
+
+    @abstractmethod
+    def _drop_state(self) -> None:
+        """Free the device's memory of all but weights."""
+
     @property
     def has_weights(self) -> bool:
         """Whether steps can be computed."""
@@ -58,8 +63,7 @@ class Residence(ABC):
         with suppress(Exception):  # a failed step
             jax.block_until_ready(self._state)
         if KV_CACHE in tags:
-            self._state = ()
-            self.adapters.forget()
+            self._drop_state()
         if WEIGHTS in tags:
             if level == 1 and self._params:
                 self._away = [*jax.block_until_ready(jax.device_put([*self._params], [*map(_on_host, self._params)]))]
@@ -86,10 +90,7 @@ class Residence(ABC):
         """Compute with the new weights from now on."""
         leaves, count = update.finished(), len(jax.tree.leaves(replace(self._params_shapes, draft=None)))
         if any(leaf is None for leaf in leaves[count:]):  # dropped at level 2
-            setup = self.setup
-            seed = self._config.seed % 2**32 if self._config.load_format == "dummy" else None
-            draft = draft_setup.load(setup.drafting, setup.draft, setup.layout, setup.dtype, False, seed)
-            leaves[count:] = jax.tree.leaves(draft)
+            leaves[count:] = jax.tree.leaves(self._load_draft(progress=False))
         self._params = tuple(jax.block_until_ready([*map(_put, leaves, self._described)]))
         self._away, self._is_mixed = [], False
         self._can_read, self._folder = update.folder is not None, update.folder
