@@ -25,7 +25,7 @@ def work(number):
     with compile_noise.hidden(platform):
         for line in (noise, f"E0000 00:00:1 {number} cuda_executor.cc:1] failed to allocate\\n", old):
             os.write(2, line.encode())
-        print("programs:  50%", end="\\r", file=sys.stderr, flush=True)
+        print("programs:  50%\\r", end="", file=sys.stderr, flush=True)  # one write
         time.sleep(0.2)
 threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
 for thread in threads: thread.start()

@@ -228,6 +228,7 @@ def test_a_tied_head_is_given_as_a_copy_or_not_at_all() -> None:
         assert bits(llm) == first
 
 
+@pytest.mark.ci
 def test_an_update_needs_the_memory_of_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     from jaxllm.runner import weight_update
 

@@ -59,7 +59,7 @@ ROUTES: Mapping[str, Route] = {
     },
 }
 OURS = frozenset[str]().union(*(route.fields for route in ROUTES.values()))
-NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=70)
+NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=70).filter(lambda name: name not in OURS)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=3),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
