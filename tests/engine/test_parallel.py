@@ -217,8 +217,9 @@ def test_requests_get_what_one_device_gives(
     for name, (tokens, values) in found.items():
         assert tokens == due[name][0], name
         # Sums in another order are rounded to other numbers of 8 bits here and there.
-        most = 1e-4 if case["kv_cache_dtype"] == "auto" else 2e-3
-        np.testing.assert_allclose(values, due[name][1], rtol=0, atol=most, err_msg=name)
+        # An 8-bit key at the border of two numbers is rounded to the other one: the error grows with the logits.
+        most, share = (1e-4, 0.0) if case["kv_cache_dtype"] == "auto" else (2e-3, 1e-4)
+        np.testing.assert_allclose(values, due[name][1], rtol=share, atol=most, err_msg=name)
     assert (counts["preempted"] > 0) == (case["num_kv_blocks"] == FEW)
     assert (counts["hits"] > 0) == case["enable_prefix_caching"]
     assert (counts["drafts"] > 0) == (case["speculative_config"] is not None)

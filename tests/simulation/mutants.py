@@ -513,8 +513,8 @@ HISTORY = [
     Mutant(
         "a block from another engine is held twice for one request",
         "scheduler.host_tier.HostEditor.receive",
-        "held.add((group, there))",
-        "pass",
+        "{(each.group, each.block) for each in self._held if each.owner == owner}",
+        "set()",
         focus="receive",
     ),
     Mutant(
