@@ -50,7 +50,10 @@ def prompts(count: int, length: int = 41) -> list[list[int]]:
     return np.random.default_rng(5).integers(3, 120, (count, length)).tolist()
 
 
-@pytest.mark.parametrize("case", [pytest.param(each, marks=[pytest.mark.ci] * (each != "windows")) for each in CASES])
+MARKS = {"windows": [], "shards": [pytest.mark.ci]}
+
+
+@pytest.mark.parametrize("case", [pytest.param(each, marks=MARKS.get(each, [pytest.mark.slow])) for each in CASES])
 def test_tokens_are_those_of_an_ample_pool_before_and_after_a_restart(case: str, tmp_path: Path) -> None:
     model, settings = CASES[case]
     settings = {name: each for name, each in settings.items() if name != "enable_prefix_caching"}

@@ -191,7 +191,7 @@ def test_leases_end_and_the_buffer_is_bounded() -> None:
     assert leases.num_bytes == 0 and not second.blocks and second.is_filled.is_set()
 
 
-@pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.slow)])
 def test_aborts_leave_nothing(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test requests that end or are cancelled at any time, on both sides, while blocks arrive slowly."""
     made, chance = frames.pack, random.Random(5)

@@ -203,8 +203,11 @@ def stories(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     return folders
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("case", pairwise(), ids=lambda case: "-".join(map(str, case.values())))
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.ci if at < 3 else pytest.mark.slow) for at, case in enumerate(pairwise())],
+    ids=lambda case: "-".join(map(str, case.values())),
+)
 def test_requests_get_what_one_device_gives(
     case: dict[str, Any], pool: ProcessPoolExecutor, stories: dict[bool, Path]
 ) -> None:
