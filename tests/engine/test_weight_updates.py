@@ -128,8 +128,9 @@ def test_memory_is_freed_and_an_update_gives_the_bits_of_a_new_engine(
             llm.wake_up(["weights"])
             assert llm.is_sleeping()
             llm.wake_up()
-            assert not compiled and not llm.is_sleeping() and bits(llm) == first
+            # Before `bits`: jax 0.10 keeps a copy of each shard that is read.
             assert on_device("pinned_host", "unpinned_host") - anywhere <= 1.05 * used
+            assert not compiled and not llm.is_sleeping() and bits(llm) == first
             assert run(llm, adapter) == tokens
         llm.start_weight_update()
         for some in (names[::2], names[1::2]):
