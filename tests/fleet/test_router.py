@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm import SamplingParams, UserError
@@ -170,6 +170,7 @@ async def test_who_is_refused_hears_why(greeting: Greeting, why: str) -> None:
     assert connection.is_closed and why.encode() in connection.written
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(("add", "output", "drop")), st.sampled_from("abc"), st.integers(0, 9))))
 def test_the_tokens_of_a_replica_are_those_of_its_requests(events: list[tuple[str, str, int]]) -> None:
     def play(router: Router, replicas: list[Replica]) -> None:

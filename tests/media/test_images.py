@@ -7,12 +7,13 @@ import io
 import struct
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -97,6 +98,7 @@ def test_a_hostile_image_is_refused_by_name(name: str, monkeypatch: pytest.Monke
     assert "messages[0].content[1]" in str(error.value) and error.value.parameter == "messages"
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 400), st.sampled_from(("PNG", "JPEG", "GIF", "WEBP", "BMP")))
 def test_any_bytes_give_an_image_or_an_error(noise: bytes, at: int, kind: str) -> None:
     """Test files with a part that is overwritten."""
@@ -150,8 +152,8 @@ def test_files_are_read_from_the_allowed_folder_alone(tmp_path: Path) -> None:
             sources.read(f"file://{path}", "it")
 
 
-def test_urls_are_fetched_from_allowed_domains_alone() -> None:
-    """Test that a redirect to the same host is followed, and one to another host is not."""
+def test_urls_are_fetched_from_allowed_domains_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that a redirect to the same host is followed, one to another host is not, and a slow answer is given up."""
     import threading
     from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -159,14 +161,19 @@ def test_urls_are_fetched_from_allowed_domains_alone() -> None:
         def do_GET(self) -> None:
             places = {"/here": f"http://127.0.0.1:{port}/a.png", "/there": f"http://localhost:{port}/a.png"}
             place = places.get(self.path)
-            self.send_response(302 if place else 200 if self.path == "/a.png" else 404)
+            self.send_response(302 if place else 200 if self.path in ("/a.png", "/slow") else 404)
             if place:
                 self.send_header("Location", place)
             self.end_headers()
+            with suppress(OSError):
+                for byte in stored(PICTURE) * (self.path == "/slow"):
+                    self.wfile.write(bytes([byte]))
+                    is_over.wait(0.05)
             self.wfile.write(stored(PICTURE))
 
         def log_message(self, *_: Any) -> None: ...
 
+    is_over = threading.Event()
     server = HTTPServer(("127.0.0.1", 0), Handler)
     port = server.server_port
     thread = threading.Thread(target=server.serve_forever)
@@ -180,7 +187,11 @@ def test_urls_are_fetched_from_allowed_domains_alone() -> None:
                 sources.read(f"http://127.0.0.1:{port}/{path}", "it")
         with pytest.raises(UserError, match="not an allowed source"):
             sources.read(f"http://localhost:{port}/a.png", "it")
+        monkeypatch.setattr("jaxllm.media.sources.FETCH_SECONDS", 0.3)
+        with pytest.raises(UserError, match=r"it could not be fetched: it takes more than 0\.3 s"):
+            sources.read(f"http://127.0.0.1:{port}/slow", "it")
     finally:
+        is_over.set()
         server.shutdown()
         thread.join()
         server.server_close()

@@ -13,7 +13,7 @@ from typing import Any
 import grpc.aio
 import httpx
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm import Client, SamplingParams, errors
@@ -76,6 +76,7 @@ def test_what_grpc_calls_a_peer(peer: str, host: str | None) -> None:
     assert host_of_peer(peer_of(peer)) == host
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from("ab"), st.integers(-3, 3), st.integers(1, 5), st.integers(0, 9)), max_size=40)
 )

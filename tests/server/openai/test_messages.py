@@ -25,6 +25,7 @@ from jaxllm_server.generation.chat_checks import (
 from jaxllm_server.http.sse import EventWriter
 from jaxllm_server.openai.chat import ChatReply
 from jaxllm_server.openai.completions import CompletionReply
+from jaxllm_server.openai.generate import GenerateReply
 from jaxllm_server.openai.replies import error_body_of
 from jaxllm_server.openai.tokens import detokenize_request_of, tokenize_call_of, tokens_response
 from jaxllm_server.parsers.tool_parsers import ToolCallDelta
@@ -629,6 +630,16 @@ def test_the_place_of_kv_blocks_is_passed_on_and_shown(make):
         assert "kv_transfer_params" not in shown
     with pytest.raises(UserError, match="single prompt"):
         completion(prompt=["a", "b"], kv_transfer_params=asked)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_have_the_place_of_kv_blocks_too(stream):
+    asked, told = {"do_remote_decode": True}, {"do_remote_prefill": True, "remote_port": 7}
+    reply = GenerateReply({"token_ids": [1], "kv_transfer_params": asked, "stream": stream}, OPTIONS, "r1")
+    assert reply.calls[0].kv_transfer_params == asked
+    ended = replace(chunk(part("a", finish_reason="length"), is_last=True), kv_transfer_params=told)
+    shown = reply.events(0, ended)[-1] if stream else reply.response([ended])
+    assert shown["kv_transfer_params"] == told
 
 
 @pytest.mark.parametrize("parser", [None, "qwen3"])

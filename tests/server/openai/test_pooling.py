@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.errors import UnsupportedError, UserError
@@ -152,6 +152,7 @@ def test_what_is_refused_by_name(path: str, fields: dict[str, Any], kind: type[E
 FLOATS = st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=9)
 
 
+@settings(deadline=None)
 @given(FLOATS)
 def test_numbers_are_read_as_they_were(row: list[float]) -> None:
     exact = np.array(row, np.float32)
@@ -201,6 +202,7 @@ FIELDS = (
 ).split()
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted(LEAST)), st.booleans(), st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4))
 def test_any_body_is_a_call_or_an_error_that_names_a_field(path: str, is_good: bool, body: dict[str, Any]) -> None:
     try:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.config import EngineConfig
@@ -329,6 +329,7 @@ def test_a_client_has_no_more_at_once_than_its_share() -> None:
 PROMPTS = st.tuples(st.sampled_from("abc"), st.integers(1, 30), st.integers(0, 9), st.booleans())
 
 
+@settings(deadline=None)
 @given(st.lists(PROMPTS, max_size=40), st.integers(1, 6), st.integers(1, 60))
 def test_places_are_taken_in_turns_within_both_bounds(prompts: list[Any], most: int, most_tokens: int) -> None:
     """Each prompt has a client, tokens and a time, and its reader may leave; at the end no place is held."""
