@@ -17,14 +17,14 @@ from jaxllm.errors import UserError
 from jaxllm.hosts.settings import HostSettings
 from jaxllm.model.sharding import Layout
 from jaxllm.runner.model_runner import Runner
-from jaxllm.setup.model_setup import Setup, choose_devices, describe_programs, free_bytes, plan_memory, prepare
+from jaxllm.setup.model_files import identity
+from jaxllm.setup.model_setup import choose_devices, describe_programs, free_bytes, plan_memory, prepare
 
 _OWN = {  # may differ between hosts
     *("model", "tokenizer", "revision", "skip_tokenizer_init", "compilation_cache_dir", "compilation_cache_bytes"),
     *("kv_cache_memory_bytes", "gpu_memory_utilization", "num_kv_blocks", "max_model_len"),  # the least is agreed
     *("logits_processors", "kernels", "enable_kv_cache_events"),  # the first two are compared by `describe_programs`
 }
-_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each file of weights
 MOST_SECONDS = 100  # without a heartbeat, before JAX ends a process; ours are noticed long before
 
 
@@ -102,7 +102,8 @@ def offer(config: EngineConfig) -> Offer:
     plan = plan_memory(config, setup, free_bytes(setup))
     told = describe_programs(config, setup, plan)
     told |= {each.name: getattr(config, each.name) for each in fields(config) if each.name not in _OWN}
-    told |= {"model": _digest(repr(setup.spec)), "weights": _weights(config, setup)}
+    weights = f"random, seed {config.seed}" if config.load_format == "dummy" else identity(Path(setup.folder))
+    told |= {"model": _digest(repr(setup.spec)), "weights": weights}
     for agreed in ("num_kv_blocks", "max_model_len"):
         told.pop(agreed, None)
     return Offer({name: repr(value) for name, value in told.items()}, plan.num_blocks, plan.max_model_len)
@@ -155,25 +156,6 @@ def meet(layout: Layout) -> None:
     total = jax.jit(jnp.sum, out_shardings=layout.sharding())(ones)
     if int(total) != layout.shards("heads"):
         raise RuntimeError(f"a sum over {layout.shards('heads')} devices is {int(total)}")
-
-
-def _weights(config: EngineConfig, setup: Setup) -> str:
-    """Return a digest of names, sizes and samples of the files of weights; to read all would take minutes."""
-    if config.load_format == "dummy":
-        return f"random, seed {config.seed}"
-    folder = Path(setup.folder)
-    files = sorted([*folder.glob("*.safetensors"), *folder.glob("config.json")])
-    if not any(file.suffix == ".safetensors" for file in files):  # Orbax
-        files = sorted(file for file in folder.rglob("*") if file.is_file())
-    found = hashlib.sha256()
-    for file in files:
-        size = file.stat().st_size
-        found.update(f"{file.relative_to(folder)} {size}\n".encode())
-        with file.open("rb") as stream:
-            for number in range(_SAMPLES):
-                stream.seek(max(0, size - _SAMPLE_BYTES) * number // (_SAMPLES - 1))
-                found.update(stream.read(_SAMPLE_BYTES))
-    return found.hexdigest()[:32]
 
 
 def _digest(text: str) -> str:

@@ -21,6 +21,7 @@ from jaxllm.replay.replay import Replay
 from jaxllm.runner.disk_store import DiskStore
 from jaxllm.runner.disk_tier import DiskTier
 from jaxllm.setup import kv_fingerprint
+from jaxllm.setup.model_files import identity
 from jaxllm.setup.model_setup import prepare
 from tests.engine.test_host_tier import CASES, TIGHT, generate, started
 from tests.support.adapters import write_adapter
@@ -174,13 +175,13 @@ def test_the_identity_of_weights_changes_with_their_content_and_time(tmp_path: P
     (tmp_path / "config.json").write_text("{}")
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(bytes(1 << 20))
-    found = {kv_fingerprint.identity(tmp_path)}
+    found = {identity(tmp_path, with_times=True)}
     status = weights.stat()
     weights.write_bytes(bytes((1 << 20) - (1 << 16)) + b"\1" * (1 << 16))
     for stamp in (status.st_mtime_ns, status.st_mtime_ns + 1):
         os.utime(weights, ns=(stamp, stamp))
-        found.add(kv_fingerprint.identity(tmp_path))
-    assert len(found) == 3 and kv_fingerprint.identity(tmp_path) in found
+        found.add(identity(tmp_path, with_times=True))
+    assert len(found) == 3 and identity(tmp_path, with_times=True) in found
 
 
 @pytest.mark.parametrize(

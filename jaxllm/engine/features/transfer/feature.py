@@ -20,7 +20,6 @@ from jaxllm.engine.features.feature import Core, Feature
 from jaxllm.engine.features.transfer.frames import Block, Fingerprint
 from jaxllm.engine.features.transfer.params import TransferParams, read
 from jaxllm.engine.features.transfer.rows import digest_of, receive_blocks
-from jaxllm.engine.features.transfer.weights_digest import digest_of_files
 from jaxllm.engine.sequence import SequenceGroup
 from jaxllm.errors import FeatureDisabledError, UserError
 from jaxllm.kv_transfer_config import KvTransferConfig
@@ -29,6 +28,7 @@ from jaxllm.runner.row_layout import Row, RowLayout
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler import windowed
 from jaxllm.scheduler.block_pool import PoolEditor, chained, content_root
+from jaxllm.setup.model_files import identity
 
 _log = logging.getLogger(__name__)
 NAME = "kv_transfer_params"
@@ -206,7 +206,7 @@ def fingerprint_of(core: Core, layouts: Sequence[RowLayout]) -> Fingerprint:
     model = digest_of(
         {
             "format": FORMAT,
-            "files": digest_of_files(setup.folder),
+            "files": identity(setup.folder),
             "random": config.seed if config.load_format == "dummy" else None,
             "quantization": config.quantization,
             "dtype": setup.dtype.name,
@@ -219,4 +219,4 @@ def fingerprint_of(core: Core, layouts: Sequence[RowLayout]) -> Fingerprint:
     about = [layout.about(are_drafts=True) for layout in layouts]
     if not any(about) or setup.draft is None:
         return Fingerprint(model)
-    return Fingerprint(model, digest_of({"files": digest_of_files(setup.draft.folder), "groups": about}))
+    return Fingerprint(model, digest_of({"files": identity(setup.draft.folder), "groups": about}))
