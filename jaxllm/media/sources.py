@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -20,7 +21,8 @@ from jaxllm.media.images import MOST_BYTES, decode
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-FETCH_SECONDS = 10.0  # for each read of a socket
+FETCH_SECONDS = 10.0  # of a fetch
+PIECE = 1 << 16  # bytes
 MOST_HEAD = 256  # characters of a data: URL before its content
 
 
@@ -66,10 +68,17 @@ class Sources:
     def _fetched(self, url: str, name: str) -> bytes:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Redirects(self._domains))
         try:
+            end = time.monotonic() + FETCH_SECONDS
             with opener.open(url, timeout=FETCH_SECONDS) as answer:
-                return answer.read(MOST_BYTES + 1)
+                pieces, size = [], 0
+                while size <= MOST_BYTES and (piece := answer.read1(PIECE)):
+                    if time.monotonic() > end:
+                        raise TimeoutError(f"it takes more than {FETCH_SECONDS:g} s")
+                    pieces.append(piece)
+                    size += len(piece)
+                return b"".join(pieces)
         except (OSError, ValueError) as error:
-            reason = getattr(error, "reason", None) or type(error).__name__
+            reason = getattr(error, "reason", None) or str(error) or type(error).__name__
             raise UserError(f"{name} could not be fetched: {reason!s:.200}.", "messages") from None
 
 
