@@ -8,16 +8,26 @@ from typing import Any
 from jaxllm.errors import UserError
 from jaxllm_server.generation.calls import Call, Chunk, Part, TokenUsage
 from jaxllm_server.openai.chat import logprobs_of
-from jaxllm_server.openai.replies import finish_reason, prompt_logprobs_of, usage_fields
+from jaxllm_server.openai.replies import finish_reason, prompt_logprobs_of, transfer_fields, usage_fields
 from jaxllm_server.requests.constraints import FIELDS as CONSTRAINTS
 from jaxllm_server.requests.fields import Body, flag, integer, mapping, text
 from jaxllm_server.requests.form import form_of
 from jaxllm_server.requests.shared_fields import SAMPLING, given, sampling_of
 from jaxllm_server.shared.options import ServerOptions
 
-_UNBUILT: Mapping[str, tuple[Any, ...]] = {"features": ({},), "kv_transfer_params": ({},)}
+_UNBUILT: Mapping[str, tuple[Any, ...]] = {"features": ({},)}
 _FIELDS = frozenset(
-    {"token_ids", "sampling_params", "model", "stream", "stream_options", "request_id", "priority", "cache_salt"}
+    {
+        "token_ids",
+        "sampling_params",
+        "model",
+        "stream",
+        "stream_options",
+        "request_id",
+        "priority",
+        "cache_salt",
+        "kv_transfer_params",
+    }
     | _UNBUILT.keys()
 )
 _SAMPLING = SAMPLING | CONSTRAINTS | {"logprobs", "detokenize", "vllm_xargs"}
@@ -55,6 +65,7 @@ class GenerateReply:
                 model=text(fields, "model") or "",
                 priority=integer(fields, "priority", 0),
                 cache_salt=text(fields, "cache_salt"),
+                kv_transfer_params=mapping(fields, "kv_transfer_params") or None,
                 stream=self.is_stream,
             )
         ]
@@ -69,12 +80,15 @@ class GenerateReply:
             "prompt_logprobs": prompt_logprobs_of(chunk.prompt.logprobs) if shown and chunk.prompt else None,
             "kv_transfer_params": None,
             "usage": usage_fields([chunk.usage], self.form),
-        }
+        } | transfer_fields(chunk)
 
     def events(self, number: int, chunk: Chunk) -> list[dict[str, Any]]:
         self._usage = [chunk.usage]
         parts = [part for part in chunk.outputs if part.token_ids or part.finish_reason]
-        return [{"request_id": self.request_id, "choices": [self._choice(part)]} for part in parts]
+        events = [{"request_id": self.request_id, "choices": [self._choice(part)]} for part in parts]
+        if events:
+            events[-1] |= transfer_fields(chunk)
+        return events
 
     def last_event(self) -> dict[str, Any] | None:
         return {"choices": [], "usage": usage_fields(self._usage, self.form)} if self.form.include_usage else None
