@@ -89,9 +89,10 @@ def read_spec(config: Mapping[str, Any], max_model_len: int | None = None) -> tu
         config = {key: value for key, value in config.items() if key != "quantization_config"}
         family = replace(family, stored=stored)
     fields = Fields(config, max_model_len)
-    if family.text_of is None:
-        return read_fields(fields, family.read), family
-    return read_fields(*family.text_of(fields)), family
+    if family.text_of is not None:
+        return read_fields(*family.text_of(fields)), family
+    assert family.read is not None
+    return read_fields(fields, family.read), family
 
 
 def read_images(config: Mapping[str, Any], spec: Spec, family: Family) -> Images | None:

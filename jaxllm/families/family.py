@@ -73,7 +73,7 @@ class Family:
     """
 
     architectures: tuple[str, ...]
-    read: Callable[[Fields], Spec]
+    read: Callable[[Fields], Spec] | None  # None: `text_of` chooses it
     tensors: Mapping[str, str] = field(default_factory=lambda: LLAMA_TENSORS)
     prefix: str = "model."
     transposed: frozenset[str] = frozenset()

@@ -69,9 +69,10 @@ def text_of(fields: Fields) -> tuple[Fields, Callable[[Fields], Spec]]:
     architecture, defaults = _TEXTS[kind]
     tied = fields.take("tie_word_embeddings", bool, False) or bool(given.get("tie_word_embeddings", False))
     values = defaults | {key: value for key, value in given.items() if value is not None}
-    family = next(family for family in DENSE if architecture in family.architectures)
+    read = next(family.read for family in DENSE if architecture in family.architectures)
+    assert read is not None
     values |= {"tie_word_embeddings": tied}
-    return Fields(values, fields.max_model_len, "config.json, text_config"), family.read
+    return Fields(values, fields.max_model_len, "config.json, text_config"), read
 
 
 def _llava(fields: Fields, width: int, vocab_size: int) -> Images:
@@ -188,7 +189,7 @@ def _tower_of(spec: VisionSpec, num_layers: int) -> Family:
     behind = tuple(f"{_TOWER}encoder.layers.{layer}." for layer in range(spec.num_layers, num_layers))
     return Family(
         (),
-        _read,
+        None,
         _TENSORS,
         "model.",
         ignored=(".position_ids",),
@@ -205,13 +206,9 @@ def _tower_of(spec: VisionSpec, num_layers: int) -> Family:
     )
 
 
-def _read(fields: Fields) -> Spec:
-    raise NotImplementedError("the decoder is read by `text_of`")
-
-
 LLAVA = Family(
     ("LlavaForConditionalGeneration",),
-    _read,
+    None,
     heads=(_TOWER, _PROJECTOR),
     renamed=_RENAMED,
     text_of=text_of,

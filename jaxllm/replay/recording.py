@@ -12,6 +12,7 @@ import os
 import secrets
 import time
 import zlib
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -53,7 +54,7 @@ class Kind(IntEnum):
     PASSED_OVER = 9  # ids of waiting requests that are not admitted for now
 
 
-class EventRecorder:
+class EventRecorder(ABC):
     """Makes an entry of each call, on the engine's thread; implements `recorded.Recorder`. Subclasses write entries."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, pseudonyms: Pseudonyms | None = None) -> None:
@@ -66,9 +67,9 @@ class EventRecorder:
     def is_on(self) -> bool:
         return True
 
+    @abstractmethod
     def write(self, entry: list[Any]) -> None:
         """Write an entry of plain data for msgpack."""
-        raise NotImplementedError
 
     def begin(self, core: RecordedScheduler) -> None:
         self._start = self._clock()
@@ -141,6 +142,7 @@ class EventRecorder:
             hidden = moves if self._pseudonyms is None else self._pseudonyms.fork(moves)
             self.write([Kind.FORK, self._now(), [list(move) for move in hidden]])
 
+    @abstractmethod
     def close(self) -> None:
         """End the entries."""
 

@@ -101,13 +101,13 @@ class Images(Feature):
         if self.name in accepted.states:
             group.states[self.name] = accepted.states[self.name]
 
-    def schedule(self, own: Sequence, fields: dict[str, Any]) -> None:
-        images: RequestImages | None = own.group.states.get(self.name)
+    def schedule(self, sequence: Sequence, fields: dict[str, Any]) -> None:
+        images: RequestImages | None = sequence.group.states.get(self.name)
         if images is not None:
             fields["media"] = images.segments
 
-    def place(self, slot: int, own: Sequence) -> None:
-        self._has_images[slot] = self.name in own.group.states
+    def place(self, slot: int, sequence: Sequence) -> None:
+        self._has_images[slot] = self.name in sequence.group.states
 
     def inputs(self, step: StepInput) -> None:
         """Send the images that the plan encodes, and the row of each placeholder that its chunks read."""
