@@ -220,12 +220,15 @@ def test_requests_get_what_one_device_gives(
     due, _ = pool.submit(answers, folder, settings).result()
     found, counts = pool.submit(answers, folder, settings | case["devices"]).result()
     assert found.keys() == due.keys()
+    differences: list[float] = []
     for name, (tokens, values) in found.items():
         assert tokens == due[name][0], name
-        # Sums in another order are rounded to other numbers of 8 bits here and there.
-        # An 8-bit key at the border of two numbers is rounded to the other one: the error grows with the logits.
-        most, share = (1e-4, 0.0) if case["kv_cache_dtype"] == "auto" else (2e-3, 1e-4)
-        np.testing.assert_allclose(values, due[name][1], rtol=share, atol=most, err_msg=name)
+        # Sums in another order change some keys to the next number of 8 bits, and a log-probability by up to 0.03;
+        # storing the cache in FP8 moves it by up to 0.8, and by 0.17 on average.
+        most = 1e-4 if case["kv_cache_dtype"] == "auto" else 0.05
+        np.testing.assert_allclose(values, due[name][1], rtol=0, atol=most, err_msg=name)
+        differences.extend(np.abs(np.subtract(values, due[name][1])))
+    assert np.mean(differences) <= (1e-5 if case["kv_cache_dtype"] == "auto" else 2e-3)
     assert (counts["preempted"] > 0) == (case["num_kv_blocks"] == FEW)
     assert (counts["hits"] > 0) == case["enable_prefix_caching"]
     assert (counts["drafts"] > 0) == (case["speculative_config"] is not None)

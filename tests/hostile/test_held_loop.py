@@ -21,7 +21,8 @@ TRIES = 4  # the least of them is used
 SAID = {"role": "user", "content": "a"}
 LEAST: dict[str, Any] = {  # small values of required fields
     **{"prompt": "a", "messages": [SAID], "input": "a", "tokens": [7], "query": "a", "documents": ["a"]},
-    **{"lora_name": "a", "lora_path": "a", "model": "a", "max_tokens": 1},
+    **{"lora_name": "a", "lora_path": "a", "model": "a", "max_tokens": 1, "token_ids": [7], "sampling_params": {}},
+    **{"init_info": {}, "update_info": {}},
 }
 LONG = {"max_tokens": 32, "ignore_eos": True}
 SAME = ("/v1/score", "/rerank", "/v1/rerank", "/invocations")  # the same code as another route
