@@ -43,7 +43,7 @@ def plan_of(rows: int, drafts: int) -> Plan:
         starts=np.full(rows, CONTEXT - 1, np.int32),
         lengths=lengths,
         samples=np.ones(rows, np.bool_),
-        turns=np.ones(rows, np.int32),
+        sample_numbers=np.ones(rows, np.int32),
         table=np.zeros((0, 3), np.int32),
         num_drafts=rows * drafts,
         proposes=drafts > 0,

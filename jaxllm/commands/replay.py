@@ -285,14 +285,14 @@ def state_lines(moment: Moment) -> list[str]:
         if record is None:
             continue
         slots, table = state.slots, state.tables[slot]
-        counts = f"{slots.known[slot]} known, {slots.issued[slot]} issued of at most {slots.limit[slot]}"
+        counts = f"{slots.num_tokens[slot]} tokens, {slots.num_computed[slot]} computed, of at most {slots.limit[slot]}"
         blocks = _blocks(table)
         if state.window_tables:
-            blocks += f", of windowed layers {_blocks(state.window_tables[slot])} from {slots.behind[slot]} on"
+            blocks += f", of windowed layers {_blocks(state.window_tables[slot])} from {slots.num_freed[slot]} on"
         lines.append(f"  slot {slot:<4} {_named(record.request)}  {counts}  {blocks}  {rows.get(slot, 'waits')}")
     for place, entry in enumerate(state.waiting):
         request = entry.request
-        lines.append(f"  waits {place:<3} {_named(request)}  {entry.known} tokens known, priority {request.priority}")
+        lines.append(f"  waits {place:<3} {_named(request)}  {entry.num_tokens} tokens, priority {request.priority}")
     pool = state.pool
     lines.append(f"  blocks: {_counts(pool)}")
     if state.window_pool is not None:

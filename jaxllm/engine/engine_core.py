@@ -150,7 +150,7 @@ class EngineCore:
     def load(self) -> Load:
         state, metrics = self.scheduler.state, self.metrics
         if state.waiting is not self._counted:  # few steps change the queue
-            self._counted, self._waiting_tokens = state.waiting, sum(entry.known for entry in state.waiting)
+            self._counted, self._waiting_tokens = state.waiting, sum(entry.num_tokens for entry in state.waiting)
         further: dict[str, Any] = {}
         for load in self.features.load:
             further |= load(state)

@@ -49,7 +49,7 @@ def admit(
             if adapter in places.closed or not places.admits(adapter):  # the former is usual in a long queue
                 skipped += beam_groups.queued(editor.waiting, place) if entry.request.beam_group else (entry,)
                 continue
-        if limits.whole_prompts and entry.known > budget:  # a step without other rows has room for any
+        if limits.whole_prompts and entry.num_tokens > budget:  # a step without other rows has room for any
             break
         if entry.request.beam_group:
             members = beam_groups.queued(editor.waiting, place)
@@ -64,7 +64,7 @@ def admit(
             num_running += len(members)
             continue
         # The last known token is always computed: the next token is sampled from its logits.
-        readable = (entry.known - 1) // limits.block_size if entry.request.reads_cache else 0
+        readable = (entry.num_tokens - 1) // limits.block_size if entry.request.reads_cache else 0
         digests = entry.digests[:readable]
         hits = editor.host.look_up(editor.pool, 0, digests) if has_host else editor.pool.look_up(digests)
         images = entry.request.media
@@ -75,19 +75,19 @@ def admit(
             hits, near = windowed.cut(limits, entry.digests, hits, find)
             while images and (kept := media.cut(images, len(hits), limits.block_size)) < len(hits):
                 hits, near = windowed.cut(limits, entry.digests, hits[:kept], find)
-            entering = Entering(entry.known, len(hits), near)
+            entering = Entering(entry.num_tokens, len(hits), near)
             if not windowed.has_room(editor, limits, [entering], num_running):
                 break
         else:
             entering = None
         here = [block for block in hits if block >= 0] if has_host else hits
-        num_blocks = -(-entry.known // limits.block_size)
+        num_blocks = -(-entry.num_tokens // limits.block_size)
         # One block per running request stays free, or the next step would undo the admission.
         available = editor.pool.num_available - editor.pool.num_idle(here)
         if num_blocks - len(here) > available - num_running:
             break
         start = len(hits) * limits.block_size
-        length = min(entry.known - start, budget)
+        length = min(entry.num_tokens - start, budget)
         if images:
             length = occupancy.reach(editor, limits, entry.request, start, length)
             if not length:
@@ -112,7 +112,7 @@ def admit(
         budget -= length
         num_running += 1
         rows.append((slot, start, length))
-        admitted.append(Admission(slot, entry.request, entry.known, start))
+        admitted.append(Admission(slot, entry.request, entry.num_tokens, start))
     if admitted:
         if has_host:
             editor.host.let_go({each.request.sequence_id for each in admitted})
@@ -140,7 +140,7 @@ def _admit_beam_group(
     if len(members) > len(free_slots):
         return None
     found = beam_groups.find(editor, limits, members)
-    total = [-(-entry.known // limits.block_size) for entry in members[: len(found)]]
+    total = [-(-entry.num_tokens // limits.block_size) for entry in members[: len(found)]]
     num_new = [count - max(len(part.hits), part.count) for count, part in zip(total, found, strict=True)]
     hits = list({block for part in found for block in part.hits})
     # One block stays free per running request, and per member that begins with a child's first token.
@@ -148,7 +148,9 @@ def _admit_beam_group(
         editor.pool.num_available - editor.pool.num_idle(hits) - num_running
     ):
         return None
-    entering = [Entering(entry.known, len(part.hits), part.near) for entry, part in zip(members, found, strict=False)]
+    entering = [
+        Entering(entry.num_tokens, len(part.hits), part.near) for entry, part in zip(members, found, strict=False)
+    ]
     if limits.window and not windowed.has_room(editor, limits, entering, num_running + len(members) - len(found)):
         return None
     slots, num_tokens = [free_slots.pop() for _ in members], 0
@@ -160,8 +162,8 @@ def _admit_beam_group(
         if number >= len(found):
             occupancy.occupy(editor, limits, slot, entry, 0, ())
             own = editor.own_slots  # no column test finds work for it
-            own.given[slot] = own.length[slot] = own.known[slot] = own.limit[slot] = 0
-            admitted.append(Admission(slot, entry.request, entry.known, 0))
+            own.num_prefill[slot] = own.length[slot] = own.num_tokens[slot] = own.limit[slot] = 0
+            admitted.append(Admission(slot, entry.request, entry.num_tokens, 0))
             continue
         shared = tuple(found[number].hits)
         if found[number].count:
@@ -170,7 +172,7 @@ def _admit_beam_group(
         owned = (*shared, *editor.pool.take(num_new[number]).tolist())
         start = len(shared) * limits.block_size
         occupancy.occupy(editor, limits, slot, entry, start, owned)
-        length = min(entry.known - start, budget - num_tokens) if len(rows) < limits.max_step_chunks else 0
+        length = min(entry.num_tokens - start, budget - num_tokens) if len(rows) < limits.max_step_chunks else 0
         table.append(_entries(limits, slot, owned))
         if limits.window:
             windowed.enter(editor, limits, slot, entering[number], table)
@@ -179,7 +181,7 @@ def _admit_beam_group(
             occupancy.publish_prompt(editor, limits, slot, start, length)
             rows.append((slot, start, length))
             num_tokens += length
-        admitted.append(Admission(slot, entry.request, entry.known, start))
+        admitted.append(Admission(slot, entry.request, entry.num_tokens, start))
     editor.beam_groups = (*editor.beam_groups, tuple(slots))
     return num_tokens
 

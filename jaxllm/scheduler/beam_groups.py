@@ -82,11 +82,11 @@ def find(editor: StateEditor, limits: Limits, entries: Sequence[Waiting]) -> lis
     tokens that an earlier one computes in that step or before. Windowed layers share no blocks this way: an earlier
     member may have freed the block, or not have it yet.
     """
-    if entries[0].known == entries[0].request.num_prompt:
+    if entries[0].num_tokens == entries[0].request.num_prompt:
         entries = entries[:1]
     found: list[Found] = []
     for number, entry in enumerate(entries):
-        readable = (entry.known - 1) // limits.block_size  # the last known token is always computed
+        readable = (entry.num_tokens - 1) // limits.block_size  # the last known token is always computed
         digests = entry.digests[:readable]
         hits = editor.pool.look_up(digests) if entry.request.reads_cache else []
         if limits.window:
@@ -106,7 +106,7 @@ def _num_equal(one: Sequence[bytes], other: Sequence[bytes]) -> int:
 def held(editor: StateEditor) -> np.ndarray:
     """Return the slots of members whose newest token is not chosen yet, intp[·]: they have no work."""
     slots = _all_slots(editor)
-    return slots[editor.slots.known[slots] < editor.slots.length[slots]]
+    return slots[editor.slots.num_tokens[slots] < editor.slots.length[slots]]
 
 
 def take_answers(editor: StateEditor, step: Plan, live: np.ndarray) -> tuple[np.ndarray, tuple[int, ...]]:
@@ -117,7 +117,7 @@ def take_answers(editor: StateEditor, step: Plan, live: np.ndarray) -> tuple[np.
     rows = (live & np.isin(step.slots, _all_slots(editor))).nonzero()[0]
     slots = step.slots[rows]
     live[rows] = False
-    editor.own_slots.done[slots] = step.turns[rows]
+    editor.own_slots.num_returned[slots] = step.sample_numbers[rows]
     touched = set(slots.tolist())
     complete = [
         beam_group
@@ -143,29 +143,29 @@ def fork(editor: StateEditor, limits: Limits, moves: Sequence[Fork]) -> None:
     if targets != slot_of.keys() or len(moves) != len(beam_group) or not _has_answered(editor, beam_group):
         raise ValueError(message)
     pairs = [(slot_of[move.target], slot_of[move.source]) for move in moves]
-    issued, limit = int(slots.issued[beam_group[0]]), editor.owner(beam_group[0]).request.limit
-    if issued + 1 >= limit or any(slots.known[source] == 0 for _, source in pairs):
+    num_computed, limit = int(slots.num_computed[beam_group[0]]), editor.owner(beam_group[0]).request.limit
+    if num_computed + 1 >= limit or any(slots.num_tokens[source] == 0 for _, source in pairs):
         raise ValueError("a fork needs parents that have tokens, and children that may have more")
     keepers: dict[int, int] = {}  # child that keeps each parent's last block: the parent itself if possible
     for target, source in sorted(pairs, key=lambda pair: pair[0] != pair[1]):
         keepers.setdefault(source, target)
     records = {slot: editor.owner(slot) for slot in beam_group}
     for group in range(limits.num_groups):
-        _inherit(editor, limits, group, pairs, keepers, issued)
-    behind = slots.behind.tolist()
+        _inherit(editor, limits, group, pairs, keepers, num_computed)
+    num_freed = slots.num_freed.tolist()
     for target, source in pairs:
         if target == source:
             continue
         # The indexed blocks keep their digests: the tokens were the parent's.
         editor.running[target] = Running(records[target].request, records[target].order, records[source].digests)
-        if behind[target] != behind[source]:
-            own.behind[target] = behind[source]
+        if num_freed[target] != num_freed[source]:
+            own.num_freed[target] = num_freed[source]
     for slot in beam_group:
-        if not slots.known[slot]:  # its first row: a chunk of one token, with the initial data of a slot
-            own.given[slot] = issued + 1
+        if not slots.num_tokens[slot]:  # its first row: a chunk of one token, with the initial data of a slot
+            own.num_prefill[slot] = num_computed + 1
             own.limit[slot] = limit
-        own.issued[slot] = issued
-        own.length[slot] = own.known[slot] = issued + 1
+        own.num_computed[slot] = num_computed
+        own.length[slot] = own.num_tokens[slot] = num_computed + 1
         own.capacity[slot] = len(editor.tables[slot]) * limits.block_size
 
 
@@ -175,18 +175,18 @@ def _inherit(
     group: int,
     pairs: Sequence[tuple[int, int]],
     keepers: Mapping[int, int],
-    issued: int,
+    num_computed: int,
 ) -> None:
     """Give each child its parent's blocks of a group, except a partial last one with another keeper.
 
-    `pairs` are slots of child and parent, `keepers` the child that keeps each parent's last block, and `issued` the
-    tokens of each.
+    `pairs` are slots of child and parent, `keepers` the child that keeps each parent's last block. `num_computed`
+    tokens of each are in the cache.
     """
     pool, tables = (editor.window_pool, editor.window_tables) if group else (editor.pool, editor.tables)
-    num_full, num_partial = divmod(issued, limits.block_size)
+    num_full, num_partial = divmod(num_computed, limits.block_size)
     begins = dict.fromkeys(chain.from_iterable(pairs), 0)
     if group:
-        begins = {slot: int(editor.slots.behind[slot]) for slot in begins}
+        begins = {slot: int(editor.slots.num_freed[slot]) for slot in begins}
     parents = {slot: tables[slot] for slot in begins}
     children = [(target, source) for target, source in pairs if target != source]
     for target, source in children:
@@ -235,7 +235,12 @@ def _all_slots(editor: StateEditor) -> np.ndarray:
 def _has_answered(editor: StateEditor, beam_group: Sequence[int]) -> bool:
     """Whether each computing member has a result without a chosen token."""
     slots = editor.slots
-    own = [slot for slot in beam_group if slots.known[slot]]
-    columns = (column[own] for column in (slots.known, slots.issued, slots.length, slots.turn, slots.done))
-    known, issued, length, turn, done = columns
-    return bool(own) and bool(((issued == known) & (length == known + 1) & (turn == done)).all())
+    own = [slot for slot in beam_group if slots.num_tokens[slot]]
+    columns = (
+        column[own]
+        for column in (slots.num_tokens, slots.num_computed, slots.length, slots.num_sampled, slots.num_returned)
+    )
+    num_tokens, num_computed, length, num_sampled, num_returned = columns
+    return bool(own) and bool(
+        ((num_computed == num_tokens) & (length == num_tokens + 1) & (num_sampled == num_returned)).all()
+    )

@@ -15,8 +15,8 @@ import numpy as np
 
 from jaxllm.scheduler.state import Limits, StateEditor
 
-PRIOR = 1, 1  # drafts tried and accepted, at the start of a request or a new trial: all are verified once
-WINDOW = 16  # drafts tried before both counts are halved, to favor recent ones
+PRIOR = 1, 1  # drafts verified and accepted, at the start of a request or a new trial: all are verified once
+WINDOW = 16  # drafts verified before both counts are halved, to favor recent ones
 PROBE_ROWS = 64  # rows before a request without profitable drafts tries again
 _RATES = 32  # the acceptance rate is rounded to a multiple of 1 / 32
 
@@ -24,34 +24,34 @@ _RATES = 32  # the acceptance rate is rounded to a multiple of 1 / 32
 def begin(editor: StateEditor, slot: int, may_draft: bool) -> None:
     own = editor.own_slots
     own.may_draft[slot] = may_draft
-    own.tried[slot], own.kept[slot] = PRIOR
+    own.num_drafted[slot], own.num_accepted[slot] = PRIOR
 
 
 def columns(editor: StateEditor) -> tuple[np.ndarray, ...]:
-    """Return the columns that drafting uses, writable: `may_draft`, `has_drafts`, `tried` and `kept`."""
+    """Return the columns that drafting uses, writable: `may_draft`, `has_drafts`, `num_drafted` and `num_accepted`."""
     own = editor.own_slots
-    return own.may_draft, own.has_drafts, own.tried, own.kept
+    return own.may_draft, own.has_drafts, own.num_drafted, own.num_accepted
 
 
 def wanted(editor: StateEditor, limits: Limits, rows: np.ndarray) -> np.ndarray:
     """Return the best number of drafts of each row, int32[R]; slots due for a new trial are reset."""
     slots = editor.slots
     by_rate = best(limits, len(rows))
-    due = rows[slots.turn[rows] % PROBE_ROWS == 0]
+    due = rows[slots.num_sampled[rows] % PROBE_ROWS == 0]
     again = due[by_rate[_rate(editor, due)] == 0]
     if len(again):
-        editor.own_slots.tried[again], editor.own_slots.kept[again] = PRIOR
+        editor.own_slots.num_drafted[again], editor.own_slots.num_accepted[again] = PRIOR
     return by_rate[_rate(editor, rows)]
 
 
 def issue(editor: StateEditor, limits: Limits, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Choose the drafts of decode rows, after their tokens were issued, and issue them.
+    """Choose the drafts of decode rows, and plan them after their rows' own tokens.
 
     Returns the numbers of drafts, int32[R], and of the blocks that rows need for them, int32[R], all available.
     """
     slots = editor.slots
     drafts = wanted(editor, limits, rows)
-    lengths = slots.issued[rows]  # tokens that exist before this step
+    lengths = slots.num_computed[rows]  # tokens that exist before this step
     proposes = bool(drafts.any())
     drafts *= slots.has_drafts[rows]
     if slots.has_drafts.any() or proposes:
@@ -70,7 +70,7 @@ def issue(editor: StateEditor, limits: Limits, rows: np.ndarray) -> tuple[np.nda
         np.minimum(drafts, np.maximum(0, room - 1), out=drafts)
         blocks[:] = 0
     if drafts.any():
-        editor.own_slots.issued[rows] += drafts
+        editor.own_slots.num_computed[rows] += drafts
         editor.own_slots.length[rows] += drafts
     return drafts, blocks
 
@@ -78,17 +78,17 @@ def issue(editor: StateEditor, limits: Limits, rows: np.ndarray) -> tuple[np.nda
 def settle(editor: StateEditor, rows: np.ndarray, drafts: np.ndarray, sampled: np.ndarray) -> None:
     """Make the bounds of slots exact after a step that accepted `sampled` - 1 of `drafts`, int32[R] each."""
     own = editor.own_slots
-    own.issued[rows] -= drafts + 1 - sampled
+    own.num_computed[rows] -= drafts + 1 - sampled
     own.length[rows] -= drafts + 1 - sampled
-    own.tried[rows] += np.minimum(sampled, drafts)  # up to the first that differs
-    own.kept[rows] += sampled - 1
-    old = rows[own.tried[rows] > WINDOW]
-    own.tried[old] >>= 1
-    own.kept[old] >>= 1
+    own.num_drafted[rows] += np.minimum(sampled, drafts)  # up to the first that differs
+    own.num_accepted[rows] += sampled - 1
+    old = rows[own.num_drafted[rows] > WINDOW]
+    own.num_drafted[old] >>= 1
+    own.num_accepted[old] >>= 1
 
 
 def _rate(editor: StateEditor, rows: np.ndarray) -> np.ndarray:
-    return _RATES * editor.slots.kept[rows] // editor.slots.tried[rows]
+    return _RATES * editor.slots.num_accepted[rows] // editor.slots.num_drafted[rows]
 
 
 @lru_cache(maxsize=4096)

@@ -27,7 +27,7 @@ def wanted(
         return ELSEWHERE if block is None and is_elsewhere(group, digest) else block
 
     hits: list[int] = []
-    for digest in entry.digests[: (entry.known - 1) // limits.block_size]:
+    for digest in entry.digests[: (entry.num_tokens - 1) // limits.block_size]:
         block = find(0, digest)
         if block is None:
             break

@@ -78,9 +78,9 @@ def chained(
     return digests
 
 
-def held(segments: Sequence[Segment], issued: int) -> list[bytes]:
+def held(segments: Sequence[Segment], num_computed: int) -> list[bytes]:
     """Return the digests of images of which a request has read a part, but not all."""
-    return [segment.digest for segment in segments if segment.start < issued < segment.end]
+    return [segment.digest for segment in segments if segment.start < num_computed < segment.end]
 
 
 class EncoderEditor:

@@ -22,8 +22,8 @@ def occupy(
     editor.tables[slot] = owned
     own.epochs[slot] = editor.num_admitted
     own.ids[slot] = request.sequence_id
-    own.given[slot] = own.length[slot] = own.known[slot] = entry.known
-    own.issued[slot] = num_cached
+    own.num_prefill[slot] = own.length[slot] = own.num_tokens[slot] = entry.num_tokens
+    own.num_computed[slot] = num_cached
     own.limit[slot] = request.limit
     own.capacity[slot] = len(owned) * limits.block_size
     own.stop_id[slot] = request.stop_ids[0] if request.stop_ids else NO_TOKEN
@@ -35,11 +35,11 @@ def occupy(
 def requeue(editor: StateEditor, limits: Limits, slot: int) -> None:
     """Queue a running request again with its known tokens; `vacate` must free its slot and blocks."""
     record = editor.owner(slot)
-    known = (
-        int(editor.slots.known[slot]) or record.request.num_prompt
+    num_tokens = (
+        int(editor.slots.num_tokens[slot]) or record.request.num_prompt
     )  # of a beam group's member without work: no tokens yet
-    digests = digests_of(record.request, limits, record.digests, known)
-    editor.enqueue([Waiting(record.request, record.order, known, digests)])
+    digests = digests_of(record.request, limits, record.digests, num_tokens)
+    editor.enqueue([Waiting(record.request, record.order, num_tokens, digests)])
 
 
 def vacate(
@@ -53,7 +53,7 @@ def vacate(
     """
     for slot in slots:
         record, table = editor.owner(slot), editor.tables[slot]
-        written = int(editor.slots.issued[slot])
+        written = int(editor.slots.num_computed[slot])
         first = min(len(record.digests), written // limits.block_size)
         digests = digests_of(record.request, limits, record.digests[:first], written)
         if may_publish:
@@ -63,7 +63,7 @@ def vacate(
             swap = partial(editor.host.keep, editor.num_planned + 1, limits.max_stores, record.request.sequence_id)
             swap(0, digests, table)
             if limits.window:
-                swap(windowed.GROUP, digests[int(editor.slots.behind[slot]) :], editor.window_tables[slot])
+                swap(windowed.GROUP, digests[int(editor.slots.num_freed[slot]) :], editor.window_tables[slot])
         # The block of a prompt's end is indexed, even if its last token is computed again.
         named = max(digests, record.digests, key=len)
         editor.pool.release(table, named)
@@ -77,9 +77,19 @@ def vacate(
     editor.rank_adapters()
     # A free slot has limit and length 0, so that no column test finds work for it.
     own = editor.own_slots
-    columns = own.epochs, own.given, own.issued, own.length, own.known, own.turn, own.done, own.limit, own.capacity
+    columns = (
+        own.epochs,
+        own.num_prefill,
+        own.num_computed,
+        own.length,
+        own.num_tokens,
+        own.num_sampled,
+        own.num_returned,
+        own.limit,
+        own.capacity,
+    )
     columns += drafting.columns(editor) if limits.max_drafts else ()
-    columns += (own.behind,) if limits.window else ()
+    columns += (own.num_freed,) if limits.window else ()
     for column in columns:
         column[list(slots)] = 0
 

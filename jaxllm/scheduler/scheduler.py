@@ -167,18 +167,18 @@ def plan(state: State, limits: Limits, now: float) -> tuple[State, Plan]:
         entries, moves = beam_groups.take_changes(editor)
         table.insert(0, entries)
 
-    issued, length = editor.slots.issued, editor.slots.length
-    chunking = issued < editor.slots.given
-    decodes = (issued < length) & (length < editor.slots.limit) & ~chunking
+    num_computed, length = editor.slots.num_computed, editor.slots.length
+    chunking = num_computed < editor.slots.num_prefill
+    decodes = (num_computed < length) & (length < editor.slots.limit) & ~chunking
     if editor.beam_groups:
         decodes[beam_groups.held(editor)] = False
     row_slots = decodes.nonzero()[0]
-    starts = issued[row_slots]
+    starts = num_computed[row_slots]
     num_decodes = len(row_slots)
     lengths, samples = _ones(num_decodes)
-    turn = editor.slots.turn + decodes
-    editor.issue(issued=issued + decodes, length=length + decodes, turn=turn)
-    turns = turn[row_slots]
+    num_sampled = editor.slots.num_sampled + decodes
+    editor.issue(num_computed=num_computed + decodes, length=length + decodes, num_sampled=num_sampled)
+    sample_numbers = num_sampled[row_slots]
 
     budget = limits.max_step_tokens - num_decodes
     rows = _continue_prompts(editor, limits, chunking, budget, table) if chunking.any() else []
@@ -192,7 +192,7 @@ def plan(state: State, limits: Limits, now: float) -> tuple[State, Plan]:
         starts = np.concatenate([starts, chunks[:, 1]])
         lengths = np.concatenate([lengths, chunks[:, 2]])
         samples = np.concatenate([samples, reaches_end])
-        turns = editor.slots.turn[row_slots]
+        sample_numbers = editor.slots.num_sampled[row_slots]
     num_drafts = 0
     if limits.max_drafts:
         may_draft = not rows and bool(editor.slots.may_draft[row_slots].all())
@@ -211,7 +211,7 @@ def plan(state: State, limits: Limits, now: float) -> tuple[State, Plan]:
         starts=starts,
         lengths=lengths,
         samples=samples,
-        turns=turns,
+        sample_numbers=sample_numbers,
         table=table[0] if len(table) == 1 else np.concatenate([np.zeros((0, 3), np.int32), *table]),
         admitted=tuple(admitted),
         preempted=preempted,
@@ -263,22 +263,22 @@ def commit(
             live &= ~np.isin(step.slots, failed_slots)
         answered, complete = beam_groups.take_answers(editor, step, live)
     rows = live.nonzero()[0]
-    row_slots, turns, yielded = step.slots, step.turns, tokens
+    row_slots, sample_numbers, yielded = step.slots, step.sample_numbers, tokens
     if len(rows) < len(row_slots):
-        row_slots, turns, yielded = row_slots[rows], turns[rows], yielded[rows]
-    limit, known = slots.limit[row_slots], slots.known[row_slots] + 1
-    ended = known >= limit
-    if counts is None and not (ended.any() and (known > limit).any()):  # usual: one token each
+        row_slots, sample_numbers, yielded = row_slots[rows], sample_numbers[rows], yielded[rows]
+    limit, num_tokens = slots.limit[row_slots], slots.num_tokens[row_slots] + 1
+    ended = num_tokens >= limit
+    if counts is None and not (ended.any() and (num_tokens > limit).any()):  # usual: one token each
         num_new, _ = _ones(len(rows))
         stopped = _stops(editor, row_slots, yielded)
         ended |= stopped
     else:
-        wanted = np.minimum(limit - known + 1, 1 if counts is None else counts[rows])
+        wanted = np.minimum(limit - num_tokens + 1, 1 if counts is None else counts[rows])
         num_new, stopped, yielded = _cut(editor, row_slots, yielded if yielded.ndim == 2 else yielded[:, None], wanted)
-        known += num_new - 1
-        ended = stopped | (known >= limit)
-    editor.own_slots.known[row_slots] = known
-    editor.own_slots.done[row_slots] = turns
+        num_tokens += num_new - 1
+        ended = stopped | (num_tokens >= limit)
+    editor.own_slots.num_tokens[row_slots] = num_tokens
+    editor.own_slots.num_returned[row_slots] = sample_numbers
     on_device = _ones(len(rows))[0] if sampled is None else sampled[rows]
     if step.num_drafts:
         drafting.settle(editor, row_slots, step.lengths[rows] - 1, on_device)
@@ -326,7 +326,7 @@ def fork(state: State, limits: Limits, moves: Sequence[Fork]) -> State:
 def is_live(state: State, step: Plan) -> np.ndarray:
     """Return whether each row's result is still wanted, bool[R]."""
     slots = state.slots
-    live = step.samples & (step.turns > slots.done[step.slots])
+    live = step.samples & (step.sample_numbers > slots.num_returned[step.slots])
     if slots.epochs is not step.epochs:  # slots have new owners since
         live &= slots.epochs[step.slots] == step.epochs[step.slots]
     return live
@@ -362,8 +362,8 @@ def _give(editor: StateEditor, slots: np.ndarray) -> None:
     if not len(slots):
         return
     own = editor.own_slots
-    own.given[slots] = own.length[slots] = own.known[slots]
-    own.done[slots] = own.turn[slots]
+    own.num_prefill[slots] = own.length[slots] = own.num_tokens[slots]
+    own.num_returned[slots] = own.num_sampled[slots]
 
 
 def _plan_again(editor: StateEditor, limits: Limits, slots: np.ndarray) -> None:
@@ -371,11 +371,11 @@ def _plan_again(editor: StateEditor, limits: Limits, slots: np.ndarray) -> None:
     if not len(slots):
         return
     own = editor.own_slots
-    own.length[slots] = own.known[slots]
-    own.issued[slots] = own.known[slots] - 1
+    own.length[slots] = own.num_tokens[slots]
+    own.num_computed[slots] = own.num_tokens[slots] - 1
     # A device that drafts begins decode rows at its lengths, and chunks at the host's.
-    own.given[slots] = own.known[slots] if limits.max_drafts else own.issued[slots]
-    own.done[slots] = own.turn[slots]
+    own.num_prefill[slots] = own.num_tokens[slots] if limits.max_drafts else own.num_computed[slots]
+    own.num_returned[slots] = own.num_sampled[slots]
 
 
 def _grow(editor: StateEditor, limits: Limits, table: list[np.ndarray]) -> tuple[int, ...]:
@@ -402,7 +402,7 @@ def _grow(editor: StateEditor, limits: Limits, table: list[np.ndarray]) -> tuple
                 windowed.grow(editor, limits, growing, counts, lacking, table)
             return tuple(preempted)
         # A request with its last token in flight is about to release its blocks.
-        ending = (slots.length >= slots.limit) & (slots.issued >= slots.given)
+        ending = (slots.length >= slots.limit) & (slots.num_computed >= slots.num_prefill)
         victim = max((editor.slots.epochs * ~ending).nonzero()[0].tolist(), key=lambda slot: editor.owner(slot).rank)
         victims = beam_groups.members(editor.beam_groups, victim)
         for slot in victims:
@@ -465,8 +465,8 @@ def _continue_prompts(
     for slot in sorted(chunking.nonzero()[0].tolist(), key=lambda slot: editor.owner(slot).rank):
         if budget == 0 or len(rows) == limits.max_step_chunks:
             break
-        start = int(editor.slots.issued[slot])
-        length = min(int(editor.slots.given[slot]) - start, budget)
+        start = int(editor.slots.num_computed[slot])
+        length = min(int(editor.slots.num_prefill[slot]) - start, budget)
         if limits.num_media_units:
             length = occupancy.reach(editor, limits, editor.owner(slot).request, start, length)
             if not length:
@@ -482,10 +482,10 @@ def _continue_prompts(
 def _issue_chunks(editor: StateEditor, chunks: np.ndarray) -> np.ndarray:
     """Return which chunks of int32[·, 3] reach the end of their sequence."""
     slots = chunks[:, 0]
-    issued, length = editor.own_slots.issued, editor.own_slots.length
-    issued[slots] += chunks[:, 2]
-    reaches_end = issued[slots] == length[slots]
-    editor.own_slots.turn[slots] += reaches_end
+    num_computed, length = editor.own_slots.num_computed, editor.own_slots.length
+    num_computed[slots] += chunks[:, 2]
+    reaches_end = num_computed[slots] == length[slots]
+    editor.own_slots.num_sampled[slots] += reaches_end
     length[slots] += reaches_end & (length[slots] < editor.slots.limit[slots])
     return reaches_end
 

@@ -3,9 +3,8 @@
 Objects made every step are named tuples, which take a fifth of the time of frozen dataclasses (DECISIONS, "The
 scheduler is a pure function over columns").
 
-Letters: S slots, R rows of a plan, U block-table entries. "Issued" tokens have keys and values in the cache once all
-planned steps have run; the host has the values of "known" tokens. While a step that verifies drafts is in flight,
-`issued` and `length` assume that all drafts are accepted.
+Letters: S slots, R rows of a plan, U block-table entries. While a step that verifies drafts is in flight,
+`num_computed` and `length` assume that all drafts are accepted.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ class Waiting:
 
     request: Request
     order: int  # of arrival; kept when preempted
-    known: int
+    num_tokens: int
     digests: tuple[bytes, ...]  # of the full blocks of known tokens; empty if nothing is shared
 
     @property
@@ -114,21 +113,21 @@ class Slots(NamedTuple):
 
     epochs: np.ndarray  # int64[S]: number of the admission to the slot, 0 if free
     ids: np.ndarray  # int64[S]
-    given: np.ndarray  # int32[S]: tokens that the host sends to the device, which samples the later ones
-    issued: np.ndarray  # int32[S]: tokens in the cache once all planned steps have run
+    num_prefill: np.ndarray  # int32[S]: tokens that are computed in chunks; the device samples the later ones
+    num_computed: np.ndarray  # int32[S]: tokens with keys and values once all planned steps have run
     length: np.ndarray  # int32[S]: tokens that exist once all planned steps have run
-    known: np.ndarray  # int32[S]: tokens whose value the host has
-    turn: np.ndarray  # int32[S]: planned rows with a wanted result …
-    done: np.ndarray  # int32[S]: … those with results, or not wanted any more
+    num_tokens: np.ndarray  # int32[S]: tokens whose values are on the host
+    num_sampled: np.ndarray  # int32[S]: planned rows with a wanted result …
+    num_returned: np.ndarray  # int32[S]: … those with results, or not wanted any more
     limit: np.ndarray  # int32[S]: most tokens
     capacity: np.ndarray  # int32[S]: tokens that its blocks hold
     stop_id: np.ndarray  # int32[S]: its usual stop token; without one, at least the vocabulary's size
     has_more_stops: np.ndarray  # bool[S]: further stop tokens must be checked
     may_draft: np.ndarray  # bool[S]: its rows may verify drafts; for this and the next columns see drafting.py
     has_drafts: np.ndarray  # bool[S]: the device has drafts for it once all planned steps have run
-    tried: np.ndarray  # int32[S]: its recent drafts that were compared …
-    kept: np.ndarray  # int32[S]: … and accepted
-    behind: np.ndarray  # int32[S]: windowed layers' blocks freed before its first
+    num_drafted: np.ndarray  # int32[S]: its recent drafts that were verified …
+    num_accepted: np.ndarray  # int32[S]: … and accepted
+    num_freed: np.ndarray  # int32[S]: blocks of windowed layers, from the first token on, that were freed
 
 
 class Fork(NamedTuple):
@@ -181,7 +180,7 @@ class State(NamedTuple):
     entries: tuple[tuple[int, int, int], ...] = ()
     copies: tuple[tuple[int, int, int], ...] = ()
     # Of windowed layers with a separate pool:
-    window_tables: tuple[tuple[int, ...], ...] = ()  # by slot: its blocks from `Slots.behind` on
+    window_tables: tuple[tuple[int, ...], ...] = ()  # by slot: its blocks from `Slots.num_freed` on
     window_pool: Pool | None = None
     host: Host | None = None
     media: EncoderCache | None = None
@@ -238,7 +237,7 @@ class Plan(NamedTuple):
     starts: np.ndarray  # int32[R]: position of the row's first token
     lengths: np.ndarray  # int32[R]: tokens
     samples: np.ndarray  # bool[R]: the row reaches the end of its sequence, and its result is wanted
-    turns: np.ndarray  # int32[R]: `Slots.turn` of the row, which identifies unwanted results
+    sample_numbers: np.ndarray  # int32[R]: `Slots.num_sampled` of the row, which identifies unwanted results
     # int32[U, 3]: slot, column of its block table, block. With G groups, index i of a group is in column i · G + group.
     table: np.ndarray
     admitted: tuple[Admission, ...] = ()
@@ -287,21 +286,21 @@ def initial(limits: Limits) -> State:
     slots = Slots(
         epochs=zeros(num_slots, dtype=np.int64),
         ids=zeros(num_slots, dtype=np.int64),
-        given=zeros(num_slots),
-        issued=zeros(num_slots),
+        num_prefill=zeros(num_slots),
+        num_computed=zeros(num_slots),
         length=zeros(num_slots),
-        known=zeros(num_slots),
-        turn=zeros(num_slots),
-        done=zeros(num_slots),
+        num_tokens=zeros(num_slots),
+        num_sampled=zeros(num_slots),
+        num_returned=zeros(num_slots),
         limit=zeros(num_slots),
         capacity=zeros(num_slots),
         stop_id=zeros(num_slots),
         has_more_stops=zeros(num_slots, dtype=np.bool_),
         may_draft=zeros(num_slots, dtype=np.bool_),
         has_drafts=zeros(num_slots, dtype=np.bool_),
-        tried=zeros(num_slots),
-        kept=zeros(num_slots),
-        behind=zeros(num_slots),
+        num_drafted=zeros(num_slots),
+        num_accepted=zeros(num_slots),
+        num_freed=zeros(num_slots),
     )
     return State(
         waiting=(),
@@ -369,8 +368,8 @@ class StateEditor:
         self._was_cleared = False
         self._described: dict[bytes, BlockStored] = {}
 
-    def issue(self, *, issued: np.ndarray, length: np.ndarray, turn: np.ndarray) -> None:
-        vars(self._columns).update(issued=issued, length=length, turn=turn)
+    def issue(self, *, num_computed: np.ndarray, length: np.ndarray, num_sampled: np.ndarray) -> None:
+        vars(self._columns).update(num_computed=num_computed, length=length, num_sampled=num_sampled)
 
     @property
     def pool(self) -> PoolEditor:
@@ -397,8 +396,8 @@ class StateEditor:
         if "media" not in self._parts:
             assert self._state.media is not None
             owners = (self.owner(slot).request.media for slot in self.slots.epochs.nonzero()[0].tolist())
-            issued = self.slots.issued[self.slots.epochs.nonzero()[0]].tolist()
-            kept = [digest for own in map(media.held, owners, issued) for digest in own]
+            num_computed = self.slots.num_computed[self.slots.epochs.nonzero()[0]].tolist()
+            kept = [digest for own in map(media.held, owners, num_computed) for digest in own]
             self._parts["media"] = EncoderEditor(self._state.media, kept)
         return self._parts["media"]
 

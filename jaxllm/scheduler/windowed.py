@@ -27,7 +27,7 @@ GROUP = 1
 class Entering(NamedTuple):
     """A request that is being admitted."""
 
-    known: int
+    num_tokens: int
     num_hits: int  # its cached leading blocks in the first group …
     near: Sequence[int]  # … and the last of them in the second
 
@@ -72,7 +72,7 @@ def has_room(editor: StateEditor, limits: Limits, entering: Sequence[Entering], 
     """Return whether the pool of windowed layers holds the blocks of `entering`, and `spare` further ones."""
     found = list({block for each in entering for block in each.near if block >= 0})
     needed = sum(
-        min(-(-each.known // limits.block_size) - each.num_hits, covered(limits) + 2 - len(each.near))
+        min(-(-each.num_tokens // limits.block_size) - each.num_hits, covered(limits) + 2 - len(each.near))
         + sum(block < 0 for block in each.near)  # in the host
         for each in entering
     )
@@ -83,7 +83,7 @@ def has_room(editor: StateEditor, limits: Limits, entering: Sequence[Entering], 
 def enter(editor: StateEditor, limits: Limits, slot: int, entering: Entering, table: list[np.ndarray]) -> None:
     """Give a slot its request's cached blocks, already shared; add entries to `table`."""
     begin = entering.num_hits - len(entering.near)
-    editor.own_slots.behind[slot] = begin
+    editor.own_slots.num_freed[slot] = begin
     editor.window_tables[slot] = tuple(entering.near)
     blocks = [limits.num_window_blocks] * begin + [*entering.near]
     _add_entries(limits, table, slot, range(entering.num_hits), blocks)
@@ -93,7 +93,7 @@ def extend(
     editor: StateEditor, limits: Limits, slot: int, start: int, length: int, spare: int, table: list[np.ndarray]
 ) -> int:
     """Allocate the blocks of a prompt's chunk if `spare` are left over; return the tokens that fit."""
-    end = int(editor.slots.behind[slot]) + len(editor.window_tables[slot])
+    end = int(editor.slots.num_freed[slot]) + len(editor.window_tables[slot])
     count = -(-(start + length) // limits.block_size) - end
     count = max(0, min(count, editor.window_pool.num_available - spare))
     if count:
@@ -110,7 +110,7 @@ def hand_out(
     tables, at = editor.window_tables, 0
     taken = editor.window_pool.take(sum(counts)).tolist()
     for slot, count in zip(slots, counts, strict=True):
-        end = int(editor.slots.behind[slot]) + len(tables[slot])
+        end = int(editor.slots.num_freed[slot]) + len(tables[slot])
         blocks = taken[at : at + count]
         tables[slot] += tuple(blocks)
         _add_entries(limits, table, slot, range(end, end + count), blocks)
@@ -122,13 +122,13 @@ def lacking(editor: StateEditor, limits: Limits) -> list[int]:
     slots, tables = editor.slots, editor.window_tables
     return [
         slot
-        for slot in (slots.issued < slots.given).nonzero()[0].tolist()
-        if (slots.behind[slot] + len(tables[slot])) * limits.block_size <= slots.issued[slot]
+        for slot in (slots.num_computed < slots.num_prefill).nonzero()[0].tolist()
+        if (slots.num_freed[slot] + len(tables[slot])) * limits.block_size <= slots.num_computed[slot]
     ]
 
 
 def can_grow(editor: StateEditor, growing: np.ndarray, counts: np.ndarray, lacking: Sequence[int]) -> bool:
-    is_decode = editor.slots.issued[growing] >= editor.slots.given[growing]
+    is_decode = editor.slots.num_computed[growing] >= editor.slots.num_prefill[growing]
     return int(counts[is_decode].sum()) + len(lacking) <= editor.window_pool.num_available
 
 
@@ -145,7 +145,7 @@ def grow(
     Decoding slots among `growing` receive `counts`, as in the first group; slots in `lacking`, with a prompt to
     continue, receive one each.
     """
-    is_decode = editor.slots.issued[growing] >= editor.slots.given[growing]
+    is_decode = editor.slots.num_computed[growing] >= editor.slots.num_prefill[growing]
     hand_out(editor, limits, growing[is_decode].tolist(), counts[is_decode].tolist(), table)
     hand_out(editor, limits, lacking, [1] * len(lacking), table)
 
@@ -153,18 +153,20 @@ def grow(
 def give_back(editor: StateEditor, limits: Limits, table: list[np.ndarray], held: np.ndarray) -> None:
     """Free the blocks that no later query sees; add entries of the block of zeros to `table`.
 
-    The next query is at `issued`, or at the last known token if that is recomputed. Its window counts from the first
-    token of its block, so that the prefix can be hit again. Slots without work, such as those in `held`, keep their
-    blocks: a plan without rows is not sent to the device.
+    The next query is at `num_computed`, or at the last known token if that is recomputed. Its window counts from the
+    first token of its block, so that the prefix can be hit again. Slots without work, such as those in `held`, keep
+    their blocks: a plan without rows is not sent to the device.
     """
     slots = editor.slots
-    begins = np.minimum(slots.issued, slots.known - 1) // limits.block_size - covered(limits)
-    works = (slots.issued < slots.given) | ((slots.issued < slots.length) & (slots.length < slots.limit))
+    begins = np.minimum(slots.num_computed, slots.num_tokens - 1) // limits.block_size - covered(limits)
+    works = (slots.num_computed < slots.num_prefill) | (
+        (slots.num_computed < slots.length) & (slots.length < slots.limit)
+    )
     works[held] = False
-    for slot in ((begins > slots.behind) & works).nonzero()[0].tolist():
-        old, new = int(slots.behind[slot]), int(begins[slot])
+    for slot in ((begins > slots.num_freed) & works).nonzero()[0].tolist():
+        old, new = int(slots.num_freed[slot]), int(begins[slot])
         _release(editor, slot, new - old)
-        editor.own_slots.behind[slot] = new
+        editor.own_slots.num_freed[slot] = new
         _add_entries(limits, table, slot, range(old, new), [limits.num_window_blocks] * (new - old))
         if editor.entries:  # of forks, not yet sent
             gone = columns(limits, range(old, new))
@@ -178,28 +180,28 @@ def publish(editor: StateEditor, slot: int, digests: Sequence[bytes], full: rang
 
 def contents(editor: StateEditor, slot: int, digests: Sequence[bytes], full: range) -> Iterator[tuple[bytes, int]]:
     """Return digests and blocks of a slot's blocks `full` except freed ones."""
-    behind = int(editor.slots.behind[slot])
-    first = max(full.start, behind)
+    num_freed = int(editor.slots.num_freed[slot])
+    first = max(full.start, num_freed)
     table = editor.window_tables[slot]
-    return zip(digests[first : full.stop], table[first - behind :], strict=False)
+    return zip(digests[first : full.stop], table[first - num_freed :], strict=False)
 
 
 def leave(editor: StateEditor, slot: int, digests: Sequence[bytes]) -> None:
     """Release a slot's blocks of windowed layers; `digests` are those of the leading blocks."""
-    editor.window_pool.release(editor.window_tables[slot], digests[int(editor.slots.behind[slot]) :])
+    editor.window_pool.release(editor.window_tables[slot], digests[int(editor.slots.num_freed[slot]) :])
     editor.window_tables[slot] = ()
 
 
 def forget(editor: StateEditor, slot: int) -> None:
     """Remove a slot's blocks from the index, including freed ones, unless other slots use them."""
-    behind, digests = int(editor.slots.behind[slot]), editor.owner(slot).digests
-    editor.window_pool.forget(editor.window_tables[slot], digests[behind:])
-    editor.window_pool.discard(digests[:behind])
+    num_freed, digests = int(editor.slots.num_freed[slot]), editor.owner(slot).digests
+    editor.window_pool.forget(editor.window_tables[slot], digests[num_freed:])
+    editor.window_pool.discard(digests[:num_freed])
 
 
 def _release(editor: StateEditor, slot: int, count: int) -> None:
-    table, behind = editor.window_tables[slot], int(editor.slots.behind[slot])
-    editor.window_pool.release(table[:count], editor.owner(slot).digests[behind : behind + count])
+    table, num_freed = editor.window_tables[slot], int(editor.slots.num_freed[slot])
+    editor.window_pool.release(table[:count], editor.owner(slot).digests[num_freed : num_freed + count])
     editor.window_tables[slot] = table[count:]
 
 

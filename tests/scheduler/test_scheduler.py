@@ -382,7 +382,7 @@ class Machine(RuleBasedStateMachine):
             for slot, record in enumerate(self.state.running):
                 if record is None or record.request.beam_group:
                     continue
-                if self.state.slots.given[slot] <= self.state.slots.issued[slot]:
+                if self.state.slots.num_prefill[slot] <= self.state.slots.num_computed[slot]:
                     slack = int(self.state.slots.length[slot]) - min(len(self.device.truth[slot]), record.request.limit)
                     assert 0 <= slack <= drafts[slot], "the host knows how long a sequence is but for drafts in flight"
             alive = [entry.request.sequence_id for entry in self.state.waiting]
@@ -534,7 +534,7 @@ def test_priority_goes_before_arrival_and_the_last_in_rank_is_preempted() -> Non
     while not preempted:
         state, plan = run(state, limits=limits)
         preempted += plan.preempted
-    assert preempted == [1] and state.waiting[0].known > 8, "it keeps the tokens that it had"
+    assert preempted == [1] and state.waiting[0].num_tokens > 8, "it keeps the tokens that it had"
 
 
 def test_the_least_recently_released_block_is_evicted_first_and_prefixes_outlive_their_continuations() -> None:
@@ -666,7 +666,10 @@ def drafting_state(*requests: Request, limits: Limits = DRAFTING) -> State:
 
 def bounds(state: State, slot: int = 0) -> tuple[int, ...]:
     slots = state.slots
-    return tuple(int(column[slot]) for column in (slots.issued, slots.length, slots.known, slots.tried, slots.kept))
+    return tuple(
+        int(column[slot])
+        for column in (slots.num_computed, slots.length, slots.num_tokens, slots.num_drafted, slots.num_accepted)
+    )
 
 
 def test_a_bound_grows_by_all_drafts_and_is_settled_by_those_that_were_kept() -> None:
@@ -836,12 +839,12 @@ def test_a_beam_group_is_preempted_as_one_and_comes_back_with_the_tokens_of_each
     state, _ = run(state, limits=limits)
     preempted: tuple[int, ...] = ()
     while not preempted:
-        if all(state.slots.known[slot] + 1 == state.slots.length[slot] for slot in state.beam_groups[0][:1]):
+        if all(state.slots.num_tokens[slot] + 1 == state.slots.length[slot] for slot in state.beam_groups[0][:1]):
             state = fork(state, owners, [0, 1] if len(owners[1].tokens) > 7 else [0, 0], limits)
         state, plan = run(state, limits=limits)
         preempted = plan.preempted
     assert preempted == (10, 11) and not state.beam_groups and not state.entries and not state.copies
-    assert {entry.known for entry in state.waiting} == {len(owners[0].tokens)} and len(owners[0].tokens) > 8
+    assert {entry.num_tokens for entry in state.waiting} == {len(owners[0].tokens)} and len(owners[0].tokens) > 8
     state, plan = run(scheduler.abort(state, limits, [1]), limits=limits)
     assert admitted(plan) == [10, 11] and plan.samples.all()
     assert state.tables[0][0] == state.tables[1][0] != state.tables[0][-1] != state.tables[1][-1]

@@ -119,5 +119,5 @@ def test_with_a_window_as_long_as_any_request_there_is_one_plan_for_both_groups(
     state = scheduler.add(initial(limits), limits, [request(1, 50, 9)])
     while state.num_running or state.waiting:
         state, _ = run(state, limits)
-        count = -(-int(state.slots.issued[0]) // SIZE)
-        assert state.slots.behind[0] == 0 and len(state.window_tables[0]) in (count, len(state.tables[0]))
+        count = -(-int(state.slots.num_computed[0]) // SIZE)
+        assert state.slots.num_freed[0] == 0 and len(state.window_tables[0]) in (count, len(state.tables[0]))

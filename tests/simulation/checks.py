@@ -76,7 +76,7 @@ def check_turn(world: World, began: float) -> None:
     for client in world.clients:
         if client.pause is not None:
             for entry in client.entries:
-                entry.seen = entry.known
+                entry.seen = entry.num_tokens
             continue
         if client.aborted_in is not None and client.aborted_in < world.turn:
             raise Violation(f"I7: {client.name} was aborted, and still waits")
@@ -90,11 +90,14 @@ def check_turn(world: World, began: float) -> None:
         enough = client.params.stream_interval or interval
         for index, entry in enumerate(client.entries):
             told = len(client.tokens.get(index, ()))
-            new = entry.known - entry.truth.num_prompt - told
+            new = entry.num_tokens - entry.truth.num_prompt - told
             if entry.slot == -2 and index not in client.ends:
                 raise Violation(f"{client.name} was not told that sample {index} has ended")
             # When the engine's default interval becomes shorter, samples without a new token are not shown at once.
-            has_grown, entry.seen = entry.known > entry.seen or bool(client.params.stream_interval), entry.known
+            has_grown, entry.seen = (
+                entry.num_tokens > entry.seen or bool(client.params.stream_interval),
+                entry.num_tokens,
+            )
             if entry.slot > -2 and ((new >= enough and has_grown) or (new and not told)):
                 raise Violation(f"{client.name} was not shown {new} tokens")
 

@@ -109,7 +109,7 @@ def receive(world: World, number: int, seed: int) -> None:
     if not entries or not world.setting["host_blocks"][0]:
         return
     entry, size = entries[number % len(entries)], world.setting["block_size"]
-    places = [(group, at) for group in range(reference.limits.num_groups) for at in range(entry.known // size + 1)]
+    places = [(group, at) for group in range(reference.limits.num_groups) for at in range(entry.num_tokens // size + 1)]
     chosen = [place for place in places if chance.random() < chance.choice((0.5, 0.9, 1.0))]
     chance.shuffle(chosen)
     chain = entry.truth.chain
@@ -172,7 +172,7 @@ def phase_of(client: Client) -> str:
         return "ended"
     if all(entry.slot < 0 for entry in samples):
         return "preempted" if any(entry.admission for entry in samples) else "queued"
-    return "prefill" if any(entry.issued < entry.given for entry in samples) else "decode"
+    return "prefill" if any(entry.num_computed < entry.num_prefill for entry in samples) else "decode"
 
 
 def commit_again(

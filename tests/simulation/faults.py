@@ -106,7 +106,7 @@ class StepFaults:
     def is_wanted(self, number: int, row: int) -> bool:
         """Whether the result of a row of a plan is still wanted."""
         entry, turn, samples, admission, _ = self.world.reference.plans[number][row]
-        return samples and entry.slot >= 0 and entry.admission == admission and turn > entry.done
+        return samples and entry.slot >= 0 and entry.admission == admission and turn > entry.num_returned
 
     def while_in_flight(self, flight: Flight) -> None:
         """Let events happen while a step runs; its result may be late or lost."""

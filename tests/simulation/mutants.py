@@ -53,7 +53,8 @@ HISTORY = [
         "a preempted request counts as computed",
         "scheduler.admission.admit",
         "start = len(hits) * limits.block_size",
-        "start = len(hits) * limits.block_size if entry.known == entry.request.num_prompt else entry.known - 1",
+        "is_new = entry.num_tokens == entry.request.num_prompt\n"
+        "        start = len(hits) * limits.block_size if is_new else entry.num_tokens - 1",
     ),
     Mutant(
         "a late output is taken after a preemption",
@@ -111,7 +112,7 @@ HISTORY = [
     Mutant(
         "forced tokens do not void the row in flight",
         "scheduler.scheduler._give",
-        "own.done[slots] = own.turn[slots]",
+        "own.num_returned[slots] = own.num_sampled[slots]",
         "pass",
     ),
     Mutant(
@@ -141,14 +142,14 @@ HISTORY = [
     Mutant(
         "what continues a token sampled without its mask is taken",
         "scheduler.scheduler._plan_again",
-        "own.done[slots] = own.turn[slots]",
+        "own.num_returned[slots] = own.num_sampled[slots]",
         "pass",
     ),
     Mutant(
         "a row whose mask was late is computed from a token too far on",
         "scheduler.scheduler._plan_again",
-        "own.issued[slots] = own.known[slots] - 1",
-        "own.issued[slots] = own.known[slots]",
+        "own.num_computed[slots] = own.num_tokens[slots] - 1",
+        "own.num_computed[slots] = own.num_tokens[slots]",
     ),
     Mutant(
         "an adapter is not in the key",
@@ -196,8 +197,8 @@ HISTORY = [
     Mutant(
         "a row whose drafts were rejected is computed from a token too far on",
         "scheduler.drafting.settle",
-        "own.issued[rows] -= drafts + 1 - sampled",
-        "own.issued[rows] -= np.maximum(0, drafts - sampled)",
+        "own.num_computed[rows] -= drafts + 1 - sampled",
+        "own.num_computed[rows] -= np.maximum(0, drafts - sampled)",
     ),
     Mutant(
         "rejected drafts stay in a row's length",
@@ -319,8 +320,8 @@ HISTORY = [
     Mutant(
         "a device that drafts is not told where a late row begins",
         "scheduler.scheduler._plan_again",
-        "own.known[slots] if limits.max_drafts else own.issued[slots]",
-        "own.issued[slots]",
+        "own.num_tokens[slots] if limits.max_drafts else own.num_computed[slots]",
+        "own.num_computed[slots]",
         focus="late masks",
     ),
     Mutant(
@@ -332,7 +333,7 @@ HISTORY = [
     Mutant(
         "a beam does not wait until its token is chosen",
         "scheduler.beam_groups.held",
-        "slots[editor.slots.known[slots] < editor.slots.length[slots]]",
+        "slots[editor.slots.num_tokens[slots] < editor.slots.length[slots]]",
         "slots[:0]",
     ),
     Mutant(
@@ -344,8 +345,8 @@ HISTORY = [
     Mutant(
         "a row that is computed again has lost the beginning of its window",
         "scheduler.windowed.give_back",
-        "np.minimum(slots.issued, slots.known - 1)",
-        "slots.issued",
+        "np.minimum(slots.num_computed, slots.num_tokens - 1)",
+        "slots.num_computed",
     ),
     Mutant(
         "the device keeps the entry of a block that was given back",
@@ -392,7 +393,7 @@ HISTORY = [
     Mutant(
         "what a failed request has given back can be found",
         "scheduler.windowed.forget",
-        "editor.window_pool.discard(digests[:behind])",
+        "editor.window_pool.discard(digests[:num_freed])",
         "pass",
     ),
     Mutant(
@@ -404,7 +405,7 @@ HISTORY = [
     Mutant(
         "a child reads windowed layers from its parent's place on in its own",
         "scheduler.beam_groups.fork",
-        "own.behind[target] = behind[source]",
+        "own.num_freed[target] = num_freed[source]",
         "pass",
     ),
     Mutant(
@@ -416,8 +417,8 @@ HISTORY = [
     Mutant(
         "answers of before a preemption count",
         "scheduler.beam_groups._has_answered",
-        "own = [slot for slot in beam_group if slots.known[slot]]",
-        "own = [slot for slot in beam_group if slots.known[slot] and slots.done[slot]]",
+        "own = [slot for slot in beam_group if slots.num_tokens[slot]]",
+        "own = [slot for slot in beam_group if slots.num_tokens[slot] and slots.num_returned[slot]]",
     ),
     Mutant(
         "a block of the host is found before its copy has ended",

@@ -42,34 +42,34 @@ class Entry:
     priority: int
     is_shared: bool  # other requests may use its blocks
     reads_cache: bool
-    known: int  # tokens whose value the host has
+    num_tokens: int  # tokens whose values are on the host
     adapter: int = 0  # number of its adapter, 0: no adapter
     beam_group: int = 0  # id of the first beam of its search, 0: not a beam
     is_idle: bool = False  # a beam without tokens: the first beam alone computes the prompt
-    seen: int = 0  # `known` at the last check that its client received the tokens
+    seen: int = 0  # `num_tokens` at the last check that its client received the tokens
     is_late: bool = False  # its mask was late: its last token must be computed again
     brought: int = 0  # full blocks of its tokens when it was queued
     slot: int = -1  # -1: waiting, -2: ended
     admission: int = 0  # number of times that it was admitted
-    given: int = 0  # tokens that the host sends to the device
-    issued: int = 0  # tokens in the cache once all planned steps have run
+    num_prefill: int = 0  # tokens that the host sends to the device
+    num_computed: int = 0  # tokens in the cache once all planned steps have run
     length: int = 0  # tokens that exist once all planned steps have run
     may_draft: bool = True
     has_drafts: bool = False
-    tried: int = 0  # recent drafts that were compared …
-    kept: int = 0  # … and accepted
-    unsettled: int = 0  # drafts in flight, which `issued` and `length` count as accepted
-    turn: int = 0  # planned rows with a wanted result …
-    done: int = 0  # … those with results, or not wanted any more
+    num_drafted: int = 0  # recent drafts that were compared …
+    num_accepted: int = 0  # … and accepted
+    unsettled: int = 0  # drafts in flight, which `num_computed` and `length` count as accepted
+    num_sampled: int = 0  # planned rows with a wanted result …
+    num_returned: int = 0  # … those with results, or not wanted any more
     table: list[int] = field(default_factory=list)
     window: dict[int, int] = field(default_factory=dict)  # blocks of windowed layers, by index in the sequence
-    behind: int = 0  # index of the first of them: earlier blocks are released
+    num_freed: int = 0  # index of the first of them: earlier blocks are released
     images: Sequence[Image] = ()
 
     @property
     def reach(self) -> int:
         """The index of the next block of windowed layers."""
-        return self.behind + len(self.window)
+        return self.num_freed + len(self.window)
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -82,12 +82,12 @@ class Entry:
 
 def is_stuck(entry: Entry) -> bool:
     """Whether a request is at a position where its grammar and its parameters together allow no token."""
-    return entry.truth.outcome().reason == "error" and entry.known == entry.truth.fails_at
+    return entry.truth.outcome().reason == "error" and entry.num_tokens == entry.truth.fails_at
 
 
 def is_held(entry: Entry) -> bool:
     """Whether a beam waits for its search to choose its next token."""
-    return bool(entry.beam_group) and entry.known < entry.length
+    return bool(entry.beam_group) and entry.num_tokens < entry.length
 
 
 class Reference:
@@ -142,7 +142,7 @@ class Reference:
     def added(self, requests: Sequence[Request]) -> None:
         for entry in self._claim(requests):
             entry.order = self.num_added
-            entry.brought = entry.known // self.limits.block_size
+            entry.brought = entry.num_tokens // self.limits.block_size
             self.num_added += 1
             self.by_id[entry.id] = entry
             self._enqueue(entry)
@@ -167,7 +167,7 @@ class Reference:
         is_due = entry is not None and entry.slot == -1 and entry.is_shared and bool(self.host.groups)
         contents, given = list[tuple[int, int]](), list[int]()
         for (group, index), place in zip(blocks, places, strict=True):
-            if entry is not None and is_due and group < self.limits.num_groups and index < entry.known // size:
+            if entry is not None and is_due and group < self.limits.num_groups and index < entry.num_tokens // size:
                 contents.append((group, self._key(entry, index)))
                 given.append(place)
             elif place != -1:
@@ -211,9 +211,13 @@ class Reference:
             lacking = [
                 entry
                 for _, entry in sorted(self.running.items())
-                if self.limits.window and entry.issued < entry.given and entry.reach * size <= entry.issued
+                if self.limits.window
+                and entry.num_computed < entry.num_prefill
+                and entry.reach * size <= entry.num_computed
             ]
-            due = sum(count for entry, count in zip(growing, counts, strict=True) if entry.issued >= entry.given)
+            due = sum(
+                count for entry, count in zip(growing, counts, strict=True) if entry.num_computed >= entry.num_prefill
+            )
             fits = not self.limits.window or due + len(lacking) <= self.windowed.num_available
             self.windows["window_preempted"] += sum(counts) <= self.num_available and not fits
             if sum(counts) <= self.num_available and fits:
@@ -225,7 +229,7 @@ class Reference:
                 (
                     each
                     for each in self.running.values()
-                    if not each.is_idle and (each.length < each.limit or each.issued < each.given)
+                    if not each.is_idle and (each.length < each.limit or each.num_computed < each.num_prefill)
                 ),
                 key=lambda each: each.rank,
             )
@@ -253,25 +257,27 @@ class Reference:
         ]
         self.entries, self.copies = [], []
 
-        self.encoder.begin(plan.encodes, [(entry.images, entry.issued) for entry in self.running.values()])
+        self.encoder.begin(plan.encodes, [(entry.images, entry.num_computed) for entry in self.running.values()])
         rows: list[tuple[Entry, int, int]] = []
-        works = [entry for _, entry in sorted(self.running.items()) if entry.issued < entry.length]
+        works = [entry for _, entry in sorted(self.running.items()) if entry.num_computed < entry.length]
         decodes = [
             entry
             for entry in works
-            if entry.issued >= entry.given and entry.length < entry.limit and not is_held(entry)
+            if entry.num_computed >= entry.num_prefill and entry.length < entry.limit and not is_held(entry)
         ]
-        rows += [(entry, entry.issued, 1) for entry in decodes]
+        rows += [(entry, entry.num_computed, 1) for entry in decodes]
         budget = self.limits.max_step_tokens - len(decodes)
         chunks: list[tuple[Entry, int, int]] = []
-        for entry in sorted((entry for entry in works if entry.issued < entry.given), key=lambda entry: entry.rank):
+        for entry in sorted(
+            (entry for entry in works if entry.num_computed < entry.num_prefill), key=lambda entry: entry.rank
+        ):
             if budget and len(chunks) < self.limits.max_step_chunks:
-                length = min(entry.given - entry.issued, budget)
-                length = self.encoder.reach(entry.id, entry.images, entry.issued, length)
+                length = min(entry.num_prefill - entry.num_computed, budget)
+                length = self.encoder.reach(entry.id, entry.images, entry.num_computed, length)
                 if not length:
                     continue
-                length = self._extend(entry, entry.issued, length, len(self.running))
-                chunks.append((entry, entry.issued, length))
+                length = self._extend(entry, entry.num_computed, length, len(self.running))
+                chunks.append((entry, entry.num_computed, length))
                 budget -= chunks[-1][2]
                 self._publish_chunk(*chunks[-1])
         admitted: list[tuple[int, int, int, int]] = []
@@ -291,7 +297,7 @@ class Reference:
                 self.num_skipped += 1
                 passed |= {entry.beam_group} - {0}
                 continue
-            if self.limits.whole_prompts and entry.known > budget:
+            if self.limits.whole_prompts and entry.num_tokens > budget:
                 break
             if entry.beam_group:
                 passed.add(entry.beam_group)
@@ -308,7 +314,7 @@ class Reference:
                 continue
             hits = self._hits(entry, with_host=True)
             here = [block for block in hits if block >= 0]
-            num_new = -(-entry.known // size) - len(hits)
+            num_new = -(-entry.num_tokens // size) - len(hits)
             if num_new + len(hits) - len(here) > self.blocks.num_left(here) - len(self.running):
                 break
             near = self._near(entry, len(hits))
@@ -318,7 +324,7 @@ class Reference:
                 self.windows["window_waits"] += 1
                 break
             start = len(hits) * size
-            length = self.encoder.reach(entry.id, entry.images, start, min(entry.known - start, budget))
+            length = self.encoder.reach(entry.id, entry.images, start, min(entry.num_tokens - start, budget))
             if not length:
                 break
             self.waiting.remove(entry)
@@ -329,16 +335,16 @@ class Reference:
             spare = len(self.running) - 1
             self.blocks.share(here)
             self.windowed.share(near_here)
-            entry.given = entry.length = entry.known
-            entry.issued = start
-            entry.has_drafts, entry.tried, entry.kept, entry.unsettled = False, 1, 1, 0
+            entry.num_prefill = entry.length = entry.num_tokens
+            entry.num_computed = start
+            entry.has_drafts, entry.num_drafted, entry.num_accepted, entry.unsettled = False, 1, 1, 0
             self._enter(entry, hits, near, num_new)
             chunks.append((entry, start, self._extend(entry, start, length, spare)))
             if not chunks[-1][2]:
                 raise Violation("a request is admitted that has no block for a token")
             budget -= chunks[-1][2]
             self._publish_chunk(*chunks[-1])
-            admitted.append((entry.slot, entry.id, entry.known, start))
+            admitted.append((entry.slot, entry.id, entry.num_tokens, start))
         self.host.let_go({each for _, each, _, _ in admitted})
         rows += chunks
         drafts = [0] * len(rows)
@@ -357,13 +363,13 @@ class Reference:
         for (entry, start, length), count in zip(rows, drafts, strict=True):
             end = start + length
             samples = end == entry.length
-            entry.issued = end + count
+            entry.num_computed = end + count
             entry.length += count + (samples and entry.length < entry.limit)
             entry.unsettled += count
-            entry.turn += samples
+            entry.num_sampled += samples
             entry.is_late = False
             expected.append((entry.slot, start, length + count, samples))
-            record.append((entry, entry.turn, samples, entry.admission, count))
+            record.append((entry, entry.num_sampled, samples, entry.admission, count))
         self.num_planned += 1
         if self.host.groups:
             evicted = self.blocks.evicted, self.windowed.evicted
@@ -420,7 +426,7 @@ class Reference:
         wanted = [
             (row, entry, turn, drafts)
             for row, (entry, turn, samples, admission, drafts) in enumerate(record)
-            if samples and entry.slot >= 0 and entry.admission == admission and turn > entry.done
+            if samples and entry.slot >= 0 and entry.admission == admission and turn > entry.num_returned
         ]
         if is_finite is not None:
             for _, entry, *_ in [each for each in wanted if not is_finite[each[0]]]:
@@ -429,13 +435,17 @@ class Reference:
         for row, entry, turn, drafts in wanted:
             if entry in failed:
                 continue
-            entry.done = turn
+            entry.num_returned = turn
             if entry.beam_group:
                 answered.append(row)
                 continue
             if counts is not None and not counts[row]:  # the mask was late: the last token is computed again
-                entry.done, entry.length, entry.issued = entry.turn, entry.known, entry.known - 1
-                entry.given = entry.known if self.limits.max_drafts else entry.issued
+                entry.num_returned, entry.length, entry.num_computed = (
+                    entry.num_sampled,
+                    entry.num_tokens,
+                    entry.num_tokens - 1,
+                )
+                entry.num_prefill = entry.num_tokens if self.limits.max_drafts else entry.num_computed
                 entry.is_late = True
                 continue
             given = [int(tokens[row])] if counts is None else tokens[row, : counts[row]].tolist()
@@ -444,13 +454,13 @@ class Reference:
                 raise Violation(f"request {entry.id} has sampled {own} tokens with {drafts} drafts")
             if drafts:
                 self._settle(entry, drafts, own)
-            for token in given[: entry.limit - entry.known]:
-                entry.truth.ensure(entry.known + 1)
-                if got >= own and not entry.truth.is_forced(entry.known):
+            for token in given[: entry.limit - entry.num_tokens]:
+                entry.truth.ensure(entry.num_tokens + 1)
+                if got >= own and not entry.truth.is_forced(entry.num_tokens):
                     raise Violation(f"request {entry.id} got a token that was neither sampled nor forced")
-                if token != entry.truth.tokens[entry.known]:
+                if token != entry.truth.tokens[entry.num_tokens]:
                     raise Violation(f"I6: request {entry.id} got a token that is not its own")
-                entry.known += 1
+                entry.num_tokens += 1
                 got += 1
                 if token in entry.truth.stop_ids:
                     reasons[entry.id] = "stop"
@@ -459,13 +469,13 @@ class Reference:
             self.num_forced += max(0, got - own)
             ids.append(entry.id)
             fresh[entry.id] = got
-            if entry.id not in reasons and entry.known >= entry.limit:
+            if entry.id not in reasons and entry.num_tokens >= entry.limit:
                 reasons[entry.id] = "length"
             if entry.id in reasons:
                 ended.append(entry)
             elif got > own:  # forced tokens must be computed; rows in flight lack them
-                entry.given = entry.length = entry.known
-                entry.done = entry.turn
+                entry.num_prefill = entry.length = entry.num_tokens
+                entry.num_returned = entry.num_sampled
         touched = {record[row][0].beam_group for row in answered}
         complete = [
             beam_group for beam_group in self.beam_groups if beam_group in touched and self._has_answered(beam_group)
@@ -478,7 +488,7 @@ class Reference:
                 self.blocks.forget(self._key(entry, index), entry.table[index])
                 if index in entry.window:
                     self.windowed.forget(self._key(entry, index), entry.window[index])
-            for index in range(min(entry.brought, entry.behind)) if entry.is_shared else ():
+            for index in range(min(entry.brought, entry.num_freed)) if entry.is_shared else ():
                 self.windowed.discard(self._key(entry, index))
             for index in range(entry.brought) if entry.is_shared else ():
                 self.host.forget(self._key(entry, index))
@@ -510,15 +520,15 @@ class Reference:
             raise Violation("a search goes on before all of its beams have answered")
         first = beam_group[0].truth
         assert isinstance(first, BeamTruth)
-        issued, num_prompt = beam_group[0].issued, first.num_prompt
+        end, num_prompt = beam_group[0].num_computed, first.num_prompt
         old = {
-            each.id: (each.table, each.brought, each.truth.tokens[: issued + 1].tolist(), each.truth.chain.tolist())
+            each.id: (each.table, each.brought, each.truth.tokens[: end + 1].tolist(), each.truth.chain.tolist())
             for each in beam_group
         }
-        windows = {each.id: (each.window, each.behind) for each in beam_group}
+        windows = {each.id: (each.window, each.num_freed) for each in beam_group}
         copies: list[tuple[int, Entry, int]] = []
         entries: list[tuple[Entry, int, int, int]] = []
-        becomes = [(*old[move.source][2][num_prompt:issued], move.token) for move in moves]
+        becomes = [(*old[move.source][2][num_prompt:end], move.token) for move in moves]
         first.search.step()
         if first.search.is_over or sorted(becomes) != sorted(tokens for tokens, _, _ in first.search.running):
             raise Violation(f"the beams go on as {becomes}, where {first.search.running} are due")
@@ -529,25 +539,25 @@ class Reference:
                 continue
             is_first = move.source not in stays
             stays.add(move.source)
-            shared = table if is_first else table[: issued // size]
+            shared = table if is_first else table[: end // size]
             self.blocks.share(shared)
             target.table = list(shared)
             for index, block in enumerate(shared):
                 if old[move.target][0][index : index + 1] != [block]:
                     self.entries.append((target, index, 0, block))
             (window, behind), (before, old_behind) = windows[move.source], windows[move.target]
-            target.window = {at: block for at, block in window.items() if is_first or at < issued // size}
-            target.behind = behind
+            target.window = {at: block for at, block in window.items() if is_first or at < end // size}
+            target.num_freed = behind
             self.windowed.share(target.window.values())
             nothing = self.limits.num_window_blocks
             for index in range(target.reach if self.limits.window else 0):
                 block = target.window.get(index, nothing)
                 if block != (nothing if index < old_behind else before.get(index)):
                     entries.append((target, index, 1, block))
-            if issued % size and not is_first:
-                self.copies.append((0, target, table[issued // size]))
+            if end % size and not is_first:
+                self.copies.append((0, target, table[end // size]))
                 if self.limits.window:
-                    copies.append((1, target, window[issued // size]))
+                    copies.append((1, target, window[end // size]))
         self.entries += entries
         self.copies += copies
         for move in moves:
@@ -559,16 +569,21 @@ class Reference:
             target = self.by_id[move.target]
             target.brought = old[move.source][1]
             assert isinstance(target.truth, BeamTruth)
-            target.truth.become(old[move.source][2][:issued], old[move.source][3][:issued], move.token)
+            target.truth.become(old[move.source][2][:end], old[move.source][3][:end], move.token)
             if target.is_idle:
-                target.is_idle, target.given = False, issued + 1
-            target.issued, target.length, target.known = issued, issued + 1, issued + 1
+                target.is_idle, target.num_prefill = False, end + 1
+            target.num_computed, target.length, target.num_tokens = end, end + 1, end + 1
 
     # The rules.
 
     def _has_answered(self, beam_group: int) -> bool:
         return all(
-            each.is_idle or (each.issued == each.known and each.length == each.known + 1 and each.turn == each.done)
+            each.is_idle
+            or (
+                each.num_computed == each.num_tokens
+                and each.length == each.num_tokens + 1
+                and each.num_sampled == each.num_returned
+            )
             for each in self.beam_groups[beam_group]
         )
 
@@ -580,18 +595,18 @@ class Reference:
         blocks, since a plan without rows is not sent.
         """
         size, window = self.limits.block_size, self.limits.window
-        at = min(entry.issued, entry.known - 1)
+        at = min(entry.num_computed, entry.num_tokens - 1)
         first = at - at % size - window + 1  # the first token that is seen from there
-        works = entry.issued < entry.given or entry.issued < entry.length < entry.limit
-        return max(entry.behind, first // size) if window and works and not is_held(entry) else entry.behind
+        works = entry.num_computed < entry.num_prefill or entry.num_computed < entry.length < entry.limit
+        return max(entry.num_freed, first // size) if window and works and not is_held(entry) else entry.num_freed
 
     def _give_back(self, entry: Entry) -> list[tuple[int, int]]:
         """Release the blocks that no later query sees; return pairs of their slot and index."""
         end = self._seen_from(entry)
-        self.windows["window_given_back"] += end > entry.behind
-        gone = {index: entry.window.pop(index) for index in range(entry.behind, end)}
+        self.windows["window_given_back"] += end > entry.num_freed
+        gone = {index: entry.window.pop(index) for index in range(entry.num_freed, end)}
         self._release(entry, gone, entry.brought, self.windowed)
-        entry.behind = end
+        entry.num_freed = end
         self.entries = [each for each in self.entries if each[0] is not entry or not each[2] or each[1] not in gone]
         return [(entry.slot, index) for index in gone]
 
@@ -606,7 +621,7 @@ class Reference:
         size, window = self.limits.block_size, self.limits.window
         if not window:
             return 0
-        return min(-(-entry.known // size) - count, -(-(window - 1) // size) + 2 - len(near))
+        return min(-(-entry.num_tokens // size) - count, -(-(window - 1) // size) + 2 - len(near))
 
     def _enter(self, entry: Entry, hits: Sequence[int], near: Mapping[int, int], num_new: int) -> None:
         """Start a request with the cached blocks that it hits and `num_new` new blocks."""
@@ -614,7 +629,7 @@ class Reference:
         for index, block in enumerate(hits):
             entry.table[index] = self._use(entry, index, 0, block)
         self._hand_out([entry], [num_new], windowed=None)
-        entry.window, entry.behind = dict(near), len(hits) - len(near) if self.limits.window else 0
+        entry.window, entry.num_freed = dict(near), len(hits) - len(near) if self.limits.window else 0
         for index in range(len(hits) if self.limits.window else 0):
             block = self._use(entry, index, 1, near.get(index, self.limits.num_window_blocks))
             entry.window |= {index: block} if index in near else {}
@@ -661,7 +676,7 @@ class Reference:
         size = self.limits.block_size
         if len(members) > self.limits.num_slots - len(self.running):
             return None
-        is_new = members[0].known == members[0].truth.num_prompt
+        is_new = members[0].num_tokens == members[0].truth.num_prompt
         found: list[tuple[list[int], Entry | None, int]] = []
         num_new, num_windowed, shared, near = 0, 0, set(), set()
         for number, entry in enumerate(members):
@@ -673,16 +688,16 @@ class Reference:
             most = len(hits)
             for other in [] if self.limits.window else members[:number]:
                 pairs = zip(
-                    (self._key(entry, index) for index in range((entry.known - 1) // size)),
-                    (self._key(other, index) for index in range(other.known // size)),
+                    (self._key(entry, index) for index in range((entry.num_tokens - 1) // size)),
+                    (self._key(other, index) for index in range(other.num_tokens // size)),
                     strict=False,
                 )
-                count = next((at for at, (one, two) in enumerate(pairs) if one != two), (entry.known - 1) // size)
+                count = next((at for at, (one, two) in enumerate(pairs) if one != two), (entry.num_tokens - 1) // size)
                 if count > most:
                     most, best = count, other
             found.append(([], best, most) if best else (hits, None, most))
             shared |= {*found[-1][0]}
-            num_new += -(-entry.known // size) - most
+            num_new += -(-entry.num_tokens // size) - most
             if self.limits.window:
                 own = self._near(entry, most)
                 near |= {*own.values()}
@@ -716,20 +731,20 @@ class Reference:
             self.running[entry.slot] = entry
             entry.admission += 1
             if number >= len(found):
-                self._began.append((entry.known, 0))
-                entry.is_idle, entry.table, entry.window, entry.behind = True, [], {}, 0
-                entry.given = entry.length = entry.known = entry.issued = 0
+                self._began.append((entry.num_tokens, 0))
+                entry.is_idle, entry.table, entry.window, entry.num_freed = True, [], {}, 0
+                entry.num_prefill = entry.length = entry.num_tokens = entry.num_computed = 0
                 continue
             hits, sibling, count = found[number]
             if sibling is not None:
                 hits = sibling.table[:count]
                 self.blocks.share(hits)
             start = count * size
-            entry.given = entry.length = entry.known
-            entry.issued = start
-            self._began.append((entry.known, start))
-            self._enter(entry, hits, nears[number], -(-entry.known // size) - count)
-            length = min(entry.known - start, budget) if len(chunks) < self.limits.max_step_chunks else 0
+            entry.num_prefill = entry.length = entry.num_tokens
+            entry.num_computed = start
+            self._began.append((entry.num_tokens, start))
+            self._enter(entry, hits, nears[number], -(-entry.num_tokens // size) - count)
+            length = min(entry.num_tokens - start, budget) if len(chunks) < self.limits.max_step_chunks else 0
             length = self._extend(entry, start, length, spare)
             if length:
                 chunks.append((entry, start, length))
@@ -746,10 +761,10 @@ class Reference:
 
     def _requeue(self, entry: Entry) -> None:
         entry.table = []
-        entry.turn = entry.done = 0
+        entry.num_sampled = entry.num_returned = 0
         if entry.is_idle:
-            entry.is_idle, entry.known = False, entry.truth.num_prompt
-        entry.brought = entry.known // self.limits.block_size
+            entry.is_idle, entry.num_tokens = False, entry.truth.num_prompt
+        entry.brought = entry.num_tokens // self.limits.block_size
         self._enqueue(entry)
 
     def _key(self, entry: Entry, index: int) -> int:
@@ -758,7 +773,7 @@ class Reference:
     def _hits(self, entry: Entry, with_host: bool = False) -> list[int]:
         hits: list[int] = []
         if entry.reads_cache and entry.is_shared:
-            for index in range((entry.known - 1) // self.limits.block_size):
+            for index in range((entry.num_tokens - 1) // self.limits.block_size):
                 block = self._find_block(0, self._key(entry, index), with_host)
                 if block is None:
                     break
@@ -782,8 +797,8 @@ class Reference:
         wanted: list[int] = []
         for entry in decodes:
             count = self._best(entry, len(decodes))
-            if count == 0 and (entry.turn + 1) % drafting.PROBE_ROWS == 0:
-                entry.tried, entry.kept = 1, 1
+            if count == 0 and (entry.num_sampled + 1) % drafting.PROBE_ROWS == 0:
+                entry.num_drafted, entry.num_accepted = 1, 1
                 count = self._best(entry, len(decodes))
                 self.drafting["draft_probe"] += 1
             wanted.append(count)
@@ -810,7 +825,7 @@ class Reference:
 
     def _best(self, entry: Entry, num_rows: int) -> int:
         """Return the number of drafts per row at which a step yields the most tokens in a time."""
-        rate = Fraction(32 * entry.kept // entry.tried, 32)  # at which drafts are accepted
+        rate = Fraction(32 * entry.num_accepted // entry.num_drafted, 32)  # at which drafts are accepted
         per_token, per_draft = Fraction(self.limits.token_cost, 1000), Fraction(self.limits.draft_cost, 1000)
         without = 1 + num_rows * per_token
         speeds = [
@@ -823,12 +838,12 @@ class Reference:
     def _settle(self, entry: Entry, drafts: int, own: int) -> None:
         """Take in the result of a row that verified drafts and sampled `own` tokens."""
         entry.unsettled -= drafts
-        entry.issued -= drafts + 1 - own
+        entry.num_computed -= drafts + 1 - own
         entry.length -= drafts + 1 - own
-        entry.tried += min(own, drafts)
-        entry.kept += own - 1
-        if entry.tried > 16:
-            entry.tried, entry.kept = entry.tried // 2, entry.kept // 2
+        entry.num_drafted += min(own, drafts)
+        entry.num_accepted += own - 1
+        if entry.num_drafted > 16:
+            entry.num_drafted, entry.num_accepted = entry.num_drafted // 2, entry.num_accepted // 2
 
     def _hand_out(self, entries: list[Entry], counts: list[int], windowed: bool | None = False) -> None:
         """Allocate blocks: free ones first, in the order that production chose; then the least recently released.
@@ -838,7 +853,7 @@ class Reference:
         wanted = [entry for entry, count in zip(entries, counts, strict=True) for _ in range(count)]
         for group, blocks in enumerate((self.blocks, self.windowed)):
             if group and windowed is False:  # chunks of prompts get these in `_extend`
-                wanted = [entry for entry in wanted if entry.issued >= entry.given]
+                wanted = [entry for entry in wanted if entry.num_computed >= entry.num_prefill]
             if (windowed and not group) or (group and (windowed is None or not self.limits.window)):
                 continue
             num_free = len(blocks.free)
@@ -871,7 +886,7 @@ class Reference:
         """Free a slot. `fresh` of its tokens are committed in this call, and are not in the cache yet."""
         self.late["late_ended"] += entry.is_late
         entry.is_late = False
-        written = min(entry.issued, entry.known - fresh)
+        written = min(entry.num_computed, entry.num_tokens - fresh)
         full = written // self.limits.block_size
         if publishes:
             self._publish(entry, range(min(entry.brought, full), full))
@@ -885,8 +900,8 @@ class Reference:
         self.beam_groups.pop(entry.beam_group, None)
         self.entries = [each for each in self.entries if each[0] is not entry]
         self.copies = [each for each in self.copies if each[1] is not entry]
-        entry.table, entry.window, entry.behind = [], {}, 0
-        entry.turn = entry.done = 0
+        entry.table, entry.window, entry.num_freed = [], {}, 0
+        entry.num_sampled = entry.num_returned = 0
 
     def _release(self, entry: Entry, table: Mapping[int, int], full: int, blocks: Blocks) -> None:
         """Release blocks by index in the sequence; the first `full` of the sequence may be in the prefix index."""
@@ -931,13 +946,13 @@ class Reference:
         state, size = self.core.state, self.limits.block_size
         if [entry.request.sequence_id for entry in state.waiting] != [entry.id for entry in self.waiting]:
             raise Violation("the queue is not in order")
-        if [entry.known for entry in state.waiting] != [entry.known for entry in self.waiting]:
+        if [entry.num_tokens for entry in state.waiting] != [entry.num_tokens for entry in self.waiting]:
             raise Violation("the queue holds other numbers of tokens")
         if state.adapters != self.places.residents:
             raise Violation("other adapters are resident than are due, or in another order")
         slots = state.slots
-        names = ("ids", "given", "issued", "length", "known", "turn", "done", "limit", "capacity")
-        names += ("may_draft", "has_drafts", "tried", "kept", "behind")
+        names = ("ids", "num_prefill", "num_computed", "length", "num_tokens", "num_sampled", "num_returned")
+        names += ("limit", "capacity", "may_draft", "has_drafts", "num_drafted", "num_accepted", "num_freed")
         columns = list(zip(*(getattr(slots, name).tolist() for name in names), strict=True))
         for slot in range(self.limits.num_slots):
             entry = self.running.get(slot)
@@ -947,14 +962,28 @@ class Reference:
                 if any(columns[slot][1:]) or state.tables[slot]:
                     raise Violation(f"slot {slot} is free and holds something")
                 continue
-            counts = entry.given, entry.issued, entry.length, entry.known, entry.turn, entry.done
-            drafts = entry.may_draft, entry.has_drafts, entry.tried, entry.kept
+            counts = (
+                entry.num_prefill,
+                entry.num_computed,
+                entry.length,
+                entry.num_tokens,
+                entry.num_sampled,
+                entry.num_returned,
+            )
+            drafts = entry.may_draft, entry.has_drafts, entry.num_drafted, entry.num_accepted
             if not self.limits.max_drafts:
                 drafts = False, False, 0, 0
-            due = entry.id, *counts, entry.limit * (not entry.is_idle), len(entry.table) * size, *drafts, entry.behind
+            due = (
+                entry.id,
+                *counts,
+                entry.limit * (not entry.is_idle),
+                len(entry.table) * size,
+                *drafts,
+                entry.num_freed,
+            )
             window = [*entry.window.values()]
-            if [*entry.window] != [*range(entry.behind, entry.reach)]:
-                raise Violation(f"I17: slot {slot} has blocks {[*entry.window]} behind {entry.behind}")
+            if [*entry.window] != [*range(entry.num_freed, entry.reach)]:
+                raise Violation(f"I17: slot {slot} has blocks {[*entry.window]} behind {entry.num_freed}")
             if columns[slot] != due or list(state.tables[slot]) != entry.table:
                 raise Violation(f"slot {slot} holds {columns[slot]}, where {due} is due")
             if self.limits.window and list(state.window_tables[slot]) != window:
@@ -978,4 +1007,4 @@ class Reference:
         used = self.blocks.num_used
         if self.limits.window:
             used = max(used, -(-self.windowed.num_used * self.limits.num_blocks // self.limits.num_window_blocks))
-        return len(self.running), len(self.waiting), sum(entry.known for entry in self.waiting), used
+        return len(self.running), len(self.waiting), sum(entry.num_tokens for entry in self.waiting), used

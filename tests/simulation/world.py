@@ -313,7 +313,7 @@ class World:
                         priority=client.priority,
                         is_shared=is_cached or params.n > 1 or client.beams is not None,
                         reads_cache=not skips,
-                        known=len(client.ids),
+                        num_tokens=len(client.ids),
                         adapter=client.adapter,
                         may_draft=params.structured_outputs is None,
                         beam_group=leader,
