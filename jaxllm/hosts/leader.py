@@ -254,7 +254,13 @@ class Leader:
                 elif follower.busy > silence and follower.call:
                     self._fail(f"{follower} is stuck: {follower.call} takes {follower.busy:.0f} s")
             if since is not None and looked - since > self._waits_most:
-                late = [f"{each} works on {each.call}" for each in self._followers.values() if each.busy > silence / 2]
+                followers = self._followers.values()
+                late = [f"{each} works on {each.call}" for each in followers if each.busy > silence / 2]
+                late += [
+                    f"no message for {looked - each.heard:.0f} s from {each}"
+                    for each in followers
+                    if looked - each.heard > silence / 2
+                ]
                 self._fail(
                     f"{self._waits_for} takes {looked - since:.0f} s on host 0; {'; '.join(late) or 'others wait'}"
                 )
