@@ -28,7 +28,7 @@ from jaxllm.model.sharding import Layout
 FOLDER = "orbax"
 LISTING = "orbax.json"  # the list of the checkpoint's files
 _SMALL_FILE = 2**20  # bytes; smaller files, Orbax's index, have a checksum
-_CHUNK_BYTES = 2**20  # per chunk; a shard's columns lie in few chunks
+CHUNK_BYTES = 2**20  # per chunk; a shard's columns lie in few chunks
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 Name = tuple[int | None, str]  # a part's layer (None outside) and name
@@ -67,7 +67,7 @@ def write(folder: Path, parts: dict[Name, np.ndarray], written: Callable[[Name],
         (jax.Array, type_handlers.ArrayHandler()),  # required by Orbax
     )
     handler = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=handlers)
-    chunked = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), tree)
+    chunked = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
     with ocp.Checkpointer(handler) as checkpointer:
         checkpointer.save((folder / FOLDER).absolute(), ocp.args.PyTreeSave(tree, save_args=chunked))
     listing = {"files": list_files(folder), "has_head": (None, "head") in parts}
@@ -126,7 +126,8 @@ def load(folder: Path, declared: Params[Weight], layout: Layout, dtype: DTypeLik
                 kind = jnp.dtype(jnp.float32) if weight.scheme is not None else weight.type_of(dtype)
                 for expert, name in enumerate(_names(weight, part)):
                     own = layout if weight.stack is None else _holding(weight, expert, layout)
-                    _place(tree, (layer, name), _target(weight, part, own, kind))
+                    if _local(own):
+                        _place(tree, (layer, name), _target(weight, part, own, kind))
         pieces = _restore(folder, tree)
         pieces = pieces["top"] if layer is None else pieces["layers"][str(layer)]
         arrays: dict[str, Any] = {
@@ -196,11 +197,19 @@ def _shape(weight: Weight, part: Part) -> tuple[int, ...]:
     return (*rows, *weight.one[1:])
 
 
-def _describe(folder: Path) -> dict[str, Any]:
+def _reader() -> Any:
+    """Return a checkpointer that waits for no other process."""
     import orbax.checkpoint as ocp
 
+    own = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own})
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)
+
+
+def _describe(folder: Path) -> dict[str, Any]:
     try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        with _reader() as checkpointer:
             tree = checkpointer.metadata((folder / FOLDER).absolute()).item_metadata.tree
     except Exception as error:
         raise _unreadable(folder, error) from error
@@ -233,7 +242,7 @@ def _restore(folder: Path, targets: dict[str, Any]) -> dict[str, Any]:
     item = jax.tree.map(lambda target: jax.ShapeDtypeStruct(target.global_shape, target.dtype), targets)
     args = ocp.args.PyTreeRestore(item, restore_args=targets, partial_restore=True)
     try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        with _reader() as checkpointer:
             return checkpointer.restore((folder / FOLDER).absolute(), args)
     except jax.errors.JaxRuntimeError:  # device errors such as exhausted memory
         raise
@@ -255,17 +264,24 @@ def _join(weight: Weight, pieces: list[Array], layout: Layout) -> Array:
     if _is_one_array(weight):
         return pieces[0]
     held = [_by_device(piece) for piece in pieces]
-    joined = [_concatenate(weight, [piece[device] for piece in held]) for device in layout.devices]
+    joined = [_concatenate(weight, [piece[device] for piece in held]) for device in _local(layout)]
     return jax.make_array_from_single_device_arrays(weight.shape, layout.sharding(*weight.axes), joined)
 
 
 def _stack(weight: Weight, pieces: list[dict[str, Array]], layout: Layout) -> Array:
-    held = [[_by_device(piece[str(expert)]) for piece in pieces] for expert in range(weight.stack or 0)]
+    """Join the experts of each device; those of other processes were not restored."""
+    experts = sorted(map(int, pieces[0]))
+    held = [[_by_device(piece[str(expert)]) for piece in pieces] for expert in experts]
     stacked = [
         jnp.stack([_concatenate(weight, [piece[device] for piece in parts]) for parts in held if device in parts[0]])
-        for device in layout.devices
+        for device in _local(layout)
     ]
     return jax.make_array_from_single_device_arrays(weight.shape, layout.sharding(*weight.axes), stacked)
+
+
+def _local(layout: Layout) -> list[Any]:
+    """Return the devices of this process."""
+    return [device for device in layout.devices if device.process_index == jax.process_index()]
 
 
 def _by_device(array: Array) -> dict[Any, Array]:

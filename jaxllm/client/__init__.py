@@ -32,6 +32,7 @@ from jaxllm.client.results import (
     ToolCall,
     ToolCallDelta,
     Usage,
+    WeightInfo,
 )
 
 __all__ = [
@@ -56,4 +57,5 @@ __all__ = [
     "ToolCall",
     "ToolCallDelta",
     "Usage",
+    "WeightInfo",
 ]

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 import grpc
@@ -29,13 +29,30 @@ def _method(
 ) -> Callable[Concatenate[AsyncClient, P], Awaitable[Result]]:
     @functools.wraps(make)
     async def method(client: AsyncClient, /, *arguments: P.args, **options: P.kwargs) -> Result:
-        call = make(client, *arguments, **options)
-        try:
-            return call.read(await client._start(call))
-        except grpc.RpcError as failure:
-            raise error_of(failure, client.target) from None
+        return await _answer(client, make(client, *arguments, **options))
 
     return method
+
+
+def _sequence(
+    make: Callable[Concatenate[Any, P], Iterator[Call[Result]]],
+) -> Callable[Concatenate[AsyncClient, P], Awaitable[Result]]:
+    @functools.wraps(make)
+    async def method(client: AsyncClient, /, *arguments: P.args, **options: P.kwargs) -> Result:
+        calls = make(client, *arguments, **options)
+        result = await _answer(client, next(calls))
+        for call in calls:
+            result = await _answer(client, call)
+        return result
+
+    return method
+
+
+async def _answer(client: AsyncClient, call: Call[Result]) -> Result:
+    try:
+        return call.read(await client._start(call))
+    except grpc.RpcError as failure:
+        raise error_of(failure, client.target) from None
 
 
 def _stream(
@@ -79,6 +96,12 @@ class AsyncClient(Endpoint):
     abort = _method(Calls.abort)
     pause = _method(Calls.pause)
     resume = _method(Calls.resume)
+    sleep = _method(Calls.sleep)
+    wake_up = _method(Calls.wake_up)
+    weight_info = _method(Calls.weight_info)
+    start_weight_update = _method(Calls.start_weight_update)
+    update_weights = _sequence(Calls.update_weights)
+    finish_weight_update = _method(Calls.finish_weight_update)
     reset_prefix_cache = _method(Calls.reset_prefix_cache)
     load_adapter = _method(Calls.load_adapter)
     unload_adapter = _method(Calls.unload_adapter)

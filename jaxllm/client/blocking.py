@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 import grpc
@@ -25,13 +25,30 @@ Item = TypeVar("Item")
 def _method(make: Callable[Concatenate[Any, P], Call[Result]]) -> Callable[Concatenate[Client, P], Result]:
     @functools.wraps(make)
     def method(client: Client, /, *arguments: P.args, **options: P.kwargs) -> Result:
-        call = make(client, *arguments, **options)
-        try:
-            return call.read(client._start(call))
-        except grpc.RpcError as failure:
-            raise error_of(failure, client.target) from None
+        return _answer(client, make(client, *arguments, **options))
 
     return method
+
+
+def _sequence(
+    make: Callable[Concatenate[Any, P], Iterator[Call[Result]]],
+) -> Callable[Concatenate[Client, P], Result]:
+    @functools.wraps(make)
+    def method(client: Client, /, *arguments: P.args, **options: P.kwargs) -> Result:
+        calls = make(client, *arguments, **options)
+        result = _answer(client, next(calls))
+        for call in calls:
+            result = _answer(client, call)
+        return result
+
+    return method
+
+
+def _answer(client: Client, call: Call[Result]) -> Result:
+    try:
+        return call.read(client._start(call))
+    except grpc.RpcError as failure:
+        raise error_of(failure, client.target) from None
 
 
 def _stream(
@@ -72,6 +89,12 @@ class Client(Endpoint):
     abort = _method(Calls.abort)
     pause = _method(Calls.pause)
     resume = _method(Calls.resume)
+    sleep = _method(Calls.sleep)
+    wake_up = _method(Calls.wake_up)
+    weight_info = _method(Calls.weight_info)
+    start_weight_update = _method(Calls.start_weight_update)
+    update_weights = _sequence(Calls.update_weights)
+    finish_weight_update = _method(Calls.finish_weight_update)
     reset_prefix_cache = _method(Calls.reset_prefix_cache)
     load_adapter = _method(Calls.load_adapter)
     unload_adapter = _method(Calls.unload_adapter)

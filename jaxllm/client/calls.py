@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any, Generic, Literal, TypeVar, Unpack
 
 from grpc_health.v1 import health_pb2
@@ -21,7 +22,17 @@ from jaxllm.client.options import (
     StreamEmbedOptions,
     StreamOptions,
 )
-from jaxllm.client.results import Adapter, Classification, Completion, Embedding, ModelInfo, Scores, ServerInfo
+from jaxllm.client.results import (
+    Adapter,
+    Classification,
+    Completion,
+    Embedding,
+    ModelInfo,
+    Scores,
+    ServerInfo,
+    WeightInfo,
+)
+from jaxllm.client.weight_requests import finish_request, sleep_request, update_requests, wake_up_request
 from jaxllm.metrics import Load
 from jaxllm.v1 import control_pb2, inference_pb2
 
@@ -177,6 +188,53 @@ class Calls(Endpoint):
         """Resume generating after `pause`."""
         request = control_pb2.ResumeGenerationRequest()
         return Call("control", "ResumeGeneration", request, reading.read_nothing, timeout)
+
+    def sleep(
+        self,
+        level: int = 1,
+        tags: Iterable[str] | None = None,
+        *,
+        mode: str = "abort",
+        timeout: float | None = None,
+    ) -> Call[None]:
+        """Pause (level 0), and move the weights to the host (1) or drop them (2) with the KV cache; `mode` as `pause`.
+
+        `tags` limits it to "weights" or "kv_cache".
+        """
+        return Call("control", "Sleep", sleep_request(level, tags, mode), reading.read_nothing, timeout)
+
+    def wake_up(self, tags: Iterable[str] | None = None, *, timeout: float | None = None) -> Call[None]:
+        """Bring `tags` back after `sleep`, by default all; resume if nothing is left asleep."""
+        return Call("control", "WakeUp", wake_up_request(tags), reading.read_nothing, timeout)
+
+    def weight_info(self, *, timeout: float | None = None) -> Call[WeightInfo]:
+        """Return the version of the weights, and whether the server sleeps or is paused."""
+        return Call("control", "GetWeightInfo", control_pb2.GetWeightInfoRequest(), reading.read_weight_info, timeout)
+
+    def start_weight_update(self, *, timeout: float | None = None) -> Call[None]:
+        """Open an update of the weights in pieces; requests wait until `finish_weight_update`."""
+        request = control_pb2.StartWeightUpdateRequest()
+        return Call("control", "StartWeightUpdate", request, reading.read_nothing, timeout)
+
+    def update_weights(
+        self,
+        weights: str | PathLike[str] | Mapping[str, Any],
+        *,
+        weight_version: str | None = None,
+        timeout: float | None = None,
+    ) -> Iterator[Call[str]]:
+        """Replace weights, and return their version.
+
+        `weights` is the path of a folder below the server's --weights-root, or, after `start_weight_update`, NumPy or
+        JAX arrays by the names in the checkpoint. They are sent in parts, with `timeout` for each.
+        """
+        for request in update_requests(weights, weight_version):
+            yield Call("control", "UpdateWeights", request, reading.read_weight_version, timeout)
+
+    def finish_weight_update(self, weight_version: str | None = None, *, timeout: float | None = None) -> Call[str]:
+        """End an update in pieces; return the version, by default the number of updates."""
+        request = finish_request(weight_version)
+        return Call("control", "FinishWeightUpdate", request, reading.read_weight_version, timeout)
 
     def reset_prefix_cache(self, *, timeout: float | None = None) -> Call[bool]:
         """Clear the prefix cache. Return False, and clear nothing, while requests run."""

@@ -27,6 +27,7 @@ from jaxllm.client.results import (
     ToolCall,
     ToolCallDelta,
     Usage,
+    WeightInfo,
 )
 from jaxllm.metrics import Load
 from jaxllm.v1 import control_pb2, inference_pb2, types_pb2
@@ -251,6 +252,14 @@ def read_text(response: inference_pb2.DetokenizeResponse) -> str:
 
 def read_was_reset(response: control_pb2.ResetPrefixCacheResponse) -> bool:
     return response.was_reset
+
+
+def read_weight_info(response: control_pb2.GetWeightInfoResponse) -> WeightInfo:
+    return WeightInfo(response.weight_version, response.is_sleeping, response.is_paused)
+
+
+def read_weight_version(response: Any) -> str:
+    return response.weight_version
 
 
 def read_nothing(response: object) -> None:

@@ -178,8 +178,12 @@ def abort_request(request_ids: str | Sequence[str]) -> control_pb2.AbortRequest:
     return request
 
 
+def pause_mode_of(mode: str) -> Any:
+    return number_of("mode", mode, _PAUSE_MODES)
+
+
 def pause_request(mode: str, clear_cache: bool | None) -> control_pb2.PauseGenerationRequest:
-    request = control_pb2.PauseGenerationRequest(mode=number_of("mode", mode, _PAUSE_MODES))
+    request = control_pb2.PauseGenerationRequest(mode=pause_mode_of(mode))
     if clear_cache is not None:
         set_field(request, "clear_cache", "clear_cache", clear_cache)
     return request

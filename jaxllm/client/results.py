@@ -225,6 +225,15 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightInfo:
+    """The state of a server's weights."""
+
+    version: str  # "0" at the start
+    is_sleeping: bool  # weights or cache are
+    is_paused: bool  # requests are refused
+
+
+@dataclass(frozen=True, slots=True)
 class ServerInfo:
     """A server's version, state and limits."""
 

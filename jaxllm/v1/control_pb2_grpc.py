@@ -85,6 +85,36 @@ class ControlServiceStub:
                 request_serializer=jaxllm_dot_v1_dot_control__pb2.ResumeGenerationRequest.SerializeToString,
                 response_deserializer=jaxllm_dot_v1_dot_control__pb2.ResumeGenerationResponse.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/jaxllm.v1.ControlService/Sleep',
+                request_serializer=jaxllm_dot_v1_dot_control__pb2.SleepRequest.SerializeToString,
+                response_deserializer=jaxllm_dot_v1_dot_control__pb2.SleepResponse.FromString,
+                _registered_method=True)
+        self.WakeUp = channel.unary_unary(
+                '/jaxllm.v1.ControlService/WakeUp',
+                request_serializer=jaxllm_dot_v1_dot_control__pb2.WakeUpRequest.SerializeToString,
+                response_deserializer=jaxllm_dot_v1_dot_control__pb2.WakeUpResponse.FromString,
+                _registered_method=True)
+        self.GetWeightInfo = channel.unary_unary(
+                '/jaxllm.v1.ControlService/GetWeightInfo',
+                request_serializer=jaxllm_dot_v1_dot_control__pb2.GetWeightInfoRequest.SerializeToString,
+                response_deserializer=jaxllm_dot_v1_dot_control__pb2.GetWeightInfoResponse.FromString,
+                _registered_method=True)
+        self.StartWeightUpdate = channel.unary_unary(
+                '/jaxllm.v1.ControlService/StartWeightUpdate',
+                request_serializer=jaxllm_dot_v1_dot_control__pb2.StartWeightUpdateRequest.SerializeToString,
+                response_deserializer=jaxllm_dot_v1_dot_control__pb2.StartWeightUpdateResponse.FromString,
+                _registered_method=True)
+        self.UpdateWeights = channel.unary_unary(
+                '/jaxllm.v1.ControlService/UpdateWeights',
+                request_serializer=jaxllm_dot_v1_dot_control__pb2.UpdateWeightsRequest.SerializeToString,
+                response_deserializer=jaxllm_dot_v1_dot_control__pb2.UpdateWeightsResponse.FromString,
+                _registered_method=True)
+        self.FinishWeightUpdate = channel.unary_unary(
+                '/jaxllm.v1.ControlService/FinishWeightUpdate',
+                request_serializer=jaxllm_dot_v1_dot_control__pb2.FinishWeightUpdateRequest.SerializeToString,
+                response_deserializer=jaxllm_dot_v1_dot_control__pb2.FinishWeightUpdateResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServiceServicer:
@@ -168,6 +198,63 @@ class ControlServiceServicer:
 
     def ResumeGeneration(self, request, context):
         """Resumes generation after PauseGeneration.
+
+        Errors: INVALID_ARGUMENT if the server sleeps: WakeUp resumes it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Sleep(self, request, context):
+        """Pauses generation and frees memory of the devices. New requests fail with UNAVAILABLE until WakeUp.
+
+        This method and those below fail with FAILED_PRECONDITION if the server was started without --enable-sleep-mode.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WakeUp(self, request, context):
+        """Brings weights and cache back after Sleep. Generation resumes when nothing is left asleep.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetWeightInfo(self, request, context):
+        """Returns the version of the weights, and whether the server sleeps or is paused.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StartWeightUpdate(self, request, context):
+        """Opens an update of the weights in pieces. Requests wait until FinishWeightUpdate.
+
+        Errors: INVALID_ARGUMENT if an update is open.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateWeights(self, request, context):
+        """Replaces weights: all by those of a folder, or one tensor, in as many calls as it has parts. Running requests keep
+        their tokens, and compute them again with the new weights before the next one.
+
+        Errors, before anything is replaced: FAILED_PRECONDITION for a folder if the server was started without
+        --weights-root. INVALID_ARGUMENT for a folder that is missing or holds another model, for a tensor without an open
+        update, or with a name, shape or type that the model does not have, and for a part that does not follow the part
+        before it. A tensor that failed can be sent again, from its first part.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FinishWeightUpdate(self, request, context):
+        """Ends an update in pieces.
+
+        Errors: INVALID_ARGUMENT if no update is open, or if tensors are missing. If no weight was replaced, the update is
+        over and the old weights are used; otherwise requests wait until all tensors have been sent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -225,6 +312,36 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.ResumeGeneration,
                     request_deserializer=jaxllm_dot_v1_dot_control__pb2.ResumeGenerationRequest.FromString,
                     response_serializer=jaxllm_dot_v1_dot_control__pb2.ResumeGenerationResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=jaxllm_dot_v1_dot_control__pb2.SleepRequest.FromString,
+                    response_serializer=jaxllm_dot_v1_dot_control__pb2.SleepResponse.SerializeToString,
+            ),
+            'WakeUp': grpc.unary_unary_rpc_method_handler(
+                    servicer.WakeUp,
+                    request_deserializer=jaxllm_dot_v1_dot_control__pb2.WakeUpRequest.FromString,
+                    response_serializer=jaxllm_dot_v1_dot_control__pb2.WakeUpResponse.SerializeToString,
+            ),
+            'GetWeightInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetWeightInfo,
+                    request_deserializer=jaxllm_dot_v1_dot_control__pb2.GetWeightInfoRequest.FromString,
+                    response_serializer=jaxllm_dot_v1_dot_control__pb2.GetWeightInfoResponse.SerializeToString,
+            ),
+            'StartWeightUpdate': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartWeightUpdate,
+                    request_deserializer=jaxllm_dot_v1_dot_control__pb2.StartWeightUpdateRequest.FromString,
+                    response_serializer=jaxllm_dot_v1_dot_control__pb2.StartWeightUpdateResponse.SerializeToString,
+            ),
+            'UpdateWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateWeights,
+                    request_deserializer=jaxllm_dot_v1_dot_control__pb2.UpdateWeightsRequest.FromString,
+                    response_serializer=jaxllm_dot_v1_dot_control__pb2.UpdateWeightsResponse.SerializeToString,
+            ),
+            'FinishWeightUpdate': grpc.unary_unary_rpc_method_handler(
+                    servicer.FinishWeightUpdate,
+                    request_deserializer=jaxllm_dot_v1_dot_control__pb2.FinishWeightUpdateRequest.FromString,
+                    response_serializer=jaxllm_dot_v1_dot_control__pb2.FinishWeightUpdateResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -498,6 +615,168 @@ class ControlService:
             '/jaxllm.v1.ControlService/ResumeGeneration',
             jaxllm_dot_v1_dot_control__pb2.ResumeGenerationRequest.SerializeToString,
             jaxllm_dot_v1_dot_control__pb2.ResumeGenerationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxllm.v1.ControlService/Sleep',
+            jaxllm_dot_v1_dot_control__pb2.SleepRequest.SerializeToString,
+            jaxllm_dot_v1_dot_control__pb2.SleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WakeUp(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxllm.v1.ControlService/WakeUp',
+            jaxllm_dot_v1_dot_control__pb2.WakeUpRequest.SerializeToString,
+            jaxllm_dot_v1_dot_control__pb2.WakeUpResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetWeightInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxllm.v1.ControlService/GetWeightInfo',
+            jaxllm_dot_v1_dot_control__pb2.GetWeightInfoRequest.SerializeToString,
+            jaxllm_dot_v1_dot_control__pb2.GetWeightInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartWeightUpdate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxllm.v1.ControlService/StartWeightUpdate',
+            jaxllm_dot_v1_dot_control__pb2.StartWeightUpdateRequest.SerializeToString,
+            jaxllm_dot_v1_dot_control__pb2.StartWeightUpdateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxllm.v1.ControlService/UpdateWeights',
+            jaxllm_dot_v1_dot_control__pb2.UpdateWeightsRequest.SerializeToString,
+            jaxllm_dot_v1_dot_control__pb2.UpdateWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FinishWeightUpdate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxllm.v1.ControlService/FinishWeightUpdate',
+            jaxllm_dot_v1_dot_control__pb2.FinishWeightUpdateRequest.SerializeToString,
+            jaxllm_dot_v1_dot_control__pb2.FinishWeightUpdateResponse.FromString,
             options,
             channel_credentials,
             insecure,

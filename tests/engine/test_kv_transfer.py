@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from jaxllm import LLM, AsyncLLM, LLMEngine, RequestOutput, SamplingParams, UserError
 from jaxllm.config import EngineConfig
-from jaxllm.engine.features.transfer import frames, producer
+from jaxllm.engine.features.transfer import consumer, frames, producer
+from jaxllm.engine.features.transfer.consumer import Consumer
 from jaxllm.engine.features.transfer.feature import KvTransfer
 from jaxllm.engine.features.transfer.frames import Block, Fingerprint, FrameError
 from jaxllm.engine.features.transfer.leases import Leases
-from jaxllm.engine.features.transfer.params import read
+from jaxllm.engine.features.transfer.params import Remote, read
+from jaxllm.engine.features.transfer.producer import Producer
 from jaxllm.engine.output_streams import merge
 from jaxllm.errors import DeadlineError, FeatureDisabledError, RequestFailedError
 from jaxllm.kv_transfer_config import KvTransferConfig, TransferOptions
@@ -189,6 +193,46 @@ def test_leases_end_and_the_buffer_is_bounded() -> None:
     assert leases.release(second.name) and not leases.release(second.name) and leases.num_bytes == 0
     leases.fill(second, {Block(0, b"a"): bytes(50)})
     assert leases.num_bytes == 0 and not second.blocks and second.is_filled.is_set()
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_a_heartbeat_renews_the_leases_of_pulls_that_wait(is_alive: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test one pull whose blocks arrive slowly and one that waits for a thread; a lease lasts 30 s of a fake clock."""
+    now, is_sending, may_send, made, find = [0.0], threading.Event(), threading.Event(), frames.pack, Leases.find
+    renewed: set[tuple[str, float]] = set()
+
+    def renew(leases: Leases, name: str) -> Any:
+        found = find(leases, name)
+        renewed.add((name, now[0]))
+        return found
+
+    def slow(*given: Any) -> bytes:
+        is_sending.set()
+        may_send.wait(10)
+        return made(*given)
+
+    monkeypatch.setattr(producer.frames, "pack", slow)
+    monkeypatch.setattr(consumer, "PULLS", 1)
+    monkeypatch.setattr(Leases, "find", renew)
+    layout: Any = SimpleNamespace(sizes=lambda: (1, 0), pack=bytes, unpack=lambda content, _: bytes(content))
+    fingerprint = Fingerprint(bytes(32))
+    blocks = [Block(0, bytes([number]) * 32) for number in range(3)]
+    options = TransferOptions(lease=0.06 if is_alive else 600.0)
+    with (
+        closing(Producer(KvTransferConfig(kv_role="kv_producer"), fingerprint, [layout], lambda: now[0])) as sender,
+        closing(
+            Consumer(KvTransferConfig(kv_role="kv_consumer", kv_connector_extra_config=options), fingerprint, [layout])
+        ) as receiver,
+    ):
+        names = [sender.keep(dict.fromkeys(blocks, b"x")) for _ in range(2)]
+        pulls = [receiver.pull(Remote(f"127.0.0.1:{sender.port}", str(name)), blocks) for name in names]
+        assert is_sending.wait(10)
+        for now[0] in (20.0, 40.0):
+            if is_alive:
+                wait(lambda: renewed >= {(str(name), now[0]) for name in names})
+            sender.leases.sweep()
+        may_send.set()
+        assert [len(pull.result(10)) for pull in pulls] == ([3, 3] if is_alive else [1, 0])
 
 
 @pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.slow)])

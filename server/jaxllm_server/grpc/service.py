@@ -6,7 +6,7 @@ However a call ends, the iterator of `Serving` is closed, which aborts the reque
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -21,9 +21,9 @@ from jaxllm.version import __version__
 from jaxllm_server.grpc import pooling_messages, reading, replies
 from jaxllm_server.grpc.pooling_methods import PoolingMethods
 from jaxllm_server.grpc.servicer import REQUEST_ID, Writer
+from jaxllm_server.grpc.weight_methods import WeightMethods, pause_mode_of
 
 if TYPE_CHECKING:
-    from jaxllm.engine.life_cycle import PauseMode
     from jaxllm_server.generation.calls import Call, Chunk
     from jaxllm_server.serving import Serving
 
@@ -34,12 +34,6 @@ _API_REVISION = (  # methods, fields and enum values
     + sum(len(each.values) for file in _FILES for each in file.enum_types_by_name.values())
 )
 _ADAPTER_FIELDS = {"lora_name": "name", "lora_path": "source"}
-_PAUSE_MODES: Mapping[int, PauseMode] = {
-    control_pb2.PAUSE_MODE_UNSPECIFIED: "abort",
-    control_pb2.PAUSE_MODE_ABORT: "abort",
-    control_pb2.PAUSE_MODE_WAIT: "wait",
-    control_pb2.PAUSE_MODE_KEEP: "keep",
-}
 
 
 class InferenceService(PoolingMethods, inference_pb2_grpc.InferenceServiceServicer):
@@ -149,11 +143,11 @@ class InferenceService(PoolingMethods, inference_pb2_grpc.InferenceServiceServic
                     yield chunk
 
 
-class ControlService(control_pb2_grpc.ControlServiceServicer):
+class ControlService(WeightMethods, control_pb2_grpc.ControlServiceServicer):
     """State, load and control."""
 
     def __init__(self, serving: Serving, stall_timeout: float) -> None:
-        self._serving = serving
+        super().__init__(serving)
         self._stall_timeout = stall_timeout
         self._instance_id = uuid4().hex
         self._start_time = _now()
@@ -217,9 +211,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     async def PauseGeneration(
         self, request: control_pb2.PauseGenerationRequest, context: ServicerContext
     ) -> control_pb2.PauseGenerationResponse:
-        if request.mode not in _PAUSE_MODES:
-            raise UserError(f"mode {request.mode} is not known.", "mode")
-        mode = _PAUSE_MODES[request.mode]
+        mode = pause_mode_of(request.mode)
         if mode == "keep" and request.clear_cache:
             raise UserError("requests that are kept need the cache: leave clear_cache out or false.", "clear_cache")
         clear = request.clear_cache if request.HasField("clear_cache") else mode != "keep"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any, cast
 
 from starlette.requests import Request
@@ -11,12 +10,13 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from jaxllm.engine.life_cycle import PauseMode
-from jaxllm.errors import FeatureDisabledError, UserError
+from jaxllm.errors import UserError
 from jaxllm_server.http.answering import Answering
 from jaxllm_server.http.answers import json_response
 from jaxllm_server.http.routes import GET, ApiRoute, Body, Run
 from jaxllm_server.http.schemas import OBJECT, TEXT
 from jaxllm_server.openai import weights
+from jaxllm_server.shared import weight_calls
 
 _INIT = Body(
     "InitWeightTransfer",
@@ -76,12 +76,10 @@ class WeightHandlers:
 
     def __init__(self, answering: Answering) -> None:
         self._serving, self._bodies = answering.serving, answering.bodies
-        root = answering.options.weights_root
-        self._root = None if root is None else Path(root).resolve()
+        self._options = answering.options
 
     def check_enabled(self) -> None:
-        if not self._serving.engine.config.enable_sleep_mode:
-            raise FeatureDisabledError("This server was started without --enable-sleep-mode.", "enable_sleep_mode")
+        weight_calls.check_enabled(self._serving.engine.config)
 
     async def sleep(self, request: Request) -> ASGIApp:
         """Pause (`level` 0), move the weights to the host (1, the default) or drop them (2) with the KV cache.
@@ -135,9 +133,7 @@ class WeightHandlers:
     async def update(self, request: Request) -> ASGIApp:
         """Replace the weights. Without /start_weight_update this is a whole update, and returns its version."""
         path, version = await self._bodies.read(request, weights.update_request_of)
-        if self._root is None:
-            raise FeatureDisabledError("This server was started without --weights-root.", "weights_root")
-        folder = self._inside(self._root, path)
+        folder = weight_calls.weight_folder(self._options, path, "update_info")
         version = await self._serving.engine.update_weights(folder, weight_version=version)
         return json_response({"message": "Weights updated", "weight_version": version})
 
@@ -151,15 +147,6 @@ class WeightHandlers:
     async def info(self, request: Request) -> ASGIApp:
         """Return the version of the weights."""
         return json_response({"weight_version": await self._serving.engine.get_weight_version()})
-
-    def _inside(self, root: Path, path: str) -> Path:
-        try:
-            folder = (root / path).resolve()
-        except (OSError, RuntimeError, ValueError):
-            folder = None
-        if folder is None or not folder.is_relative_to(root) or not folder.is_dir():
-            raise UserError(f"there is no folder {path!r:.200} below --weights-root.", "update_info")
-        return folder
 
 
 def _tags(request: Request) -> list[str] | None:

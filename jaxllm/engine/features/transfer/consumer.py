@@ -1,4 +1,7 @@
-"""The consumer of KV transfer: pulls the blocks of a prompt in a thread, until a deadline."""
+"""The consumer of KV transfer: pulls the blocks of a prompt in a thread, until a deadline.
+
+A heartbeat renews the leases of pulls that wait for a thread, or whose blocks arrive slowly.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from typing import Any
 import grpc
 
 from jaxllm.engine.features.transfer import frames
-from jaxllm.engine.features.transfer.frames import FRAME_BYTES, PULL, RELEASE, Block, Fingerprint, FrameError
+from jaxllm.engine.features.transfer.frames import FRAME_BYTES, PULL, RELEASE, RENEW, Block, Fingerprint, FrameError
 from jaxllm.engine.features.transfer.params import Remote
 from jaxllm.errors import RequestFailedError, UserError
 from jaxllm.kv_transfer_config import KvTransferConfig
@@ -25,7 +28,8 @@ from jaxllm.runner.row_layout import Row, RowLayout
 _log = logging.getLogger(__name__)
 PULLS = 32  # concurrent ones; further ones wait, within their deadlines
 MOST_CHANNELS = 64
-RELEASE_SECONDS = 2.0
+CALL_SECONDS = 2.0  # of a heartbeat or a release
+BEATS = 3  # heartbeats of a lease
 WARN_SECONDS = 1.0  # between two warnings
 
 
@@ -61,15 +65,25 @@ class Consumer:
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(PULLS, "jaxllm-kv-pulls")
         self._warned = -WARN_SECONDS
-        self._releases: set[Any] = set()
-        self.num_live = 0
+        self._calls: set[Any] = set()  # not awaited; gRPC cancels a call that nothing refers to
+        self._live: dict[Pull, None] = {}
+        self._closed = threading.Event()
+        self._heart = threading.Thread(
+            target=self._beat, args=(options.lease / BEATS,), name="jaxllm-kv-beats", daemon=True
+        )
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
 
     def pull(self, remote: Remote, blocks: Sequence[Block]) -> Future[Mapping[Block, Row]]:
         """Begin to pull blocks. The future raises RequestFailedError if all must be loaded and one is missing."""
         asked = Pull(remote, blocks, time.monotonic() + self._timeout)
         asked.future.add_done_callback(lambda _: asked.call is not None and asked.call.cancel())
         with self._lock:
-            self.num_live += 1
+            self._live[asked] = None
+            if self._heart.ident is None:
+                self._heart.start()
         try:
             self._threads.submit(self._run, asked)
         except RuntimeError:  # closed
@@ -78,21 +92,35 @@ class Consumer:
 
     def release(self, remote: Remote) -> None:
         """End a lease at its producer, without waiting for it."""
-        with suppress(Exception):  # the lease ends by itself
-            channel = self._channel(remote.target)
-            call = channel.unary_unary(RELEASE).future(
-                remote.lease.encode(), timeout=RELEASE_SECONDS, metadata=self._metadata
-            )
-            self._releases.add(call)  # gRPC cancels a call that nothing refers to
-            call.add_done_callback(self._releases.discard)
+        self._send(remote.target, RELEASE, remote.lease.encode(errors="replace"))
 
     def close(self) -> None:
         """End all pulls. Idempotent."""
+        self._closed.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             channels, self._channels = [*self._channels.values()], OrderedDict()
         for channel in channels:
             channel.close()
+
+    def _beat(self, seconds: float) -> None:
+        """Renew the leases of pulls until the end; those of cancelled and late ones are left to end."""
+        while not self._closed.wait(seconds):
+            now, leases = time.monotonic(), dict[str, list[str]]()
+            with self._lock:
+                waiting = [asked for asked in self._live if asked.deadline > now and not asked.future.cancelled()]
+            for asked in waiting:
+                leases.setdefault(asked.remote.target, []).append(asked.remote.lease)
+            for target, names in leases.items():
+                self._send(target, RENEW, frames.pack_names(names))
+
+    def _send(self, target: str, method: str, content: bytes) -> None:
+        """Begin a call, without waiting for its end; if it fails, leases end by themselves."""
+        with suppress(Exception):
+            channel = self._channel(target)
+            call = channel.unary_unary(method).future(content, timeout=CALL_SECONDS, metadata=self._metadata)
+            self._calls.add(call)
+            call.add_done_callback(self._calls.discard)
 
     def _run(self, asked: Pull) -> None:
         received: dict[Block, Row] = {}
@@ -108,7 +136,7 @@ class Consumer:
         self.release(asked.remote)
         missing = len(asked.blocks) - len(received)
         with self._lock:
-            self.num_live -= 1
+            self._live.pop(asked, None)
         with suppress(InvalidStateError):  # cancelled
             if missing and self._must_load:
                 message = f"{missing} KV blocks did not arrive, and kv_load_failure_policy is fail."

@@ -1,4 +1,4 @@
-"""The messages of KV transfer: a pull's request as JSON, and a frame for each block.
+"""The messages of KV transfer: requests as JSON, and a frame for each block.
 
 A frame is a header and the block's content. Its checksum covers all other bytes.
 """
@@ -14,12 +14,13 @@ from typing import NamedTuple
 
 MAGIC = b"jaxkv\x00\x00\x01"  # the last byte is the version
 SERVICE = "jaxllm.kv.v1.KvTransfer"
-PULL, RELEASE = f"/{SERVICE}/Pull", f"/{SERVICE}/Release"
+PULL, RENEW, RELEASE = f"/{SERVICE}/Pull", f"/{SERVICE}/Renew", f"/{SERVICE}/Release"
 # Magic, fingerprints of the model and of its draft model, digest, group, bytes of both models' content.
 _HEADER = struct.Struct("!8s32s32s32sIQQ")
 _CHECKSUM = 32
 FRAME_BYTES = _HEADER.size + _CHECKSUM  # besides the content
 MOST_BLOCKS = 1 << 20  # of a pull
+MOST_LEASES = 1 << 16  # of a heartbeat
 NO_DRAFTS = bytes(32)  # fingerprint without a draft model
 
 
@@ -64,6 +65,22 @@ class PullRequest:
         if len(blocks) > MOST_BLOCKS:
             raise FrameError(f"the request names more than {MOST_BLOCKS} blocks")
         return made
+
+
+def pack_names(leases: Sequence[str]) -> bytes:
+    """Return the request of a heartbeat."""
+    return json.dumps(leases[:MOST_LEASES]).encode()
+
+
+def unpack_names(packed: bytes) -> list[str]:
+    """Raise FrameError for anything that `pack_names` did not write."""
+    try:
+        names = json.loads(packed)
+    except (ValueError, RecursionError):
+        names = None
+    if not isinstance(names, list) or len(names) > MOST_LEASES or not all(isinstance(name, str) for name in names):
+        raise FrameError("the request is not a heartbeat of this version")
+    return names
 
 
 def pack(fingerprint: Fingerprint, block: Block, content: bytes, num_own: int) -> bytes:

@@ -1,6 +1,6 @@
 """The blocks that a producer keeps for pulls: a bounded buffer of leases. Thread-safe.
 
-A lease ends when its blocks are released, or a time after its last pull.
+A lease ends when its blocks are released, or a time after its last pull or heartbeat.
 """
 
 from __future__ import annotations

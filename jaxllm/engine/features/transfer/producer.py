@@ -15,7 +15,16 @@ from typing import Any
 import grpc
 
 from jaxllm.engine.features.transfer import frames
-from jaxllm.engine.features.transfer.frames import PULL, RELEASE, SERVICE, Block, Fingerprint, FrameError, PullRequest
+from jaxllm.engine.features.transfer.frames import (
+    PULL,
+    RELEASE,
+    RENEW,
+    SERVICE,
+    Block,
+    Fingerprint,
+    FrameError,
+    PullRequest,
+)
 from jaxllm.engine.features.transfer.leases import Lease, Leases
 from jaxllm.errors import UserError
 from jaxllm.kv_transfer_config import KvTransferConfig
@@ -52,6 +61,7 @@ class Producer:
         self._server = grpc.server(ThreadPoolExecutor(PULLS, "jaxllm-kv-pulls"), options=_OPTIONS)
         handlers = {
             PULL.rpartition("/")[2]: grpc.unary_stream_rpc_method_handler(self._pull),
+            RENEW.rpartition("/")[2]: grpc.unary_unary_rpc_method_handler(self._renew),
             RELEASE.rpartition("/")[2]: grpc.unary_unary_rpc_method_handler(self._release),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
@@ -128,6 +138,16 @@ class Producer:
             if content is not None and context.is_active():
                 self.leases.find(lease.name)  # each block renews it
                 yield frames.pack(self._fingerprint, block, content, self._sizes[group][0])
+
+    def _renew(self, packed: bytes, context: grpc.ServicerContext) -> bytes:
+        self._check(context)
+        try:
+            names = frames.unpack_names(packed)
+        except FrameError as error:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        for name in names:
+            self.leases.find(name)
+        return b""
 
     def _release(self, name: bytes, context: grpc.ServicerContext) -> bytes:
         self._check(context)

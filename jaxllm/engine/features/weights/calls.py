@@ -16,6 +16,7 @@ from jaxllm.errors import UnavailableError, UserError
 from jaxllm.outputs import RequestOutput
 from jaxllm.runner.model_runner import Runner
 from jaxllm.runner.residence import KV_CACHE, WEIGHTS
+from jaxllm.runner.weight_update import WeightUpdate
 
 Weights = str | PathLike[str] | Mapping[str, Any]  # a folder of safetensors, or arrays by tensor name
 BACKENDS = ("safetensors", "arrays")
@@ -140,6 +141,14 @@ class WeightCalls(ABC):
         own.update = self.runner.begin_update()
         self._hold()
 
+    def check_piece(self, shapes: Mapping[str, Any]) -> None:
+        """Raise UserError if no update in pieces is open, or if `update_weights` would refuse arrays of these shapes.
+
+        `shapes` has objects with `shape` and `dtype` by name, for example `jax.ShapeDtypeStruct`.
+        """
+        self.weights.check_switched_on()
+        self._open_update().check(shapes)
+
     def update_weights(self, weights: Weights, *, weight_version: str | None = None) -> str:
         """Replace weights by those of a folder, or by NumPy or JAX arrays with the checkpoint's names.
 
@@ -175,11 +184,10 @@ class WeightCalls(ABC):
         Raises UserError if tensors are missing. If no weight was replaced, the update is over and the old weights are
         used; otherwise the engine stays held until all are given.
         """
-        own, update = self.weights, self.weights.update
+        own = self.weights
         own.check_switched_on()
         check_version(weight_version)
-        if update is None:
-            raise UserError("no weight update is open: call start_weight_update first.", "weights")
+        update = self._open_update()
         missing = update.missing()
         if missing and not update.has_begun:
             own.update = None
@@ -199,6 +207,11 @@ class WeightCalls(ABC):
         """Raise UnavailableError if no step may run."""
         if self.held is not None:
             raise UnavailableError(self.held)
+
+    def _open_update(self) -> WeightUpdate:
+        if self.weights.update is None:
+            raise UserError("no weight update is open: call start_weight_update first.", "weights")
+        return self.weights.update
 
     def _begin_version(self, version: str | None) -> None:
         self.recompute()

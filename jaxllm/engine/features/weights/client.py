@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, Protocol
 
 from jaxllm import combinations
@@ -24,6 +24,8 @@ class WeightClient(Protocol):
     async def init_weight_transfer_engine(self, backend: str = "safetensors") -> None: ...
 
     async def start_weight_update(self) -> None: ...
+
+    async def check_piece(self, shapes: Mapping[str, Any]) -> None: ...
 
     async def update_weights(self, weights: Weights, *, weight_version: str | None = None) -> str: ...
 
@@ -81,6 +83,10 @@ class AsyncWeightCalls(ABC):
         """See `WeightCalls.start_weight_update`."""
         await self._call(lambda engine: engine.start_weight_update())
 
+    async def check_piece(self, shapes: Mapping[str, Any]) -> None:
+        """See `WeightCalls.check_piece`."""
+        await self._call(lambda engine: engine.check_piece(shapes))
+
     async def update_weights(self, weights: Weights, *, weight_version: str | None = None) -> str:
         """See `WeightCalls.update_weights`."""
         version = await self._call(lambda engine: engine.update_weights(weights, weight_version=weight_version))
@@ -119,6 +125,9 @@ class NoWeightCalls:
         _refuse()
 
     async def start_weight_update(self) -> None:
+        _refuse()
+
+    async def check_piece(self, shapes: Mapping[str, Any]) -> None:
         _refuse()
 
     async def update_weights(self, weights: Weights, *, weight_version: str | None = None) -> str:
