@@ -63,7 +63,7 @@ def largest(kind: descriptor.Descriptor, depth: int = DEPTH) -> Iterator[tuple[s
             else:
                 setattr(found, field.name, large * LARGEST)
         elif field.is_repeated:
-            getattr(found, field.name).extend([1] * 1_900_000)
+            getattr(found, field.name).extend([1] * LARGEST)
         else:
             continue
         yield field.name, found
