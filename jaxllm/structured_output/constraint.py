@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from llguidance import LLMatcher
+from llguidance import LLExecutor, LLMatcher
 
 from jaxllm.errors import printable
 from jaxllm.structured_output.slow_masks import SLOW_SECONDS, Job, Pace
 
 _MOST_SAID = 300
 _GUESS = 0.001  # seconds assumed for the first mask: between usual and slow
+_RELEASE_SECONDS = 0.002  # tokens after longer masks are consumed without the GIL, which takes 50 us more
+_MANY_TOKENS = 2**31 - 1
+_of_thread = threading.local()
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class Constraint:
     ) -> None:
         self.pace = pace
         self.job: Job | None = None  # computes the next mask in a thread
+        self.again: int | None = None  # a dropped token that the thread consumes; the only one to be sampled next …
+        self.due: list[int] = []  # … and the forced tokens after it, consumed too
         self.num_late = 0  # steps waited for the next mask
         self._seconds = _GUESS  # of the last mask
         self.origins = (*origins, *(each for _, found in way.marks for each in found))
@@ -99,18 +105,15 @@ class Constraint:
             self.expected = []
         if self.openings and self._opens(token):
             return
-        if len(self.matchers) > 1 or self.openings:
-            self.matchers = [each for each in self.matchers if each.validate_tokens([token]) == 1]
-        if not self.matchers:
-            if not self.openings:
-                self.fail("No grammar allows the token.")
-            return
-        for matcher in self.matchers:
-            try:
-                matcher.consume_token(token)
-            except (OverflowError, TypeError, ValueError) as error:  # an invalid token id
-                self.fail(str(error))
-        self.check()
+        try:
+            if self._seconds > _RELEASE_SECONDS:
+                consume_released(self.matchers, token)
+            else:
+                for matcher in self.matchers:
+                    matcher.consume_token(token)
+        except (OverflowError, TypeError, ValueError) as error:  # an invalid token id
+            self.fail(str(error))
+        self.check()  # drops the matchers that do not allow the token
 
     def forced(self) -> list[int]:
         """Return the forced next tokens, up to an end, without consuming them."""
@@ -141,6 +144,23 @@ class Constraint:
         else:
             longest = max(len(mark) for mark, _ in self._marks)
             self._end = text[max(0, len(text) - longest + 1) :]
+
+
+def consume_released(matchers: Sequence[LLMatcher], token: int) -> None:
+    """Let matchers consume a token without the GIL, which `LLMatcher.consume_token` holds for up to 0.1 s.
+
+    Matchers that do not allow the token fail. `LLExecutor` releases the GIL for two matchers or more only.
+    """
+    if not matchers:
+        return
+    if not hasattr(_of_thread, "executor"):  # a pool of this thread alone, so that no other work delays it
+        _of_thread.executor = LLExecutor(1)
+    work = [(matcher, token) for matcher in matchers]
+    if len(work) == 1:
+        failed = matchers[0].deep_copy()
+        failed.rollback(_MANY_TOKENS)  # fails, after which consuming takes no time
+        work.append((failed, token))
+    _of_thread.executor.consume_token_par(work)
 
 
 def one_line(said: str) -> str:

@@ -22,7 +22,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
 from jaxllm.errors import UserError
-from jaxllm.structured_output.constraint import Constraint, Preamble, one_line
+from jaxllm.structured_output.constraint import Constraint, Preamble, consume_released, one_line
 from jaxllm.structured_output.ebnf import of_the_server, to_lark
 from jaxllm.structured_output.exactness import exact
 from jaxllm.structured_output.expressions import translate, translate_whitespace
@@ -71,6 +71,7 @@ _LIMITS = LLParserLimits(
 class _Kept:
     matcher: LLMatcher
     num_bytes: int
+    pace: Pace  # of all requests with it, which share its lexer
     uses: int = 1
 
 
@@ -78,13 +79,13 @@ class Grammar:
     """A compiled constraint, shared by the outputs that follow it."""
 
     def __init__(
-        self, matchers: Sequence[LLMatcher], way: Preamble, allowed: np.ndarray, vocabulary: Vocabulary
+        self, matchers: Sequence[LLMatcher], way: Preamble, allowed: np.ndarray, vocabulary: Vocabulary, pace: Pace
     ) -> None:
         self._matchers = matchers
         self._way = way
         self._allowed = allowed
         self._vocabulary = vocabulary
-        self._pace = Pace()
+        self._pace = pace
 
     def begin(self) -> Constraint:
         vocabulary = self._vocabulary
@@ -112,12 +113,13 @@ class Grammars:
         """
         vocabulary = self._vocabulary()
         own = asked.alone()
-        matchers = [self._matcher(own, lambda: _source(own), own.kind)]
+        matcher, pace = self._matcher(own, lambda: _source(own), own.kind)
+        matchers = [matcher]
         others = [
             *([] if asked.or_grammar is None else [asked.or_grammar]),
             *(grammar for _, grammar in asked.or_grammar_after),
         ]
-        of_others = {text: self._matcher(text, partial(_of_the_server, text), "or_grammar") for text in others}
+        of_others = {text: self._matcher(text, partial(_of_the_server, text), "or_grammar")[0] for text in others}
         if asked.or_grammar is not None:
             matchers.append(of_others[asked.or_grammar])
         marks = [(mark, tuple(matchers)) for mark in asked.marks]
@@ -130,9 +132,11 @@ class Grammars:
             vocabulary.spelling(opening)  # reads the whole vocabulary at the first call
         tokens = {int(token) for text in others for token in _TOKEN.findall(text)}
         allowed = vocabulary.with_tokens(tokens) if tokens else vocabulary.allowed
-        return Grammar(matchers, way, allowed, vocabulary)
+        return Grammar(matchers, way, allowed, vocabulary, pace)
 
-    def _matcher(self, key: StructuredOutputsParams | str, source: Callable[[], str], kind: str) -> LLMatcher:
+    def _matcher(
+        self, key: StructuredOutputsParams | str, source: Callable[[], str], kind: str
+    ) -> tuple[LLMatcher, Pace]:
         with self._lock:
             kept = self._kept.get(key)
             if kept is not None:
@@ -140,10 +144,10 @@ class Grammars:
                 kept.uses += 1
                 if kept.uses == MAX_USES:
                     self._drop(key)
-                return kept.matcher
-        matcher = _compiled(self._vocabulary(), source(), kind)
-        self._keep(key, matcher)
-        return matcher
+                return kept.matcher, kept.pace
+        matcher, pace = _compiled(self._vocabulary(), source(), kind), Pace()
+        self._keep(key, matcher, pace)
+        return matcher, pace
 
     def fill(self, wanted: Sequence[tuple[Constraint, int]], masks: np.ndarray, until: float = math.inf) -> list[int]:
         """Write masks into rows of int32[R, ceil(V/32)], a bit per allowed token; return the rows not written.
@@ -264,12 +268,12 @@ class Grammars:
                         raise
         return self._made_vocabulary
 
-    def _keep(self, key: StructuredOutputsParams | str, matcher: LLMatcher) -> None:
+    def _keep(self, key: StructuredOutputsParams | str, matcher: LLMatcher, pace: Pace) -> None:
         num_bytes = _bytes_of(matcher)
         with self._lock:
             if key in self._kept:
                 self._drop(key)
-            self._kept[key] = _Kept(matcher, num_bytes)
+            self._kept[key] = _Kept(matcher, num_bytes, pace)
             self._kept_chars += _num_chars(key)
             self._kept_bytes += num_bytes
             self._drop_oldest()
@@ -301,7 +305,8 @@ def _compiled(vocabulary: Vocabulary, source: str, kind: str) -> LLMatcher:
             for _ in range(_NUM_TRIED):
                 mask = np.frombuffer(made[1].compute_bitmask(), np.uint8)
                 allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
-                made[1].try_consume_tokens([token for token in allowed[:1].tolist() if not made[1].is_error()])
+                if len(allowed) and not made[1].is_error():
+                    consume_released([made[1]], int(allowed[0]))
 
     start_thread(work, "jaxllm-grammar").join()
     failed = next((matcher for matcher in made if matcher.is_error()), None)

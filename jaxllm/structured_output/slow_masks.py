@@ -1,4 +1,7 @@
-"""Threads that compute slow masks during steps; llguidance releases the GIL."""
+"""Threads that compute slow masks during steps; llguidance releases the GIL.
+
+Outputs of a grammar share its lexer, which llguidance locks for the time of a mask, so one thread at a time uses it.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,12 @@ PATIENCE = 16  # consecutive fast masks after which the engine's loop computes t
 
 
 class Pace:
-    """Mask durations of one request."""
+    """Mask durations of one grammar."""
 
     def __init__(self) -> None:
         self._left = 0
         self.used = 0.0  # thread seconds
+        self.is_running = False  # a thread computes one of its masks
 
     @property
     def is_slow(self) -> bool:
@@ -48,19 +52,19 @@ class Job:
 
 
 class SlowMasks:
-    """A thread pool for masks, fair between requests: least thread time first."""
+    """A thread pool for masks, fair between grammars: least thread time first."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._waiting: dict[Pace, deque[Job]] = {}  # by request
+        self._waiting: dict[Pace, deque[Job]] = {}  # by grammar
         self._num_undone = 0
         self._threads: list[threading.Thread] = []
 
-    def begin(self, request: Pace, work: Callable[[], None], words: np.ndarray) -> Job:
+    def begin(self, pace: Pace, work: Callable[[], None], words: np.ndarray) -> Job:
         """Queue `work`, which must not raise and writes `words`."""
         job = Job(work, words)
         with self._changed:
-            self._waiting.setdefault(request, deque()).append(job)
+            self._waiting.setdefault(pace, deque()).append(job)
             self._num_undone += 1
         self.start()
         return job
@@ -68,7 +72,7 @@ class SlowMasks:
     def start(self) -> None:
         """Start a thread if needed; if the system refuses, the next call retries."""
         with self._changed:
-            if self._waiting and len(self._threads) < NUM_THREADS:
+            if self._ready() and len(self._threads) < NUM_THREADS:
                 with suppress(RuntimeError):
                     self._threads.append(start_thread(self._run, "jaxllm-masks"))
 
@@ -86,25 +90,31 @@ class SlowMasks:
 
     def _run(self) -> None:
         while (following := self._next()) is not None:
-            (request, job), began = following, time.perf_counter()
+            (pace, job), began = following, time.perf_counter()
             try:
                 job.work()
             finally:
                 with self._changed:
-                    request.used += time.perf_counter() - began
+                    pace.used += time.perf_counter() - began
+                    pace.is_running = False
                     job.is_done = True
                     self._num_undone -= 1
                     if sys.exception() is not None:
                         self._threads.remove(threading.current_thread())
                     self._changed.notify_all()
 
+    def _ready(self) -> list[Pace]:
+        return [pace for pace in self._waiting if not pace.is_running]
+
     def _next(self) -> tuple[Pace, Job] | None:
         with self._changed:
-            if not self._waiting:
+            ready = self._ready()
+            if not ready:
                 self._threads.remove(threading.current_thread())
                 return None
-            request = min(self._waiting, key=lambda each: each.used)
-            job = self._waiting[request].popleft()
-            if not self._waiting[request]:
-                del self._waiting[request]
-            return request, job
+            pace = min(ready, key=lambda each: each.used)
+            pace.is_running = True
+            job = self._waiting[pace].popleft()
+            if not self._waiting[pace]:
+                del self._waiting[pace]
+            return pace, job

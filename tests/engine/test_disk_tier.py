@@ -51,7 +51,7 @@ def prompts(count: int, length: int = 41) -> list[list[int]]:
     return np.random.default_rng(5).integers(3, 120, (count, length)).tolist()
 
 
-MARKS = {"windows": [], "shards": [pytest.mark.ci]}
+MARKS = {case: [pytest.mark.ci] for case in ("windows", "shards")}
 
 
 @pytest.mark.parametrize("case", [pytest.param(each, marks=MARKS.get(each, [pytest.mark.slow])) for each in CASES])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from itertools import combinations as pairs_of
 from pathlib import Path
 from typing import Any
@@ -111,23 +113,24 @@ def _is_of_two_versions(own: CompletionOutput) -> bool:
 
 
 @pytest.fixture(scope="module")
-def llms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[tuple[bool, bool], LLM]]:
+def llms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[bool, bool], LLM]]:
     """Provide engines with adapters, with and without drafts, that transfer blocks or change weights."""
     write_adapter(tmp_path_factory.getbasetemp() / "pairs", STORIES)
-    made = {
-        (drafts, transfers): LLM(
-            str(STORIES),
-            enable_lora=True,
-            speculative_config=DRAFTS if drafts else None,
-            **{"kv_transfer_config": PRODUCER} if transfers else {"enable_sleep_mode": True},
-            **SIZES,
-        )
-        for drafts in (False, True)
-        for transfers in (False, True)
-    }
-    yield made
-    for llm in made.values():
-        llm.close()
+    with ExitStack() as stack:
+
+        @cache
+        def start(drafts: bool, transfers: bool) -> LLM:
+            return stack.enter_context(
+                LLM(
+                    str(STORIES),
+                    enable_lora=True,
+                    speculative_config=DRAFTS if drafts else None,
+                    **{"kv_transfer_config": PRODUCER} if transfers else {"enable_sleep_mode": True},
+                    **SIZES,
+                )
+            )
+
+        yield start
 
 
 def test_the_pairs_are_those_of_all_features() -> None:
@@ -135,9 +138,16 @@ def test_the_pairs_are_those_of_all_features() -> None:
     assert USES.keys() | others == {*FEATURES}
 
 
-@pytest.mark.parametrize(("one", "other"), [*pairs_of(USES, 2)])
+def _marks(pair: tuple[str, str]) -> list[pytest.MarkDecorator]:
+    """Leave pairs that need a second, third and fourth engine to CI."""
+    return [pytest.mark.ci] if {*pair} & {"drafts", "transfer"} else []
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [pytest.param(*pair, marks=_marks(pair), id="-".join(pair)) for pair in pairs_of(USES, 2)]
+)
 def test_a_pair_of_features_works_or_is_refused(
-    one: str, other: str, llms: Mapping[tuple[bool, bool], LLM], tmp_path_factory: pytest.TempPathFactory
+    one: str, other: str, llms: Callable[[bool, bool], LLM], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     pair = {one, other}
     if pair == {"weights", "transfer"}:
@@ -145,7 +155,7 @@ def test_a_pair_of_features_works_or_is_refused(
         with pytest.raises(UserError, match=re.escape(message)):
             LLM(str(STORIES), enable_sleep_mode=True, kv_transfer_config=PRODUCER, **SIZES)
         return
-    engine = llms["drafts" in pair, "transfer" in pair].engine
+    engine = llms("drafts" in pair, "transfer" in pair).engine
     adapter = LoRARequest("pairs", 1, str(tmp_path_factory.getbasetemp() / "pairs")) if "adapters" in pair else None
     params: Any = SamplingParams(temperature=0.0, max_tokens=8, **USES[one][0], **USES[other][0])
     if "beams" in pair:

@@ -102,6 +102,7 @@ def test_tokens_are_those_of_an_ample_pool(case: str, count: int, tmp_path: Path
     assert metrics.compilations_after_ready == 0
 
 
+@pytest.mark.ci
 def test_a_copy_that_fails_ends_nothing_and_all_can_be_run_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

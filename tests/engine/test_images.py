@@ -163,5 +163,9 @@ def test_what_images_do_not_go_with_is_refused(llm: LLM, folder: Path) -> None:
         LLM(str(folder), speculative_config={"method": "ngram", "num_speculative_tokens": 2})
     with pytest.raises(UserError, match="enable_lora"):
         LLM(str(folder), enable_lora=True)
+
+
+@pytest.mark.ci
+def test_a_model_of_text_refuses_images() -> None:
     with LLM(**SLOTS) as text_only, pytest.raises(UserError, match="reads no images"):
         text_only.generate([{"prompt": "a", "multi_modal_data": {"image": image(1)}}], use_tqdm=False)

@@ -101,6 +101,7 @@ CASES = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("model", "count", "settings"), CASES)
 def test_a_request_gets_with_drafts_what_it_gets_without(model: Path, count: int, settings: dict[str, Any]) -> None:
     compare(model, range(count), settings)
@@ -125,6 +126,7 @@ def test_a_request_gets_with_a_draft_model_what_it_gets_without(
     compare(model, range(16), settings, drafting=drafting)
 
 
+@pytest.mark.ci
 def test_the_embedded_models_head_drafts_as_well_in_the_engine_as_it_was_scored() -> None:
     score = json.loads((HEADS["jaxllm-eagle"] / "score.json").read_text())
     drafting = {"method": "eagle3", "model": "jaxllm-eagle", "num_speculative_tokens": 4}

@@ -149,8 +149,10 @@ def test_long_masks_of_one_request_hold_up_no_step(llm: LLM, monkeypatch: pytest
     assert counts[0] > 2 * max(counts[1:]), counts
 
 
-def test_bad_words_ban_no_token_that_a_grammar_forces(llm: LLM) -> None:
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_bad_words_ban_no_token_that_a_grammar_forces(llm: LLM, is_slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the request alone, and with rows that have too few forced tokens for a step of chunks."""
+    monkeypatch.setattr(Pace, "is_slow", is_slow)
     once, *_ = llm.get_tokenizer().encode("Once", add_special_tokens=False)
     text = " Once upon a"
     params = SamplingParams(

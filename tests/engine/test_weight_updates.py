@@ -106,7 +106,8 @@ def compiled() -> Iterator[list[str]]:
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-@pytest.mark.parametrize("case", [pytest.param(each, marks=[pytest.mark.ci] * (each != "plain")) for each in CASES])
+@pytest.mark.ci
+@pytest.mark.parametrize("case", CASES)
 def test_memory_is_freed_and_an_update_gives_the_bits_of_a_new_engine(
     case: str, tmp_path: Path, compiled: list[str]
 ) -> None:
@@ -217,6 +218,7 @@ def test_a_bad_update_is_refused_and_changes_nothing(tmp_path: Path) -> None:
         assert run(llm) == tokens
 
 
+@pytest.mark.ci
 def test_a_tied_head_is_given_as_a_copy_or_not_at_all() -> None:
     tensors = load_file(GOLDEN / "gemma" / "model.safetensors")
     embedding = tensors["model.embed_tokens.weight"]
@@ -418,7 +420,12 @@ def test_each_token_is_of_its_version_through_a_hundred_updates_under_load(tmp_p
 
 def test_a_sleeping_engine_refuses_requests_and_can_drain(tmp_path: Path) -> None:
     async def use() -> None:
-        config: dict[str, Any] = {"tokenizer": str(STORIES), "dtype": "float32", **SLOTS, "enable_sleep_mode": True}
+        config: dict[str, Any] = {
+            "tokenizer": str(STORIES),
+            "dtype": "float32",
+            **SHORT_BLOCKS,
+            "enable_sleep_mode": True,
+        }
         async with AsyncLLM(str(QWEN), **config) as engine:
             long = SamplingParams(max_tokens=100, ignore_eos=True, output_kind=1)  # pyright: ignore[reportArgumentType]
             outputs = engine.generate(PROMPTS[0], long)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.gpu import measured_steps
 from tests.gpu.measured_steps import ATTEND, STEPS, TOLERANCE
+
+pytestmark = pytest.mark.ci
 
 
 def test_a_step_takes_what_was_measured():

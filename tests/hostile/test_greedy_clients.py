@@ -1,4 +1,4 @@
-"""One client's worst requests delay another client's chat by half a second at most, and hold little memory.
+"""One client's worst bodies and grammars delay another client's chat by half a second at most, and hold little memory.
 
 The two clients have separate keys. The cost of each attack is printed.
 """
@@ -17,7 +17,7 @@ import pytest
 from tests.hostile.machine import growth, resident_bytes
 from tests.hostile.wire import address_of, post, statuses_of
 from tests.support.serving_process import ServingProcess
-from tests.support.sizes import SLOTS, flags
+from tests.support.sizes import MANY_SLOTS, flags
 
 pytestmark = pytest.mark.ci
 
@@ -29,7 +29,7 @@ CHAT = {"messages": [{"role": "user", "content": "Tell me a story."}], "max_toke
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServingProcess]:
-    with ServingProcess(*flags(SLOTS), "--api-key", GREEDY, "--api-key", HONEST) as process:
+    with ServingProcess(*flags(MANY_SLOTS), "--api-key", GREEDY, "--api-key", HONEST) as process:
         for _ in range(3):
             assert ask(process, HONEST, "/v1/chat/completions", json.dumps(CHAT).encode()) == 200
         yield process
@@ -143,6 +143,36 @@ def test_another_clients_chat_hardly_waits(server: ServingProcess, name: str) ->
     for _ in range(4):  # a real delay shows every time; other load on the machine does not
         with measured(server, name) as found:
             threads = [threading.Thread(target=ask, args=(server, GREEDY, path, body)) for _ in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        if found["wait"] < MOST_SECONDS:
+            return
+    raise AssertionError(found)
+
+
+AMBIGUOUS = "start: s\ns: /[a-z ]/ | s s\n"  # a mask or a token takes 0.1 s in the end
+GRAMMARS: dict[str, dict[str, object]] = {
+    "outputs": {"n": 14},
+    "outputs with bans": {"n": 14, "bad_words": ["zebra"]},  # forced tokens must not be sampled
+    "grammars": {"n": 1},
+}
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_another_clients_chat_hardly_waits_for_slow_grammars(server: ServingProcess, name: str) -> None:
+    """Fourteen rows have ambiguous grammars: of one request, or each of a request with another grammar."""
+    asked = {"prompt": "a", "max_tokens": 50, "ignore_eos": True, **GRAMMARS[name]}
+    number = 0
+    for _ in range(4):
+        bodies = []
+        for _ in range(14 if asked["n"] == 1 else 1):
+            number += 1
+            asked["structured_outputs"] = {"grammar": f'{AMBIGUOUS}unused: "{number}"\n'}
+            bodies.append(json.dumps(asked).encode())
+        with measured(server, name) as found:
+            threads = [threading.Thread(target=ask, args=(server, GREEDY, "/v1/completions", each)) for each in bodies]
             for thread in threads:
                 thread.start()
             for thread in threads:

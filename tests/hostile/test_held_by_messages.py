@@ -1,11 +1,13 @@
 """No gRPC message blocks the event loop for 50 ms, with any large field of any method.
 
-Methods and fields are those of the protocol's descriptors. `held_loop.py` measures.
+Methods and fields are those of the protocol's descriptors. `held_loop.py` measures, on a server that generates text and
+on one that embeds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -15,6 +17,7 @@ from google.protobuf import descriptor, message_factory, struct_pb2
 
 from jaxllm.v1 import control_pb2, inference_pb2
 from tests.hostile.held_loop import MOST_SECONDS
+from tests.support.pooling_models import bert
 from tests.support.serving_process import QUICK, ServingProcess
 
 LARGEST = 7_900_000  # bytes of one field
@@ -22,7 +25,8 @@ TRIES = 4  # the least of them is used
 DEPTH = 3  # of nested messages
 SERVICES = (inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
             control_pb2.DESCRIPTOR.services_by_name["ControlService"])  # fmt: skip
-STREAMS = ("StreamEmbed", "StreamKvEvents", "PauseGeneration", "ResumeGeneration")
+WITHOUT_FIELDS = ("StreamKvEvents", "PauseGeneration", "ResumeGeneration")
+POOLING = ("Embed", "StreamEmbed", "Classify", "Score")
 
 
 def largest(kind: descriptor.Descriptor, depth: int = DEPTH) -> Iterator[tuple[str, Any]]:
@@ -59,17 +63,17 @@ def largest(kind: descriptor.Descriptor, depth: int = DEPTH) -> Iterator[tuple[s
             else:
                 setattr(found, field.name, large * LARGEST)
         elif field.is_repeated:
-            getattr(found, field.name).extend([1] * 1_900_000)
+            getattr(found, field.name).extend([1] * LARGEST)
         else:
             continue
         yield field.name, found
 
 
-def requests() -> Iterator[tuple[str, str, Any]]:
-    """Yield methods, field names and requests."""
+def requests(kind: str) -> Iterator[tuple[descriptor.MethodDescriptor, str, Any]]:
+    """Yield the methods of a kind of model, field names and requests."""
     for service in SERVICES:
         for method in service.methods:
-            if method.name in STREAMS:
+            if method.name in WITHOUT_FIELDS or (method.name in POOLING) != (kind == "embedder"):
                 continue
             for name, request in largest(method.input_type):
                 if "sampling" in request.DESCRIPTOR.fields_by_name:
@@ -77,25 +81,29 @@ def requests() -> Iterator[tuple[str, str, Any]]:
                         request.text = "a"
                     if not name.startswith("stop"):
                         request.stop.max_tokens = 1
-                yield f"/{service.full_name}/{method.name}", name, request
+                yield method, name, request
 
 
 @pytest.mark.ci
-def test_no_message_holds_the_loop() -> None:
+@pytest.mark.parametrize("kind", ["generator", "embedder"])
+def test_no_message_holds_the_loop(kind: str, tmp_path: Path) -> None:
     over, answered = {}, set()
+    model = (str(bert(tmp_path, (), (8, 16))), "--load-format", "dummy") if kind == "embedder" else ()
     options = [("grpc.max_send_message_length", 64 << 20), ("grpc.max_receive_message_length", 64 << 20)]
     with (
-        ServingProcess(*QUICK, module="tests.hostile.held_loop") as server,
+        ServingProcess(*model, *QUICK, module="tests.hostile.held_loop") as server,
         httpx.Client(base_url=server.http, timeout=60.0) as http,
         grpc.insecure_channel(server.grpc, options) as channel,
     ):
-        for path, name, request in requests():
-            call = channel.unary_stream(path)
+        for method, name, request in requests(kind):
+            path = f"/{method.containing_service.full_name}/{method.name}"
+            call = channel.stream_stream(path) if method.client_streaming else channel.unary_stream(path)
             least = float("inf")
             for _ in range(TRIES):
                 http.get("/held")
                 try:
-                    answers = list(call(request.SerializeToString(), timeout=60))
+                    sent = request.SerializeToString()
+                    answers = list(call(iter([sent]) if method.client_streaming else sent, timeout=60))
                     answered.add("OK" if answers else "nothing")
                 except grpc.RpcError as error:
                     answered.add(error.code().name)  # type: ignore[attr-defined]

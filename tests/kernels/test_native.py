@@ -41,6 +41,7 @@ def weight_of(rng: np.random.Generator, kind: str, shape: tuple[int, int], dtype
     return packed(rng.integers(0, 16, shape), np)
 
 
+@pytest.mark.ci
 @needs_compiler
 @REPEAT
 @given(st.data())
@@ -148,6 +149,7 @@ def test_why_there_are_no_kernels(change: dict, reason: str, monkeypatch: pytest
     assert reason in str(raised.value) and "\n" not in str(raised.value)
 
 
+@pytest.mark.ci
 @needs_compiler
 def test_an_engine_of_two_devices_says_the_same() -> None:
     """Devices of one process share XLA's threads, which may all be inside a kernel."""

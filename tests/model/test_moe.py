@@ -82,7 +82,7 @@ def test_each_way_of_multiplying_matches_a_loop_over_tokens(tokens, own, way):
 
 
 @pytest.mark.parametrize("way", [*WAYS, "kernel"])
-@pytest.mark.parametrize("tokens", [2, 70])
+@pytest.mark.parametrize("tokens", [2, pytest.param(70, marks=pytest.mark.ci)])
 def test_shards_of_whole_experts_add_up_to_all(tokens, way, monkeypatch):
     """Four shards with two experts each; some have no assignment, and a row of NaN spoils no other."""
     spec, mixture = _spec(bias=True, clamp=2.0)

@@ -33,7 +33,7 @@ def random_plan(random: np.random.Generator, drafts: int, most_chunk: int) -> Pl
         starts=random.integers(0, 100, num_rows, dtype=np.int32),
         lengths=lengths,
         samples=samples,
-        turns=np.ones(num_rows, np.int32),
+        sample_numbers=np.ones(num_rows, np.int32),
         table=table,
         num_drafts=int(lengths[:num_decodes].sum()) - num_decodes,
         proposes=not num_chunks,

@@ -32,6 +32,8 @@ class Constraint:
         self.error: str | None = None
         self.expected: list[int] = []
         self.job = None
+        self.again = None
+        self.turn = 0.0
         self.pace = Pace()
         self.is_late = False  # the mask of its last row was not ready in time
         self._faults = faults

@@ -147,6 +147,39 @@ def test_forced_tokens_are_the_text_that_must_come_and_not_its_end(drawing):
     assert whole.forced() == [] and whole.error is None
 
 
+def test_a_slow_token_holds_no_other_thread(drawing):
+    """While a thread consumes a token of an ambiguous grammar, which takes 0.1 s in the end, others get the GIL."""
+    constraint = drawing.grammars.compile(Params(grammar="start: s\ns: /[a-z ]/ | s s\n")).begin()
+    longest, took, last = 0.0, 0.0, time.perf_counter()
+    end = threading.Event()
+
+    def tick() -> None:
+        nonlocal longest, last
+        while not end.is_set():
+            time.sleep(0.0005)
+            now = time.perf_counter()
+            longest, last = max(longest, now - last), now
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    ids = drawing.tokenizer.encode(" once upon a time there was a little fox" * 9, add_special_tokens=False)
+    shares = []
+    for token in ids:
+        _row(drawing.grammars, constraint, drawing.vocab_size)
+        time.sleep(0.001)
+        longest, began = 0.0, time.perf_counter()
+        constraint.consume(token)
+        took = time.perf_counter() - began
+        time.sleep(0.001)
+        if took > 0.01:
+            shares.append(longest / took)
+        if len(shares) == 10 or constraint.error is not None:
+            break
+    end.set()
+    ticking.join()
+    assert len(shares) > 3 and min(shares) < 0.5, shares
+
+
 def test_outputs_of_one_grammar_do_not_disturb_each_other(drawing):
     grammar = drawing.grammars.compile(Params(regex="ab|cd"))
     one, other = grammar.begin(), grammar.begin()

@@ -39,6 +39,20 @@ def test_a_request_that_has_used_less_time_goes_first(monkeypatch: pytest.Monkey
     assert done == ["one", "many 0", "many 1"]
 
 
+def test_one_thread_at_a_time_makes_masks_of_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slow_masks, "NUM_THREADS", 2)
+    masks, one = SlowMasks(), Pace()
+    _, held = held_by(masks, one)
+    second = masks.begin(one, lambda: None, WORDS)
+    _, other_held = held_by(masks, Pace())  # another grammar's is made meanwhile
+    masks.wait(0.05)
+    assert not second.is_done
+    other_held.set()
+    held.set()
+    masks.wait(10)
+    assert second.is_done and unfinished(masks)[:2] == (0, 0)
+
+
 def test_a_thread_that_cannot_be_had_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     masks = SlowMasks()
     with monkeypatch.context() as without:

@@ -35,6 +35,9 @@ LEAST_FORCED = 2  # fewest that are worth discarding the row in flight
 # Forced tokens per row that are worth a step of chunks: with 32 rows on two cores it takes 65 ms, and a step of one
 # token per row 36 ms. Fewer are sampled with masks that allow nothing else.
 FORCED_PER_ROW = 0.5
+# Time limit for the tokens that grammars consume in a step, which takes 1 to 20 us each, and 5 ms before masks count as
+# slow. The other threads consume the rest.
+CONSUME_SECONDS = 0.02
 # Time limit for a step's masks. An expensive grammar may exceed it once (0.1 to 0.2 s); later, other threads make its
 # masks. With 126 such outputs on two cores at a load of 12, a stream has 0.05 to 0.12 s between tokens at the median
 # and at most 0.5 s.
@@ -94,20 +97,23 @@ class GrammarRows(Feature):
         is_live = scheduler.is_live(self.core.scheduler.state, plan)
         rows = (constrained & result.is_finite & is_live).nonzero()[0].tolist()
         owners = {row: self._batch.owner(int(plan.slots[row])) for row in rows if row not in late}
-        found = {row: self._advance(sequence, int(result.tokens[row])) for row, sequence in owners.items()}
+        given = self._sampled_again(owners, result.tokens)
+        others = {row: sequence for row, sequence in owners.items() if row not in given}
+        found, dropped = self._advance_all(others, result.tokens)
         worth = sum(map(len, found.values())) >= FORCED_PER_ROW * len(plan.slots)
         # Rows with bans always take forced tokens from here: sampling could ban them.
         several = {
             row: forced for row, forced in found.items() if forced and (worth or owners[row].variant is Variant.FULL)
         }
-        several = {row: forced for row, forced in several.items() if self._take(owners[row], forced)}
-        if not several and not late:
+        given |= {row: forced for row, forced in several.items() if self._take(owners[row], forced)}
+        late = [*late, *dropped]
+        if not given and not late:
             return
         counts = np.ones(len(plan.slots), np.int32)
         counts[late] = 0
-        tokens = np.zeros((len(plan.slots), 1 + max(map(len, several.values()), default=0)), np.int32)
+        tokens = np.zeros((len(plan.slots), 1 + max(map(len, given.values()), default=0)), np.int32)
         tokens[:, 0] = result.tokens
-        for row, forced in several.items():
+        for row, forced in given.items():
             counts[row] += len(forced)
             tokens[row, 1 : counts[row]] = forced
         yielded.tokens, yielded.counts = tokens, counts
@@ -134,8 +140,9 @@ class GrammarRows(Feature):
             if row in late:
                 continue
             is_masked[row] = True
-            error = self._constraint(sequence).error
-            if error is not None:
+            constraint = self._constraint(sequence)
+            error = constraint.error
+            if error is not None and constraint.again is None:
                 stuck.append((sequence, f"its grammar cannot go on: {error}"))
             with blaming(sequence):
                 _hold_back(words[row], sequence)
@@ -155,10 +162,12 @@ class GrammarRows(Feature):
                 self._begin(sequence, None)
             if constraint.job is None:
                 wanted[sequence.group.language.grammars].append((constraint, row))
-            elif constraint.job.is_done:
-                words[row], constraint.job = constraint.job.words, None
-            else:
+            elif not constraint.job.is_done:
                 late.append(row)
+            elif constraint.again is not None:
+                words[row].view(np.uint32)[constraint.again // 32] = 1 << constraint.again % 32
+            else:
+                words[row], constraint.job = constraint.job.words, None
         if late:
             self._slow.start()
         for grammars, some in wanted.items():
@@ -168,17 +177,36 @@ class GrammarRows(Feature):
     def _constraint(self, sequence: Sequence) -> Constraint:
         return sequence.group.states[self.name][sequence.index]
 
-    def _advance(self, sequence: Sequence, token: int) -> list[int]:
-        """Let a sequence's grammar consume a token; return the forced tokens that follow, if worth a row.
+    def _sampled_again(self, owners: Mapping[int, Sequence], tokens: np.ndarray) -> dict[int, list[int]]:
+        """Return the rows whose token a thread has consumed, each with the tokens that its grammar forces next."""
+        found = {}
+        for row, sequence in owners.items():
+            constraint = self._constraint(sequence)
+            if constraint.again is not None:
+                if constraint.again != tokens[row]:
+                    constraint.fail("the engine sampled another token")
+                found[row], constraint.again, constraint.due = constraint.due, None, []
+        return found
 
-        With slow masks another thread does this, and forced tokens are sampled one by one; for requests with bans, that
-        thread only makes masks.
+    def _advance_all(
+        self, owners: Mapping[int, Sequence], tokens: np.ndarray
+    ) -> tuple[dict[int, list[int]], list[int]]:
+        """Let grammars consume the tokens of rows; return the forced tokens that follow, and rows to be sampled again.
+
+        Threads do this for slow masks and after the time limit. Forced tokens are then sampled one by one, except with
+        bans: the row yields no token now, and the same one with the forced tokens in a later step.
         """
-        constraint = self._constraint(sequence)
-        if not constraint.pace.is_slow or sequence.variant is Variant.FULL:
-            return _advance(sequence, constraint, token)
-        self._begin(sequence, token)
-        return []
+        until, found, dropped = self.core.clock() + CONSUME_SECONDS, dict[int, list[int]](), list[int]()
+        for row, sequence in sorted(owners.items(), key=lambda each: self._constraint(each[1]).turn):
+            constraint, token = self._constraint(sequence), int(tokens[row])
+            if not constraint.pace.is_slow and self.core.clock() <= until:
+                found[row] = _advance(sequence, constraint, token)
+                continue
+            if sequence.variant is Variant.FULL and sequence.logprobs is None:
+                constraint.again = token
+                dropped.append(row)
+            self._begin(sequence, token)
+        return found, dropped
 
     def _begin(self, sequence: Sequence, token: int | None) -> None:
         constraint, grammars = self._constraint(sequence), sequence.group.language.grammars
@@ -188,7 +216,9 @@ class GrammarRows(Feature):
             if sequence.finish_reason is not None:
                 return
             if token is not None:
-                _advance(sequence, constraint, token)
+                forced = _advance(sequence, constraint, token)
+                if constraint.again is not None and forced and self._take(sequence, forced):
+                    constraint.due = forced
             with _failing(sequence, constraint):
                 grammars.fill([(constraint, 0)], words)
 

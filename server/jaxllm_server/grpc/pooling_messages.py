@@ -40,7 +40,7 @@ def _input_of(request: inference_pb2.EmbedRequest | inference_pb2.ClassifyReques
         return {"inputs": [request.text]}
     if request.HasField("add_special_tokens"):
         raise UserError("add_special_tokens is of a text only.", "add_special_tokens")
-    return {"inputs": [list(request.token_ids.ids)]}
+    return {"inputs": [request.token_ids.ids]}  # not copied, since their number is not checked yet
 
 
 def _pairs_of(request: inference_pb2.ScoreRequest) -> dict[str, Any]:

@@ -29,8 +29,9 @@ class PoolingMethods(Servicer):
         """Stream an embedding per request as it is computed; reads requests as the queue has room."""
         client, model = self._client_of(context), self._serving.names[0]
 
-        def read(request: inference_pb2.EmbedRequest) -> PoolCall:
-            return replace(pooling_messages.pool_call_of(request, request.request_id or None), client=client)
+        async def read(request: inference_pb2.EmbedRequest) -> PoolCall:
+            given = request.request_id or None
+            return replace(await self._read(client, request, pooling_messages.pool_call_of, given), client=client)
 
         answers = await self._serving.pooling.stream(requests, read, client)
         # Sent immediately: a grpc.aio client that writes while its call is refused gets no reason (grpc/grpc#36066),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -15,6 +15,7 @@ from jaxllm_server.pooling.pool_site import PoolSite
 
 Request = TypeVar("Request")
 Failure: TypeAlias = UserError | RequestFailedError
+Read: TypeAlias = Callable[[Request], Awaitable[PoolCall]]
 Pool: TypeAlias = Callable[[PoolCall], AsyncGenerator[PoolResult]]
 
 
@@ -27,7 +28,11 @@ class Answer(NamedTuple, Generic[Request]):
 
 
 async def answers(
-    serving: PoolSite, pool: Pool, requests: AsyncIterator[Request], read: Callable[[Request], PoolCall], client: str
+    serving: PoolSite,
+    pool: Pool,
+    requests: AsyncIterator[Request],
+    read: Read[Request],
+    client: str,
 ) -> AsyncGenerator[Answer[Request]]:
     """Yield the outcome of each request, of one input, in any order; an invalid request yields its error.
 
@@ -40,7 +45,7 @@ async def answers(
 
     async def answer(index: int, request: Request) -> None:
         try:
-            outcome = await _pooled(serving.ledger, pool, read(request))
+            outcome = await _pooled(serving.ledger, pool, read, request)
         except (UserError, RequestFailedError) as error:
             error.args = (f"Input {index}: {error}",)
             outcome = error.with_traceback(None)
@@ -89,9 +94,11 @@ async def answers(
         await asyncio.gather(*left, return_exceptions=True)
 
 
-async def _pooled(ledger: Ledger, pool: Pool, call: PoolCall) -> PoolResult:
+async def _pooled(ledger: Ledger, pool: Pool, read: Read[Request], request: Request) -> PoolResult:
+    call = None
     while True:
         try:
+            call = call or await read(request)
             with ledger.entry(call.client) as entry:
                 entry.charge(REQUESTS, 2 * sum(map(len, call.inputs)))
                 async with aclosing(pool(call)) as results:

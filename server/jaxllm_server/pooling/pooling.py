@@ -290,7 +290,7 @@ def _prompts(items: Sequence[_Item], call: PoolCall, model: ModelInfo, most: int
         try:
             first = needed(item.first) if isinstance(item.first, str) else item.first
             if item.second is None:
-                prompt = _single(first, call, model, most if cuts else None)
+                prompt = _single(first, call, model, most, cuts)
             else:
                 texts = str(first), needed(item.second)
                 num_first, num_second = num_around + count(texts[0]), count(texts[1])
@@ -308,10 +308,12 @@ def _prompts(items: Sequence[_Item], call: PoolCall, model: ModelInfo, most: int
     return prompts
 
 
-def _single(given: str | Sequence[int], call: PoolCall, model: ModelInfo, kept: int | None) -> _Prompt:
-    tokenizer, is_left = model.tokenizer, call.truncation_side == "left"
+def _single(given: str | Sequence[int], call: PoolCall, model: ModelInfo, most: int, cuts: bool) -> _Prompt:
+    tokenizer, is_left, kept = model.tokenizer, call.truncation_side == "left", most if cuts else None
     if not isinstance(given, str):
         ids = cut_ids(given, kept, call.truncation_side)
+        if len(ids) > most:
+            return _Prompt(len(ids), None)  # refused; converting millions of ids holds the GIL
         outside = next((token for token in ids if not 0 <= token < model.vocab_size), None)
         if outside is not None:
             raise UserError(f"Token id {outside} is out of vocabulary (0 to {model.vocab_size - 1}).")

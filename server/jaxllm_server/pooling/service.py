@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from jaxllm_server.access.client_quota import FairAdmission
@@ -33,7 +33,7 @@ class Pooling:
         return pooling.pool(self._site, self._places, call)
 
     async def stream(
-        self, requests: AsyncIterator[Item], read: Callable[[Item], PoolCall], client: str
+        self, requests: AsyncIterator[Item], read: Callable[[Item], Awaitable[PoolCall]], client: str
     ) -> AsyncGenerator[pool_stream.Answer[Item]]:
         await self._site.engine.check_health()
         return pool_stream.answers(self._site, self.pool, requests, read, client)

@@ -36,9 +36,12 @@ def test_a_failure_leaves_no_cycle_that_holds_the_call(is_of_requests: bool) -> 
         await asyncio.sleep(3600)
         yield
 
+    async def read(_: Message) -> PoolCall:
+        return PoolCall(inputs=["a"])
+
     async def fail(message: Message) -> None:
         serving: Any = SimpleNamespace(ledger=Ledger(ServerOptions()))
-        stream = pool_stream.answers(serving, pool, requests(message), lambda _: PoolCall(inputs=["a"]), "c")
+        stream = pool_stream.answers(serving, pool, requests(message), read, "c")
         with pytest.raises(errors.EngineError, match=r"^It (came late|died)\.$"):
             await anext(stream)
         await asyncio.sleep(0)
