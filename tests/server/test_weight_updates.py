@@ -153,7 +153,7 @@ def test_the_same_over_grpc(http: httpx.Client, rpc: Any, monkeypatch: pytest.Mo
         assert rpc.weight_info() == WeightInfo(version, asleep, True)
         assert generate(http).status_code == 503
         rpc.wake_up(["weights"])
-        assert rpc.weight_info().is_sleeping == ("tags" in asked)
+        assert rpc.weight_info().is_sleeping == asleep
         rpc.wake_up()
         assert rpc.weight_info() == WeightInfo(version, False, False) and ids(http) == (first, version)
     monkeypatch.setattr(weight_requests, "PART_BYTES", 1000)
