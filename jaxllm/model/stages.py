@@ -1,0 +1,151 @@
+"""Pipeline stages: each has some of the layers, on its own devices (`Layout.bounds`).
+
+The arrays of layers with the same place in their stages are one array, stacked along its first axis, which the mesh
+axis `PIPELINE` divides. So each device sees the arrays of a model with fewer layers, `of_one`. Later stages may have
+fewer layers, and zeros in the places after them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxllm.errors import UserError
+from jaxllm.model.sharding import PIPELINE, Layout
+from jaxllm.model.spec import Spec
+
+
+def bounds(spec: Spec, count: int) -> tuple[int, ...]:
+    """Return the first layer of each of `count` stages, then the number of layers; () for one stage.
+
+    All devices run the same program, so layers with the same place in their stages have the same kind: window,
+    rotation, experts. Raises UserError if that is impossible.
+    """
+    if count == 1:
+        return ()
+    experts = spec.experts.layers if spec.experts else (False,) * spec.num_layers
+    kinds = [*zip(spec.windows, spec.ropes, experts, strict=True)]
+    period = next(size for size in range(1, len(kinds) + 1) if kinds[size:] == kinds[:-size])
+    most = -(-spec.num_layers // period)
+    if count > most:
+        why = f"it has {spec.num_layers} layers" if period == 1 else f"its {spec.num_layers} layers"
+        if period > 1:
+            why += " differ" if most == 1 else f" repeat after {period}, and each stage begins like the others"
+        remedy = f"Use at most {most}" if most > 1 else "Use tensor_parallel_size instead"
+        raise UserError(
+            f"pipeline_parallel_size {count} does not suit the model: {why}. {remedy}.", "pipeline_parallel_size"
+        )
+    sizes = [period * (most // count + (stage < most % count)) for stage in range(count)]
+    return (*accumulate(sizes[:-1], initial=0), spec.num_layers)
+
+
+def sizes(layout: Layout) -> list[int]:
+    """Return the number of layers of each stage; the first has the most."""
+    return [end - first for first, end in pairwise(layout.bounds)]
+
+
+def place_of(layer: int, layout: Layout) -> tuple[int, int]:
+    """Return a layer's stage, and its place there; the number of layers: the place after the last one's."""
+    stage = min(bisect_right(layout.bounds, layer), layout.stages) - 1
+    return stage, layer - layout.bounds[stage]
+
+
+def of_one(spec: Spec, layout: Layout) -> Spec:
+    """Return the model that each stage computes, as far as it has these layers."""
+    if not layout.bounds:
+        return spec
+    count = sizes(layout)[0]
+    experts = spec.experts and replace(spec.experts, layers=spec.experts.layers[:count])
+    return replace(spec, num_layers=count, windows=spec.windows[:count], ropes=spec.ropes[:count], experts=experts)
+
+
+def stack(tree: Any, layout: Layout) -> Any:
+    """Describe the arrays of all stages, from descriptions of those of one."""
+    return jax.tree.map(partial(_stacked, layout), tree) if layout.bounds else tree
+
+
+def describe(layers: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
+    """Describe the arrays of all layers by their places in stages; raise UserError if the arrays of a place differ."""
+    if not layout.bounds:
+        return tuple(layers)
+    places = tuple(layers[: sizes(layout)[0]])
+    for first, end in pairwise(layout.bounds):
+        for place, layer in enumerate(layers[first:end]):
+            if jax.tree.structure(layer) != jax.tree.structure(places[place]) or any(
+                (one.shape, one.dtype) != (other.shape, other.dtype)
+                for one, other in zip(jax.tree.leaves(layer), jax.tree.leaves(places[place]), strict=True)
+            ):
+                raise UserError(
+                    f"pipeline_parallel_size {layout.stages} does not suit the model: the weights of layers {place} "
+                    f"and {first + place} differ. Use tensor_parallel_size instead.",
+                    "pipeline_parallel_size",
+                )
+    return tuple(stack(each, layout) for each in places)
+
+
+def join(layers: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
+    """Join the arrays of layers, each on the devices of its stage, without copying them.
+
+    Those on other processes' devices are descriptions.
+    """
+    if not layout.bounds:
+        return tuple(layers)
+    return tuple(
+        jax.tree.map(partial(_joined, layout, stages), *(layers[layout.bounds[stage] + place] for stage in stages))
+        for place, stages in enumerate(_holders(layout))
+    )
+
+
+def join_on_host(layers: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
+    """Join NumPy arrays of layers."""
+    if not layout.bounds:
+        return tuple(layers)
+
+    def joined(*arrays: np.ndarray) -> np.ndarray:
+        return np.concatenate([*arrays, *[np.zeros_like(arrays[0])] * (layout.stages - len(arrays))])
+
+    return tuple(
+        jax.tree.map(joined, *(layers[layout.bounds[stage] + place] for stage in stages))
+        for place, stages in enumerate(_holders(layout))
+    )
+
+
+def _holders(layout: Layout) -> list[list[int]]:
+    """Return the stages that have a layer, by its place: the first ones, as later ones are never larger."""
+    each = sizes(layout)
+    return [[stage for stage, size in enumerate(each) if place < size] for place in range(each[0])]
+
+
+def _stacked(layout: Layout, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    assert isinstance(leaf.sharding, NamedSharding)
+    shape = (layout.stages * leaf.shape[0], *leaf.shape[1:])
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(layout.mesh, _axes(leaf.sharding.spec)))
+
+
+def _axes(of_one: PartitionSpec) -> PartitionSpec:
+    first, *others = of_one or (None,)
+    if first is None:
+        return PartitionSpec(PIPELINE, *others)
+    return PartitionSpec((PIPELINE, *((first,) if isinstance(first, str) else first)), *others)
+
+
+def _joined(layout: Layout, stages: Sequence[int], *arrays: Array | jax.ShapeDtypeStruct) -> Array:
+    assert isinstance(layout.mesh, Mesh)
+    one = arrays[0].sharding
+    assert isinstance(one, NamedSharding)
+    held = {shard.device: shard.data for each in arrays if isinstance(each, Array) for shard in each.addressable_shards}
+    shape, piece = (layout.stages * arrays[0].shape[0], *arrays[0].shape[1:]), one.shard_shape(arrays[0].shape)
+    for device in layout.devices:
+        if device not in held and device.process_index == jax.process_index():
+            held[device] = jax.device_put(np.zeros(piece, arrays[0].dtype), device)
+    pieces = [held[device] for device in layout.devices if device in held]
+    return jax.make_array_from_single_device_arrays(shape, NamedSharding(layout.mesh, _axes(one.spec)), pieces)
