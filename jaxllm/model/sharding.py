@@ -7,7 +7,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -30,19 +30,28 @@ RULES: Mapping[str, Axis] = {
 _WHOLE = frozenset({"width", "head", "position", "routes", "blocks", "slots"})  # never divided
 
 
+class Division(NamedTuple):
+    """The layers of pipeline stages, see stages.py."""
+
+    bounds: tuple[int, ...] = ()  # the first layer of each stage, then the number of layers; (): no stages
+    leading: int = 0  # layers of the first stage without counterpart in others, which begin like the layers after them
+
+
+NO_STAGES = Division()
+
+
 @dataclass(frozen=True)
 class Layout:
     """A mesh, and the mesh axis of each logical axis; None: replicated.
 
-    `bounds` divides the layers among the mesh axis `PIPELINE` (see stages.py): the first layer of each stage, then the
-    number of layers; (): every device has all layers.
+    `division` gives each place of the mesh axis `PIPELINE` some of the layers; by default every device has all layers.
 
     Collectives require `shard_map`; those of a single shard are omitted, since XLA would keep them and split fusions.
     """
 
     mesh: Mesh | AbstractMesh
     rules: Mapping[str, Axis] = field(hash=False)
-    bounds: tuple[int, ...] = ()
+    division: Division = NO_STAGES
 
     def __post_init__(self) -> None:
         if self.rules.keys() != RULES.keys():
@@ -65,13 +74,17 @@ class Layout:
         return isinstance(self.mesh, Mesh) and len({device.process_index for device in self.devices}) > 1
 
     @property
+    def bounds(self) -> tuple[int, ...]:
+        return self.division.bounds
+
+    @property
     def stages(self) -> int:
         return max(1, len(self.bounds) - 1)
 
     @property
     def unstaged(self) -> Layout:
         """Return the layout of a model with all layers on every device, such as a draft model."""
-        return replace(self, bounds=())
+        return replace(self, division=NO_STAGES)
 
     def of_layer(self, layer: int | None) -> Layout:
         """Return the layout of the devices that hold a layer; None: the weights outside of layers."""
@@ -80,7 +93,7 @@ class Layout:
         assert isinstance(self.mesh, Mesh)
         at, stage = self.mesh.axis_names.index(PIPELINE), bisect_right(self.bounds, layer) - 1
         mesh = Mesh(self.mesh.devices.take([stage], axis=at), self.mesh.axis_names)
-        return replace(self, mesh=mesh, bounds=())
+        return replace(self, mesh=mesh, division=NO_STAGES)
 
     @property
     def is_here(self) -> bool:
@@ -162,13 +175,14 @@ def make_layout(
     devices: Sequence[jax.Device],  # pyright: ignore[reportInvalidTypeForm]
     tensor_parallel_size: int,
     divides_experts: bool = False,
-    bounds: tuple[int, ...] = (),
+    division: Division = NO_STAGES,
 ) -> Layout:
     """Return a layout that divides axes over the first devices; raise UserError if there are too few.
 
-    With `bounds` each stage has `tensor_parallel_size` adjacent devices, and the vocabulary is divided among all
+    With a `division` each stage has `tensor_parallel_size` adjacent devices, and the vocabulary is divided among all
     devices, so that none idles while logits are computed.
     """
+    bounds = division.bounds
     count = tensor_parallel_size * max(1, len(bounds) - 1)
     if count > len(devices):
         more = f", or set XLA_FLAGS=--xla_force_host_platform_device_count={count} to split the CPU"
@@ -184,4 +198,4 @@ def make_layout(
     if not bounds:
         return Layout(Mesh(np.asarray(devices[:count]), ("tp",)), rules)
     mesh = Mesh(np.asarray(devices[:count]).reshape(-1, tensor_parallel_size), (PIPELINE, "tp"))
-    return Layout(mesh, {**rules, "vocab": (PIPELINE, "tp")}, bounds)
+    return Layout(mesh, {**rules, "vocab": (PIPELINE, "tp")}, division)

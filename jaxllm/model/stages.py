@@ -1,8 +1,8 @@
-"""Pipeline stages: each has some of the layers, on its own devices (`Layout.bounds`).
+"""Pipeline stages: each has some of the layers, on other devices (`Layout.division`).
 
 The arrays of layers with the same place in their stages are one array, stacked along its first axis, which the mesh
 axis `PIPELINE` divides. So each device sees the arrays of a model with fewer layers, `of_one`. Later stages may have
-fewer layers, and zeros in the places after them.
+fewer layers, and zeros in places without one.
 """
 
 from __future__ import annotations
@@ -20,50 +20,58 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.errors import UserError
-from jaxllm.model.sharding import PIPELINE, Layout
+from jaxllm.model.sharding import NO_STAGES, PIPELINE, Division, Layout
 from jaxllm.model.spec import Spec
 
 
-def bounds(spec: Spec, count: int) -> tuple[int, ...]:
-    """Return the first layer of each of `count` stages, then the number of layers; () for one stage.
+def divide(spec: Spec, count: int) -> Division:
+    """Divide the layers among `count` stages; raise UserError if that is impossible.
 
     All devices run the same program, so layers with the same place in their stages have the same kind: window,
-    rotation, experts. Raises UserError if that is impossible.
+    rotation, experts. Layers that repeat are divided in whole periods. First layers that differ from the others, such
+    as DeepSeek's without experts, have places that only the first stage fills.
     """
     if count == 1:
-        return ()
+        return NO_STAGES
     experts = spec.experts.layers if spec.experts else (False,) * spec.num_layers
     kinds = [*zip(spec.windows, spec.ropes, experts, strict=True)]
-    period = next(size for size in range(1, len(kinds) + 1) if kinds[size:] == kinds[:-size])
-    most = -(-spec.num_layers // period)
-    if count > most:
-        why = f"it has {spec.num_layers} layers" if period == 1 else f"its {spec.num_layers} layers"
-        if period > 1:
-            why += " differ" if most == 1 else f" repeat after {period}, and each stage begins like the others"
-        remedy = f"Use at most {most}" if most > 1 else "Use tensor_parallel_size instead"
-        raise UserError(
-            f"pipeline_parallel_size {count} does not suit the model: {why}. {remedy}.", "pipeline_parallel_size"
-        )
-    sizes = [period * (most // count + (stage < most % count)) for stage in range(count)]
-    return (*accumulate(sizes[:-1], initial=0), spec.num_layers)
+    for leading in range(1 + spec.num_layers // (count + 1)):  # no more than a stage has others
+        others = kinds[leading:]
+        period = _period(others)
+        units = -(-len(others) // period)
+        if count <= units:
+            sizes = [period * (units // count + (stage < units % count)) for stage in range(count - 1)]
+            firsts = accumulate(sizes, initial=leading)
+            return Division((0, *list(firsts)[1:], spec.num_layers), leading)
+    most = -(-spec.num_layers // _period(kinds))
+    why = f"it has {spec.num_layers} layers" + (f", which repeat after {_period(kinds)}" if _period(kinds) > 1 else "")
+    remedy = f"Use at most {most}" if most > 1 else "Use tensor_parallel_size instead"
+    raise UserError(
+        f"pipeline_parallel_size {count} does not suit the model: {why}. {remedy}.", "pipeline_parallel_size"
+    )
 
 
-def sizes(layout: Layout) -> list[int]:
-    """Return the number of layers of each stage; the first has the most."""
-    return [end - first for first, end in pairwise(layout.bounds)]
+def _period(kinds: Sequence[Any]) -> int:
+    return next(size for size in range(1, len(kinds) + 1) if kinds[size:] == kinds[:-size])
+
+
+def ends(layout: Layout) -> list[int]:
+    """Return the place after each stage's last layer; the first is the largest."""
+    leading = layout.division.leading
+    return [end - first + leading * (first > 0) for first, end in pairwise(layout.bounds)]
 
 
 def place_of(layer: int, layout: Layout) -> tuple[int, int]:
     """Return a layer's stage, and its place there; the number of layers: the place after the last one's."""
     stage = min(bisect_right(layout.bounds, layer), layout.stages) - 1
-    return stage, layer - layout.bounds[stage]
+    return stage, layer - layout.bounds[stage] + layout.division.leading * (stage > 0)
 
 
 def of_one(spec: Spec, layout: Layout) -> Spec:
     """Return the model that each stage computes, as far as it has these layers."""
     if not layout.bounds:
         return spec
-    count = sizes(layout)[0]
+    count = ends(layout)[0]
     experts = spec.experts and replace(spec.experts, layers=spec.experts.layers[:count])
     return replace(spec, num_layers=count, windows=spec.windows[:count], ropes=spec.ropes[:count], experts=experts)
 
@@ -77,18 +85,18 @@ def describe(layers: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
     """Describe the arrays of all layers by their places in stages; raise UserError if the arrays of a place differ."""
     if not layout.bounds:
         return tuple(layers)
-    places = tuple(layers[: sizes(layout)[0]])
-    for first, end in pairwise(layout.bounds):
-        for place, layer in enumerate(layers[first:end]):
-            if jax.tree.structure(layer) != jax.tree.structure(places[place]) or any(
-                (one.shape, one.dtype) != (other.shape, other.dtype)
-                for one, other in zip(jax.tree.leaves(layer), jax.tree.leaves(places[place]), strict=True)
-            ):
-                raise UserError(
-                    f"pipeline_parallel_size {layout.stages} does not suit the model: the weights of layers {place} "
-                    f"and {first + place} differ. Use tensor_parallel_size instead.",
-                    "pipeline_parallel_size",
-                )
+    places = tuple(layers[: ends(layout)[0]])
+    for number, layer in enumerate(layers):
+        place = place_of(number, layout)[1]
+        if jax.tree.structure(layer) != jax.tree.structure(places[place]) or any(
+            (one.shape, one.dtype) != (other.shape, other.dtype)
+            for one, other in zip(jax.tree.leaves(layer), jax.tree.leaves(places[place]), strict=True)
+        ):
+            raise UserError(
+                f"pipeline_parallel_size {layout.stages} does not suit the model: the weights of layers {place} and "
+                f"{number} differ. Use tensor_parallel_size instead.",
+                "pipeline_parallel_size",
+            )
     return tuple(stack(each, layout) for each in places)
 
 
@@ -100,8 +108,7 @@ def join(layers: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
     if not layout.bounds:
         return tuple(layers)
     return tuple(
-        jax.tree.map(partial(_joined, layout, stages), *(layers[layout.bounds[stage] + place] for stage in stages))
-        for place, stages in enumerate(_holders(layout))
+        jax.tree.map(partial(_joined, layout), *(layers[layer] for layer in numbers)) for numbers in _layers(layout)
     )
 
 
@@ -113,16 +120,15 @@ def join_on_host(layers: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
     def joined(*arrays: np.ndarray) -> np.ndarray:
         return np.concatenate([*arrays, *[np.zeros_like(arrays[0])] * (layout.stages - len(arrays))])
 
-    return tuple(
-        jax.tree.map(joined, *(layers[layout.bounds[stage] + place] for stage in stages))
-        for place, stages in enumerate(_holders(layout))
-    )
+    return tuple(jax.tree.map(joined, *(layers[layer] for layer in numbers)) for numbers in _layers(layout))
 
 
-def _holders(layout: Layout) -> list[list[int]]:
-    """Return the stages that have a layer, by its place: the first ones, as later ones are never larger."""
-    each = sizes(layout)
-    return [[stage for stage, size in enumerate(each) if place < size] for place in range(each[0])]
+def _layers(layout: Layout) -> list[list[int]]:
+    """Return the layers of each place: of all stages, or of the first ones."""
+    found: list[list[int]] = [[] for _ in range(ends(layout)[0])]
+    for layer in range(layout.bounds[-1]):
+        found[place_of(layer, layout)[1]].append(layer)
+    return found
 
 
 def _stacked(layout: Layout, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -138,7 +144,7 @@ def _axes(of_one: PartitionSpec) -> PartitionSpec:
     return PartitionSpec((PIPELINE, *((first,) if isinstance(first, str) else first)), *others)
 
 
-def _joined(layout: Layout, stages: Sequence[int], *arrays: Array | jax.ShapeDtypeStruct) -> Array:
+def _joined(layout: Layout, *arrays: Array | jax.ShapeDtypeStruct) -> Array:
     assert isinstance(layout.mesh, Mesh)
     one = arrays[0].sharding
     assert isinstance(one, NamedSharding)

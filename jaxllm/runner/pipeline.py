@@ -63,8 +63,8 @@ def run(
     count, num_stages, stage = microbatches(shape), layout.stages, lax.axis_index(PIPELINE)
     size = -(-shape.tokens // count)  # B
     own_shape = replace(shape, tokens=size, rows=min(shape.rows, size))
-    each = stages.sizes(layout)
-    own_size = jnp.asarray(each)[stage]
+    ends, leading = stages.ends(layout), layout.division.leading
+    own_end = jnp.asarray(ends)[stage]
     by_token = {name: field[name] for name in ("slots", "positions", "token_adapter") if name in field} | {"x": x}
     pieces = {name: _pieces(of, count, size) for name, of in by_token.items()}
 
@@ -81,11 +81,13 @@ def run(
         own["slots"] = jnp.where(is_busy, own["slots"], num_slots)
         context = context_of(own_shape, kv, own | _of_piece(field, number * size, size, is_busy, num_slots))
         done, before = 0, {0: y}
-        for place in sorted({*each, *(place for _, place in aux_places)} - {0}):
+        for place in sorted({leading, *ends, *(place for _, place in aux_places)} - {0}):
             further = decoder.run_layers(spec, params, y, context, done, place)
-            # Stages with fewer layers keep their result.
-            y, done = further if place <= each[-1] else jnp.where(own_size >= place, further, y), place
-            before[place] = y
+            if place <= leading:
+                y = jnp.where(stage == 0, further, y)
+            else:  # stages with fewer layers keep their result
+                y = further if place <= ends[-1] else jnp.where(own_end >= place, further, y)
+            done, before[place] = place, y
         return y, [before[place] for _, place in aux_places]
 
     def passed_on(y: jax.Array) -> jax.Array:

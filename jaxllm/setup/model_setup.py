@@ -264,8 +264,8 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
             )
         tokens = longest
 
-    bounds = stages.bounds(spec, config.pipeline_parallel_size)
-    layout = make_layout(devices, config.tensor_parallel_size, config.enable_expert_parallel, bounds)
+    division = stages.divide(spec, config.pipeline_parallel_size)
+    layout = make_layout(devices, config.tensor_parallel_size, config.enable_expert_parallel, division)
 
     def kernels_of(own: Spec) -> dict[str, Choice]:
         return choose_kernels(config, own, layout, dtype, cache_dtype, scheme)

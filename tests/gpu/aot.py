@@ -27,7 +27,7 @@ from jaxllm.model import decoder, lora, quantized, stages
 from jaxllm.model.decoder import Params
 from jaxllm.model.lora_linear import AdapterWeights
 from jaxllm.model.parameters import Scheme, Weight
-from jaxllm.model.sharding import Layout, make_layout
+from jaxllm.model.sharding import NO_STAGES, Division, Layout, make_layout
 from jaxllm.model.spec import Spec, heads_per_shard
 from jaxllm.runner import batch, device_state, step
 from jaxllm.runner.batch import Shape
@@ -111,12 +111,12 @@ class Program:
 
 
 @functools.cache
-def layout(devices: int = 1, divides_experts: bool = False, bounds: tuple[int, ...] = ()) -> Layout:
-    """Describe a mesh of `devices` H200; `bounds` are those of pipeline stages."""
+def layout(devices: int = 1, divides_experts: bool = False, division: Division = NO_STAGES) -> Layout:
+    """Describe a mesh of `devices` H200."""
     described = topologies.get_topology_desc(
         platform="cuda", target_config=TARGET.read_text(), topology=f"1x1x{devices}"
     )
-    return make_layout(described.devices, devices // max(1, len(bounds) - 1), divides_experts, bounds)
+    return make_layout(described.devices, devices // max(1, len(division.bounds) - 1), divides_experts, division)
 
 
 def kernels_of(
@@ -221,7 +221,7 @@ def compile_shape(
     num_stages: int = 1,
 ) -> Program:
     """Compile one program; without a variant, the forward part of a step."""
-    over = layout(devices, divides_experts, stages.bounds(spec, num_stages))
+    over = layout(devices, divides_experts, stages.divide(spec, num_stages))
     if scheme is None:
         params = weights.abstract(spec, over, dtype, family=family)
         scheme = family.stored.scheme if family is not None and family.stored is not None else None

@@ -75,7 +75,7 @@ def plan(name: str, config: dict[str, Any], temporary_bytes: int) -> MemoryPlan:
         enable_expert_parallel=_has_experts(name),
     )
     spec, family = read_spec(dict(config))
-    layout = aot.layout(DEVICES, engine.enable_expert_parallel, stages.bounds(spec, num_stages))
+    layout = aot.layout(DEVICES, engine.enable_expert_parallel, stages.divide(spec, num_stages))
     dtype = jnp.dtype(jnp.bfloat16)
     setup = Setup(
         folder=Path(),

@@ -119,7 +119,7 @@ def test_each_stage_has_its_layers(is_orbax: bool, tmp_path: Path) -> None:
     """The last of two stages has two of five layers, and zeros in its last place."""
     folder = convert(str(STORIES), tmp_path / "converted") if is_orbax else STORIES
     spec, family = read_spec(weights.read_config(folder))
-    layout, plain = make_layout(jax.devices(), 2, False, stages.bounds(spec, 2)), make_layout(jax.devices(), 2)
+    layout, plain = make_layout(jax.devices(), 2, False, stages.divide(spec, 2)), make_layout(jax.devices(), 2)
     found, due = (weights.load(folder, spec, family, one, "float32", False, "int8") for one in (layout, plain))
     described = weights.abstract(spec, layout, "float32", "int8")
     for leaf, shape in zip(*map(jax.tree.leaves, (found, described)), strict=True):
