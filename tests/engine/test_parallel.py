@@ -54,12 +54,12 @@ def _config(case: str, **sizes: Any) -> dict[str, Any]:
     return json.loads((GOLDEN / case / "config.json").read_text()) | heads | sizes
 
 
-def write_random(folder: Path, case: str) -> Path:
-    """Write a random model with eight experts; "family, format" is quantized."""
+def write_random(folder: Path, case: str, **further: Any) -> Path:
+    """Write a random model, with eight experts if with any; "family, format" is quantized."""
     family, _, form = case.partition(", ")
     if family == "deepseek-v3":
         sizes = {"num_key_value_heads": 8, "moe_intermediate_size": 32, "intermediate_size": 64}
-        config, stored, _ = quantized_model("fp8-blocks", _config(family, **sizes))
+        config, stored, _ = quantized_model("fp8-blocks", _config(family, **sizes, **further))
     elif family == "gpt-oss":
         config = _config(family, intermediate_size=32)
         tensors, rng = random_tensors(config), np.random.default_rng(0)
@@ -71,7 +71,7 @@ def write_random(folder: Path, case: str) -> Path:
         sizes = {"moe_intermediate_size": 32, "intermediate_size": 64}
         config, stored, _ = quantized_model(form, _config(family, **sizes))
     else:
-        config = _config(family, intermediate_size=32)
+        config = _config(family, intermediate_size=32, **further)
         stored = random_tensors(config)
     return write(folder, config, stored)
 
@@ -160,6 +160,18 @@ def test_stages_change_no_token(
     alone, *divided = (pool.submit(greedy, folder, settings, sizes).result() for settings in ({}, *cases))
     for found in divided:
         check_equal(found, alone)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("case", ["deepseek-v3", "gemma2", pytest.param("qwen3-moe", marks=pytest.mark.slow)])
+def test_stages_of_unlike_layers_change_no_token(case: str, pool: ProcessPoolExecutor, tmp_path: Path) -> None:
+    """DeepSeek's first layer has no experts; every second layer of Gemma 2 has a window, and blocks of another pool."""
+    kinds = (
+        {"layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]} if case == "gemma2" else {}
+    )
+    folder = write_random(tmp_path, case, num_hidden_layers=5, **kinds)
+    alone, divided = (pool.submit(greedy, folder, settings).result() for settings in ({}, TP2_PP2))
+    check_equal(divided, alone)
 
 
 FEW = 28  # blocks: requests preempt each other
