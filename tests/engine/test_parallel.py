@@ -38,6 +38,7 @@ EP2, EP4, EP8 = ({"tensor_parallel_size": size, "enable_expert_parallel": True} 
 TP8 = {"tensor_parallel_size": 8}
 PP2, PP4, PP5 = ({"pipeline_parallel_size": size} for size in (2, 4, 5))
 TP2_PP2 = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+SWAP = {"kv_offloading_size": 0.05, "preemption_mode": "swap"}
 EAGLE = {"method": "eagle3", "model": "jaxllm-eagle", "num_speculative_tokens": 3}
 
 
@@ -176,7 +177,7 @@ def test_stages_of_unlike_layers_change_no_token(case: str, pool: ProcessPoolExe
 
 FEW = 28  # blocks: requests preempt each other
 FACTORS: dict[str, Sequence[Any]] = {
-    "devices": (EP2, TP8, EP4, TP2_PP2, PP5),
+    "devices": (EP2, TP8, EP4, TP2_PP2, PP5 | SWAP),
     "kv_cache_dtype": ("auto", "int8", "fp8"),
     "speculative_config": (None, {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}),
     "enable_prefix_caching": (True, False),
