@@ -112,6 +112,27 @@ def join(layers: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
     )
 
 
+def each_layer(places: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
+    """Return what belongs to the place of each layer."""
+    if not layout.bounds:
+        return tuple(places)
+    return tuple(places[place_of(layer, layout)[1]] for layer in range(layout.bounds[-1]))
+
+
+def on_others(array: Array | None, here: Layout) -> dict[Any, Array]:
+    """Return an array's pieces by device, without those of one stage's devices; {} without an array."""
+    if array is None:
+        return {}
+    own = set(here.devices)
+    return {shard.device: shard.data for shard in array.addressable_shards if shard.device not in own}
+
+
+def with_others(array: Array, others: dict[Any, Array], layout: Layout) -> Array:
+    """Join a stage's array with the others' pieces, which may be in the host's memory."""
+    held = {device: jax.device_put(piece, device) for device, piece in others.items()}
+    return _of_pieces(layout, array, held | {shard.device: shard.data for shard in array.addressable_shards})
+
+
 def join_on_host(layers: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
     """Join NumPy arrays of layers."""
     if not layout.bounds:
@@ -145,13 +166,17 @@ def _axes(of_one: PartitionSpec) -> PartitionSpec:
 
 
 def _joined(layout: Layout, *arrays: Array | jax.ShapeDtypeStruct) -> Array:
-    assert isinstance(layout.mesh, Mesh)
-    one = arrays[0].sharding
-    assert isinstance(one, NamedSharding)
     held = {shard.device: shard.data for each in arrays if isinstance(each, Array) for shard in each.addressable_shards}
-    shape, piece = (layout.stages * arrays[0].shape[0], *arrays[0].shape[1:]), one.shard_shape(arrays[0].shape)
+    return _of_pieces(layout, arrays[0], held)
+
+
+def _of_pieces(layout: Layout, one: Array | jax.ShapeDtypeStruct, held: dict[Any, Array]) -> Array:
+    """Return the array of all stages from pieces by device, and zeros; `one` is that of a stage."""
+    assert isinstance(layout.mesh, Mesh) and isinstance(one.sharding, NamedSharding)
+    piece = one.sharding.shard_shape(one.shape)
     for device in layout.devices:
         if device not in held and device.process_index == jax.process_index():
-            held[device] = jax.device_put(np.zeros(piece, arrays[0].dtype), device)
+            held[device] = jax.device_put(np.zeros(piece, one.dtype), device)
     pieces = [held[device] for device in layout.devices if device in held]
-    return jax.make_array_from_single_device_arrays(shape, NamedSharding(layout.mesh, _axes(one.spec)), pieces)
+    sharding = NamedSharding(layout.mesh, _axes(one.sharding.spec))
+    return jax.make_array_from_single_device_arrays((layout.stages * one.shape[0], *one.shape[1:]), sharding, pieces)

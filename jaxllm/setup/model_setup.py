@@ -331,7 +331,6 @@ def _check_combinations(config: EngineConfig, described: Described, rounds: bool
         combinations.EXPERTS: bool(spec.experts),
         "kv_offloading_disk": config.kv_offloading_disk is not None,
         "kv_transfer_config": config.kv_transfer_config is not None,
-        "enable_sleep_mode": config.enable_sleep_mode,
         combinations.NO_EXPERTS: spec.experts is None,
         # A ring all-reduce sums each piece in another order, except with two devices.
         combinations.MANY_GPUS: not is_cpu and config.tensor_parallel_size > 2,
