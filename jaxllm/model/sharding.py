@@ -186,13 +186,16 @@ def make_layout(
     count = tensor_parallel_size * max(1, len(bounds) - 1)
     if count > len(devices):
         more = f", or set XLA_FLAGS=--xla_force_host_platform_device_count={count} to split the CPU"
-        asked = f"tensor_parallel_size is {tensor_parallel_size}"
+        parameter, asked = "tensor_parallel_size", f"tensor_parallel_size is {tensor_parallel_size}"
         if bounds:
-            asked += f" for each of {len(bounds) - 1} pipeline stages"
+            parameter, stages = "pipeline_parallel_size", len(bounds) - 1
+            asked = (
+                f"pipeline_parallel_size {stages} and tensor_parallel_size {tensor_parallel_size} take {count} devices,"
+            )
         raise UserError(
             f"{asked} but JAX sees {len(devices)} device(s); "
             f"use at most {len(devices)}{more if devices[0].platform == 'cpu' else ''}.",
-            "tensor_parallel_size",
+            parameter,
         )
     rules = {**RULES, "experts": "tp"} if divides_experts else RULES
     if not bounds:
