@@ -33,6 +33,7 @@ MEASUREMENTS = {
         ["-m", "jaxllm", "bench", "scheduler", "--num-requests", "1000", "--load", "decode", "--limit-us", "250"]
     ),
     "padding": _bench("padding"),
+    "stages": _bench("pipeline_bubble"),
     "host": _bench("host"),
     "dispatch": _bench("dispatch"),
     "record": _bench("record", "--steps", "200"),

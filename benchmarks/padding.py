@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,7 @@ from benchmarks.aims import require
 from jaxllm.runner import batch
 from jaxllm.runner.batch import Shape
 from jaxllm.scheduler import scheduler
-from jaxllm.scheduler.state import Limits, Request, initial
+from jaxllm.scheduler.state import Limits, Plan, Request, initial
 
 MEAN_PROMPT, MEAN_OUTPUT, SPREAD = 220, 200, 1.0  # tokens; deviation of the logarithm
 LONGEST = 2048  # tokens of prompt and output
@@ -62,6 +62,17 @@ def lengths(count: int, seed: int) -> list[tuple[int, int]]:
 
 def simulate(machine: Machine, rate: float, count: int, decode: Sequence[Shape], ragged: Sequence[Shape]) -> np.ndarray:
     """Serve `count` requests; return the cost of decode steps without and with padding, and the same of ragged ones."""
+    totals = np.zeros(4)
+    for plan, shape in steps(machine, rate, count, decode, ragged):
+        at = 0 if shape.is_decode else 2
+        totals[at : at + 2] += machine.cost(plan.num_tokens), machine.cost(shape.tokens)
+    return totals
+
+
+def steps(
+    machine: Machine, rate: float, count: int, decode: Sequence[Shape], ragged: Sequence[Shape]
+) -> Iterator[tuple[Plan, Shape]]:
+    """Serve `count` requests; yield each step's plan and its program's shape."""
     limits = Limits(
         num_slots=machine.num_slots,
         num_blocks=machine.num_slots * LONGEST // 16,
@@ -82,7 +93,6 @@ def simulate(machine: Machine, rate: float, count: int, decode: Sequence[Shape],
         for number, (prompt, output) in enumerate(lengths(count, 0))
     ]
     state, now, arrived, finished = initial(limits), 0.0, 0, 0
-    totals = np.zeros(4)
     while finished < count:
         if not state.num_running and not state.waiting:
             now = max(now, arrivals[arrived])
@@ -95,12 +105,10 @@ def simulate(machine: Machine, rate: float, count: int, decode: Sequence[Shape],
         size = batch.extent(plan)
         is_decode = not size.tiles
         shape = next(shape for shape in (decode if is_decode else ragged) if batch.fits(size, shape))
-        at = 0 if is_decode else 2
-        totals[at : at + 2] += machine.cost(plan.num_tokens), machine.cost(shape.tokens)
+        yield plan, shape
         now += machine.step + machine.cost(shape.tokens)
         state, events = scheduler.commit(state, limits, plan, np.zeros(len(plan.slots), np.int32))
         finished += len(events.finished)
-    return totals
 
 
 def tables(name: str, machine: Machine) -> tuple[list[Shape], list[Shape]]:

@@ -38,6 +38,8 @@ REFUSED = (
     Refused("deterministic", POOLS, "the mode is for models that generate"),
     Refused("deterministic", MANY_GPUS, "the order of a sum then depends on where in the batch a token is"),
     Refused("enable_expert_parallel", NO_EXPERTS, "it divides experts"),
+    Refused("pipeline_parallel_size", POOLS, "only steps that generate are divided into stages"),
+    Refused("pipeline_parallel_size", "kv_transfer_config", "a stage has the KV blocks of its layers only"),
     Refused("kv_cache_dtype", WHOLE_PROMPTS, "there is no cache"),
     Refused("quantization", EXPERTS, "they are not rounded when they are loaded"),
     Refused("quantization", LATENT, "it is not rounded when it is loaded"),

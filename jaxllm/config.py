@@ -69,6 +69,7 @@ class EngineConfig:
         None, "maximum concurrent requests (default: 64 on a CPU, 256 on a GPU; with --deterministic 16 and 128)"
     )
     tensor_parallel_size: int = setting(1, "devices that share the model")
+    pipeline_parallel_size: int = setting(1, "stages: groups of such devices that each hold a part of the layers")
     enable_expert_parallel: bool = setting(
         False, "give each of the devices that share the model whole experts, instead of a part of each"
     )
@@ -350,7 +351,6 @@ DTYPE_NAMES = {"half": "float16", "float": "float32"}  # vLLM's aliases
 # vLLM arguments that affect results or capacity, with the accepted values, default first.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "tokenizer_mode": ("auto",),
-    "pipeline_parallel_size": (1,),
     "cpu_offload_gb": (0,),
     "hf_overrides": (None,),
     "task": ("auto", "generate"),
@@ -396,6 +396,7 @@ _RANGES: dict[str, tuple[int, int]] = {
     "max_num_batched_tokens": (1, 2**20),
     "max_num_seqs": (1, 2**14),
     "tensor_parallel_size": (1, 1024),
+    "pipeline_parallel_size": (1, 1024),
     "data_parallel_size": (1, 256),
     "prefill_replicas": (0, 128),
     "decode_replicas": (0, 128),

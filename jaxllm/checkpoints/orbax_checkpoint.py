@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from jaxllm.checkpoints.files import inside, read_object, reading_bar
 from jaxllm.errors import UserError
-from jaxllm.model import quantized
+from jaxllm.model import quantized, stages
 from jaxllm.model.decoder import Params
 from jaxllm.model.parameters import Part, Weight
 from jaxllm.model.sharding import Layout
@@ -120,24 +120,26 @@ def load(folder: Path, declared: Params[Weight], layout: Layout, dtype: DTypeLik
     bar = reading_bar(total, progress)
 
     def restore(layer: int | None, weights: dict[str, Weight]) -> dict[str, Any]:
-        tree: dict[str, Any] = {}
+        here, tree = layout.of_layer(layer), dict[str, Any]()
+        if not here.is_here:
+            return {name: quantized.describe(weight, here, dtype) for name, weight in weights.items()}
         for weight in weights.values():
             for part in weight.parts:
                 kind = jnp.dtype(jnp.float32) if weight.scheme is not None else weight.type_of(dtype)
                 for expert, name in enumerate(_names(weight, part)):
-                    own = layout if weight.stack is None else _holding(weight, expert, layout)
+                    own = here if weight.stack is None else _holding(weight, expert, here)
                     if _local(own):
                         _place(tree, (layer, name), _target(weight, part, own, kind))
         pieces = _restore(folder, tree)
         pieces = pieces["top"] if layer is None else pieces["layers"][str(layer)]
         arrays: dict[str, Any] = {
-            name: _join(weight, [pieces[part.name] for part in weight.parts], layout)
+            name: _join(weight, [pieces[part.name] for part in weight.parts], here)
             if weight.stack is None
-            else _stack(weight, [pieces[part.name] for part in weight.parts], layout)
+            else _stack(weight, [pieces[part.name] for part in weight.parts], here)
             for name, weight in weights.items()
         }
         arrays |= {
-            name: quantized.quantize(arrays.pop(name), weight, layout)
+            name: quantized.quantize(arrays.pop(name), weight, here)
             for name, weight in weights.items()
             if weight.scheme is not None
         }
@@ -148,7 +150,8 @@ def load(folder: Path, declared: Params[Weight], layout: Layout, dtype: DTypeLik
         top: dict[str, Any] = {}
         for name, weight in declared.top.items():  # the largest, one at a time
             top |= restore(None, {name: weight})
-        return Params(top, tuple(restore(layer, weights) for layer, weights in enumerate(declared.layers)))
+        layers = [restore(layer, weights) for layer, weights in enumerate(declared.layers)]
+        return Params(top, stages.join(layers, layout))
 
 
 def list_files(folder: Path) -> dict[str, list[int | None]]:

@@ -26,8 +26,8 @@ from jaxllm.checkpoints.stored_matrices import Matrix, Side
 from jaxllm.embedded import SHIPPED
 from jaxllm.errors import UserError
 from jaxllm.families.families import Family
-from jaxllm.model import decoder, quantized
-from jaxllm.model.decoder import Leaf, Params, declare, with_schemes
+from jaxllm.model import decoder, quantized, stages
+from jaxllm.model.decoder import Params, declare, with_schemes
 from jaxllm.model.head import Head
 from jaxllm.model.parameters import Part, Scheme, Weight
 from jaxllm.model.quantized import Quantized, rounded, turned
@@ -133,14 +133,17 @@ def read(
 
     def build(layer: int | None, name: str, weight: Weight) -> Any:
         nonlocal pending
-        array = read_weight(weight, sources[layer, name], layout, dtype)
+        own = layout.of_layer(layer)
+        if not own.is_here:
+            return quantized.describe(weight, own, dtype)
+        array = read_weight(weight, sources[layer, name], own, dtype)
         jax.block_until_ready(pending)  # at most two weights are in transfer to a device
         pending = array
         bar.update(num_bytes(array))
         return array
 
     with bar:
-        return jax.block_until_ready(_build(declared, build))
+        return jax.block_until_ready(_build(declared, layout, build))
 
 
 def read_weight(weight: Weight, parts: tuple[tuple[Source, ...], ...], layout: Layout, dtype: DTypeLike) -> Any:
@@ -190,7 +193,8 @@ def abstract(
     """Describe the parameters (shapes, types, shardings) without allocating."""
     decoder.check_shards(spec, layout)
     declared = _declare(spec, layout, at_load(quantization, _is_cpu(layout)), head, family)
-    return jax.tree.map(lambda weight: quantized.describe(weight, layout, dtype), declared)
+    described = jax.tree.map(lambda weight: quantized.describe(weight, layout, dtype), declared)
+    return Params(described.top, stages.describe(described.layers, layout))
 
 
 def declared_weights(
@@ -264,20 +268,22 @@ def draw(declared: Params[Weight], layout: Layout, dtype: DTypeLike, seed: int =
     seeds = np.random.default_rng(seed)
 
     def build(layer: int | None, name: str, weight: Weight) -> Any:
-        array = _random_maker(weight, weight.type_of(jnp.dtype(dtype)), layout)(seeds.integers(2**32, dtype=np.uint32))
-        return quantized.quantize(array, weight, layout) if weight.scheme is not None else array
+        own, seed = layout.of_layer(layer), seeds.integers(2**32, dtype=np.uint32)
+        if not own.is_here:
+            return quantized.describe(weight, own, dtype)
+        array = _random_maker(weight, weight.type_of(jnp.dtype(dtype)), own)(seed)
+        return quantized.quantize(array, weight, own) if weight.scheme is not None else array
 
-    return _build(declared, build)
+    return _build(declared, layout, build)
 
 
-def _build(declared: Params[Weight], build: Callable[[int | None, str, Weight], Leaf]) -> Params[Leaf]:
-    return Params(
-        {name: build(None, name, weight) for name, weight in declared.top.items()},
-        tuple(
-            {name: build(layer, name, weight) for name, weight in weights.items()}
-            for layer, weights in enumerate(declared.layers)
-        ),
-    )
+def _build(declared: Params[Weight], layout: Layout, build: Callable[[int | None, str, Weight], Any]) -> Params[Array]:
+    top = {name: build(None, name, weight) for name, weight in declared.top.items()}
+    layers = [
+        {name: build(layer, name, weight) for name, weight in weights.items()}
+        for layer, weights in enumerate(declared.layers)
+    ]
+    return Params(top, stages.join(layers, layout))
 
 
 def _load_rounded(weight: Weight, sources: tuple[tuple[Source, ...], ...], layout: Layout) -> Quantized[Array]:

@@ -76,7 +76,8 @@ class KeptPrograms:
     def compile(self, name: str, key: Any, lowered: jax.stages.Lowered) -> Any:
         if not self.is_on:
             return lowered.compile()
-        text = bytes.fromhex(digest(self._depends[1], digest_options(), lowered.as_text()))
+        # The text lacks unused arguments: models with other numbers of layers have the same for `score`.
+        text = bytes.fromhex(digest(self._depends[1], digest_options(), str(lowered.in_tree), lowered.as_text()))
         program = self._program(name, text)
         if program is None:
             program, is_new = _compiled(lowered)

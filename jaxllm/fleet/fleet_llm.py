@@ -145,7 +145,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
         )
         if config.device == "cpu":
             return settings, {}
-        count = config.tensor_parallel_size
+        count = config.tensor_parallel_size * config.pipeline_parallel_size
         given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         visible = given.split(",") if given else [str(device) for device in range(num_local * count)]
         return settings, {"CUDA_VISIBLE_DEVICES": ",".join(visible[number * count : (number + 1) * count])}

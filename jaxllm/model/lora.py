@@ -13,7 +13,7 @@ import jax
 from jax.typing import DTypeLike
 
 from jaxllm import combinations
-from jaxllm.model import decoder, quantized
+from jaxllm.model import decoder, quantized, stages
 from jaxllm.model.parameters import Weight
 from jaxllm.model.sharding import Layout
 from jaxllm.model.spec import Spec
@@ -54,4 +54,5 @@ def _pair(weight: Weight, rank: int) -> Pair[Weight]:
 
 
 def abstract(spec: Spec, layout: Layout, dtype: DTypeLike, rank: int) -> Adapter[jax.ShapeDtypeStruct]:
-    return jax.tree.map(lambda weight: quantized.describe(weight, layout, dtype), declare(spec, layout, rank))
+    layers = jax.tree.map(lambda weight: quantized.describe(weight, layout, dtype), declare(spec, layout, rank))
+    return stages.describe(layers, layout)

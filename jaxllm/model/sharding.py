@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -15,26 +17,41 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxllm.errors import UserError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Axis = str | tuple[str, ...] | None  # of a mesh, or several, the first the slowest
+PIPELINE = "pp"  # the mesh axis of pipeline stages
 
 # Megatron's division (Shoeybi et al. 2019): heads, feed-forward and vocabulary are split, the residual stream is
 # replicated. Two all-reduces per layer. Expert parallelism divides "experts"; otherwise each expert's width is split
 # ("expert_width", as feed_forward).
-RULES: Mapping[str, str | None] = {
+RULES: Mapping[str, Axis] = {
     **dict.fromkeys(("heads", "kv_heads", "feed_forward", "vocab"), "tp"),
     "experts": None,
 }
 _WHOLE = frozenset({"width", "head", "position", "routes", "blocks", "slots"})  # never divided
 
 
+class Division(NamedTuple):
+    """The layers of pipeline stages, see stages.py."""
+
+    bounds: tuple[int, ...] = ()  # the first layer of each stage, then the number of layers; (): no stages
+    leading: int = 0  # layers of the first stage without counterpart in others, which begin like the layers after them
+
+
+NO_STAGES = Division()
+
+
 @dataclass(frozen=True)
 class Layout:
     """A mesh, and the mesh axis of each logical axis; None: replicated.
+
+    `division` gives each place of the mesh axis `PIPELINE` some of the layers; by default every device has all layers.
 
     Collectives require `shard_map`; those of a single shard are omitted, since XLA would keep them and split fusions.
     """
 
     mesh: Mesh | AbstractMesh
-    rules: Mapping[str, str | None] = field(hash=False)
+    rules: Mapping[str, Axis] = field(hash=False)
+    division: Division = NO_STAGES
 
     def __post_init__(self) -> None:
         if self.rules.keys() != RULES.keys():
@@ -43,7 +60,7 @@ class Layout:
             raise ValueError("heads and kv_heads must be divided by the same mesh axis")
         if self.rules["experts"] not in (None, self.rules["feed_forward"]):
             raise ValueError("experts must be divided by the mesh axis of feed_forward, which sums their results")
-        if unknown := set(self.rules.values()) - {*self.mesh.axis_names, None}:
+        if unknown := {name for axis in self.rules.values() for name in _names(axis)} - {*self.mesh.axis_names}:
             raise ValueError(f"the mesh has the axes {self.mesh.axis_names}, not {unknown}")
 
     @property
@@ -56,15 +73,41 @@ class Layout:
         """Whether other processes hold parts of divided arrays."""
         return isinstance(self.mesh, Mesh) and len({device.process_index for device in self.devices}) > 1
 
-    def axis(self, name: str | None) -> str | None:
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        return self.division.bounds
+
+    @property
+    def stages(self) -> int:
+        return max(1, len(self.bounds) - 1)
+
+    @property
+    def unstaged(self) -> Layout:
+        """Return the layout of a model with all layers on every device, such as a draft model."""
+        return replace(self, division=NO_STAGES)
+
+    def of_layer(self, layer: int | None) -> Layout:
+        """Return the layout of the devices that hold a layer; None: the weights outside of layers."""
+        if layer is None or not self.bounds:
+            return self
+        assert isinstance(self.mesh, Mesh)
+        at, stage = self.mesh.axis_names.index(PIPELINE), bisect_right(self.bounds, layer) - 1
+        mesh = Mesh(self.mesh.devices.take([stage], axis=at), self.mesh.axis_names)
+        return replace(self, mesh=mesh, division=NO_STAGES)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process has one of the devices."""
+        return any(device.process_index == jax.process_index() for device in self.devices)
+
+    def axis(self, name: str | None) -> Axis:
         """Return the mesh axis of a logical axis, None if replicated; raise KeyError for unknown names."""
         if name == "expert_width":
             return self.rules["feed_forward"] if self.rules["experts"] is None else None
         return None if name is None or name in _WHOLE else self.rules[name]
 
     def shards(self, name: str | None) -> int:
-        axis = self.axis(name)
-        return 1 if axis is None else self.mesh.shape[axis]
+        return math.prod(self.mesh.shape[axis] for axis in _names(self.axis(name)))
 
     def padded(self, name: str, size: int) -> int:
         return -(-size // self.shards(name)) * self.shards(name)
@@ -99,7 +142,9 @@ class Layout:
         if copies == 1:
             return self
         assert isinstance(self.mesh, Mesh)
-        at, shape = self.mesh.axis_names.index(self.axis(name)), self.mesh.devices.shape
+        axis = self.axis(name)
+        assert isinstance(axis, str)
+        at, shape = self.mesh.axis_names.index(axis), self.mesh.devices.shape
         devices = self.mesh.devices.reshape(*shape[:at], -1, copies, *shape[at + 1 :])
         names = (*self.mesh.axis_names[: at + 1], "copies", *self.mesh.axis_names[at + 1 :])
         return replace(self, mesh=Mesh(devices, names))
@@ -108,9 +153,14 @@ class Layout:
         """Return the layout of the devices that hold piece `number` of a logical axis."""
         if self.shards(name) == 1:
             return self
-        assert isinstance(self.mesh, Mesh)
-        at = self.mesh.axis_names.index(self.axis(name))
+        axis = self.axis(name)
+        assert isinstance(self.mesh, Mesh) and isinstance(axis, str)
+        at = self.mesh.axis_names.index(axis)
         return replace(self, mesh=Mesh(self.mesh.devices.take([number], axis=at), self.mesh.axis_names))
+
+
+def _names(axis: Axis) -> tuple[str, ...]:
+    return () if axis is None else (axis,) if isinstance(axis, str) else axis
 
 
 UNDIVIDED = Layout(AbstractMesh((), ()), dict.fromkeys(RULES))  # one device, without `shard_map`
@@ -125,14 +175,30 @@ def make_layout(
     devices: Sequence[jax.Device],  # pyright: ignore[reportInvalidTypeForm]
     tensor_parallel_size: int,
     divides_experts: bool = False,
+    division: Division = NO_STAGES,
 ) -> Layout:
-    """Return a layout that divides axes over the first devices; raise UserError if there are too few."""
-    if tensor_parallel_size > len(devices):
-        more = f", or set XLA_FLAGS=--xla_force_host_platform_device_count={tensor_parallel_size} to split the CPU"
+    """Return a layout that divides axes over the first devices; raise UserError if there are too few.
+
+    With a `division` each stage has `tensor_parallel_size` adjacent devices, and the vocabulary is divided among all
+    devices, so that none idles while logits are computed.
+    """
+    bounds = division.bounds
+    count = tensor_parallel_size * max(1, len(bounds) - 1)
+    if count > len(devices):
+        more = f", or set XLA_FLAGS=--xla_force_host_platform_device_count={count} to split the CPU"
+        parameter, asked = "tensor_parallel_size", f"tensor_parallel_size is {tensor_parallel_size}"
+        if bounds:
+            parameter, stages = "pipeline_parallel_size", len(bounds) - 1
+            asked = (
+                f"pipeline_parallel_size {stages} and tensor_parallel_size {tensor_parallel_size} take {count} devices,"
+            )
         raise UserError(
-            f"tensor_parallel_size is {tensor_parallel_size} but JAX sees {len(devices)} device(s); "
+            f"{asked} but JAX sees {len(devices)} device(s); "
             f"use at most {len(devices)}{more if devices[0].platform == 'cpu' else ''}.",
-            "tensor_parallel_size",
+            parameter,
         )
     rules = {**RULES, "experts": "tp"} if divides_experts else RULES
-    return Layout(Mesh(np.asarray(devices[:tensor_parallel_size]), ("tp",)), rules)
+    if not bounds:
+        return Layout(Mesh(np.asarray(devices[:count]), ("tp",)), rules)
+    mesh = Mesh(np.asarray(devices[:count]).reshape(-1, tensor_parallel_size), (PIPELINE, "tp"))
+    return Layout(mesh, {**rules, "vocab": (PIPELINE, "tp")}, division)

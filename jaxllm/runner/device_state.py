@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jaxllm.model import stages
 from jaxllm.model.sharding import Layout
 from jaxllm.model.spec import Spec
 from jaxllm.runner.drafting import Drafted
@@ -50,8 +51,8 @@ def abstract(
 ) -> DeviceState[jax.ShapeDtypeStruct]:
     """Describe the state (shapes, types, shardings) without allocating; `max_tokens` is T.
 
-    `cache_dtype` applies to all caches; `batch_size` is the largest packed batch in int32, if stored;
-    `media_rows` are those of images' embeddings.
+    `spec` is that of a pipeline stage. `cache_dtype` applies to all caches; `batch_size` is the largest packed batch
+    in int32, if stored; `media_rows` are those of images' embeddings.
     """
 
     def array(shape: tuple[int, ...], kind: jnp.dtype, *axes: str) -> jax.ShapeDtypeStruct:
@@ -68,7 +69,7 @@ def abstract(
             aux=(array((max_tokens, spec.width), dtype),) * num_aux,
         )
     return DeviceState(
-        kv=abstract_kv(spec, geometry, layout, cache_dtype),
+        kv=stages.stack(abstract_kv(spec, geometry, layout, cache_dtype), layout),
         drafted=drafted,
         batch=array((batch_size,), int32) if batch_size else None,
         tables=array((geometry.num_slots, geometry.max_blocks * geometry.num_groups), int32, "slots"),

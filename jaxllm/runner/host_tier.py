@@ -263,7 +263,8 @@ def _row_of(cache: Sequence[jax.ShapeDtypeStruct], kinds: Sequence[Sequence[int]
     def described(leaf: jax.ShapeDtypeStruct, count: int) -> jax.ShapeDtypeStruct:
         assert isinstance(leaf.sharding, NamedSharding)
         sharding = NamedSharding(leaf.sharding.mesh, _row_spec(leaf))
-        return jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype, sharding=sharding)
+        stages = leaf.shape[0] // leaf.sharding.shard_shape(leaf.shape)[0]
+        return jax.ShapeDtypeStruct((stages * count, *leaf.shape[1:]), leaf.dtype, sharding=sharding)
 
     return tuple(described(cache[places[0]], len(places)) for places in kinds)
 
@@ -277,7 +278,7 @@ def _kinds(cache: Sequence[jax.ShapeDtypeStruct]) -> list[list[int]]:
 
 def _row_spec(leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
     assert isinstance(leaf.sharding, NamedSharding)
-    return PartitionSpec(None, *leaf.sharding.spec[1:])
+    return PartitionSpec(*leaf.sharding.spec)  # a block of several stages: each has the rows of its layers
 
 
 def _store(kinds: Sequence[Sequence[int]], name: str) -> Callable[[Leaves, jax.Array], tuple[Row, ...]]:

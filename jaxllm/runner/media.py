@@ -50,9 +50,9 @@ class ImageEncoder:
         setup = self._setup
         declared = vision.declare(self._spec)
         if seed is not None:
-            params = weights.draw(declared, setup.layout, setup.dtype, seed)
+            params = weights.draw(declared, setup.layout.unstaged, setup.dtype, seed)
         else:
-            params = weights.read(declared, self._open(), setup.layout, setup.dtype, progress)
+            params = weights.read(declared, self._open(), setup.layout.unstaged, setup.dtype, progress)
         self._params = tuple(jax.tree.leaves(params))
 
     def compile(self, make: Callable[..., Any], state: Any) -> None:

@@ -26,7 +26,7 @@ from jaxllm.compiling.program_digest import digest, digest_compiler, digest_sour
 from jaxllm.compiling.startup_timing import Compilations, Phases
 from jaxllm.config import EngineConfig
 from jaxllm.metrics import DeviceReport, Metrics
-from jaxllm.model import decoder
+from jaxllm.model import decoder, stages
 from jaxllm.runner import batch, device_state, host_tier, results, scoring, small_programs, step
 from jaxllm.runner.batch import Shape
 from jaxllm.runner.compiled_programs import VARIANTS, Key, ProgramKeys, Programs
@@ -149,7 +149,7 @@ class Runner(Residence):
             plan = plan_memory(config, setup, free)
             if needs_weights and config.load_format != "dummy":
                 weights.check(setup.folder, setup.spec, setup.family, setup.layout, setup.head)
-                draft_setup.check(setup.drafting, setup.draft, setup.layout)
+                draft_setup.check(setup.drafting, setup.draft, setup.layout.unstaged)
                 if self.encoder is not None:
                     self.encoder.check()
         self._params: Leaves = ()
@@ -196,7 +196,7 @@ class Runner(Residence):
             causes.append(memory_plan.size(sum(leaf.nbytes for leaf in self._state)))
             causes.append("KV blocks and slots")
         if config.kv_offloading_size:
-            leaves = host_tier.leaves_of(setup.spec, self.geometry, self._state_shapes)
+            leaves = host_tier.leaves_of(setup.stage_spec, self.geometry, self._state_shapes)
             copies = ThreadedCopies(None if self._disk is None else self._disk.copied)
             self._host = HostTier(self._small.programs, leaves, self.geometry, copies, metrics)
         self._listener = _listener(weakref.ref(self))
@@ -313,15 +313,15 @@ class Runner(Residence):
 
     def read_blocks(self, group: int, blocks: Sequence[int]) -> list[Row]:
         """Copy blocks of the cache to the host's memory, as they are after all dispatched steps."""
-        own = host_tier.leaves_of(self.setup.spec, self.geometry, self._state_shapes)[group]
+        own = host_tier.leaves_of(self.setup.stage_spec, self.geometry, self._state_shapes)[group]
         program = self._small.programs[host_tier.STORE_PROGRAMS[group]]
         return host_tier.read_blocks(program, tuple(self._state[at] for at in own), blocks)
 
     def row_layouts(self) -> list[RowLayout]:
         """Return the content of a block of each group."""
         shapes = self._state_shapes
-        leaves, own = jax.tree.leaves(shapes), leaves_by_group(self.setup.spec, self.geometry, shapes.kv)
-        groups = host_tier.leaves_of(self.setup.spec, self.geometry, shapes)
+        leaves, own = jax.tree.leaves(shapes), leaves_by_group(self.setup.stage_spec, self.geometry, shapes.kv)
+        groups = host_tier.leaves_of(self.setup.stage_spec, self.geometry, shapes)
         layouts = zip(groups, own, strict=True)
         return [RowLayout(*host_tier.row_layout([leaves[at] for at in each]), len(model)) for each, model in layouts]
 
@@ -332,7 +332,10 @@ class Runner(Residence):
 
     def hold_adapters(self, numbers: tuple[int, ...], weights: Weights) -> None:
         """Keep exactly the adapters `numbers` on the devices for later steps; steps in flight keep theirs."""
-        self.metrics.adapter_loads += self.adapters.hold(numbers, weights)
+        layout = self.setup.layout
+        self.metrics.adapter_loads += self.adapters.hold(
+            numbers, lambda number: stages.join_on_host(weights(number), layout)
+        )
 
     def sample(
         self, held: HeldStep, masks: np.ndarray | None = None, is_masked: np.ndarray | None = None
@@ -492,7 +495,7 @@ class Runner(Residence):
     def _load_draft(self, progress: bool) -> Any:
         setup, config = self.setup, self._config
         seed = config.seed % 2**32 if config.load_format == "dummy" else None
-        return draft_setup.load(setup.drafting, setup.draft, setup.layout, setup.dtype, progress, seed)
+        return draft_setup.load(setup.drafting, setup.draft, setup.layout.unstaged, setup.dtype, progress, seed)
 
     def _start_programs(self, plan: MemoryPlan) -> None:
         """Called while weights are read."""
@@ -510,7 +513,7 @@ class Runner(Residence):
         self.programs = self._list_programs()
         self._state_shapes = self._describe_state()
         self._step_model = StepModel(
-            spec=setup.spec,
+            spec=setup.stage_spec,
             geometry=geometry,
             num_logprobs=self.num_logprobs,
             extras=self.extras,
@@ -570,7 +573,7 @@ class Runner(Residence):
         if self._keeps_batch:
             batch_size = max(batch.buffer_size(key.shape) for key in (*self.programs.covering, *self.programs.rest))
         media_rows = 0 if self.encoder is None else self.encoder.num_rows
-        return device_state.abstract(setup.spec, *sizes, *own, batch_size, media_rows)
+        return device_state.abstract(setup.stage_spec, *sizes, *own, batch_size, media_rows)
 
     def _list_programs(self) -> Programs:
         setup, geometry = self.setup, self.geometry
@@ -639,7 +642,7 @@ class Runner(Residence):
         programs = small_programs.compile_all(self._step_model, make)
         if self._config.kv_offloading_size or self._config.kv_transfer_config is not None:
             programs |= host_tier.compile_moves(self._step_model, make)
-        shapes, spec = self._state_shapes, self.setup.spec
+        shapes, spec = self._state_shapes, self.setup.stage_spec
         kv = leaves_by_group(spec, self.geometry, shapes.kv)
         self._small = SmallPrograms(programs, shapes, self.geometry, kv, spec.vocab_size)
         if self.encoder is not None:

@@ -24,7 +24,7 @@ import pallas_kernels
 from jaxllm.model import decoder, fused
 from jaxllm.model.decoder import Params
 from jaxllm.model.sharding import Layout
-from jaxllm.runner import batch, draft_models, drafting
+from jaxllm.runner import batch, draft_models, drafting, pipeline
 from jaxllm.runner.attention import attention
 from jaxllm.runner.batch import Shape
 from jaxllm.runner.device_state import DeviceState
@@ -347,17 +347,24 @@ def _forward(
     spec, table = model.spec, field["table"]
     tables = state.tables.at[table[:, 0], table[:, 1]].set(table[:, 2], mode="drop")
     laid = _lay_out(model, shape, state, field)
-    kv = list(state.kv)
-    attend = attention(spec, model.geometry, model.kernels, shape, kv, tables, field, laid.slots, laid.positions)
-    context = decoder.Context(laid.positions, attend, layout=model.layout, fused=fused.chosen(model.kernels))
-    context = replace(context, rounds_inner=fused.rounds_inner(model.kernels, shape.tokens))
+    kv, last = list(state.kv), laid.last
+    context = _context(model, shape, kv, tables, field, laid.slots, laid.positions, adapters)
     if state.media is not None and "token_media" in field:
         context = replace(context, media=(state.media, field["token_media"]))
-    if model.adapters is not None and adapters:
-        linear = model.adapters.linear(adapters, field["token_adapter"])
-        context = replace(context, linear=linear, fused=None)
     aux: Leaves = ()
-    if model.drafting is not None and model.drafting.head is not None:
+    if model.layout.bounds:
+
+        def context_of(own: Shape, kv: list[Any], field: Mapping[str, jax.Array]) -> decoder.Context:
+            return _context(model, own, kv, tables, field, field["slots"], field["positions"], adapters)
+
+        x = decoder.embed(spec, params, laid.tokens, context)
+        by_token = {**field, "slots": laid.slots, "positions": laid.positions}
+        layers = model.drafting.head.aux_layers if model.drafting is not None and model.drafting.head else ()
+        x, aux = pipeline.run(model, shape, params, x, kv, by_token, context_of, layers)
+        if last is not None and not keeps_hidden:  # fewer rows to exchange
+            x, last = x.at[last].get(mode="clip"), None
+        hidden = decoder.final_norm(spec, params, pipeline.from_stage(x, model.layout.stages - 1))
+    elif model.drafting is not None and model.drafting.head is not None:
         layers = model.drafting.head.aux_layers
         hidden, aux = decoder.forward_with_aux(spec, params, laid.tokens, context, layers)
     else:
@@ -365,10 +372,29 @@ def _forward(
     kept = state.hidden
     if keeps_hidden:
         kept = lax.dynamic_update_slice(kept, hidden.astype(kept.dtype), (0, 0))
-    sampled = hidden if laid.last is None else hidden.at[laid.last].get(mode="clip")
+    sampled = hidden if last is None else hidden.at[last].get(mode="clip")
     logits = _logits(model, shape, params, sampled)  # [R, Vx]
     following = replace(state, kv=tuple(kv), tables=tables, tokens=laid.known, sampling=laid.sampling, hidden=kept)
     return following, logits, laid, aux
+
+
+def _context(
+    model: StepModel,
+    shape: Shape,
+    kv: list[Any],
+    tables: jax.Array,
+    field: Mapping[str, jax.Array],
+    slots: jax.Array,
+    positions: jax.Array,
+    adapters: Sequence[Any],
+) -> decoder.Context:
+    attend = attention(model.spec, model.geometry, model.kernels, shape, kv, tables, field, slots, positions)
+    context = decoder.Context(positions, attend, layout=model.layout, fused=fused.chosen(model.kernels))
+    context = replace(context, rounds_inner=fused.rounds_inner(model.kernels, shape.tokens))
+    if model.adapters is not None and adapters:
+        linear = model.adapters.linear(adapters, field["token_adapter"])
+        context = replace(context, linear=linear, fused=None)
+    return context
 
 
 def _logits(model: StepModel, shape: Shape, params: Params[jax.Array], hidden: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ from jaxllm.checkpoints.given_tensors import ExpectedTensors, GivenTensor, Key
 from jaxllm.checkpoints.sources import open_sources
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
+from jaxllm.model import stages
 from jaxllm.model.decoder import Params
 from jaxllm.runner.step_model import Leaves
 from jaxllm.setup.model_setup import Setup
@@ -38,9 +39,10 @@ class WeightUpdate:
         self._expected = ExpectedTensors(self._declared, setup.family, setup.head)
         count = len(jax.tree.leaves(described))
         numbered: Params[Any] = jax.tree.unflatten(jax.tree.structure(described), range(count))
+        layers = [*enumerate(stages.each_layer(numbered.layers, setup.layout))]
         self._places: dict[Key, list[int]] = {
             (layer, name): jax.tree.leaves(leaf)
-            for layer, own in [(None, numbered.top), *enumerate(numbered.layers)]
+            for layer, own in [(None, numbered.top), *layers]
             for name, leaf in own.items()
         }
         self._pending: dict[str, GivenTensor] = {}  # tensors of incomplete weights
@@ -103,10 +105,12 @@ class WeightUpdate:
         if self._leaves is None:
             self._leaves = self._take()
         setup = self._setup
+        here, kept = setup.layout.of_layer(key[0]), []
         for place in self._places[key]:
+            kept.append(stages.on_others(self._leaves[place], here))
             self._leaves[place] = None
         made: Leaves = tuple(
-            jax.tree.leaves(weights.read_weight(self._expected.weights[key], pieces, setup.layout, setup.dtype))
+            jax.tree.leaves(weights.read_weight(self._expected.weights[key], pieces, here, setup.dtype))
         )
-        for place, leaf in zip(self._places[key], jax.block_until_ready(made), strict=True):
-            self._leaves[place] = leaf
+        for place, leaf, others in zip(self._places[key], jax.block_until_ready(made), kept, strict=True):
+            self._leaves[place] = leaf if here is setup.layout else stages.with_others(leaf, others, setup.layout)

@@ -23,8 +23,14 @@ def fingerprint(config: EngineConfig, setup: Setup, rows: Sequence[Sequence[jax.
     exact: tuple[Any, ...] = ()
     if config.deterministic:
         kernels = sorted((operation, choice.name) for operation, choice in setup.kernels.items())
-        sizes = setup.max_num_batched_tokens, setup.max_num_seqs, config.tensor_parallel_size
-        exact = (sizes, kernels, digest_compiler(tuple(setup.layout.devices)))
+        sizes = setup.max_num_batched_tokens, setup.max_num_seqs
+        exact = (
+            sizes,
+            config.tensor_parallel_size,
+            config.pipeline_parallel_size,
+            kernels,
+            digest_compiler(tuple(setup.layout.devices)),
+        )
     return digest(
         setup.spec,
         config.seed % 2**32 if is_random else identity(setup.folder, with_times=True),

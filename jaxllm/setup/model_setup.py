@@ -28,7 +28,7 @@ from jaxllm.errors import UserError
 from jaxllm.families.family import Family, Images
 from jaxllm.families.stored_formats import StoredFormat
 from jaxllm.media.processor import ImageProcessor
-from jaxllm.model import lora, quantized, vision
+from jaxllm.model import lora, quantized, stages, vision
 from jaxllm.model.decoder import Params, RowWeights
 from jaxllm.model.head import Head
 from jaxllm.model.lora_linear import AdapterWeights
@@ -85,6 +85,11 @@ class Setup:
     processor: ImageProcessor | None = None
 
     @property
+    def stage_spec(self) -> Spec:
+        """The model that each pipeline stage computes; without stages the whole."""
+        return stages.of_one(self.spec, self.layout)
+
+    @property
     def media_units(self) -> int:
         """Units of the cache of images' embeddings: of eight images, and of two steps."""
         if self.images is None:
@@ -106,7 +111,8 @@ def choose_devices(config: EngineConfig) -> tuple[jax.Device, ...]:  # pyright: 
         os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(math.ceil(2 * config.kv_offloading_size)))
     try:
         devices = jax.devices() if config.device == "auto" else jax.devices(config.device)
-        return tuple(devices if jax.process_count() == 1 else of_each_host(devices, config.tensor_parallel_size))
+        count = config.tensor_parallel_size * config.pipeline_parallel_size
+        return tuple(devices if jax.process_count() == 1 else of_each_host(devices, count))
     except RuntimeError as error:
         raise UserError(
             "device is 'gpu' but JAX sees none: install jaxllm[cuda12] or jaxllm[cuda13], and check `nvidia-smi`.",
@@ -122,8 +128,8 @@ def of_each_host(devices: Sequence[Any], count: int) -> list[Any]:
     each, fewest = count // len(by_process), min(map(len, by_process.values()))
     if count % len(by_process) or each > fewest:
         raise UserError(
-            f"tensor_parallel_size is {count}, but the {len(by_process)} hosts have {fewest} devices each or more; use "
-            f"a multiple of {len(by_process)}, at most {len(by_process) * fewest}.",
+            f"tensor_parallel_size is {count} (times pipeline_parallel_size), but the {len(by_process)} hosts have "
+            f"{fewest} devices each or more; use a multiple of {len(by_process)}, at most {len(by_process) * fewest}.",
             "tensor_parallel_size",
         )
     return [device for _, own in sorted(by_process.items()) for device in own[:each]]
@@ -258,7 +264,8 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
             )
         tokens = longest
 
-    layout = make_layout(devices, config.tensor_parallel_size, config.enable_expert_parallel)
+    division = stages.divide(spec, config.pipeline_parallel_size)
+    layout = make_layout(devices, config.tensor_parallel_size, config.enable_expert_parallel, division)
 
     def kernels_of(own: Spec) -> dict[str, Choice]:
         return choose_kernels(config, own, layout, dtype, cache_dtype, scheme)
@@ -307,6 +314,7 @@ def _check_combinations(config: EngineConfig, described: Described, rounds: bool
         "speculative_config": config.speculative_config is not None,
         "enable_lora": config.enable_lora,
         "deterministic": config.deterministic,
+        "pipeline_parallel_size": config.pipeline_parallel_size > 1,
         "enable_expert_parallel": config.enable_expert_parallel,
         "kv_offloading_size": config.kv_offloading_size > 0,
         "kv_transfer_config": config.kv_transfer_config is not None,
@@ -425,7 +433,7 @@ def plan_memory(config: EngineConfig, setup: Setup, free: int | None, temporarie
 
 def describe_weights(config: EngineConfig, setup: Setup) -> Params[jax.ShapeDtypeStruct]:
     described = weights.abstract(setup.spec, setup.layout, setup.dtype, config.quantization, setup.head, setup.family)
-    return replace(described, draft=draft_setup.abstract(setup.drafting, setup.layout, setup.dtype))
+    return replace(described, draft=draft_setup.abstract(setup.drafting, setup.layout.unstaged, setup.dtype))
 
 
 def describe_tower(setup: Setup) -> Any:
@@ -452,8 +460,8 @@ def _block_bytes(config: EngineConfig, setup: Setup) -> int:
     """Return a block's bytes on one device, with the draft model's cache, without windowed layers."""
     if not setup.spec.is_causal:
         return 0
-    others = setup.spec.windows.count(None) if cache_window(setup) else setup.spec.num_layers
-    layers = [(setup.spec, others)]
+    own = setup.stage_spec
+    layers = [(own, own.windows.count(None) if cache_window(setup) else own.num_layers)]
     if setup.drafting is not None and setup.drafting.spec is not None:
         layers.append((setup.drafting.spec, setup.drafting.spec.num_layers))
     sizes = config.block_size, setup.cache_dtype, setup.layout.shards("kv_heads")
@@ -461,7 +469,7 @@ def _block_bytes(config: EngineConfig, setup: Setup) -> int:
 
 
 def _windowed(config: EngineConfig, setup: Setup) -> memory_plan.Windowed:
-    spec, window, size = setup.spec, cache_window(setup), config.block_size
+    spec, window, size = setup.stage_spec, cache_window(setup), config.block_size
     num_layers = spec.num_layers - spec.windows.count(None)
     return memory_plan.Windowed(
         window=window,
@@ -509,6 +517,7 @@ def describe_programs(config: EngineConfig, setup: Setup, plan: MemoryPlan) -> d
         "deterministic": config.deterministic,
         "speculative": repr(setup.drafting),
         "tensor_parallel_size": config.tensor_parallel_size,
+        "pipeline_parallel_size": config.pipeline_parallel_size,
         "enable_expert_parallel": config.enable_expert_parallel,
         "pools": setup.head is not None,
         "images": repr(setup.images.spec) if setup.images else None,

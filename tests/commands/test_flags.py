@@ -139,7 +139,8 @@ def test_integers_with_units(text: str, value: int) -> None:
         (["bench", "serve", "--endpoint", "embeddings", "--lora-modules", "a"], "--lora-modules is not allowed with"),
         (["generate", "--quantization", "awq", "x"], "argument --quantization: invalid choice: 'awq'"),
         (["generate", "--convert", "embed", "x"], "--convert embed is not supported by jaxllm yet"),
-        (["serve", "-pp", "2"], "-pp 2 is not supported by jaxllm yet; remove it"),
+        (["serve", "--cpu-offload-gb", "2"], "--cpu-offload-gb 2 is not supported by jaxllm yet; remove it"),
+        (["serve", "-pp", "0"], "--pipeline-parallel-size must be an integer from 1 to 1024, got 0"),
         (["serve", "--kv-cache-dtype=int4"], "argument --kv-cache-dtype: invalid choice: 'int4'"),
         (["serve", "--enforce-eage"], "unknown argument --enforce-eage (see"),
         (["generate", "--file", "f", "x"], "give prompts as arguments or with --file, not both"),
@@ -152,7 +153,7 @@ def test_wrong_usage_is_one_line_and_2(arguments: list[str], message: str, run: 
 
 
 def test_defaults_of_vllm_may_be_typed(run: Run) -> None:
-    typed = ["--task", "generate", "--pipeline-parallel-size", "1", "--dtype", "half"]
+    typed = ["--task", "generate", "--tokenizer-mode", "auto", "--dtype", "half"]
     code, _, err = run("generate", *typed, "--cpu-offload-gb=0", "p")
     assert (code, FakeLLM.made.settings) == (
         0,

@@ -231,6 +231,14 @@ def test_the_bound_holds_and_what_was_used_last_stays(tmp_path: Path) -> None:
     assert not list((tmp_path / "small" / "whole").iterdir())
 
 
+def test_a_text_without_the_unused_arguments_is_not_enough(tmp_path: Path) -> None:
+    """The program that scores tokens reads one of the weights: with another number of layers it has the same text."""
+    for count in (2, 5):
+        given = (jnp.ones(3),) * count
+        lower = functools.partial(jax.jit(lambda weights: SALT * weights[0]).lower, given)
+        assert keeper(tmp_path).make("score", count, lower)(given)[0] == SALT
+
+
 def test_a_program_that_calls_back_is_compiled_and_not_kept(tmp_path: Path) -> None:
     described = jax.ShapeDtypeStruct((4,), jnp.float32)
 

@@ -57,8 +57,9 @@ def test_outputs_equal_those_of_transformers(llm: LLM) -> None:
         SLOTS | {"async_scheduling": False, "enable_prefix_caching": False},
         {"deterministic": True},
         SLOTS | {"tensor_parallel_size": 2},
+        SLOTS | {"pipeline_parallel_size": 2},
     ],
-    ids=["preempted", "small blocks", "small steps", "in order", "deterministic", "two devices"],
+    ids=["preempted", "small blocks", "small steps", "in order", "deterministic", "two devices", "two stages"],
 )
 def test_outputs_are_equal_in_other_engines(tower: str, sizes: dict[str, Any], tmp_path: Path) -> None:
     """Test pools that preempt, chunks that split images, modes and devices."""

@@ -1,4 +1,4 @@
-"""Engines on several devices return the tokens of one device: expert parallelism, and tensor parallelism over 8.
+"""Engines on several devices return the tokens of one device: experts, pipeline stages, tensor parallelism over 8.
 
 Cases run in a process with eight virtual devices.
 """
@@ -21,6 +21,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxllm import LLM, BeamSearchParams, LoRARequest, RequestOutputKind, SamplingParams
+from jaxllm.embedded import MODEL_DIR
 from jaxllm.families.families import read_spec
 from jaxllm.setup import kv_cache
 from tests.engine import test_combinations
@@ -35,6 +36,10 @@ WIDE = 176  # stories260K's 172 feed-forward columns and four of zeros, so that 
 SIZES: dict[str, Any] = {"precompile": "covering", "max_num_seqs": 8, "block_size": 4}
 EP2, EP4, EP8 = ({"tensor_parallel_size": size, "enable_expert_parallel": True} for size in (2, 4, 8))
 TP8 = {"tensor_parallel_size": 8}
+PP2, PP4, PP5 = ({"pipeline_parallel_size": size} for size in (2, 4, 5))
+TP2_PP2 = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+SWAP = {"kv_offloading_size": 0.05, "preemption_mode": "swap"}
+EAGLE = {"method": "eagle3", "model": "jaxllm-eagle", "num_speculative_tokens": 3}
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +55,12 @@ def _config(case: str, **sizes: Any) -> dict[str, Any]:
     return json.loads((GOLDEN / case / "config.json").read_text()) | heads | sizes
 
 
-def write_random(folder: Path, case: str) -> Path:
-    """Write a random model with eight experts; "family, format" is quantized."""
+def write_random(folder: Path, case: str, **further: Any) -> Path:
+    """Write a random model, with eight experts if with any; "family, format" is quantized."""
     family, _, form = case.partition(", ")
     if family == "deepseek-v3":
         sizes = {"num_key_value_heads": 8, "moe_intermediate_size": 32, "intermediate_size": 64}
-        config, stored, _ = quantized_model("fp8-blocks", _config(family, **sizes))
+        config, stored, _ = quantized_model("fp8-blocks", _config(family, **sizes, **further))
     elif family == "gpt-oss":
         config = _config(family, intermediate_size=32)
         tensors, rng = random_tensors(config), np.random.default_rng(0)
@@ -67,7 +72,7 @@ def write_random(folder: Path, case: str) -> Path:
         sizes = {"moe_intermediate_size": 32, "intermediate_size": 64}
         config, stored, _ = quantized_model(form, _config(family, **sizes))
     else:
-        config = _config(family, intermediate_size=32)
+        config = _config(family, intermediate_size=32, **further)
         stored = random_tensors(config)
     return write(folder, config, stored)
 
@@ -100,13 +105,16 @@ def write_stories(folder: Path, has_experts: bool) -> Path:
     return folder
 
 
-def greedy(folder: Path, settings: dict[str, Any]) -> list[tuple[list[int], list[float]]]:
-    """Return the tokens of each prompt, and the log-probabilities of prompt and tokens."""
+def greedy(
+    folder: Path, settings: dict[str, Any], sizes: Sequence[int] = (3, 50, 17)
+) -> list[tuple[list[int], list[float]]]:
+    """Return the tokens of prompts of these sizes, and the log-probabilities of prompt and tokens."""
     rng = np.random.default_rng(0)
-    prompts = [{"prompt_token_ids": rng.integers(1, 96, size).tolist()} for size in (3, 50, 17)]
+    prompts = [{"prompt_token_ids": rng.integers(1, 96, size).tolist()} for size in sizes]
     params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=0, prompt_logprobs=0, ignore_eos=True)
     found = []
-    with LLM(str(folder), max_num_batched_tokens=32, skip_tokenizer_init=True, **SIZES | settings) as llm:
+    settings = {"max_num_batched_tokens": 32, "skip_tokenizer_init": True} | SIZES | settings
+    with LLM(str(folder), **settings) as llm:
         for output in llm.generate(prompts, params, use_tqdm=False):
             own = output.outputs[0]
             values = [entry for entry in [*(output.prompt_logprobs or ()), *(own.logprobs or ())] if entry]
@@ -126,14 +134,50 @@ def test_whole_experts_on_each_device_change_no_token(case: str, pool: ProcessPo
     folder = write_random(tmp_path, case)
     alone, *divided = (pool.submit(greedy, folder, settings).result() for settings in ({}, EP2, EP4))
     for found in divided:
-        for (tokens, values), (due, expected) in zip(found, alone, strict=True):
-            assert tokens == due
-            np.testing.assert_allclose(values, expected, rtol=0, atol=1e-4)
+        check_equal(found, alone)
+
+
+def check_equal(found: Any, alone: Any) -> None:
+    for (tokens, values), (due, expected) in zip(found, alone, strict=True):
+        assert tokens == due
+        np.testing.assert_allclose(values, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("folder", "cases", "sizes"),
+    [
+        (STORIES, [PP2, PP4, PP5, TP2_PP2], (3, 50, 17)),
+        (MODEL_DIR, [PP2, PP4, TP2_PP2 | {"speculative_config": EAGLE, "max_num_batched_tokens": 512}], (3, 50, 17)),
+        # A step of 512 tokens is two micro-batches: chunks and tiles are cut between them.
+        (STORIES, [PP2 | {"max_num_batched_tokens": 512}, TP2_PP2 | {"max_num_batched_tokens": 512}], (3, 240, 450)),
+    ],
+    ids=["uneven stages", "draft head", "micro-batches"],
+)
+def test_stages_change_no_token(
+    folder: Path, cases: Sequence[dict[str, Any]], sizes: Sequence[int], pool: ProcessPoolExecutor
+) -> None:
+    """The models have five and four layers."""
+    alone, *divided = (pool.submit(greedy, folder, settings, sizes).result() for settings in ({}, *cases))
+    for found in divided:
+        check_equal(found, alone)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("case", ["deepseek-v3", "gemma2", pytest.param("qwen3-moe", marks=pytest.mark.slow)])
+def test_stages_of_unlike_layers_change_no_token(case: str, pool: ProcessPoolExecutor, tmp_path: Path) -> None:
+    """DeepSeek's first layer has no experts; every second layer of Gemma 2 has a window, and blocks of another pool."""
+    kinds = (
+        {"layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]} if case == "gemma2" else {}
+    )
+    folder = write_random(tmp_path, case, num_hidden_layers=5, **kinds)
+    alone, divided = (pool.submit(greedy, folder, settings).result() for settings in ({}, TP2_PP2))
+    check_equal(divided, alone)
 
 
 FEW = 28  # blocks: requests preempt each other
 FACTORS: dict[str, Sequence[Any]] = {
-    "devices": (EP2, TP8, EP4),
+    "devices": (EP2, TP8, EP4, TP2_PP2, PP5 | SWAP),
     "kv_cache_dtype": ("auto", "int8", "fp8"),
     "speculative_config": (None, {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}),
     "enable_prefix_caching": (True, False),
@@ -152,6 +196,9 @@ def pairwise() -> list[dict[str, Any]]:
         cases.append({name: FACTORS[name][at] for name, at in best})
         pairs.difference_update(combinations(best, 2))
     return cases
+
+
+OFTEN = {0, 1, 2, 4, 6}  # cases that CI runs: two of pipeline stages, with beams and with drafts
 
 
 def _each(name: str) -> list[tuple[str, int]]:
@@ -208,7 +255,10 @@ def stories(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=pytest.mark.ci if at < 3 else pytest.mark.slow) for at, case in enumerate(pairwise())],
+    [
+        pytest.param(case, marks=pytest.mark.ci if at in OFTEN else pytest.mark.slow)
+        for at, case in enumerate(pairwise())
+    ],
     ids=lambda case: "-".join(map(str, case.values())),
 )
 def test_requests_get_what_one_device_gives(
@@ -216,7 +266,7 @@ def test_requests_get_what_one_device_gives(
 ) -> None:
     """Heads of TP 8 are replicated: the model has four key-value heads."""
     settings = {name: value for name, value in case.items() if name != "devices"}
-    folder = stories[case["devices"] is not TP8]
+    folder = stories["enable_expert_parallel" in case["devices"]]
     due, _ = pool.submit(answers, folder, settings).result()
     found, counts = pool.submit(answers, folder, settings | case["devices"]).result()
     assert found.keys() == due.keys()

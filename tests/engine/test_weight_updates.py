@@ -36,6 +36,7 @@ CASES: dict[str, tuple[Path, dict[str, Any]]] = {
     "experts": (GOLDEN / "qwen3-moe", {"tensor_parallel_size": 2}),
     "joined": (GOLDEN / "phi3", {"quantization": "int4"}),
     "transposed": (GOLDEN / "gpt2", {}),
+    "stages": (STORIES, {"quantization": "int8", "tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
     "drafts": (QWEN, {"speculative_config": DRAFTS}),
     "adapters": (GOLDEN / "llama", {"enable_lora": True, "max_lora_rank": 8}),
 }

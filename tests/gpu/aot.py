@@ -23,11 +23,11 @@ from jax.experimental import topologies
 import pallas_kernels
 from jaxllm.checkpoints import weights
 from jaxllm.families.families import Family, read_spec
-from jaxllm.model import decoder, lora, quantized
+from jaxllm.model import decoder, lora, quantized, stages
 from jaxllm.model.decoder import Params
 from jaxllm.model.lora_linear import AdapterWeights
 from jaxllm.model.parameters import Scheme, Weight
-from jaxllm.model.sharding import RULES, Layout
+from jaxllm.model.sharding import NO_STAGES, Division, Layout, make_layout
 from jaxllm.model.spec import Spec, heads_per_shard
 from jaxllm.runner import batch, device_state, step
 from jaxllm.runner.batch import Shape
@@ -111,18 +111,17 @@ class Program:
 
 
 @functools.cache
-def layout(devices: int = 1, divides_experts: bool = False) -> Layout:
+def layout(devices: int = 1, divides_experts: bool = False, division: Division = NO_STAGES) -> Layout:
     """Describe a mesh of `devices` H200."""
     described = topologies.get_topology_desc(
         platform="cuda", target_config=TARGET.read_text(), topology=f"1x1x{devices}"
     )
-    rules = {**RULES, "experts": "tp"} if divides_experts else RULES
-    return Layout(topologies.make_mesh(described, (devices,), ("tp",)), rules)
+    return make_layout(described.devices, devices // max(1, len(division.bounds) - 1), divides_experts, division)
 
 
 def kernels_of(
     spec: Spec,
-    devices: int,
+    over: Layout,
     dtype: str,
     asked: Mapping[str, str] | None = None,
     scheme: Scheme | None = None,
@@ -130,8 +129,8 @@ def kernels_of(
     is_deterministic: bool = False,
 ) -> dict[str, Choice]:
     """Choose kernels as an engine on H200 does; `asked`: names by operation, `cache`: type of keys and values."""
-    heads, kv_heads = heads_per_shard(spec, devices)
-    site = Site("gpu", CAPABILITY, dtype, cache or dtype, heads, kv_heads, spec.head_size, shards=devices)
+    heads, kv_heads = heads_per_shard(spec, over.shards("heads"))
+    site = Site("gpu", CAPABILITY, dtype, cache or dtype, heads, kv_heads, spec.head_size, shards=over.shards("vocab"))
     site = replace(site, kind=scheme.kind if scheme else "float", value_size=spec.latent and spec.latent.rank)
     site = replace(site, is_deterministic=is_deterministic)
     return {
@@ -158,12 +157,14 @@ def compile_step(
     scheme: Scheme | None = None,
     cache: str | None = None,
     divides_experts: bool = False,
+    num_stages: int = 1,
 ) -> Program:
     """Compile a decode step of `rows`, or a ragged one of `tokens`, of a model given by config.json.
 
     With `drafting` each row verifies and drafts the maximal number of drafts. With a `scheme` the layers' matrices are
     quantized, not the head; without one as config.json describes. `cache` is the type of keys and values, default
-    `dtype`. `stays`: the state includes the batch. `divides_experts`: expert parallelism.
+    `dtype`. `stays`: the state includes the batch. `divides_experts`: expert parallelism. `num_stages` share the
+    devices.
     """
     spec, family = read_spec(dict(config))
     slots = max(64, rows or 0)
@@ -196,6 +197,7 @@ def compile_step(
         is_deterministic,
         family,
         divides_experts,
+        num_stages,
     )
 
 
@@ -216,21 +218,23 @@ def compile_shape(
     is_deterministic: bool = False,
     family: Family | None = None,
     divides_experts: bool = False,
+    num_stages: int = 1,
 ) -> Program:
     """Compile one program; without a variant, the forward part of a step."""
-    over = layout(devices, divides_experts)
+    over = layout(devices, divides_experts, stages.divide(spec, num_stages))
     if scheme is None:
         params = weights.abstract(spec, over, dtype, family=family)
         scheme = family.stored.scheme if family is not None and family.stored is not None else None
     else:
         params = _quantized(spec, over, dtype, scheme)
+    adapter = lora.abstract(spec, over, dtype, RANK) if shape.adapters else ()
+    spec = stages.of_one(spec, over)
     params = replace(params, draft=draft_setup.abstract(drafting, over, jnp.dtype(dtype)))
     extras = Extras(spec.vocab_size)
     stored = jnp.dtype(cache or dtype)
     own = over, jnp.dtype(dtype), drafting, stored
     state = device_state.abstract(spec, geometry, shape.tokens, extras, *own, 2 * batch.buffer_size(shape) * stays)
-    chosen = kernels_of(spec, devices, dtype, kernels, scheme, cache, is_deterministic)
-    adapter = lora.abstract(spec, over, dtype, RANK) if shape.adapters else ()
+    chosen = kernels_of(spec, over, dtype, kernels, scheme, cache, is_deterministic)
     model = StepModel(
         spec=spec,
         geometry=geometry,
@@ -251,8 +255,7 @@ def compile_shape(
     adapters = (tuple(jax.tree.leaves(adapter)),) * shape.adapters
     donated = step.donated(model, variant) if donates else ()
     lowered = jax.jit(run, donate_argnums=donated).lower(*leaves, buffer, *adapters)
-    keys = state.kv[0][0].shape
-    block = (keys[0], keys[1] // devices, *keys[2:])
+    block = state.kv[0][0].sharding.shard_shape(state.kv[0][0].shape)
     drafted = () if state.drafted is None else state.drafted.kv
     return read(lowered, weights.num_bytes((state.kv, drafted)) // devices, block, options)
 

@@ -16,6 +16,7 @@ pytest.importorskip("jax_cuda13_plugin")
 
 from jaxllm.config import EngineConfig
 from jaxllm.families.families import read_spec
+from jaxllm.model import stages
 from jaxllm.sampling.sampler import Variant
 from jaxllm.setup.memory_plan import MemoryPlan
 from jaxllm.setup.model_setup import Setup, plan_memory
@@ -36,10 +37,12 @@ class Large(NamedTuple):
     few: dict[str, Any]  # changes of config.json for the compiled program
     num_bytes: float  # its published number of parameters, times the bytes of one
     caches: int  # tokens at least
+    stages: int = 1
 
 
 MODELS = {
     "Llama-3.1-70B": Large(LLAMA_31_8B | LLAMA, {"num_hidden_layers": 4}, 70.6e9 * 2, 2_000_000),
+    "Llama-3.1-70B, two stages": Large(LLAMA_31_8B | LLAMA, {"num_hidden_layers": 4}, 70.6e9 * 2, 2_000_000, 2),
     "Qwen3-235B-A22B": Large(QWEN_3_30B_A3B | QWEN, {"num_hidden_layers": 4}, 235.1e9 * 2, 1_000_000),
     "DeepSeek-V3": Large(
         DEEPSEEK_V3 | {"quantization_config": FP8},
@@ -54,7 +57,8 @@ LARGEST = {"tokens": 8192}
 
 def compiled(name: str, **step: Any) -> aot.Program:
     own = MODELS[name]
-    return aot.compile_step(own.config | own.few, devices=DEVICES, divides_experts=_has_experts(name), **step)
+    further = {"divides_experts": _has_experts(name), "num_stages": own.stages}
+    return aot.compile_step(own.config | own.few, devices=DEVICES, **further, **step)
 
 
 def _has_experts(name: str) -> bool:
@@ -63,9 +67,15 @@ def _has_experts(name: str) -> bool:
 
 def plan(name: str, config: dict[str, Any], temporary_bytes: int) -> MemoryPlan:
     """Divide a device's memory as an engine does."""
-    engine = EngineConfig(model=name, tensor_parallel_size=DEVICES, enable_expert_parallel=_has_experts(name))
+    num_stages = MODELS[name].stages
+    engine = EngineConfig(
+        model=name,
+        tensor_parallel_size=DEVICES // num_stages,
+        pipeline_parallel_size=num_stages,
+        enable_expert_parallel=_has_experts(name),
+    )
     spec, family = read_spec(dict(config))
-    layout = aot.layout(DEVICES, engine.enable_expert_parallel)
+    layout = aot.layout(DEVICES, engine.enable_expert_parallel, stages.divide(spec, num_stages))
     dtype = jnp.dtype(jnp.bfloat16)
     setup = Setup(
         folder=Path(),
@@ -115,12 +125,17 @@ def test_all_layers_fit_eight_devices(name: str) -> None:
     ],
 )
 def test_a_decode_step_is_one_graph_with_two_sums_a_layer(name: str, variant: Variant) -> None:
-    """One more is for the embedding; sampling has an all-gather, with filters two, and 19 sums."""
+    """One more is for the embedding; sampling has an all-gather, with filters two, and 19 sums.
+
+    Each stage passes the residual stream to the next one, and the last one to all by a sum.
+    """
     program = compiled(name, rows=64, variant=variant)
     layers = (MODELS[name].config | MODELS[name].few)["num_hidden_layers"]
     print(f"{program.kernels} kernels, {program.temporary_bytes / 2**20:.0f} MiB, {program.thunks}")
     assert program.outside == {"kCommandBuffer": 1}
-    assert program.all_reduces == 2 * layers + 1 + OF_SAMPLING[variant]
+    passes = MODELS[name].stages - 1
+    assert program.all_reduces == 2 * layers + 1 + (passes > 0) + OF_SAMPLING[variant]
+    assert program.thunks["kCollectivePermute"] == passes
     assert program.thunks["kAllGather"] == (2 if OF_SAMPLING[variant] else 1)
     others = {kind for kind in program.thunks if "All" in kind or "Collective" in kind or "Scatter" in kind}
-    assert others == {"kAllReduce", "kAllGather"}
+    assert others - {"kCollectivePermute"} == {"kAllReduce", "kAllGather"}

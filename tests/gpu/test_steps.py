@@ -160,7 +160,7 @@ def test_a_ragged_step_attends_to_latents_without_a_loop(tokens, cache):
 
 def test_a_step_in_which_a_model_drafts_is_one_graph():
     spec, _ = read_spec(dict(MODELS["llama-3.1-8b"] | {"num_hidden_layers": 4}))
-    drafting = Drafting(4, spec=spec, kernels=aot.kernels_of(spec, 1, "bfloat16", None))
+    drafting = Drafting(4, spec=spec, kernels=aot.kernels_of(spec, aot.layout(), "bfloat16", None))
     program = aot.compile_step(MODELS["llama-3.1-8b"], rows=16, drafting=drafting)
     print(f"{program.kernels} kernels, {program.temporary_bytes / MIB:.1f} MiB")
     assert not program.violations(True, 5 * DECODE_MIB[64] * MIB)

@@ -1,6 +1,7 @@
 """Processes of a group: `python -m tests.hosts.group` is one with requests of a test, or with a fault.
 
-The leader writes its answers to standard output. With FAULT in the environment, a follower does wrong in that step.
+The leader writes its answers to standard output. In the environment, STAGES of a pipeline share the four devices, and
+with FAULT a follower does wrong in that step.
 """
 
 from __future__ import annotations
@@ -152,7 +153,8 @@ def main() -> int:
     from jaxllm.hosts.settings import HostSettings
 
     rank, address, count = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    config = EngineArgs(str(STORIES), **SETTINGS, tensor_parallel_size=4)
+    stages = int(os.environ.get("STAGES", "1"))
+    config = EngineArgs(str(STORIES), **SETTINGS, tensor_parallel_size=4 // stages, pipeline_parallel_size=stages)
     settings = HostSettings(num_hosts=2, rank=rank, coordinator=address)
     if rank:
         from jaxllm.hosts.follower import Follower

@@ -1,7 +1,8 @@
 """One of two processes that restore an Orbax checkpoint.
 
-Arguments: rank, address, the checkpoint's folder, and 1 to give each device whole experts. It prints a JSON list: the
-bytes that it read, those that its devices hold, and a hash of each piece by its weight's name and place.
+Arguments: rank, address, the checkpoint's folder, 1 to give each device whole experts, and the number of pipeline
+stages. It prints a JSON list: the bytes that it read, those that its devices hold, and a hash of each piece by its
+weight's name and place.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.families.families import read_spec
 from jaxllm.hosts.agreement import start_devices
 from jaxllm.hosts.settings import HostSettings
+from jaxllm.model import stages
 from jaxllm.model.sharding import make_layout
 
 
@@ -30,9 +32,11 @@ def bytes_read() -> int:
     return metric["values"][0]["value"]
 
 
-def restore(folder: Path, shards: int, divides_experts: bool) -> Any:
+def restore(folder: Path, shards: int, divides_experts: bool, num_stages: int = 1) -> Any:
     spec, family = read_spec(weights.read_config(folder))
-    return weights.load(folder, spec, family, make_layout(jax.devices(), shards, divides_experts), "float32")
+    division = stages.divide(spec, num_stages)
+    layout = make_layout(jax.devices(), shards // num_stages, divides_experts, division)
+    return weights.load(folder, spec, family, layout, "float32")
 
 
 def pieces(params: Any) -> dict[str, str]:
@@ -44,10 +48,10 @@ def pieces(params: Any) -> dict[str, str]:
     }
 
 
-def main(rank: str, address: str, folder: str, divides_experts: str) -> None:
+def main(rank: str, address: str, folder: str, divides_experts: str, num_stages: str) -> None:
     config = EngineConfig(model=folder, device="cpu", tensor_parallel_size=4)
     start_devices(config, HostSettings(num_hosts=2, rank=int(rank), coordinator=address))
-    params = restore(Path(folder), 4, bool(int(divides_experts)))
+    params = restore(Path(folder), 4, bool(int(divides_experts)), int(num_stages))
     held = sum(shard.data.nbytes for leaf in jax.tree.leaves(params) for shard in leaf.addressable_shards)
     print(json.dumps([bytes_read(), held, pieces(params)]))
 

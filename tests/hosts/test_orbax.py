@@ -1,4 +1,6 @@
-"""An Orbax checkpoint gives the weights of its source on 1, 2 and 4 devices of a process, and on 4 of two processes."""
+"""An Orbax checkpoint gives the weights of its source on 1, 2 and 4 devices of a process, and on 4 of two processes,
+which hold parts of all layers, or are pipeline stages.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,11 @@ from tests.support.paths import GOLDEN
 DENSE = CONFIG | {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 2047, "head_dim": 32}
 WIDE = {"hidden_size": 256, "moe_intermediate_size": 512, "vocab_size": 2047, "num_attention_heads": 8}
 EXPERTS = json.loads((GOLDEN / "qwen3-moe" / "config.json").read_text()) | WIDE
-CASES: dict[str, tuple[dict[str, Any], bool]] = {
-    "dense": (DENSE, False),
-    "divided experts": (EXPERTS, False),
-    "whole experts": (EXPERTS, True),
+CASES: dict[str, tuple[dict[str, Any], bool, int]] = {
+    "dense": (DENSE, False, 1),
+    "stages": (DENSE, False, 2),
+    "divided experts": (EXPERTS, False, 1),
+    "whole experts": (EXPERTS, True, 1),
 }
 
 
@@ -33,14 +36,15 @@ def test_a_checkpoint_is_the_same_on_any_mesh_and_each_process_reads_its_part(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(orbax_checkpoint, "CHUNK_BYTES", 1 << 16)
-    config, divides_experts = CASES[case]
+    config, divides_experts, num_stages = CASES[case]
     source = write_checkpoint(tmp_path / "source", config, random_tensors(config))
     folder = convert(str(source), tmp_path / "target")
     for shards in (1, 2, 4):
-        expected = pieces(restore(source, shards, divides_experts))
-        assert pieces(restore(folder, shards, divides_experts)) == expected
+        how = shards, divides_experts, num_stages if shards == 4 else 1
+        expected = pieces(restore(source, *how))
+        assert pieces(restore(folder, *how)) == expected
     address, module = group.free_address(), "tests.hosts.orbax_restorer"
-    given = [address, str(folder), str(int(divides_experts))]
+    given = [address, str(folder), str(int(divides_experts)), str(num_stages)]
     env = group.environment()
     with (
         group.process(module, "0", *given, env=env, stdout=subprocess.PIPE) as first,

@@ -15,10 +15,10 @@ from tests.support.paths import STORIES
 pytestmark = pytest.mark.ci
 
 
-def run(count: int, fault: str = "") -> list[tuple[int, str, str]]:
+def run(count: int, **environment: str) -> list[tuple[int, str, str]]:
     """Run a group of two; return each process's exit code, output and log."""
     address, module = group.free_address(), "tests.hosts.group"
-    env = group.environment(FAULT=fault)
+    env = group.environment(**environment)
     with (
         group.process(module, "0", address, str(count), env=env, stdout=subprocess.PIPE) as leader,
         group.process(module, "1", address, str(count), env=env) as follower,
@@ -30,10 +30,13 @@ def run(count: int, fault: str = "") -> list[tuple[int, str, str]]:
         return ended
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.slow)])
-def test_the_tokens_are_those_of_one_device(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefix cache, preemption, chunks, sampling fields, grammars, beams, aborts, one failed request: no divergence."""
-    (code, out, log), (followers_code, _, followers_log) = run(count)
+@pytest.mark.parametrize(("count", "stages"), [(40, "1"), (40, "2"), pytest.param(1000, "1", marks=pytest.mark.slow)])
+def test_the_tokens_are_those_of_one_device(count: int, stages: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefix cache, preemption, chunks, sampling fields, grammars, beams, aborts, one failed request: no divergence.
+
+    Each process has a part of all matrices, or is a pipeline stage.
+    """
+    (code, out, log), (followers_code, _, followers_log) = run(count, STAGES=stages)
     assert (code, followers_code) == (0, 0), log + followers_log
     preempted, hit, tokens, numbers = json.loads(out.splitlines()[-1])
     print(numbers)
@@ -53,7 +56,7 @@ def test_the_tokens_are_those_of_one_device(count: int, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(("fault", "what"), [(group.PLAN, "plan 12 differs"), (group.TOKEN, "the leader's batch has")])
 def test_a_divergence_is_found_in_its_step(fault: str, what: str) -> None:
-    (code, out, log), (followers_code, _, followers_log) = run(50, fault)
+    (code, out, log), (followers_code, _, followers_log) = run(50, FAULT=fault)
     assert (code, followers_code) == (1, 1)
     assert all(line.startswith("[Gloo]") for line in out.splitlines())  # the requests were not answered
     assert what in log and what in followers_log

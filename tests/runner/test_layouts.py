@@ -17,6 +17,7 @@ from jaxllm.commands.conversion import convert
 from jaxllm.embedded import ADAPTERS, HEADS, MODEL_DIR
 from jaxllm.families.families import read_spec
 from jaxllm.lora_request import LoRARequest
+from jaxllm.model import stages
 from jaxllm.model.sharding import RULES, Layout, make_layout
 from jaxllm.setup import model_setup
 from tests.support.checkpoints import write_checkpoint
@@ -111,6 +112,26 @@ def test_each_device_has_its_piece_of_the_weights(is_orbax: bool, quantization: 
             whole = np.asarray(other)
             for shard in leaf.addressable_shards:
                 np.testing.assert_array_equal(shard.data, whole[shard.index])
+
+
+@pytest.mark.parametrize("is_orbax", [False, pytest.param(True, marks=pytest.mark.ci)])
+def test_each_stage_has_its_layers(is_orbax: bool, tmp_path: Path) -> None:
+    """The last of two stages has two of five layers, and zeros in its last place."""
+    folder = convert(str(STORIES), tmp_path / "converted") if is_orbax else STORIES
+    spec, family = read_spec(weights.read_config(folder))
+    layout, plain = make_layout(jax.devices(), 2, False, stages.divide(spec, 2)), make_layout(jax.devices(), 2)
+    found, due = (weights.load(folder, spec, family, one, "float32", False, "int8") for one in (layout, plain))
+    described = weights.abstract(spec, layout, "float32", "int8")
+    for leaf, shape in zip(*map(jax.tree.leaves, (found, described)), strict=True):
+        assert (leaf.shape, leaf.dtype, leaf.sharding) == (shape.shape, shape.dtype, shape.sharding)
+    for place, layer in enumerate(found.layers):
+        assert {shard.device for leaf in jax.tree.leaves(layer) for shard in leaf.addressable_shards} == {
+            *layout.devices
+        }
+        for stage, first in enumerate(layout.bounds[:-1]):
+            expected = jax.tree.map(np.asarray, due.layers[first + place] if first + place < 5 else due.layers[0])
+            for leaf, other in zip(*map(jax.tree.leaves, (layer, expected)), strict=True):
+                np.testing.assert_array_equal(np.split(leaf, 2)[stage], other if first + place < 5 else 0 * other)
 
 
 @pytest.mark.parametrize(

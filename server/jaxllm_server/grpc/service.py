@@ -177,6 +177,8 @@ class ControlService(WeightMethods, control_pb2_grpc.ControlServiceServicer):
         info.dtype = model.dtype
         info.device_kind = model.device_kind
         info.mesh["tp"] = engine.config.tensor_parallel_size
+        if engine.config.pipeline_parallel_size > 1:
+            info.mesh["pp"] = engine.config.pipeline_parallel_size
         return info
 
     async def GetLoad(
