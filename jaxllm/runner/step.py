@@ -353,6 +353,8 @@ def _forward(
     context = replace(context, rounds_inner=fused.rounds_inner(model.kernels, shape.tokens))
     if state.media is not None and "token_media" in field:
         context = replace(context, media=(state.media, field["token_media"]))
+    if "turned" in field:
+        context = replace(context, turned=field["turned"])
     if model.adapters is not None and adapters:
         linear = model.adapters.linear(adapters, field["token_adapter"])
         context = replace(context, linear=linear, fused=None)
