@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +73,12 @@ def test_images_of_any_size_have_their_own_positions(
             assert tokens(outputs) == GOLDEN[kind]["tokens"]
         assert metrics.images_encoded == 9  # of different content
         assert sum(output.num_cached_tokens for output in outputs) > 100
-        picture = image(3).resize((84, 28))
+        picture, scored = image(3).resize((84, 28)), replace(GREEDY, logprobs=1)
 
         def ask(given: Image.Image) -> RequestOutput:
             ids = [5, 6, AROUND[0], PLACEHOLDER, AROUND[1], *[9] * 40]
-            (output,) = llm.generate(
-                [{"prompt_token_ids": ids, "multi_modal_data": {"image": given}}], GREEDY, use_tqdm=False
-            )
+            prompt = {"prompt_token_ids": ids, "multi_modal_data": {"image": given}}
+            (output,) = llm.generate([prompt], scored, use_tqdm=False)
             return output
 
         first, again = ask(picture), ask(picture)
@@ -86,7 +87,9 @@ def test_images_of_any_size_have_their_own_positions(
         others = [ask(image(4).resize((84, 28))), ask(picture.transpose(Image.Transpose.ROTATE_90))]
         assert [len(other.prompt_token_ids) for other in others] == [len(first.prompt_token_ids)] * 2
         assert not any(other.num_cached_tokens for other in others) and metrics.images_encoded == 12
-        assert len({*map(tuple, tokens([first, *others]))}) == 3
+        scores = [output.outputs[0].cumulative_logprob for output in (first, again, *others)]
+        assert abs(scores[0] - scores[1]) < 1e-3
+        assert all(abs(one - other) > 1e-2 for one, other in combinations(scores[1:], 2))
         messages = [{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": "a"}]}]
         ids = llm.chat_prompt(messages)["prompt_token_ids"]
         at = ids.index(AROUND[0])
