@@ -18,6 +18,7 @@ FLEET = "data_parallel_size above 1"
 REMOTE = "replicas on other machines"
 HOSTS = "num_hosts above 1"
 IMAGES = "a model with images"
+ANY_SIZE = "a model with images of any size"
 MANY_GPUS = "tensor_parallel_size above 2 on GPUs"
 
 
@@ -40,6 +41,7 @@ REFUSED = (
     Refused("enable_expert_parallel", NO_EXPERTS, "it divides experts"),
     Refused("pipeline_parallel_size", POOLS, "only steps that generate are divided into stages"),
     Refused("pipeline_parallel_size", "kv_transfer_config", "a stage has the KV blocks of its layers only"),
+    Refused("pipeline_parallel_size", ANY_SIZE, "its layers read more than the token's position"),
     Refused("kv_cache_dtype", WHOLE_PROMPTS, "there is no cache"),
     Refused("quantization", EXPERTS, "they are not rounded when they are loaded"),
     Refused("quantization", LATENT, "it is not rounded when it is loaded"),

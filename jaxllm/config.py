@@ -126,6 +126,9 @@ class EngineConfig:
     limit_mm_per_prompt: Mapping[str, int] | None = setting(
         None, "maximum images of a request, as '{\"image\": 4}' (default: 16)", "JSON"
     )
+    mm_processor_kwargs: Mapping[str, Any] | None = setting(
+        None, "replacements of settings in preprocessor_config.json, as '{\"max_pixels\": 1003520}'", "JSON"
+    )
     allowed_media_domains: Sequence[str] = setting(
         (), "host from which images of messages are fetched; may be repeated (default: data: URLs only)", "HOST"
     )
@@ -189,6 +192,10 @@ class EngineConfig:
             object.__setattr__(self, name, tuple(value))
         if self.limit_mm_per_prompt is not None:
             _check_media_limits(self.limit_mm_per_prompt)
+        if not isinstance(self.mm_processor_kwargs, Mapping | None):
+            raise UserError(
+                f"mm_processor_kwargs must be an object, got {self.mm_processor_kwargs!r:.80}.", "mm_processor_kwargs"
+            )
         if self.pooler_config is not None:
             _check_pooler_config(self.pooler_config)
         if self.speculative_config is not None:

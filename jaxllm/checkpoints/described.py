@@ -14,7 +14,7 @@ from jaxllm.checkpoints.weights import read_config
 from jaxllm.errors import UserError
 from jaxllm.families.families import read_images, read_spec
 from jaxllm.families.family import Family, Images
-from jaxllm.media.processor import ImageProcessor, read_processor
+from jaxllm.media.processor import Processor
 from jaxllm.model.head import Head
 from jaxllm.model.spec import Spec
 
@@ -29,7 +29,7 @@ class Described:
     family: Family
     head: Head | None  # None: it generates
     images: Images | None = None  # how it reads images
-    processor: ImageProcessor | None = None
+    processor: Processor | None = None
 
     @property
     def most_tokens(self) -> int:
@@ -39,7 +39,11 @@ class Described:
 
 
 def describe(
-    folder: Path, max_model_len: int | None = None, runner: str = "auto", pooler_config: Mapping[str, Any] | None = None
+    folder: Path,
+    max_model_len: int | None = None,
+    runner: str = "auto",
+    pooler_config: Mapping[str, Any] | None = None,
+    mm_processor_kwargs: Mapping[str, Any] | None = None,
 ) -> Described:
     """Read a model's config and pooler; the arguments after the folder are fields of `EngineConfig`."""
     config = read_config(folder)
@@ -47,15 +51,16 @@ def describe(
     spec = with_stored_head(folder, spec, family)
     head = read_pooler(folder, config, spec, family, runner, pooler_config)
     images = read_images(config, spec, family)
-    processor = None if images is None else _processor(folder, images)
+    if images is None and mm_processor_kwargs:
+        raise UserError("mm_processor_kwargs is for models that read images; leave it out.", "mm_processor_kwargs")
+    processor = None if images is None else _processor(folder, images, mm_processor_kwargs or {})
     return Described(folder, config, spec, family, head, images, processor)
 
 
-def _processor(folder: Path, images: Images) -> ImageProcessor:
+def _processor(folder: Path, images: Images, replaced: Mapping[str, Any]) -> Processor:
     settings = read_object(folder, "preprocessor_config.json")
     if settings is None:  # transformers 5 writes one file for all of a model's processors
         settings = (read_object(folder, "processor_config.json") or {}).get("image_processor")
     if not isinstance(settings, Mapping):
         raise UserError(f"{folder} has no preprocessor_config.json, which says how images are read.", "model")
-    own = images.spec
-    return read_processor(settings, images.placeholder, own.num_tokens, own.side)
+    return images.processor({**settings, **replaced})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.errors import UserError
-from jaxllm.media.processor import ImageProcessor
+from jaxllm.media.processor import Processor
 from jaxllm.model.head import Head
 from jaxllm.pooling_params import PoolingTask
 from jaxllm.sampling_params import SamplingParams
@@ -33,7 +33,7 @@ class ModelInfo:
     pooler: Head | None = None  # None: the model generates
     pooled_size: int = 0  # numbers of a result
     num_token_types: int = 0  # 0: tokens have no types
-    processor: ImageProcessor | None = None  # None: the model reads no images
+    processor: Processor | None = None  # None: the model reads no images
 
     @property
     def tasks(self) -> tuple[PoolingTask, ...]:

@@ -7,7 +7,7 @@ Rotary settings have two spellings: `rope_theta` with `rope_scaling` (transforme
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 from jaxllm.errors import UserError
@@ -48,6 +48,12 @@ class Fields:
     def raw(self, key: str) -> Any:
         self._read.add(key)
         return self._config.get(key)
+
+    def others(self, keys: Collection[str]) -> dict[str, Any]:
+        """Return all values but those of `keys`, as read."""
+        found = {key: value for key, value in self._config.items() if key not in keys}
+        self._read |= found.keys()
+        return found
 
     def take(self, key: str, kind: type[Value], default: Value = _REQUIRED) -> Value:
         """Return a finite value of a type; `default` replaces a missing or null value, which otherwise is an error."""

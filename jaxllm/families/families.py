@@ -15,11 +15,12 @@ from jaxllm.families.dense_families import DENSE
 from jaxllm.families.encoder_families import ENCODERS
 from jaxllm.families.family import Family, Images
 from jaxllm.families.moe_families import ROUTED
+from jaxllm.families.qwen_vl_families import OF_ANY_SIZE
 from jaxllm.families.stored_formats import read_stored
 from jaxllm.families.vision_families import WITH_IMAGES
 from jaxllm.model.spec import Spec
 
-FAMILIES: tuple[Family, ...] = (*DENSE, *ROUTED, *ENCODERS, *WITH_IMAGES)
+FAMILIES: tuple[Family, ...] = (*DENSE, *ROUTED, *ENCODERS, *WITH_IMAGES, *OF_ANY_SIZE)
 
 # Keys without effect on the forward pass: training, bookkeeping, other programs, or read elsewhere (token ids).
 WITHOUT_EFFECT = frozenset(

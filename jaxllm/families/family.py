@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxllm.families.config_fields import Fields
 from jaxllm.families.stored_formats import StoredFormat
+from jaxllm.media.processor import Processor
 from jaxllm.model.head import Head
 from jaxllm.model.spec import Spec
-from jaxllm.model.vision import VisionSpec
+from jaxllm.model.tower import Tower
 
 HeadReader = Callable[[Fields, int, int], Head]  # (config.json, the model's width, number of labels)
 
@@ -53,9 +54,10 @@ LLAMA_TENSORS = named(
 class Images(NamedTuple):
     """How a model reads images."""
 
-    spec: VisionSpec
+    spec: Tower
     placeholder: int  # token id
     tensors: Family  # the row of the tower's tensor names
+    processor: Callable[[Mapping[str, Any]], Processor]  # reads preprocessor_config.json
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from jaxllm.errors import UserError
 from jaxllm.families.config_fields import Fields
 from jaxllm.families.dense_families import DENSE
 from jaxllm.families.family import LLAMA_TENSORS, Family, Images, named
+from jaxllm.media.processor import read_processor
 from jaxllm.model.spec import Spec
 from jaxllm.model.vision import Activation, VisionSpec
 
@@ -46,7 +48,7 @@ _TOWERS: dict[str, dict[str, Any]] = {
     "siglip_vision_model": _CLIP | {"patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
 }
 # Keys of a tower without effect on its states.
-_WITHOUT_EFFECT = frozenset(
+TOWER_WITHOUT_EFFECT = frozenset(
     """
     model_type architectures dtype torch_dtype transformers_version _name_or_path attention_dropout dropout
     initializer_range initializer_factor projection_dim projection_size vocab_size vision_use_head use_cache
@@ -123,17 +125,18 @@ def _llava(fields: Fields, width: int, vocab_size: int) -> Images:
         ffn_width=own.size("intermediate_size"),
         features=_features(fields.raw("vision_feature_layer"), layers),
         norm_eps=own.positive("layer_norm_eps"),
-        activation=_activation(own, "hidden_act", "quick_gelu"),
+        activation=tower_activation(own, "hidden_act", "quick_gelu"),
         has_class=is_clip,
         drops_class=strategy == "default",
         pre_norm=is_clip,
         patch_bias=not is_clip,
         out_width=width,
-        projector_activation=_activation(fields, "projector_hidden_act", "gelu"),
+        projector_activation=tower_activation(fields, "projector_hidden_act", "gelu"),
         projector_bias=fields.take("multimodal_projector_bias", bool, True),
     )
-    own.finish(_WITHOUT_EFFECT)
-    return Images(spec, placeholder, _tower_of(spec, layers))
+    own.finish(TOWER_WITHOUT_EFFECT)
+    read = partial(read_processor, placeholder=placeholder, num_tokens=spec.num_tokens, side=side)
+    return Images(spec, placeholder, _tower_of(spec, layers), read)
 
 
 def _features(given: Any, layers: int) -> tuple[int, ...]:
@@ -148,7 +151,7 @@ def _features(given: Any, layers: int) -> tuple[int, ...]:
     return found
 
 
-def _activation(fields: Fields, key: str, default: str) -> Activation:
+def tower_activation(fields: Fields, key: str, default: str) -> Activation:
     name = fields.take(key, str, default)
     if name not in _ACTIVATIONS:
         raise UserError(f"config.json: {key} = {name!r} is not one of {', '.join(_ACTIVATIONS)}.", key)

@@ -8,14 +8,14 @@ from typing import Any
 from jaxllm.errors import UserError
 from jaxllm.media.image_part import ImagePart
 from jaxllm.media.placeholders import expanded
-from jaxllm.media.processor import ImageProcessor, Prepared
+from jaxllm.media.processor import Prepared, Processor
 from jaxllm.media.sources import Sources
 
 _KINDS = ("image_url", "image")
 
 
 def take_images(
-    messages: Sequence[Any], processor: ImageProcessor | None, sources: Sources, most: int
+    messages: Sequence[Any], processor: Processor | None, sources: Sources, most: int
 ) -> tuple[list[Any], list[Prepared]]:
     """Return messages with an `ImagePart` for each image, and the preprocessed images, in order.
 
@@ -36,13 +36,13 @@ def take_images(
             name = f"messages[{index}].content[{at}]"
             if len(images) == most:
                 raise UserError(f"{name}: a request may have {most} images (limit_mm_per_prompt).", "messages")
-            images += processor.prepare([_image_of(part, name, sources)], name, "messages")
+            images += processor.prepare([_image_of(part, name, sources)], name, "messages", images)
             parts[at] = ImagePart()
         found.append({**message, "content": parts} if any(isinstance(part, ImagePart) for part in parts) else message)
     return found, images
 
 
-def with_images(prompt: dict[str, Any], images: Sequence[Prepared], processor: ImageProcessor | None) -> dict[str, Any]:
+def with_images(prompt: dict[str, Any], images: Sequence[Prepared], processor: Processor | None) -> dict[str, Any]:
     """Return a prompt of token ids with images, each placeholder repeated for its image's embeddings."""
     if not images or processor is None:
         return prompt

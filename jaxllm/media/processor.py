@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 LARGEST = 4096  # pixels of a side after resizing
 _BICUBIC = 3
-_CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+CLIP_VALUES = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 # By processor: default side, whether the shortest edge is resized to it and the center cropped, mean and deviation.
 _KINDS: dict[str, tuple[int, bool, tuple[tuple[float, ...], tuple[float, ...]]]] = {
-    "CLIPImageProcessor": (224, True, _CLIP),
-    "LlavaImageProcessor": (224, True, _CLIP),
+    "CLIPImageProcessor": (224, True, CLIP_VALUES),
+    "LlavaImageProcessor": (224, True, CLIP_VALUES),
     "SiglipImageProcessor": (224, False, ((0.5,) * 3, (0.5,) * 3)),
 }
 _OLDER = {"CLIPFeatureExtractor": "CLIPImageProcessor"}
 # Keys that change nothing here, or belong to the text side of a processor.
-_UNREAD = frozenset(
+UNREAD = frozenset(
     """
     image_processor_type feature_extractor_type processor_class data_format input_data_format device return_tensors
     default_to_square do_pad pad_size image_seq_length disable_grouping do_convert_rgb
@@ -43,44 +43,101 @@ class Prepared(NamedTuple):
 
     digest: bytes  # of all that its embeddings depend on
     num_tokens: int
-    pixels: np.ndarray  # float32[3, H, W]
+    pixels: np.ndarray  # float32[3, H, W], or float32[patches, 3 · pixels of a patch] of a `PatchProcessor`
+    grid: tuple[int, int] | None = None  # rows and columns of its tokens, if these have positions in two dimensions
 
 
-@dataclass(frozen=True)
-class ImageProcessor:
-    """A model's preprocessing. Images are resized to `size`, height and width, or `shortest`, the shortest edge."""
+@dataclass(frozen=True, kw_only=True)
+class Processor:
+    """A model's preprocessing."""
 
     placeholder: int  # token id
-    num_tokens: int  # of an image
-    size: tuple[int, int] | None
-    shortest: int | None
-    crop: tuple[int, int] | None  # height and width
-    resample: int
+    video: int | None = None  # token id of the placeholder of videos, which are not supported
+    resample: int  # number of Pillow's filter
     scale: float | None
     mean: tuple[float, ...] | None
     deviation: tuple[float, ...] | None
-    pads: bool = False  # to a square, with the mean's color
+    context: int | None = field(default=None, repr=False)  # most tokens of a request; not a part of digests
+
+    @property
+    def most_tokens(self) -> int:
+        """Return the most tokens of an image."""
+        raise NotImplementedError
 
     def prepare(
-        self, images: Sequence[Any], name: str = "multi_modal_data", parameter: str = "multi_modal_data"
+        self,
+        images: Sequence[Any],
+        name: str = "multi_modal_data",
+        parameter: str = "multi_modal_data",
+        earlier: Sequence[Prepared] = (),
     ) -> list[Prepared]:
         """Preprocess images; raise UserError, naming `name`, for values that are no images.
 
-        Images that are prepared already are returned as they are.
+        Images that are prepared already are returned as they are. `earlier` are images of the same request: all images
+        must fit into the context, which bounds their memory.
         """
         found: list[Prepared] = []
+        total = sum(image.num_tokens for image in earlier)
         for image in images:
             if isinstance(image, Prepared):
                 found.append(image)
                 continue
-            pixels = self.pixels(as_rgb(image, name, parameter))
-            digest = sha256(repr((self, pixels.shape)).encode())
+            rgb = as_rgb(image, name, parameter)
+            num_tokens, grid = self.layout(rgb.size, name, parameter)
+            total += num_tokens
+            if self.context is not None and total > self.context:
+                raise UserError(
+                    f"{name}: images have {total} tokens, and the model's context has {self.context}; send fewer or "
+                    "smaller ones.",
+                    parameter,
+                )
+            pixels = self.pixels(rgb)
+            digest = sha256(repr((self, pixels.shape, grid)).encode())
             digest.update(pixels.tobytes())
-            found.append(Prepared(digest.digest(), self.num_tokens, pixels))
+            found.append(Prepared(digest.digest(), num_tokens, pixels, grid))
         return found
+
+    def layout(self, size: tuple[int, int], name: str, parameter: str) -> tuple[int, tuple[int, int] | None]:
+        """Return the number of tokens of an image of a size, width and height, and their rows and columns.
+
+        Raises UserError, naming `name`, for images of too many tokens.
+        """
+        raise NotImplementedError
 
     def pixels(self, image: Image) -> np.ndarray:
         """Return an RGB image's input to the model."""
+        raise NotImplementedError
+
+    def levels(self) -> np.ndarray:
+        """Return the input to the model for each channel and value of a pixel, float32[3, 256]."""
+        values = np.arange(256)
+        levels = np.tile(values.astype(np.float32), (3, 1))
+        if self.scale is not None:
+            levels[:] = (values.astype(np.float64) * self.scale).astype(np.float32)
+        if self.mean is not None and self.deviation is not None:
+            mean, deviation = (np.asarray(each, np.float32)[:, None] for each in (self.mean, self.deviation))
+            levels = (levels - mean) / deviation
+        return levels
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageProcessor(Processor):
+    """Images of one size. They are resized to `size`, height and width, or `shortest`, the shortest edge."""
+
+    num_tokens: int  # of an image
+    size: tuple[int, int] | None
+    shortest: int | None
+    crop: tuple[int, int] | None  # height and width
+    pads: bool = False  # to a square, with the mean's color
+
+    @property
+    def most_tokens(self) -> int:
+        return self.num_tokens
+
+    def layout(self, size: tuple[int, int], name: str, parameter: str) -> tuple[int, tuple[int, int] | None]:
+        return self.num_tokens, None
+
+    def pixels(self, image: Image) -> np.ndarray:
         if self.pads:
             image = _padded(image, self.mean)
         width, height = image.size
@@ -94,13 +151,7 @@ class ImageProcessor:
         values = np.asarray(image).transpose(2, 0, 1)
         if self.crop is not None:
             values = _cropped(values, self.crop)
-        pixels = values.astype(np.float32)
-        if self.scale is not None:
-            pixels = (values.astype(np.float64) * self.scale).astype(np.float32)
-        if self.mean is not None and self.deviation is not None:
-            mean, deviation = (np.asarray(each, np.float32)[:, None, None] for each in (self.mean, self.deviation))
-            pixels = (pixels - mean) / deviation
-        return np.ascontiguousarray(pixels)
+        return np.stack([levels[channel] for levels, channel in zip(self.levels(), values, strict=True)])
 
 
 def read_processor(settings: Mapping[str, Any], placeholder: int, num_tokens: int, side: int) -> ImageProcessor:
@@ -108,7 +159,7 @@ def read_processor(settings: Mapping[str, Any], placeholder: int, num_tokens: in
 
     Raises UserError, naming the key, for settings that are not supported, or images of another size.
     """
-    own = _Settings(settings)
+    own = Settings(settings)
     kind = str(own.take("image_processor_type", own.take("feature_extractor_type", "CLIPImageProcessor")))
     kind = kind.removesuffix("Fast").removesuffix("Pil")
     kind = _OLDER.get(kind, kind)
@@ -120,26 +171,17 @@ def read_processor(settings: Mapping[str, Any], placeholder: int, num_tokens: in
     crop, square = own.size("crop_size", {"height": default, "width": default})
     crop = crop if square is None else (square, square)
     resizes, does_crop = own.switch("do_resize", True), own.switch("do_center_crop", crops)
-    rescales, normalizes = own.switch("do_rescale", True), own.switch("do_normalize", True)
-    factor = own.number("rescale_factor", 1 / 255)
-    resample = own.take("resample", _BICUBIC)
-    if resample not in range(6):
-        raise own.error("resample", resample, "a number of Pillow's filters")
-    own.switch("do_convert_rgb", True)
     pads = own.switch("do_pad", False) and kind == "LlavaImageProcessor"
-    means, deviations = own.numbers("image_mean", mean), own.numbers("image_std", deviation)
-    own.finish(_UNREAD)
+    values = own.values(mean, deviation)
+    own.finish(UNREAD)
     found = ImageProcessor(
         placeholder=placeholder,
         num_tokens=num_tokens,
         size=size if resizes else None,
         shortest=shortest if resizes else None,
         crop=crop if does_crop else None,
-        resample=int(resample),
-        scale=factor if rescales else None,
-        mean=means if normalizes else None,
-        deviation=deviations if normalizes else None,
         pads=pads,
+        **values,
     )
     end = found.crop or found.size
     if end != (side, side):
@@ -148,7 +190,7 @@ def read_processor(settings: Mapping[str, Any], placeholder: int, num_tokens: in
     return found
 
 
-class _Settings:
+class Settings:
     """Reads preprocessor_config.json, and refuses unknown keys."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -192,6 +234,21 @@ class _Settings:
                 if given.keys() == {"shortest_edge"}:
                     return None, given["shortest_edge"]
         raise self.error(key, value, f"height and width, or a shortest_edge, from 1 to {LARGEST}")
+
+    def values(self, mean: Sequence[float], deviation: Sequence[float]) -> dict[str, Any]:
+        """Return the fields of `Processor` for pixels; `mean` and `deviation` are defaults."""
+        rescales, normalizes = self.switch("do_rescale", True), self.switch("do_normalize", True)
+        factor, resample = self.number("rescale_factor", 1 / 255), self.take("resample", _BICUBIC)
+        if resample not in range(6):
+            raise self.error("resample", resample, "a number of Pillow's filters")
+        self.switch("do_convert_rgb", True)
+        means, deviations = self.numbers("image_mean", mean), self.numbers("image_std", deviation)
+        return {
+            "resample": int(resample),
+            "scale": factor if rescales else None,
+            "mean": means if normalizes else None,
+            "deviation": deviations if normalizes else None,
+        }
 
     def finish(self, unread: frozenset[str]) -> None:
         for key, value in self._values.items():

@@ -97,7 +97,10 @@ class Context:
     token_types: Array | None = None  # int32[T]; None: all 0
     fused: Choice | None = None  # fuses norms, residuals and activations; only with `plain_linear`
     rounds_inner: bool = False  # see `fused.rounds_inner`; only with `plain_linear`
-    media: tuple[Array, Array] | None = None  # embeddings [·, D], and each token's row, int32[T]; others: the token's
+    # Embeddings [·, D (1 + n)], and each token's row, int32[T]; others: the token's. A row has an embedding, and n
+    # vectors that are added after the first n layers (Meng et al. 2024, "DeepStack").
+    media: tuple[Array, Array] | None = None
+    turned: Array | None = None  # int32[dimensions or 1, T]: rotary positions; None: `positions`
 
 
 @flax.struct.dataclass
@@ -262,7 +265,7 @@ def embed(spec: Spec, params: Params[Array], tokens: Int[Array, " T"], context: 
         if context.media is not None:
             rows, chosen = context.media
             is_media = (chosen < len(rows))[:, None]
-            x = jnp.where(is_media, rows.at[chosen].get(mode="clip").astype(x.dtype), x)
+            x = jnp.where(is_media, _columns(rows, chosen, spec.width, 0).astype(x.dtype), x)
         if spec.learned_positions:
             x = x + params.top["positions"].at[context.positions + spec.position_offset].get(mode="clip")
         if spec.token_types:
@@ -310,7 +313,17 @@ def run_layers(
             else:
                 mixed = feed_forward(spec, weights, layer, norm(spec, weights, mlp_norm, x), context)
                 x = _added(spec, weights, "mlp_post_norm", attended, mixed)
+            if context.media is not None and (layer + 2) * spec.width <= context.media[0].shape[1]:
+                rows, chosen = context.media
+                added = _columns(rows, chosen, spec.width, layer + 1).astype(x.dtype)
+                x = x + jnp.where((chosen < len(rows))[:, None], added, 0)
     return x
+
+
+def _columns(rows: Array, chosen: Array, width: int, number: int) -> Array:
+    """Return vectors of rows of images, [T, D]."""
+    found = rows.at[chosen].get(mode="clip")
+    return found if found.shape[1] == width else found[:, number * width : (number + 1) * width]
 
 
 def _fused_attention(
@@ -337,7 +350,8 @@ def _fused_sum(spec: Spec, weights: Arrays, layer: int, name: str, x: Array, inn
 
 def rotations(spec: Spec, context: Context) -> dict[Rope, tuple[Array, Array]]:
     with named_scope("embedding"):
-        return {rope: layers.rotation(rope, context.positions) for rope in spec.ropes if rope is not None}
+        positions = context.positions if context.turned is None else context.turned
+        return {rope: layers.rotation(rope, positions) for rope in spec.ropes if rope is not None}
 
 
 def final_norm(spec: Spec, params: Params[Array], x: Float[Array, "T D"]) -> Float[Array, "T D"]:

@@ -104,8 +104,12 @@ def _yarn(frequencies: np.ndarray, scaling: YarnScaling, theta: float) -> np.nda
 
 
 def rotation(rope: Rope, positions: Array) -> tuple[Array, Array]:
-    """Return cosine and sine, each float32 [T, size / 2]."""
-    angles = positions.astype(jnp.float32)[:, None] * inverse_frequencies(rope)  # [T, size / 2]
+    """Return cosine and sine, each float32 [T, size / 2]; `positions` are [T], or [dimensions or 1, T]."""
+    if positions.ndim == 2 and len(positions) == 1:
+        positions = positions[0]
+    wide = positions.astype(jnp.float32)
+    each = wide[:, None] if wide.ndim == 1 else wide[np.asarray(rope.axes)].T  # of each pair
+    angles = each * inverse_frequencies(rope)  # [T, size / 2]
     return jnp.cos(angles) * rope.amplitude, jnp.sin(angles) * rope.amplitude
 
 

@@ -67,6 +67,7 @@ class Rope:
     scaling: LinearScaling | BandScaling | YarnScaling | PairScaling | None = None
     amplitude: float = 1.0  # of cosine and sine
     is_interleaved: bool = False  # pairs are (2i, 2i + 1), not (i, i + size / 2)
+    axes: tuple[int, ...] = ()  # of positions in several dimensions: each pair's one (Wang et al. 2024, M-RoPE)
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,11 @@ class Spec:
     token_types: int = 0  # rows of the segment embedding, for text pairs
     relative_buckets: int = 0  # T5's relative position biases
     relative_distance: int = 128  # distances beyond share a bucket
+
+    @property
+    def has_axes(self) -> bool:
+        """Return whether rotary positions have several dimensions."""
+        return any(rope is not None and rope.axes for rope in self.ropes)
 
 
 def heads_per_shard(spec: Spec, shards: int) -> tuple[int, int]:

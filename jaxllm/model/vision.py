@@ -12,12 +12,15 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, named_scope
 from jaxtyping import Float
 
+from jaxllm.media.processor import Prepared
 from jaxllm.model import layers
 from jaxllm.model.decoder import Params
 from jaxllm.model.parameters import Part, Weight
+from jaxllm.model.tower import Arranged
 from pallas_kernels.activations import activate
 
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu", "relu"]
@@ -57,6 +60,26 @@ class VisionSpec:
         """Embeddings of an image."""
         return self.num_patches + (self.has_class and not self.drops_class)
 
+    @property
+    def row_width(self) -> int:
+        return self.out_width
+
+    def declare(self) -> Params[Weight]:
+        return declare(self)
+
+    def sizes(self, most: int) -> tuple[int, ...]:
+        del most  # images have one size
+        return (self.num_tokens,)
+
+    def inputs(self, size: int) -> tuple[tuple[tuple[int, ...], type], ...]:
+        return (((3, self.side, self.side), np.float32),)
+
+    def arrange(self, image: Prepared, size: int) -> Arranged:
+        return Arranged((image.pixels,), None)
+
+    def encode(self, params: Params[Array], *arrays: Array) -> Array:
+        return encode(self, params, *arrays)
+
 
 def declare(spec: VisionSpec) -> Params[Weight]:
     """Return the weights; matrices are [out, in]."""
@@ -66,32 +89,33 @@ def declare(spec: VisionSpec) -> Params[Weight]:
         "positions": Weight((tokens, width), (None, None), (Part("positions", tokens),)),
     }
     if spec.patch_bias:
-        top["patches_bias"] = _vector("patches_bias", width, "zeros")
+        top["patches_bias"] = vector_weight("patches_bias", width, "zeros")
     if spec.has_class:
-        top["class"] = _vector("class", width, "normal")
+        top["class"] = vector_weight("class", width, "normal")
     if spec.pre_norm:
-        top |= _norm("pre_norm", width)
+        top |= norm_weights("pre_norm", width)
     wide = len(spec.features) * width
     for name, columns in (("project_1", wide), ("project_2", spec.out_width)):
-        top |= _matrix(name, spec.out_width, columns, spec.projector_bias)
-    each: dict[str, Weight] = _norm("attn_norm", width) | _norm("mlp_norm", width)
+        top |= matrix_weights(name, spec.out_width, columns, spec.projector_bias)
+    each: dict[str, Weight] = norm_weights("attn_norm", width) | norm_weights("mlp_norm", width)
     for name in ("q", "k", "v", "out"):
-        each |= _matrix(name, width, width)
-    each |= _matrix("up", spec.ffn_width, width) | _matrix("down", width, spec.ffn_width)
+        each |= matrix_weights(name, width, width)
+    each |= matrix_weights("up", spec.ffn_width, width) | matrix_weights("down", width, spec.ffn_width)
     return Params(top, (each,) * spec.num_layers)
 
 
-def _vector(name: str, size: int, initial: Literal["normal", "zeros", "ones"]) -> Weight:
+def vector_weight(name: str, size: int, initial: Literal["normal", "zeros", "ones"]) -> Weight:
     return Weight((size,), (None,), (Part(name, size),), initial)
 
 
-def _norm(name: str, width: int) -> dict[str, Weight]:
-    return {name: _vector(name, width, "ones"), f"{name}_bias": _vector(f"{name}_bias", width, "zeros")}
+def norm_weights(name: str, width: int, bias: bool = True) -> dict[str, Weight]:
+    weight = {name: vector_weight(name, width, "ones")}
+    return weight | ({f"{name}_bias": vector_weight(f"{name}_bias", width, "zeros")} if bias else {})
 
 
-def _matrix(name: str, rows: int, columns: int, bias: bool = True) -> dict[str, Weight]:
+def matrix_weights(name: str, rows: int, columns: int, bias: bool = True) -> dict[str, Weight]:
     weight = {name: Weight((rows, columns), (None, None), (Part(name, rows),))}
-    return weight | ({f"{name}_bias": _vector(f"{name}_bias", rows, "zeros")} if bias else {})
+    return weight | ({f"{name}_bias": vector_weight(f"{name}_bias", rows, "zeros")} if bias else {})
 
 
 def encode(spec: VisionSpec, params: Params[Array], pixels: Float[Array, "3 S S"]) -> Float[Array, "N E"]:
@@ -102,8 +126,8 @@ def encode(spec: VisionSpec, params: Params[Array], pixels: Float[Array, "3 S S"
             states = states[1:]
     with named_scope("projector"):
         top = params.top
-        inner = _linear(top, "project_1", states)
-        return _linear(top, "project_2", _activated(inner, spec.projector_activation))
+        inner = linear(top, "project_1", states)
+        return linear(top, "project_2", activated(inner, spec.projector_activation))
 
 
 def tower(spec: VisionSpec, params: Params[Array], pixels: Float[Array, "3 S S"]) -> Float[Array, "N F"]:
@@ -128,16 +152,16 @@ def tower(spec: VisionSpec, params: Params[Array], pixels: Float[Array, "3 S S"]
 def _layer(spec: VisionSpec, weights: dict[str, Array], x: Array) -> Array:
     """Traced once for all layers."""
     normed = _normed(spec, weights, "attn_norm", x)
-    q, k, v = (_linear(weights, name, normed).reshape(len(x), spec.num_heads, -1) for name in ("q", "k", "v"))
+    q, k, v = (linear(weights, name, normed).reshape(len(x), spec.num_heads, -1) for name in ("q", "k", "v"))
     scores = jnp.einsum("qhc,khc->hqk", q, k, preferred_element_type=jnp.float32)
     shares = jax.nn.softmax(scores * q.shape[-1] ** -0.5, axis=-1).astype(x.dtype)
     mixed = jnp.einsum("hqk,khc->qhc", shares, v, preferred_element_type=jnp.float32).astype(x.dtype)
-    x = x + _linear(weights, "out", mixed.reshape(x.shape))
-    inner = _linear(weights, "up", _normed(spec, weights, "mlp_norm", x))
-    return x + _linear(weights, "down", _activated(inner, spec.activation))
+    x = x + linear(weights, "out", mixed.reshape(x.shape))
+    inner = linear(weights, "up", _normed(spec, weights, "mlp_norm", x))
+    return x + linear(weights, "down", activated(inner, spec.activation))
 
 
-def _linear(weights: dict[str, Any], name: str, x: Array) -> Array:
+def linear(weights: dict[str, Any], name: str, x: Array) -> Array:
     return layers.linear(x, weights[name], weights.get(f"{name}_bias")).astype(x.dtype)
 
 
@@ -145,6 +169,6 @@ def _normed(spec: VisionSpec, weights: dict[str, Any], name: str, x: Array) -> A
     return layers.norm(x, weights[name], weights[f"{name}_bias"], "layer", spec.norm_eps)
 
 
-def _activated(x: Array, kind: Activation) -> Array:
+def activated(x: Array, kind: Activation) -> Array:
     wide = x.astype(jnp.float32)
     return (wide * jax.nn.sigmoid(1.702 * wide) if kind == "quick_gelu" else activate(wide, kind)).astype(x.dtype)

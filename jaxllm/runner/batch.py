@@ -39,6 +39,7 @@ class Shape:
     # K: drafts per row, to verify and to make. If set, every token is sampled, and row fields have an entry per token.
     drafts: int = 0
     media: int = 0  # rows of images' embeddings, of ragged programs of models with images
+    axes: int = 0  # dimensions of rotary positions, if these are not places in the sequence; 1 in a decode program
 
     @property
     def sampled(self) -> int:
@@ -210,7 +211,8 @@ def fields(shape: Shape) -> Mapping[str, tuple[int, tuple[int, ...]]]:
             "sampling": (shape.sampled, shape.sampling_fields),
             **table,
         }
-    return placed(sizes | ({"token_adapter": (shape.tokens,)} if shape.adapters else {}))
+    sizes |= {"token_adapter": (shape.tokens,)} if shape.adapters else {}
+    return placed(sizes | ({"turned": (shape.axes, shape.tokens)} if shape.axes else {}))
 
 
 def placed(sizes: Mapping[str, tuple[int, ...]]) -> Mapping[str, tuple[int, tuple[int, ...]]]:
@@ -244,11 +246,13 @@ def pack(
     sampling: np.ndarray | None = None,
     adapters: np.ndarray | None = None,
     media: np.ndarray | None = None,
+    turned: np.ndarray | None = None,
 ) -> np.ndarray:
     """Pack a plan as int32[buffer_size(shape)]; padding has slot S, which is dropped.
 
     `chunks`: token ids of the rows after the decode rows; `sampling`: int32[S, F]; `adapters`: int32[R], numbers in the
-    program, or `shape.adapters`; `media`: int32[tokens of the plan], rows of images' embeddings, or `shape.media`.
+    program, or `shape.adapters`; `media`: int32[tokens of the plan], rows of images' embeddings, or `shape.media`;
+    `turned`: int32[axes, tokens of the plan], rotary positions, by default places in the sequence.
     """
     buffer = np.zeros(buffer_size(shape), np.int32)
     view = views(buffer, fields(shape))
@@ -269,12 +273,14 @@ def pack(
         view["token_adapter"][:] = shape.adapters
         if adapters is not None:
             view["token_adapter"][: plan.num_tokens] = np.repeat(adapters, plan.lengths)
+    num_tokens = plan.num_tokens
+    if shape.axes:
+        view["turned"][:, :num_tokens] = token_places(plan) if turned is None else turned
     if shape.is_decode:
         return buffer
 
     assert sampling is not None
     first_tokens = np.cumsum(plan.lengths) - plan.lengths
-    num_tokens = plan.num_tokens
     view["num_decodes"][0] = plan.num_decodes + plan.num_drafts
     if shape.media:
         view["token_media"][:] = shape.media
@@ -284,7 +290,7 @@ def pack(
         view["tokens"][plan.num_decodes : num_tokens] = np.concatenate(chunks)
     view["token_slot"][:num_tokens] = np.repeat(plan.slots, plan.lengths)
     view["token_slot"][num_tokens:] = num_slots
-    view["token_position"][:num_tokens] = np.arange(num_tokens) + np.repeat(plan.starts - first_tokens, plan.lengths)
+    view["token_position"][:num_tokens] = token_places(plan)
     view["row_last"][:used] = first_tokens + plan.lengths - 1 if at.offsets is None else np.arange(used)
     view["row_samples"][:used] = at.samples
     view["sampling"][:used] = sampling[at.slots]
@@ -302,6 +308,12 @@ def pack(
     view["tile_length"][:num_tiles] = np.minimum(TILE, np.repeat(plan.lengths[rows], counts) - inside)
     view["tile_position"][:num_tiles] = np.repeat(plan.starts[rows], counts) + inside
     return buffer
+
+
+def token_places(plan: Plan) -> np.ndarray:
+    """Return the place of each token of a plan in its sequence."""
+    first_tokens = np.cumsum(plan.lengths) - plan.lengths
+    return np.arange(plan.num_tokens) + np.repeat(plan.starts - first_tokens, plan.lengths)
 
 
 def pack_masks(

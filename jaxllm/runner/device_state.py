@@ -34,7 +34,7 @@ class DeviceState(Generic[Leaf]):
     sampling: Leaf  # int32[S, ROW_WIDTH]: `sampler.pack_row` per slot
     extras: Leaf  # int32[S, F] of `sampler.Extras`; the sampling row has the valid length
     hidden: Leaf  # [T, D]: hidden states of the last widest-variant step, for `scoring`
-    media: Leaf | None = None  # [rows, D]: embeddings of images, see scheduler/media.py
+    media: Leaf | None = None  # [rows, D + …]: embeddings of images, see scheduler/media.py and `Context.media`
 
 
 def abstract(
@@ -47,12 +47,12 @@ def abstract(
     drafting: Drafting | None = None,
     cache_dtype: jnp.dtype | None = None,
     batch_size: int = 0,
-    media_rows: int = 0,
+    media: tuple[int, int] = (0, 0),
 ) -> DeviceState[jax.ShapeDtypeStruct]:
     """Describe the state (shapes, types, shardings) without allocating; `max_tokens` is T.
 
     `spec` is that of a pipeline stage. `cache_dtype` applies to all caches; `batch_size` is the largest packed batch
-    in int32, if stored; `media_rows` are those of images' embeddings.
+    in int32, if stored; `media` is the shape of images' embeddings.
     """
 
     def array(shape: tuple[int, ...], kind: jnp.dtype, *axes: str) -> jax.ShapeDtypeStruct:
@@ -77,7 +77,7 @@ def abstract(
         sampling=array((geometry.num_slots, ROW_WIDTH), int32, "slots"),
         extras=array((geometry.num_slots, extras.width), int32, "slots"),
         hidden=array((max_tokens, spec.width), dtype),
-        media=array((media_rows, spec.width), dtype) if media_rows else None,
+        media=array(media, dtype) if media[0] else None,
     )
 
 

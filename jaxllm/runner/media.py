@@ -1,8 +1,14 @@
-"""The vision tower on the devices: one program encodes one image, before the step that reads its embeddings."""
+"""The vision tower on the devices: a program encodes one image, before the step that reads its embeddings.
+
+Towers for images of any size have programs of several sizes, which are all compiled at the start.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 from typing import Any
 
 import jax
@@ -11,8 +17,7 @@ import numpy as np
 
 from jaxllm.checkpoints import weights
 from jaxllm.checkpoints.sources import open_sources
-from jaxllm.media.processor import ImageProcessor
-from jaxllm.model import vision
+from jaxllm.media.processor import Prepared, Processor
 from jaxllm.runner.device_state import leaf_index
 from jaxllm.runner.step_model import Leaves
 from jaxllm.setup.model_setup import MEDIA_UNIT, Setup, describe_tower
@@ -29,12 +34,13 @@ class ImageEncoder:
         assert setup.images is not None and setup.processor is not None
         self._setup = setup
         self._spec = setup.images.spec
-        self.processor: ImageProcessor = setup.processor
+        self.processor: Processor = setup.processor
         self.num_units = setup.media_units
+        self._sizes = self._spec.sizes(self.processor.most_tokens)
         # One image more than a step's tokens would delay the rows of other requests.
-        self.budget = max(setup.max_num_batched_tokens, self._spec.num_tokens)
+        self.budget = max(setup.max_num_batched_tokens, self._sizes[0])
         self._params: Leaves = ()
-        self._program: Any = None
+        self._programs: dict[int, Any] = {}  # by size
         self._at = 0
 
     @property
@@ -48,7 +54,7 @@ class ImageEncoder:
     def load(self, progress: bool, seed: int | None) -> None:
         """Read the weights, or make random ones with a seed."""
         setup = self._setup
-        declared = vision.declare(self._spec)
+        declared = self._spec.declare()
         if seed is not None:
             params = weights.draw(declared, setup.layout.unstaged, setup.dtype, seed)
         else:
@@ -56,33 +62,45 @@ class ImageEncoder:
         self._params = tuple(jax.tree.leaves(params))
 
     def compile(self, make: Callable[..., Any], state: Any) -> None:
-        """Compile the program with `make` (name, function, donated, shapes); `state` describes the device's state."""
+        """Compile programs with `make` (name, function, donated, shapes); `state` describes the device's state."""
         layout, spec, tree = self._setup.layout, self._spec, describe_tower(self._setup)
         structure = jax.tree.structure(tree)
         self._at = leaf_index(state, "media")
+        # Programs are kept by name and shapes, which do not determine a tower.
+        name = f"{NAME}_{sha256(repr(spec).encode()).hexdigest()[:8]}"
 
-        def run(leaves: Leaves, rows: jax.Array, pixels: jax.Array, chosen: jax.Array) -> jax.Array:
-            embeddings = vision.encode(spec, jax.tree.unflatten(structure, leaves), pixels)
+        def run(leaves: Leaves, rows: jax.Array, chosen: jax.Array, *arrays: jax.Array) -> jax.Array:
+            embeddings = spec.encode(jax.tree.unflatten(structure, leaves), *arrays)
             return rows.at[chosen].set(embeddings.astype(rows.dtype), mode="drop")
 
-        whole = layout.spec()
-        mapped = layout.shard_map(run, (whole, whole, whole, whole), whole)
-        mapped.__name__ = NAME
-        described = (
-            jax.ShapeDtypeStruct((3, spec.side, spec.side), jnp.float32, sharding=layout.sharding()),
-            jax.ShapeDtypeStruct((spec.num_tokens,), jnp.int32, sharding=layout.sharding()),
-        )
-        self._program = make(NAME, mapped, (1,), tuple(jax.tree.leaves(tree)), state.media, *described)
+        def described(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=layout.sharding())
+
+        whole, leaves = layout.spec(), tuple(jax.tree.leaves(tree))
+
+        def program(size: int) -> Any:
+            arrays = [described(*each) for each in spec.inputs(size)]
+            mapped = layout.shard_map(run, (whole,) * (3 + len(arrays)), whole)
+            mapped.__name__ = NAME if len(self._sizes) == 1 else f"{NAME}_{size}"
+            shapes = leaves, state.media, described((size,), jnp.int32), *arrays
+            return make(f"{name}_{size}", mapped, (1,), *shapes)
+
+        with ThreadPoolExecutor(min(len(self._sizes), os.cpu_count() or 2)) as pool:
+            self._programs = dict(zip(self._sizes, pool.map(program, self._sizes), strict=True))
 
     @property
     def temporary_bytes(self) -> int:
-        return self._program.memory_analysis().temp_size_in_bytes
+        return max(each.memory_analysis().temp_size_in_bytes for each in self._programs.values())
 
-    def encode(self, state: Leaves, images: Sequence[tuple[np.ndarray, np.ndarray]]) -> Leaves:
-        """Dispatch the encoding of images, (pixels, rows) each, and return the next state."""
+    def encode(self, state: Leaves, images: Sequence[tuple[Prepared, np.ndarray]]) -> Leaves:
+        """Dispatch the encoding of images, each with the rows of its tokens, and return the next state."""
         leaves = list(state)
-        for pixels, rows in images:
-            leaves[self._at] = self._program(self._params, leaves[self._at], pixels, rows)
+        for image, rows in images:
+            size = next(size for size in self._sizes if size >= len(rows))
+            arrays, order = self._spec.arrange(image, size)
+            chosen = np.full(size, self.num_rows, np.int32)  # padding, which is dropped
+            chosen[: len(rows)] = rows if order is None else rows[order]
+            leaves[self._at] = self._programs[size](self._params, leaves[self._at], chosen, *arrays)
         return tuple(leaves)
 
     def close(self) -> None:
@@ -91,4 +109,4 @@ class ImageEncoder:
     def _open(self) -> Any:
         images = self._setup.images
         assert images is not None
-        return open_sources(self._setup.folder, vision.declare(self._spec), images.tensors, None)
+        return open_sources(self._setup.folder, self._spec.declare(), images.tensors, None)

@@ -373,8 +373,8 @@ class Runner(Residence):
         plan, rows, shape = given.plan, given.side.get("adapters"), way[0].shape
         adapters = () if rows is None else self.adapters.of_rows(rows)
         which = self.adapters.places(rows, adapters, shape.adapters)
-        media = given.side.get("media")
-        buffer = batch.pack(plan, shape, self.geometry.num_slots, given.chunks, given.sampling, which, media)
+        own = given.side.get("media"), given.side.get("turned")
+        buffer = batch.pack(plan, shape, self.geometry.num_slots, given.chunks, given.sampling, which, *own)
         return PackedStep(
             plan=plan,
             way=way,
@@ -572,8 +572,7 @@ class Runner(Residence):
         batch_size = 0
         if self._keeps_batch:
             batch_size = max(batch.buffer_size(key.shape) for key in (*self.programs.covering, *self.programs.rest))
-        media_rows = 0 if self.encoder is None else self.encoder.num_rows
-        return device_state.abstract(setup.stage_spec, *sizes, *own, batch_size, media_rows)
+        return device_state.abstract(setup.stage_spec, *sizes, *own, batch_size, setup.media_rows)
 
     def _list_programs(self) -> Programs:
         setup, geometry = self.setup, self.geometry
@@ -591,7 +590,8 @@ class Runner(Residence):
         # XLA's CPU back end converts all 8 and 16-bit weights for a product of one row. On a GPU it makes two kernels
         # of the norm of one row: 13.6 kernels a layer of the 0.5B shape, else 11.8.
         on_cpu = setup.platform == "cpu"
-        decode = batch.decode_shapes(geometry.num_slots, 1 if on_cpu and not is_narrow else 2, setup.platform)
+        smallest = 1 if on_cpu and not is_narrow else 2
+        decode = self._with_axes(batch.decode_shapes(geometry.num_slots, smallest, setup.platform), 1)
         ragged = self._with_media(batch.ragged_shapes(*sizes, setup.platform))
         verifying = batch.verifying_shapes(self._max_verified, geometry.num_slots, drafts) if drafts else []
         if geometry.num_groups > 1:
@@ -604,7 +604,11 @@ class Runner(Residence):
     def _with_media(self, shapes: list[Shape]) -> list[Shape]:
         if self.encoder is None:
             return shapes
-        return [replace(shape, media=self.encoder.num_rows) for shape in shapes]
+        return [replace(shape, media=self.encoder.num_rows) for shape in self._with_axes(shapes, 3)]
+
+    def _with_axes(self, shapes: list[Shape], count: int) -> list[Shape]:
+        """Give shapes positions in `count` dimensions, if the model's rotations have several."""
+        return [replace(shape, axes=count) for shape in shapes] if self.setup.spec.has_axes else shapes
 
     def _finish_programs(self, free: int | None, progress: bool) -> None:
         """Wait for the covering programs; if they need more memory than estimated, compile them for fewer blocks."""

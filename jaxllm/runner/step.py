@@ -351,6 +351,8 @@ def _forward(
     context = _context(model, shape, kv, tables, field, laid.slots, laid.positions, adapters)
     if state.media is not None and "token_media" in field:
         context = replace(context, media=(state.media, field["token_media"]))
+    if "turned" in field:
+        context = replace(context, turned=field["turned"])
     aux: Leaves = ()
     if model.layout.bounds:
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxllm.media.processor import Prepared
 from jaxllm.runner.compiled_programs import ProgramKeys
 from jaxllm.sampling.sampler import Variant
 from jaxllm.scheduler.state import Plan
@@ -39,4 +40,4 @@ class PackedStep:
     extras: Sequence[tuple[int, np.ndarray]]
     adapters: tuple[int, ...]  # numbers, in argument order
     scored: Sequence[Any]
-    encodes: Sequence[tuple[np.ndarray, np.ndarray]] = ()  # images' pixels, and their rows; encoded before the step
+    encodes: Sequence[tuple[Prepared, np.ndarray]] = ()  # images, and the rows of their tokens; encoded before the step

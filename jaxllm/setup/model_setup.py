@@ -27,8 +27,8 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
 from jaxllm.families.family import Family, Images
 from jaxllm.families.stored_formats import StoredFormat
-from jaxllm.media.processor import ImageProcessor
-from jaxllm.model import lora, quantized, stages, vision
+from jaxllm.media.processor import Processor
+from jaxllm.model import lora, quantized, stages
 from jaxllm.model.decoder import Params, RowWeights
 from jaxllm.model.head import Head
 from jaxllm.model.lora_linear import AdapterWeights
@@ -55,6 +55,7 @@ CPU_SHARE = 0.25  # of the free memory, for KV blocks; the rest is for a laptop'
 TOKEN_COST = {"cpu": 120, "gpu": 4}  # see `Limits`; measured by benchmarks/verifying.py, on no GPU yet
 CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "int8": "int8"}
 MEDIA_UNIT = 64  # embeddings of images
+USUAL_UNITS = 20  # of an image of a million pixels
 CPU_CEILING = 2 << 30  # bytes of KV blocks: 87,000 tokens of a 0.5B model in float32
 
 
@@ -82,7 +83,7 @@ class Setup:
     token_cost: int  # see `Limits.token_cost`
     prepared: Mapping[str, Any]  # the manifest by `jaxllm compile`, {} without one
     images: Images | None = None  # how the model reads images
-    processor: ImageProcessor | None = None
+    processor: Processor | None = None
 
     @property
     def stage_spec(self) -> Spec:
@@ -91,11 +92,16 @@ class Setup:
 
     @property
     def media_units(self) -> int:
-        """Units of the cache of images' embeddings: of eight images, and of two steps."""
-        if self.images is None:
+        """Units of the cache of images' embeddings: of eight images of usual size, of two of any, and of two steps."""
+        if self.processor is None:
             return 0
-        each = -(-self.images.spec.num_tokens // MEDIA_UNIT)
-        return max(8 * each, -(-2 * self.max_num_batched_tokens // MEDIA_UNIT))
+        each = -(-self.processor.most_tokens // MEDIA_UNIT)
+        return max(8 * min(each, USUAL_UNITS), 2 * each, -(-2 * self.max_num_batched_tokens // MEDIA_UNIT))
+
+    @property
+    def media_rows(self) -> tuple[int, int]:
+        """Return the rows and columns of the array of images' embeddings."""
+        return self.media_units * MEDIA_UNIT, 0 if self.images is None else self.images.spec.row_width
 
     @property
     def local_devices(self) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]
@@ -223,7 +229,8 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
     Without `needs_weights` a model of the hub is downloaded without its weights.
     """
     folder = weights.resolve(config.model, config.revision, tokenizer_only=not needs_weights)
-    described = describe(folder, config.max_model_len, config.runner, config.pooler_config)
+    given = config.max_model_len, config.runner, config.pooler_config, config.mm_processor_kwargs
+    described = describe(folder, *given)
     checkpoint, spec, family, head = described.config, described.spec, described.family, described.head
     devices = choose_devices(config)
     platform = devices[0].platform
@@ -293,7 +300,7 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
         token_cost=0 if config.deterministic else TOKEN_COST[platform],
         prepared=recorded,
         images=described.images,
-        processor=described.processor,
+        processor=None if described.processor is None else replace(described.processor, context=longest),
     )
 
 
@@ -326,6 +333,7 @@ def _check_combinations(config: EngineConfig, described: Described, rounds: bool
     present = {
         combinations.POOLS: described.head is not None,
         combinations.IMAGES: described.images is not None,
+        combinations.ANY_SIZE: spec.has_axes,
         combinations.WHOLE_PROMPTS: not spec.is_causal,
         combinations.LATENT: spec.latent is not None,
         combinations.EXPERTS: bool(spec.experts),
@@ -408,7 +416,7 @@ def plan_memory(config: EngineConfig, setup: Setup, free: int | None, temporarie
         * setup.max_num_seqs
         * ((2 if own_window else 1) * longest + setup.max_model_len + extras_of(config, spec).width)
         + setup.max_num_batched_tokens * spec.width * setup.dtype.itemsize * (1 + num_aux)
-        + setup.media_units * MEDIA_UNIT * spec.width * setup.dtype.itemsize,
+        + math.prod(setup.media_rows) * setup.dtype.itemsize,
         block=block,
         windowed=own_windowed,
         moving=moving if host else 0,
@@ -440,7 +448,7 @@ def describe_tower(setup: Setup) -> Any:
     """Describe the weights of the model's vision tower; without one the result has no leaves."""
     if setup.images is None:
         return ()
-    declared = vision.declare(setup.images.spec)
+    declared = setup.images.spec.declare()
     return jax.tree.map(lambda weight: quantized.describe(weight, setup.layout, setup.dtype), declared)
 
 
@@ -520,7 +528,7 @@ def describe_programs(config: EngineConfig, setup: Setup, plan: MemoryPlan) -> d
         "pipeline_parallel_size": config.pipeline_parallel_size,
         "enable_expert_parallel": config.enable_expert_parallel,
         "pools": setup.head is not None,
-        "images": repr(setup.images.spec) if setup.images else None,
+        "images": [repr(setup.images.spec), setup.media_units] if setup.images else None,
         "block_size": config.block_size,
         "num_kv_blocks": plan.num_blocks,
         "max_model_len": plan.max_model_len,

@@ -29,6 +29,7 @@ TEXTS: dict[str, tuple[str, Any]] = {
     },
     **{"logits_processors": ("module:function",) * 2, "pooler_config": ('{"pooling_type": "MEAN"}',) * 2},
     "limit_mm_per_prompt": ('{"image": 3}',) * 2,
+    "mm_processor_kwargs": ('{"max_pixels": 3136}',) * 2,
     "speculative_config": ('{"method": "ngram", "num_speculative_tokens": 4}',) * 2,
 }
 

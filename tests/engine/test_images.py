@@ -5,16 +5,30 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
-from jaxllm import LLM, BeamSearchParams, SamplingParams
+from jaxllm import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from jaxllm.errors import UserError
 from tests.support.paths import ROOT
 from tests.support.sizes import FEW_BLOCKS, SHORT_BLOCKS, SLOTS
-from tests.support.vision_models import PLACEHOLDER, TOWERS, image, prompts, write_llava
+from tests.support.vision_models import (
+    ANY_SIZE,
+    AROUND,
+    PLACEHOLDER,
+    TOWERS,
+    VIDEO,
+    image,
+    prompts,
+    write_any_size,
+    write_llava,
+    write_model,
+)
 
 GOLDEN: Any = json.loads((ROOT / "tests" / "golden_images.json").read_text())
 GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
@@ -46,8 +60,56 @@ def test_outputs_equal_those_of_transformers(llm: LLM) -> None:
     assert llm.engine.metrics.compilations_after_ready == 0
 
 
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.ci)])
+def test_images_of_any_size_have_their_own_positions(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test recorded tokens, blocks that are hit behind images, images of equal sizes, all programs, and refusals."""
+    monkeypatch.setattr("jaxllm.model.patch_vision.SMALLEST", 8)  # 8 to 24 tokens: several programs
+    with LLM(str(write_any_size(tmp_path, kind)), limit_mm_per_prompt={"image": 4}, **SLOTS) as llm:
+        metrics = llm.engine.metrics
+        for _ in range(2):  # the second time nothing is encoded, and most blocks are hit
+            outputs = llm.generate(prompts(kind), GREEDY, use_tqdm=False)
+            assert tokens(outputs) == GOLDEN[kind]["tokens"]
+        assert metrics.images_encoded == 9  # of different content
+        assert sum(output.num_cached_tokens for output in outputs) > 100
+        picture, scored = image(3).resize((84, 28)), replace(GREEDY, logprobs=1)
+
+        def ask(given: Image.Image) -> RequestOutput:
+            ids = [5, 6, AROUND[0], PLACEHOLDER, AROUND[1], *[9] * 40]
+            prompt = {"prompt_token_ids": ids, "multi_modal_data": {"image": given}}
+            (output,) = llm.generate([prompt], scored, use_tqdm=False)
+            return output
+
+        first, again = ask(picture), ask(picture)
+        assert first.num_cached_tokens == 0 and again.num_cached_tokens == 48
+        assert tokens([first]) == tokens([again]) and metrics.images_encoded == 10
+        others = [ask(image(4).resize((84, 28))), ask(picture.transpose(Image.Transpose.ROTATE_90))]
+        assert [len(other.prompt_token_ids) for other in others] == [len(first.prompt_token_ids)] * 2
+        assert not any(other.num_cached_tokens for other in others) and metrics.images_encoded == 12
+        scores = [output.outputs[0].cumulative_logprob for output in (first, again, *others)]
+        assert abs(scores[0] - scores[1]) < 1e-3
+        assert all(abs(one - other) > 1e-2 for one, other in combinations(scores[1:], 2))
+        messages = [{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": "a"}]}]
+        ids = llm.chat_prompt(messages)["prompt_token_ids"]
+        at = ids.index(AROUND[0])
+        assert ids[at : at + 14] == [AROUND[0], *[PLACEHOLDER] * 12, AROUND[1]]
+        assert metrics.compilations_after_ready == 0
+        for wrong, why in (
+            ({"prompt_token_ids": [5, VIDEO]}, "video placeholder"),
+            ({"prompt": "a", "multi_modal_data": {"video": [picture]}}, "has video"),
+        ):
+            with pytest.raises(UserError, match=why):
+                llm.generate([wrong], GREEDY, use_tqdm=False)
+        with pytest.raises(UserError, match="video"):
+            llm.chat([{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "a"}}]}], use_tqdm=False)
+    small = SLOTS | {"max_model_len": 16, "mm_processor_kwargs": {"max_pixels": 14 * 14 * 30}}
+    with LLM(str(tmp_path), **small) as llm, pytest.raises(UserError, match=r"has 30 tokens, and an image may have 16"):
+        llm.generate([{"prompt": "<image>", "multi_modal_data": {"image": image(3).resize((84, 70))}}], use_tqdm=False)
+
+
 @pytest.mark.ci
-@pytest.mark.parametrize("tower", TOWERS)
+@pytest.mark.parametrize("kind", [*TOWERS, *ANY_SIZE])
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -61,11 +123,11 @@ def test_outputs_equal_those_of_transformers(llm: LLM) -> None:
     ],
     ids=["preempted", "small blocks", "small steps", "in order", "deterministic", "two devices", "two stages"],
 )
-def test_outputs_are_equal_in_other_engines(tower: str, sizes: dict[str, Any], tmp_path: Path) -> None:
+def test_outputs_are_equal_in_other_engines(kind: str, sizes: dict[str, Any], tmp_path: Path) -> None:
     """Test pools that preempt, chunks that split images, modes and devices."""
-    with LLM(str(write_llava(tmp_path, tower)), **sizes) as llm:
+    with LLM(str(write_model(tmp_path, kind)), **sizes) as llm:
         for _ in range(2):
-            assert tokens(llm.generate(prompts(), GREEDY, use_tqdm=False)) == GOLDEN[tower]["tokens"]
+            assert tokens(llm.generate(prompts(kind), GREEDY, use_tqdm=False)) == GOLDEN[kind]["tokens"]
         assert llm.engine.metrics.preemptions or sizes.get("num_kv_blocks") is None
         assert llm.engine.metrics.compilations_after_ready == 0
 

@@ -147,7 +147,7 @@ def test_only_the_table_knows_family_names():
     assert len([family for family in of_text if family.architectures[0].endswith(GENERATING)]) == len(kinds[GOLDEN])
     rooms = [ROOT / "jaxllm" / room for room in ("model", "checkpoints", "families")]
     modules = {path.relative_to(ROOT / "jaxllm").as_posix() for room in rooms for path in room.glob("*.py")}
-    names = ("families", "dense_families", "moe_families", "encoder_families", "vision_families")
+    names = ("families", "dense_families", "moe_families", "encoder_families", "vision_families", "qwen_vl_families")
     table = {f"families/{name}.py" for name in names}
     assert table < modules
     for module in modules - table:

@@ -44,6 +44,45 @@ LLAVA_7B: dict[str, Any] = {
     "vision_feature_layer": -2,
     "vision_feature_select_strategy": "default",
 }
+# Qwen/Qwen2.5-VL-7B-Instruct, without a text_config.
+QWEN_25_7B: dict[str, Any] = {
+    **{"architectures": ["Qwen2_5_VLForConditionalGeneration"], "attention_dropout": 0.0, "bos_token_id": 151643},
+    **{"eos_token_id": 151645, "vision_start_token_id": 151652, "vision_end_token_id": 151653},
+    **{"vision_token_id": 151654, "image_token_id": 151655, "video_token_id": 151656, "hidden_act": "silu"},
+    **{"hidden_size": 3584, "initializer_range": 0.02, "intermediate_size": 18944, "max_position_embeddings": 128000},
+    **{"max_window_layers": 28, "model_type": "qwen2_5_vl", "num_attention_heads": 28, "num_hidden_layers": 28},
+    **{"num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 32768},
+    **{"tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.41.2", "use_cache": True},
+    **{"use_sliding_window": False, "vocab_size": 152064},
+    "vision_config": {
+        **{"depth": 32, "hidden_act": "silu", "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16},
+        **{"in_chans": 3, "out_hidden_size": 3584, "patch_size": 14, "spatial_merge_size": 2, "window_size": 112},
+        **{"spatial_patch_size": 14, "fullatt_block_indexes": [7, 15, 23, 31], "tokens_per_second": 2},
+        "temporal_patch_size": 2,
+    },
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+}
+# Qwen/Qwen3-VL-4B-Instruct.
+QWEN_3_4B: dict[str, Any] = {
+    **{"architectures": ["Qwen3VLForConditionalGeneration"], "image_token_id": 151655, "model_type": "qwen3_vl"},
+    **{"tie_word_embeddings": True, "transformers_version": "4.57.0.dev0", "video_token_id": 151656},
+    **{"vision_end_token_id": 151653, "vision_start_token_id": 151652},
+    "text_config": {
+        **{"attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643, "dtype": "bfloat16"},
+        **{"eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2560},
+        **{"initializer_range": 0.02, "intermediate_size": 9728, "max_position_embeddings": 262144},
+        **{"model_type": "qwen3_vl_text", "num_attention_heads": 32, "num_hidden_layers": 36},
+        **{"num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_theta": 5000000, "tie_word_embeddings": True},
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        **{"use_cache": True, "vocab_size": 151936},
+    },
+    "vision_config": {
+        **{"deepstack_visual_indexes": [5, 11, 17], "depth": 24, "hidden_act": "gelu_pytorch_tanh"},
+        **{"hidden_size": 1024, "in_channels": 3, "initializer_range": 0.02, "intermediate_size": 4096},
+        **{"model_type": "qwen3_vl", "num_heads": 16, "num_position_embeddings": 2304, "out_hidden_size": 2560},
+        **{"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2},
+    },
+}
 
 
 def images_of(config: dict[str, Any]) -> Any:
@@ -58,6 +97,53 @@ def test_a_published_file_is_read() -> None:
     own = images.spec
     assert images.placeholder == 32000 and (own.num_tokens, own.num_layers, own.out_width) == (576, 23, 4096)
     assert own.drops_class and own.activation == "quick_gelu"
+
+
+def test_published_files_of_models_for_any_size_are_read() -> None:
+    spec, _ = read_spec(QWEN_25_7B)
+    rope = spec.ropes[0]
+    assert rope is not None and (rope.theta, [rope.axes.count(axis) for axis in range(3)]) == (1e6, [16, 24, 24])
+    assert (spec.num_layers, spec.width, spec.qkv_bias, spec.max_position) == (28, 3584, True, 128000)
+    tower = images_of(QWEN_25_7B).spec
+    assert (tower.window, tower.block, tower.full_layers, tower.row_width) == (4, 64, (7, 15, 23, 31), 3584)
+    assert tower.sizes(16384)[:4] == (64, 128, 256, 384) and tower.sizes(1280)[-1] == 1280
+    spec, _ = read_spec(QWEN_3_4B)
+    rope = spec.ropes[0]
+    assert rope is not None and (rope.theta, rope.axes[:6], rope.axes[57:]) == (
+        5e6,
+        (0, 1, 2, 0, 1, 2),
+        (0, 1, 2, 0, 0, 0, 0),
+    )
+    assert spec.tie_embeddings and spec.qk_norm == "each head" and spec.head_size == 128
+    images = images_of(QWEN_3_4B)
+    assert (images.spec.positions, images.spec.row_width, images.placeholder) == (48, 4 * 2560, 151655)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "why"),
+    [
+        (QWEN_25_7B, {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24]}}, "mrope_section"),
+        (QWEN_25_7B, {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 25]}}, "mrope_section"),
+        (QWEN_25_7B, {"rope_scaling": {"type": "mrope", "mrope_interleaved": True}}, "mrope_interleaved"),
+        (QWEN_25_7B, {"unheard_of": 1}, "unheard_of"),
+        (QWEN_25_7B, {"vision_config": QWEN_25_7B["vision_config"] | {"out_hidden_size": 9}}, "out_hidden_size"),
+        (QWEN_25_7B, {"vision_config": QWEN_25_7B["vision_config"] | {"window_size": 9}}, "window_size"),
+        (QWEN_25_7B, {"vision_config": QWEN_25_7B["vision_config"] | {"fullatt_block_indexes": [40]}}, "beyond 32"),
+        (QWEN_25_7B, {"image_token_id": 10**6}, "image_token_id"),
+        (QWEN_25_7B, {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}, "with images"),
+        (QWEN_3_4B, {"unheard_of": 1}, "unheard_of"),
+        (QWEN_3_4B, {"text_config": 5}, "text_config"),
+        (QWEN_3_4B, {"text_config": QWEN_3_4B["text_config"] | {"unheard_of": 1}}, "unheard_of"),
+        (QWEN_3_4B, {"vision_config": QWEN_3_4B["vision_config"] | {"num_position_embeddings": 50}}, "not a square"),
+        (QWEN_3_4B, {"vision_config": QWEN_3_4B["vision_config"] | {"deepstack_visual_indexes": [5, 5]}}, "ascending"),
+        (QWEN_3_4B, {"architectures": ["Qwen3VLMoeForConditionalGeneration"]}, "Qwen3VLMoe"),
+    ],
+)
+def test_what_is_not_understood_of_any_size_is_refused(
+    config: dict[str, Any], changes: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(UserError, match=why):
+        images_of(config | changes)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.paths import ROOT
-from tests.support.vision_models import TOWERS, prompts, write_llava
+from tests.support.vision_models import ANY_SIZE, TOWERS, prompts, write_model
 
 GOLDEN_IMAGES = ROOT / "tests" / "golden_images.json"
 NUM_TOKENS = 32
@@ -22,31 +22,39 @@ class Peer:
 
     def __init__(self, folder: Path) -> None:
         import torch
-        from transformers import LlavaForConditionalGeneration
+        from transformers import AutoModelForImageTextToText
         from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
         from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
         self.torch = torch
         kind = json.loads((folder / "preprocessor_config.json").read_text())["image_processor_type"]
-        processor = CLIPImageProcessorPil if kind.startswith("CLIP") else SiglipImageProcessorPil
-        self.processor: Any = processor.from_pretrained(folder)
-        self.model: Any = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
-        config = self.model.config
-        self.num_tokens = (config.vision_config.image_size // config.vision_config.patch_size) ** 2
+        kinds = {"C": CLIPImageProcessorPil, "S": SiglipImageProcessorPil, "Q": Qwen2VLImageProcessorPil}
+        self.processor: Any = kinds[kind[0]].from_pretrained(folder)
+        self.model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 
-    def pixels(self, images: list[Any]) -> Any:
-        return self.processor(images, return_tensors="pt")["pixel_values"]
+    def read(self, images: list[Any]) -> dict[str, Any]:
+        """Return pixels, and the sizes of images in patches if these vary."""
+        return dict(self.processor(images, return_tensors="pt"))
+
+    def num_tokens(self, read: dict[str, Any]) -> list[int]:
+        """Return the tokens of images."""
+        vision = self.model.config.vision_config
+        if "image_grid_thw" not in read:
+            return [(vision.image_size // vision.patch_size) ** 2] * len(read["pixel_values"])
+        return (read["image_grid_thw"].prod(-1) // vision.spatial_merge_size**2).tolist()
 
     def inputs(self, prompt: Any) -> dict[str, Any]:
         """Return a prompt's ids, with repeated placeholders, and pixels."""
         ids = prompt if isinstance(prompt, list) else prompt["prompt_token_ids"]
+        given = self.read(prompt["multi_modal_data"]["image"]) if isinstance(prompt, dict) else {}
+        lengths = iter(self.num_tokens(given) if given else ())
         holder = self.model.config.image_token_id
-        ids = [token for each in ids for token in [each] * (self.num_tokens if each == holder else 1)]
-        given: dict[str, Any] = {"input_ids": self.torch.tensor([ids])}
-        given["attention_mask"] = self.torch.ones_like(given["input_ids"])
-        if isinstance(prompt, dict):
-            given["pixel_values"] = self.pixels(prompt["multi_modal_data"]["image"])
-        return given
+        ids = [token for each in ids for token in [each] * (next(lengths) if each == holder else 1)]
+        tokens = self.torch.tensor([ids])
+        if "image_grid_thw" in given:
+            given["mm_token_type_ids"] = (tokens == holder).int()
+        return given | {"input_ids": tokens, "attention_mask": self.torch.ones_like(tokens)}
 
     def logits(self, prompt: Any) -> Any:
         """Return the logits after each token of a prompt, float32[T, V]."""
@@ -63,12 +71,12 @@ class Peer:
 def main() -> None:
     """Write the file."""
     found: dict[str, Any] = {}
-    for tower in TOWERS:
+    for kind in (*TOWERS, *ANY_SIZE):
         with tempfile.TemporaryDirectory() as folder:
-            peer = Peer(write_llava(Path(folder), tower))
-            found[tower] = {
-                "tokens": [peer.greedy(prompt) for prompt in prompts()],
-                "logits": [peer.logits(prompt)[-1, :8].round(5).tolist() for prompt in prompts()],
+            peer = Peer(write_model(Path(folder), kind))
+            found[kind] = {
+                "tokens": [peer.greedy(prompt) for prompt in prompts(kind)],
+                "logits": [peer.logits(prompt)[-1, :8].round(5).tolist() for prompt in prompts(kind)],
             }
     GOLDEN_IMAGES.write_text(json.dumps(found, separators=(",", ":")) + "\n")
 

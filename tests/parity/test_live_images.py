@@ -5,6 +5,8 @@ Needs torch: `make parity`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,48 +15,84 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from PIL import Image
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.checkpoints import weights
 from jaxllm.checkpoints.described import describe
 from jaxllm.checkpoints.sources import open_sources
+from jaxllm.media.patches import read_patches
 from jaxllm.media.processor import read_processor
-from jaxllm.model import vision
 from jaxllm.model.sharding import make_layout
 from tests.parity.make_images import NUM_TOKENS, Peer
 from tests.support.sizes import SLOTS
-from tests.support.vision_models import SIDE, TOWERS, image, processor_settings, prompts, write_llava
+from tests.support.vision_models import (
+    ANY_SIZE,
+    SIDE,
+    TOWERS,
+    image,
+    processor_settings,
+    prompts,
+    write_any_size,
+    write_llava,
+)
 
 pytestmark = pytest.mark.parity
-MODELS = [("clip", "llama", False), ("siglip", "llama", False), ("clip", "mistral", True), ("siglip", "qwen2", True)]
+MODELS = [
+    *(
+        (tower, partial(write_llava, tower=tower, text=text, older_names=older))
+        for tower, text, older in (
+            ("clip", "llama", False),
+            ("siglip", "llama", False),
+            ("clip", "mistral", True),
+            ("siglip", "qwen2", True),
+        )
+    ),
+    *((kind, partial(write_any_size, kind=kind)) for kind in ANY_SIZE),
+    ("qwen2_5_vl", partial(write_any_size, kind="qwen2_5_vl", is_flat=True)),
+]
 
 
-@pytest.mark.parametrize(("tower", "text", "older_names"), MODELS)
-def test_a_model_equals_transformers(tower: str, text: str, older_names: bool, tmp_path: Path) -> None:
-    folder = write_llava(tmp_path, tower, text, older_names)
+@pytest.mark.parametrize(("kind", "write"), MODELS)
+def test_a_model_equals_transformers(kind: str, write: Callable[[Path], Path], tmp_path: Path) -> None:
+    """Test preprocessing, tower and projector of 20 images, and logits and greedy tokens of a batch of prompts."""
+    folder = write(tmp_path)
     peer = Peer(folder)
     described = describe(folder)
     images, processor = described.images, described.processor
     assert images is not None and processor is not None
-    declared = vision.declare(images.spec)
+    declared = images.spec.declare()
     params = weights.read(
         declared, open_sources(folder, declared, images.tensors, None), make_layout(jax.devices(), 1), np.float32
     )
-    pixels = np.stack([processor.pixels(image(seed)) for seed in range(20)])
-    due = peer.pixels([image(seed) for seed in range(20)])
-    np.testing.assert_allclose(pixels, due.numpy(), atol=1e-5)
-    with peer.torch.no_grad():
-        features = peer.model.get_image_features(pixel_values=due, return_dict=True)
-    for own, projected in zip(pixels, features.pooler_output, strict=True):
-        found = vision.encode(images.spec, params, jnp.asarray(own))
-        np.testing.assert_allclose(found, projected.numpy(), atol=1e-4, rtol=1e-4)
+    (size, *_) = images.spec.sizes(processor.most_tokens)
+    encode = jax.jit(images.spec.encode)
+    for seed in range(20):
+        (own,), read = processor.prepare([image(seed)]), peer.read([image(seed)])
+        due = read["pixel_values"].numpy()
+        if own.grid is None:
+            due = due[0]
+        else:  # an image is two equal frames
+            frames = due.reshape(len(due), 3, 2, -1)
+            np.testing.assert_array_equal(frames[:, :, 0], frames[:, :, 1])
+            due = frames[:, :, 0].reshape(own.pixels.shape)
+            assert [[1, *(2 * each for each in own.grid)]] == read["image_grid_thw"].tolist()
+        np.testing.assert_allclose(own.pixels, due, atol=1e-5)
+        with peer.torch.no_grad():
+            features = peer.model.model.get_image_features(**read, return_dict=True)
+        deep = getattr(features, "deepstack_features", None) or ()
+        projected = peer.torch.cat([each[0] for each in (features.pooler_output, *deep)], dim=-1).numpy()
+        arrays, order = images.spec.arrange(own, size)
+        found = np.asarray(encode(params, *map(jnp.asarray, arrays)))[: own.num_tokens]
+        np.testing.assert_allclose(found, projected if order is None else projected[order], atol=1e-4, rtol=1e-4)
 
     greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     scored = SamplingParams(temperature=0.0, max_tokens=1, logprobs=-1)
+    given = prompts(kind)
     with LLM(str(folder), max_logprobs=-1, **SLOTS) as llm:
-        outputs = llm.generate(prompts(), greedy, use_tqdm=False)
-        assert [output.outputs[0].token_ids for output in outputs] == [peer.greedy(prompt) for prompt in prompts()]
-        for prompt, output in zip(prompts(), llm.generate(prompts(), scored, use_tqdm=False), strict=True):
+        outputs = llm.generate(given, greedy, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == [peer.greedy(prompt) for prompt in given]
+        for prompt, output in zip(given, llm.generate(given, scored, use_tqdm=False), strict=True):
             logprobs: Any = output.outputs[0].logprobs
             found = np.array([logprobs[0][token].logprob for token in range(llm.engine.model.vocab_size)])
             logits = peer.logits(prompt)[-1].astype(np.float64)
@@ -91,3 +129,29 @@ def test_preprocessing_equals_transformers(tower: str, changes: dict[str, Any]) 
         due = kind(**own)(given, return_tensors="np")["pixel_values"]
         found = [each.pixels for each in processor.prepare(given)]
         np.testing.assert_allclose(np.stack(found), due, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"min_pixels": 784, "max_pixels": 784 * 20},
+        {"size": {"shortest_edge": 1024, "longest_edge": 1024 * 30}, "patch_size": 16, "image_mean": [0.5] * 3},
+        {"resample": 2, "do_normalize": False},
+    ],
+)
+def test_images_of_any_size_are_preprocessed_as_in_transformers(changes: dict[str, Any]) -> None:
+    """Test random sizes, among them one pixel and a side 200 times the other."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    processor, peer = (
+        read_patches(changes, 1, None, changes.get("patch_size", 14), 2),
+        Qwen2VLImageProcessorPil(**changes),
+    )
+    rng = np.random.default_rng(0)
+    for width, height in [(1, 1), (200, 1), (3, 600), *rng.integers(1, 150, (30, 2)).tolist()]:
+        given = Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8))
+        (own,), due = processor.prepare([given]), peer([given], return_tensors="np")
+        frames = due["pixel_values"].reshape(len(own.pixels), 3, 2, -1)
+        np.testing.assert_allclose(own.pixels, frames[:, :, 0].reshape(own.pixels.shape), atol=1e-5)
+        assert own.num_tokens <= processor.most_tokens

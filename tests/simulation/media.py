@@ -154,6 +154,7 @@ class Processor:
     """A simulated image processor: an image is a pair of its tokens and its number."""
 
     placeholder = PLACEHOLDER
+    video = None
 
     def prepare(self, images: Sequence[Any]) -> list[Prepared]:
         """Return the images with their digests."""
@@ -179,10 +180,10 @@ class Rows:
     def renew(self) -> None:
         self.rows = np.full(self.num_rows + 1, NOTHING, np.uint64)
 
-    def encode(self, state: Any, images: Sequence[tuple[np.ndarray, np.ndarray]]) -> Any:
+    def encode(self, state: Any, images: Sequence[tuple[Prepared, np.ndarray]]) -> Any:
         """Write the embeddings of images into rows."""
-        for pixels, rows in images:
-            values = [content(int(pixels[0]), len(rows), offset) for offset in range(len(rows))]
+        for image, rows in images:
+            values = [content(int(image.pixels[0]), len(rows), offset) for offset in range(len(rows))]
             self.rows[rows] = values
             self.num_encoded += 1
         return state

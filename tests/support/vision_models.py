@@ -13,12 +13,14 @@ from safetensors.numpy import save_file
 
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.families.families import read_images, read_spec
-from jaxllm.model import vision
 from tests.support.checkpoints import random_tensors
 
 PLACEHOLDER = 1536  # the token after those of the included tokenizer
 SIDE, PATCH = 28, 7  # 16 patches
 TOWERS = ("clip", "siglip")
+ANY_SIZE = ("qwen2_5_vl", "qwen3_vl")  # models that read images of any size
+AROUND = (PLACEHOLDER + 1, PLACEHOLDER + 2)  # of their images
+VIDEO = PLACEHOLDER + 3
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
     "{% for part in message['content'] %}"
@@ -26,6 +28,9 @@ TEMPLATE = (
     "{% endfor %}{{ '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+
+
+ANY_SIZE_TEMPLATE = TEMPLATE.replace("'<image>'", "'<|vision_start|><image><|vision_end|>'")
 
 
 def llava_config(tower: str = "clip", text: str = "llama") -> dict[str, Any]:
@@ -71,7 +76,7 @@ def write_llava(folder: Path, tower: str = "clip", text: str = "llama", older_na
     images = read_images(config | {"vision_feature_layer": -1}, spec, family)  # with all layers
     assert images is not None
     rng = np.random.default_rng(1)
-    declared = vision.declare(images.spec)
+    declared = images.spec.declare()
     for layer, weights in [(None, declared.top), *enumerate(declared.layers)]:
         for name, weight in weights.items():
             place = images.tensors.tensors[name].format(layer)
@@ -86,13 +91,84 @@ def write_llava(folder: Path, tower: str = "clip", text: str = "llama", older_na
     return folder
 
 
-def _write_tokenizer(folder: Path) -> None:
+def any_size_config(kind: str, is_flat: bool = False) -> dict[str, Any]:
+    """Return the config.json of a model of two layers, with a tower of three; `is_flat`: without a text_config."""
+    is_windowed = kind == "qwen2_5_vl"
+    rope = {"type": "mrope", "mrope_section": [2, 2, 2]}
+    if not is_windowed:
+        rope = {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [3, 2, 1]}
+    text = {
+        **{"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"num_key_value_heads": 2, "vocab_size": PLACEHOLDER + 4, "max_position_embeddings": 512},
+        **{"rms_norm_eps": 1e-6, "rope_theta": 1000.0, "rope_scaling": rope, "hidden_act": "silu"},
+        **({"use_sliding_window": False} if is_windowed else {"head_dim": 12, "attention_bias": False}),
+    }
+    tower: dict[str, Any] = {
+        **{"model_type": kind, "depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4},
+        **{"patch_size": PATCH, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 48},
+    }
+    if is_windowed:
+        tower |= {"window_size": 28, "fullatt_block_indexes": [1], "hidden_act": "silu"}
+    else:
+        tower |= {"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 1]}
+        tower |= {"hidden_act": "gelu_pytorch_tanh"}
+    name = {"qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}[kind]
+    return {
+        **{"architectures": [f"{name}ForConditionalGeneration"], "model_type": kind, "vision_config": tower},
+        **{"image_token_id": PLACEHOLDER, "video_token_id": VIDEO, "vision_start_token_id": AROUND[0]},
+        **{"vision_end_token_id": AROUND[1], "tie_word_embeddings": False, "eos_token_id": 2},
+        **(text if is_flat else {"text_config": text | {"model_type": f"{kind}_text"}}),
+    }
+
+
+def any_size_settings(kind: str) -> dict[str, Any]:
+    """Return the preprocessor_config.json: an image has 2 to 24 tokens."""
+    least, most = 2 * (2 * PATCH) ** 2, 24 * (2 * PATCH) ** 2
+    bounds: dict[str, Any] = {"min_pixels": least, "max_pixels": most}
+    if kind == "qwen3_vl":
+        bounds = {"size": {"shortest_edge": least, "longest_edge": most}, "image_mean": [0.5] * 3}
+    shared = {"patch_size": PATCH, "merge_size": 2, "temporal_patch_size": 2}
+    return {"image_processor_type": "Qwen2VLImageProcessorFast", **bounds, **shared}
+
+
+def write_any_size(folder: Path, kind: str, is_flat: bool = False) -> Path:
+    """Write a random checkpoint with a tokenizer and a chat template; `is_flat`: as Qwen2.5-VL is published."""
+    config = any_size_config(kind, is_flat)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").write_text(json.dumps(any_size_settings(kind)))
+    nested = any_size_config(kind)["text_config"]
+    text = {key: value for key, value in nested.items() if key not in ("model_type", "rope_scaling")}
+    architecture = {"qwen2_5_vl": "Qwen2ForCausalLM", "qwen3_vl": "Qwen3ForCausalLM"}[kind]
+    tensors = random_tensors(text | {"architectures": [architecture], "tie_word_embeddings": False})
+    if not is_flat:
+        tensors = {name.replace("model.", "model.language_model."): values for name, values in tensors.items()}
+    images = read_images(config, *read_spec(config))
+    assert images is not None
+    rng = np.random.default_rng(1)
+    declared = images.spec.declare()
+    for layer, weights in [(None, declared.top), *enumerate(declared.layers)]:
+        for name, weight in weights.items():
+            place = ("" if is_flat else "model.") + images.tensors.tensors[name].format(layer)
+            tensors[place] = 0.3 * rng.standard_normal(weight.shape, np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    _write_tokenizer(folder, ANY_SIZE_TEMPLATE, ("<|vision_start|>", "<|vision_end|>", "<|video_pad|>"))
+    return folder
+
+
+def write_model(folder: Path, kind: str) -> Path:
+    """Write a random checkpoint of a tower of `TOWERS`, or of a model of `ANY_SIZE`."""
+    return write_any_size(folder, kind) if kind in ANY_SIZE else write_llava(folder, kind)
+
+
+def _write_tokenizer(folder: Path, template: str = TEMPLATE, further: tuple[str, ...] = ()) -> None:
     tokenizer = json.loads((MODEL_DIR / "tokenizer.json").read_text())
-    image = tokenizer["added_tokens"][0] | {"id": PLACEHOLDER, "content": "<image>"}
-    tokenizer["added_tokens"].append(image)
+    first = tokenizer["added_tokens"][0]
+    names = enumerate(("<image>", *further), PLACEHOLDER)
+    tokenizer["added_tokens"] += [first | {"id": number, "content": name} for number, name in names]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     settings = json.loads((MODEL_DIR / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
     shutil.copy(MODEL_DIR / "generation_config.json", folder)
 
 
@@ -104,13 +180,21 @@ def image(seed: int) -> Image.Image:
     return Image.fromarray(coarse).resize((width, height), resample=Image.Resampling.BILINEAR)
 
 
-def prompts() -> list[Any]:
+def around(kind: str) -> tuple[int, ...]:
+    """Return the tokens before and after each image in prompts of a model; none for LLaVA."""
+    return AROUND if kind in ANY_SIZE else ()
+
+
+def prompts(kind: str = "clip") -> list[Any]:
     """Return prompts with no image, with one to four, and with images between turns."""
+    before, after = list(around(kind)[:1]), list(around(kind)[1:])
 
     def mixed(*parts: int | str) -> dict[str, Any]:
         """Numbers are seeds of images, texts token ids."""
         ids = [
-            token for part in parts for token in ([PLACEHOLDER] if isinstance(part, int) else map(int, part.split()))
+            token
+            for part in parts
+            for token in ([*before, PLACEHOLDER, *after] if isinstance(part, int) else map(int, part.split()))
         ]
         return {
             "prompt_token_ids": ids,

@@ -1,7 +1,8 @@
 """Images in prompts: preprocessed where a request is checked, encoded before the steps that read them.
 
 A request's state is its `RequestImages`. scheduler/media.py decides when an image is encoded and where its embeddings
-are on the device.
+are on the device. In models whose rotary positions have three dimensions, those of a slot's tokens after its images
+differ from their places by `_shifts`.
 """
 
 from __future__ import annotations
@@ -19,10 +20,14 @@ from jaxllm.engine.input_batch import blaming
 from jaxllm.engine.prompts import checked_ids, parts_of
 from jaxllm.engine.sequence import Sequence, SequenceGroup
 from jaxllm.errors import UserError
+from jaxllm.media.patches import PatchProcessor
 from jaxllm.media.placeholders import expanded
+from jaxllm.media.positions import Grid, positions_of, shift_of
 from jaxllm.media.processor import ImageProcessor, Prepared
+from jaxllm.runner.batch import token_places
 from jaxllm.runner.step_input import StepInput
 from jaxllm.scheduler.media import Segment
+from jaxllm.scheduler.state import Plan
 
 KEY = "multi_modal_data"
 
@@ -31,7 +36,8 @@ class RequestImages(NamedTuple):
     """A request's images."""
 
     segments: tuple[Segment, ...]
-    pixels: tuple[np.ndarray, ...]  # float32[3, H, W] each; kept for a preempted request, which may need them again
+    prepared: tuple[Prepared, ...]  # kept for a preempted request, which may need them again
+    grids: tuple[Grid, ...]  # of images with positions in two dimensions
 
 
 class NoImages(Feature):
@@ -49,7 +55,7 @@ class Images(Feature):
     """Gives the decoder images' embeddings in place of their placeholders."""
 
     name = "media"
-    sends = (ImageProcessor,)
+    sends = (ImageProcessor, PatchProcessor)
 
     def __init__(self, core: Core) -> None:
         super().__init__(core)
@@ -58,6 +64,8 @@ class Images(Feature):
         self._encoder = encoder
         self._most = core.config.most_images
         self._has_images = np.zeros(core.runner.limits.num_slots, np.bool_)  # by slot
+        self._has_grids = np.zeros_like(self._has_images)
+        self._shifts = np.zeros(core.runner.limits.num_slots, np.int32)  # by slot, see `shift_of`
 
     def claim(self, accepted: Accepted) -> None:
         """Preprocess the images of a request and repeat their placeholders; this may take tens of milliseconds."""
@@ -85,11 +93,22 @@ class Images(Feature):
         prepared = processor.prepare(images)
         found, starts = expanded(ids, processor.placeholder, [each.num_tokens for each in prepared])
         accepted.given = rest | {"prompt_token_ids": found}
-        segments = (Segment(start, each.num_tokens, each.digest) for start, each in zip(starts, prepared, strict=True))
-        accepted.states[self.name] = RequestImages(tuple(segments), tuple(each.pixels for each in prepared))
+        placed = list(zip(starts, prepared, strict=True))
+        accepted.states[self.name] = RequestImages(
+            tuple(Segment(start, each.num_tokens, each.digest) for start, each in placed),
+            tuple(prepared),
+            tuple(Grid(start, *each.grid) for start, each in placed if each.grid is not None),
+        )
 
     def accept(self, accepted: Accepted) -> None:
-        """Refuse placeholders without images."""
+        """Refuse placeholders of videos, and those of images without images."""
+        video = self._encoder.processor.video
+        if video is not None and video in accepted.prompt_token_ids:
+            raise UserError(
+                f"The prompt has a video placeholder (token {video}), and videos are not supported; send frames as "
+                "images.",
+                KEY,
+            )
         if self.name not in accepted.states and self._encoder.processor.placeholder in accepted.prompt_token_ids:
             raise UserError(
                 f"The prompt has image placeholders (token {self._encoder.processor.placeholder}) and {KEY} has no "
@@ -107,21 +126,27 @@ class Images(Feature):
             fields["media"] = images.segments
 
     def place(self, slot: int, sequence: Sequence) -> None:
-        self._has_images[slot] = self.name in sequence.group.states
+        images: RequestImages | None = sequence.group.states.get(self.name)
+        self._has_images[slot] = images is not None
+        grids = () if images is None else images.grids
+        self._has_grids[slot], self._shifts[slot] = bool(grids), shift_of(grids)
 
     def inputs(self, step: StepInput) -> None:
-        """Send the images that the plan encodes, and the row of each placeholder that its chunks read."""
+        """Send the images that the plan encodes, the row of each placeholder that its chunks read, and positions."""
         plan = step.plan
-        encodes: list[tuple[np.ndarray, np.ndarray]] = []
+        encodes: list[tuple[Prepared, np.ndarray]] = []
         for each in plan.encodes:
             own = self.core.outputs.sequences[each.sequence_id]
             with blaming(own):
                 images: RequestImages = own.group.states[self.name]
                 rows = self._rows(each.units)[: images.segments[each.index].length]
-                encodes.append((images.pixels[each.index], rows))
+                encodes.append((images.prepared[each.index], rows))
         if encodes:
             step.side["encodes"] = encodes
         first = plan.num_decodes
+        turned = self._turned(plan)
+        if turned is not None:
+            step.side["turned"] = turned
         if not self._has_images[plan.slots[first:]].any():
             return
         places = np.full(plan.num_tokens, self._encoder.num_rows, np.int32)
@@ -134,9 +159,20 @@ class Images(Feature):
             if self._has_images[slot]:
                 own = self.core.batch.owner(slot)
                 with blaming(own):
-                    self._place(places[offset : offset + length], start, own.group.states[self.name], units)
+                    images = own.group.states[self.name]
+                    self._place(places[offset : offset + length], start, images, units)
+                    if turned is not None and images.grids:
+                        turned[:, offset : offset + length] = positions_of(images.grids, start, length)
             offset += length
         step.side["media"] = places
+
+    def _turned(self, plan: Plan) -> np.ndarray | None:
+        """Return the rotary positions of tokens after images, int32[3 or 1, T]; None: all equal places."""
+        if not self._has_grids[plan.slots].any():
+            return None
+        own = token_places(plan) + np.repeat(self._shifts[plan.slots], plan.lengths)
+        is_decode = len(plan.slots) == plan.num_decodes
+        return np.tile(own.astype(np.int32), (1 if is_decode else 3, 1))
 
     def _place(
         self, places: np.ndarray, start: int, images: RequestImages, units: Mapping[bytes, tuple[int, ...]]
@@ -155,8 +191,11 @@ class Images(Feature):
 
 
 def _images_of(given: Any) -> list[Any]:
-    if not isinstance(given, Mapping) or given.keys() - {"image"}:
+    if not isinstance(given, Mapping):
         raise UserError(f"{KEY} must be {{'image': an image or a list of images}}.", KEY)
+    others = [str(name) for name in given if name != "image"]
+    if others:
+        raise UserError(f"{KEY} has {', '.join(others):.80}, and only 'image' is supported; leave it out.", KEY)
     images = given.get("image")
     if images is None:
         return []
