@@ -13,6 +13,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.features.table import FEATURES, Factory
 from jaxllm.engine.language import Language
 from jaxllm.engine.model_info import ModelInfo
+from jaxllm.engine.source_prompts import SourcePrompts
 from jaxllm.errors import UserError
 from jaxllm.metrics import Metrics
 from jaxllm.runner.model_runner import Runner
@@ -73,6 +74,14 @@ def load_parts(
         pooled_size=0 if setup.head is None else setup.head.size(setup.spec.width),
         num_token_types=setup.spec.token_types,
         processor=setup.processor,
+        sources=None
+        if setup.encoder is None
+        else SourcePrompts(
+            tokenizer=tokenizer,
+            vocab_size=setup.spec.vocab_size,
+            longest=setup.max_source,
+            start=setup.decoder_start,
+        ),
     )
     return Parts(model=model, runner=runner, language=Language.of(model), start_phases=start_phases)
 

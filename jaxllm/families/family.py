@@ -58,6 +58,13 @@ class Images(NamedTuple):
     tensors: Family  # the row of the tower's tensor names
 
 
+class Encoder(NamedTuple):
+    """The encoder of an encoder-decoder model; the embedding is the decoder's."""
+
+    spec: Spec
+    tensors: Family  # the row of its tensor names
+
+
 @dataclass(frozen=True)
 class Family:
     """A row of the table.
@@ -86,6 +93,7 @@ class Family:
     renamed: tuple[tuple[str, str], ...] = ()
     text_of: Callable[[Fields], tuple[Fields, Callable[[Fields], Spec]]] | None = None
     images: Callable[[Fields, int, int], Images] | None = None
+    encoder: Callable[[Fields], Encoder] | None = None  # of an encoder-decoder model
 
     def usual(self, name: str) -> str:
         """Return a tensor's name without the optional prefix, by which `tensors` has it."""

@@ -34,6 +34,7 @@ class DeviceState(Generic[Leaf]):
     extras: Leaf  # int32[S, F] of `sampler.Extras`; the sampling row has the valid length
     hidden: Leaf  # [T, D]: hidden states of the last widest-variant step, for `scoring`
     media: Leaf | None = None  # [rows, D]: embeddings of images, see scheduler/media.py
+    sources: Leaf | None = None  # int32[S, 1 + Ms]: each slot's source: tokens, then blocks, see scheduler/sources.py
 
 
 def abstract(
@@ -47,11 +48,12 @@ def abstract(
     cache_dtype: jnp.dtype | None = None,
     batch_size: int = 0,
     media_rows: int = 0,
+    source_blocks: int = 0,
 ) -> DeviceState[jax.ShapeDtypeStruct]:
     """Describe the state (shapes, types, shardings) without allocating; `max_tokens` is T.
 
     `cache_dtype` applies to all caches; `batch_size` is the largest packed batch in int32, if stored;
-    `media_rows` are those of images' embeddings.
+    `media_rows` are those of images' embeddings, `source_blocks` the most of an encoder's input, Ms.
     """
 
     def array(shape: tuple[int, ...], kind: jnp.dtype, *axes: str) -> jax.ShapeDtypeStruct:
@@ -77,6 +79,7 @@ def abstract(
         extras=array((geometry.num_slots, extras.width), int32, "slots"),
         hidden=array((max_tokens, spec.width), dtype),
         media=array((media_rows, spec.width), dtype) if media_rows else None,
+        sources=array((geometry.num_slots, 1 + source_blocks), int32, "slots") if source_blocks else None,
     )
 
 

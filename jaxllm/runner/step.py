@@ -25,7 +25,7 @@ from jaxllm.model import decoder, fused
 from jaxllm.model.decoder import Params
 from jaxllm.model.sharding import Layout
 from jaxllm.runner import batch, draft_models, drafting
-from jaxllm.runner.attention import attention
+from jaxllm.runner.attention import attention, cross_attention
 from jaxllm.runner.batch import Shape
 from jaxllm.runner.device_state import DeviceState
 from jaxllm.runner.drafting import SamplePositions
@@ -353,6 +353,9 @@ def _forward(
     context = replace(context, rounds_inner=fused.rounds_inner(model.kernels, shape.tokens))
     if state.media is not None and "token_media" in field:
         context = replace(context, media=(state.media, field["token_media"]))
+    if state.sources is not None:
+        cross = cross_attention(spec, model.geometry, model.kernels, shape, kv, state.sources, laid.slots)
+        context = replace(context, cross=cross)
     if model.adapters is not None and adapters:
         linear = model.adapters.linear(adapters, field["token_adapter"])
         context = replace(context, linear=linear, fused=None)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.runner.compiled_programs import ProgramKeys
+from jaxllm.runner.source_encoder import SourceInputs
 from jaxllm.sampling.sampler import Variant
 from jaxllm.scheduler.state import Plan
 
@@ -40,3 +41,4 @@ class PackedStep:
     adapters: tuple[int, ...]  # numbers, in argument order
     scored: Sequence[Any]
     encodes: Sequence[tuple[np.ndarray, np.ndarray]] = ()  # images' pixels, and their rows; encoded before the step
+    sources: SourceInputs | None = None  # of an encoder-decoder model

@@ -16,6 +16,7 @@ from jaxllm.engine.features.media import Images, NoImages
 from jaxllm.engine.features.pooling.client import PoolingClient
 from jaxllm.engine.features.pooling.rows import NoPooling, Pooling
 from jaxllm.engine.features.scoring import Scoring
+from jaxllm.engine.features.sources import Sources
 from jaxllm.engine.features.transfer.feature import KvTransfer, NoTransfer
 from jaxllm.engine.features.weights import client as weights
 from jaxllm.engine.features.weights.calls import WeightCalls
@@ -48,6 +49,10 @@ def _media(core: Core) -> Feature:
     return (NoImages if core.runner.encoder is None else Images)(core)
 
 
+def _sources(core: Core) -> Feature | None:
+    return None if core.language.model.sources is None else Sources(core)
+
+
 def _of_generators(factory: Factory) -> Factory:
     return lambda core: None if _pools(core) else factory(core)
 
@@ -60,6 +65,7 @@ def _pools(core: Core) -> bool:
 FEATURES: Mapping[str, Factory] = {
     "adapters": _adapters,
     "media": _media,
+    "sources": _sources,
     "pooling": _pooling,
     "beams": _of_generators(BeamSearches),
     "drafts": _of_generators(_drafts),

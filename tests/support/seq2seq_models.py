@@ -1,0 +1,78 @@
+"""Random encoder-decoder models, written as published checkpoints. All follow from seeds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from jaxllm.embedded import MODEL_DIR
+from jaxllm.families.families import read_encoder, read_spec
+from jaxllm.families.family import Family
+from jaxllm.model.decoder import Params, declare
+from jaxllm.model.parameters import Weight
+
+VOCABULARY = 1536  # of the included tokenizer
+START, STOP = 3, 2
+KINDS = ("bart", "mbart")
+
+
+def seq2seq_config(kind: str = "bart") -> dict[str, Any]:
+    """Return the config.json of a model with two layers in its decoder and three in its encoder."""
+    shared: dict[str, Any] = {
+        **{"d_model": 48, "encoder_layers": 3, "decoder_layers": 2, "vocab_size": VOCABULARY},
+        **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 72},
+        **{"activation_function": "gelu", "max_position_embeddings": 96, "scale_embedding": kind == "mbart"},
+        **{"is_encoder_decoder": True, "decoder_start_token_id": START, "forced_eos_token_id": None},
+        **{"bos_token_id": 1, "eos_token_id": STOP, "pad_token_id": 0, "num_beams": 4},
+    }
+    name = {"bart": "Bart", "mbart": "MBart"}[kind]
+    return {"architectures": [f"{name}ForConditionalGeneration"], "model_type": kind, **shared}
+
+
+def write_seq2seq(folder: Path, kind: str = "bart", **changes: Any) -> Path:
+    """Write a random checkpoint with the included tokenizer; `changes` are of config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = seq2seq_config(kind) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    spec, family = read_spec(config)
+    encoder = read_encoder(config, family)
+    assert encoder is not None
+    rng = np.random.default_rng(5)
+    tensors = _random(declare(spec), family, rng)
+    own = declare(encoder.spec)
+    del own.top["embed"]
+    tensors |= _random(own, encoder.tensors, rng)
+    tensors["final_logits_bias"] = np.zeros((1, VOCABULARY), np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL_DIR / name, folder)
+    return folder
+
+
+def _random(declared: Params[Weight], family: Family, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Return tensors of each part's name, with parts that are not zero or one."""
+    made = {}
+    for layer, weights in [(None, declared.top), *enumerate(declared.layers)]:
+        for weight in weights.values():
+            for part in weight.parts:
+                values = rng.standard_normal((part.rows, *weight.shape[1:]), np.float32)
+                values = 0.4 * values if values.ndim == 2 else 0.05 * values + (weight.initial == "ones")
+                name = family.tensors[part.name].format(layer)
+                made[name if name.startswith("lm_head") else family.prefix + name] = values
+    return made
+
+
+def prompts() -> list[dict[str, Any]]:
+    """Return encoder prompts of one token to the longest, with decoder prompts or without."""
+    rng = np.random.default_rng(9)
+    made = []
+    for length, given in ((1, 0), (5, 0), (16, 3), (17, 0), (33, 1), (95, 0), (96, 7), (40, 20)):
+        ids = rng.integers(4, VOCABULARY, (length + given,)).tolist()
+        decoder: dict[str, Any] = {"decoder_prompt": {"prompt_token_ids": ids[length:]}} if given else {}
+        made.append({"encoder_prompt": {"prompt_token_ids": ids[:length]}} | decoder)
+    return made
