@@ -77,7 +77,6 @@ REFUSED = (
     Refused("data_parallel_size", SEQ2SEQ, "prompts are sent to replicas for one model, not for two"),
     Refused("num_hosts", SEQ2SEQ, "followers get no encoder prompts"),
     Refused("truncate_prompt_tokens", SEQ2SEQ, "a request has two prompts; shorten them"),
-    Refused("multi_modal_data", SEQ2SEQ, "their encoders read text"),
     Refused("truncate_prompt_tokens", "multi_modal_data", "a part of an image could be cut off"),
     Refused("multi_modal_data", FLEET, "prompts are sent to replicas as tokens"),
     Refused("stop", "skip_tokenizer_init", "a stop string needs the text; stop_token_ids does not"),

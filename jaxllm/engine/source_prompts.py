@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxllm import combinations
 from jaxllm.engine.prompts import Prompt, checked_ids, parts_of
 from jaxllm.errors import ContextLengthError, UserError
 from jaxllm.text.tokenizer import Tokenizer
@@ -43,8 +42,6 @@ class SourcePrompts:
         if not isinstance(given, Mapping) or ENCODER not in given:
             text, ids = self._encode(given)
             return BothPrompts(text, ids, None, self._begin(None))
-        if given.get("multi_modal_data") is not None:
-            raise combinations.refusal("multi_modal_data", combinations.SEQ2SEQ)
         known = {ENCODER, DECODER, "cache_salt", "prompt", "prompt_token_ids"}
         if unknown := given.keys() - known:
             raise UserError(f"A prompt has no field {min(unknown)!r} in jaxllm; leave it out.", min(unknown))
