@@ -72,7 +72,9 @@ REFUSED = (
     Refused("enable_sleep_mode", SEQ2SEQ, "the encoder's weights stay on the device"),
     Refused("kv_offloading_size", SEQ2SEQ, "an encoder's blocks are computed again, not copied"),
     Refused("kv_transfer_config", SEQ2SEQ, "an encoder's blocks stay in their engine"),
-    Refused("enable_kv_cache_events", SEQ2SEQ, "an encoder's blocks have no tokens of the decoder"),
+    Refused(
+        "enable_kv_cache_events", SEQ2SEQ, "an encoder's blocks have no tokens to report; data_parallel_size sets it"
+    ),
     Refused("quantization", SEQ2SEQ, "encoders are not rounded when they are loaded"),
     Refused("data_parallel_size", SEQ2SEQ, "prompts are sent to replicas for one model, not for two"),
     Refused("num_hosts", SEQ2SEQ, "followers get no encoder prompts"),

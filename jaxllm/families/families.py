@@ -94,7 +94,8 @@ def read_spec(config: Mapping[str, Any], max_model_len: int | None = None) -> tu
     if family.text_of is not None:
         return read_fields(*family.text_of(fields)), family
     assert family.read is not None
-    return read_fields(fields, family.read, family.encoder is not None), family
+    spec = read_fields(fields, family.read, family.encoder is not None)
+    return spec, family if family.of_spec is None else family.of_spec(spec)
 
 
 def read_images(config: Mapping[str, Any], spec: Spec, family: Family) -> Images | None:

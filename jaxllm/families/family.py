@@ -94,6 +94,7 @@ class Family:
     text_of: Callable[[Fields], tuple[Fields, Callable[[Fields], Spec]]] | None = None
     images: Callable[[Fields, int, int], Images] | None = None
     encoder: Callable[[Fields], Encoder] | None = None  # of an encoder-decoder model
+    of_spec: Callable[[Spec], Family] | None = None  # the row of a Spec, if names of tensors depend on it
 
     def usual(self, name: str) -> str:
         """Return a tensor's name without the optional prefix, by which `tensors` has it."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from jaxllm.families.config_fields import Fields, read_learned
 from jaxllm.families.family import Encoder, Family, named
-from jaxllm.model.spec import Spec
+from jaxllm.model.spec import Activation, Spec
 
 LOGIT_BIAS = "final_logits_bias"  # zeros, see checkpoints/described.py
 # Keys of one half, which the other half's reader does not need, and of decoding.
@@ -89,7 +89,90 @@ def _bart_row(architectures: tuple[str, ...], side: str, is_pre: bool) -> Family
     )
 
 
+def _t5_half(fields: Fields, side: str, **further: Any) -> Spec:
+    width, heads, size = fields.size("d_model"), fields.size("num_heads"), fields.size("d_kv")
+    layers, of_decoder = fields.layers("num_layers"), fields.optional("num_decoder_layers", int)
+    if side == "decoder" and of_decoder is not None:
+        layers = fields.layers("num_decoder_layers")
+    kind, _, name = fields.take("feed_forward_proj", str, "relu").rpartition("-")
+    if kind not in ("", "gated") or name not in ("relu", "gelu", "silu"):
+        fields.only("feed_forward_proj", "relu", "gated-gelu", "gated-silu")
+    activation = "gelu_tanh" if (kind, name) == ("gated", "gelu") else name
+    fields.only("is_gated_act", kind == "gated")
+    fields.only("dense_act_fn", name, *(("gelu_new",) if activation == "gelu_tanh" else ()))
+    tied = fields.take("tie_word_embeddings", bool, True)
+    # Version 1.1 has a separate head, and transformers takes that as a sign that its outputs are not scaled.
+    is_scaled = fields.take("scale_decoder_outputs", bool, tied)
+    return Spec(
+        num_layers=layers,
+        width=width,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_size=size,
+        ffn_width=fields.size("d_ff"),
+        vocab_size=fields.size("vocab_size"),
+        max_position=fields.size("n_positions", 512),
+        windows=(None,) * layers,
+        ropes=(None,) * layers,
+        attention_scale=1.0,
+        norm_eps=fields.positive("layer_norm_epsilon", 1e-6),
+        logit_scale=width**-0.5 if is_scaled else 1.0,
+        mlp_gated=kind == "gated",
+        activation=cast(Activation, activation),
+        tie_embeddings=tied,
+        relative_buckets=fields.size("relative_attention_num_buckets", 32),
+        relative_distance=fields.size("relative_attention_max_distance", 128),
+        **further,
+    )
+
+
+def _t5_decoder(fields: Fields) -> Spec:
+    for key in ("dropout_rate", "classifier_dropout", "output_past"):
+        fields.raw(key)
+    return _t5_half(fields, "decoder", cross=True)
+
+
+def _t5_encoder(fields: Fields) -> Encoder:
+    spec = _t5_half(fields, "encoder", is_causal=False)
+    return Encoder(spec, _t5_row("encoder", spec))
+
+
+def _t5_row(side: str, spec: Spec | None = None) -> Family:
+    """Return the row of a half's tensors, whose names depend on the Spec."""
+    is_gated = spec is not None and spec.mlp_gated
+    own, cross = (f"{side}.block.{{}}.layer.{number}." for number in range(2))
+    dense = f"{side}.block.{{}}.layer.{1 if side == 'encoder' else 2}."
+    parts = {"q": "q", "k": "k", "v": "v", "out": "o"}
+    tensors = {
+        "embed": "shared",
+        "relative_bias": f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias",
+        "final_norm": f"{side}.final_layer_norm",
+        "head": "lm_head",
+        "attn_norm": f"{own}layer_norm",
+        **{part: f"{own}SelfAttention.{name}" for part, name in parts.items()},
+        "cross_norm": f"{cross}layer_norm",
+        **{f"cross_{part}": f"{cross}EncDecAttention.{name}" for part, name in parts.items()},
+        "mlp_norm": f"{dense}layer_norm",
+        "gate": f"{dense}DenseReluDense.wi_0",
+        "up": f"{dense}DenseReluDense.wi_1" if is_gated else f"{dense}DenseReluDense.wi",
+        "down": f"{dense}DenseReluDense.wo",
+    }
+    others = ("decoder.", "shared.") if side == "encoder" else ("encoder.", "decoder.embed_tokens.")
+    return Family(
+        ("T5ForConditionalGeneration",) if side == "decoder" else (),
+        _t5_decoder if side == "decoder" else None,
+        named(tensors),
+        "",
+        # A bias that the first implementation had, and never used.
+        ignored=(".layer.1.EncDecAttention.relative_attention_bias.weight",),
+        heads=(*others, "lm_head.", "encoder.embed_tokens."),
+        encoder=_t5_encoder,
+        of_spec=partial(_t5_row, "decoder"),
+    )
+
+
 SEQ2SEQ: tuple[Family, ...] = (
     _bart_row(("BartForConditionalGeneration",), "decoder", is_pre=False),
     _bart_row(("MBartForConditionalGeneration",), "decoder", is_pre=True),
+    _t5_row("decoder"),
 )

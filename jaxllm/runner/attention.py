@@ -40,8 +40,12 @@ def attention(
     field: Mapping[str, jax.Array],
     slots: jax.Array,
     positions: jax.Array,
+    bias: jax.Array | None = None,
 ) -> decoder.Attend:
-    """Return the function that writes a layer's keys and values to `kv`, then attends."""
+    """Return the function that writes a layer's keys and values to `kv`, then attends.
+
+    `bias` is that of all layers, see `pallas_kernels.paged_decode`.
+    """
     size, groups = geometry.block_size, geometry.num_groups
     # Padding has distinct indices out of bounds, because the scatter assumes unique ones.
     nowhere = [geometry.array_blocks(group) + jnp.arange(shape.tokens) for group in range(groups)]
@@ -87,6 +91,7 @@ def attention(
             "k_scales": cache.k_scales,
             "v_scales": cache.v_scales,
             "float8": geometry.float8,
+            **({} if bias is None else {"bias": bias}),
         }
         with named_scope("attend"):
             decoded = _paged_decode(

@@ -21,7 +21,7 @@ from jax import lax, named_scope
 from jax.sharding import PartitionSpec
 
 import pallas_kernels
-from jaxllm.model import decoder, fused
+from jaxllm.model import decoder, fused, layers
 from jaxllm.model.decoder import Params
 from jaxllm.model.sharding import Layout
 from jaxllm.runner import batch, draft_models, drafting
@@ -348,7 +348,10 @@ def _forward(
     tables = state.tables.at[table[:, 0], table[:, 1]].set(table[:, 2], mode="drop")
     laid = _lay_out(model, shape, state, field)
     kv = list(state.kv)
-    attend = attention(spec, model.geometry, model.kernels, shape, kv, tables, field, laid.slots, laid.positions)
+    bias = None
+    if spec.relative_buckets:
+        bias = layers.causal_bias(params.top["relative_bias"], spec.relative_buckets, spec.relative_distance)
+    attend = attention(spec, model.geometry, model.kernels, shape, kv, tables, field, laid.slots, laid.positions, bias)
     context = decoder.Context(laid.positions, attend, layout=model.layout, fused=fused.chosen(model.kernels))
     context = replace(context, rounds_inner=fused.rounds_inner(model.kernels, shape.tokens))
     if state.media is not None and "token_media" in field:
@@ -361,8 +364,8 @@ def _forward(
         context = replace(context, linear=linear, fused=None)
     aux: Leaves = ()
     if model.drafting is not None and model.drafting.head is not None:
-        layers = model.drafting.head.aux_layers
-        hidden, aux = decoder.forward_with_aux(spec, params, laid.tokens, context, layers)
+        aux_layers = model.drafting.head.aux_layers
+        hidden, aux = decoder.forward_with_aux(spec, params, laid.tokens, context, aux_layers)
     else:
         hidden = decoder.forward(spec, params, laid.tokens, context)  # [T, D]
     kept = state.hidden

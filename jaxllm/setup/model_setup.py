@@ -191,6 +191,7 @@ def choose_kernels(
         value_size=spec.latent.rank if spec.latent else None,
         block_tokens=config.block_size,
         has_softcap=spec.attention_softcap is not None,
+        has_bias=spec.relative_buckets > 0,
         shards=layout.shards("vocab"),
         kind="float" if scheme is None else scheme.kind,
         rounds_rows=scheme is not None and scheme.rounds_rows,

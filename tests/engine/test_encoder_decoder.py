@@ -94,7 +94,10 @@ def test_outputs_of_a_request_and_later_requests_share_a_source(llm: LLM) -> Non
 def test_decoder_prompts_of_different_sources_share_no_blocks(llm: LLM) -> None:
     llm.reset_prefix_cache()
     decoder = {"prompt_token_ids": list(range(4, 44))}
-    both = [{"encoder_prompt": {"prompt_token_ids": list(range(seed, 90, seed))}, "decoder_prompt": decoder} for seed in (7, 8)]
+    both = [
+        {"encoder_prompt": {"prompt_token_ids": list(range(seed, 90, seed))}, "decoder_prompt": decoder}
+        for seed in (7, 8)
+    ]
     together = llm.generate(both, GREEDY, use_tqdm=False)
     assert tokens(together)[0] != tokens(together)[1]
     assert [output.num_cached_tokens for output in together] == [0, 0]

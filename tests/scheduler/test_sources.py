@@ -61,4 +61,4 @@ def test_a_request_is_refused_if_its_source_leaves_no_room() -> None:
     with pytest.raises(ContextLengthError, match="6 KV blocks"):
         scheduler.add(initial(limits), limits, [request(1, b"a", 20)])
     with pytest.raises(ValueError, match="no encoder reads"):
-        scheduler.add(initial(limits), limits, [request(1, b"a", 21)])
+        scheduler.add(initial(LIMITS), LIMITS, [request(1, b"a", 21)])

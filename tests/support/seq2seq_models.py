@@ -18,20 +18,29 @@ from jaxllm.model.parameters import Weight
 
 VOCABULARY = 1536  # of the included tokenizer
 START, STOP = 3, 2
-KINDS = ("bart", "mbart")
+KINDS = ("bart", "mbart", "t5", "flan-t5")
 
 
 def seq2seq_config(kind: str = "bart") -> dict[str, Any]:
     """Return the config.json of a model with two layers in its decoder and three in its encoder."""
+    ids: dict[str, Any] = {
+        **{"is_encoder_decoder": True, "decoder_start_token_id": START, "vocab_size": VOCABULARY},
+        **{"eos_token_id": STOP, "pad_token_id": 0},
+    }
+    if kind in ("t5", "flan-t5"):
+        own: dict[str, Any] = {
+            **{"d_model": 48, "d_kv": 10, "d_ff": 64, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 4},
+            **{"relative_attention_num_buckets": 8, "relative_attention_max_distance": 20, "n_positions": 96},
+            **{"feed_forward_proj": "relu" if kind == "t5" else "gated-gelu", "tie_word_embeddings": kind == "t5"},
+        }
+        return {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", **ids, **own}
     shared: dict[str, Any] = {
-        **{"d_model": 48, "encoder_layers": 3, "decoder_layers": 2, "vocab_size": VOCABULARY},
+        **{"d_model": 48, "encoder_layers": 3, "decoder_layers": 2, "bos_token_id": 1, "num_beams": 4},
         **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 72},
         **{"activation_function": "gelu", "max_position_embeddings": 96, "scale_embedding": kind == "mbart"},
-        **{"is_encoder_decoder": True, "decoder_start_token_id": START, "forced_eos_token_id": None},
-        **{"bos_token_id": 1, "eos_token_id": STOP, "pad_token_id": 0, "num_beams": 4},
     }
     name = {"bart": "Bart", "mbart": "MBart"}[kind]
-    return {"architectures": [f"{name}ForConditionalGeneration"], "model_type": kind, **shared}
+    return {"architectures": [f"{name}ForConditionalGeneration"], "model_type": kind, **ids, **shared}
 
 
 def write_seq2seq(folder: Path, kind: str = "bart", **changes: Any) -> Path:
@@ -45,9 +54,13 @@ def write_seq2seq(folder: Path, kind: str = "bart", **changes: Any) -> Path:
     rng = np.random.default_rng(5)
     tensors = _random(declare(spec), family, rng)
     own = declare(encoder.spec)
-    del own.top["embed"]
+    for name in ("embed", "head"):
+        own.top.pop(name, None)
     tensors |= _random(own, encoder.tensors, rng)
-    tensors["final_logits_bias"] = np.zeros((1, VOCABULARY), np.float32)
+    if kind in ("bart", "mbart"):
+        tensors["final_logits_bias"] = np.zeros((1, VOCABULARY), np.float32)
+    if not spec.tie_embeddings:  # transformers 5 ties them in any case
+        tensors["lm_head.weight"] = tensors["shared.weight"]
     save_file(tensors, folder / "model.safetensors")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(MODEL_DIR / name, folder)
