@@ -27,7 +27,8 @@ WITHOUT_EFFECT = frozenset(
     """
     architectures model_type torch_dtype dtype transformers_version use_cache _name_or_path _commit_hash tokenizer_class
     bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id decoder_start_token_id prefix auto_map
-    initializer_range init_std attention_dropout hidden_dropout activation_dropout dropout layerdrop embd_pdrop
+    initializer_factor initializer_range init_std attention_dropout hidden_dropout activation_dropout dropout layerdrop
+    embd_pdrop
     attn_pdrop resid_pdrop classifier_dropout residual_dropout embedding_dropout attention_probs_dropout_prob
     hidden_dropout_prob pretraining_tp gradient_checkpointing cache_implementation
     attn_implementation _attn_implementation_autoset _attn_implementation

@@ -173,7 +173,7 @@ class SourceEncoder:
         cache: KvLayer[jax.Array],
         encoded: jax.Array,
         blocks: jax.Array,
-    ) -> KvLayer[jax.Array]:
+    ) -> KvLayer[Any]:
         """Write a layer's keys and values of the encoder's output."""
         model = self._model
         with named_scope(f"layer_{layer:02}/cross"):

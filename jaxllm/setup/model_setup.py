@@ -297,7 +297,7 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
         images=described.images,
         processor=described.processor,
         encoder=described.encoder,
-        decoder_start=() if described.encoder is None else decoder_start(checkpoint | generation_config),
+        decoder_start=() if described.encoder is None else decoder_start({**checkpoint, **generation_config}),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -51,27 +52,24 @@ def test_outputs_and_beams_equal_those_of_transformers(llm: LLM) -> None:
     assert llm.engine.metrics.sources_encoded == before + len(prompts())
 
 
+SIZES: dict[str, dict[str, Any]] = {
+    "preempted": FEW_BLOCKS | {"num_kv_blocks": 12},
+    "small blocks": SHORT_BLOCKS,
+    "small steps": SLOTS | {"max_num_batched_tokens": 8},
+    "in order": SLOTS | {"async_scheduling": False, "enable_prefix_caching": False},
+    "deterministic": SLOTS | {"deterministic": True},
+    "two devices": SLOTS | {"tensor_parallel_size": 2},
+}
+
+
 @pytest.mark.ci
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {},
-        FEW_BLOCKS | {"num_kv_blocks": 12},
-        SHORT_BLOCKS,
-        SLOTS | {"max_num_batched_tokens": 8},
-        SLOTS | {"async_scheduling": False, "enable_prefix_caching": False},
-        {"deterministic": True},
-        SLOTS | {"tensor_parallel_size": 2},
-    ],
-    ids=["usual", "preempted", "small blocks", "small steps", "in order", "deterministic", "two devices"],
-)
-def test_outputs_are_equal_in_other_engines(kind: str, sizes: dict[str, Any], tmp_path: Path) -> None:
-    """Test pools that preempt, chunks of decoder prompts, modes and devices."""
-    with LLM(str(write_seq2seq(tmp_path, kind)), **(SLOTS | sizes)) as llm:
+@pytest.mark.parametrize(("kind", "name"), [*((kind, "") for kind in KINDS), *product(("bart", "t5"), SIZES)])
+def test_outputs_are_equal_in_other_engines(kind: str, name: str, tmp_path: Path) -> None:
+    """Test all kinds of models, pools that preempt, chunks of decoder prompts, modes and devices."""
+    with LLM(str(write_seq2seq(tmp_path, kind)), **SIZES.get(name, SLOTS)) as llm:
         for _ in range(2):
             check(llm, kind)
-        assert llm.engine.metrics.preemptions or sizes.get("num_kv_blocks") is None
+        assert llm.engine.metrics.preemptions or name != "preempted"
 
 
 def test_outputs_of_a_request_and_later_requests_share_a_source(llm: LLM) -> None:

@@ -45,6 +45,10 @@ _SILENT = {
     "n_group",  # for a topk_method without groups
     "topk_group",
     "local_attention",  # an odd number, after its even one
+    "dropout_rate",  # of training
+    "encoder_layerdrop",
+    "decoder_layerdrop",
+    "forced_eos_token_id",  # outputs end by length
 }
 
 
