@@ -63,6 +63,7 @@ class Encoder(NamedTuple):
 
     spec: Spec
     tensors: Family  # the row of its tensor names
+    num_mels: int = 0  # bands of the spectrogram that it reads; 0: it reads tokens
 
 
 @dataclass(frozen=True)

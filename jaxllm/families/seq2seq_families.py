@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -171,8 +172,62 @@ def _t5_row(side: str, spec: Spec | None = None) -> Family:
     )
 
 
+def _whisper_half(fields: Fields, side: str, **further: Any) -> Spec:
+    for key in (*_OF_HALVES, *_OF_WHISPER):
+        fields.raw(key)
+    for key, value in (("scale_embedding", False), ("apply_spec_augment", False), ("use_weighted_layer_sum", False)):
+        fields.only(key, value)
+    width = fields.size("d_model")
+    return read_learned(
+        fields,
+        width=width,
+        num_heads=fields.size(f"{side}_attention_heads"),
+        num_layers=fields.layers(f"{side}_layers"),
+        ffn_width=fields.size(f"{side}_ffn_dim"),
+        max_position=fields.size(*_WHISPER_POSITIONS[side]),
+        norm_eps=1e-5,
+        activation=fields.activation("activation_function", "gelu"),
+        key_bias=False,
+        **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True),
+        **further,
+    )
+
+
+_WHISPER_POSITIONS = {"encoder": ("max_source_positions", 1500), "decoder": ("max_target_positions", 448)}
+_OF_WHISPER = (
+    *("max_source_positions", "max_target_positions", "num_mel_bins"),
+    # Of generation_config.json, of training, and of classifiers.
+    *("suppress_tokens", "begin_suppress_tokens", "forced_decoder_ids", "median_filter_width", "classifier_proj_size"),
+    *(f"mask_{of}_{key}" for of in ("time", "feature") for key in ("prob", "length", "min_masks")),
+)
+
+
+def _whisper_decoder(fields: Fields) -> Spec:
+    fields.size("num_mel_bins", 80)
+    return _whisper_half(fields, "decoder", cross=True)
+
+
+def _whisper_encoder(fields: Fields) -> Encoder:
+    spec = _whisper_half(fields, "encoder", is_causal=False)
+    return Encoder(spec, _whisper_row((), "encoder"), fields.size("num_mel_bins", 80))
+
+
+def _whisper_row(architectures: tuple[str, ...], side: str) -> Family:
+    row = _bart_row(architectures, side, is_pre=True)
+    convolutions = {f"convolution_{number}": f"encoder.conv{number}" for number in (1, 2)}
+    tensors = {**row.tensors, **named({"embed": "decoder.embed_tokens", "head": "proj_out", **convolutions})}
+    return replace(
+        row,
+        read=_whisper_decoder if side == "decoder" else None,
+        tensors=tensors,
+        heads=("decoder." if side == "encoder" else "encoder.", "proj_out."),
+        encoder=_whisper_encoder,
+    )
+
+
 SEQ2SEQ: tuple[Family, ...] = (
     _bart_row(("BartForConditionalGeneration",), "decoder", is_pre=False),
     _bart_row(("MBartForConditionalGeneration",), "decoder", is_pre=True),
     _t5_row("decoder"),
+    _whisper_row(("WhisperForConditionalGeneration",), "decoder"),
 )

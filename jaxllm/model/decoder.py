@@ -187,8 +187,9 @@ def _attention_weights(spec: Spec, layout: Layout) -> dict[str, Weight]:
     pieces = tuple(Part(name, size, number, block) for name, size, number in parts)
     weights["qkv"] = Weight((rows, spec.width), ("heads", "width"), pieces, is_product=True)
     if spec.qkv_bias:
-        biases = tuple(Part(f"{name}_bias", size, number, block) for name, size, number in parts)
-        weights["qkv_bias"] = Weight((rows,), ("heads",), biases, "zeros")
+        biased = parts if spec.key_bias else (parts[0], parts[2])
+        biases = tuple(Part(f"{name}_bias", size, number, block) for name, size, number in biased)
+        weights["qkv_bias"] = Weight((sum(part.rows * part.copies for part in biases),), ("heads",), biases, "zeros")
     if spec.qk_norm is not None:
         weights |= {f"{name}_norm": _qk_norm_weight(spec, f"{name}_norm", size, n) for name, size, n in parts[:2]}
     if spec.sinks:
@@ -212,8 +213,9 @@ def _cross_weights(spec: Spec) -> dict[str, Weight]:
         pieces, rows = tuple(Part(part, size, 1, block) for part in parts), len(parts) * size
         weights[name] = Weight((rows, spec.width), ("heads", "width"), pieces, is_product=True)
         if has_bias:
-            biases = tuple(Part(f"{part}_bias", size, 1, block) for part in parts)
-            weights[f"{name}_bias"] = Weight((rows,), ("heads",), biases, "zeros")
+            biased = [part for part in parts if spec.key_bias or part != "cross_k"]
+            biases = tuple(Part(f"{part}_bias", size, 1, block) for part in biased)
+            weights[f"{name}_bias"] = Weight((len(biases) * size,), ("heads",), biases, "zeros")
     out = Part("cross_out", spec.width)
     weights["cross_out"] = Weight((spec.width, size), ("width", "heads"), (out,), is_product=True)
     if spec.out_bias:
@@ -427,8 +429,11 @@ def _mixer(
 def attention(
     spec: Spec, weights: Arrays, layer: int, x: Array, turns: dict[Rope, tuple[Array, Array]], context: Context
 ) -> Array:
-    linear = partial(context.linear, layer)
-    qkv = linear("qkv", x, weights["qkv"], weights.get("qkv_bias")).astype(x.dtype)
+    linear, bias = partial(context.linear, layer), weights.get("qkv_bias")
+    if bias is not None and not spec.key_bias:
+        heads, kv_heads = (count * spec.head_size for count in heads_per_shard(spec, context.layout.shards("heads")))
+        bias = jnp.concatenate([bias[:heads], jnp.zeros(kv_heads, bias.dtype), bias[heads:]])
+    qkv = linear("qkv", x, weights["qkv"], bias).astype(x.dtype)
     return _row_parallel(_attend(spec, weights, layer, qkv, turns, context), weights, "out", linear, context.layout)
 
 
@@ -474,7 +479,10 @@ def _cross_attention(spec: Spec, weights: Arrays, layer: int, x: Array, context:
 def cross_heads(spec: Spec, weights: Arrays, encoded: Float[Array, "T D"], layout: Layout) -> Float[Array, "T A C"]:
     """Return the keys, then the values, of an encoder's output for a layer's cross-attention, A = 2 Hx."""
     heads = heads_per_shard(spec, layout.shards("heads"))[0]
-    both = layers.linear(encoded, weights["cross_kv"], weights.get("cross_kv_bias")).astype(encoded.dtype)
+    bias = weights.get("cross_kv_bias")
+    if bias is not None and not spec.key_bias:
+        bias = jnp.concatenate([jnp.zeros_like(bias), bias])
+    both = layers.linear(encoded, weights["cross_kv"], bias).astype(encoded.dtype)
     return both.reshape(len(encoded), 2 * heads, spec.head_size)
 
 

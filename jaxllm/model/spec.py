@@ -131,6 +131,7 @@ class Spec:
     residual_scale: float = 1.0  # of attention and feed-forward outputs
     qk_norm: QkNorm | None = None  # before rotation; "own per head": separate weights
     qkv_bias: bool = False
+    key_bias: bool = True  # of keys too, with `qkv_bias`
     out_bias: bool = False
     mlp_bias: bool = False
     learned_positions: bool = False

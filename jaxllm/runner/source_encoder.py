@@ -20,7 +20,7 @@ from jax import named_scope
 import pallas_kernels
 from jaxllm.checkpoints import weights
 from jaxllm.checkpoints.sources import open_sources
-from jaxllm.model import decoder
+from jaxllm.model import decoder, spectrogram
 from jaxllm.model.decoder import Params
 from jaxllm.runner.device_state import DeviceState, leaf_index
 from jaxllm.runner.pooling import attention_in_bins
@@ -35,7 +35,7 @@ SHORTEST = 32  # tokens
 class NewSource(NamedTuple):
     """A source to encode."""
 
-    tokens: np.ndarray  # int32[·]
+    content: np.ndarray  # tokens, int32[·], or a spectrogram, float32[M, F]
     blocks: Sequence[int]
     num_cached: int  # blocks at the beginning that have their content
 
@@ -61,7 +61,7 @@ class SourceEncoder:
     def __init__(self, setup: Setup) -> None:
         assert setup.encoder is not None
         self._setup = setup
-        self._spec, self._tensors = setup.encoder.spec, setup.encoder.tensors
+        self._spec, self._tensors, self._num_mels = setup.encoder
         self.max_tokens = setup.max_source
         # A source of more than a step's tokens would delay the rows of other requests.
         self.budget = max(setup.max_num_batched_tokens, self.max_tokens)
@@ -92,11 +92,14 @@ class SourceEncoder:
             tuple(jax.tree.leaves(tree)) for tree in (state.kv, describe_encoder(self._setup), model.params)
         )
         self._num_kv = len(kv)
-        for length in lengths(self.max_tokens):
-            buffer = jax.ShapeDtypeStruct((1 + 2 * length,), jnp.int32, sharding=everywhere)
+        for length in [self.max_tokens] if self._num_mels else lengths(self.max_tokens):
+            buffer = jax.ShapeDtypeStruct((1 + length,), jnp.int32, sharding=everywhere)
             name = f"encode_source_{length}"
             run = self._build(name, length)
-            self._programs[length] = make(name, run, (2,), params, own, kv, buffer)
+            content = jax.ShapeDtypeStruct((length,), jnp.int32, sharding=everywhere)
+            if self._num_mels:
+                content = jax.ShapeDtypeStruct((self._num_mels, 2 * length), jnp.float32, sharding=everywhere)
+            self._programs[length] = make(name, run, (2,), params, own, kv, buffer, content)
         assert state.sources is not None
         changes = jax.ShapeDtypeStruct((PLACED, 1 + state.sources.shape[1]), jnp.int32, sharding=everywhere)
         self._place = make("place_sources", place, (0,), state.sources, changes)
@@ -109,8 +112,8 @@ class SourceEncoder:
         """Dispatch a plan's changes, and return the next state; `params` are the decoder's weights."""
         leaves, kv = list(state), slice(self._kv_at, self._kv_at + self._num_kv)
         for new in given.new:
-            length, buffer = self._pack(new)
-            leaves[kv] = self._programs[length](params, self._params, tuple(leaves[kv]), buffer)
+            length, *inputs = self._pack(new)
+            leaves[kv] = self._programs[length](params, self._params, tuple(leaves[kv]), *inputs)
         for start in range(0, len(given.placed), PLACED):
             sources = leaves[self._sources_at]
             changes = np.zeros((PLACED, 1 + sources.shape[1]), np.int32)
@@ -124,47 +127,54 @@ class SourceEncoder:
     def close(self) -> None:
         self._params = ()
 
-    def _pack(self, new: NewSource) -> tuple[int, np.ndarray]:
-        """Return the program's length, and its buffer: the number of tokens, the tokens, each one's block."""
-        count, size = len(new.tokens), self._model.geometry.block_size
+    def _pack(self, new: NewSource) -> tuple[int, np.ndarray, np.ndarray]:
+        """Return the program's length, its buffer (the number of tokens, each one's block) and its content."""
+        count, size = self.max_tokens if self._num_mels else len(new.content), self._model.geometry.block_size
         length = next(length for length in self._programs if length >= count)
-        buffer = np.zeros(1 + 2 * length, np.int32)
-        buffer[0], buffer[1 : 1 + count] = count, new.tokens
+        buffer, content = np.zeros(1 + length, np.int32), new.content
+        if not self._num_mels:
+            content = np.zeros(length, np.int32)
+            content[:count] = new.content
+        buffer[0] = count
         # Padding and cached blocks have distinct indices out of bounds, because the scatter assumes unique ones.
         blocks = self._model.geometry.num_blocks + np.arange(length)
         first = new.num_cached * size
         blocks[first:count] = np.repeat(np.asarray(new.blocks, np.int32), size)[first:count]
-        buffer[1 + length :] = blocks
-        return length, buffer
+        buffer[1:] = blocks
+        return length, buffer, content
 
     def _build(self, name: str, length: int) -> Callable[..., Leaves]:
-        """Return a function of flat tuples: (decoder's weights, encoder's, KV leaves, buffer) -> KV leaves."""
+        """Return a function of flat tuples: (decoder's weights, encoder's, KV leaves, buffer, content) -> KV leaves."""
         model = self._model
         described = model.params, describe_encoder(self._setup), model.state.kv
         trees = [jax.tree.structure(tree) for tree in described]
 
-        def on_shard(params_leaves: Leaves, own_leaves: Leaves, kv_leaves: Leaves, buffer: jax.Array) -> Leaves:
+        def on_shard(
+            params_leaves: Leaves, own_leaves: Leaves, kv_leaves: Leaves, buffer: jax.Array, content: jax.Array
+        ) -> Leaves:
             given = zip(trees, (params_leaves, own_leaves, kv_leaves), strict=True)
             params, own, kv = (jax.tree.unflatten(tree, leaves) for tree, leaves in given)
             own = replace(own, top={"embed": params.top["embed"], **own.top})
             with products_of(model):
-                encoded = self._encode(own, buffer[1 : 1 + length], buffer[0])
-                written = [
-                    self._write(params, layer, cache, encoded, buffer[1 + length :]) for layer, cache in enumerate(kv)
-                ]
+                encoded = self._encode(own, content, length, buffer[0])
+                written = [self._write(params, layer, cache, encoded, buffer[1:]) for layer, cache in enumerate(kv)]
             return tuple(jax.tree.leaves(written))
 
         on_shard.__name__ = name
         specs = [tuple(leaf.sharding.spec for leaf in jax.tree.leaves(tree)) for tree in described]
-        return model.layout.shard_map(on_shard, (*specs, model.layout.spec()), specs[2])
+        return model.layout.shard_map(on_shard, (*specs, model.layout.spec(), model.layout.spec()), specs[2])
 
-    def _encode(self, params: Params[jax.Array], tokens: jax.Array, count: jax.Array) -> jax.Array:
+    def _encode(self, params: Params[jax.Array], content: jax.Array, length: int, count: jax.Array) -> jax.Array:
         """Return the encoder's output, [L, D]; arbitrary from `count` on."""
-        length, layout = len(tokens), self._setup.layout
+        layout = self._setup.layout
         places = jnp.arange(length, dtype=jnp.int32)
         attend = attention_in_bins(self._spec, layout, params, length, (places >= count).astype(jnp.int32))
         with named_scope("encoder"):
-            return decoder.forward(self._spec, params, tokens, decoder.Context(places, attend, layout=layout))
+            context = decoder.Context(places, attend, layout=layout)
+            if not self._num_mels:
+                return decoder.forward(self._spec, params, content, context)
+            x = decoder.run_layers(self._spec, params, spectrogram.embed(params.top, content), context)
+            return decoder.final_norm(self._spec, params, x)
 
     def _write(
         self,

@@ -28,7 +28,7 @@ from jaxllm.errors import UserError
 from jaxllm.families.family import Encoder, Family, Images
 from jaxllm.families.stored_formats import StoredFormat
 from jaxllm.media.processor import ImageProcessor
-from jaxllm.model import lora, quantized, vision
+from jaxllm.model import lora, quantized, spectrogram, vision
 from jaxllm.model.decoder import Params, RowWeights, declare
 from jaxllm.model.head import Head
 from jaxllm.model.lora_linear import AdapterWeights
@@ -89,7 +89,9 @@ class Setup:
     @property
     def max_source(self) -> int:
         """Most tokens of an encoder's input; 0: the model has no encoder."""
-        return 0 if self.encoder is None else min(self.encoder.spec.max_position, self.max_model_len)
+        if self.encoder is None or self.encoder.num_mels:
+            return 0 if self.encoder is None else self.encoder.spec.max_position
+        return min(self.encoder.spec.max_position, self.max_model_len)
 
     @property
     def media_units(self) -> int:
@@ -464,8 +466,10 @@ def describe_tower(setup: Setup) -> Any:
 def declare_encoder(setup: Setup) -> Params[Weight]:
     """Return the weights of an encoder, without the embedding, which is the decoder's."""
     assert setup.encoder is not None
-    declared = declare(setup.encoder.spec, setup.layout)
-    return replace(declared, top={name: own for name, own in declared.top.items() if name not in ("embed", "head")})
+    spec, num_mels = setup.encoder.spec, setup.encoder.num_mels
+    declared = declare(spec, setup.layout)
+    top = {name: own for name, own in declared.top.items() if name not in ("embed", "head")}
+    return replace(declared, top=top | (spectrogram.declare(spec.width, num_mels) if num_mels else {}))
 
 
 def describe_encoder(setup: Setup) -> Any:

@@ -14,7 +14,7 @@ import pytest
 from jaxllm import LLM, BeamSearchParams, SamplingParams
 from jaxllm.errors import UserError
 from tests.support.paths import ROOT
-from tests.support.seq2seq_models import KINDS, START, prompts, write_seq2seq
+from tests.support.seq2seq_models import KINDS, NUM_FRAMES, START, prompts, write_seq2seq
 from tests.support.sizes import FEW_BLOCKS, SHORT_BLOCKS, SLOTS
 
 GOLDEN: Any = json.loads((ROOT / "tests" / "golden_seq2seq.json").read_text())
@@ -34,10 +34,9 @@ def tokens(outputs: Any) -> list[list[int]]:
 
 def check(llm: LLM, kind: str) -> None:
     """Compare outputs with those of transformers."""
-    assert tokens(llm.generate(prompts(), GREEDY, use_tqdm=False)) == GOLDEN[kind]["tokens"]
-    for prompt, own, (due, scores) in zip(
-        prompts(), llm.beam_search(prompts(), BEAMS), GOLDEN[kind]["beams"], strict=True
-    ):
+    given = prompts(kind)
+    assert tokens(llm.generate(given, GREEDY, use_tqdm=False)) == GOLDEN[kind]["tokens"]
+    for prompt, own, (due, scores) in zip(given, llm.beam_search(given, BEAMS), GOLDEN[kind]["beams"], strict=True):
         first = 1 + len(prompt.get("decoder_prompt", {}).get("prompt_token_ids", ()))
         assert [each.tokens[first:] for each in own.sequences] == due
         np.testing.assert_allclose([each.score for each in own.sequences], scores, atol=1e-4)
@@ -157,6 +156,43 @@ def test_a_decoder_begins_with_the_token_that_is_forced(tmp_path: Path) -> None:
 def test_bad_prompts_are_refused(llm: LLM, prompt: Any, params: dict[str, Any], why: str) -> None:
     with pytest.raises(UserError, match=why):
         llm.generate([prompt], SamplingParams(max_tokens=1, **params), use_tqdm=False)
+
+
+SAMPLES = np.zeros(1000, np.float32)
+
+
+@pytest.mark.ci
+def test_an_encoder_of_sound_reads_arrays_and_refuses_others(tmp_path: Path) -> None:
+    with LLM(str(write_seq2seq(tmp_path, "whisper")), **SLOTS) as llm:
+        sound = np.sin(np.arange(8000) / 9).astype(np.float32)
+        decoder, before = {"prompt_token_ids": [START, 9]}, llm.engine.metrics.sources_encoded
+        forms: list[Any] = [
+            {
+                "encoder_prompt": {"prompt": "", "multi_modal_data": {"audio": (sound, 16000)}},
+                "decoder_prompt": decoder,
+            },
+            {"multi_modal_data": {"audio": [sound]}, **decoder},
+        ]
+        outputs = llm.generate(forms, GREEDY, use_tqdm=False)
+        assert tokens(outputs)[0] == tokens(outputs)[1] and llm.engine.metrics.sources_encoded == before + 1
+        assert list(outputs[0].prompt_token_ids) == [START, 9] and outputs[0].encoder_prompt_token_ids == []
+        for sound_given, why in (
+            (np.zeros(160 * NUM_FRAMES + 1, np.float32), "encoder reads at most"),
+            (np.zeros((2, 9), np.float32), "average the channels"),
+            (np.zeros(9, np.int16), "floats"),
+            (SAMPLES + np.nan, "finite"),
+            ((SAMPLES, 0), "sampling rate"),
+            ("a.wav", "array of samples"),
+        ):
+            with pytest.raises(UserError, match=why):
+                llm.generate([{"multi_modal_data": {"audio": sound_given}}], GREEDY)
+        for prompt, why in (
+            ("a text", "encoder reads sound"),
+            ({"multi_modal_data": {"image": SAMPLES}}, "encoder reads sound"),
+            ({"encoder_prompt": {"prompt": "a", "multi_modal_data": {"audio": SAMPLES}}}, "has no text"),
+        ):
+            with pytest.raises(UserError, match=why):
+                llm.generate([prompt], GREEDY)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ from safetensors.numpy import save_file
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.families.families import read_encoder, read_spec
 from jaxllm.families.family import Family
+from jaxllm.model import spectrogram
 from jaxllm.model.decoder import Params, declare
 from jaxllm.model.parameters import Weight
 
 VOCABULARY = 1536  # of the included tokenizer
 START, STOP = 3, 2
-KINDS = ("bart", "mbart", "t5", "flan-t5")
+KINDS = ("bart", "mbart", "t5", "flan-t5", "whisper")
+NUM_MELS, NUM_FRAMES = 16, 80
 
 
 def seq2seq_config(kind: str = "bart") -> dict[str, Any]:
@@ -34,6 +37,13 @@ def seq2seq_config(kind: str = "bart") -> dict[str, Any]:
             **{"feed_forward_proj": "relu" if kind == "t5" else "gated-gelu", "tie_word_embeddings": kind == "t5"},
         }
         return {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", **ids, **own}
+    if kind == "whisper":
+        own = {
+            **{"d_model": 48, "encoder_layers": 3, "decoder_layers": 2, "num_mel_bins": NUM_MELS},
+            **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64},
+            **{"decoder_ffn_dim": 72, "max_source_positions": NUM_FRAMES // 2, "max_target_positions": 96},
+        }
+        return {"architectures": ["WhisperForConditionalGeneration"], "model_type": "whisper", **ids, **own}
     shared: dict[str, Any] = {
         **{"d_model": 48, "encoder_layers": 3, "decoder_layers": 2, "bos_token_id": 1, "num_beams": 4},
         **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 72},
@@ -56,6 +66,8 @@ def write_seq2seq(folder: Path, kind: str = "bart", **changes: Any) -> Path:
     own = declare(encoder.spec)
     for name in ("embed", "head"):
         own.top.pop(name, None)
+    if kind == "whisper":
+        own = replace(own, top=own.top | spectrogram.declare(spec.width, NUM_MELS))
     tensors |= _random(own, encoder.tensors, rng)
     if kind in ("bart", "mbart"):
         tensors["final_logits_bias"] = np.zeros((1, VOCABULARY), np.float32)
@@ -74,18 +86,22 @@ def _random(declared: Params[Weight], family: Family, rng: np.random.Generator) 
         for weight in weights.values():
             for part in weight.parts:
                 values = rng.standard_normal((part.rows, *weight.shape[1:]), np.float32)
-                values = 0.4 * values if values.ndim == 2 else 0.05 * values + (weight.initial == "ones")
+                values = 0.4 * values if values.ndim > 1 else 0.05 * values + (weight.initial == "ones")
                 name = family.tensors[part.name].format(layer)
                 made[name if name.startswith("lm_head") else family.prefix + name] = values
     return made
 
 
-def prompts() -> list[dict[str, Any]]:
-    """Return encoder prompts of one token to the longest, with decoder prompts or without."""
+def prompts(kind: str = "bart") -> list[dict[str, Any]]:
+    """Return encoder prompts of one token or sample to the longest, with decoder prompts or without."""
     rng = np.random.default_rng(9)
     made = []
     for length, given in ((1, 0), (5, 0), (16, 3), (17, 0), (33, 1), (95, 0), (96, 7), (40, 20)):
         ids = rng.integers(4, VOCABULARY, (length + given,)).tolist()
         decoder: dict[str, Any] = {"decoder_prompt": {"prompt_token_ids": ids[length:]}} if given else {}
-        made.append({"encoder_prompt": {"prompt_token_ids": ids[:length]}} | decoder)
+        encoder: dict[str, Any] = {"prompt_token_ids": ids[:length]}
+        if kind == "whisper":
+            sound = 0.1 * rng.standard_normal(1 + (length - 1) * (160 * NUM_FRAMES - 1) // 95)
+            encoder = {"multi_modal_data": {"audio": (sound.astype(np.float32), 16000)}}
+        made.append({"encoder_prompt": encoder} | decoder)
     return made

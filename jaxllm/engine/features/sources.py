@@ -29,7 +29,7 @@ class RequestSource(NamedTuple):
     """A request's encoder prompt."""
 
     prompt: str | None
-    tokens: np.ndarray  # int32[·]; kept for a preempted request, which may need them again
+    content: np.ndarray  # see `BothPrompts`; kept for a preempted request, which may need it again
     source: Source
 
 
@@ -52,9 +52,8 @@ class Sources(Feature):
         both = self._prompts.read(given)
         salt = {"cache_salt": given["cache_salt"]} if isinstance(given, Mapping) and "cache_salt" in given else {}
         accepted.given = {"prompt": both.decoder, "prompt_token_ids": both.decoder_ids, **salt}
-        tokens = np.asarray(both.encoder_ids, np.int32)
-        digest = sha256(tokens.tobytes()).digest()
-        accepted.states[self.name] = RequestSource(both.encoder, tokens, Source(digest, len(tokens)))
+        digest = sha256(np.ascontiguousarray(both.content)).digest()
+        accepted.states[self.name] = RequestSource(both.encoder, both.content, Source(digest, both.num_tokens))
 
     def accept(self, accepted: Accepted) -> None:
         """Refuse a request that could not run alone with its source's blocks."""
@@ -83,7 +82,7 @@ class Sources(Feature):
         for each in plan.encodes:
             sequence = sequences[each.sequence_id]
             with blaming(sequence):
-                new.append(NewSource(sequence.group.states[self.name].tokens, each.units, each.index))
+                new.append(NewSource(sequence.group.states[self.name].content, each.units, each.index))
         placed = [
             Placed(each.slot, each.request.source.length, blocks[each.slot])
             for each in plan.admitted
@@ -95,4 +94,5 @@ class Sources(Feature):
 
     def show(self, group: SequenceGroup, output: RequestOutput) -> None:
         own: RequestSource = group.states[self.name]
-        output.encoder_prompt, output.encoder_prompt_token_ids = own.prompt, own.tokens.tolist()
+        output.encoder_prompt = own.prompt
+        output.encoder_prompt_token_ids = own.content.tolist() if own.content.ndim == 1 else []

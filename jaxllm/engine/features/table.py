@@ -45,7 +45,10 @@ def _transfer(core: Core) -> Feature:
     return (NoTransfer if core.config.kv_transfer_config is None else KvTransfer)(core)
 
 
-def _media(core: Core) -> Feature:
+def _media(core: Core) -> Feature | None:
+    sources = core.language.model.sources
+    if sources is not None and sources.sound is not None:  # the encoder's
+        return None
     return (NoImages if core.runner.encoder is None else Images)(core)
 
 
