@@ -58,7 +58,8 @@ class SourcePrompts:
             raise UserError(f"A prompt has no field {min(unknown)!r} in jaxllm; leave it out.", min(unknown))
         encoded = self._encode(given[ENCODER])
         if "prompt_token_ids" in given:
-            return BothPrompts(*encoded, given.get("prompt"), checked_ids(given["prompt_token_ids"], self.vocab_size))
+            text, ids, _ = parts_of({name: given.get(name) for name in ("prompt", "prompt_token_ids")})
+            return BothPrompts(*encoded, text, checked_ids(ids, self.vocab_size))
         if given.get(DECODER) is None:
             return BothPrompts(*encoded, None, self._begin(None))
         decoder, decoder_ids, _ = parts_of(given[DECODER])
@@ -94,7 +95,8 @@ class SourcePrompts:
     def _hear(self, given: Prompt) -> np.ndarray:
         """Return the spectrogram of an encoder prompt with sound."""
         assert self.sound is not None
-        media = given.get(MEDIA) if isinstance(given, Mapping) else None
+        given = given if isinstance(given, Mapping) else {}
+        media = given.get(MEDIA)
         if not isinstance(media, Mapping) or media.keys() != {"audio"}:
             raise UserError(
                 "The model's encoder reads sound: give multi_modal_data = {'audio': (samples, rate)}.", MEDIA

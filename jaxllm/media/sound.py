@@ -30,10 +30,14 @@ class LogMel:
     num_mels: int  # M
     num_frames: int  # F; shorter sound is padded with silence, longer sound refused
 
+    @property
+    def num_samples(self) -> int:
+        return self.num_frames * HOP
+
     def spectrogram(self, given: Any) -> np.ndarray:
         """Return float32[M, F] of samples: an array at 16 kHz, or a pair of array and rate; raise UserError."""
         samples = at_rate(*_samples_of(given))
-        longest = self.num_frames * HOP
+        longest = self.num_samples
         if len(samples) > longest:
             raise UserError(
                 f"The sound has {len(samples) / RATE:.1f} s, and the encoder reads at most {longest / RATE:.0f}; cut "

@@ -49,6 +49,8 @@ _SILENT = {
     "encoder_layerdrop",
     "decoder_layerdrop",
     "forced_eos_token_id",  # outputs end by length
+    *("suppress_tokens", "begin_suppress_tokens", "median_filter_width", "classifier_proj_size"),
+    *(f"mask_{of}_{key}" for of in ("time", "feature") for key in ("prob", "length", "min_masks")),  # of training
 }
 
 
@@ -87,7 +89,7 @@ def read_all(config: dict[str, Any]) -> Any:
     """Return a config's decoder, and its encoder's if it has one."""
     spec, family = read_spec(config)
     encoder = read_encoder(config, family)
-    return spec, encoder and encoder.spec
+    return spec, encoder and (encoder.spec, encoder.num_mels)
 
 
 @pytest.mark.parametrize("architecture", _ARCHITECTURES)

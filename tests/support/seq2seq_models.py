@@ -86,7 +86,8 @@ def _random(declared: Params[Weight], family: Family, rng: np.random.Generator) 
         for weight in weights.values():
             for part in weight.parts:
                 values = rng.standard_normal((part.rows, *weight.shape[1:]), np.float32)
-                values = 0.4 * values if values.ndim > 1 else 0.05 * values + (weight.initial == "ones")
+                scale = 0.4 if layer is None else 0.3
+                values = scale * values if values.ndim > 1 else 0.05 * values + (weight.initial == "ones")
                 name = family.tensors[part.name].format(layer)
                 made[name if name.startswith("lm_head") else family.prefix + name] = values
     return made
