@@ -538,6 +538,7 @@ class Runner(Residence):
             head=setup.head,
             adapters=self._row_weights,
             drafting=self.drafting,
+            encoder=None if setup.encoder is None else setup.encoder.spec,
         )
         self.programs.platform = setup.platform
         self.programs.kept = self._kept = KeptPrograms(
