@@ -62,13 +62,13 @@ def write_seq2seq(folder: Path, kind: str = "bart", **changes: Any) -> Path:
     encoder = read_encoder(config, family)
     assert encoder is not None
     rng = np.random.default_rng(5)
-    tensors = _random(declare(spec), family, rng)
+    tensors = _random(declare(spec), family, rng, spec.attention_scale)
     own = declare(encoder.spec)
     for name in ("embed", "head"):
         own.top.pop(name, None)
     if kind == "whisper":
         own = replace(own, top=own.top | spectrogram.declare(spec.width, NUM_MELS))
-    tensors |= _random(own, encoder.tensors, rng)
+    tensors |= _random(own, encoder.tensors, rng, spec.attention_scale)
     if kind in ("bart", "mbart"):
         tensors["final_logits_bias"] = np.zeros((1, VOCABULARY), np.float32)
     if not spec.tie_embeddings:  # transformers 5 ties them in any case
@@ -79,7 +79,9 @@ def write_seq2seq(folder: Path, kind: str = "bart", **changes: Any) -> Path:
     return folder
 
 
-def _random(declared: Params[Weight], family: Family, rng: np.random.Generator) -> dict[str, np.ndarray]:
+def _random(
+    declared: Params[Weight], family: Family, rng: np.random.Generator, attention_scale: float
+) -> dict[str, np.ndarray]:
     """Return tensors of each part's name, with parts that are not zero or one."""
     made = {}
     for layer, weights in [(None, declared.top), *enumerate(declared.layers)]:
@@ -87,6 +89,8 @@ def _random(declared: Params[Weight], family: Family, rng: np.random.Generator) 
             for part in weight.parts:
                 values = rng.standard_normal((part.rows, *weight.shape[1:]), np.float32)
                 scale = 0.4 if layer is None else 0.3
+                if part.name in ("q", "cross_q"):
+                    scale *= min(1.0, 0.25 / attention_scale)  # else rounding moves logits by more than 1e-4
                 values = scale * values if values.ndim > 1 else 0.05 * values + (weight.initial == "ones")
                 name = family.tensors[part.name].format(layer)
                 made[name if name.startswith("lm_head") else family.prefix + name] = values
