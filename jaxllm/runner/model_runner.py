@@ -419,8 +419,7 @@ class Runner(Residence):
                 if self._host is not None:
                     self._state = self._host.move(self._state, plan.moves, plan.number)
                 self._state = small.move(self._state, plan.moves)
-            if packed.sources is not None and self.sources is not None:  # after moves, which may read reused blocks
-                self._state = self.sources.prepare(self._params, self._state, packed.sources)
+            self._prepare_sources(packed)  # after moves, which may read blocks that they reuse
             own = self.adapters.arguments(packed.adapters, key.shape.adapters)
             self._state, returned = self.programs[key](self._params, self._state, packed.buffer, *own)
             if len(way) == 1:
@@ -432,6 +431,10 @@ class Runner(Residence):
         if len(way) > 1:
             return HeldStep(plan, way[1], packed.buffer, returned, scores)
         return self._in_flight(returned, plan, key, scores)
+
+    def _prepare_sources(self, packed: PackedStep) -> None:
+        if packed.sources is not None and self.sources is not None:
+            self._state = self.sources.prepare(self._params, self._state, packed.sources)
 
     def _in_flight(self, joined: jax.Array, plan: Plan, key: Key, scores: Sequence[Any]) -> StepInFlight:
         assert key.variant is not None
