@@ -19,6 +19,7 @@ REMOTE = "replicas on other machines"
 HOSTS = "num_hosts above 1"
 IMAGES = "a model with images"
 ANY_SIZE = "a model with images of any size"
+SEQ2SEQ = "an encoder-decoder model"
 MANY_GPUS = "tensor_parallel_size above 2 on GPUs"
 
 
@@ -70,6 +71,19 @@ REFUSED = (
     Refused("kv_transfer_config", IMAGES, "blocks are found by tokens, not by images"),
     Refused("num_hosts", IMAGES, "followers get no images"),
     Refused("beam_width", "multi_modal_data", "beams share the blocks of a prompt of tokens"),
+    Refused("enable_lora", SEQ2SEQ, "their adapters have other names of modules"),
+    Refused("pipeline_parallel_size", SEQ2SEQ, "its layers read the encoder's output"),
+    Refused("speculative_config", SEQ2SEQ, "draft models have no encoder"),
+    Refused("enable_sleep_mode", SEQ2SEQ, "the encoder's weights stay on the device"),
+    Refused("kv_offloading_size", SEQ2SEQ, "an encoder's blocks are computed again, not copied"),
+    Refused("kv_transfer_config", SEQ2SEQ, "an encoder's blocks stay in their engine"),
+    Refused(
+        "enable_kv_cache_events", SEQ2SEQ, "an encoder's blocks have no tokens to report; data_parallel_size sets it"
+    ),
+    Refused("quantization", SEQ2SEQ, "encoders are not rounded when they are loaded"),
+    Refused("data_parallel_size", SEQ2SEQ, "prompts are sent to replicas for one model, not for two"),
+    Refused("num_hosts", SEQ2SEQ, "followers get no encoder prompts"),
+    Refused("truncate_prompt_tokens", SEQ2SEQ, "a request has two prompts; shorten them"),
     Refused("truncate_prompt_tokens", "multi_modal_data", "a part of an image could be cut off"),
     Refused("multi_modal_data", FLEET, "prompts are sent to replicas as tokens"),
     Refused("stop", "skip_tokenizer_init", "a stop string needs the text; stop_token_ids does not"),

@@ -33,6 +33,7 @@ class Metrics:
     accepted_tokens: list[int] = field(default_factory=list)  # accepted drafts, by position
     adapter_loads: int = 0  # copies to devices
     images_encoded: int = 0  # by the vision tower
+    sources_encoded: int = 0  # by the encoder of an encoder-decoder model
     offloaded_blocks: int = 0  # KV blocks copied to the host's tier
     offload_failures: int = 0  # failed copies to the host's tier
     loaded_tokens: int = 0  # prompt tokens loaded from the host's tier

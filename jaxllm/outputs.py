@@ -77,6 +77,8 @@ class RequestOutput:
     # The place of the prompt's KV blocks, for another engine; in the last output, with do_remote_decode.
     kv_transfer_params: dict[str, Any] | None = None
     internal_id: str = field(default="", repr=False, compare=False)  # the engine's request id
+    encoder_prompt: str | None = None  # of an encoder-decoder model
+    encoder_prompt_token_ids: Sequence[int] | None = None
 
 
 @dataclass(slots=True)

@@ -124,6 +124,7 @@ def paged_decode(
     k_scales: Float[Array, "N K P"] | None = None,
     v_scales: Float[Array, "N K P"] | None = None,
     float8: str | None = None,
+    bias: Float[Array, "H L"] | None = None,
     batch_invariant: bool = False,
     implementation: str | Choice | None = None,
 ) -> Float[Array, "B H V"]:
@@ -134,8 +135,9 @@ def paged_decode(
     contents, even NaN, are ignored.
 
     `scale` multiplies scores, then `softcap` bounds them; `sinks` [H] are logits in the softmax without values
-    (gpt-oss). Without `v_cache`, values are the first `value_size` coordinates of keys. `batch_invariant`: a row's bits
-    do not depend on other rows. Raises ValueError for an unknown or unsupported `implementation`.
+    (gpt-oss). `bias` is added to the scores of each head, by the distance of the key before the query; the last is that
+    of farther ones (T5). Without `v_cache`, values are the first `value_size` coordinates of keys. `batch_invariant`: a
+    row's bits do not depend on other rows. Raises ValueError for an unknown or unsupported `implementation`.
     """
     _check_heads(q, k_cache, v_cache, value_size)
     _check_scales(k_cache, v_cache, k_scales, v_scales, float8)
@@ -151,9 +153,10 @@ def paged_decode(
         softcap=softcap,
         value_size=value_size,
         float8=float8,
+        bias=bias,
         batch_invariant=batch_invariant,
     )
-    site = _site(q, k_cache, q.shape[1], value_size, softcap)
+    site = _site(q, k_cache, q.shape[1], value_size, softcap, bias is not None)
     return _dispatch("paged_decode", implementation, site, {}, (q, lengths, args))
 
 
@@ -175,6 +178,7 @@ def paged_prefill(
     k_scales: Float[Array, "N K P"] | None = None,
     v_scales: Float[Array, "N K P"] | None = None,
     float8: str | None = None,
+    bias: Float[Array, "H L"] | None = None,
     implementation: str | Choice | None = None,
 ) -> Float[Array, "T H V"]:
     """Causal attention of ragged queries, q [T, H, C], over cached keys: [T, H, V] in q's type.
@@ -197,9 +201,10 @@ def paged_prefill(
         softcap=softcap,
         value_size=value_size,
         float8=float8,
+        bias=bias,
     )
     tiles = Tiles(tile_start, tile_length, tile_position)
-    site = _site(q, k_cache, q.shape[1], value_size, softcap)
+    site = _site(q, k_cache, q.shape[1], value_size, softcap, bias is not None)
     return _dispatch("paged_prefill", implementation, site, {"tile": tile}, (q, tiles, args))
 
 
@@ -435,7 +440,14 @@ def _check_scales(
         raise ValueError(f"a cache has scales where it is one of {', '.join(SCALED)}; this is {k_cache.dtype}")
 
 
-def _site(q: Array, k_cache: Array, heads: int, value_size: int | None, softcap: float | None = None) -> Site:
+def _site(
+    q: Array,
+    k_cache: Array,
+    heads: int,
+    value_size: int | None,
+    softcap: float | None = None,
+    has_bias: bool = False,
+) -> Site:
     return Site(
         platform="",
         dtype=str(q.dtype),
@@ -446,6 +458,7 @@ def _site(q: Array, k_cache: Array, heads: int, value_size: int | None, softcap:
         value_size=value_size,
         block_tokens=k_cache.shape[2],
         has_softcap=softcap is not None,
+        has_bias=has_bias,
     )
 
 

@@ -62,6 +62,7 @@ class Site:
     value_size: int | None = None  # if values are prefixes of keys
     block_tokens: int = 16
     has_softcap: bool = False
+    has_bias: bool = False  # of scores, by distance
     shards: int = 1  # of the vocabulary
     kind: str = "float"  # of weights
     rounds_rows: bool = False  # rows are rounded too
@@ -118,6 +119,8 @@ def refusal(operation: str, name: str, site: Site) -> str | None:
         version = importlib.metadata.version("triton")
         if tuple(map(int, version.split(".")[:2])) < OLDEST_TRITON:
             return f"it needs triton {'.'.join(map(str, OLDEST_TRITON))}, here is {version}"
+    if site.has_bias and name != "xla" and operation.startswith("paged_"):
+        return "it adds no bias to scores"
     own = module(operation, name)
     return own.refusal(operation, site) if hasattr(own, "refusal") else None
 

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxllm.checkpoints.checkpoint import INDEX, SINGLE, open_tensors
 from jaxllm.checkpoints.files import read_object
 from jaxllm.checkpoints.pooler_files import most_tokens, read_pooler
 from jaxllm.checkpoints.stored_head import with_stored_head
 from jaxllm.checkpoints.weights import read_config
 from jaxllm.errors import UserError
-from jaxllm.families.families import read_images, read_spec
-from jaxllm.families.family import Family, Images
+from jaxllm.families.families import read_encoder, read_images, read_spec
+from jaxllm.families.family import Encoder, Family, Images
+from jaxllm.families.seq2seq_families import LOGIT_BIAS
 from jaxllm.media.processor import Processor
 from jaxllm.model.head import Head
 from jaxllm.model.spec import Spec
@@ -30,6 +32,7 @@ class Described:
     head: Head | None  # None: it generates
     images: Images | None = None  # how it reads images
     processor: Processor | None = None
+    encoder: Encoder | None = None  # of an encoder-decoder model
 
     @property
     def most_tokens(self) -> int:
@@ -54,7 +57,19 @@ def describe(
     if images is None and mm_processor_kwargs:
         raise UserError("mm_processor_kwargs is for models that read images; leave it out.", "mm_processor_kwargs")
     processor = None if images is None else _processor(folder, images, mm_processor_kwargs or {})
-    return Described(folder, config, spec, family, head, images, processor)
+    encoder = read_encoder(config, family)
+    if encoder is not None:
+        _check_logit_bias(folder, family)
+    return Described(folder, config, spec, family, head, images, processor, encoder)
+
+
+def _check_logit_bias(folder: Path, family: Family) -> None:
+    """Raise UserError for a bias of logits that is not zero: transformers adds it, and no published model has one."""
+    if not (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
+        return
+    for name, tensor in open_tensors(folder).items():
+        if family.usual(name) == LOGIT_BIAS and tensor.values().any():
+            raise UserError(f"{tensor.file.name}: {name} is not zero, which is not supported.", "model")
 
 
 def _processor(folder: Path, images: Images, replaced: Mapping[str, Any]) -> Processor:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from jaxllm.commands import bench, chat, compile, convert, doctor, embed, generate, replay, serve
+from jaxllm.commands import bench, chat, compile, convert, doctor, embed, generate, replay, serve, transcribe
 from jaxllm.commands.arguments import UsageError
 from jaxllm.commands.flags import IDLE, read_config_file
 from jaxllm.compiling import compile_noise
@@ -25,6 +25,7 @@ COMMANDS = {
     "generate": generate,
     "chat": chat,
     "embed": embed,
+    "transcribe": transcribe,
     "serve": serve,
     "bench": bench,
     "compile": compile,

@@ -242,7 +242,7 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
         is_slow |= isinstance(params, SamplingParams) and len(params.allowed_token_ids or ()) > LONG_TEXT
         ids = prompt.get("prompt_token_ids", ()) if isinstance(prompt, Mapping) else prompt
         is_slow |= isinstance(ids, Sequence) and len(ids) > _MANY_IDS
-        is_slow |= isinstance(prompt, Mapping) and "multi_modal_data" in prompt
+        is_slow |= isinstance(prompt, Mapping) and not {"multi_modal_data", "decoder_prompt"}.isdisjoint(prompt)
         language = None
         for thread_of in self.engine.features.thread_of:
             language = thread_of(options) if language is None else language

@@ -13,7 +13,9 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.features.table import FEATURES, Factory
 from jaxllm.engine.language import Language
 from jaxllm.engine.model_info import ModelInfo
+from jaxllm.engine.source_prompts import SourcePrompts
 from jaxllm.errors import UserError
+from jaxllm.media.sound import LogMel
 from jaxllm.metrics import Metrics
 from jaxllm.runner.model_runner import Runner
 from jaxllm.runner.runners import RUNNERS
@@ -73,6 +75,17 @@ def load_parts(
         pooled_size=0 if setup.head is None else setup.head.size(setup.spec.width),
         num_token_types=setup.spec.token_types,
         processor=setup.processor,
+        sources=None
+        if setup.encoder is None
+        else SourcePrompts(
+            tokenizer=tokenizer,
+            vocab_size=setup.spec.vocab_size,
+            longest=setup.max_source,
+            start=setup.decoder_start,
+            sound=None
+            if not setup.encoder.num_mels
+            else LogMel(num_mels=setup.encoder.num_mels, num_frames=2 * setup.max_source),
+        ),
     )
     return Parts(model=model, runner=runner, language=Language.of(model), start_phases=start_phases)
 

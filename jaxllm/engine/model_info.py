@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxllm.engine.source_prompts import SourcePrompts
 from jaxllm.errors import UserError
 from jaxllm.media.processor import Processor
 from jaxllm.model.head import Head
@@ -34,6 +35,7 @@ class ModelInfo:
     pooled_size: int = 0  # numbers of a result
     num_token_types: int = 0  # 0: tokens have no types
     processor: Processor | None = None  # None: the model reads no images
+    sources: SourcePrompts | None = None  # of an encoder-decoder model
 
     @property
     def tasks(self) -> tuple[PoolingTask, ...]:

@@ -13,21 +13,23 @@ from jaxllm.errors import UserError
 from jaxllm.families.config_fields import Fields
 from jaxllm.families.dense_families import DENSE
 from jaxllm.families.encoder_families import ENCODERS
-from jaxllm.families.family import Family, Images
+from jaxllm.families.family import Encoder, Family, Images
 from jaxllm.families.moe_families import ROUTED
 from jaxllm.families.qwen_vl_families import OF_ANY_SIZE
+from jaxllm.families.seq2seq_families import SEQ2SEQ
 from jaxllm.families.stored_formats import read_stored
 from jaxllm.families.vision_families import WITH_IMAGES
 from jaxllm.model.spec import Spec
 
-FAMILIES: tuple[Family, ...] = (*DENSE, *ROUTED, *ENCODERS, *WITH_IMAGES, *OF_ANY_SIZE)
+FAMILIES: tuple[Family, ...] = (*DENSE, *ROUTED, *ENCODERS, *WITH_IMAGES, *OF_ANY_SIZE, *SEQ2SEQ)
 
 # Keys without effect on the forward pass: training, bookkeeping, other programs, or read elsewhere (token ids).
 WITHOUT_EFFECT = frozenset(
     """
     architectures model_type torch_dtype dtype transformers_version use_cache _name_or_path _commit_hash tokenizer_class
     bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id decoder_start_token_id prefix auto_map
-    initializer_range init_std attention_dropout hidden_dropout activation_dropout dropout layerdrop embd_pdrop
+    initializer_factor initializer_range init_std attention_dropout hidden_dropout activation_dropout dropout layerdrop
+    embd_pdrop
     attn_pdrop resid_pdrop classifier_dropout residual_dropout embedding_dropout attention_probs_dropout_prob
     hidden_dropout_prob pretraining_tp gradient_checkpointing cache_implementation
     attn_implementation _attn_implementation_autoset _attn_implementation
@@ -80,10 +82,11 @@ def read_spec(config: Mapping[str, Any], max_model_len: int | None = None) -> tu
             )
         raise UserError(f"config.json: architecture {said} is not supported; supported: {', '.join(known)}.", said)
     stored = read_stored(config)
-    if stored is not None and family.images is not None:
+    if stored is not None and (family.images is not None or family.encoder is not None):
+        kind = "models with images" if family.encoder is None else "encoder-decoder models"
         raise UserError(
-            f"config.json: quantization_config ({stored.method}) is not supported for models with images; use an "
-            "unquantized checkpoint.",
+            f"config.json: quantization_config ({stored.method}) is not supported for {kind}; use an unquantized "
+            "checkpoint.",
             "quantization_config",
         )
     if stored is not None:
@@ -93,7 +96,8 @@ def read_spec(config: Mapping[str, Any], max_model_len: int | None = None) -> tu
     if family.text_of is not None:
         return read_fields(*family.text_of(fields)), family
     assert family.read is not None
-    return read_fields(fields, family.read), family
+    spec = read_fields(fields, family.read, family.encoder is not None)
+    return spec, family if family.of_spec is None else family.of_spec(spec)
 
 
 def read_images(config: Mapping[str, Any], spec: Spec, family: Family) -> Images | None:
@@ -107,7 +111,12 @@ def read_images(config: Mapping[str, Any], spec: Spec, family: Family) -> Images
     return found
 
 
-def read_fields(fields: Fields, read: Callable[[Fields], Spec]) -> Spec:
+def read_encoder(config: Mapping[str, Any], family: Family) -> Encoder | None:
+    """Return the encoder of an encoder-decoder model, whose decoder's keys were checked; None for other models."""
+    return None if family.encoder is None else family.encoder(Fields(config))
+
+
+def read_fields(fields: Fields, read: Callable[[Fields], Spec], has_encoder: bool = False) -> Spec:
     quantization = fields.raw("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
@@ -124,12 +133,14 @@ def read_fields(fields: Fields, read: Callable[[Fields], Spec]) -> Spec:
     if not spec.is_causal and (spec.latent or spec.sinks):
         what = "latent attention" if spec.latent else "attention sinks"
         raise UserError(f"config.json: is_causal = False is not supported for models with {what}.", "is_causal")
-    fields.only("is_encoder_decoder", False)
+    fields.only("is_encoder_decoder", has_encoder)
     fields.only("add_cross_attention", False)
     fields.only("tie_encoder_decoder", False)
     fields.only("pruned_heads", {})
     for key, neutral in SAMPLING.items():
-        if (value := fields.raw(key)) not in (None, neutral):
+        if has_encoder:  # usual in these models' files, for programs that read no generation_config.json
+            fields.raw(key)
+        elif (value := fields.raw(key)) not in (None, neutral):
             raise UserError(
                 f"config.json: {key} = {value!r:.80} is for sampling; move it to generation_config.json.", key
             )

@@ -60,6 +60,14 @@ class Images(NamedTuple):
     processor: Callable[[Mapping[str, Any]], Processor]  # reads preprocessor_config.json
 
 
+class Encoder(NamedTuple):
+    """The encoder of an encoder-decoder model; the embedding is the decoder's."""
+
+    spec: Spec
+    tensors: Family  # the row of its tensor names
+    num_mels: int = 0  # bands of the spectrogram that it reads; 0: it reads tokens
+
+
 @dataclass(frozen=True)
 class Family:
     """A row of the table.
@@ -88,6 +96,8 @@ class Family:
     renamed: tuple[tuple[str, str], ...] = ()
     text_of: Callable[[Fields], tuple[Fields, Callable[[Fields], Spec]]] | None = None
     images: Callable[[Fields, int, int], Images] | None = None
+    encoder: Callable[[Fields], Encoder] | None = None  # of an encoder-decoder model
+    of_spec: Callable[[Spec], Family] | None = None  # the row of a Spec, if names of tensors depend on it
 
     def usual(self, name: str) -> str:
         """Return a tensor's name without the optional prefix, by which `tensors` has it."""

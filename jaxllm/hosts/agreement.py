@@ -99,6 +99,8 @@ def offer(config: EngineConfig) -> Offer:
         raise combinations.refusal("num_hosts", combinations.POOLS)
     if setup.images is not None:
         raise combinations.refusal("num_hosts", combinations.IMAGES)
+    if setup.encoder is not None:
+        raise combinations.refusal("num_hosts", combinations.SEQ2SEQ)
     plan = plan_memory(config, setup, free_bytes(setup))
     told = describe_programs(config, setup, plan)
     told |= {each.name: getattr(config, each.name) for each in fields(config) if each.name not in _OWN}

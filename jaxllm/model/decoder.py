@@ -32,7 +32,11 @@ from pallas_kernels.activations import activate, gated
 
 Leaf = TypeVar("Leaf")
 Arrays = dict[str, Any]  # by name, in or outside a layer: Array or Quantized
-_SUMMED = {"out": "heads", "down": "feed_forward"}  # products, and the sharded axis that each sums over
+_SUMMED = {
+    "out": "heads",
+    "cross_out": "heads",
+    "down": "feed_forward",
+}  # products, and the sharded axis that each sums over
 
 
 class Heads(NamedTuple):
@@ -53,6 +57,15 @@ class Attend(Protocol):
         With latent attention the values, and each head's result, are the keys' first coordinates, up to the latent's
         rank.
         """
+        ...
+
+
+@runtime_checkable
+class Cross(Protocol):
+    """Called in each layer: attend to the keys and values of the encoder's output."""
+
+    def __call__(self, layer: int, q: Array) -> Array:
+        """Take a layer's queries [T, Hx, C]; return [T, Hx, C]."""
         ...
 
 
@@ -97,6 +110,7 @@ class Context:
     token_types: Array | None = None  # int32[T]; None: all 0
     fused: Choice | None = None  # fuses norms, residuals and activations; only with `plain_linear`
     rounds_inner: bool = False  # see `fused.rounds_inner`; only with `plain_linear`
+    cross: Cross | None = None  # of a Spec with it
     # Embeddings [·, D (1 + n)], and each token's row, int32[T]; others: the token's. A row has an embedding, and n
     # vectors that are added after the first n layers (Meng et al. 2024, "DeepStack").
     media: tuple[Array, Array] | None = None
@@ -139,10 +153,12 @@ def declare(
         top |= _norm_weights(spec, name) if is_there else {}
     top |= head.declare(spec.width) if head else {}
     attention = _attention_weights(spec, layout) if spec.latent is None else _latent_weights(spec, spec.latent)
+    if spec.cross:
+        attention |= _cross_weights(spec)
     plain, routed = attention | _mlp_weights(spec), attention | _expert_weights(spec)
     has_experts = spec.experts.layers if spec.experts else (False,) * spec.num_layers
     each = [routed if is_routed else plain for is_routed in has_experts]
-    if spec.embed_norm:
+    if spec.embed_norm and not spec.keeps_first_norm:
         each[0] = {name: weight for name, weight in each[0].items() if not name.startswith("attn_norm")}
     declared = Params(top, tuple(each))
     if scheme is None:
@@ -174,8 +190,9 @@ def _attention_weights(spec: Spec, layout: Layout) -> dict[str, Weight]:
     pieces = tuple(Part(name, size, number, block) for name, size, number in parts)
     weights["qkv"] = Weight((rows, spec.width), ("heads", "width"), pieces, is_product=True)
     if spec.qkv_bias:
-        biases = tuple(Part(f"{name}_bias", size, number, block) for name, size, number in parts)
-        weights["qkv_bias"] = Weight((rows,), ("heads",), biases, "zeros")
+        biased = parts if spec.key_bias else (parts[0], parts[2])
+        biases = tuple(Part(f"{name}_bias", size, number, block) for name, size, number in biased)
+        weights["qkv_bias"] = Weight((sum(part.rows * part.copies for part in biases),), ("heads",), biases, "zeros")
     if spec.qk_norm is not None:
         weights |= {f"{name}_norm": _qk_norm_weight(spec, f"{name}_norm", size, n) for name, size, n in parts[:2]}
     if spec.sinks:
@@ -185,6 +202,27 @@ def _attention_weights(spec: Spec, layout: Layout) -> dict[str, Weight]:
         weights["out_bias"] = Weight((spec.width,), ("width",), (Part("out_bias", spec.width),), "zeros")
     if spec.norm_place != "pre":
         weights |= _norm_weights(spec, "attn_post_norm")
+    return weights
+
+
+def _cross_weights(spec: Spec) -> dict[str, Weight]:
+    """Return the weights of attention to the encoder's output; `cross_kv` is for `cross_heads`."""
+    size, block = spec.num_heads * spec.head_size, spec.head_size
+    weights = _norm_weights(spec, "cross_norm" if spec.norm_place == "pre" else "cross_post_norm")
+    for name, parts, has_bias in (
+        ("cross_q", ("cross_q",), spec.qkv_bias),
+        ("cross_kv", ("cross_k", "cross_v"), spec.qkv_bias),
+    ):
+        pieces, rows = tuple(Part(part, size, 1, block) for part in parts), len(parts) * size
+        weights[name] = Weight((rows, spec.width), ("heads", "width"), pieces, is_product=True)
+        if has_bias:
+            biased = [part for part in parts if spec.key_bias or part != "cross_k"]
+            biases = tuple(Part(f"{part}_bias", size, 1, block) for part in biased)
+            weights[f"{name}_bias"] = Weight((len(biases) * size,), ("heads",), biases, "zeros")
+    out = Part("cross_out", spec.width)
+    weights["cross_out"] = Weight((spec.width, size), ("width", "heads"), (out,), is_product=True)
+    if spec.out_bias:
+        weights["cross_out_bias"] = Weight((spec.width,), ("width",), (Part("cross_out_bias", spec.width),), "zeros")
     return weights
 
 
@@ -307,6 +345,10 @@ def run_layers(
                 mixed = _mixer(spec, weights, layer, norm(spec, weights, "attn_norm", x), turns, context)
                 attended = _added(spec, weights, "attn_post_norm", x, mixed)
         x = attended if spec.residual == "serial" else x
+        if spec.cross:
+            with named_scope(f"layer_{layer:02}/cross"):
+                mixed = _cross_attention(spec, weights, layer, norm(spec, weights, "cross_norm", x), context)
+                x = attended = _added(spec, weights, "cross_post_norm", x, mixed)
         with named_scope(f"layer_{layer:02}/mlp"):
             if is_fused[1]:
                 x = _fused_mlp(spec, weights, layer, x, context)
@@ -401,8 +443,11 @@ def _mixer(
 def attention(
     spec: Spec, weights: Arrays, layer: int, x: Array, turns: dict[Rope, tuple[Array, Array]], context: Context
 ) -> Array:
-    linear = partial(context.linear, layer)
-    qkv = linear("qkv", x, weights["qkv"], weights.get("qkv_bias")).astype(x.dtype)
+    linear, bias = partial(context.linear, layer), weights.get("qkv_bias")
+    if bias is not None and not spec.key_bias:
+        heads, kv_heads = (count * spec.head_size for count in heads_per_shard(spec, context.layout.shards("heads")))
+        bias = jnp.concatenate([bias[:heads], jnp.zeros(kv_heads, bias.dtype), bias[heads:]])
+    qkv = linear("qkv", x, weights["qkv"], bias).astype(x.dtype)
     return _row_parallel(_attend(spec, weights, layer, qkv, turns, context), weights, "out", linear, context.layout)
 
 
@@ -435,6 +480,24 @@ def _qk_norm(spec: Spec, weights: Arrays, q: Array, k: Array, layout: Layout) ->
         return layers.norm(heads, scale, None, spec.norm, spec.norm_eps, power)
 
     return normed("q_norm", q, powers[0]), normed("k_norm", k, powers[1])
+
+
+def _cross_attention(spec: Spec, weights: Arrays, layer: int, x: Array, context: Context) -> Array:
+    assert context.cross is not None
+    linear, heads = partial(context.linear, layer), heads_per_shard(spec, context.layout.shards("heads"))[0]
+    q = linear("cross_q", x, weights["cross_q"], weights.get("cross_q_bias")).astype(x.dtype)
+    mixed = context.cross(layer, q.reshape(len(x), heads, spec.head_size)).astype(x.dtype)
+    return _row_parallel(mixed.reshape(len(x), -1), weights, "cross_out", linear, context.layout)
+
+
+def cross_heads(spec: Spec, weights: Arrays, encoded: Float[Array, "T D"], layout: Layout) -> Float[Array, "T A C"]:
+    """Return the keys, then the values, of an encoder's output for a layer's cross-attention, A = 2 Hx."""
+    heads = heads_per_shard(spec, layout.shards("heads"))[0]
+    bias = weights.get("cross_kv_bias")
+    if bias is not None and not spec.key_bias:
+        bias = jnp.concatenate([jnp.zeros_like(bias), bias])
+    both = layers.linear(encoded, weights["cross_kv"], bias).astype(encoded.dtype)
+    return both.reshape(len(encoded), 2 * heads, spec.head_size)
 
 
 def feed_forward(spec: Spec, weights: Arrays, layer: int, x: Array, context: Context) -> Array:

@@ -116,13 +116,26 @@ def rotation(rope: Rope, positions: Array) -> tuple[Array, Array]:
 def relative_bias(table: Array, length: int, buckets: int, distance: int) -> Array:
     """Return relative position biases [H, length, length] from `table` [buckets, H].
 
-    Half the buckets are for keys after the query. Of each half, one half are single distances, the other logarithmic
-    ranges up to `distance` (Raffel et al. 2020, §2.1).
+    Half the buckets are for keys after the query.
     """
-    steps = np.arange(1 - length, length, dtype=np.float32)  # key position minus query position
-    half, exact = buckets // 2, buckets // 4
-    far = np.log(np.maximum(np.abs(steps), 1) / exact) / math.log(distance / exact) * (half - exact)
-    near = np.where(np.abs(steps) < exact, np.abs(steps), np.minimum(exact + np.trunc(far), half - 1))
-    values = table[(near + half * (steps > 0)).astype(np.int32)]  # [2 length - 1, H]
+    steps = np.arange(1 - length, length)  # key position minus query position
+    half = buckets // 2
+    values = table[_buckets(np.abs(steps), half, distance) + half * (steps > 0)]  # [2 length - 1, H]
     places = jnp.arange(length)
     return values.T[:, places - places[:, None] + length - 1]
+
+
+def causal_bias(table: Array, buckets: int, distance: int) -> Array:
+    """Return relative position biases [H, distance + 1] of keys before the query, from `table` [buckets, H]."""
+    return table[_buckets(np.arange(distance + 1), buckets, distance)].T
+
+
+def _buckets(steps: np.ndarray, count: int, distance: int) -> np.ndarray:
+    """Return the bucket of each step, of `count`: half are single steps, the others logarithmic ranges to `distance`.
+
+    Raffel et al. 2020, §2.1.
+    """
+    exact = count // 2
+    wide = np.maximum(steps, 1).astype(np.float32)
+    far = np.log(wide / exact) / math.log(distance / exact) * (count - exact)
+    return np.where(steps < exact, steps, np.minimum(exact + np.trunc(far), count - 1)).astype(np.int32)

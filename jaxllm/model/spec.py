@@ -132,6 +132,7 @@ class Spec:
     residual_scale: float = 1.0  # of attention and feed-forward outputs
     qk_norm: QkNorm | None = None  # before rotation; "own per head": separate weights
     qkv_bias: bool = False
+    key_bias: bool = True  # of keys too, with `qkv_bias`
     out_bias: bool = False
     mlp_bias: bool = False
     learned_positions: bool = False
@@ -150,6 +151,8 @@ class Spec:
     embed_norm: bool = False  # after the embedding; with "pre", replaces the first attention norm
     final_norm: bool = True
     token_types: int = 0  # rows of the segment embedding, for text pairs
+    keeps_first_norm: bool = False  # with `embed_norm` and "pre": the first layer has its attention norm too
+    cross: bool = False  # each layer attends to an encoder's output after its own attention
     relative_buckets: int = 0  # T5's relative position biases
     relative_distance: int = 128  # distances beyond share a bucket
 

@@ -32,7 +32,7 @@ from jaxllm.scheduler.state import Events, Fork, Plan, Request
 from jaxllm.version import __version__
 
 MAGIC = "jaxllm recording"
-FORMAT = 8
+FORMAT = 9
 MIN_BYTES = 1 << 20
 _PSEUDONYM = 1 << 30  # minimum; above all vocabularies, so a pseudonym is never a stop token
 _log = logging.getLogger(__name__)
@@ -283,6 +283,7 @@ def pack_request(request: Request, pseudonyms: Pseudonyms | None = None) -> dict
         "may_draft": request.may_draft,
         "beam_group": request.beam_group,
         "media": [[each.start, each.length, hidden(each.digest)] for each in request.media],
+        "source": None if request.source is None else [hidden(request.source.digest), request.source.length],
         "tokens": tokens.tobytes(),
     }
 

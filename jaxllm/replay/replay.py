@@ -20,7 +20,7 @@ from jaxllm.replay.recording import FORMAT, MAGIC, Kind, describe
 from jaxllm.scheduler.host_tier import Landed
 from jaxllm.scheduler.media import Segment
 from jaxllm.scheduler.recorded import RecordedScheduler
-from jaxllm.scheduler.state import Events, Fork, Limits, Plan, Request, State
+from jaxllm.scheduler.state import Events, Fork, Limits, Plan, Request, Source, State
 from jaxllm.speculative_config import MAX_DRAFTS
 
 MAX_ENTRY = 1 << 30  # bytes of one value
@@ -257,6 +257,7 @@ def _read_request(fields: Mapping[str, Any]) -> Request:
         may_draft=bool(fields["may_draft"]),
         beam_group=int(fields["beam_group"]),
         media=tuple(Segment(int(start), int(length), digest) for start, length, digest in fields["media"]),
+        source=None if fields["source"] is None else Source(fields["source"][0], int(fields["source"][1])),
         reads_cache=bool(fields["reads_cache"]),
         name=str(fields["name"]),
     )

@@ -5,7 +5,7 @@ Traced inside the step. Letters: T flat tokens, R rows, Y tiles, M blocks per sl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -40,8 +40,12 @@ def attention(
     field: Mapping[str, jax.Array],
     slots: jax.Array,
     positions: jax.Array,
+    bias: jax.Array | None = None,
 ) -> decoder.Attend:
-    """Return the function that writes a layer's keys and values to `kv`, then attends."""
+    """Return the function that writes a layer's keys and values to `kv`, then attends.
+
+    `bias` is that of all layers, see `pallas_kernels.paged_decode`.
+    """
     size, groups = geometry.block_size, geometry.num_groups
     # Padding has distinct indices out of bounds, because the scatter assumes unique ones.
     nowhere = [geometry.array_blocks(group) + jnp.arange(shape.tokens) for group in range(groups)]
@@ -87,6 +91,7 @@ def attention(
             "k_scales": cache.k_scales,
             "v_scales": cache.v_scales,
             "float8": geometry.float8,
+            **({} if bias is None else {"bias": bias}),
         }
         with named_scope("attend"):
             decoded = _paged_decode(
@@ -114,6 +119,39 @@ def attention(
                 **options,
             )
             return chunks.at[: shape.rows].add(decoded)  # each is zero in the other's rows
+
+    return attend
+
+
+def cross_attention(
+    spec: Spec,
+    geometry: Geometry,
+    kernels: Mapping[str, Choice],
+    shape: Shape,
+    kv: Sequence[KvLayer[jax.Array]],
+    sources: jax.Array,
+    slots: jax.Array,
+) -> decoder.Cross:
+    """Return the function that attends to each token's source: `sources` as `DeviceState.sources`."""
+    own = sources.at[slots].get(mode="clip")
+    lengths, tables = jnp.where(slots < geometry.num_slots, own[:, 0], 0), own[:, 1:]
+
+    def attend(layer: int, q: jax.Array) -> jax.Array:
+        cache = kv[layer]
+        with named_scope("attend"):
+            return _paged_decode(
+                q,
+                cache.keys,
+                cache.values,
+                tables,
+                lengths,
+                scale=spec.attention_scale,
+                k_scales=cache.k_scales,
+                v_scales=cache.v_scales,
+                float8=geometry.float8,
+                batch_invariant=not shape.tiles and not shape.is_decode,
+                implementation=kernels["paged_decode"],
+            )
 
     return attend
 

@@ -35,6 +35,7 @@ class DeviceState(Generic[Leaf]):
     extras: Leaf  # int32[S, F] of `sampler.Extras`; the sampling row has the valid length
     hidden: Leaf  # [T, D]: hidden states of the last widest-variant step, for `scoring`
     media: Leaf | None = None  # [rows, D + …]: embeddings of images, see scheduler/media.py and `Context.media`
+    sources: Leaf | None = None  # int32[S, 1 + Ms]: each slot's source: tokens, then blocks, see scheduler/sources.py
 
 
 def abstract(
@@ -48,11 +49,12 @@ def abstract(
     cache_dtype: jnp.dtype | None = None,
     batch_size: int = 0,
     media: tuple[int, int] = (0, 0),
+    source_blocks: int = 0,
 ) -> DeviceState[jax.ShapeDtypeStruct]:
     """Describe the state (shapes, types, shardings) without allocating; `max_tokens` is T.
 
     `spec` is that of a pipeline stage. `cache_dtype` applies to all caches; `batch_size` is the largest packed batch
-    in int32, if stored; `media` is the shape of images' embeddings.
+    in int32, if stored; `media` is the shape of images' embeddings, `source_blocks` the most of an encoder's input, Ms.
     """
 
     def array(shape: tuple[int, ...], kind: jnp.dtype, *axes: str) -> jax.ShapeDtypeStruct:
@@ -78,6 +80,7 @@ def abstract(
         extras=array((geometry.num_slots, extras.width), int32, "slots"),
         hidden=array((max_tokens, spec.width), dtype),
         media=array(media, dtype) if media[0] else None,
+        sources=array((geometry.num_slots, 1 + source_blocks), int32, "slots") if source_blocks else None,
     )
 
 

@@ -40,6 +40,7 @@ from jaxllm.runner.resident_adapters import ResidentAdapters, Weights
 from jaxllm.runner.results import Scored, StepOutput
 from jaxllm.runner.row_layout import Row, RowLayout
 from jaxllm.runner.small_programs import SmallPrograms
+from jaxllm.runner.source_encoder import SourceEncoder
 from jaxllm.runner.step_input import PackedStep, StepInput
 from jaxllm.runner.step_model import Leaves, StepModel
 from jaxllm.sampling.logits_processors import load_processors
@@ -119,6 +120,7 @@ class Runner(Residence):
     """Runs plans on the device. Not thread-safe: one thread calls `dispatch`."""
 
     encoder: ImageEncoder | None = None  # of a model with images
+    sources: SourceEncoder | None = None  # of an encoder-decoder model
 
     def __init__(
         self,
@@ -145,13 +147,14 @@ class Runner(Residence):
             self._adapter_shapes = () if self._row_weights is None else self._row_weights.described
             self.adapters = ResidentAdapters(self._adapter_shapes)
             self.encoder = None if setup.images is None else ImageEncoder(setup)
+            self.sources = None if setup.encoder is None else SourceEncoder(setup)
             free = free_bytes(setup)
             plan = plan_memory(config, setup, free)
             if needs_weights and config.load_format != "dummy":
                 weights.check(setup.folder, setup.spec, setup.family, setup.layout, setup.head)
                 draft_setup.check(setup.drafting, setup.draft, setup.layout.unstaged)
-                if self.encoder is not None:
-                    self.encoder.check()
+                for encoder in self._encoders:
+                    encoder.check()
         self._params: Leaves = ()
         self._state: Leaves = ()
         self._host: HostTier | None = None
@@ -168,9 +171,9 @@ class Runner(Residence):
                 with phases.phase("weights") as causes:
                     started = time.perf_counter()
                     self._params = tuple(jax.tree.leaves(self._load(self._folder, progress)))
-                    if self.encoder is not None:
+                    for encoder in self._encoders:
                         is_random = config.load_format == "dummy"
-                        self.encoder.load(progress, config.seed % 2**32 if is_random else None)
+                        encoder.load(progress, config.seed % 2**32 if is_random else None)
                     num_bytes = sum(leaf.nbytes for leaf in self._params)
                     speed = memory_plan.size(int(num_bytes / (time.perf_counter() - started)))
                     source = "random" if config.load_format == "dummy" else f"from {setup.folder}"
@@ -237,7 +240,12 @@ class Runner(Residence):
             num_window_blocks=self.geometry.num_window_blocks,
             **self._host_limits,
             **self._media_limits,
+            **self._source_limits,
         )
+
+    @property
+    def _encoders(self) -> Sequence[ImageEncoder | SourceEncoder]:
+        return [each for each in (self.encoder, self.sources) if each is not None]
 
     @property
     def _host_limits(self) -> dict[str, Any]:
@@ -274,6 +282,11 @@ class Runner(Residence):
         if own is None:
             return {}
         return {"num_media_units": own.num_units, "media_unit": own.unit, "max_encoded": own.budget}
+
+    @property
+    def _source_limits(self) -> dict[str, Any]:
+        own = self.sources
+        return {} if own is None else {"max_source": own.max_tokens, "max_encoded": own.budget}
 
     @property
     def _max_verified(self) -> int:
@@ -385,6 +398,7 @@ class Runner(Residence):
             adapters=adapters,
             scored=given.side.get("scored", ()),
             encodes=given.side.get("encodes", ()),
+            sources=given.side.get("sources"),
         )
 
     def move(self, plan: Plan) -> None:
@@ -408,6 +422,7 @@ class Runner(Residence):
                 if self._host is not None:
                     self._state = self._host.move(self._state, plan.moves, plan.number)
                 self._state = small.move(self._state, plan.moves)
+            self._prepare_sources(packed)  # after moves, which may read blocks that they reuse
             own = self.adapters.arguments(packed.adapters, key.shape.adapters)
             self._state, returned = self.programs[key](self._params, self._state, packed.buffer, *own)
             if len(way) == 1:
@@ -419,6 +434,10 @@ class Runner(Residence):
         if len(way) > 1:
             return HeldStep(plan, way[1], packed.buffer, returned, scores)
         return self._in_flight(returned, plan, key, scores)
+
+    def _prepare_sources(self, packed: PackedStep) -> None:
+        if packed.sources is not None and self.sources is not None:
+            self._state = self.sources.prepare(self._params, self._state, packed.sources)
 
     def _in_flight(self, joined: jax.Array, plan: Plan, key: Key, scores: Sequence[Any]) -> StepInFlight:
         assert key.variant is not None
@@ -475,8 +494,8 @@ class Runner(Residence):
         self._drop_state()
         self._params = ()
         self._away = []
-        if self.encoder is not None:
-            self.encoder.close()
+        for encoder in self._encoders:
+            encoder.close()
 
     def _drop_state(self) -> None:
         self._state = ()
@@ -525,6 +544,7 @@ class Runner(Residence):
             head=setup.head,
             adapters=self._row_weights,
             drafting=self.drafting,
+            encoder=None if setup.encoder is None else setup.encoder.spec,
         )
         self.programs.platform = setup.platform
         self.programs.kept = self._kept = KeptPrograms(
@@ -572,7 +592,8 @@ class Runner(Residence):
         batch_size = 0
         if self._keeps_batch:
             batch_size = max(batch.buffer_size(key.shape) for key in (*self.programs.covering, *self.programs.rest))
-        return device_state.abstract(setup.stage_spec, *sizes, *own, batch_size, setup.media_rows)
+        source_blocks = -(-setup.max_source // self.geometry.block_size)
+        return device_state.abstract(setup.stage_spec, *sizes, *own, batch_size, setup.media_rows, source_blocks)
 
     def _list_programs(self) -> Programs:
         setup, geometry = self.setup, self.geometry
@@ -619,8 +640,7 @@ class Runner(Residence):
             self._compile_small()
             self.programs.wait(progress)
             temporaries = max(self._temporary_bytes(key) for key in self.programs.covering)
-            if self.encoder is not None:
-                temporaries = max(temporaries, self.encoder.temporary_bytes)
+            temporaries = max(temporaries, *(each.temporary_bytes for each in self._encoders), 0)
             fitting = plan_memory(self._config, self.setup, free, temporaries)
             if fitting.num_blocks >= self.geometry.num_blocks:
                 return
@@ -651,6 +671,8 @@ class Runner(Residence):
         self._small = SmallPrograms(programs, shapes, self.geometry, kv, spec.vocab_size)
         if self.encoder is not None:
             self.encoder.compile(make, shapes)
+        if self.sources is not None:
+            self.sources.compile(make, self._step_model)
 
     def _lower(self, key: Key) -> jax.stages.Lowered:
         model, everywhere = self._step_model, self.setup.layout.sharding()

@@ -127,7 +127,7 @@ def _encode(
     row, first, lengths = field["token_row"], field["row_first"], field["row_length"]
     context = decoder.Context(
         field["token_position"],
-        _attention_in_bins(model, params, shape, row),
+        attention_in_bins(model.spec, model.layout, params, shape.bin_tokens, row),
         layout=model.layout,
         token_types=field["token_types"],
     )
@@ -150,15 +150,14 @@ def _sums(is_own: jax.Array, hidden: jax.Array) -> jax.Array:
     return jnp.where((is_own & is_bad).any(axis=1)[:, None], jnp.nan, total)
 
 
-def _attention_in_bins(model: StepModel, params: Params[jax.Array], shape: Shape, row: jax.Array) -> Attend:
-    """Return the attention of tokens to those of their row, all in one bin."""
-    spec, length = model.spec, shape.bin_tokens
+def attention_in_bins(spec: Spec, layout: Layout, params: Params[jax.Array], length: int, row: jax.Array) -> Attend:
+    """Return the attention of tokens to those of their row, all in one bin of `length` tokens."""
     rows = row.reshape(-1, length)
     bias = None
     if spec.relative_buckets:
         table = params.top["relative_bias"]
         bias = layers.relative_bias(table, length, spec.relative_buckets, spec.relative_distance)  # [H, L, L]
-    num_heads, kv_heads = heads_per_shard(spec, model.layout.shards("heads"))
+    num_heads, kv_heads = heads_per_shard(spec, layout.shards("heads"))
 
     def attend(layer: int, heads: Heads, window: int | None, sinks: jax.Array | None) -> jax.Array:
         if sinks is not None:
@@ -201,6 +200,6 @@ def _attention_in_bins(model: StepModel, params: Params[jax.Array], shape: Shape
             if whole < length:
                 parts.append(attend_piece(jnp.int32(whole), length - whole))
             mixed = jnp.concatenate(parts, axis=3).transpose(0, 3, 1, 2, 4)  # [b, L, K, G, C]
-            return mixed.reshape(shape.tokens, num_heads, -1).astype(heads.qkv.dtype)
+            return mixed.reshape(len(row), num_heads, -1).astype(heads.qkv.dtype)
 
     return attend

@@ -21,11 +21,11 @@ from jax import lax, named_scope
 from jax.sharding import PartitionSpec
 
 import pallas_kernels
-from jaxllm.model import decoder, fused
+from jaxllm.model import decoder, fused, layers
 from jaxllm.model.decoder import Params
 from jaxllm.model.sharding import Layout
 from jaxllm.runner import batch, draft_models, drafting, pipeline
-from jaxllm.runner.attention import attention
+from jaxllm.runner.attention import attention, cross_attention
 from jaxllm.runner.batch import Shape
 from jaxllm.runner.device_state import DeviceState
 from jaxllm.runner.drafting import SamplePositions
@@ -348,27 +348,30 @@ def _forward(
     tables = state.tables.at[table[:, 0], table[:, 1]].set(table[:, 2], mode="drop")
     laid = _lay_out(model, shape, state, field)
     kv, last = list(state.kv), laid.last
-    context = _context(model, shape, kv, tables, field, laid.slots, laid.positions, adapters)
+    context = _context(model, shape, params, kv, tables, field, laid.slots, laid.positions, adapters)
     if state.media is not None and "token_media" in field:
         context = replace(context, media=(state.media, field["token_media"]))
     if "turned" in field:
         context = replace(context, turned=field["turned"])
+    if state.sources is not None:
+        cross = cross_attention(spec, model.geometry, model.kernels, shape, kv, state.sources, laid.slots)
+        context = replace(context, cross=cross)
     aux: Leaves = ()
     if model.layout.bounds:
 
         def context_of(own: Shape, kv: list[Any], field: Mapping[str, jax.Array]) -> decoder.Context:
-            return _context(model, own, kv, tables, field, field["slots"], field["positions"], adapters)
+            return _context(model, own, params, kv, tables, field, field["slots"], field["positions"], adapters)
 
         x = decoder.embed(spec, params, laid.tokens, context)
         by_token = {**field, "slots": laid.slots, "positions": laid.positions}
-        layers = model.drafting.head.aux_layers if model.drafting is not None and model.drafting.head else ()
-        x, aux = pipeline.run(model, shape, params, x, kv, by_token, context_of, layers)
+        aux_layers = model.drafting.head.aux_layers if model.drafting is not None and model.drafting.head else ()
+        x, aux = pipeline.run(model, shape, params, x, kv, by_token, context_of, aux_layers)
         if last is not None and not keeps_hidden:  # fewer rows to exchange
             x, last = x.at[last].get(mode="clip"), None
         hidden = decoder.final_norm(spec, params, pipeline.from_stage(x, model.layout.stages - 1))
     elif model.drafting is not None and model.drafting.head is not None:
-        layers = model.drafting.head.aux_layers
-        hidden, aux = decoder.forward_with_aux(spec, params, laid.tokens, context, layers)
+        aux_layers = model.drafting.head.aux_layers
+        hidden, aux = decoder.forward_with_aux(spec, params, laid.tokens, context, aux_layers)
     else:
         hidden = decoder.forward(spec, params, laid.tokens, context)  # [T, D]
     kept = state.hidden
@@ -383,6 +386,7 @@ def _forward(
 def _context(
     model: StepModel,
     shape: Shape,
+    params: Params[jax.Array],
     kv: list[Any],
     tables: jax.Array,
     field: Mapping[str, jax.Array],
@@ -390,7 +394,10 @@ def _context(
     positions: jax.Array,
     adapters: Sequence[Any],
 ) -> decoder.Context:
-    attend = attention(model.spec, model.geometry, model.kernels, shape, kv, tables, field, slots, positions)
+    spec, bias = model.spec, None
+    if spec.relative_buckets:
+        bias = layers.causal_bias(params.top["relative_bias"], spec.relative_buckets, spec.relative_distance)
+    attend = attention(spec, model.geometry, model.kernels, shape, kv, tables, field, slots, positions, bias)
     context = decoder.Context(positions, attend, layout=model.layout, fused=fused.chosen(model.kernels))
     context = replace(context, rounds_inner=fused.rounds_inner(model.kernels, shape.tokens))
     if model.adapters is not None and adapters:

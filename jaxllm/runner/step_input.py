@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxllm.media.processor import Prepared
 from jaxllm.runner.compiled_programs import ProgramKeys
+from jaxllm.runner.source_encoder import SourceInputs
 from jaxllm.sampling.sampler import Variant
 from jaxllm.scheduler.state import Plan
 
@@ -41,3 +42,4 @@ class PackedStep:
     adapters: tuple[int, ...]  # numbers, in argument order
     scored: Sequence[Any]
     encodes: Sequence[tuple[Prepared, np.ndarray]] = ()  # images, and the rows of their tokens; encoded before the step
+    sources: SourceInputs | None = None  # of an encoder-decoder model

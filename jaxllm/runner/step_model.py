@@ -38,6 +38,7 @@ class StepModel:
     head: Head | None = None  # of a pooling model
     adapters: RowWeights | None = None
     drafting: Drafting | None = None  # of an engine that verifies drafts
+    encoder: Spec | None = None  # of an encoder-decoder model; programs are kept by these fields
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from jaxllm.scheduler import beam_groups, media, occupancy, windowed
+from jaxllm.scheduler import beam_groups, media, occupancy, sources, windowed
 from jaxllm.scheduler.state import Admission, Limits, StateEditor, Waiting
 from jaxllm.scheduler.windowed import Entering
 
@@ -82,9 +82,12 @@ def admit(
             entering = None
         here = [block for block in hits if block >= 0] if has_host else hits
         num_blocks = -(-entry.num_tokens // limits.block_size)
+        source = sources.find(editor, limits, entry.request)
+        if source is None:
+            break
         # One block per running request stays free, or the next step would undo the admission.
-        available = editor.pool.num_available - editor.pool.num_idle(here)
-        if num_blocks - len(here) > available - num_running:
+        available = editor.pool.num_available - editor.pool.num_idle([*here, *source.hits])
+        if num_blocks - len(here) + source.num_new > available - num_running:
             break
         start = len(hits) * limits.block_size
         length = min(entry.num_tokens - start, budget)
@@ -95,7 +98,8 @@ def admit(
         slot = free_slots.pop()
         if places is not None:
             places.enter(entry.request.adapter)
-        editor.pool.share(here)
+        editor.pool.share([*here, *source.hits])
+        sources.enter(editor, limits, slot, entry.request, source)
         if len(here) < len(hits):
             hits = _load(editor, limits, entry, 0, hits)
         owned = (*hits, *editor.pool.take(num_blocks - len(hits)).tolist())
@@ -142,9 +146,12 @@ def _admit_beam_group(
     found = beam_groups.find(editor, limits, members)
     total = [-(-entry.num_tokens // limits.block_size) for entry in members[: len(found)]]
     num_new = [count - max(len(part.hits), part.count) for count, part in zip(total, found, strict=True)]
-    hits = list({block for part in found for block in part.hits})
+    source = sources.find(editor, limits, members[0].request)
+    if source is None:
+        return None
+    hits = list({*(block for part in found for block in part.hits), *source.hits})
     # One block stays free per running request, and per member that begins with a child's first token.
-    if sum(num_new) + len(members) - len(found) > (
+    if source.num_new + sum(num_new) + len(members) - len(found) > (
         editor.pool.num_available - editor.pool.num_idle(hits) - num_running
     ):
         return None
@@ -158,7 +165,11 @@ def _admit_beam_group(
         editor.pool.share(part.hits)
         if part.near:
             editor.window_pool.share(part.near)
+    editor.pool.share(source.hits)
+    sources.enter(editor, limits, slots[0], members[0].request, source)
     for number, (slot, entry) in enumerate(zip(slots, members, strict=True)):
+        if number and entry.request.source is not None:
+            sources.follow(editor, slot, slots[0])
         if number >= len(found):
             occupancy.occupy(editor, limits, slot, entry, 0, ())
             own = editor.own_slots  # no column test finds work for it

@@ -51,7 +51,8 @@ def check(requests: Sequence[Request]) -> None:
 
 
 def _nature(request: Request) -> tuple[object, ...]:
-    return request.beam_group, request.root, request.tokens, request.limit, request.priority, request.adapter
+    content = request.root, request.tokens, request.adapter, request.source
+    return request.beam_group, request.limit, request.priority, *content
 
 
 def queued(waiting: Sequence[Waiting], at: int) -> Sequence[Waiting]:

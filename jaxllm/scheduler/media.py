@@ -35,10 +35,10 @@ class Encoded(NamedTuple):
 
 
 class Encode(NamedTuple):
-    """An image to encode before a step."""
+    """An image or source to encode before a step."""
 
     sequence_id: int
-    index: int  # of the request's segments
+    index: int  # of the request's segments; of a source (see sources.py): blocks at its beginning that have it already
     units: tuple[int, ...]
 
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from jaxllm.scheduler import beam_groups, block_pool, drafting, media, windowed
+from jaxllm.scheduler import beam_groups, block_pool, drafting, media, sources, windowed
 from jaxllm.scheduler.state import Limits, Request, Running, StateEditor, Waiting
 
 NO_TOKEN = np.iinfo(np.int32).max
@@ -71,6 +71,8 @@ def vacate(
             if may_publish:
                 windowed.publish(editor, slot, digests, range(first, len(digests)))
             windowed.leave(editor, slot, named)
+        if limits.max_source:
+            sources.leave(editor, limits, slot, record.request)
         editor.running[slot], editor.tables[slot] = None, ()
     if editor.beam_groups:
         beam_groups.disband(editor, slots)

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxllm.errors import ContextLengthError
 from jaxllm.outputs import FinishReason
-from jaxllm.scheduler import beam_groups, drafting, host_tier, occupancy, windowed
+from jaxllm.scheduler import beam_groups, drafting, host_tier, occupancy, sources, windowed
 from jaxllm.scheduler.admission import admit
 from jaxllm.scheduler.host_tier import Landed
 from jaxllm.scheduler.state import (
@@ -27,18 +27,20 @@ from jaxllm.scheduler.state import (
     Limits,
     Plan,
     Request,
+    Source,
     State,
     StateEditor,
     Waiting,
 )
 
 
-def check_fits(limits: Limits, num_prompt: int, limit: int, width: int = 1) -> None:
+def check_fits(limits: Limits, num_prompt: int, limit: int, width: int = 1, source: Source | None = None) -> None:
     """Raise ContextLengthError for a request of at most `limit` tokens, or a beam group of `width`, beyond the pool."""
     needed = -(-max(num_prompt, limit - 1) // limits.block_size)  # the last token is sampled, never computed
     windowed_needed = width * min(needed, windowed.most(limits.window, limits.block_size)) if limits.window else 0
     if width > 1:
         needed = beam_groups.blocks_needed(limits, num_prompt, limit, width)
+    needed += sources.num_blocks(source, limits.block_size)
     if needed > limits.num_blocks:
         raise ContextLengthError(
             f"The request may reach {limit} tokens and would need {needed} KV blocks of {limits.block_size} "
@@ -64,10 +66,12 @@ def add(state: State, limits: Limits, requests: Sequence[Request]) -> State:
     for request in requests:
         if request.adapter and not limits.max_adapters:
             raise ValueError(f"request {request.name!r:.80} has an adapter, and there are no places for any")
-        check_fits(limits, request.num_prompt, request.limit, widths.get(request.beam_group, 1))
+        check_fits(limits, request.num_prompt, request.limit, widths.get(request.beam_group, 1), request.source)
         before = entries[-1] if entries else None
         if request.media and (not limits.num_media_units or request.beam_group):
             raise ValueError(f"request {request.name!r:.80} has images, which no encoder or no beam search reads")
+        if (0 if request.source is None else request.source.length) > limits.max_source:
+            raise ValueError(f"request {request.name!r:.80} has a source, which no encoder reads")
         is_sample = before is not None and before.request.root == request.root and before.request.media == request.media
         if before and is_sample and before.request.tokens == request.tokens:
             digests = before.digests  # the next sample of the same prompt
@@ -221,7 +225,7 @@ def plan(state: State, limits: Limits, now: float) -> tuple[State, Plan]:
         proposes=bool(limits.max_drafts and state.slots.has_drafts[row_slots].any()),
         capacity=state.slots.capacity[row_slots] if limits.max_drafts else None,
         moves=moves,
-        encodes=editor.encodes if limits.num_media_units else (),
+        encodes=editor.encodes if limits.num_media_units or limits.max_source else (),
     )
 
 
@@ -299,6 +303,8 @@ def commit(
                 windowed.forget(editor, slot)
             if limits.num_media_units:
                 editor.media.forget(editor.owner(slot).request.media)
+            if limits.max_source:
+                sources.forget(editor, limits, slot)
         occupancy.vacate(editor, limits, failed_slots, may_publish=False)
         occupancy.vacate(editor, limits, row_slots[ended].tolist())
     return editor.done(), Events(

@@ -50,7 +50,8 @@ class Limits:
     stores_prompts: bool = False  # copy the blocks of prompts to the host's tier when computed, not when evicted
     num_media_units: int = 0  # of the encoder's cache, see media.py; 0: no encoder
     media_unit: int = 1  # embeddings of a unit
-    max_encoded: int = 0  # tokens of images that a plan encodes, except for its first image
+    max_encoded: int = 0  # tokens of images or sources that a plan encodes, except for its first one
+    max_source: int = 0  # most tokens of an encoder's input, see sources.py; 0: no encoder-decoder model
 
     @property
     def num_groups(self) -> int:
@@ -60,6 +61,13 @@ class Limits:
     @property
     def host_blocks(self) -> tuple[int, ...]:
         return (self.num_host_blocks, self.num_host_window_blocks)[: self.num_groups]
+
+
+class Source(NamedTuple):
+    """An encoder's input, which the decoder attends to."""
+
+    digest: bytes  # of all that its keys and values depend on
+    length: int  # tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -79,6 +87,7 @@ class Request:
     beam_group: int = 0  # `sequence_id` of its beam group's leader, see beam groups.py; 0: no beam group
     name: str = ""  # for logs and recordings
     media: tuple[Segment, ...] = ()  # its images, in order
+    source: Source | None = None  # of an encoder-decoder model
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,6 +193,7 @@ class State(NamedTuple):
     window_pool: Pool | None = None
     host: Host | None = None
     media: EncoderCache | None = None
+    sources: tuple[tuple[int, ...], ...] = ()  # by slot: blocks of its source, of an encoder-decoder model
 
     @property
     def num_running(self) -> int:
@@ -313,6 +323,7 @@ def initial(limits: Limits) -> State:
         window_pool=block_pool.make_pool(limits.num_window_blocks) if limits.window else None,
         host=host_tier.make_host(limits.host_blocks) if limits.num_host_blocks else None,
         media=media.make_cache(limits.num_media_units) if limits.num_media_units else None,
+        sources=((),) * num_slots if limits.max_source else (),
     )
 
 
@@ -365,6 +376,8 @@ class StateEditor:
         self.beam_groups = state.beam_groups
         self.entries = state.entries
         self.copies = state.copies
+        self.source_encodes: list[Encode] = []
+        self.num_encoded = 0  # tokens of `source_encodes`
         self._was_cleared = False
         self._described: dict[bytes, BlockStored] = {}
 
@@ -403,7 +416,7 @@ class StateEditor:
 
     @property
     def encodes(self) -> tuple[Encode, ...]:
-        return tuple(self.media.encodes) if "media" in self._parts else ()
+        return tuple(self.media.encodes) if "media" in self._parts else tuple(self.source_encodes)
 
     @property
     def running(self) -> list[Running | None]:
@@ -416,6 +429,10 @@ class StateEditor:
     @property
     def window_tables(self) -> list[tuple[int, ...]]:
         return self._list("window_tables")
+
+    @property
+    def sources(self) -> list[tuple[int, ...]]:
+        return self._list("sources")
 
     def owner(self, slot: int) -> Running:
         record = (self._parts.get("running") or self._state.running)[slot]
@@ -491,6 +508,10 @@ class StateEditor:
         if old.media is not None:
             cache = self._parts.get("media")
             state = state._replace(media=old.media if cache is None else cache.done())
+        if "sources" in lists:
+            state = state._replace(sources=lists["sources"])
+        elif old.sources:
+            state = state._replace(sources=old.sources)
         if old.window_pool is None:
             return state
         window_pool = self._parts.get("window_pool")

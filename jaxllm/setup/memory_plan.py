@@ -51,6 +51,7 @@ class Need:
     windowed: Windowed | None = None  # layers with a separate pool, not in `block`
     moving: int = 0  # blocks in transit to and from the host's tier
     host: int = 0  # this device's part of that tier, in the host's memory
+    source_len: int = 0  # most tokens of an encoder's input, which has its own blocks
 
     def window_blocks(self, num_blocks: int) -> int:
         """Return the number of blocks of windowed layers for `num_blocks` of the others.
@@ -127,7 +128,7 @@ def share_out(device: Device, need: Need, asked: Asked) -> MemoryPlan:
         room = device.free - need.weights - need.adapters - need.slots - need.temporaries - need.moving
     # An estimate is no reason to refuse a number of the user.
     most = None if room is None else room + (0 if need.is_measured else need.temporaries)
-    longest = _blocks_of(asked.max_model_len or need.model_len, need)
+    longest = _blocks_of(asked.max_model_len or need.model_len, need) + _blocks_of(need.source_len, need)
     if asked.num_blocks is not None:
         num_blocks = asked.num_blocks
         _check_pool(device, need, num_blocks, most, "num_kv_blocks")
@@ -147,7 +148,7 @@ def share_out(device: Device, need: Need, asked: Asked) -> MemoryPlan:
         device=device,
         need=need,
         num_blocks=num_blocks,
-        max_model_len=_length(device, need, asked, num_blocks),
+        max_model_len=_length(device, need, asked, max(0, num_blocks - _blocks_of(need.source_len, need))),
     )
 
 
@@ -262,7 +263,8 @@ def _length(device: Device, need: Need, asked: Asked, num_blocks: int) -> int:
             knob,
         )
     if asked.max_model_len is not None:
-        needed, room = _blocks_of(wanted, need), size(need.kv_bytes(num_blocks))
+        needed = _blocks_of(wanted, need) + _blocks_of(need.source_len, need)
+        room = size(need.kv_bytes(num_blocks))
         if asked.num_blocks is not None:
             more = f"num_kv_blocks to {needed}"
         else:

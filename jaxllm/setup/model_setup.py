@@ -25,14 +25,14 @@ from jaxllm.compiling import aot_manifest
 from jaxllm.compiling.program_digest import cpu_name
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
-from jaxllm.families.family import Family, Images
+from jaxllm.families.family import Encoder, Family, Images
 from jaxllm.families.stored_formats import StoredFormat
 from jaxllm.media.processor import Processor
-from jaxllm.model import lora, quantized, stages
-from jaxllm.model.decoder import Params, RowWeights
+from jaxllm.model import lora, quantized, spectrogram, stages
+from jaxllm.model.decoder import Params, RowWeights, declare
 from jaxllm.model.head import Head
 from jaxllm.model.lora_linear import AdapterWeights
-from jaxllm.model.parameters import Scheme
+from jaxllm.model.parameters import Scheme, Weight
 from jaxllm.model.sharding import Layout, make_layout
 from jaxllm.model.spec import Spec, heads_per_shard
 from jaxllm.sampling.logits_processors import processor_name
@@ -84,11 +84,20 @@ class Setup:
     prepared: Mapping[str, Any]  # the manifest by `jaxllm compile`, {} without one
     images: Images | None = None  # how the model reads images
     processor: Processor | None = None
+    encoder: Encoder | None = None  # of an encoder-decoder model
+    decoder_start: tuple[int, ...] = ()  # tokens with which its decoder begins
 
     @property
     def stage_spec(self) -> Spec:
         """The model that each pipeline stage computes; without stages the whole."""
         return stages.of_one(self.spec, self.layout)
+
+    @property
+    def max_source(self) -> int:
+        """Most tokens of an encoder's input; 0: the model has no encoder."""
+        if self.encoder is None or self.encoder.num_mels:
+            return 0 if self.encoder is None else self.encoder.spec.max_position
+        return min(self.encoder.spec.max_position, self.max_model_len)
 
     @property
     def media_units(self) -> int:
@@ -196,6 +205,7 @@ def choose_kernels(
         value_size=spec.latent.rank if spec.latent else None,
         block_tokens=config.block_size,
         has_softcap=spec.attention_softcap is not None,
+        has_bias=spec.relative_buckets > 0,
         shards=layout.shards("vocab"),
         kind="float" if scheme is None else scheme.kind,
         rounds_rows=scheme is not None and scheme.rounds_rows,
@@ -273,6 +283,7 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
 
     division = stages.divide(spec, config.pipeline_parallel_size)
     layout = make_layout(devices, config.tensor_parallel_size, config.enable_expert_parallel, division)
+    generation_config = weights.read_generation_config(folder)
 
     def kernels_of(own: Spec) -> dict[str, Choice]:
         return choose_kernels(config, own, layout, dtype, cache_dtype, scheme)
@@ -284,7 +295,7 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
         family=family,
         head=head,
         # Older checkpoints have the end token in config.json only.
-        generation_config={"eos_token_id": checkpoint.get("eos_token_id")} | weights.read_generation_config(folder),
+        generation_config={"eos_token_id": checkpoint.get("eos_token_id")} | generation_config,
         platform=platform,
         devices=devices,
         layout=layout,
@@ -301,7 +312,18 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
         prepared=recorded,
         images=described.images,
         processor=None if described.processor is None else replace(described.processor, context=longest),
+        encoder=described.encoder,
+        decoder_start=() if described.encoder is None else decoder_start({**checkpoint, **generation_config}),
     )
+
+
+def decoder_start(settings: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the tokens with which a decoder without a prompt begins; `settings` of both files."""
+    first = settings.get("decoder_start_token_id")
+    found = settings.get("bos_token_id") if first is None else first, settings.get("forced_bos_token_id")
+    if any(token is not None and (type(token) is not int or token < 0) for token in found):
+        raise UserError(f"decoder_start_token_id or forced_bos_token_id is no token id: {found!r:.80}.", "model")
+    return tuple(token for token in found if token is not None)
 
 
 def _check_stored(config: EngineConfig, stored: StoredFormat) -> None:
@@ -326,6 +348,8 @@ def _check_combinations(config: EngineConfig, described: Described, rounds: bool
         "kv_offloading_size": config.kv_offloading_size > 0,
         "kv_transfer_config": config.kv_transfer_config is not None,
         "enable_sleep_mode": config.enable_sleep_mode,
+        "enable_kv_cache_events": config.enable_kv_cache_events,
+        "data_parallel_size": config.data_parallel_size > 1,
         "kv_cache_dtype": config.kv_cache_dtype != "auto",
         "quantization": config.quantization is not None and rounds,
     }
@@ -334,6 +358,7 @@ def _check_combinations(config: EngineConfig, described: Described, rounds: bool
         combinations.POOLS: described.head is not None,
         combinations.IMAGES: described.images is not None,
         combinations.ANY_SIZE: spec.has_axes,
+        combinations.SEQ2SEQ: described.encoder is not None,
         combinations.WHOLE_PROMPTS: not spec.is_causal,
         combinations.LATENT: spec.latent is not None,
         combinations.EXPERTS: bool(spec.experts),
@@ -407,7 +432,7 @@ def plan_memory(config: EngineConfig, setup: Setup, free: int | None, temporarie
     stores = kv_cache.most_stores(setup.max_num_batched_tokens, config.block_size)
     moving = (stores + kv_cache.MOST_LOADED) * (block + (own_windowed.block if own_windowed else 0))
     need = memory_plan.Need(
-        weights=_bytes_on_one(described) + _bytes_on_one(describe_tower(setup)),
+        weights=sum(map(_bytes_on_one, (described, describe_tower(setup), describe_encoder(setup)))),
         # A step adds at most one, and two steps in flight may read removed ones.
         adapters=0 if adapters is None else (config.max_loras + 2) * _bytes_on_one(adapters.described),
         temporaries=_guess(setup) if temporaries is None else temporaries,
@@ -416,7 +441,8 @@ def plan_memory(config: EngineConfig, setup: Setup, free: int | None, temporarie
         * setup.max_num_seqs
         * ((2 if own_window else 1) * longest + setup.max_model_len + extras_of(config, spec).width)
         + setup.max_num_batched_tokens * spec.width * setup.dtype.itemsize * (1 + num_aux)
-        + math.prod(setup.media_rows) * setup.dtype.itemsize,
+        + math.prod(setup.media_rows) * setup.dtype.itemsize
+        + 4 * setup.max_num_seqs * -(-setup.max_source // config.block_size),
         block=block,
         windowed=own_windowed,
         moving=moving if host else 0,
@@ -425,6 +451,7 @@ def plan_memory(config: EngineConfig, setup: Setup, free: int | None, temporarie
         num_slots=setup.max_num_seqs,
         is_measured=temporaries is not None,
         model_len=setup.max_model_len,
+        source_len=setup.max_source,
     )
     asked = memory_plan.Asked(
         max_model_len=config.max_model_len,
@@ -450,6 +477,22 @@ def describe_tower(setup: Setup) -> Any:
         return ()
     declared = setup.images.spec.declare()
     return jax.tree.map(lambda weight: quantized.describe(weight, setup.layout, setup.dtype), declared)
+
+
+def declare_encoder(setup: Setup) -> Params[Weight]:
+    """Return the weights of an encoder, without the embedding, which is the decoder's."""
+    assert setup.encoder is not None
+    spec, num_mels = setup.encoder.spec, setup.encoder.num_mels
+    declared = declare(spec, setup.layout)
+    top = {name: own for name, own in declared.top.items() if name not in ("embed", "head")}
+    return replace(declared, top=top | (spectrogram.declare(spec.width, num_mels) if num_mels else {}))
+
+
+def describe_encoder(setup: Setup) -> Any:
+    """Describe the weights of the model's encoder; without one the result has no leaves."""
+    if setup.encoder is None:
+        return ()
+    return jax.tree.map(lambda weight: quantized.describe(weight, setup.layout, setup.dtype), declare_encoder(setup))
 
 
 def describe_adapters(config: EngineConfig, setup: Setup) -> RowWeights | None:
@@ -529,6 +572,7 @@ def describe_programs(config: EngineConfig, setup: Setup, plan: MemoryPlan) -> d
         "enable_expert_parallel": config.enable_expert_parallel,
         "pools": setup.head is not None,
         "images": [repr(setup.images.spec), setup.media_units] if setup.images else None,
+        "encoder": repr(setup.encoder.spec) if setup.encoder else None,
         "block_size": config.block_size,
         "num_kv_blocks": plan.num_blocks,
         "max_model_len": plan.max_model_len,

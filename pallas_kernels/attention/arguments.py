@@ -23,6 +23,7 @@ class AttentionArgs:
     sinks: Array | None = None  # [H]
     k_scales: Array | None = None  # [N, K, P]
     v_scales: Array | None = None
+    bias: Array | None = None  # [H, L], by distance
     scale: float = static()
     window: int | None = static(default=None)
     softcap: float | None = static(default=None)

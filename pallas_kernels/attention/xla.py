@@ -103,6 +103,7 @@ def mix_in(
     is_written: Array,
     scale: float,
     softcap: float | None,
+    bias: Array | None = None,
 ) -> Mixed:
     """Update the state of q [B, K, R, C] with keys [B, K, S, C] and values [B, K, S, V] where `is_seen` [B, R, S].
 
@@ -112,6 +113,8 @@ def mix_in(
     scores = jnp.einsum("bkrc,bksc->bkrs", q, k, preferred_element_type=jnp.float32) * scale
     if softcap is not None:
         scores = jnp.tanh(scores / softcap) * softcap
+    if bias is not None:
+        scores += bias
     scores = jnp.where(is_seen, scores, LOWEST)
     highest = jnp.maximum(before.highest, jnp.max(scores, axis=-1))  # [B, K, R]
     shrink = jnp.exp(before.highest - highest)
@@ -125,8 +128,10 @@ def mix_in(
 def _attend(q: Array, places: Array, tables: Array, sinks: Array | None, args: AttentionArgs) -> Array:
     """Attend with q [B, K, R, C] at positions `places` [B, R] (negative: none): float32 [B, K, R, V].
 
-    `tables` [B, M] and `sinks` [K, R] override `args`.
+    `tables` [B, M] and `sinks` [K, R] override `args`. A bias needs a key-value head for each query head.
     """
+    if args.bias is not None and len(args.bias) != q.shape[1]:
+        raise ValueError(f"a bias of {len(args.bias)} heads does not fit {q.shape[1]} key-value heads")
     rows, kv_heads, queries, _ = q.shape
     window, block_tokens = args.window, args.k_cache.shape[2]
     blocks = max(1, KEYS // block_tokens)
@@ -148,7 +153,11 @@ def _attend(q: Array, places: Array, tables: Array, sinks: Array | None, args: A
             is_seen &= key_places > places[:, :, None] - window
         is_written = key_places <= furthest[:, None]  # [B, S]
         k, v = keys_and_values(args, chosen)
-        return mix_in(carry, q, k, v, is_seen, is_written, args.scale, args.softcap)
+        bias = None
+        if args.bias is not None:
+            distance = jnp.clip(places[:, :, None] - key_places, 0, args.bias.shape[1] - 1)  # [B, R, S]
+            bias = jnp.moveaxis(args.bias.astype(jnp.float32)[:, distance], 0, 1)  # [B, K, R, S]
+        return mix_in(carry, q, k, v, is_seen, is_written, args.scale, args.softcap, bias)
 
     nothing = unseen((rows, kv_heads, queries), args.value_width, sinks)
     mixed = lax.fori_loop(first, last, visit, nothing)

@@ -150,7 +150,10 @@ class Serving:
             said = prompt.get("prompt")
             images = prompt.get("multi_modal_data", {}).get("image", ())
             num_bytes = sum(image.pixels.nbytes for image in images)
-            entry.charge(PROMPTS, num_bytes + len(said or "") + _TOKEN_BYTES * len(prompt["prompt_token_ids"]))
+            source = prompt.get("encoder_prompt", {})
+            num_tokens = len(prompt["prompt_token_ids"]) + len(source.get("prompt_token_ids", ()))
+            num_bytes += len(said or "") + len(source.get("prompt") or "")
+            entry.charge(PROMPTS, num_bytes + _TOKEN_BYTES * num_tokens)
             if said is None and call.messages is not None and self.forms.reasoning_form is not None:
                 ids = prompt["prompt_token_ids"]  # shows whether the prompt opens the reasoning
                 confined = model.tokenizer.confined
@@ -274,7 +277,8 @@ class Serving:
         self.check_model(call.model)
         await self.engine.check_health()
         model = await self._model_of(call.model, call.client)
-        return list((await self.prompt_of(call, model=model))["prompt_token_ids"])
+        prompt = await self.prompt_of(call, model=model)
+        return list(prompt.get("encoder_prompt", prompt)["prompt_token_ids"])
 
     async def tokenizer_of(self, name: str, client: str = "") -> Tokenizer:
         await self.engine.check_health()

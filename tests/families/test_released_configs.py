@@ -12,7 +12,7 @@ import pytest
 import transformers
 
 from jaxllm.errors import UserError
-from jaxllm.families.families import FAMILIES, SAMPLING, WITHOUT_EFFECT, read_spec
+from jaxllm.families.families import FAMILIES, SAMPLING, WITHOUT_EFFECT, read_encoder, read_spec
 from jaxllm.model.spec import Rope
 from tests.families import test_dense_families, test_encoder_families, test_families, test_moe_families
 from tests.families.released import (
@@ -45,12 +45,20 @@ _SILENT = {
     "n_group",  # for a topk_method without groups
     "topk_group",
     "local_attention",  # an odd number, after its even one
+    "dropout_rate",  # of training
+    "encoder_layerdrop",
+    "decoder_layerdrop",
+    "forced_eos_token_id",  # outputs end by length
+    *("suppress_tokens", "begin_suppress_tokens", "median_filter_width", "classifier_proj_size"),
+    *(f"mask_{of}_{key}" for of in ("time", "feature") for key in ("prob", "length", "min_masks")),  # of training
 }
 
 
 def _defaults(architecture: str) -> dict[str, Any]:
     """Return the config.json that transformers writes for the class's defaults."""
-    name = _CLASSES.get(architecture, re.sub("ForCausalLM|ForRewardModel|Model", "Config", architecture))
+    name = _CLASSES.get(
+        architecture, re.sub("For(CausalLM|RewardModel|ConditionalGeneration)|Model", "Config", architecture)
+    )
     if not hasattr(transformers, name):
         pytest.skip(f"this transformers has no {name}")
     written = getattr(transformers, name)().to_dict() | {"architectures": [architecture]}
@@ -77,18 +85,25 @@ def _other_values(value: Any) -> list[Any]:
             return [True, 3, 0.5, "something"]
 
 
+def read_all(config: dict[str, Any]) -> Any:
+    """Return a config's decoder, and its encoder's if it has one."""
+    spec, family = read_spec(config)
+    encoder = read_encoder(config, family)
+    return spec, encoder and (encoder.spec, encoder.num_mels)
+
+
 @pytest.mark.parametrize("architecture", _ARCHITECTURES)
 def test_what_transformers_writes_is_read_and_every_key_of_it_counts(architecture):
     written = _defaults(architecture)
     spec, _ = read_spec(written)
-    width = next(written[key] for key in ("hidden_size", "n_embd", "dim") if key in written)
+    width = next(written[key] for key in ("d_model", "hidden_size", "n_embd", "dim") if key in written)
     assert (spec.vocab_size, spec.width) == (written["vocab_size"], width)
     assert spec.tie_embeddings == written.get("tie_word_embeddings", True)
     passed_over = set()
     for key in written.keys() - WITHOUT_EFFECT:
         for other in _other_values(written[key]):
             try:
-                if read_spec(written | {key: other})[0] == spec:
+                if read_all(written | {key: other}) == read_all(written):
                     passed_over.add(key)
             except UserError:
                 pass

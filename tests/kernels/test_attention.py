@@ -104,7 +104,9 @@ class Pool:
             return None
         return self.rng.standard_normal(self.case.kv_heads * self.case.group).astype(np.float32)
 
-    def attend(self, q: np.ndarray, blocks: list[int], place: int, sinks: np.ndarray | None) -> np.ndarray:
+    def attend(
+        self, q: np.ndarray, blocks: list[int], place: int, sinks: np.ndarray | None, bias: np.ndarray | None = None
+    ) -> np.ndarray:
         """Attend with one token's heads [H, C] at a place, head by head and key by key, in float64."""
         case = self.case
         first = 0 if case.window is None else max(0, place - case.window + 1)
@@ -120,6 +122,8 @@ class Pool:
             scores = keys @ query * case.head_size**-0.5
             if case.softcap is not None:
                 scores = case.softcap * np.tanh(scores / case.softcap)
+            if bias is not None:
+                scores += [bias[head, min(place - p, bias.shape[1] - 1)] for p in range(first, place + 1)]
             weights = np.exp(scores)
             total = weights.sum() + (0.0 if sinks is None else np.exp(sinks[head]))
             out[head] = weights @ values[:, : case.value_size] / total
@@ -211,6 +215,32 @@ def test_ragged_prefill_matches_the_naive_loop(case, implementation):
     prefill = jax.jit(partial(pallas_kernels.paged_prefill, tile=tile, **case.options, implementation=implementation))
     out = np.asarray(prefill(q[: start - gap], *pool.caches, tables, starts, lengths, places, sinks=sinks))
     np.testing.assert_allclose(out, expected[: start - gap], rtol=0, atol=3e-6)
+
+
+def test_a_bias_by_distance_is_added_and_refused_by_kernels_without_it():
+    case, tile = Case(4, 16, 3, 1), 8
+    pool = Pool(case, num_blocks=40)
+    lengths = [1, 70, 0, 9]
+    sequences = [pool.add(length) for length in lengths]
+    bias = pool.rng.standard_normal((3, 12)).astype(np.float32)
+    q, tables, counts = pool.queries(4), pool.tables(sequences, 20), np.asarray(lengths, np.int32)
+    arguments = q, *pool.caches, tables, counts
+    decode, prefill = (
+        jax.jit(partial(operation, **case.options, **further, implementation="xla"))
+        for operation, further in ((pallas_kernels.paged_decode, {}), (pallas_kernels.paged_prefill, {"tile": tile}))
+    )
+    out = decode(*arguments, bias=bias)
+    for row in (0, 1, 3):
+        expected = pool.attend(q[row], sequences[row], lengths[row] - 1, None, bias)
+        np.testing.assert_allclose(out[row], expected, rtol=0, atol=3e-6)
+    tiles = np.asarray([0], np.int32), np.asarray([tile], np.int32), np.asarray([60], np.int32)
+    q = pool.queries(tile)
+    out = prefill(q, *pool.caches, tables[1:2], *tiles, bias=bias)
+    for token in range(tile):
+        expected = pool.attend(q[token], sequences[1], 60 + token, None, bias)
+        np.testing.assert_allclose(out[token], expected, rtol=0, atol=3e-6)
+    with pytest.raises(ValueError, match="adds no bias"):
+        jax.jit(partial(pallas_kernels.paged_decode, **case.options, implementation="xla_lanes"))(*arguments, bias=bias)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

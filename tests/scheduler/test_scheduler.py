@@ -29,6 +29,7 @@ from jaxllm.scheduler.state import (
     Limits,
     Plan,
     Request,
+    Source,
     State,
     initial,
     take_block_events,
@@ -36,7 +37,7 @@ from jaxllm.scheduler.state import (
 from tests.support.fake_device import VOCABULARY, FakeDevice, next_token
 
 ROOTS = (b"", b"other", None)
-MOST_PROMPT = 14  # tokens
+MOST_PROMPT, MOST_SOURCE = 14, 7  # tokens
 
 
 def fingerprint(value: Any) -> bytes:
@@ -72,7 +73,7 @@ def plan_bytes(plan: Plan) -> bytes:
 def check_accounts(state: State, limits: Limits) -> None:
     """Assert that every block is used, cached or free, and that reference counts are those of the block tables."""
     pool = state.pool
-    named = [block for table in state.tables for block in table]
+    named = [block for table in (*state.tables, *state.sources) for block in table]
     counts = np.bincount(np.asarray(named, np.int64), minlength=limits.num_blocks)
     assert (pool.references == counts).all(), "references are the tables' own"
     cached, free = block_pool.cached_blocks(pool), pool.free.tolist()
@@ -118,6 +119,7 @@ class Machine(RuleBasedStateMachine):
         max_drafts=st.sampled_from([0, 0, 1, 2, 4]),
         more_verified=st.integers(0, 12),
         costs=st.tuples(st.sampled_from([0, 40, 300]), st.sampled_from([0, 30])),
+        max_encoded=st.sampled_from([0, 0, 1, 9]),
         seed=st.integers(0, 99),
     )
     def start(
@@ -133,15 +135,21 @@ class Machine(RuleBasedStateMachine):
         max_drafts: int,
         more_verified: int,
         costs: tuple[int, int],
+        max_encoded: int,
         seed: int,
     ) -> None:
+        """`max_encoded`: of an encoder-decoder model; 0: of another."""
         self.depth = depth
+        max_encoded *= not (is_whole or max_drafts)
         extra_tokens += MOST_PROMPT * is_whole
         most = num_slots + extra_tokens
         drafts = (max_drafts, min(num_slots + more_verified, most), *costs) if max_drafts and not is_whole else ()
         # Steps that are not committed: plan, tokens, counts, which rows are finite, and the requests that sample.
         self.in_flight: deque[tuple[Plan, np.ndarray, np.ndarray | None, np.ndarray, list[int]]] = deque()
-        self.limits = Limits(num_slots, num_blocks, block_size, most, max_chunks, True, is_whole, max_adapters, *drafts)
+        flags = not max_encoded, is_whole
+        self.limits = Limits(num_slots, num_blocks, block_size, most, max_chunks, *flags, max_adapters, *drafts)
+        if max_encoded:
+            self.limits = dataclasses.replace(self.limits, max_encoded=max_encoded, max_source=MOST_SOURCE)
         self.state = initial(self.limits)
         self.indexed: set[bytes] = set()  # digests, according to the block events
         random, share = Random(seed), seed % 4 / 3
@@ -168,6 +176,7 @@ class Machine(RuleBasedStateMachine):
         stops=st.sets(st.integers(0, VOCABULARY - 1), max_size=3),
         may_draft=st.sampled_from([True, True, True, False]),
         width=st.sampled_from([1, 1, 1, 2, 3]),
+        source_tokens=st.sampled_from([0, 1, 4, MOST_SOURCE]),
     )
     def add(
         self,
@@ -179,7 +188,10 @@ class Machine(RuleBasedStateMachine):
         stops: set[int],
         may_draft: bool,
         width: int,
+        source_tokens: int,
     ) -> None:
+        source_tokens *= self.limits.max_source > 0
+        source = Source(bytes([source_tokens]), source_tokens) if source_tokens else None
         adapter *= self.limits.max_adapters > 0
         first = len(self.requests) + 1
         if self.limits.whole_prompts:  # of models that generate no tokens
@@ -195,7 +207,8 @@ class Machine(RuleBasedStateMachine):
                 limit=len(prompt) + num_new,
                 stop_ids=tuple(stops),
                 priority=priority,
-                root=None if root is None else content_root(salt=root, content=bytes([adapter])),
+                root=None if root is None else content_root(salt=root, content=bytes([adapter, source_tokens])),
+                source=source,
                 adapter=adapter,
                 may_draft=may_draft,
                 beam_group=first if width > 1 else 0,
@@ -205,7 +218,7 @@ class Machine(RuleBasedStateMachine):
         needed = -(-max(len(prompt), group[0].limit - 1) // size)
         if width > 1:
             needed = len(prompt) // size + width * max(1, needed - len(prompt) // size)
-        if needed > self.limits.num_blocks:
+        if needed + -(-source_tokens // size) > self.limits.num_blocks:
             with pytest.raises(UserError, match="whole pool"):
                 scheduler.add(self.state, self.limits, group)
             return
@@ -213,6 +226,8 @@ class Machine(RuleBasedStateMachine):
         for request in group:
             self.requests[request.sequence_id] = request
             self.device.full[request.sequence_id] = request.tokens
+            if source is not None:
+                self.device.sources[request.sequence_id] = source
 
     @precondition(lambda self: len(self.ended) < len(self.requests))
     @rule(data=st.data(), poison=st.integers(0, 9))
@@ -250,7 +265,7 @@ class Machine(RuleBasedStateMachine):
             for slot, start in zip(plan.slots[: plan.num_decodes].tolist(), plan.starts.tolist(), strict=False)
             if self.requests[owners[slot]].beam_group
         ]
-        tokens, counts = self.device.run(plan, chunks[plan.num_decodes :], owners, history)
+        tokens, counts = self.device.run(plan, chunks[plan.num_decodes :], owners, history, self.state.sources)
         sampling = [owners[slot] for slot in plan.slots[plan.samples].tolist()]
         self.in_flight.append((plan, tokens, counts, np.ones(len(tokens), np.bool_), sampling))
         drafting_rows = [owners[slot] for slot in plan.slots[plan.lengths > 1].tolist()] if plan.num_drafts else []
@@ -371,7 +386,7 @@ class Machine(RuleBasedStateMachine):
                     self.indexed.remove(digest)
                 case AllBlocksCleared():
                     self.indexed.clear()
-        assert self.indexed == self.state.pool.index.keys()
+        assert not self.limits.records_blocks or self.indexed == self.state.pool.index.keys()
         self.state = take_block_events(self.state)[0]
 
     @invariant()

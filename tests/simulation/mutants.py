@@ -264,6 +264,7 @@ HISTORY = [
         "blocks are copied after the step has written them",
         "runner.model_runner.Runner.run",
         "            self._state = small.move(self._state, plan.moves)\n"
+        "        self._prepare_sources(packed)  # after moves, which may read blocks that they reuse\n"
         "        own = self.adapters.arguments(packed.adapters, key.shape.adapters)\n"
         "        self._state, returned = self.programs[key](self._params, self._state, packed.buffer, *own)\n",
         "        own = self.adapters.arguments(packed.adapters, key.shape.adapters)\n"

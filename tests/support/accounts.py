@@ -81,7 +81,7 @@ def _of_masks(masks: Any) -> Iterator[Account]:
 
 def _of_scheduler(core: Any) -> Iterator[Account]:
     state = core.state
-    for pool, tables in ((state.pool, state.tables), (state.window_pool, state.window_tables)):
+    for pool, tables in ((state.pool, (*state.tables, *state.sources)), (state.window_pool, state.window_tables)):
         if pool is None:
             continue
         named = [block for table in tables for block in table]

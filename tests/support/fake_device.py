@@ -11,10 +11,11 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from jaxllm.scheduler.state import Limits, Plan
+from jaxllm.scheduler.state import Limits, Plan, Source
 
 VOCABULARY = 50
 
@@ -35,7 +36,9 @@ class FakeDevice:
         self.tables: dict[tuple[int, int], int] = {}
         self.tokens: dict[int, list[int]] = {}  # by slot: tokens on the device; -1: never sent
         self.truth: dict[int, list[int]] = {}  # by slot: the true sequence, possibly one token longer than on the host
-        self.written: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.written: dict[tuple[int, int], tuple[Any, ...]] = {}
+        self.sources: dict[int, Source] = {}  # by request id
+        self.source_tables: dict[int, tuple[int, ...]] = {}  # by slot
 
     def run(
         self,
@@ -43,11 +46,13 @@ class FakeDevice:
         chunks: list[list[int]],
         owners: dict[int, int],
         history: Sequence[tuple[int, int, int]] = (),
+        sources: Sequence[tuple[int, ...]] = (),
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """Execute a plan; `chunks` are the tokens of the rows after the decode rows, `owners` maps slots to request
         ids.
 
-        `history` is (slot, position, token) for newest tokens chosen by the host. Returns tokens, int32[R], and None;
+        `history` is (slot, position, token) for newest tokens chosen by the host; `sources` are those of the state
+        after the plan. Returns tokens, int32[R], and None;
         if the plan verifies drafts, int32[R, W] and the counts of rows, int32[R].
         """
         limits = self.limits
@@ -60,6 +65,7 @@ class FakeDevice:
                 self.written.pop((target, offset), None)
                 if (source, offset) in held:
                     self.written[target, offset] = held[source, offset]
+        self._encode(plan, sources)
         assert plan.num_tokens <= limits.max_step_tokens, "token budget"
         assert len(plan.slots) - plan.num_decodes <= limits.max_step_chunks, "chunk budget"
         assert len(set(plan.slots.tolist())) == len(plan.slots) <= limits.num_slots, "a slot has one row"
@@ -96,6 +102,7 @@ class FakeDevice:
                 self.written[place] = self._prefix(slot, position + 1) if is_right else (-1,)
         sampled = np.zeros((len(rows), int(plan.lengths.max()) if plan.num_drafts else 1), np.int32)
         for number, (slot, start, length) in enumerate(rows):
+            self._read_source(slot, owners[slot])
             end = start + (int(counts[number]) if number < plan.num_decodes else length)
             for position in range(end):
                 found = self.written.get(self._place(slot, position))
@@ -107,6 +114,26 @@ class FakeDevice:
         if plan.proposes:
             self.has_drafts |= set(plan.slots.tolist())
         return (sampled, counts) if plan.num_drafts else (sampled[:, 0], None)
+
+    def _encode(self, plan: Plan, sources: Sequence[tuple[int, ...]]) -> None:
+        encoded = [self.sources[each.sequence_id].length for each in plan.encodes]
+        assert sum(encoded) <= self.limits.max_encoded or len(encoded) <= 1, "budget of the encoder"
+        for each in plan.encodes:
+            for part, block in enumerate(each.units):
+                content = (self.sources[each.sequence_id].digest, part)
+                if part >= each.index:
+                    self.written |= {(block, offset): content for offset in range(self.limits.block_size)}
+                assert self.written.get((block, 0)) == content, "a block of a source that is not cached"
+        if sources:
+            self.source_tables |= {each.slot: sources[each.slot] for each in plan.admitted}
+
+    def _read_source(self, slot: int, request_id: int) -> None:
+        source = self.sources.get(request_id)
+        if source is not None:
+            table = self.source_tables[slot]
+            assert len(table) == -(-source.length // self.limits.block_size)
+            for part, block in enumerate(table):
+                assert self.written.get((block, 0)) == (source.digest, part), f"slot {slot} reads a stale source"
 
     def _append(self, slot: int, request_id: int) -> None:
         """Sample the next token of a slot."""

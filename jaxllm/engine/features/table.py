@@ -16,6 +16,7 @@ from jaxllm.engine.features.media import Images, NoImages
 from jaxllm.engine.features.pooling.client import PoolingClient
 from jaxllm.engine.features.pooling.rows import NoPooling, Pooling
 from jaxllm.engine.features.scoring import Scoring
+from jaxllm.engine.features.sources import Sources
 from jaxllm.engine.features.transfer.feature import KvTransfer, NoTransfer
 from jaxllm.engine.features.weights import client as weights
 from jaxllm.engine.features.weights.calls import WeightCalls
@@ -44,8 +45,15 @@ def _transfer(core: Core) -> Feature:
     return (NoTransfer if core.config.kv_transfer_config is None else KvTransfer)(core)
 
 
-def _media(core: Core) -> Feature:
+def _media(core: Core) -> Feature | None:
+    sources = core.language.model.sources
+    if sources is not None and sources.sound is not None:  # the encoder's
+        return None
     return (NoImages if core.runner.encoder is None else Images)(core)
+
+
+def _sources(core: Core) -> Feature | None:
+    return None if core.language.model.sources is None else Sources(core)
 
 
 def _of_generators(factory: Factory) -> Factory:
@@ -60,6 +68,7 @@ def _pools(core: Core) -> bool:
 FEATURES: Mapping[str, Factory] = {
     "adapters": _adapters,
     "media": _media,
+    "sources": _sources,
     "pooling": _pooling,
     "beams": _of_generators(BeamSearches),
     "drafts": _of_generators(_drafts),

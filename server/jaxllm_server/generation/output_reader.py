@@ -47,7 +47,7 @@ class OutputReader:
 
     def read(self, output: RequestOutput) -> Chunk:
         usage = self._usage
-        usage.prompt_tokens = len(output.prompt_token_ids)
+        usage.prompt_tokens = len(output.prompt_token_ids) + len(output.encoder_prompt_token_ids or ())
         usage.cached_prompt_tokens = output.num_cached_tokens or 0
         parts = []
         for completion in output.outputs:

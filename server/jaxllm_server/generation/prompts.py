@@ -65,9 +65,16 @@ class Prompts:
         """Return a call's token ids, and its text if available, for the engine.
 
         A prompt too long for the context is refused before tokenization, or truncated if `params` allow it. `model` is
-        the adapter's.
+        the adapter's. An encoder-decoder model's encoder reads the prompt.
         """
         model = self._engine.model if model is None else model
+        if model.sources is None:
+            return await self._read(call, params, model)
+        if params is not None and params.truncate_prompt_tokens is not None:
+            raise combinations.refusal("truncate_prompt_tokens", combinations.SEQ2SEQ)
+        return model.sources.mapping(await self._read(call, params, model))
+
+    async def _read(self, call: Call, params: SamplingParams | None, model: ModelInfo) -> dict[str, Any]:
         tokenizer = model.tokenizer
         if (call.prompt is None) == (call.messages is None):
             raise UserError("A request has either a prompt or messages.", "prompt")

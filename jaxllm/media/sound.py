@@ -1,0 +1,123 @@
+"""Sound for encoders: samples, log-mel spectrograms as Whisper's (Radford et al. 2022), WAV files.
+
+Letters: M mel bands, F frames of 10 ms.
+"""
+
+from __future__ import annotations
+
+import io
+import wave
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import gcd
+from typing import Any
+
+import numpy as np
+
+from jaxllm.errors import UserError
+
+RATE = 16000  # samples per second
+HOP, WINDOW = 160, 400  # samples
+MOST_RATE = 384000
+PARAMETER = "multi_modal_data"
+
+
+@dataclass(frozen=True)
+class LogMel:
+    """Makes the spectrogram that an encoder reads."""
+
+    num_mels: int  # M
+    num_frames: int  # F; shorter sound is padded with silence, longer sound refused
+
+    @property
+    def num_samples(self) -> int:
+        return self.num_frames * HOP
+
+    def spectrogram(self, given: Any) -> np.ndarray:
+        """Return float32[M, F] of samples: an array at 16 kHz, or a pair of array and rate; raise UserError."""
+        samples = at_rate(*_samples_of(given))
+        longest = self.num_samples
+        if len(samples) > longest:
+            raise UserError(
+                f"The sound has {len(samples) / RATE:.1f} s, and the encoder reads at most {longest / RATE:.0f}; cut "
+                "it into pieces.",
+                PARAMETER,
+            )
+        padded = np.zeros(longest + WINDOW, np.float32)
+        padded[WINDOW // 2 : WINDOW // 2 + len(samples)] = samples
+        half = WINDOW // 2
+        padded[:half] = padded[2 * half : half : -1]  # reflections
+        padded[-half:] = padded[-half - 2 : -2 * half - 2 : -1]
+        window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW) / WINDOW)
+        frames = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[:-1:HOP][: self.num_frames]
+        power = np.abs(np.fft.rfft(frames * window)) ** 2  # [F, 201]
+        bands = np.log10(np.maximum(mel_filters(self.num_mels) @ power.T, 1e-10))
+        return ((np.maximum(bands, bands.max() - 8.0) + 4.0) / 4.0).astype(np.float32)
+
+
+def _samples_of(given: Any) -> tuple[np.ndarray, int]:
+    rate: Any = RATE
+    if isinstance(given, tuple) and len(given) == 2:
+        given, rate = given
+    if isinstance(rate, bool) or not isinstance(rate, int | float | np.number) or not 1 <= rate <= MOST_RATE:
+        raise UserError(f"A sampling rate must be from 1 to {MOST_RATE} per second, got {rate!r:.80}.", PARAMETER)
+    if not isinstance(given, np.ndarray | Sequence) or isinstance(given, str | bytes):
+        raise UserError(f"Sound must be an array of samples, got {type(given).__name__}.", PARAMETER)
+    try:
+        samples = np.asarray(given)
+    except (TypeError, ValueError):
+        samples = np.zeros((0, 0))
+    if samples.ndim != 1 or not len(samples) or not np.issubdtype(samples.dtype, np.floating):
+        raise UserError("Sound must be one array of floats from -1 to 1: average the channels.", PARAMETER)
+    if not np.isfinite(samples).all():
+        raise UserError("Sound must be finite numbers.", PARAMETER)
+    return samples.astype(np.float32), int(rate)
+
+
+def at_rate(samples: np.ndarray, rate: int, wanted: int = RATE) -> np.ndarray:
+    """Return samples at another rate, by a polyphase filter."""
+    if rate == wanted:
+        return samples
+    from scipy.signal import resample_poly
+
+    common = gcd(rate, wanted)
+    return np.asarray(resample_poly(samples, wanted // common, rate // common), np.float32)
+
+
+def read_wav(data: bytes) -> tuple[np.ndarray, int]:
+    """Return the samples of a WAV file, float32 from -1 to 1 with channels averaged, and their rate."""
+    try:
+        with wave.open(io.BytesIO(data)) as file:
+            size, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
+            raw = file.readframes(file.getnframes())
+    except (wave.Error, EOFError, ValueError) as error:
+        raise UserError(f"The sound is no WAV file of integers: {error or 'it ends early'}.", "file") from error
+    if size not in (1, 2, 3, 4) or channels < 1:
+        raise UserError(f"WAV samples of {size} bytes are not supported.", "file")
+    raw = raw[: len(raw) // (size * channels) * size * channels]
+    if size == 1:  # unsigned
+        values = np.frombuffer(raw, np.uint8).astype(np.float32) / 128 - 1
+    else:
+        wide = np.zeros((len(raw) // size, 4), np.uint8)
+        wide[:, 4 - size :] = np.frombuffer(raw, np.uint8).reshape(-1, size)
+        values = wide.view("<i4")[:, 0].astype(np.float32) / 2**31
+    return values.reshape(-1, channels).mean(axis=1), rate
+
+
+@lru_cache(maxsize=4)
+def mel_filters(count: int) -> np.ndarray:
+    """Return triangular filters of equal area, [count, 201], on Slaney's scale: linear below 1 kHz."""
+
+    def of_mel(mels: np.ndarray) -> np.ndarray:
+        return np.where(mels < 15, mels * 200 / 3, 1000 * np.exp(np.log(6.4) / 27 * (mels - 15)))
+
+    top = 15 + 27 / np.log(6.4) * np.log(RATE / 2 / 1000)
+    corners = of_mel(np.linspace(0, top, count + 2))
+    bins = np.linspace(0, RATE // 2, WINDOW // 2 + 1)
+    slopes = corners[:, None] - bins  # [count + 2, 201]
+    widths = np.diff(corners)[:, None]
+    filters = np.maximum(0, np.minimum(-slopes[:-2] / widths[:-1], slopes[2:] / widths[1:]))
+    filters *= 2 / (corners[2:] - corners[:-2])[:, None]
+    filters.flags.writeable = False
+    return filters
