@@ -729,7 +729,7 @@ class SimulatedRunner(Runner):
         self.num_logprobs = NUM_LOGPROBS
         self.setup: Any = SimpleNamespace(
             max_num_batched_tokens=max_step_tokens,
-            spec=SimpleNamespace(vocab_size=VOCABULARY),
+            spec=SimpleNamespace(vocab_size=VOCABULARY, has_axes=False),
             token_cost=token_cost,
         )
         self._config = config
