@@ -10,6 +10,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -73,6 +74,13 @@ def test_images_of_any_size_have_their_own_positions(
             assert tokens(outputs) == GOLDEN[kind]["tokens"]
         assert metrics.images_encoded == 9  # of different content
         assert sum(output.num_cached_tokens for output in outputs) > 100
+        chosen = replace(GREEDY, logprob_token_ids=list(range(8)))
+        for at, output in enumerate(llm.generate(prompts(kind), chosen, use_tqdm=False)):
+            for place, name in ((0, "logits"), (-1, "last")):  # logits of the prompt, and of decode steps
+                logprobs: Any = output.outputs[0].logprobs
+                found = np.array([logprobs[place][token].logprob for token in range(8)])
+                due = np.array(GOLDEN[kind][name][at])
+                np.testing.assert_allclose(found - found[0], due - due[0], atol=1e-3)
         picture, scored = image(3).resize((84, 28)), replace(GREEDY, logprobs=1)
 
         def ask(given: Image.Image) -> RequestOutput:

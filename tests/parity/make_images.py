@@ -68,15 +68,25 @@ class Peer:
         return found[0, given["input_ids"].shape[1] :].tolist()
 
 
+def longer(prompt: Any, tokens: list[int]) -> Any:
+    """Return a prompt with further tokens."""
+    if isinstance(prompt, list):
+        return prompt + tokens
+    return prompt | {"prompt_token_ids": prompt["prompt_token_ids"] + tokens}
+
+
 def main() -> None:
     """Write the file."""
     found: dict[str, Any] = {}
     for kind in (*TOWERS, *ANY_SIZE):
         with tempfile.TemporaryDirectory() as folder:
             peer = Peer(write_model(Path(folder), kind))
+            tokens = [peer.greedy(prompt) for prompt in prompts(kind)]
+            whole = [longer(prompt, own[:-1]) for prompt, own in zip(prompts(kind), tokens, strict=True)]
             found[kind] = {
-                "tokens": [peer.greedy(prompt) for prompt in prompts(kind)],
+                "tokens": tokens,
                 "logits": [peer.logits(prompt)[-1, :8].round(5).tolist() for prompt in prompts(kind)],
+                "last": [peer.logits(prompt)[-1, :8].round(5).tolist() for prompt in whole],
             }
     GOLDEN_IMAGES.write_text(json.dumps(found, separators=(",", ":")) + "\n")
 

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxllm.metrics import Metrics
+from jaxllm.model.sharding import UNDIVIDED
 from jaxllm.runner import batch
 from jaxllm.runner.batch import TILE, Shape
 from jaxllm.runner.compiled_programs import Key, Programs
@@ -729,8 +730,9 @@ class SimulatedRunner(Runner):
         self.num_logprobs = NUM_LOGPROBS
         self.setup: Any = SimpleNamespace(
             max_num_batched_tokens=max_step_tokens,
-            spec=SimpleNamespace(vocab_size=VOCABULARY),
+            spec=SimpleNamespace(vocab_size=VOCABULARY, has_axes=False),
             token_cost=token_cost,
+            layout=UNDIVIDED,
         )
         self._config = config
         self._running_thread = None
