@@ -52,7 +52,7 @@ class Sources(Feature):
         both = self._prompts.read(given)
         salt = {"cache_salt": given["cache_salt"]} if isinstance(given, Mapping) and "cache_salt" in given else {}
         accepted.given = {"prompt": both.decoder, "prompt_token_ids": both.decoder_ids, **salt}
-        digest = sha256(np.ascontiguousarray(both.content)).digest()
+        digest = sha256(np.ascontiguousarray(both.content).data).digest()
         accepted.states[self.name] = RequestSource(both.encoder, both.content, Source(digest, both.num_tokens))
 
     def accept(self, accepted: Accepted) -> None:
