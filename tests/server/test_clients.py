@@ -207,7 +207,7 @@ def test_no_header_says_who_a_client_is() -> None:
 )
 def test_where_there_are_several_keys_each_has_a_cache_of_its_own(options: dict[str, Any], salt: str | None) -> None:
     engine: Any = SimpleNamespace(
-        config=EngineConfig(model="m"), model=SimpleNamespace(tokenizer=None, max_model_len=9)
+        config=EngineConfig(model="m"), model=SimpleNamespace(tokenizer=None, sources=None, max_model_len=9)
     )
     serving = Serving(engine, ServerOptions(**options))
     for own in (None, "s"):
@@ -225,7 +225,7 @@ def test_the_wait_for_a_thread_takes_from_a_requests_time() -> None:
     )
     engine: Any = SimpleNamespace(
         config=EngineConfig(model="m"),
-        model=SimpleNamespace(tokenizer=tokenizer, max_model_len=9),
+        model=SimpleNamespace(tokenizer=tokenizer, sources=None, max_model_len=9),
         off_loop=never,
     )
     serving = Serving(engine, ServerOptions(request_timeout=0.05))
@@ -244,7 +244,7 @@ def test_of_a_prompt_that_is_cut_only_the_end_is_tokenized(monkeypatch: pytest.M
 
     monkeypatch.setattr(tokenizer, "encode", noted)
     engine: Any = SimpleNamespace(
-        config=EngineConfig(model="m"), model=SimpleNamespace(tokenizer=tokenizer, max_model_len=512)
+        config=EngineConfig(model="m"), model=SimpleNamespace(tokenizer=tokenizer, sources=None, max_model_len=512)
     )
     engine.off_loop = lambda function, *arguments, client, language: asyncio.to_thread(function, *arguments)
     text = "Once upon a time there was a fox. " * 10_000

@@ -28,7 +28,10 @@ TEXT = "Once upon a time there was a fox. "
 
 def serving(model: str = "some/model", **options: Any) -> Serving:
     info = SimpleNamespace(
-        tokenizer=SimpleNamespace(has_chat_template=False, confined=None), max_model_len=64, processor=None
+        tokenizer=SimpleNamespace(has_chat_template=False, confined=None),
+        max_model_len=64,
+        processor=None,
+        sources=None,
     )
     engine: Any = SimpleNamespace(config=EngineConfig(model=model), model=info)
     return Serving(engine, ServerOptions(**options))
@@ -56,7 +59,9 @@ def test_without_a_tokenizer_an_echo_is_empty_as_every_text_is() -> None:
 
     own = serving()
     own.engine.check_health = health
-    own.engine.model = SimpleNamespace(tokenizer=NoTokenizer("a"), max_model_len=64, vocab_size=16, processor=None)
+    own.engine.model = SimpleNamespace(
+        tokenizer=NoTokenizer("a"), max_model_len=64, vocab_size=16, processor=None, sources=None
+    )
     assert asyncio.run(own.echo([1, 2], "", "")) == "" and asyncio.run(own.echo("ab", "", "")) == "ab"
     with pytest.raises(UserError, match="use token ids"):
         asyncio.run(own.tokenize(Call(prompt="ab")))
@@ -70,7 +75,9 @@ def prompt_of(call: Call, tokenizer: Any = TOKENIZER, **sampling: Any) -> list[i
 
     own = serving()
     own.engine.off_loop = off_loop
-    own.engine.model = SimpleNamespace(tokenizer=tokenizer, max_model_len=64, vocab_size=1536, processor=None)
+    own.engine.model = SimpleNamespace(
+        tokenizer=tokenizer, max_model_len=64, vocab_size=1536, processor=None, sources=None
+    )
     return list(asyncio.run(own.prompt_of(call, SamplingParams(**sampling)))["prompt_token_ids"])
 
 

@@ -120,7 +120,7 @@ class FakeEngine(FakeAdapters):
         self.aborted: list[str] = []
         self.paused: tuple[str, bool] | None = None
         self.max_queued_requests = 32
-        self.config = SimpleNamespace(tensor_parallel_size=2, enable_lora=has_adapters)
+        self.config = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1, enable_lora=has_adapters)
         self.model_info = ModelInfo(
             tokenizer=cast(Any, SimpleNamespace(has_chat_template=True)),
             generation_config={},

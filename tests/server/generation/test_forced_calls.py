@@ -55,6 +55,7 @@ class FakeEngine:
         self.model = SimpleNamespace(
             pooler=None,
             processor=None,
+            sources=None,
             tokenizer=tokenizer,
             vocab_size=9,
             max_model_len=64,
