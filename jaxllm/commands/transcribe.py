@@ -55,7 +55,8 @@ def run(options: dict[str, Any]) -> int:
     if options["model"] is None:
         raise UsageError("no model: give one whose encoder reads sound, for example --model openai/whisper-small")
     engine_config(options)
-    sounds = [_read(file) for file in options["files"]]  # raises before the model loads
+    files = list(dict.fromkeys(options["files"]))
+    sounds = [_read(file) for file in files]  # raises before the model loads
     with open_llm(options) as llm:
         prompts = llm.engine.model.sources
         if prompts is None or prompts.sound is None:
@@ -63,11 +64,11 @@ def run(options: dict[str, Any]) -> int:
         longest = prompts.sound.num_samples
         pieces = [
             Piece(file, start, samples[start:end])
-            for file, samples in zip(options["files"], sounds, strict=True)
+            for file, samples in zip(files, sounds, strict=True)
             for start, end in cuts(samples, longest)
         ]
         outputs = _transcribe(llm, pieces, options["language"], options["translate"])
-    for file in options["files"]:
+    for file in files:
         own = [(piece, text) for piece, text in zip(pieces, outputs, strict=True) if piece.file == file]
         if options["json"]:
             for piece, text in own:

@@ -57,9 +57,11 @@ class SourcePrompts:
         if unknown := given.keys() - known:
             raise UserError(f"A prompt has no field {min(unknown)!r} in jaxllm; leave it out.", min(unknown))
         encoded = self._encode(given[ENCODER])
-        if "prompt_token_ids" in given:
+        if given.get("prompt_token_ids") is not None:
             text, ids, _ = parts_of({name: given.get(name) for name in ("prompt", "prompt_token_ids")})
-            return BothPrompts(*encoded, text, checked_ids(ids, self.vocab_size))
+            return BothPrompts(*encoded, text, self._begin(ids))
+        if given.get("prompt") is not None:
+            raise UserError(f"A prompt with {ENCODER} has its text in {DECODER}, not in prompt.", "prompt")
         if given.get(DECODER) is None:
             return BothPrompts(*encoded, None, self._begin(None))
         decoder, decoder_ids, _ = parts_of(given[DECODER])

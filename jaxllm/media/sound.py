@@ -36,14 +36,15 @@ class LogMel:
 
     def spectrogram(self, given: Any) -> np.ndarray:
         """Return float32[M, F] of samples: an array at 16 kHz, or a pair of array and rate; raise UserError."""
-        samples = at_rate(*_samples_of(given))
+        samples, rate = _samples_of(given)
         longest = self.num_samples
-        if len(samples) > longest:
+        if len(samples) * RATE > longest * rate:
             raise UserError(
-                f"The sound has {len(samples) / RATE:.1f} s, and the encoder reads at most {longest / RATE:.0f}; cut "
+                f"The sound has {len(samples) / rate:.1f} s, and the encoder reads at most {longest / RATE:.0f}; cut "
                 "it into pieces.",
                 PARAMETER,
             )
+        samples = at_rate(samples, rate)[:longest]
         padded = np.zeros(longest + WINDOW, np.float32)
         padded[WINDOW // 2 : WINDOW // 2 + len(samples)] = samples
         half = WINDOW // 2
@@ -95,6 +96,8 @@ def read_wav(data: bytes) -> tuple[np.ndarray, int]:
         raise UserError(f"The sound is no WAV file of integers: {error or 'it ends early'}.", "file") from error
     if size not in (1, 2, 3, 4) or channels < 1:
         raise UserError(f"WAV samples of {size} bytes are not supported.", "file")
+    if not 1 <= rate <= MOST_RATE:
+        raise UserError(f"A WAV file's rate must be from 1 to {MOST_RATE} per second, got {rate}.", "file")
     raw = raw[: len(raw) // (size * channels) * size * channels]
     if size == 1:  # unsigned
         values = np.frombuffer(raw, np.uint8).astype(np.float32) / 128 - 1

@@ -20,6 +20,7 @@ from jaxllm.threads import start_thread
 NUM_THREADS = max(1, (os.cpu_count() or 1) - 1)
 # Usual grammars take 10 to 200 us, at their limits 10 ms, ambiguous ones 100 ms or more.
 SLOW_SECONDS = 0.005
+MOST_LEAD = 1.0  # thread seconds of earlier use that count against a grammar
 PATIENCE = 16  # consecutive fast masks after which the engine's loop computes them again
 
 
@@ -64,6 +65,9 @@ class SlowMasks:
         """Queue `work`, which must not raise and writes `words`."""
         job = Job(work, words)
         with self._changed:
+            if self._waiting and pace not in self._waiting:
+                least = min(each.used for each in self._waiting)
+                pace.used = min(max(pace.used, least), least + MOST_LEAD)
             self._waiting.setdefault(pace, deque()).append(job)
             self._num_undone += 1
         self.start()

@@ -149,10 +149,10 @@ class Serving:
                 params = replace(params, stop_token_ids=stop_ids)
             said = prompt.get("prompt")
             images = prompt.get("multi_modal_data", {}).get("image", ())
-            num_bytes = sum(image.pixels.nbytes for image in images)
+            entry.charge(REQUESTS, sum(image.pixels.nbytes for image in images))
             source = prompt.get("encoder_prompt", {})
             num_tokens = len(prompt["prompt_token_ids"]) + len(source.get("prompt_token_ids", ()))
-            num_bytes += len(said or "") + len(source.get("prompt") or "")
+            num_bytes = len(said or "") + len(source.get("prompt") or "")
             entry.charge(PROMPTS, num_bytes + _TOKEN_BYTES * num_tokens)
             if said is None and call.messages is not None and self.forms.reasoning_form is not None:
                 ids = prompt["prompt_token_ids"]  # shows whether the prompt opens the reasoning

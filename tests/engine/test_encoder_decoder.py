@@ -148,6 +148,8 @@ def test_a_decoder_begins_with_the_token_that_is_forced(tmp_path: Path) -> None:
         ({"encoder_prompt": "a", "decoder_prompt": [1536]}, {}, "out of vocabulary"),
         ({"encoder_prompt": [1536]}, {}, "out of vocabulary"),
         ({"encoder_prompt": "a", "other": 1}, {}, "no field 'other'"),
+        ({"encoder_prompt": "a", "prompt": "b"}, {}, "has its text in decoder_prompt"),
+        ({"encoder_prompt": "a", "prompt": "b", "prompt_token_ids": None}, {}, "has its text in decoder_prompt"),
         ({"decoder_prompt": "a"}, {}, "no field 'decoder_prompt'"),
         ({"encoder_prompt": "a", "multi_modal_data": {"image": 1}}, {}, "reads no images"),
         ("a", {"truncate_prompt_tokens": 4}, "truncate_prompt_tokens is not supported"),
@@ -182,6 +184,7 @@ def test_an_encoder_of_sound_reads_arrays_and_refuses_others(tmp_path: Path) -> 
             (np.zeros(9, np.int16), "floats"),
             (SAMPLES + np.nan, "finite"),
             ((SAMPLES, 0), "sampling rate"),
+            ((np.zeros(1_000_000, np.float32), 1), "1000000.0 s"),  # 64 GB at 16 kHz
             ("a.wav", "array of samples"),
         ):
             with pytest.raises(UserError, match=why):

@@ -213,6 +213,7 @@ def test_a_heartbeat_renews_the_leases_of_pulls_that_wait(is_alive: bool, monkey
 
     monkeypatch.setattr(producer.frames, "pack", slow)
     monkeypatch.setattr(consumer, "PULLS", 1)
+    monkeypatch.setattr(producer, "PULLS", 1)  # a heartbeat waits for no pull
     monkeypatch.setattr(Leases, "find", renew)
     layout: Any = SimpleNamespace(sizes=lambda: (1, 0), pack=bytes, unpack=lambda content, _: bytes(content))
     fingerprint = Fingerprint(bytes(32))

@@ -53,6 +53,14 @@ def test_a_tone_is_loudest_in_its_band(hertz: int) -> None:
     assert (bands[:, 110:] == bands.min()).all(), "the rest is silence"
 
 
+@pytest.mark.parametrize("rate", [0, 384001, 2**32 - 1])
+def test_a_rate_beyond_the_limits_is_refused(rate: int) -> None:
+    data = bytearray(wav(np.zeros((4, 1)), 2))
+    data[24:28] = rate.to_bytes(4, "little")
+    with pytest.raises(UserError, match="rate must be from 1"):
+        read_wav(bytes(data))
+
+
 @pytest.mark.parametrize("data", [b"", b"RIFF", b"ID3" * 99, wav(np.zeros((4, 1)), 2)[:30]])
 def test_other_files_are_refused(data: bytes) -> None:
     with pytest.raises(UserError, match="no WAV file"):

@@ -131,7 +131,13 @@ def found_after(mutant: Mutant, most: int) -> int | None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("mutant", [pytest.param(mutant, id=mutant.name) for mutant in HISTORY])
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        pytest.param(mutant, id=mutant.name, marks=[pytest.mark.slow] if at % 4 else [])
+        for at, mutant in enumerate(HISTORY)
+    ],
+)
 def test_bugs_of_other_engines_are_found(mutant: Mutant) -> None:
     assert found_after(mutant, MUTANT_STEPS) is not None
 

@@ -93,3 +93,20 @@ def test_a_request_is_slow_until_its_masks_have_been_quick_for_long() -> None:
         assert pace.is_slow
         pace.note(0.0)
     assert not pace.is_slow
+
+
+def test_earlier_use_of_a_grammar_delays_it_for_a_second_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slow_masks, "NUM_THREADS", 1)
+    masks, popular, new = SlowMasks(), Pace(), Pace()
+    popular.used = 1000.0
+    _, held = held_by(masks, Pace())
+    for pace in (popular, new):
+        masks.begin(pace, lambda: None, WORDS)
+    assert new.used == popular.used
+    late = Pace()
+    late.used = 5000.0
+    masks.begin(late, lambda: None, WORDS)
+    assert late.used == popular.used + slow_masks.MOST_LEAD
+    held.set()
+    masks.wait(10)
+    masks.close()

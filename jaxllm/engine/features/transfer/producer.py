@@ -32,6 +32,7 @@ from jaxllm.runner.row_layout import Row, RowLayout
 
 _log = logging.getLogger(__name__)
 PULLS = 16  # concurrent ones; further ones wait
+SHORT_CALLS = 2  # concurrent heartbeats and releases, which wait for no pull
 SWEEP_SECONDS = 1.0
 CLOSE_SECONDS = 2.0
 _OPTIONS = (
@@ -59,10 +60,11 @@ class Producer:
         self._asked: SimpleQueue[tuple[Lease, Mapping[Block, Row]] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._copy, name="jaxllm-kv-copies", daemon=True)
         self._server = grpc.server(ThreadPoolExecutor(PULLS, "jaxllm-kv-pulls"), options=_OPTIONS)
+        self._short = ThreadPoolExecutor(SHORT_CALLS, "jaxllm-kv-leases")
         handlers = {
             PULL.rpartition("/")[2]: grpc.unary_stream_rpc_method_handler(self._pull),
-            RENEW.rpartition("/")[2]: grpc.unary_unary_rpc_method_handler(self._renew),
-            RELEASE.rpartition("/")[2]: grpc.unary_unary_rpc_method_handler(self._release),
+            RENEW.rpartition("/")[2]: grpc.unary_unary_rpc_method_handler(_run_in(self._short, self._renew)),
+            RELEASE.rpartition("/")[2]: grpc.unary_unary_rpc_method_handler(_run_in(self._short, self._release)),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         self.port = self._listen(config)
@@ -83,6 +85,7 @@ class Producer:
         """End all pulls and leases. Idempotent."""
         self._asked.put(None)
         self._server.stop(0).wait(CLOSE_SECONDS)
+        self._short.shutdown(wait=False)
         self._thread.join(CLOSE_SECONDS)
 
     def _listen(self, config: KvTransferConfig) -> int:
@@ -160,3 +163,13 @@ class Producer:
         given: dict[str, Any] = dict(context.invocation_metadata())
         if not hmac.compare_digest(str(given.get("authorization", "")).encode(), f"Bearer {self._key}".encode()):
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "the api_key is missing or wrong")
+
+
+def _run_in(pool: ThreadPoolExecutor, behavior: Callable[[bytes, grpc.ServicerContext], bytes]) -> Any:
+    """Return a method that gRPC runs in `pool`, not in the server's."""
+
+    def answer(packed: bytes, context: grpc.ServicerContext) -> bytes:
+        return behavior(packed, context)
+
+    vars(answer)["experimental_thread_pool"] = pool
+    return answer
