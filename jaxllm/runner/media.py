@@ -15,51 +15,35 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.checkpoints import weights
-from jaxllm.checkpoints.sources import open_sources
 from jaxllm.media.processor import Prepared, Processor
 from jaxllm.runner.device_state import leaf_index
+from jaxllm.runner.encoder_weights import EncoderWeights
 from jaxllm.runner.step_model import Leaves
 from jaxllm.setup.model_setup import MEDIA_UNIT, Setup, describe_tower
 
 NAME = "encode_image"
 
 
-class ImageEncoder:
+class ImageEncoder(EncoderWeights):
     """Encodes images into the state's rows. Its units are those of scheduler/media.py."""
 
     unit = MEDIA_UNIT
 
     def __init__(self, setup: Setup) -> None:
         assert setup.images is not None and setup.processor is not None
-        self._setup = setup
         self._spec = setup.images.spec
+        super().__init__(setup, self._spec.declare(), setup.images.tensors)
         self.processor: Processor = setup.processor
         self.num_units = setup.media_units
         self._sizes = self._spec.sizes(self.processor.most_tokens)
         # One image more than a step's tokens would delay the rows of other requests.
         self.budget = max(setup.max_num_batched_tokens, self._sizes[0])
-        self._params: Leaves = ()
         self._programs: dict[int, Any] = {}  # by size
         self._at = 0
 
     @property
     def num_rows(self) -> int:
         return self.unit * self.num_units
-
-    def check(self) -> None:
-        """Raise UserError if the files lack the tower's weights; reads headers only."""
-        self._open()
-
-    def load(self, progress: bool, seed: int | None) -> None:
-        """Read the weights, or make random ones with a seed."""
-        setup = self._setup
-        declared = self._spec.declare()
-        if seed is not None:
-            params = weights.draw(declared, setup.layout.unstaged, setup.dtype, seed)
-        else:
-            params = weights.read(declared, self._open(), setup.layout.unstaged, setup.dtype, progress)
-        self._params = tuple(jax.tree.leaves(params))
 
     def compile(self, make: Callable[..., Any], state: Any) -> None:
         """Compile programs with `make` (name, function, donated, shapes); `state` describes the device's state."""
@@ -102,11 +86,3 @@ class ImageEncoder:
             chosen[: len(rows)] = rows if order is None else rows[order]
             leaves[self._at] = self._programs[size](self._params, leaves[self._at], chosen, *arrays)
         return tuple(leaves)
-
-    def close(self) -> None:
-        self._params = ()
-
-    def _open(self) -> Any:
-        images = self._setup.images
-        assert images is not None
-        return open_sources(self._setup.folder, self._spec.declare(), images.tensors, None)

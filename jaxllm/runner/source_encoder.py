@@ -18,11 +18,10 @@ import numpy as np
 from jax import named_scope
 
 import pallas_kernels
-from jaxllm.checkpoints import weights
-from jaxllm.checkpoints.sources import open_sources
 from jaxllm.model import decoder, spectrogram
 from jaxllm.model.decoder import Params
 from jaxllm.runner.device_state import DeviceState, leaf_index
+from jaxllm.runner.encoder_weights import EncoderWeights
 from jaxllm.runner.pooling import attention_in_bins
 from jaxllm.runner.step_model import Leaves, StepModel, products_of
 from jaxllm.setup.kv_cache import KvLayer
@@ -55,32 +54,18 @@ class SourceInputs(NamedTuple):
     placed: Sequence[Placed]
 
 
-class SourceEncoder:
+class SourceEncoder(EncoderWeights):
     """Encodes sources into the state's cache. Its blocks are those of scheduler/sources.py."""
 
     def __init__(self, setup: Setup) -> None:
         assert setup.encoder is not None
-        self._setup = setup
-        self._spec, self._tensors, self._num_mels = setup.encoder
+        self._spec, tensors, self._num_mels = setup.encoder
+        super().__init__(setup, declare_encoder(setup), tensors)
         self.max_tokens = setup.max_source
         # A source of more than a step's tokens would delay the rows of other requests.
         self.budget = max(setup.max_num_batched_tokens, self.max_tokens)
-        self._params: Leaves = ()
         self._programs: dict[int, Any] = {}  # by tokens, ascending
         self._place: Any = None
-
-    def check(self) -> None:
-        """Raise UserError if the files lack the encoder's weights; reads headers only."""
-        self._open()
-
-    def load(self, progress: bool, seed: int | None) -> None:
-        """Read the weights, or make random ones with a seed."""
-        setup, declared = self._setup, declare_encoder(self._setup)
-        if seed is not None:
-            params = weights.draw(declared, setup.layout, setup.dtype, seed)
-        else:
-            params = weights.read(declared, self._open(), setup.layout, setup.dtype, progress)
-        self._params = tuple(jax.tree.leaves(params))
 
     def compile(self, make: Callable[..., Any], model: StepModel) -> None:
         """Compile the programs with `make` (name, function, donated, shapes)."""
@@ -123,9 +108,6 @@ class SourceEncoder:
                 row[2 : 2 + len(each.blocks)] = each.blocks
             leaves[self._sources_at] = self._place(sources, changes)
         return tuple(leaves)
-
-    def close(self) -> None:
-        self._params = ()
 
     def _pack(self, new: NewSource) -> tuple[int, np.ndarray, np.ndarray]:
         """Return the program's length, its buffer (the number of tokens, each one's block) and its content."""
@@ -200,9 +182,6 @@ class SourceEncoder:
                 implementation="xla",
             )
         return KvLayer(*written)
-
-    def _open(self) -> Any:
-        return open_sources(self._setup.folder, declare_encoder(self._setup), self._tensors, None)
 
 
 def lengths(max_tokens: int) -> list[int]:
