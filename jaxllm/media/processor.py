@@ -6,6 +6,7 @@ Letters: H and W pixels.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -48,7 +49,7 @@ class Prepared(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Processor:
+class Processor(ABC):
     """A model's preprocessing."""
 
     placeholder: int  # token id
@@ -60,9 +61,9 @@ class Processor:
     context: int | None = field(default=None, repr=False)  # most tokens of a request; not a part of digests
 
     @property
+    @abstractmethod
     def most_tokens(self) -> int:
         """Return the most tokens of an image."""
-        raise NotImplementedError
 
     def prepare(
         self,
@@ -97,16 +98,16 @@ class Processor:
             found.append(Prepared(digest.digest(), num_tokens, pixels, grid))
         return found
 
+    @abstractmethod
     def layout(self, size: tuple[int, int], name: str, parameter: str) -> tuple[int, tuple[int, int] | None]:
         """Return the number of tokens of an image of a size, width and height, and their rows and columns.
 
         Raises UserError, naming `name`, for images of too many tokens.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def pixels(self, image: Image) -> np.ndarray:
         """Return an RGB image's input to the model."""
-        raise NotImplementedError
 
     def levels(self) -> np.ndarray:
         """Return the input to the model for each channel and value of a pixel, float32[3, 256]."""
