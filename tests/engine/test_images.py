@@ -116,32 +116,35 @@ def test_images_of_any_size_have_their_own_positions(
         llm.generate([{"prompt": "<image>", "multi_modal_data": {"image": image(3).resize((84, 70))}}], use_tqdm=False)
 
 
+OTHER_ENGINES: dict[str, dict[str, Any]] = {
+    "preempted": FEW_BLOCKS | {"num_kv_blocks": 12},
+    "small blocks": SHORT_BLOCKS,
+    "small steps": SLOTS | {"max_num_batched_tokens": 8},
+    "in order": SLOTS | {"async_scheduling": False, "enable_prefix_caching": False},
+    "deterministic": {"deterministic": True},
+    "two devices": SLOTS | {"tensor_parallel_size": 2},
+    "two stages": SLOTS | {"pipeline_parallel_size": 2},
+}
+
+
 @pytest.mark.ci
-@pytest.mark.parametrize("kind", [*TOWERS, *ANY_SIZE])
 @pytest.mark.parametrize(
-    "sizes",
-    [
-        FEW_BLOCKS | {"num_kv_blocks": 12},
-        SHORT_BLOCKS,
-        SLOTS | {"max_num_batched_tokens": 8},
-        SLOTS | {"async_scheduling": False, "enable_prefix_caching": False},
-        {"deterministic": True},
-        SLOTS | {"tensor_parallel_size": 2},
-        SLOTS | {"pipeline_parallel_size": 2},
-    ],
-    ids=["preempted", "small blocks", "small steps", "in order", "deterministic", "two devices", "two stages"],
+    ("kind", "engine"),
+    [(kind, name) for name in OTHER_ENGINES for kind in (*TOWERS, *ANY_SIZE) if name != "two stages" or kind in TOWERS],
 )
-def test_outputs_are_equal_in_other_engines(kind: str, sizes: dict[str, Any], tmp_path: Path) -> None:
+def test_outputs_are_equal_in_other_engines(kind: str, engine: str, tmp_path: Path) -> None:
     """Test pools that preempt, chunks that split images, modes and devices."""
-    if kind in ANY_SIZE and "pipeline_parallel_size" in sizes:
-        with pytest.raises(UserError, match="is not supported with a model with images of any size"):
-            LLM(str(write_model(tmp_path, kind)), **sizes)
-        return
+    sizes = OTHER_ENGINES[engine]
     with LLM(str(write_model(tmp_path, kind)), **sizes) as llm:
         for _ in range(2):
             assert tokens(llm.generate(prompts(kind), GREEDY, use_tqdm=False)) == GOLDEN[kind]["tokens"]
         assert llm.engine.metrics.preemptions or sizes.get("num_kv_blocks") is None
         assert llm.engine.metrics.compilations_after_ready == 0
+
+
+def test_stages_refuse_images_of_any_size(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not supported with a model with images of any size"):
+        LLM(str(write_model(tmp_path, "qwen2_5_vl")), **OTHER_ENGINES["two stages"])
 
 
 def test_an_equal_image_is_neither_encoded_nor_computed_again(llm: LLM) -> None:

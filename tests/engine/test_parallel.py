@@ -273,10 +273,10 @@ def test_requests_get_what_one_device_gives(
     differences: list[float] = []
     for name, (tokens, values) in found.items():
         assert tokens == due[name][0], name
-        # Sums in another order change some keys to the next number of 8 bits, and a log-probability by up to 0.03;
-        # storing the cache in FP8 moves it by up to 0.8, and by 0.17 on average.
-        most = 1e-4 if case["kv_cache_dtype"] == "auto" else 0.05
-        np.testing.assert_allclose(values, due[name][1], rtol=0, atol=most, err_msg=name)
+        # Sums in another order change some keys to the next number of 8 bits. With FP8 that moves a log-probability by
+        # up to 0.03; storing the cache in FP8 moves it by up to 0.8, and by 0.17 on average.
+        most, share = {"auto": (1e-4, 0.0), "int8": (2e-3, 1e-4), "fp8": (0.05, 0.0)}[case["kv_cache_dtype"]]
+        np.testing.assert_allclose(values, due[name][1], rtol=share, atol=most, err_msg=name)
         differences.extend(np.abs(np.subtract(values, due[name][1])))
     assert np.mean(differences) <= (1e-5 if case["kv_cache_dtype"] == "auto" else 2e-3)
     assert (counts["preempted"] > 0) == (case["num_kv_blocks"] == FEW)
