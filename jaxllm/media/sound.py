@@ -93,7 +93,7 @@ def read_wav(data: bytes) -> tuple[np.ndarray, int]:
             size, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
             raw = file.readframes(file.getnframes())
     except (wave.Error, EOFError, ValueError) as error:
-        raise UserError(f"The sound is no WAV file of integers: {error or 'it ends early'}.", "file") from error
+        raise UserError(f"The sound is no WAV file of integers: {str(error) or 'it ends early'}.", "file") from error
     if size not in (1, 2, 3, 4) or channels < 1:
         raise UserError(f"WAV samples of {size} bytes are not supported.", "file")
     if not 1 <= rate <= MOST_RATE:
