@@ -69,7 +69,7 @@ class EngineConfig:
         None, "maximum concurrent requests (default: 64 on a CPU, 256 on a GPU; with --deterministic 16 and 128)"
     )
     tensor_parallel_size: int = setting(1, "devices that share the model")
-    pipeline_parallel_size: int = setting(1, "stages: groups of such devices that each hold a part of the layers")
+    pipeline_parallel_size: int = setting(1, "stages, each of tensor-parallel-size devices with a part of the layers")
     enable_expert_parallel: bool = setting(
         False, "give each of the devices that share the model whole experts, instead of a part of each"
     )

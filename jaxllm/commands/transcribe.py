@@ -1,4 +1,4 @@
-"""`jaxllm transcribe`: write the words of WAV files, by a model whose encoder reads sound.
+"""`jaxllm transcribe`: write the words of WAV files with a model such as Whisper.
 
 Long files are cut into pieces at quiet moments; pieces of all files run in one batch.
 """

@@ -178,7 +178,7 @@ class GrammarRows(Feature):
         return sequence.group.states[self.name][sequence.index]
 
     def _sampled_again(self, owners: Mapping[int, Sequence], tokens: np.ndarray) -> dict[int, list[int]]:
-        """Return the rows whose token a thread has consumed, each with the tokens that its grammar forces next."""
+        """Return rows with a token that a thread has consumed, and the tokens that each one's grammar forces next."""
         found = {}
         for row, sequence in owners.items():
             constraint = self._constraint(sequence)

@@ -1,6 +1,6 @@
 """The consumer of KV transfer: pulls the blocks of a prompt in a thread, until a deadline.
 
-A heartbeat renews the leases of pulls that wait for a thread, or whose blocks arrive slowly.
+A heartbeat renews the leases of pulls that wait for a thread, or receive blocks slowly.
 """
 
 from __future__ import annotations
