@@ -32,11 +32,7 @@ from pallas_kernels.activations import activate, gated
 
 Leaf = TypeVar("Leaf")
 Arrays = dict[str, Any]  # by name, in or outside a layer: Array or Quantized
-_SUMMED = {
-    "out": "heads",
-    "cross_out": "heads",
-    "down": "feed_forward",
-}  # products, and the sharded axis that each sums over
+_SUMMED = {"out": "heads", "cross_out": "heads", "down": "feed_forward"}  # products, and the sharded axis of each sum
 
 
 class Heads(NamedTuple):
@@ -209,13 +205,10 @@ def _cross_weights(spec: Spec) -> dict[str, Weight]:
     """Return the weights of attention to the encoder's output; `cross_kv` is for `cross_heads`."""
     size, block = spec.num_heads * spec.head_size, spec.head_size
     weights = _norm_weights(spec, "cross_norm" if spec.norm_place == "pre" else "cross_post_norm")
-    for name, parts, has_bias in (
-        ("cross_q", ("cross_q",), spec.qkv_bias),
-        ("cross_kv", ("cross_k", "cross_v"), spec.qkv_bias),
-    ):
+    for name, parts in (("cross_q", ("cross_q",)), ("cross_kv", ("cross_k", "cross_v"))):
         pieces, rows = tuple(Part(part, size, 1, block) for part in parts), len(parts) * size
         weights[name] = Weight((rows, spec.width), ("heads", "width"), pieces, is_product=True)
-        if has_bias:
+        if spec.qkv_bias:
             biased = [part for part in parts if spec.key_bias or part != "cross_k"]
             biases = tuple(Part(f"{part}_bias", size, 1, block) for part in biased)
             weights[f"{name}_bias"] = Weight((len(biases) * size,), ("heads",), biases, "zeros")
