@@ -78,10 +78,13 @@ def generate(engine: LLMEngine, adapter: LoRARequest | None, count: int = NUM_RE
     return [tokens for _, outputs in sorted(found.items()) for tokens in outputs]
 
 
+MARKS = {"windows": (), "drafts": pytest.mark.slow}  # of CASES with few requests; others are for CI
+
+
 @pytest.mark.parametrize(
     ("case", "count"),
     [
-        *[pytest.param(each, NUM_REQUESTS, marks=[pytest.mark.ci] * (each != "windows")) for each in CASES],
+        *[pytest.param(each, NUM_REQUESTS, marks=MARKS.get(each, pytest.mark.ci)) for each in CASES],
         *[pytest.param(each, MANY_REQUESTS, marks=pytest.mark.slow) for each in CASES],
     ],
 )
