@@ -92,7 +92,7 @@ def read_wav(data: bytes) -> tuple[np.ndarray, int]:
         with wave.open(io.BytesIO(data)) as file:
             size, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
             raw = file.readframes(file.getnframes())
-    except (wave.Error, EOFError, ValueError) as error:
+    except (wave.Error, EOFError, ValueError, RuntimeError, OverflowError) as error:  # RuntimeError: sizes that differ
         raise UserError(f"The sound is no WAV file of integers: {str(error) or 'it ends early'}.", "file") from error
     if size not in (1, 2, 3, 4) or channels < 1:
         raise UserError(f"WAV samples of {size} bytes are not supported.", "file")

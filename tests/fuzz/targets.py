@@ -16,7 +16,7 @@ from typing import Any
 from jaxllm.errors import MOST_MESSAGE, UserError
 from jaxllm.v1 import inference_pb2, types_pb2
 from jaxllm_server.shared import strict_json
-from tests.fuzz import files, texts
+from tests.fuzz import files, media, texts
 from tests.fuzz.doors import MOST_DEPTH, doors
 from tests.fuzz.fields import BASE, NAMES, VALUES
 
@@ -31,6 +31,7 @@ class Target:
     name: str
     run: Callable[[bytes], object]
     seeds: Callable[[], list[bytes]]
+    most_memory: int = 64 << 20  # bytes that one input may take
 
     def check(self, data: bytes) -> bool:
         """Return whether the bytes were accepted; a refusal is one line that clients and logs may show."""
@@ -213,6 +214,8 @@ TARGETS = {
         Target("stream", _stream, _streams),
         Target("stop", _stop, _stops),
         Target("parsers", _parsers, _model_texts),
+        Target("image", media.read_image, media.images, media.MOST_MEMORY),
+        Target("sound", media.read_sound, media.sounds),
         Target("safetensors", files.of_file("model.safetensors", files.read_safetensors), files.safetensors_files),
         Target(
             "adapter_config", files.of_file("adapter_config.json", files.read_adapter_folder), files.adapter_configs
