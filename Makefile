@@ -89,7 +89,7 @@ parity: $(PARITY_VENV)/.parity  ## compare with transformers on torch, live
 gpu-aot: $(GPU_VENV)/.gpu $(GPU_VENV)/newer/.done  ## compile kernels and steps for an H200 where there is none (ALL=1: A100 and B200 too), and run kernels interpreted
 	GPU_AOT=1 TRITON_INTERPRET=1 $(GPU_VENV)/bin/python -m pytest tests/gpu/test_interpreted*.py -n 2 -W ignore \
 		$(if $(ALL),-m "slow or not slow")
-	GPU_AOT=1 $(GPU_VENV)/bin/python -m pytest tests/gpu/test_compiled.py tests/gpu/test_steps.py tests/gpu/test_parallel_steps.py tests/gpu/test_alignment.py tests/gpu/test_sass.py -n 2 --dist loadgroup \
+	GPU_AOT=1 $(GPU_VENV)/bin/python -m pytest tests/gpu/test_compiled.py tests/gpu/test_steps.py tests/gpu/test_towers.py tests/gpu/test_parallel_steps.py tests/gpu/test_alignment.py tests/gpu/test_sass.py -n 2 --dist loadgroup \
 		$(if $(ALL),-m "slow or not slow")
 	GPU_AOT=1 PYTHONPATH=$(GPU_VENV)/newer $(GPU_VENV)/bin/python -m pytest tests/gpu/test_jax_triton.py
 

@@ -22,7 +22,8 @@ from jax.experimental import topologies
 
 import pallas_kernels
 from jaxllm.checkpoints import weights
-from jaxllm.families.families import Family, read_spec
+from jaxllm.families.families import Family, read_images, read_spec
+from jaxllm.families.family import Images
 from jaxllm.model import decoder, lora, quantized, stages
 from jaxllm.model.decoder import Params
 from jaxllm.model.lora_linear import AdapterWeights
@@ -158,13 +159,14 @@ def compile_step(
     cache: str | None = None,
     divides_experts: bool = False,
     num_stages: int = 1,
+    media: int = 0,
 ) -> Program:
     """Compile a decode step of `rows`, or a ragged one of `tokens`, of a model given by config.json.
 
     With `drafting` each row verifies and drafts the maximal number of drafts. With a `scheme` the layers' matrices are
     quantized, not the head; without one as config.json describes. `cache` is the type of keys and values, default
     `dtype`. `stays`: the state includes the batch. `divides_experts`: expert parallelism. `num_stages` share the
-    devices.
+    devices. `media`: rows of images' embeddings, which a ragged step reads.
     """
     spec, family = read_spec(dict(config))
     slots = max(64, rows or 0)
@@ -178,7 +180,7 @@ def compile_step(
         shapes = batch.decode_shapes(slots, 2, "gpu")
     else:
         shapes = batch.ragged_shapes(8192, slots, geometry.block_size, ROW_WIDTH, "gpu")
-    (shape,) = (replace(one, adapters=adapters) for one in shapes if one.tokens == (tokens or rows))
+    (shape,) = (replace(one, adapters=adapters, media=media) for one in shapes if one.tokens == (tokens or rows))
     options = {**step.compiler_options("gpu", is_deterministic), **({} if is_deterministic else FIXED), **(flags or {})}
     return compile_shape(
         spec,
@@ -198,6 +200,7 @@ def compile_step(
         family,
         divides_experts,
         num_stages,
+        read_images(dict(config), spec, family) if media else None,
     )
 
 
@@ -219,6 +222,7 @@ def compile_shape(
     family: Family | None = None,
     divides_experts: bool = False,
     num_stages: int = 1,
+    images: Images | None = None,
 ) -> Program:
     """Compile one program; without a variant, the forward part of a step."""
     over = layout(devices, divides_experts, stages.divide(spec, num_stages))
@@ -233,7 +237,10 @@ def compile_shape(
     extras = Extras(spec.vocab_size)
     stored = jnp.dtype(cache or dtype)
     own = over, jnp.dtype(dtype), drafting, stored
-    state = device_state.abstract(spec, geometry, shape.tokens, extras, *own, 2 * batch.buffer_size(shape) * stays)
+    rows = (0, 0) if images is None else (shape.media, images.spec.row_width)
+    state = device_state.abstract(
+        spec, geometry, shape.tokens, extras, *own, 2 * batch.buffer_size(shape) * stays, rows
+    )
     chosen = kernels_of(spec, over, dtype, kernels, scheme, cache, is_deterministic)
     model = StepModel(
         spec=spec,
