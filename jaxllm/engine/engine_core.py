@@ -77,6 +77,7 @@ class EngineCore:
         )
         made = (make(core) for make in parts.features.values())
         self.features = Features([feature for feature in made if feature is not None])
+        self.outputs.withholds = self.features.withholds
         self.outputs.shows, self.outputs.forgets = self.features.show, self.features.forget
         self.inputs = InputProcessor(config, parts.language, limits, self.runner.extras, self.features)
         self._depth = 2 if config.async_scheduling else 1  # most steps in flight

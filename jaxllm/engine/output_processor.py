@@ -29,6 +29,7 @@ class OutputProcessor:
         self._scheduler = scheduler
         self._metrics = metrics
         self._clock = clock
+        self.withholds: Sequence[Callable[[SequenceGroup], bool]] = ()
         self.shows: Sequence[Callable[[SequenceGroup, RequestOutput], None]] = ()
         self.forgets: Sequence[Callable[[SequenceGroup], None]] = ()
 
@@ -129,6 +130,8 @@ class OutputProcessor:
             return None
         if group.is_finished:
             return self._finish(group, now)
+        if any(withholds(group) for withholds in self.withholds):
+            return None
         for own in group.sequences:
             if own.finish_reason is None and group.kind is not RequestOutputKind.FINAL_ONLY:
                 own.read(own.group.tokenizer)

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("triton")
 pytest.importorskip("jax_cuda13_plugin")
 
+from benchmarks.shapes import WITH_IMAGES
 from jaxllm.families.families import read_images, read_spec
 from jaxllm.runner import device_state
 from jaxllm.runner.media import ImageEncoder
@@ -22,66 +23,7 @@ from jaxllm.setup.model_setup import MEDIA_UNIT
 from tests.gpu import aot
 
 MIB = 1 << 20
-QWEN: dict[str, Any] = {
-    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-    "model_type": "qwen2_5_vl",
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "num_hidden_layers": 4,  # of 28: each has the same kernels
-    "vocab_size": 152064,
-    "max_position_embeddings": 128000,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
-    "tie_word_embeddings": False,
-    "image_token_id": 151655,
-    "video_token_id": 151656,
-    "vision_config": {
-        "depth": 8,  # of 32
-        "hidden_size": 1280,
-        "intermediate_size": 3420,
-        "num_heads": 16,
-        "out_hidden_size": 3584,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "window_size": 112,
-        "fullatt_block_indexes": [7],  # of 7, 15, 23 and 31
-        "hidden_act": "silu",
-    },
-}
-LLAVA: dict[str, Any] = {
-    "architectures": ["LlavaForConditionalGeneration"],
-    "model_type": "llava",
-    "image_token_index": 32000,
-    "projector_hidden_act": "gelu",
-    "vision_feature_layer": -2,
-    "vision_feature_select_strategy": "default",
-    "text_config": {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "num_hidden_layers": 4,  # of 32
-        "vocab_size": 32064,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-    },
-    "vision_config": {
-        "model_type": "clip_vision_model",
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 24,
-        "image_size": 336,
-        "patch_size": 14,
-        "projection_dim": 768,
-        "vocab_size": 32000,
-    },
-}
+QWEN, LLAVA = WITH_IMAGES["qwen2.5-vl-7b"], WITH_IMAGES["llava-1.5-7b"]
 ROWS = 8192  # of embeddings in the state
 
 

@@ -74,7 +74,7 @@ def check_turn(world: World, began: float) -> None:
     world.left = [(turn, client) for turn, client in world.left if turn == world.turn]
     interval = world.last_interval
     for client in world.clients:
-        if client.pause is not None:
+        if client.pause is not None or client.waits_for_scores:
             for entry in client.entries:
                 entry.seen = entry.num_tokens
             continue

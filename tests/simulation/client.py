@@ -101,6 +101,14 @@ class Client:
                 return False
         return False
 
+    @property
+    def waits_for_scores(self) -> bool:
+        """Whether the first sample, which computes the log-probabilities of the prompt, has no token yet."""
+        if self.params.prompt_logprobs is None or not self.entries:
+            return False
+        first = self.entries[0]
+        return first.slot > -2 and first.num_tokens == first.truth.num_prompt
+
     async def run(self) -> None:
         """Read all outputs, to the last one or an error, and report the end to the world."""
         world = self.world

@@ -27,6 +27,7 @@ FOCUSED_STEPS = 1_500  # of each focus
 MUTANT_STEPS = 100_000  # within which a planted bug must be found
 # Digest of seeds 0 to 5 in any process; it changes with the scheduler's plans, the traces, or the outputs.
 DIGEST = "65dd92ac"
+TRACES = Path(__file__).parent / "traces"
 PRINT_DIGEST = """
 from tests.simulation.trace import make_trace
 from tests.simulation.world import World
@@ -106,6 +107,11 @@ def test_a_seed_gives_the_same_states_in_every_process(hash_seed: str) -> None:
     environment = os.environ | {"PYTHONHASHSEED": hash_seed}
     found = subprocess.run([sys.executable, "-c", PRINT_DIGEST], env=environment, capture_output=True, text=True)
     assert found.stdout.strip() == DIGEST, found.stderr[-2000:]
+
+
+@pytest.mark.parametrize("path", sorted(TRACES.glob("*.json")), ids=lambda path: path.stem)
+def test_traces_that_failed_once_pass(path: Path) -> None:
+    assert failure(Trace.load(path)) is None
 
 
 def test_a_trace_survives_json(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def write_llava(folder: Path, tower: str = "clip", text: str = "llama", older_na
     for name in ("post_layernorm.weight", "post_layernorm.bias"):
         tensors[stem + name] = np.ones(32, np.float32)
     save_file(tensors, folder / "model.safetensors")
-    _write_tokenizer(folder)
+    write_tokenizer(folder)
     return folder
 
 
@@ -152,7 +152,7 @@ def write_any_size(folder: Path, kind: str, is_flat: bool = False) -> Path:
             place = ("" if is_flat else "model.") + images.tensors.tensors[name].format(layer)
             tensors[place] = 0.3 * rng.standard_normal(weight.shape, np.float32)
     save_file(tensors, folder / "model.safetensors")
-    _write_tokenizer(folder, ANY_SIZE_TEMPLATE, ("<|vision_start|>", "<|vision_end|>", "<|video_pad|>"))
+    write_tokenizer(folder, ANY_SIZE_TEMPLATE, ("<|vision_start|>", "<|vision_end|>", "<|video_pad|>"))
     return folder
 
 
@@ -161,7 +161,8 @@ def write_model(folder: Path, kind: str) -> Path:
     return write_any_size(folder, kind) if kind in ANY_SIZE else write_llava(folder, kind)
 
 
-def _write_tokenizer(folder: Path, template: str = TEMPLATE, further: tuple[str, ...] = ()) -> None:
+def write_tokenizer(folder: Path, template: str = TEMPLATE, further: tuple[str, ...] = ()) -> None:
+    """Write the included tokenizer with the placeholder of images and `further` tokens after it."""
     tokenizer = json.loads((MODEL_DIR / "tokenizer.json").read_text())
     first = tokenizer["added_tokens"][0]
     names = enumerate(("<image>", *further), PLACEHOLDER)

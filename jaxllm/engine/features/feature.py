@@ -111,6 +111,10 @@ class Feature:
         """Process a committed step; return the requests that ended."""
         return ()
 
+    def withholds(self, group: SequenceGroup) -> bool:
+        """Return whether outputs of an unfinished request must wait."""
+        return False
+
     def show(self, group: SequenceGroup, output: RequestOutput) -> None:
         """Add to an output before it is returned."""
 
@@ -148,6 +152,7 @@ class Features:
         self.masks: tuple[Callable[[Plan], Masks | None], ...] = hooks("masks")
         self.read: tuple[Callable[[Plan, StepOutput, Yielded], None], ...] = hooks("read")
         self.taking_in = [feature for feature in features if type(feature).take_in is not Feature.take_in]
+        self.withholds: tuple[Callable[[SequenceGroup], bool], ...] = hooks("withholds")
         self.show: tuple[Callable[[SequenceGroup, RequestOutput], None], ...] = hooks("show")
         self.forget: tuple[Callable[[SequenceGroup], None], ...] = hooks("forget")
         self.load: tuple[Callable[[State], Mapping[str, Any]], ...] = hooks("load")

@@ -72,7 +72,7 @@ class Scoring(Feature):
             step.side["scored"], step.variant = scored, Variant.FULL
 
     def take_in(self, plan: Plan, result: StepOutput, events: Events) -> list[SequenceGroup]:
-        """Collect scores; end a request if its prompt's logits were not finite."""
+        """Collect scores; end a request if its prompt's logits were not finite, or its first sequence failed."""
         ended: list[SequenceGroup] = []
         outputs = self.core.outputs
         for score in result.side.get("scored", ()):
@@ -88,12 +88,20 @@ class Scoring(Feature):
                 outputs.fail(sequence.group)
                 ended.append(sequence.group)
         slots = plan.slots[events.rows]
-        for slot in slots[self._scores_prompt[slots]].tolist():
-            group = self.core.batch.owner(slot).group
-            if self._scores(group).are_missing(group) and not group.is_finished:
+        owners = map(self.core.batch.owner, slots[self._scores_prompt[slots]].tolist())
+        failed = (outputs.sequences.get(sequence_id) for sequence_id in events.failed)
+        for sequence in (*owners, *(each for each in failed if each is not None and not each.index)):
+            group = sequence.group
+            scores: PromptScores | None = group.states.get(self.name)
+            if scores is not None and scores.are_missing(group) and not group.is_finished:
                 outputs.end_group(group, "the logits of the prompt were not finite")
                 ended.append(group)
         return ended
+
+    def withholds(self, group: SequenceGroup) -> bool:
+        """Return whether the first output, which has the scores, must wait for them."""
+        scores: PromptScores | None = group.states.get(self.name)
+        return scores is not None and scores.are_missing(group)
 
     def show(self, group: SequenceGroup, output: RequestOutput) -> None:
         """Add prompt log-probabilities to an output once they are complete; to deltas once only."""
