@@ -1,9 +1,9 @@
-"""The cost of images, and what other requests lose beside them: `python -m benchmarks.images`.
+"""The cost of images, and the speed that text streams lose to them: `python -m benchmarks.images`.
 
 A model with two layers of Qwen2.5-VL-3B's decoder and two of its tower, random weights, one engine. Text streams alone,
 then while requests with one image each arrive: tokens per second of the text streams, and the shares of that time for
 preprocessing on the host and for the tower. An image's preprocessing is timed alone; its tower's time is that of a
-request with an image without the preprocessing and without the time of a request with as many tokens.
+request with an image without the preprocessing and the time of a text request of equal length.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ SHAPES["stories42M"] = SHAPES["llama-3.2-1b"] | {
     **{"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8},
     **{"intermediate_size": 1376, "vocab_size": 32000, "max_position_embeddings": 1024, "rope_theta": 10000.0},
 }
-# With fewer layers than the published ones, for programs whose layers are alike.
+# With fewer layers than the published ones; all layers have the same kernels.
 WITH_IMAGES: dict[str, dict[str, Any]] = {
     "qwen2.5-vl-7b": {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
