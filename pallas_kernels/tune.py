@@ -34,9 +34,9 @@ Row = dict[str, Any]
 
 
 def candidates(row: Row) -> list[dict[str, int]]:
-    """Return the settings to try for a row: the current ones first, then those within a factor of two.
+    """Return the settings to try: the row's, then those within a factor of two.
 
-    Those that exceed a GPU fail to compile and are skipped.
+    Those that exceed a GPU fail to compile.
     """
     choices = CHOICES[row["operation"]]
     near = {

@@ -1,7 +1,4 @@
-"""Cache writes in Pallas, for reading and experiments.
-
-Further letters: H query heads, F rotated pairs.
-"""
+"""Cache writes in Pallas, for reading and experiments. H: query heads, F: rotated pairs."""
 
 from __future__ import annotations
 
@@ -37,8 +34,7 @@ def rotate_and_store(
 ) -> None:
     """Rotate and store one head of one token; grid (T, query, key and value heads).
 
-    qkv [T, H + 2 K, C] (H + K without `v_cache`), blocks and offsets [T], cosine and sine [T, F], q [T, H, C], caches
-    [N, K, P, C], scales [N, K, P].
+    qkv [T, H + 2 K, C] (H + K without `v_cache`), cosine and sine [T, F], q [T, H, C].
     """
     token, head = pl.program_id(0), pl.program_id(1)
     heads = q.shape[1]
@@ -69,7 +65,7 @@ def rotate_and_store(
 def _rotated(qkv: jax.Ref, cosine: jax.Ref, sine: jax.Ref, is_interleaved: bool) -> Array:
     """Return the vector [C], its first 2 F coordinates rotated in float32 and rounded once.
 
-    Kernels cannot slice vectors, but read in any order: result i belongs to pair i % F.
+    Kernels cannot slice vectors, but read in any order.
     """
     token, head = pl.program_id(0), pl.program_id(1)
     pairs = cosine.shape[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
-# Largest number of quantized caches, to which a vector's largest coordinate is scaled.
+# A vector's largest coordinate is scaled to it.
 LIMITS = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
 
@@ -37,7 +37,7 @@ def write_kv(
 def rotate(x: Array, cosine: Array, sine: Array, is_interleaved: bool) -> Array:
     """Rotate the first coordinates of each head of `x` [T, H, C] by `cosine` and `sine` [T, F].
 
-    If interleaved, first coordinates of pairs precede second ones: queries and keys are permuted alike, which preserves
+    If interleaved, moves first coordinates of pairs before second ones: of queries and keys alike, which preserves
     products.
     """
     size = 2 * cosine.shape[1]
