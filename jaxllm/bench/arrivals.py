@@ -1,7 +1,4 @@
-"""Draw the times at which a benchmark sends its requests.
-
-As in vLLM (vllm/benchmarks/serve.py, `get_request`), so that equal rates mean equal loads.
-"""
+"""Draw the times at which a benchmark sends its requests, as vLLM's `get_request` (vllm/benchmarks/serve.py)."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ def ramped_times(
     if strategy == "linear":
         rates = start_rate + (end_rate - start_rate) * progress
         if start_rate == 0.0 and num_requests:
-            # At rate 0 the first request would never arrive.
+            # At rate 0 it would never arrive.
             rates[0] = end_rate / num_requests
     else:
         rates = start_rate * (end_rate / start_rate) ** progress

@@ -1,7 +1,4 @@
-"""The client processes of a load test: each sends its share of the jobs at times of one clock.
-
-The clock is `time.perf_counter`, which processes share.
-"""
+"""The client processes of a load test: each sends its share of the jobs at times of one clock, `time.perf_counter`."""
 
 from __future__ import annotations
 
@@ -22,8 +19,8 @@ from jaxllm.bench.workload import Job
 from jaxllm.errors import EngineError, UserError
 from jaxllm.file_limit import raise_file_limit
 
-HEAD_START = 0.05  # seconds from the start message to the run's start
-LIMIT = 0.7  # of a core; above it, client delays may affect latencies
+HEAD_START = 0.05  # seconds from the start message to the run
+LIMIT = 0.7  # of a core; above it, latencies may include client delays
 
 
 class BenchClient(Protocol):
@@ -39,7 +36,7 @@ class BenchClient(Protocol):
 
 @dataclass(frozen=True)
 class Share:
-    """The work of one process. `jobs` are sorted by arrival, in seconds after the start."""
+    """The work of one process; `jobs` are sorted by arrival, in seconds."""
 
     target: Target
     jobs: Sequence[tuple[int, Job, float]]  # with their index in the run
@@ -82,7 +79,7 @@ class ClientProcess:
         own.close()
 
     def wait_ready(self) -> Ready:
-        """Wait until the process can send requests; return its `Ready`. Raises EngineError if it exits instead."""
+        """Wait until the process can send requests. Raises EngineError if it exits instead."""
         try:
             return self.connection.recv()
         except EOFError:
@@ -120,7 +117,7 @@ def deal(
 
 
 def open_client(target: Target) -> BenchClient:
-    """Return a client of the target's protocol; raise UserError if a library that it needs is not installed."""
+    """Return a client of the target's protocol; raise UserError if it lacks a library."""
     try:
         if target.is_grpc:
             from jaxllm.bench.grpc_client import GrpcClient

@@ -15,7 +15,7 @@ from jaxllm.bench.workload import Job
 
 
 class OpenAIClient:
-    """An HTTP client with a connection per open request; an async context manager."""
+    """An HTTP client with a connection per open request."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -23,7 +23,7 @@ class OpenAIClient:
         self._is_chat = target.backend == "openai-chat"
 
     async def __aenter__(self) -> Self:
-        # A connection limit would queue requests invisibly; a timeout would cut long responses.
+        # A limit would queue requests invisibly, a timeout cut long responses.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=not self._target.is_insecure),
             timeout=aiohttp.ClientTimeout(total=None),
@@ -49,7 +49,7 @@ class OpenAIClient:
                     return
                 async for received in response.content.iter_any():
                     answer.take(reader.feed(received), time.perf_counter())
-            answer.take(reader.feed(b"\n"), time.perf_counter())  # a last line without newline
+            answer.take(reader.feed(b"\n"), time.perf_counter())  # a last line may have no newline
             answer.finish()
         except (aiohttp.ClientError, OSError) as error:
             outcome.error = f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-Groups = Sequence[Sequence[float]]  # values per request or iteration
+Groups = Sequence[Sequence[float]]  # per request or iteration
 
 
 def read_samples(result: Mapping[str, Any]) -> dict[str, Groups]:

@@ -17,8 +17,8 @@ from jaxllm.scheduler import scheduler
 from jaxllm.scheduler.state import Limits, Request, initial
 
 Load = Literal["decode", "turnover"]
-VOCABULARY = 30_000  # the stop id is outside, so no request ends by chance
-LEAST_RUNNING = 0.9  # share of requests; steps with fewer are not measured
+VOCABULARY = 30_000  # excludes the stop id
+LEAST_RUNNING = 0.9  # share of requests in measured steps
 STEP_TOKENS, STEP_CHUNKS, BLOCK = 8192, 64, 16
 LEAST_BLOCKS = 64  # per request
 
@@ -53,7 +53,7 @@ def measure(
         began = time.perf_counter()
         state, events = scheduler.commit(state, limits, plan, sampled)
         committed = time.perf_counter() - began
-        # The scheduler reads a request's tokens when it hashes its blocks.
+        # The scheduler reads these to hash blocks.
         for request_id, token in zip(events.ids.tolist(), events.tokens.tolist(), strict=True):
             tokens_of[request_id].append(token)
         for request_id in events.finished:

@@ -19,15 +19,15 @@ from jaxllm.bench.target import Target
 from jaxllm.bench.workload import Job
 from jaxllm.errors import EngineError
 
-_WAIT = 0.5  # seconds between checks for ^C, which some systems do not interrupt a wait for
-_GRACE = 5.0  # seconds for processes to cancel requests after ^C
-_MOST_CACHED = 0.02  # share of prompt tokens above which an earlier run has cached prompts
-_MOST_PROMPT_ERROR = 0.02  # share of prompt tokens above which the tokenizer is not the server's
+_WAIT = 0.5  # seconds between checks for ^C, which does not interrupt every wait
+_GRACE = 5.0  # seconds to cancel requests after ^C
+_MOST_CACHED = 0.02  # share of prompt tokens: above, an earlier run has cached prompts
+_MOST_PROMPT_ERROR = 0.02  # share of prompt tokens: above, the tokenizer is not the server's
 
 
 @dataclass
 class Measurement:
-    """A run: outcomes by job, and cost per process."""
+    """Outcomes by job, and cost per process."""
 
     start: float
     outcomes: list[Outcome] = field(default_factory=list)
@@ -75,7 +75,7 @@ def measure(
 
 
 def half_of_cpus() -> int:
-    """Return the default number of client processes; the server needs the other half."""
+    """Return the default number of client processes, leaving half to the server."""
     return max(1, usable_cpus() // 2)
 
 

@@ -6,7 +6,7 @@ import time
 
 from jaxllm.metrics import Load, Metrics
 
-MOST_SAMPLES = 2000  # beyond this, every second sample is dropped and the interval doubled
+MOST_SAMPLES = 2000  # then every second one is dropped and the interval doubled
 
 
 class Timeline:

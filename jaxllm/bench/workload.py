@@ -1,4 +1,4 @@
-"""`Job`, a request of a benchmark, and `DatasetOptions`, which select the prompts."""
+"""`Job`, a request of a benchmark, and `DatasetOptions`, which select prompts."""
 
 from __future__ import annotations
 
@@ -45,10 +45,7 @@ def to_embed(jobs: Sequence[Job], batch_size: int) -> list[Job]:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetOptions:
-    """The dataset and its settings; each field is a flag.
-
-    `input_len` and `output_len` override the lengths of any dataset.
-    """
+    """The dataset and its settings, as flags; `input_len` and `output_len` apply to any dataset."""
 
     dataset_name: DatasetName = setting("random", "source of the prompts (default: random)")
     dataset_path: str | None = setting(

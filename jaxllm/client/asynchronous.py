@@ -69,7 +69,7 @@ def _stream(
 class AsyncClient(Endpoint):
     """A connection to a server, bound to the event loop of its first call; options as in `Endpoint`.
 
-    The methods of `Client`, awaited except those named `stream…`, which return an asynchronous iterator.
+    Methods are those of `Client`, awaited unless named `stream…`, which return an asynchronous iterator.
     """
 
     def _open(self) -> None:
@@ -109,11 +109,7 @@ class AsyncClient(Endpoint):
     health = _method(Calls.health)
 
     async def wait_until_ready(self, timeout: float = 60.0) -> None:
-        """Wait until the server is healthy. It may still be starting or loading its model.
-
-        Raises:
-            UnavailableError: after `timeout` seconds.
-        """
+        """Wait until the server is healthy; raise UnavailableError after `timeout` seconds."""
         end = time.monotonic() + timeout
         state = ""
         while state != "serving":
@@ -140,8 +136,6 @@ class AsyncClient(Endpoint):
 
 
 class _Answers(Generic[Item]):
-    """Iterates over a call's results."""
-
     _unread: deque[Item]
     _take: Callable[[Any], None]  # appends a message's items to `_unread`
 
@@ -169,7 +163,7 @@ class _Answers(Generic[Item]):
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if self._is_closed and not (task and task.cancelling()):
-                    raise StopAsyncIteration from None  # `close` cancelled the call, not the task
+                    raise StopAsyncIteration from None  # `close` cancelled the call
                 raise
             except grpc.RpcError as failure:
                 raise error_of(failure, self._target) from None
@@ -183,7 +177,7 @@ class _Answers(Generic[Item]):
         await self.close()
 
     def __del__(self) -> None:
-        # `break` out of `async for` cancels nothing, and gRPC's own tasks keep the call alive.
+        # `break` out of `async for` cancels nothing; gRPC's tasks keep the call alive.
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._call.cancel)
 
@@ -208,7 +202,7 @@ class AsyncEmbeddingStream(_Answers[Embedding], reading.ReceivedEmbeddings):
         request.metadata_of_call = call.initial_metadata
 
     async def result(self) -> list[Embedding]:
-        """Read the rest of the stream; return the unread embeddings in the order of the prompts."""
+        """Read the rest of the stream; return unread embeddings in the prompts' order."""
         return sorted([embedding async for embedding in self], key=lambda embedding: embedding.index)
 
     async def __anext__(self) -> Embedding:

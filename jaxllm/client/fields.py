@@ -1,4 +1,4 @@
-"""Sets protobuf fields to a caller's values, with type errors."""
+"""Set protobuf fields to a caller's values, with type errors."""
 
 from __future__ import annotations
 
@@ -92,6 +92,6 @@ def as_json(name: str, value: object) -> str:
 def shown(value: object) -> str:
     try:
         text = " ".join(repr(value).split())
-    except ValueError:  # an integer with more digits than CPython converts
+    except ValueError:  # an integer with too many digits for CPython
         return f"{type(value).__name__} too long to print"
     return text if len(text) <= 100 else f"{text[:97]}..."

@@ -13,17 +13,17 @@ from jaxllm.sampling_params import SamplingParams
 class GenerateOptions(SamplingOptions, total=False):
     """Options of `generate`; None, like absence, selects the model's default."""
 
-    time_limit: float | None  # seconds, then the tokens generated so far are returned; `timeout` fails the call instead
+    time_limit: float | None  # seconds, then returns the tokens so far; `timeout` fails the call instead
     return_token_ids: bool | None
     return_prompt_token_ids: bool | None
-    logprob_texts: bool | None  # include token texts with log-probabilities; default True
+    logprob_texts: bool | None  # with log-probabilities; default True
     include_reasoning: bool | None
-    # Beam search of width n, optionally with "length_penalty" and "early_stopping" (True, False or "never").
+    # Of width n, optionally with "length_penalty" and "early_stopping" (True, False or "never").
     beam_search: Mapping[str, Any] | None
     model: str | None
     adapter: str | None
-    request_id: str | None  # unique on the server; the argument of `abort`
-    priority: int | None  # lower is scheduled first
+    request_id: str | None  # unique on the server, for `abort`
+    priority: int | None  # lower is first
     cache_salt: str | None
     add_special_tokens: bool | None
 
@@ -32,7 +32,7 @@ class StreamOptions(GenerateOptions, total=False):
     """Further options of streaming calls."""
 
     stream_interval: int | None
-    usage_every_message: bool | None  # update the stream's `usage` with every message
+    usage_every_message: bool | None  # update `usage` with every message
 
 
 class ChatOptions(TypedDict, total=False):
@@ -57,13 +57,13 @@ class ChatStreamOptions(StreamOptions, ChatOptions, total=False):
 class _PoolOptions(TypedDict, total=False):
     model: str | None
     priority: int | None
-    truncate_prompt_tokens: int | None  # number of leading tokens to keep; -1: the model's maximum
+    truncate_prompt_tokens: int | None  # leading tokens to keep; -1: the model's maximum
 
 
 class StreamEmbedOptions(_PoolOptions, total=False):
     """Options of `stream_embed`, for all prompts; None, like absence, selects the default."""
 
-    dimensions: int | None  # leading components to keep, if the model allows it
+    dimensions: int | None  # leading components to keep
     normalize: bool | None
     add_special_tokens: bool | None
 
@@ -77,7 +77,7 @@ class EmbedOptions(StreamEmbedOptions, total=False):
 class ScoreOptions(_PoolOptions, total=False):
     """The options of `score`."""
 
-    use_activation: bool | None  # False: the classifier's logits, not probabilities
+    use_activation: bool | None  # False: logits, not probabilities
     request_id: str | None
 
 

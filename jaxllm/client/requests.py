@@ -1,4 +1,4 @@
-"""Builds protobuf requests, checking only types and names; the server validates ranges."""
+"""Build protobuf requests, checking only types and names; the server validates ranges."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jaxllm.sampling_params import RepetitionDetectionParams
 from jaxllm.structured_outputs_params import SERVERS, StructuredOutputsParams, read_structured_outputs
 from jaxllm.v1 import control_pb2, inference_pb2, types_pb2
 
-_NEVER_EMPTY = ("allowed_token_ids", "logprob_token_ids", "request_id", "cache_salt")  # in protobuf, empty means absent
+_NEVER_EMPTY = ("allowed_token_ids", "logprob_token_ids", "request_id", "cache_salt")  # empty means absent in protobuf
 _TOOL_CHOICES = {
     "none": types_pb2.TOOL_CHOICE_NONE,
     "auto": types_pb2.TOOL_CHOICE_AUTO,
@@ -106,11 +106,11 @@ class EmbedRequests:
         try:
             for prompt in self._prompts:  # pyright: ignore[reportGeneralTypeIssues]
                 yield self._request(prompt)
-        except Exception as error:  # gRPC would log the exception and lose it
+        except Exception as error:  # gRPC would log and lose it
             self.failure = error
 
     async def __aiter__(self) -> AsyncIterator[inference_pb2.EmbedRequest]:
-        # Writing to a refused call hides the reason (grpc/grpc#36066), so wait until the server accepts.
+        # Writing to a refused call hides the reason (grpc/grpc#36066): wait until the server accepts.
         if self.metadata_of_call is not None and not await self.metadata_of_call():
             return
         if not isinstance(self._prompts, AsyncIterable):

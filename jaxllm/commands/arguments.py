@@ -62,7 +62,7 @@ def errors_by_flags(*classes: type, has_sampling: bool = False) -> Iterator[None
 
 def by_flags(message: str, cls: type, has_sampling: bool = False) -> str:
     for field in fields(cls):
-        # Without "_" it may be an ordinary word: replace it only at the start.
+        # Without "_" it may be an ordinary word: only at the start.
         pattern = rf"(?<![\w'-]){field.name}\b" if "_" in field.name else rf"^{field.name}(?= (must|cannot|is)\b|:)"
         message = re.sub(pattern, flag_of(field.name, cls, has_sampling), message)
     return message

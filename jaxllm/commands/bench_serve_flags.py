@@ -28,7 +28,7 @@ _EMBEDS = ("embeddings", "/v1/embeddings")  # values of --endpoint
 _EMBED_METRICS = ("e2el", "client_queue_time")
 SAMPLING = {own.name: type(own.default) for own in fields(SamplingParams) if declaration_of(own).shapes_distribution}
 HTTP_PORT, GRPC_PORT = 8000, 50051
-_KEYS = ("OPENAI_API_KEY", "JAXLLM_API_KEY")  # environment variables, in order of preference
+_KEYS = ("OPENAI_API_KEY", "JAXLLM_API_KEY")  # of the environment, in this order
 RAMP = ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
 
 
@@ -144,7 +144,6 @@ def fields_of(options: Mapping[str, Any], ignores_eos: bool) -> dict[str, Any]:
 
 
 def adds_ignore_eos(options: Mapping[str, Any], dataset_name: str) -> bool:
-    """Return whether HTTP requests set ignore_eos by default."""
     return (
         options["ignore_eos"] is None
         and options["backend"] in ("openai", "openai-chat")
@@ -293,7 +292,7 @@ def _processes(text: str) -> int | None:
 def _pair(text: str) -> tuple[str, str]:
     name, has_value, value = text.partition("=")
     if not has_value or not name.strip():
-        raise argparse.ArgumentTypeError("expected KEY=VALUE")  # omits the text, which may be a key
+        raise argparse.ArgumentTypeError("expected KEY=VALUE")  # without the text, perhaps a key
     return name.strip(), value.strip()
 
 

@@ -36,8 +36,6 @@ COMMANDS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises UsageError."""
-
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
 
@@ -45,7 +43,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # "?" on a terminal without Unicode, not an exception
+            stream.reconfigure(errors="replace")  # "?" on a terminal without Unicode
     is_debugging = "--debug" in (sys.argv[1:] if argv is None else argv)
     try:
         options = parse(argv)
@@ -59,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader, such as `head`, closed the pipe. Python's final flush would raise again.
+        # The reader closed the pipe; Python's final flush would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
@@ -69,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run() -> NoReturn:
-    """Exit without waiting for background compilations."""
+    """Run a command, and exit without waiting for background compilations."""
     _open_closed_streams()
     compile_noise.hide()
     code = main()
@@ -79,7 +77,7 @@ def run() -> NoReturn:
 
 
 def _open_closed_streams() -> None:
-    """Open the null device for each closed standard stream, as by `<&-` and `>&-`.
+    """Open the null device for each closed standard stream, as by `<&-`.
 
     Otherwise the event loop gets its descriptor, which libuv refuses to close: SIGABRT after a clean drain.
     """

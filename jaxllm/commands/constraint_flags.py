@@ -1,4 +1,4 @@
-"""The flags that constrain an output to a schema, expression, grammar or choice. Imports no model code."""
+"""Flags that constrain an output. Imports no model code."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def schema_of(file: str) -> StructuredOutputsParams:
         if not isinstance(schema, dict):
             raise UserError("a JSON schema is an object.")
         return StructuredOutputsParams(json=schema)
-    except (ValueError, RecursionError) as error:  # UserError is a ValueError
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file} holds no JSON schema: {error}") from error
 
 

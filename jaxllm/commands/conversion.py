@@ -16,7 +16,7 @@ from jaxllm.errors import UserError
 
 _KEPT = (
     *("*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*.jinja", "LICENSE*", "README*"),
-    "[0-9]_*/config.json",  # modules of sentence-transformers
+    "[0-9]_*/config.json",  # of sentence-transformers
 )
 
 
@@ -54,7 +54,7 @@ def convert(source: str, target: Path, revision: str | None = None, progress: bo
             _copy_files(folder, unfinished)
             orbax_checkpoint.write(unfinished, {name: part.values for name, part in parts.items()}, count)
         if target.is_dir():
-            target.rmdir()  # Windows does not rename onto an empty folder
+            target.rmdir()  # Windows does not rename onto it
         unfinished.rename(target)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -74,5 +74,5 @@ def _copy_files(source: Path, target: Path) -> None:
             if path.is_file() and not path.name.endswith(INDEX.removeprefix("model")):
                 copy = target / path.relative_to(source)
                 copy.parent.mkdir(exist_ok=True)
-                # The content only, without the links and modes of a hub's cache.
+                # Without the links and modes of a hub's cache.
                 shutil.copyfile(inside(source, path.relative_to(source).as_posix()), copy)

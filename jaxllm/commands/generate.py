@@ -1,7 +1,4 @@
-"""`jaxllm generate`: continue prompts from arguments, a file or standard input.
-
-A single prompt on a terminal streams.
-"""
+"""`jaxllm generate`: continue prompts from arguments, a file or standard input; stream a single one on a terminal."""
 
 from __future__ import annotations
 
@@ -51,7 +48,7 @@ def run(options: dict[str, Any]) -> int:
     if not options["json"]:
         _warn_of_numbers(from_flags)
     jobs = _read_prompts(options, from_flags)
-    with open_llm(options, precompile="background") as llm:  # compiling for a GPU takes a minute
+    with open_llm(options, precompile="background") as llm:  # compiling takes a minute on a GPU
         default = llm.get_default_sampling_params()
         params = [replace(default, **{**from_flags, **override}) for _, override in jobs]
         started = time.monotonic()
@@ -104,7 +101,7 @@ def _prompts_of_file(file: str, from_flags: Mapping[str, Any]) -> list[tuple[Any
                 raise UserError('expected an object with a "prompt"')
             prompt = record.pop("prompt")
             SamplingParams(**{**from_flags, **record})
-        except ValueError as error:  # UserError is a ValueError
+        except ValueError as error:
             raise UserError(f"{file}, line {number}: {error}") from error
         except RecursionError as error:
             raise UserError(f"{file}, line {number}: its lists and objects are nested too deeply") from error

@@ -1,4 +1,4 @@
-"""`jaxllm serve`: convert flags to settings of the engine and the server, then run `jaxllm_server`."""
+"""`jaxllm serve`: convert flags to settings, then run `jaxllm_server`."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def run(options: dict[str, Any]) -> int:
     if server.headless:
         with errors_by_flags(ServerOptions, EngineConfig):
             return launch.be_replica(config, server)
-    if config.data_parallel_size == 1:  # else each replica checks its devices; this process must not use them
+    if config.data_parallel_size == 1:  # else each replica does; this process must not use devices
         _check(config, server)
     with errors_by_flags(ServerOptions, EngineConfig):
         made = launch.new_server(config, server, progress=sys.stderr.isatty())

@@ -1,6 +1,6 @@
 """`jaxllm transcribe`: write the words of WAV files with a model such as Whisper.
 
-Long files are cut into pieces at quiet moments; pieces of all files run in one batch.
+Long files are cut at quiet moments; all pieces run in one batch.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from jaxllm.llm import LLM
 
-RATE = 16000  # samples per second of encoders
+RATE = 16000  # samples per second
 _SEARCHED = 1 / 6  # of a piece, at its end, for the quietest moment
-_FRAME, _QUIET = 160, 10  # samples of a frame, and frames of a quiet moment
+_FRAME, _QUIET = 160, 10  # samples of a frame, frames of a quiet moment
 
 
 class Piece(NamedTuple):
@@ -106,7 +106,6 @@ def cuts(samples: np.ndarray, longest: int) -> list[tuple[int, int]]:
 
 
 def _transcribe(llm: LLM, pieces: Sequence[Piece], language: str | None, translates: bool) -> list[str | None]:
-    """Return the text of each piece; None if it failed."""
     model, settings = llm.engine.model, llm.engine.model.generation_config
     token_of = model.tokenizer.token_id
     begin = _required(token_of("<|startoftranscript|>"), "<|startoftranscript|>")
@@ -141,7 +140,7 @@ def _transcribe(llm: LLM, pieces: Sequence[Piece], language: str | None, transla
 
 
 def _languages(settings: Mapping[str, Any]) -> dict[str, int]:
-    """Return the tokens of languages, by name as "<|en|>"; none of a model with one language."""
+    """Return languages' tokens by name, as "<|en|>"; empty for a model with one language."""
     found = settings.get("lang_to_id") or {}
     return {name: token for name, token in found.items() if isinstance(name, str) and type(token) is int}
 

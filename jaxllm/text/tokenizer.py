@@ -210,8 +210,7 @@ class Tokenizer:
         return head, tail, room
 
     def beginning_of(self, text: str, num_tokens: int) -> str:
-        """Return a prefix of a text that contains its first `num_tokens` tokens; tokenizing 8 MiB took 18 s and 1.5
-        GiB."""
+        """Return a prefix of a text with its first `num_tokens` tokens; tokenizing 8 MiB took 18 s and 1.5 GiB."""
         most = num_tokens + TOKENS_AT_A_CUT
         length = _CHARACTERS * most
         while length < len(text) and len(self.encode(text[:length], add_special_tokens=False)) <= most:
