@@ -1,4 +1,4 @@
-"""Validators of caller's values: return the normalized value, or raise a UserError that names the parameter."""
+"""Validators: return the normalized value, or raise a UserError that names the parameter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from jaxllm.errors import UserError
 
 INT32_MAX = 2**31 - 1
-_MOST_SHOWN = 100  # characters of a value in an error
+_MOST_SHOWN = 100  # characters in an error
 
 
 def shown(value: object) -> str:
@@ -20,7 +20,7 @@ def shown(value: object) -> str:
             text += piece
             if len(text) > 2 * _MOST_SHOWN:
                 break
-    except ValueError:  # CPython prints no integer of more than 4,300 digits
+    except ValueError:  # an integer of more than 4,300 digits
         return f"{type(value).__name__} too long to print"
     text = " ".join(text.split())
     return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
@@ -44,7 +44,7 @@ def _pieces(value: object) -> Iterator[str]:
 
 
 def integer(name: str, value: object, low: int = -INT32_MAX - 1, high: int = INT32_MAX) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):  # includes numpy's
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):  # numpy's too
         raise UserError(f"{name} must be an integer, got {shown(value)}.", name, value)
     result = int(value)
     if not low <= result <= high:
@@ -57,7 +57,7 @@ def number(name: str, value: object) -> float:
         raise UserError(f"{name} must be a number, got {shown(value)}.", name, value)
     try:
         result = float(value)
-    except OverflowError:  # an integer beyond the largest float
+    except OverflowError:  # beyond the largest float
         result = math.inf
     if not math.isfinite(result):
         raise UserError(f"{name} must be a finite number, got {result}.", name, value)
@@ -74,6 +74,6 @@ def sequence(name: str, value: object, of: str, most: int | None) -> tuple[objec
     """Return a list as a tuple of at most `most` items; `of` names them in errors."""
     if not isinstance(value, list | tuple):
         raise UserError(f"{name} must be a list of {of}, got {shown(value)}.", name, value)
-    if most is not None and len(value) > most:  # before items are checked
+    if most is not None and len(value) > most:  # before checks of items
         raise UserError(f"{name} must hold at most {most} {of}, got {len(value)}.", name, len(value))
     return tuple(value)

@@ -8,10 +8,10 @@ _MACOS = 10_240  # OPEN_MAX; macOS reports no limit but accepts no more
 
 
 def raise_file_limit() -> None:
-    """Raise this process's limit of open files as far as the system permits, for thousands of connections."""
+    """Raise this process's limit of open files as far as permitted, for thousands of connections."""
     try:
         import resource
-    except ImportError:  # Windows has no limit
+    except ImportError:  # Windows
         return
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     for wanted in (most, _MACOS):

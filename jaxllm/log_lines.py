@@ -10,7 +10,7 @@ class LineFormatter(logging.Formatter):
     """Formats each line of a message as a record."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format each line of a message as a separate record; a traceback follows the last one unchanged."""
+        """Format each line as a record; a traceback follows the last one."""
         *lines, last = record.getMessage().splitlines() or [""]
         records = []
         for line in lines:

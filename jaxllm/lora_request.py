@@ -1,4 +1,4 @@
-"""`LoRARequest`: the adapter of a request. Standard library only."""
+"""`LoRARequest`: the adapter of a request."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Results of requests: `RequestOutput` and `PoolingRequestOutput`.
-
-Names are vLLM's. Standard library only.
-"""
+"""Results of requests, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -38,11 +35,11 @@ class CompletionOutput:
     # Per token: the sampled one, the likeliest, then those of logprob_token_ids.
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None  # matching stop string or token id; None for end-of-sequence
+    stop_reason: int | str | None = None  # matched stop string or token id; None: end-of-sequence
     seed: int | None = None  # reproduces the output; None if deterministic
-    pooled: Any = None  # of a pooled prompt: float32[W]
-    score: float | None = None  # of a beam: log-probability with length penalty
-    # Versions of the weights that made the tokens, with the number of tokens; None without `enable_sleep_mode`.
+    pooled: Any = None  # float32[W] of a pooled prompt
+    score: float | None = None  # of a beam, with length penalty
+    # Versions of the weights that made the tokens, with the tokens' number; None without `enable_sleep_mode`.
     weight_versions: list[tuple[str, int]] | None = None
 
     def finished(self) -> bool:
@@ -71,10 +68,10 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     metrics: RequestMetrics | None = None
-    num_cached_tokens: int | None = None  # prompt tokens from the prefix cache
-    # Per prompt token: the token, then the likeliest; None for the first. Deltas contain it once, when complete.
+    num_cached_tokens: int | None = None  # from the prefix cache
+    # Per prompt token: the token, then the likeliest; None for the first. In one delta, when complete.
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    # The place of the prompt's KV blocks, for another engine; in the last output, with do_remote_decode.
+    # The place of the prompt's KV blocks; in the last output, with do_remote_decode.
     kv_transfer_params: dict[str, Any] | None = None
     internal_id: str = field(default="", repr=False, compare=False)  # the engine's request id
     encoder_prompt: str | None = None  # of an encoder-decoder model
@@ -85,10 +82,10 @@ class RequestOutput:
 class BeamSearchSequence:
     """One output of a beam search."""
 
-    tokens: list[int]  # prompt and output; with the end-of-sequence token if `include_stop_str_in_output`
+    tokens: list[int]  # prompt and output; end-of-sequence with `include_stop_str_in_output`
     text: str  # of all tokens
-    cum_logprob: float  # of output tokens, including end-of-sequence
-    score: float  # outputs are ranked by it
+    cum_logprob: float  # of output tokens, with end-of-sequence
+    score: float  # ranks the outputs
     finish_reason: FinishReason | None = None
 
 
@@ -172,7 +169,7 @@ Pooled = TypeVar("Pooled", EmbeddingOutput, ClassificationOutput, ScoringOutput)
 
 @dataclass(slots=True)
 class PooledRequestOutput(Generic[Pooled]):
-    """A prompt or pair of prompts, and the task's result."""
+    """A prompt or pair of prompts, and its result."""
 
     request_id: str
     prompt_token_ids: Sequence[int]

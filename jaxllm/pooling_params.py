@@ -1,7 +1,4 @@
-"""`PoolingParams`: parameters of embedding, classification and scoring.
-
-Names and defaults are vLLM's. Standard library only.
-"""
+"""`PoolingParams`: parameters of embedding, classification and scoring, with vLLM's names and defaults."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from jaxllm.request_params import RequestParams
 
 PoolingTask = Literal["embed", "classify", "score"]
 TASKS: tuple[PoolingTask, ...] = get_args(PoolingTask)
-_TASKS_OF: dict[str, tuple[PoolingTask, ...]] = {  # tasks that support a parameter
+_TASKS_OF: dict[str, tuple[PoolingTask, ...]] = {  # that support a parameter
     "dimensions": ("embed",),
     "normalize": ("embed",),
     "use_activation": ("classify", "score"),
@@ -33,9 +30,9 @@ class PoolingParams(RequestParams):
 
     task: PoolingTask | None = None
     dimensions: int | None = None  # leading numbers to keep (Kusupati et al. 2022, "Matryoshka")
-    normalize: bool | None = None  # scale embeddings to length 1
-    use_activation: bool | None = None  # apply a classifier's softmax or sigmoid; None: yes
-    truncate_prompt_tokens: int | None = None  # keep the first tokens; -1: as the model's length
+    normalize: bool | None = None  # to length 1
+    use_activation: bool | None = None  # a classifier's softmax or sigmoid; None: yes
+    truncate_prompt_tokens: int | None = None  # leading tokens to keep; -1: the model's length
 
     def __post_init__(self) -> None:
         if self.task is not None and self.task not in TASKS:

@@ -1,4 +1,4 @@
-"""Settings fields whose description is also the help of their flag."""
+"""Settings fields with the help of their flags."""
 
 from __future__ import annotations
 

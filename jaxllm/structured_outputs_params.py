@@ -1,6 +1,6 @@
-"""`StructuredOutputsParams`: the constraint in `SamplingParams`.
+"""`StructuredOutputsParams`: the constraint in `SamplingParams`, with vLLM's names, defaults and messages.
 
-Names, defaults and messages are vLLM's. Standard library only; `jaxllm.structured_output` compiles constraints.
+Standard library only; `jaxllm.structured_output` compiles constraints.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jaxllm.errors import UnsupportedError, UserError
 
 MAX_CHARS = 2**18  # of a schema, expression or grammar
 MAX_DEPTH = 64  # nesting of a schema
-SERVERS = ("begin_after", "may_open_with", "or_grammar", "or_grammar_after")  # fields that clients cannot set
+SERVERS = ("begin_after", "may_open_with", "or_grammar", "or_grammar_after")  # not for clients
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _NAME = "structured_outputs"
 
@@ -24,17 +24,17 @@ _NAME = "structured_outputs"
 class StructuredOutputsParams:
     """One constraint of an output, and JSON formatting options; validated on creation.
 
-    Raises UserError if invalid, or unless exactly one constraint is given; UnsupportedError for structural_tag.
+    Raises UserError unless exactly one valid constraint is given; UnsupportedError for structural_tag.
     """
 
-    json: Any = None  # JSON schema: mapping, text, or pydantic class; stored as text
-    regex: str | None = None  # matches the whole output
-    choice: tuple[str, ...] | None = None  # alternatives for the whole output
-    grammar: str | None = None  # Lark notation, or llama.cpp's EBNF, beginning with its first rule
+    json: Any = None  # schema: mapping, text, or pydantic class; stored as text
+    regex: str | None = None  # of the whole output
+    choice: tuple[str, ...] | None = None  # for the whole output
+    grammar: str | None = None  # Lark notation, or llama.cpp's EBNF; the first rule is the start
     json_object: bool | None = None
     disable_any_whitespace: bool = False  # compact JSON
-    disable_additional_properties: bool = False  # only properties that the schema names
-    whitespace_pattern: str | None = None  # expression for whitespace between JSON's parts; None: 1 to 8
+    disable_additional_properties: bool = False  # only those in the schema
+    whitespace_pattern: str | None = None  # expression, between JSON's parts; None: 1 to 8
     structural_tag: str | None = None
     # The constraint begins after this text (or the first of several), e.g. "</think>"; None: at the first token.
     begin_after: str | tuple[str, ...] | None = None
@@ -78,7 +78,7 @@ class StructuredOutputsParams:
         return texts if isinstance(texts, tuple) else (texts,)
 
     def alone(self) -> StructuredOutputsParams:
-        """Return the constraint without its alternatives, in force from the first token."""
+        """Return the constraint without alternatives, in force from the first token."""
         return replace(self, begin_after=None, may_open_with=(), or_grammar=None, or_grammar_after=())
 
     def _check_pairs(self) -> None:

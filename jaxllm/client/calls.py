@@ -185,6 +185,7 @@ class Calls(Endpoint):
         return Call("control", "PauseGeneration", request, reading.read_nothing, timeout)
 
     def resume(self, *, timeout: float | None = None) -> Call[None]:
+        """Resume generating after `pause`."""
         request = control_pb2.ResumeGenerationRequest()
         return Call("control", "ResumeGeneration", request, reading.read_nothing, timeout)
 
