@@ -9,7 +9,7 @@ from jaxllm import checks
 from jaxllm.errors import UnsupportedError, UserError
 from jaxllm.request_params import RequestParams
 
-MOST_LENGTH_PENALTY = 10.0  # absolute; larger powers of a length may overflow
+MOST_LENGTH_PENALTY = 10.0  # absolute; larger powers may overflow
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,6 @@ class BeamSearchParams(RequestParams):
 
     @property
     def num_sequences(self) -> int:
-        """The number of beams."""
         return self.beam_width
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from jaxllm.errors import UserError
 
 INT32_MAX = 2**31 - 1
-_MOST_SHOWN = 100  # characters in an error
+_MOST_SHOWN = 100  # characters
 
 
 def shown(value: object) -> str:
@@ -74,6 +74,6 @@ def sequence(name: str, value: object, of: str, most: int | None) -> tuple[objec
     """Return a list as a tuple of at most `most` items; `of` names them in errors."""
     if not isinstance(value, list | tuple):
         raise UserError(f"{name} must be a list of {of}, got {shown(value)}.", name, value)
-    if most is not None and len(value) > most:  # before checks of items
+    if most is not None and len(value) > most:
         raise UserError(f"{name} must hold at most {most} {of}, got {len(value)}.", name, len(value))
     return tuple(value)

@@ -140,8 +140,7 @@ class EngineConfig:
         (), "logits processor that requests may name, as package.module:function; may be repeated", "FUNCTION"
     )
     runner: RunnerKind = setting("auto", "task of the engine; auto: by the model's architecture")
-    # "pooling_type", one of `PoolingType`, "normalize", and "is_matryoshka" (requests may cut embeddings); defaults are
-    # the model's.
+    # "pooling_type", "normalize", and "is_matryoshka" (requests may cut embeddings); defaults are the model's.
     pooler_config: Mapping[str, Any] | None = setting(
         None, 'how a model pools, as \'{"pooling_type": "MEAN", "normalize": true}\'', "JSON"
     )
@@ -267,7 +266,6 @@ class EngineConfig:
 
     @property
     def most_images(self) -> int:
-        """The maximum images of a request."""
         return (self.limit_mm_per_prompt or {}).get("image", MOST_IMAGES)
 
     def cache_dir(self) -> Path:

@@ -63,7 +63,7 @@ class RequestIdInUseError(UserError):
 
 
 class EngineError(RuntimeError):
-    """A failure of the engine or device, or its state; not caused by the request."""
+    """A failure of the engine or device, or its state."""
 
 
 class EngineDeadError(EngineError):
@@ -153,4 +153,4 @@ def is_exhaustion(error: BaseException) -> bool:
 
 
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOBUFS, errno.ENOSPC}
-_OF_EXHAUSTION = ("RESOURCE_EXHAUSTED", "can't start new thread")  # of XLA and Python
+_OF_EXHAUSTION = ("RESOURCE_EXHAUSTED", "can't start new thread")

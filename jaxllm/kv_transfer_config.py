@@ -11,22 +11,22 @@ from jaxllm.errors import UserError
 Role = Literal["kv_producer", "kv_consumer", "kv_both"]
 FailurePolicy = Literal["recompute", "fail"]
 CONNECTOR = "GrpcConnector"
-CONNECTORS = (CONNECTOR, "NixlConnector")  # the second for vLLM's commands
+CONNECTORS = (CONNECTOR, "NixlConnector")  # vLLM's
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransferOptions:
     """`kv_connector_extra_config`; files are PEM."""
 
-    timeout: float = 10.0  # seconds until a request's blocks are computed instead
+    timeout: float = 10.0  # seconds, then a request's blocks are computed
     lease: float = 30.0  # seconds that a producer keeps unpulled blocks
     buffer_gib: float = 4.0  # a producer's memory for unpulled blocks
     advertised_ip: str | None = None  # `remote_host` of answers, None: `kv_ip`
     producers: tuple[str, ...] = ("127.0.0.1", "localhost", "::1")  # hosts to consume from; "*": any
     api_key: str | None = field(default=None, repr=False)  # required by a producer, sent by a consumer
-    tls_certificate: str | None = None  # a producer's file
-    tls_key: str | None = None  # a producer's file
-    tls_ca: str | None = None  # a consumer's file: connect with TLS, and trust these authorities
+    tls_certificate: str | None = None  # of a producer
+    tls_key: str | None = None  # of a producer
+    tls_ca: str | None = None  # of a consumer: use TLS, and trust these authorities
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,9 +97,9 @@ class _Automaton:
         self._work = work
         self._states = [_State(is_end=True)]
         self._num_parts = 0
-        self._ahead: list[tuple[_Automaton, bool]] = []  # initial lookaheads, with the wanted result
+        self._ahead: list[tuple[_Automaton, bool]] = []  # initial lookaheads, wanted results
         self._later: dict[int, tuple[int, _Automaton, bool]] = {}  # other lookaheads: index, automaton, result by part
-        self._kept: list[Any] = []  # those parts, so that ids stay unique
+        self._kept: list[Any] = []  # so that parts' ids stay unique
         self._leaves: dict[tuple[str, str, int], Callable[[str], Any]] = {}
         self._closures: dict[tuple[frozenset[int], _Place], frozenset[int]] = {}
         self._steps: dict[tuple[frozenset[int], str], frozenset[int]] = {}

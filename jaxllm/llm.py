@@ -43,7 +43,7 @@ from jaxllm.text.tokenizer import Tokenizer
 Message = Mapping[str, Any]
 _NO_WORKERS = "there are no workers; `llm.engine` is the engine, in this process"
 _NO_QUEUE = "use `llm.engine` (add_request, step)"
-_MISSING = {  # of vLLM's `LLM`, with alternatives
+_MISSING = {  # of vLLM's `LLM`
     "reward": "use `llm.classify(prompts, pooling_params=PoolingParams(use_activation=False))`",
     **dict.fromkeys(("collective_rpc", "apply_model", "get_world_size"), _NO_WORKERS),
     **dict.fromkeys(("start_profile", "stop_profile"), "use `llm.engine.start_profile(folder, num_steps)`"),
@@ -82,7 +82,7 @@ class LLM(OfflineWeightCalls):
         """Return an `LLM` with these `EngineArgs`."""
         return cls(engine_args)
 
-    if not TYPE_CHECKING:  # type checkers would accept any name
+    if not TYPE_CHECKING:  # any name would pass
 
         def __getattr__(self, name: str) -> NoReturn:
             if name in _MISSING:

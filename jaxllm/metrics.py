@@ -28,19 +28,19 @@ class Metrics:
     chunk_tokens: int = 0  # of prompts, in completed steps
     generated_tokens: int = 0
     forced_tokens: int = 0  # by a grammar, not sampled
-    drafting_rows: int = 0  # that verified drafts
+    drafting_rows: int = 0
     draft_tokens: int = 0
     accepted_tokens: list[int] = field(default_factory=list)  # by position
-    adapter_loads: int = 0  # to devices
-    images_encoded: int = 0  # by the vision tower
-    sources_encoded: int = 0  # of encoder-decoder models
+    adapter_loads: int = 0
+    images_encoded: int = 0
+    sources_encoded: int = 0
     offloaded_blocks: int = 0  # KV blocks copied to the host's tier
-    offload_failures: int = 0  # failed copies
+    offload_failures: int = 0
     loaded_tokens: int = 0  # of prompts, from the host's tier
     sent_blocks: int = 0  # KV blocks kept for other engines
-    received_blocks: int = 0  # KV blocks of other engines
+    received_blocks: int = 0
     transfer_failures: int = 0  # requests that lack another engine's blocks
-    disk_stored_blocks: int = 0  # KV blocks written to disk
+    disk_stored_blocks: int = 0
     disk_read_blocks: int = 0  # KV blocks read into the host's tier
     disk_failures: int = 0  # writes and reads, missing blocks aside
     preemptions: int = 0
@@ -79,7 +79,7 @@ class Load(NamedTuple):
     """An engine's load after its last step."""
 
     running: int = 0  # sequences in slots
-    waiting: int = 0  # queued sequences
+    waiting: int = 0
     waiting_tokens: int = 0  # their prompt tokens
     kv_blocks_used: int = 0
     kv_blocks_total: int = 0
@@ -96,7 +96,7 @@ class DeviceReport(NamedTuple):
     """Compiled programs and device memory."""
 
     programs_ready: int
-    programs_compiling: int  # active background threads
+    programs_compiling: int
     programs_possible: int
     memory: Mapping[str, Mapping[str, int]]  # JAX's `memory_stats` by device id; empty for a CPU
 
@@ -106,7 +106,7 @@ class StepReport(NamedTuple):
 
     seconds: float
     num_tokens: int  # prompt tokens plus sampled ones, as in vLLM
-    num_rows: int  # requests in the step
+    num_rows: int
     num_sampled: int
 
 

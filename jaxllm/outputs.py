@@ -36,10 +36,10 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # matched stop string or token id; None: end-of-sequence
-    seed: int | None = None  # reproduces the output; None if deterministic
+    seed: int | None = None  # None if deterministic
     pooled: Any = None  # float32[W] of a pooled prompt
     score: float | None = None  # of a beam, with length penalty
-    # Versions of the weights that made the tokens, with the tokens' number; None without `enable_sleep_mode`.
+    # Versions of the weights, with numbers of tokens; None without `enable_sleep_mode`.
     weight_versions: list[tuple[str, int]] | None = None
 
     def finished(self) -> bool:
@@ -55,7 +55,7 @@ class RequestMetrics:
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
-    num_preemptions: int = 0  # of its sequences
+    num_preemptions: int = 0
 
 
 @dataclass(slots=True)
@@ -73,8 +73,8 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     # The place of the prompt's KV blocks; in the last output, with do_remote_decode.
     kv_transfer_params: dict[str, Any] | None = None
-    internal_id: str = field(default="", repr=False, compare=False)  # the engine's request id
-    encoder_prompt: str | None = None  # of an encoder-decoder model
+    internal_id: str = field(default="", repr=False, compare=False)  # the engine's
+    encoder_prompt: str | None = None
     encoder_prompt_token_ids: Sequence[int] | None = None
 
 
@@ -83,9 +83,9 @@ class BeamSearchSequence:
     """One output of a beam search."""
 
     tokens: list[int]  # prompt and output; end-of-sequence with `include_stop_str_in_output`
-    text: str  # of all tokens
+    text: str
     cum_logprob: float  # of output tokens, with end-of-sequence
-    score: float  # ranks the outputs
+    score: float
     finish_reason: FinishReason | None = None
 
 
@@ -141,7 +141,6 @@ class EmbeddingOutput:
 
     @property
     def hidden_size(self) -> int:
-        """Return the embedding's size."""
         return len(self.embedding)
 
 
@@ -153,7 +152,6 @@ class ClassificationOutput:
 
     @property
     def num_classes(self) -> int:
-        """Return the number of labels."""
         return len(self.probs)
 
 

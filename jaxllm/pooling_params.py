@@ -11,7 +11,7 @@ from jaxllm.request_params import RequestParams
 
 PoolingTask = Literal["embed", "classify", "score"]
 TASKS: tuple[PoolingTask, ...] = get_args(PoolingTask)
-_TASKS_OF: dict[str, tuple[PoolingTask, ...]] = {  # that support a parameter
+_TASKS_OF: dict[str, tuple[PoolingTask, ...]] = {
     "dimensions": ("embed",),
     "normalize": ("embed",),
     "use_activation": ("classify", "score"),

@@ -1,7 +1,4 @@
-"""Declarations of `SamplingParams` fields: type, range, flag, and name in each protocol.
-
-Command line, HTTP, gRPC, clients and load tests derive fields from these. Standard library only.
-"""
+"""Declarations of `SamplingParams` fields: type, range, flag, and name in each protocol. Standard library only."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from jaxllm.errors import UserError
 OPENAI, ANTHROPIC, OLLAMA = "openai", "anthropic", "ollama"  # HTTP bodies
 GRPC = "grpc"  # paths in GenerateRequest, as "sampling.top_p"
 MODEL = "model"  # generation_config.json, which may set defaults
-MAX_IDS = 2**20  # per list, with duplicates: several vocabularies, 0.1 s to read
+MAX_IDS = 2**20  # per list: several vocabularies, 0.1 s to read
 
 Reader = Callable[[str, Any], Any]  # (name, value) -> normalized value, or UserError
 
@@ -35,8 +32,8 @@ class Declaration(NamedTuple):
 
     read: Reader
     rules: tuple[Rule, ...]
-    names: Mapping[str, str]  # by protocol; missing: not in it
-    shapes_distribution: bool  # a number that affects token choice
+    names: Mapping[str, str]  # by protocol, where supported
+    shapes_distribution: bool
     given: str | None  # accepted type, if wider
 
 

@@ -28,25 +28,25 @@ from jaxllm.sampling_fields import (
 )
 from jaxllm.structured_outputs_params import StructuredOutputsParams, read_structured_outputs
 
-MAX_MASKED_STOP_IDS = 32  # masked by min_tokens; a width of the sampling state, as the next four
+MAX_MASKED_STOP_IDS = 32  # of min_tokens; a width of the sampling state, as the next four
 MAX_BIASED_TOKENS = 300  # of logit_bias, OpenAI's limit
-MAX_BAD_WORD_TOKENS = 512  # of all bad_words, with and without a leading space
+MAX_BAD_WORD_TOKENS = 512  # of all bad_words, also with a leading space
 MAX_REPORTED_TOKENS = 128  # logprob_token_ids, vLLM's limit
-MAX_PROCESSOR_ARGUMENTS = 8  # numbers per logits processor
+MAX_PROCESSOR_ARGUMENTS = 8
 MAX_PROCESSORS = 31  # per engine: bits of a non-negative int32
 MAX_PATTERN_SIZE = 1024  # tokens, of repetition_detection
 _GREEDY_BELOW = 1e-5  # greedy, as in vLLM
 _LEAST_TEMPERATURE = 0.01  # if not greedy: smaller divisors overflow logits
 _MOST_SEQUENCES = 16384  # vLLM's default limit of n
-_MOST_NAMED = 8  # in an error
+_MOST_NAMED = 8
 
 
 class RequestOutputKind(IntEnum):
     """Contents of each output of a stream."""
 
-    CUMULATIVE = 0  # everything so far
+    CUMULATIVE = 0
     DELTA = 1  # new tokens
-    FINAL_ONLY = 2  # everything, at the end
+    FINAL_ONLY = 2  # at the end
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,7 @@ class SamplingParams(RequestParams):
     include_stop_str_in_output: bool = declared(
         False, "keep the stop string that ended the output in the text", read=checks.flag, grpc="stop.include_stop"
     )
-    detokenize: bool = declared(True, read=checks.flag, openai=None, grpc="output.text")  # False: token ids only
+    detokenize: bool = declared(True, read=checks.flag, openai=None, grpc="output.text")  # False: ids only
     # Added to logits, clamped to [-100, 100]; stored as a new dict, {} as None. Keys may be strings, as in JSON. Not
     # hashed: dicts are unhashable.
     logit_bias: Mapping[int, float] | None = declared(None, read=_logit_bias, grpc="sampling.", hash=False)
@@ -374,7 +374,6 @@ class SamplingParams(RequestParams):
 
     @property
     def num_sequences(self) -> int:
-        """The number of outputs."""
         return self.n
 
     def __post_init__(self, *unbuilt: object) -> None:

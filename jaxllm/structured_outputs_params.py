@@ -13,8 +13,8 @@ from typing import Any
 from jaxllm import checks
 from jaxllm.errors import UnsupportedError, UserError
 
-MAX_CHARS = 2**18  # of a schema, expression or grammar
-MAX_DEPTH = 64  # nesting of a schema
+MAX_CHARS = 2**18
+MAX_DEPTH = 64
 SERVERS = ("begin_after", "may_open_with", "or_grammar", "or_grammar_after")  # not for clients
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _NAME = "structured_outputs"
@@ -28,12 +28,12 @@ class StructuredOutputsParams:
     """
 
     json: Any = None  # schema: mapping, text, or pydantic class; stored as text
-    regex: str | None = None  # of the whole output
-    choice: tuple[str, ...] | None = None  # for the whole output
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
     grammar: str | None = None  # Lark notation, or llama.cpp's EBNF; the first rule is the start
     json_object: bool | None = None
     disable_any_whitespace: bool = False  # compact JSON
-    disable_additional_properties: bool = False  # only those in the schema
+    disable_additional_properties: bool = False
     whitespace_pattern: str | None = None  # expression, between JSON's parts; None: 1 to 8
     structural_tag: str | None = None
     # The constraint begins after this text (or the first of several), e.g. "</think>"; None: at the first token.

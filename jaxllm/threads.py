@@ -1,4 +1,4 @@
-"""Start threads with a large stack, for compiling programs and grammars."""
+"""Start threads with a large stack, for compiling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draw the times at which a benchmark sends its requests, as vLLM's `get_request` (vllm/benchmarks/serve.py)."""
+"""Draw request times of a benchmark, as vLLM's `get_request` (vllm/benchmarks/serve.py)."""
 
 from __future__ import annotations
 

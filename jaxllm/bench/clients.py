@@ -1,4 +1,4 @@
-"""The client processes of a load test: each sends its share of the jobs at times of one clock, `time.perf_counter`."""
+"""The client processes of a load test: each sends its share of the jobs at times of `time.perf_counter`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from jaxllm.bench.workload import Job
 from jaxllm.errors import EngineError, UserError
 from jaxllm.file_limit import raise_file_limit
 
-HEAD_START = 0.05  # seconds from the start message to the run
-LIMIT = 0.7  # of a core; above it, latencies may include client delays
+HEAD_START = 0.05  # seconds, to the run's start
+LIMIT = 0.7  # of a core; above, latencies may include client delays
 
 
 class BenchClient(Protocol):
@@ -39,7 +39,7 @@ class Share:
     """The work of one process; `jobs` are sorted by arrival, in seconds."""
 
     target: Target
-    jobs: Sequence[tuple[int, Job, float]]  # with their index in the run
+    jobs: Sequence[tuple[int, Job, float]]  # with index
     warmups: Sequence[tuple[int, Job]]
     max_concurrency: int | None
 
@@ -67,8 +67,8 @@ class Cost:
 class ClientProcess:
     """A process that sends a share of a benchmark's requests.
 
-    It sends `Ready`, waits for `start`, and sends an `Outcome` per job, then `Cost`. It ignores ^C (the parent calls
-    `stop`), and exits if the parent dies.
+    Sends `Ready`, waits for `start`, and sends an `Outcome` per job, then `Cost`. Ignores ^C (the parent calls `stop`),
+    and exits if the parent dies.
     """
 
     def __init__(self, share: Share) -> None:
@@ -117,7 +117,7 @@ def deal(
 
 
 def open_client(target: Target) -> BenchClient:
-    """Return a client of the target's protocol; raise UserError if it lacks a library."""
+    """Return a client of the target's protocol; raise UserError without its library."""
     try:
         if target.is_grpc:
             from jaxllm.bench.grpc_client import GrpcClient
@@ -141,7 +141,7 @@ def _run(connection: Connection, share: Share) -> None:
     raise_file_limit()
     try:
         asyncio.run(_send_all(connection, share))
-    except* (BrokenPipeError, EOFError):  # the parent died
+    except* (BrokenPipeError, EOFError):
         pass
 
 

@@ -18,7 +18,7 @@ from jaxllm.errors import UserError
 Direction = Literal["higher", "lower"]
 Result: TypeAlias = Mapping[str, Any]
 RESAMPLES = 1000
-AGREEMENT = 0.02  # tolerance between a reported figure and its recomputation
+AGREEMENT = 0.02  # between a reported figure and its recomputation
 _HIGHER = re.compile(r"throughput|goodput|per_s(econd)?$|bandwidth|^completed$|acceptance")
 _LOWER = re.compile(
     r"latency|ttft|tpot|itl|e2el|^percentiles\.|^elapsed_time$|^duration$|^failed$|_(us|ms|s|seconds|bytes)$"
@@ -67,10 +67,8 @@ class Comparison(NamedTuple):
 def compare(
     a: Sequence[Result], b: Sequence[Result], confidence: float = 0.95, seed: int = 0, resamples: int = RESAMPLES
 ) -> list[Comparison]:
-    """Compare each figure that all results contain, with an interval of the ratio.
-
-    Raises UserError if they have no figure in common.
-    """
+    """Return the ratio of each figure that all results contain, with an interval; raise UserError for no common
+    figure."""
     if not 0 < confidence < 1:
         raise UserError(f"confidence must be between 0 and 1, got {confidence!r}.", "confidence")
     sides = [[_leaves(result) for result in side] for side in (a, b)]
@@ -211,7 +209,7 @@ def _replicas(
         return None
     statistic, samples = _statistic(found[0]), kinds[found[1]]
     if not np.isclose(statistic(samples.values, np.ones_like(samples.values)), reported, rtol=AGREEMENT):
-        return None  # the name has another meaning here
+        return None  # another meaning here
     weights = drawn[samples.num_owners]
     return np.array([statistic(samples.values, row[samples.owners]) for row in weights])
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _PATIENCE = 10.0  # seconds per response
 _PAUSE = 1.0  # seconds between attempts
-_EMBEDDED = "jaxllm-embedded"  # the server's name for it
+_EMBEDDED = "jaxllm-embedded"
 
 Result = TypeVar("Result")
 
@@ -41,7 +41,7 @@ def fetch(url: str, headers: Mapping[str, str], is_insecure: bool, body: Mapping
 def find_model(target: Target) -> tuple[str, str]:
     """Return the first served model's name, and where its files may be.
 
-    Raises EngineError without a model, UserError if the server requires an API key.
+    Raises EngineError without a model, UserError without a required API key.
     """
     if target.is_grpc:
         from jaxllm.bench.grpc_client import first_model

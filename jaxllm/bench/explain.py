@@ -1,7 +1,7 @@
 """Attribute the time of traced steps to attention, matrix products, sampling, host work and waiting.
 
-Device time is divided evenly among concurrent operations; other time is the engine thread's. The profiler adds about
-half a microsecond per operation on a CPU, and disables CUDA graphs on a GPU.
+Concurrent operations share device time evenly; other time is the engine thread's. The profiler adds half a microsecond
+per operation on a CPU, and disables CUDA graphs on a GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-HOST = ("plan", "pack", "dispatch", "commit", "output")  # spans within "step"
+HOST = ("plan", "pack", "dispatch", "commit", "output")
 OTHER_HOST, BETWEEN, WAITING = "other", "between steps", "wait"
 DEVICE = ("matmul", "attention", "cache write", "sampling", "collectives", "other on the device")
 _PRODUCTS = {"dot", "convolution", "ragged-dot"}
@@ -96,7 +96,7 @@ def programs_in(events: Iterable[Mapping[str, Any]]) -> set[str]:
 def explain(events: Sequence[Mapping[str, Any]], programs: Mapping[str, str]) -> Explanation:
     """Divide the time of a trace's steps among the host's phases and the parts of each program.
 
-    `events` are of `read_trace`; `programs` are HLO texts by `step.program_name`. Raises ValueError without a step.
+    `programs` are HLO texts by `step.program_name`. Raises ValueError without a step.
     """
     steps = sorted((event for event in events if event["name"] == "step"), key=lambda event: event["ts"])
     if not steps:

@@ -1,6 +1,6 @@
 """Throughput of `transformers`' `generate` on torch for the same jobs.
 
-Batches as vLLM's `hf` backend: in order, left-padded, until the longest output ends.
+Batches as vLLM's `hf` backend: in order, left-padded.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def check() -> None:
 
 
 class HuggingFace:
-    """A model in transformers; without weights, they are random.
+    """A model in transformers, with random weights if it has none.
 
-    `dtype` "auto" is float32 on a CPU and the checkpoint's on a GPU.
+    `dtype` "auto" is float32 on a CPU, else the checkpoint's.
     """
 
     def __init__(self, model: str, dtype: str = "auto", revision: str | None = None, has_weights: bool = True) -> None:

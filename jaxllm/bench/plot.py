@@ -23,9 +23,9 @@ TITLES = {
     "latency": "Latency (s)",
     "e2el_ms": "End-to-end latency (ms)",
 }
-MOST_POINTS = 1000  # per curve; a million token gaps would make 100 MB
+MOST_POINTS = 1000  # per curve: a million would make 100 MB
 PANEL = (7.0, 2.6)  # inches
-WIDE = 10.0  # max / min above which the axis is logarithmic
+WIDE = 10.0  # max / min of a logarithmic axis
 
 
 def check(path: str) -> None:

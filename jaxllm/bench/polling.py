@@ -1,4 +1,4 @@
-"""Poll a server's Prometheus metrics during a run, on a thread."""
+"""Poll a server's Prometheus metrics on a thread."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read_metrics(page: str) -> dict[str, float] | None:
 class Poller:
     """Polls a page of Prometheus metrics every `INTERVAL` seconds during a `with` block.
 
-    `start` is the origin of the timeline, in `time.perf_counter` seconds.
+    `start`, the timeline's origin, is of `time.perf_counter`.
     """
 
     def __init__(self, fetch: Callable[[], str], start: float) -> None:
@@ -76,7 +76,7 @@ class Poller:
     def _poll(self) -> None:
         pause, is_last = 0.0, False
         while not is_last:
-            is_last = self._end.wait(pause)  # once more after the end, so that short runs have two values
+            is_last = self._end.wait(pause)  # once more after the end, for short runs
             pause = INTERVAL
             try:
                 row = read_metrics(self._fetch())

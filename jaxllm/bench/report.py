@@ -37,8 +37,8 @@ def summarize(
     """Return the figures of a run of `duration` seconds, with vLLM's names.
 
     TPOT is (latency - TTFT) / (output tokens - 1) per request; ITL are all gaps between messages; goodput counts
-    requests within all bounds of `goodput`, in ms. Latencies exclude failed requests. With `embeds`, texts are counted
-    instead of output tokens.
+    requests within all bounds of `goodput`, in ms. Latencies exclude failed requests. `embeds` counts texts instead of
+    output tokens.
     """
     done = [outcome for outcome in outcomes if not outcome.error]
     num_in = sum(outcome.prompt_tokens for outcome in done)
@@ -71,7 +71,7 @@ def summarize(
 
 
 def peak_tokens(outcomes: Sequence[Outcome]) -> float:
-    """Return the most output tokens in one second; a request's are divided evenly among its messages."""
+    """Return the most output tokens in one second; a request's are divided evenly among messages."""
     times = [moment for outcome in outcomes for moment in outcome.message_times]
     if not times:
         return 0.0
@@ -148,7 +148,7 @@ def details(outcomes: Sequence[Outcome], start: float, *, embeds: bool = False) 
 
 
 def error_kinds(outcomes: Iterable[Outcome]) -> list[tuple[int, str]]:
-    """Return the most frequent errors with counts; merge those that differ in numbers or ids."""
+    """Return the most frequent errors with counts, regardless of numbers and ids."""
     first: dict[str, str] = {}
     counts: Counter[str] = Counter()
     for outcome in outcomes:

@@ -18,7 +18,7 @@ from jaxllm.scheduler.state import Limits, Request, initial
 
 Load = Literal["decode", "turnover"]
 VOCABULARY = 30_000  # excludes the stop id
-LEAST_RUNNING = 0.9  # share of requests in measured steps
+LEAST_RUNNING = 0.9  # of the requests, in measured steps
 STEP_TOKENS, STEP_CHUNKS, BLOCK = 8192, 64, 16
 LEAST_BLOCKS = 64  # per request
 
@@ -26,7 +26,6 @@ LEAST_BLOCKS = 64  # per request
 def measure(
     num_requests: int, load: Load, num_steps: int, num_warmups: int, seed: int, advance: Callable[[], object]
 ) -> np.ndarray:
-    """Return the microseconds per step; call `advance` after each."""
     total = num_steps + num_warmups
     limits = Limits(
         num_slots=num_requests,

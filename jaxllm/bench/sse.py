@@ -18,7 +18,7 @@ class EventReader:
     """Splits bytes into payloads of `data:` lines."""
 
     def __init__(self) -> None:
-        self._rest: list[bytes] = []  # joined at the line's end: linear time
+        self._rest: list[bytes] = []  # linear time
 
     def feed(self, received: bytes) -> list[bytes]:
         head, end, rest = received.rpartition(b"\n")
@@ -84,7 +84,7 @@ class AnswerReader:
             )
         else:
             text = choice.get("text") or ""
-            has_tokens = bool(text) or not ends  # a partial character has no text yet
+            has_tokens = bool(text) or not ends  # partial characters have no text
         if has_tokens:
             self._outcome.message_times.append(now)
             self._pieces.append(text)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from jaxllm.bench.compare import direction, figures
 from jaxllm.errors import UserError
 
-Settings = Mapping[str, Any]  # flags without dashes
+Settings = Mapping[str, Any]
 # Shown in a terminal; files contain all.
 SHOWN = (
     *("request_throughput", "output_throughput", "total_token_throughput", "request_goodput"),
@@ -53,12 +53,12 @@ class Outcome(NamedTuple):
 
 
 def grid(axes: Mapping[str, Sequence[Any]]) -> list[Settings]:
-    """Return all combinations of the axes' values; the last setting varies fastest."""
+    """Return all combinations of the axes' values."""
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
 def read_params(path: str) -> list[Settings]:
-    """Read JSON or YAML: a list of settings, or an object of lists to combine; raise UserError for other content."""
+    """Read JSON or YAML: a list of settings, or an object of lists to combine; raise UserError otherwise."""
     import yaml
 
     try:
@@ -83,7 +83,7 @@ def make_cells(base: Sequence[str], settings: Sequence[Settings], num_runs: int)
 def run(cells: Iterable[Cell], folder: Path, advance: Callable[[Outcome], object]) -> list[Outcome]:
     """Return the outcome of each cell, from its result file if present.
 
-    Other cells run in a process; one that fails leaves a log. `advance` is called with each outcome.
+    Other cells run in a process; one that fails leaves a log.
     """
     folder.mkdir(parents=True, exist_ok=True)
     outcomes = []

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jaxllm.engine.async_llm import AsyncLLM
     from jaxllm.llm import LLM
 
-WARM_UP_TOKENS = 4  # per output: a prefill and some decode steps
+WARM_UP_TOKENS = 4  # per output: a prefill and decode steps
 
 
 class Served(NamedTuple):
@@ -34,7 +34,7 @@ class Served(NamedTuple):
     output_tokens: int
     samples: Mapping[str, Sequence[float]] = {}  # milliseconds by name
     timeline: Mapping[str, Sequence[float]] | None = None
-    num_compiled: int = 0  # during the run, which distorts `seconds`
+    num_compiled: int = 0  # distort `seconds`
     drafts: tuple[Drafts, Drafts] = (Drafts(), Drafts())  # before and after
 
 

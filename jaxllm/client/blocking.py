@@ -129,7 +129,7 @@ class Client(Endpoint):
 
 class _Answers(Generic[Item]):
     _unread: deque[Item]
-    _take: Callable[[Any], None]  # appends a message's items to `_unread`
+    _take: Callable[[Any], None]
 
     def __init__(self, call: Any, request: Any, target: str) -> None:
         super().__init__()
@@ -167,8 +167,7 @@ class _Answers(Generic[Item]):
 class Stream(_Answers[Delta], reading.Received):
     """Iterates over a call's deltas; `Delta.index` identifies the sequence.
 
-    Leaving a `with` block, or `close`, cancels the call on the server. After an exception, `so_far` holds all deltas
-    received.
+    Leaving a `with` block, or `close`, cancels the call. After an exception, `so_far` holds all deltas received.
     """
 
     def result(self) -> Completion:
@@ -181,8 +180,8 @@ class Stream(_Answers[Delta], reading.Received):
 class EmbeddingStream(_Answers[Embedding], reading.ReceivedEmbeddings):
     """Iterates over embeddings as they complete; `Embedding.index` identifies the prompt.
 
-    Leaving a `with` block, `close`, or the first failed prompt cancels the call on the server. An invalid prompt raises
-    after the embeddings of earlier ones.
+    Leaving a `with` block, `close`, or the first failed prompt cancels the call. An invalid prompt raises after the
+    embeddings of earlier ones.
     """
 
     _request: EmbedRequests

@@ -20,7 +20,7 @@ _HEALTH = {
     health_pb2.HealthCheckResponse.NOT_SERVING: "not_serving",
     health_pb2.HealthCheckResponse.SERVICE_UNKNOWN: "service_unknown",
 }
-# gRPC retries only calls that have not begun; the server's grpc-retry-pushback-ms overrides these waits.
+# Only of calls that have not begun; the server's grpc-retry-pushback-ms overrides these waits.
 _RETRIES = {
     "methodConfig": [
         {
@@ -49,10 +49,10 @@ class Endpoint:
     """The address of a server, and how to connect to it.
 
     `target` is host:port or unix:/path. `timeout`, in seconds, limits a whole call, unless the call has one. `api_key`
-    is sent with every call, so use TLS unless the server is local: `tls=True`, or the files `ssl_ca_certs` (trusted
-    authority; None: the system's), `ssl_certfile` and `ssl_keyfile` (the client's certificate). With `retries`, a call
-    is attempted up to four times while the server is unavailable or its queue full. `metadata` is sent with every call;
-    `channel_options` override gRPC options. Raises UserError if the address is malformed or a file cannot be read.
+    is sent with every call, so use TLS unless the server is local: `tls=True`, or the files `ssl_ca_certs` (authority;
+    None: the system's), `ssl_certfile` and `ssl_keyfile` (client certificate). `retries` attempts a call up to four
+    times while the server is unavailable or full. `metadata` is sent with every call; `channel_options` override gRPC
+    options. Raises UserError for a malformed address or unreadable file.
     """
 
     def __init__(

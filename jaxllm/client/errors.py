@@ -62,11 +62,10 @@ _ENGINE_ERRORS = {
     "DEADLINE_EXCEEDED": errors.DeadlineError,
 }
 _HTTP1 = "http1.x server"  # gRPC's text for an HTTP/1 peer (chttp2_transport.cc)
-_RETRY_AFTER = 1.0  # seconds, without a hint from server or proxy
+_RETRY_AFTER = 1.0  # seconds, without a hint
 
 
 def _details(packed: bytes | None) -> tuple[error_details_pb2.ErrorInfo, str, float]:
-    """Return ErrorInfo, first invalid field, retry delay in seconds."""
     info, violation, delay = error_details_pb2.ErrorInfo(), "", _RETRY_AFTER
     status = status_pb2.Status()
     try:

@@ -1,4 +1,4 @@
-"""The options of the client's calls, and the API fields that they set."""
+"""The options of client calls, and the API fields that they set."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StreamOptions(GenerateOptions, total=False):
     """Further options of streaming calls."""
 
     stream_interval: int | None
-    usage_every_message: bool | None  # update `usage` with every message
+    usage_every_message: bool | None  # update `usage` always
 
 
 class ChatOptions(TypedDict, total=False):
@@ -110,7 +110,7 @@ _KEYWORDS["chat.required_tool"] = "tool_choice"
 
 
 def keyword_of(field: str) -> str:
-    """Return the option for a request field such as `stop.stop_strings`; other fields unchanged."""
+    """Return the option for a request field such as `stop.stop_strings`; others unchanged."""
     section, _, rest = field.partition(".")
     if section in ("sampling", "stop", "output", "stream", "chat") and rest:
         return _KEYWORDS.get(field, rest)

@@ -1,4 +1,4 @@
-"""Build protobuf requests, checking only types and names; the server validates ranges."""
+"""Build protobuf requests; the server validates ranges."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def embed_request(prompt: str | Sequence[int], options: EmbedOptions) -> inferen
 class EmbedRequests:
     """Iterates lazily over the requests of many prompts; invalid options fail on construction.
 
-    `failure` is the exception that ended it.
+    `failure` ended it.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ def _fields(options: type[Any]) -> dict[str, str]:
 
 
 def _set_prompt(request: Any, prompt: Any, many: str) -> None:
-    """Set a request's prompt, text or token ids; `many` is the advice in the error for several prompts."""
+    """Set a request's prompt, text or token ids; `many` is advice for several prompts."""
     if isinstance(prompt, str):
         set_field(request, "text", "prompt", prompt)
         return

@@ -58,9 +58,9 @@ class Usage:
 class Timing:
     """Durations of a request's phases in seconds, None if unknown."""
 
-    queue: float | None  # arrival to first step
-    prefill: float | None  # first step to first token
-    first_token: float | None  # arrival to first token
+    queue: float | None  # to first step
+    prefill: float | None  # from first step to first token
+    first_token: float | None  # from arrival
     total: float | None
 
 
@@ -110,7 +110,6 @@ class Completion:
 
     @property
     def text(self) -> str:
-        """The text, without reasoning and tool calls."""
         return self.outputs[0].text
 
     @property
@@ -124,12 +123,12 @@ class Completion:
 
     @property
     def finish_reason(self) -> str | None:
-        """Why the sequence ended: stop, length, context, time_limit, repetition, abort or tool_calls."""
+        """Why the sequence ended, as in `Output`."""
         return self.outputs[0].finish_reason
 
     @property
     def stop_reason(self) -> int | str | None:
-        """The matched stop string or stop token id; None for the end of sequence."""
+        """The matched stop string or token id."""
         return self.outputs[0].stop_reason
 
     @property

@@ -42,7 +42,7 @@ def add_profile(parser: argparse.ArgumentParser, what: str = "the first steps") 
 def build(cls: type, options: Mapping[str, Any], **others: Any) -> Any:
     """Construct a settings class from its flags; `others` apply to fields without a flag.
 
-    Raises UsageError, naming the flag, for an invalid value.
+    Raises UsageError, naming the flag.
     """
     with errors_by_flags(cls, has_sampling=options.get("command") in WITH_SAMPLING):
         return cls(**{**others, **given(options, cls)})

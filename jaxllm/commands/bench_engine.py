@@ -27,7 +27,6 @@ def read_engine(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> tupl
 
 
 def check_context(config: EngineConfig, input_len: int, output_len: int) -> None:
-    """Raise UserError, before weights are loaded, if the lengths exceed the context."""
     from jaxllm.setup.model_setup import prepare
 
     longest = prepare(config, needs_weights=False).max_model_len

@@ -32,7 +32,6 @@ def add(benchmarks: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Measure the scheduler; raise EngineError if a median exceeds the limit."""
     check_output(options)
     from tqdm import tqdm
 

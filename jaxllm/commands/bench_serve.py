@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from jaxllm.bench.target import Target
     from jaxllm.bench.workload import Job
 
-_OTHER_PROMPTS = 1 << 31  # added to the seed: warm-up prompts are in no cache
+_OTHER_PROMPTS = 1 << 31  # added to the seed of uncached warm-up prompts
 
 _WITH_LENGTHS = ("random", "sonnet", "prefix_repetition")  # that use --input-len
 _CHANGE_LENGTHS = frozenset(("max_tokens", "max_completion_tokens", "truncate_prompt_tokens"))
@@ -49,7 +49,7 @@ def run(options: dict[str, Any]) -> int:
     from jaxllm.bench.workload import to_embed
 
     target = _target(options, dataset)
-    clients.open_client(target)  # fails early without a library
+    clients.open_client(target)  # fails early
     patience, root = options["ready_check_timeout_sec"], target.model
     if not target.model:
         name, root = discovery.wait_for(lambda: discovery.find_model(target), patience)

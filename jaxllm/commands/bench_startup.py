@@ -34,7 +34,6 @@ def add(benchmarks: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Measure starts; raise EngineError if one exceeds its limit."""
     config = engine_config(options)
     check_output(options)
     from tqdm import tqdm

@@ -18,7 +18,7 @@ from jaxllm.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from jaxllm.llm import LLM
 
-CHAT_TOKENS = 1024  # answers should end by themselves
+CHAT_TOKENS = 1024  # if answers do not end
 _NO_FLAGS = {"n", "logprobs", "prompt_logprobs", "logprob_token_ids"}  # only one text is shown
 CHAT_HELP = """\
 /clear   forget the conversation (the system prompt stays)
@@ -50,7 +50,7 @@ def run(options: dict[str, Any]) -> int:
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         _enable_line_editing()
-    with open_llm(options, precompile="background") as llm:  # compiling takes a minute on a GPU
+    with open_llm(options, precompile="background") as llm:  # a minute on a GPU
         params = replace(llm.get_default_sampling_params(), **from_flags)
         _check_template(llm, system, further)
         if images and llm.engine.model.processor is None:
@@ -147,7 +147,7 @@ def _fit(
     """Drop the oldest turns until an answer fits; return the conversation and its prompt.
 
     Reserves `max_tokens`, at most a quarter of the context: a truncated answer is better than a forgotten turn. Raises
-    UserError if the last message alone does not fit.
+    UserError if the last message does not fit.
     """
     limit = llm.engine.model.max_model_len
     room = min(max_tokens or limit, limit // 4)

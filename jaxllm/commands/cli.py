@@ -43,7 +43,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # "?" on a terminal without Unicode
+            stream.reconfigure(errors="replace")  # "?" without Unicode
     is_debugging = "--debug" in (sys.argv[1:] if argv is None else argv)
     try:
         options = parse(argv)
@@ -79,7 +79,7 @@ def run() -> NoReturn:
 def _open_closed_streams() -> None:
     """Open the null device for each closed standard stream, as by `<&-`.
 
-    Otherwise the event loop gets its descriptor, which libuv refuses to close: SIGABRT after a clean drain.
+    The event loop would get its descriptor, which libuv refuses to close: SIGABRT after a clean drain.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:

@@ -1,4 +1,4 @@
-"""`jaxllm embed`: write the embeddings of a file's texts, or print the lines nearest to a query, in constant memory."""
+"""`jaxllm embed`: write the embeddings of a file's texts, or search them, in constant memory."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def run(options: dict[str, Any]) -> int:
         name = "standard input" if options["input"] == "-" else options["input"]
         lines = _reader(file, name, options["field"], options["skip_empty"])
         digest = hashlib.sha256()
-        count = sum(1 for _ in lines(digest.update))  # raises before the model loads
+        count = sum(1 for _ in lines(digest.update))  # fails before the model loads
         if not count:
             raise UserError(f"{name} holds no text.", "input")
         with open_llm(options) as llm:
@@ -114,8 +114,8 @@ Lines = Callable[..., Iterator[Line]]
 def _reader(file: IO[bytes], name: str, field: str | None, skip_empty: bool) -> Lines:
     """Return a function `lines(see)` that yields the texts from the beginning at each call.
 
-    `see` receives each raw line. `field` is the text's key in JSON lines. Iteration raises UserError for an invalid
-    line, and for an empty one unless `skip_empty`.
+    `see` receives raw lines. `field` is the text's key in JSON lines. Iteration raises UserError for an invalid line,
+    and for an empty one unless `skip_empty`.
     """
     file.seek(0)
     is_json = field is not None or name.endswith(".jsonl") or file.readline().lstrip().startswith(b"{")
@@ -167,7 +167,7 @@ class _Embed:
             if is_refused and error.parameter != "prompt":
                 raise
             if len(lines) > 1:
-                return np.concatenate([self.vectors([line]) for line in lines])  # to find the failing line
+                return np.concatenate([self.vectors([line]) for line in lines])
             where = f"line {lines[0].number}" if lines[0].number else "--query"
             raise (UserError if is_refused else EngineError)(f"{where}: {error}") from error
         return np.stack([output.outputs.data for output in outputs])

@@ -1,4 +1,4 @@
-"""`jaxllm generate`: continue prompts from arguments, a file or standard input; stream a single one on a terminal."""
+"""`jaxllm generate`: continue prompts from arguments, a file or standard input."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def add(commands: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Generate and print the outputs of all prompts; return 1 if one failed, 130 after ^C."""
+    """Generate and print outputs; return 1 if one failed, 130 after ^C."""
     options, further = with_lora(options)
     engine_config(options)
     from_flags = params_of(options, GENERATE_TOKENS)
     if not options["json"]:
         _warn_of_numbers(from_flags)
     jobs = _read_prompts(options, from_flags)
-    with open_llm(options, precompile="background") as llm:  # compiling takes a minute on a GPU
+    with open_llm(options, precompile="background") as llm:  # a minute on a GPU
         default = llm.get_default_sampling_params()
         params = [replace(default, **{**from_flags, **override}) for _, override in jobs]
         started = time.monotonic()

@@ -163,7 +163,7 @@ class Story:
         self.lines: list[str] = []
         self._slots: dict[int, Request] = {}
         self._ids: dict[int, str] = {}
-        self._decoded: dict[int, list[float]] = {}  # of tokens not printed yet
+        self._decoded: dict[int, list[float]] = {}
 
     def take(self, moment: Moment) -> dict[int, str]:
         """Add a moment's events to `lines`; return the names of sequences concerned, by id."""

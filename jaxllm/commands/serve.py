@@ -35,12 +35,12 @@ def add(commands: Subparsers) -> None:
     server = parser.add_argument_group("server")
     add_flags(server, ServerOptions, skipped=COMMON)
     _add_habits(server)
-    skipped = {*COMMON, "disable_log_stats", "disable_log_requests"}  # the last two have an effect here
+    skipped = {*COMMON, "disable_log_stats", "disable_log_requests"}  # the last two have an effect
     add_engine_flags(parser.add_argument_group("engine"), has_sampling=False, skipped=skipped)
 
 
 def _add_habits(group: argparse._ArgumentGroup) -> None:
-    """Accept flags of vLLM whose effect is the default, or another flag's, here."""
+    """Accept flags of vLLM whose effect is a default, or another flag's, here."""
     hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     group.add_argument(
         "--enable-auto-tool-choice",
@@ -77,7 +77,7 @@ def run(options: dict[str, Any]) -> int:
     if server.headless:
         with errors_by_flags(ServerOptions, EngineConfig):
             return launch.be_replica(config, server)
-    if config.data_parallel_size == 1:  # else each replica does; this process must not use devices
+    if config.data_parallel_size == 1:  # else each replica does
         _check(config, server)
     with errors_by_flags(ServerOptions, EngineConfig):
         made = launch.new_server(config, server, progress=sys.stderr.isatty())

@@ -1,4 +1,4 @@
-"""Load a model for a command: flags, progress, traces, streamed output and ^C."""
+"""Load a model for a command, and stream its output."""
 
 from __future__ import annotations
 

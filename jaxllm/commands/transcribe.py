@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from jaxllm.llm import LLM
 
 RATE = 16000  # samples per second
-_SEARCHED = 1 / 6  # of a piece, at its end, for the quietest moment
-_FRAME, _QUIET = 160, 10  # samples of a frame, frames of a quiet moment
+_SEARCHED = 1 / 6  # of a piece: its end, for the quietest moment
+_FRAME, _QUIET = 160, 10  # samples, frames
 
 
 class Piece(NamedTuple):
@@ -51,12 +51,11 @@ def add(commands: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Print the text of each file; return 1 if a piece failed."""
     if options["model"] is None:
         raise UsageError("no model: give one whose encoder reads sound, for example --model openai/whisper-small")
     engine_config(options)
     files = list(dict.fromkeys(options["files"]))
-    sounds = [_read(file) for file in files]  # raises before the model loads
+    sounds = [_read(file) for file in files]  # fails before the model loads
     with open_llm(options) as llm:
         prompts = llm.engine.model.sources
         if prompts is None or prompts.sound is None:
@@ -140,7 +139,6 @@ def _transcribe(llm: LLM, pieces: Sequence[Piece], language: str | None, transla
 
 
 def _languages(settings: Mapping[str, Any]) -> dict[str, int]:
-    """Return languages' tokens by name, as "<|en|>"; empty for a model with one language."""
     found = settings.get("lang_to_id") or {}
     return {name: token for name, token in found.items() if isinstance(name, str) and type(token) is int}
 

@@ -29,7 +29,7 @@ class ChatTemplate:
 
     program: jinja2.Template
     shape: Shape
-    words_by_line: Mapping[int, frozenset[str]]  # field names, to locate errors
+    words_by_line: Mapping[int, frozenset[str]]  # fields
 
 
 def render(
@@ -89,7 +89,7 @@ def compile_template(source: str, variables: Mapping[str, Any] = MappingProxyTyp
         raise UserError(
             f"The chat template is not valid in line {error.lineno}: {error.message}", "chat_template"
         ) from error
-    except Exception as error:  # limits of Python's compiler
+    except Exception as error:  # of Python's compiler
         raise UserError(f"The chat template cannot be compiled: {_one_line(error)}", "chat_template") from error
 
     def show(messages: list[Message]) -> str | None:

@@ -26,7 +26,7 @@ from jaxllm import errors
 from jaxllm.errors import EngineError, UserError
 
 MOST_PROCESSES = 4
-MOST_BYTES = 768 * 2**20  # of a process: a tokenizer of 262,000 tokens takes 300 MB to read
+MOST_BYTES = 768 * 2**20  # a tokenizer of 262,000 tokens takes 300 MB
 MOST_KEPT = 2  # tokenizers per process
 SECONDS = 1.0  # CPU time per task, plus len(frame) / BYTES_A_SECOND
 BYTES_A_SECOND = 100_000  # tokenizing reaches 500,000 characters a second
@@ -77,7 +77,7 @@ class Confinement:
         """
         frame = _framed([source.folder, source.digest.hex(), method, arguments, named])
         seconds = SECONDS + len(frame) / BYTES_A_SECOND
-        if method in ("identity", "vocabulary"):  # of all tokens
+        if method in ("identity", "vocabulary"):
             seconds += LOAD_SECONDS
         process = self._take(source)
         is_usable = False

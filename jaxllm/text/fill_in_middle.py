@@ -12,8 +12,8 @@ from jaxllm.text.tokenizer import Tokenizer
 class _Markers(NamedTuple):
     """Marker tokens as spelled in a vocabulary."""
 
-    before: str  # precedes the prefix
-    behind: str  # precedes the suffix
+    before: str
+    behind: str
     middle: str | None  # generation begins; None: suffix first, generation continues the prefix
 
 

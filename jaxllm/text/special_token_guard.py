@@ -25,9 +25,9 @@ WORD = re.compile(r"[\w.-]*")  # templates compare these ('function', 'low', 'py
 # repr.
 _FIRST_TWIN, _LAST_TWIN = 0x1D800, 0x1D9FF
 TWINS = re.compile(f"[{chr(_FIRST_TWIN)}-{chr(_LAST_TWIN)}]")
-_MOST_IDS = 2**24  # writing out a tokenizer takes 17 ns per id, used or not
+_MOST_IDS = 2**24  # writing out a tokenizer takes 17 ns per id
 _LONG_TEXT = 1024  # characters, encoded without the GIL; 0.6 ms
-_MOST_PASSES = 16  # each disguises tokens that the previous one exposed
+_MOST_PASSES = 16
 
 
 class SpecialTokens:
@@ -142,7 +142,6 @@ class Disguise:
     """Substitutes for a conversation's characters while a template renders it."""
 
     def __init__(self, special: SpecialTokens, everything: Iterable[Any]) -> None:
-        """`everything` are all rendered values, whose characters cannot be substitutes."""
         self._special = special
         self._everything = list(everything)
         self._twins: dict[str, str] = {}

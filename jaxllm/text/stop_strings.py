@@ -21,7 +21,6 @@ class StopMatcher:
 
     @classmethod
     def of(cls, stops: Iterable[str]) -> StopMatcher:
-        """Return the state before any text; raise `UserError` for an empty stop string."""
         stops = tuple(stops)
         if "" in stops:
             raise UserError("stop cannot contain an empty string.", "stop")

@@ -80,7 +80,7 @@ class Tokenizer:
         self.backend = backend  # tokenizers.Tokenizer, untyped for lazy import
         self._named_tokens = dict(named_tokens)
         self._adds_eos = adds_eos
-        self._appended: int | None = None  # after every text
+        self._appended: int | None = None
         self.chat_templates: Mapping[str, str] = dict(chat_templates)
         compile_own = functools.partial(compile_template, variables=named_tokens)
         self._compile = functools.lru_cache(maxsize=16)(compile_own)
@@ -128,7 +128,7 @@ class Tokenizer:
     def config(self) -> dict[str, Any]:
         config: dict[str, Any] = dict(self._named_tokens)
         config["added_tokens_decoder"] = self.added_tokens()
-        config["tokenizer_class"] = "PreTrainedTokenizerFast"  # reads any tokenizer.json
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
         if self.chat_templates:
             listed = [{"name": name, "template": text} for name, text in self.chat_templates.items()]
             config["chat_template"] = listed[0]["template"] if len(listed) == 1 else listed
@@ -142,7 +142,6 @@ class Tokenizer:
         }
 
     def fingerprint(self) -> bytes:
-        """Return a digest of the tokenizer, except name and chat templates."""
         beside = [self._named_tokens, self._has_types, self._adds_eos, self.backend.encode_special_tokens]
         return hashlib.sha256(json.dumps(beside, sort_keys=True).encode() + self.backend.to_str().encode()).digest()
 
@@ -443,7 +442,7 @@ class Decoding:
     """How a decoder joins the texts of tokens."""
 
     byte_tokens: Literal["level", "fallback", "none"]  # all, those like <0xE2>, or none
-    strip: str = ""  # one character, from the text's start
+    strip: str = ""  # from the text's start
 
 
 def _decoding_of(decoder: Mapping[str, Any] | None, name: str) -> Decoding:

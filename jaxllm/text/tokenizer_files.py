@@ -91,7 +91,7 @@ def _tokenizer_folder(folder_or_id: str | Path, revision: str | None) -> Path:
 
     try:
         return Path(snapshot_download(folder_or_id, revision=revision, allow_patterns=list(TOKENIZER_FILES)))
-    except (OSError, ValueError) as error:  # all errors of huggingface_hub
+    except (OSError, ValueError) as error:
         raise UserError(
             f"No tokenizer for {folder_or_id!r}: it is not a local folder, and the hub answered: {_one_line(error)}",
             "tokenizer",
@@ -102,7 +102,7 @@ def _tokenizer_folder(folder_or_id: str | Path, revision: str | None) -> Path:
 def typed_errors(say: Callable[[str], UserError]) -> Iterator[None]:
     """Raise errors of the tokenizers library in the block as `say(message)`.
 
-    The library raises plain `Exception`; its Rust panics are BaseExceptions that would end a thread.
+    It raises plain `Exception`, and Rust panics, BaseExceptions that would end a thread.
     """
     try:
         yield
