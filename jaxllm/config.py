@@ -108,8 +108,7 @@ class EngineConfig:
     scheduling_policy: SchedulingPolicy = setting("fcfs", "order of waiting requests")
     async_scheduling: bool = setting(True, "plan and start a step before the tokens of the one before it are read")
     # Results are bit-identical under any load: every step runs one program, in which tokens attend separately. A step
-    # costs the same for one token as for all, so defaults are smaller: 32 tokens and 16 requests on a CPU, 256 and 128
-    # on a GPU.
+    # always costs the same, so defaults are smaller: 32 tokens and 16 requests on a CPU, 256 and 128 on a GPU.
     deterministic: bool = setting(
         False, "bitwise equal output for equal requests under any load; every step takes as long as a full one"
     )
@@ -357,7 +356,7 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "task": ("auto", "generate"),
     "convert": ("auto", "none"),
 }
-# vLLM arguments, current and former, without effect here: any value is accepted, with one warning. Values are defaults.
+# vLLM arguments, current and former, without effect here, with defaults: any value is accepted, with one warning.
 WITHOUT_EFFECT: dict[str, Any] = {
     "trust_remote_code": False,  # a model's code is never run
     "enforce_eager": False,

@@ -14,7 +14,7 @@ MOST_MESSAGE = 1000  # characters
 
 
 class UserError(ValueError):
-    """An invalid request: one line that names the cause and the remedy. Quoted input is escaped and shortened."""
+    """An invalid request: one line that names cause and remedy, with quoted input escaped and shortened."""
 
     def __init__(self, message: str, parameter: str | None = None, value: object = None) -> None:
         super().__init__(_one_line(message))
@@ -75,7 +75,7 @@ class RequestFailedError(EngineError):
 
 
 class OverloadedError(EngineError):
-    """A limit on load, as the queue's, is reached; retry after `retry_after` seconds."""
+    """A limit on load is reached; retry after `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)

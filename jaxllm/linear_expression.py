@@ -29,7 +29,7 @@ _FLAGS = re.IGNORECASE | re.ASCII | re.DOTALL | re.VERBOSE | re.UNICODE
 
 
 class StepBudget:
-    """A work budget for several expressions, in visited states; enough for hundreds of adapters."""
+    """A work budget for several expressions, in visited states."""
 
     def __init__(self, most: int = 2_000_000) -> None:
         self.left = most

@@ -7,10 +7,9 @@ import logging
 
 
 class LineFormatter(logging.Formatter):
-    """Formats each line of a message as a record."""
+    """Formats each line of a message as a record; a traceback follows the last."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format each line as a record; a traceback follows the last one."""
         *lines, last = record.getMessage().splitlines() or [""]
         records = []
         for line in lines:

@@ -12,7 +12,7 @@ from jaxllm.sampling_params import SamplingParams
 
 @dataclass
 class Metrics:
-    """Counters since the engine's start, written by its thread; any may read single numbers."""
+    """Counters since the engine's start; its thread writes, any may read single numbers."""
 
     programs_awaited: int = 0  # required before ready
     programs_compiled: int = 0  # or loaded from the cache

@@ -69,9 +69,9 @@ class RequestOutput:
     finished: bool = False
     metrics: RequestMetrics | None = None
     num_cached_tokens: int | None = None  # from the prefix cache
-    # Per prompt token: the token, then the likeliest; None for the first. In one delta, when complete.
+    # Per prompt token: the token, then the likeliest; None for the first. In one delta.
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    # The place of the prompt's KV blocks; in the last output, with do_remote_decode.
+    # The place of the prompt's KV blocks; last, with do_remote_decode.
     kv_transfer_params: dict[str, Any] | None = None
     internal_id: str = field(default="", repr=False, compare=False)  # the engine's
     encoder_prompt: str | None = None

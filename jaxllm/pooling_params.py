@@ -22,8 +22,8 @@ _TASKS_OF: dict[str, tuple[PoolingTask, ...]] = {
 class PoolingParams(RequestParams):
     """Parameters for one prompt; None selects the model's default.
 
-    Tasks: `embed` returns the pooled vector, `classify` a number per label, `score` the output of a cross-encoder or
-    reward model.
+    `embed` returns the pooled vector, `classify` a number per label, `score` the output of a cross-encoder or reward
+    model.
     """
 
     generates: ClassVar[bool] = False

@@ -168,9 +168,9 @@ def _logit_bias(name: str, value: object) -> dict[int, float] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams(RequestParams):
-    """Sampling and stopping parameters of a request, validated on creation.
+    """Sampling and stopping parameters of a request; invalid ones raise UserError.
 
-    Unsupported vLLM parameters are accepted at their defaults. Invalid ones raise UserError.
+    Unsupported vLLM parameters are accepted at their defaults.
     """
 
     n: int = declared(
@@ -295,7 +295,7 @@ class SamplingParams(RequestParams):
     )
     detokenize: bool = declared(True, read=checks.flag, openai=None, grpc="output.text")  # False: ids only
     # Added to logits, clamped to [-100, 100]; stored as a new dict, {} as None. Keys may be strings, as in JSON. Not
-    # hashed: dicts are unhashable.
+    # hashed.
     logit_bias: Mapping[int, float] | None = declared(None, read=_logit_bias, grpc="sampling.", hash=False)
     allowed_token_ids: Sequence[int] | None = declared(
         None,

@@ -1,7 +1,4 @@
-"""`StructuredOutputsParams`: the constraint in `SamplingParams`, with vLLM's names, defaults and messages.
-
-Standard library only; `jaxllm.structured_output` compiles constraints.
-"""
+"""`StructuredOutputsParams`: the constraint in `SamplingParams`, with vLLM's names, defaults and messages."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ _NAME = "structured_outputs"
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    """One constraint of an output, and JSON formatting options; validated on creation.
+    """One constraint of an output, and JSON formatting options.
 
     Raises UserError unless exactly one valid constraint is given; UnsupportedError for structural_tag.
     """
@@ -38,9 +35,9 @@ class StructuredOutputsParams:
     structural_tag: str | None = None
     # The constraint begins after this text (or the first of several), e.g. "</think>"; None: at the first token.
     begin_after: str | tuple[str, ...] | None = None
-    # Requires `begin_after`: prefixes of an unconstrained part; other outputs are constrained at once.
+    # Requires `begin_after`: prefixes of an unconstrained part; others are constrained at once.
     may_open_with: tuple[str, ...] = ()
-    # Alternatives to the constraint in Lark notation, e.g. tool calls; the second kind begin after a text.
+    # Alternatives in Lark notation, e.g. tool calls; the second kind begin after a text.
     or_grammar: str | None = None
     or_grammar_after: tuple[tuple[str, str], ...] = ()
 

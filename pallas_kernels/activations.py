@@ -26,7 +26,7 @@ def activate(x: Array, kind: Activation) -> Array:
 def gated(inner: Array, kind: Activation, clamp: float | None = None, slope: float = 1.702) -> Array:
     """Return activation(first half) times second half of the last axis.
 
-    With a `clamp` c: g · σ(`slope` · g) · (u + 1), gates g at most c, others u in [-c, c] (gpt-oss).
+    With a `clamp` c: g · σ(`slope` · g) · (u + 1), g at most c, u in [-c, c] (gpt-oss).
     """
     gate, up = jnp.split(inner, 2, axis=-1)
     if clamp is None:

@@ -1,12 +1,10 @@
 """The public operations; each dispatches to one of its implementations.
 
 A layer's cache is two arrays [N, K, P, C]: N blocks, K KV heads, P tokens per block, C head size (V for values); in
-latent attention, values are prefixes of keys in one array. Scores, softmax and sums are float32.
-
-Caches of int8 or 8-bit floats have float32 scales [N, K, P]. Caches of uint8 hold the bits of `float8`: XLA:CPU would
-convert a whole 8-bit float array per access.
-
-Other letters: R rows, V vocabulary in `sample`; T tokens, E experts of width F, n per token.
+latent attention, values are prefixes of keys in one array. Scores, softmax and sums are float32. Caches of int8 or
+8-bit floats have float32 scales [N, K, P]; those of uint8 hold the bits of `float8`, since XLA:CPU would convert a
+whole 8-bit float array per access. Other letters: R rows, V vocabulary in `sample`; T tokens, E experts of width F, n
+per token.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from pallas_kernels.linear.numbers import PACKED, Kind
 from pallas_kernels.sampling.xla import MOST_TOKENS
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
-SCALED = ("int8", *FLOAT8, "uint8")  # cache types with scales
+SCALED = ("int8", *FLOAT8, "uint8")  # with scales
 
 
 # `with linear_by(choice):` selects the implementation of products traced inside, else XLA. Part of JAX's trace cache
@@ -360,8 +358,8 @@ def fused_experts(
 
     `chosen` are indices below E, `gates` weights. With `num_experts`, those of all devices, `chosen` may also be E: an
     expert of another device, which adds zero. `up` has 2 F rows: activation(first F products) times the others; `down`
-    has D. With a `clamp` c: g · σ(`clamp_slope` · g) · (u + 1), g at most c, u in [-c, c] (gpt-oss). Intermediates, and
-    possibly weighted results, are rounded to the type of `x`.
+    has D. `clamp` and `clamp_slope` give gpt-oss's gate (`activations.gated`). Intermediates, and possibly weighted
+    results, are rounded to the type of `x`.
     """
     if up.shape[0] != down.shape[0] or up.shape[1] != 2 * down.shape[2]:
         raise ValueError(f"experts {up.shape} and {down.shape} do not fit: 2 F rows of D, and D rows of F")
@@ -375,7 +373,7 @@ def fused_experts(
 
 
 def _product_by(site: Site) -> str | Choice:
-    """Return the choice of `linear_by` if it supports `site` on a device of its capability, else "xla"."""
+    """Return the choice of `linear_by` if it supports `site`, else "xla"."""
     chosen: Choice | None = linear_by.value
     if chosen is None:
         return "xla"

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# Modules, reference first: a function named as the operation, and, unless all is supported, `refusal(operation, site)`.
+# Modules, reference first: a function named as the operation, and, unless all is supported, `refusal`.
 MODULES: dict[str, dict[str, str]] = {
     "write_kv": {"xla": "kv_cache.xla", "pallas": "kv_cache.pallas", "triton": "kv_cache.triton_kernels"},
     "paged_decode": {
@@ -49,7 +49,7 @@ FASTEST = Path(__file__).with_name("fastest.json")
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The platform and arguments of an operation, per shard."""
+    """Platform and arguments of an operation, per shard."""
 
     platform: str  # JAX's name: "cpu", "gpu"
     capability: int | None = None  # 90 for NVIDIA's 9.0
@@ -58,7 +58,7 @@ class Site:
     heads: int = 1
     kv_heads: int = 1
     head_size: int = 64
-    value_size: int | None = None  # if values are prefixes of keys
+    value_size: int | None = None  # for prefixes of keys
     block_tokens: int = 16
     has_softcap: bool = False
     has_bias: bool = False  # of scores, by distance
@@ -66,7 +66,7 @@ class Site:
     kind: str = "float"  # of weights
     rounds_rows: bool = False
     is_deterministic: bool = False  # no token affects another's bits
-    tokens: int = 0  # of the program, for SIZES
+    tokens: int = 0  # of the program
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Choice:
     capability: int | None = None
     reason: str = ""  # against preferred ones
     is_deterministic: bool = False
-    sizes: tuple[tuple[int, str], ...] = ()  # for SIZES: most tokens, implementation
+    sizes: tuple[tuple[int, str], ...] = ()  # most tokens, implementation
 
     def of(self, tokens: int) -> Choice:
         if not self.sizes:

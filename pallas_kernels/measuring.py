@@ -1,6 +1,6 @@
 """Time operations on a device, with inputs larger than its caches.
 
-A program repeats the operation, each iteration dependent on the previous; subtracts dispatch time.
+Each iteration of a program depends on the previous; subtracts dispatch time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pallas_kernels import api
 from pallas_kernels.api import SCALED
 from pallas_kernels.choice import Choice
 
-BLOCK, TILE = 16, 32  # tokens per block, queries per tile
+BLOCK, TILE = 16, 32  # tokens, queries
 POOL_BYTES = 256 << 20  # several H200 caches
 ROUNDS = 5
 _NEVER = 12345.0  # not in results; unknown to XLA
@@ -32,7 +32,7 @@ Step = Callable[[Array, Any], tuple[Array, Any]]
 class Case(NamedTuple):
     """An operation with its arguments and minimal work."""
 
-    step: Callable[[str | Choice | None], Step]  # by implementation
+    step: Callable[[str | Choice | None], Step]
     arrays: Any
     num_bytes: int
     flops: int
@@ -144,13 +144,13 @@ def prefill(
             q, k, v, tables, start, count, position, k_scales, v_scales = arrays
             options = {"tile": TILE, "scale": size**-0.5, "k_scales": k_scales, "v_scales": v_scales}
             options["value_size"] = value_size
-            start = start + turn // (1 << 20)  # depends on the previous iteration
+            start = start + turn // (1 << 20)  # depends on `turn`
             out = api.paged_prefill(q, k, v, tables, start, count, position, **options, implementation=implementation)
             return out, arrays
 
         return attend
 
-    scored = length * (length + 1) // 2  # pairs per prompt and head
+    scored = length * (length + 1) // 2  # pairs
     both = size + (value_size or size)
     num_bytes = sum(array.nbytes for array in (k, v, k_scales, v_scales) if array is not None) + q.nbytes * both // size
     flops = 2 * rows * scored * num_heads * both
@@ -174,7 +174,7 @@ def products(
             x, gain, layers = arrays
             norm = api.Norm(gain, 1e-5)
             multiply = partial(api.fused_linear, implementation=implementation)
-            out = x + (turn // (1 << 20)).astype(x.dtype)  # depends on the previous iteration
+            out = x + (turn // (1 << 20)).astype(x.dtype)  # depends on `turn`
             for qkv, own, up, down in layers:
                 heads = multiply(out, qkv, norm=norm)
                 out = multiply(heads[:, :width], own, residual=out)

@@ -2,7 +2,7 @@
 
 jax-triton supports CUDA graphs since 0.4 (Python 3.12, Triton 3.7); with older versions this calls `jax.ffi` and
 `jaxlib.gpu_triton` with the same PTX and program. Kernels are compiled when traced, for a named capability, without a
-GPU. With TRITON_INTERPRET=1 they run on the host, for tests: float32 and float16 only.
+GPU. With TRITON_INTERPRET=1 they run on the host: float32 and float16 only.
 """
 
 # pyright: reportMissingImports=false
@@ -149,7 +149,7 @@ def compile_kernel(
 ) -> Any:
     """Compile for a GPU, not necessarily present.
 
-    `signature` has the Triton types of arrays; other parameters are `constants`.
+    `signature` has arrays' Triton types; other parameters are `constants`.
     """
     types = dict(signature)
     pointers = [place for place, name in enumerate(kernel.arg_names) if name in types]

@@ -55,7 +55,7 @@ class Latent(NamedTuple):
 
     rows: int
     keys: int
-    keys_first: bool  # keys are the rows of the score product
+    keys_first: bool  # keys are rows of the scores
     programs: int  # per multiprocessor
     tuning: Tuning
 
@@ -75,7 +75,7 @@ class Experts(NamedTuple):
 
     assignments: int
     has_halves: bool  # half-full tiles are half tiles
-    rows: int  # of the second product; the first has half for gates
+    rows: int  # of the second product; the first has two halves
     columns: int
     tuning: Tuning
 
@@ -90,8 +90,7 @@ RESIDENT = 4  # programs of `paged_decode` per multiprocessor: 128 threads of at
 FEW_HEADS = 16
 # Latent attention. A piece costs, per row, the bytes of about four keys.
 LEAST_LATENTS, LATENTS_OF_A_ROW = 128, 4
-# `linear`, not measured; by bits of a number, 32 for float32 tokens: tokens, rows, columns, warps, stages. Three
-# programs of the first kind have 48 KB in flight on an H200's multiprocessor; Little's law requires 33.
+# `linear`, not measured; by bits of a number, 32 for float32 tokens: tokens, rows, columns, warps, stages.
 LINEAR = {
     8: ((16, 64, 64, 4, 4), (32, 64, 64, 4, 4), (64, 64, 64, 4, 4), (128, 128, 64, 8, 3)),
     4: ((16, 64, 128, 4, 4), (32, 64, 128, 4, 4), (64, 64, 128, 4, 4), (128, 128, 64, 8, 3)),
@@ -104,9 +103,9 @@ LEAST_STEPS, MOST_LINEAR_SPLITS = 4, 8  # least iterations per program
 # Hopper: H100, 2026-11-27, Llama-3.1-8B's shapes in CUDA graphs, 991 variants; us for 2, 16, 32 and 64 tokens: qkv
 # 21.4, not measured, 21.9, 29.8; o 13.8, 14.5, 15.3, 16.2; gate and up 83.6, 85.5, 85.6, 87.8; down 42.6, 43.4, 44.4,
 # 47.6. wgmma reads tokens times gains from shared memory once per program, other instructions once per warp: few tokens
-# get one warp, or many rows for four. Splitting columns among programs was slower (o 15.1, down 43.6, with a second
-# kernel), among warps 1 % faster at most.
-# More than NORMED_INSIDE tokens have a separate norm kernel. With and without, H200, 2026-11-27: 64 tokens: qkv 28.9
+# get one warp, or many rows for four. Splitting columns among programs was slower (o 15.1, down 43.6), among warps 1 %
+# faster at most.
+# More than NORMED_INSIDE tokens have a separate norm kernel. With and without it, H200, 2026-11-27: 64 tokens: qkv 28.9
 # us, 36.9; gate and up 77.1, 83.0; 32 tokens: gate and up 78.8, 85.6; 16 tokens: qkv 33.9, 25.3; gate and up 98.9,
 # 72.5.
 NORMED_INSIDE = 16
@@ -133,11 +132,10 @@ EXPERTS = {
     0: (64, 32, 4, 2),
 }
 CHOOSE = Tuning(1, 1)
-PLANNED = 4096  # assignments per iteration of `plan`, 8 per thread
+PLANNED = 4096  # per iteration of `plan`, 8 per thread
 # `sample`, not measured: columns per program.
 SURVEY, SURVEYED, FINISH = Tuning(4, 1), 2048, Tuning(1, 1)
-# Rows with filters: columns per group, bins per row, tokens with noise per iteration, listed tokens compared with 16
-# bounds.
+# With filters: columns per group, bins per row, tokens with noise per iteration, listed tokens compared with 16 bounds.
 GROUPED, BINS, DRAWN, SEARCHED = 256, 1024, 512, 512
 FRAME, SETTLE = Tuning(4, 1), Tuning(8, 1)
 
@@ -186,7 +184,7 @@ def of_prefill(capability: int | None, rows: int, head_size: int, dtype: str, ca
 
 
 def of_latent(capability: int | None, rows: int, dtype: str, cache_dtype: str) -> Latent:
-    """Return the settings of latent prefill; not measured, but without register spills.
+    """Return unmeasured settings of latent prefill, without register spills.
 
     wgmma requires 64 rows. Earlier instructions prefer keys as rows, which Triton 3.6 reads from one place in shared
     memory for both products.

@@ -16,7 +16,7 @@ def arrival_times(num_requests: int, rate: float, burstiness: float = 1.0, seed:
     """Draw ascending arrival times, float64 `[num_requests]`, at `rate` per second.
 
     Gaps are Gamma distributed with shape `burstiness` and mean 1 / rate (1: a Poisson process, infinity: even), scaled
-    so that the last time is num_requests / rate. With an infinite rate, all are 0.
+    to end at num_requests / rate. With an infinite rate, all are 0.
     """
     _check(rate, burstiness)
     times = np.cumsum(_gaps(np.full(num_requests, rate), burstiness, seed))

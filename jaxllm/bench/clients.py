@@ -20,7 +20,7 @@ from jaxllm.errors import EngineError, UserError
 from jaxllm.file_limit import raise_file_limit
 
 HEAD_START = 0.05  # seconds, to the run's start
-LIMIT = 0.7  # of a core; above, latencies may include client delays
+LIMIT = 0.7  # of a core, without client delays
 
 
 class BenchClient(Protocol):

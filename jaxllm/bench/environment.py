@@ -1,4 +1,4 @@
-"""Describe machine, packages, commit and command line for a result file, without secrets."""
+"""Describe machine, packages, commit and command line without secrets."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class OpenAIClient:
         self._is_chat = target.backend == "openai-chat"
 
     async def __aenter__(self) -> Self:
-        # A limit would queue requests invisibly, a timeout cut long responses.
+        # A limit would queue requests, a timeout cut responses.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=not self._target.is_insecure),
             timeout=aiohttp.ClientTimeout(total=None),

@@ -1,7 +1,7 @@
 """Benchmark the scheduler: microseconds of `plan` plus `commit`.
 
-Loads: *decode*, a token per request and step, and a block for a sixteenth of requests; *turnover*, requests end after
-64 to 256 tokens and are replaced.
+Loads: *decode*, a token per request and step, a block for a sixteenth of requests; *turnover*, requests end after 64 to
+256 tokens and are replaced.
 """
 
 from __future__ import annotations

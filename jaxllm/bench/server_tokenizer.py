@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from jaxllm.bench.datasets import poem
 
-_LINES = 40  # of text to draw tokens from: servers list no vocabulary
+_LINES = 40  # of text, since servers list no vocabulary
 
 
 class ServerTokenizer:

@@ -17,8 +17,8 @@ DatasetName = Literal["random", "sharegpt", "sonnet", "prefix_repetition", "cust
 class Job:
     """One request: prompt, its length, and output length.
 
-    `prompt_tokens` includes special tokens of the server. `arrival_s` is a trace's. `others` are further prompts to
-    embed. `model` is an adapter, or "".
+    `prompt_tokens` includes special tokens of the server. `others` are further prompts to embed. `model` is an adapter,
+    or "".
     """
 
     prompt: str | tuple[int, ...]

@@ -13,7 +13,7 @@ from jaxllm.sampling_params import SamplingParams
 class GenerateOptions(SamplingOptions, total=False):
     """Options of `generate`; None, like absence, selects the model's default."""
 
-    time_limit: float | None  # seconds, then returns the tokens so far; `timeout` fails the call instead
+    time_limit: float | None  # seconds, then returns the tokens so far; `timeout` fails
     return_token_ids: bool | None
     return_prompt_token_ids: bool | None
     logprob_texts: bool | None  # with log-probabilities; default True
@@ -39,7 +39,7 @@ class ChatOptions(TypedDict, total=False):
     """Further options of conversations."""
 
     tools: Sequence[Mapping[str, Any]] | None
-    # "required": at least one call of any tool; {"type": "function", "function": {"name": …}}: a call of that tool.
+    # "required": any tool; {"type": "function", "function": {"name": …}}: that tool.
     tool_choice: Literal["none", "auto", "required"] | Mapping[str, Any] | None
     chat_template_kwargs: Mapping[str, Any] | None
     add_generation_prompt: bool | None
@@ -61,7 +61,7 @@ class _PoolOptions(TypedDict, total=False):
 
 
 class StreamEmbedOptions(_PoolOptions, total=False):
-    """Options of `stream_embed`, for all prompts; None, like absence, selects the default."""
+    """Options of `stream_embed`, for all prompts."""
 
     dimensions: int | None  # leading components to keep
     normalize: bool | None

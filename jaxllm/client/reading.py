@@ -112,7 +112,7 @@ class Joiner:
 
 
 class Received:
-    """Base of the streams: all deltas, and those not read yet."""
+    """Base of the streams: all deltas, and the unread ones."""
 
     def __init__(self) -> None:
         self._joiner = Joiner()

@@ -206,7 +206,7 @@ class ModelInfo:
     has_tool_calls: bool
     has_reasoning: bool
     tasks: tuple[str, ...]
-    pooled_size: int  # embedding size or number of labels; 0: a generating model
+    pooled_size: int  # embedding size or number of labels; 0: generates
     dimensions: tuple[int, ...] | None  # of a shortened embedding; (): any smaller; None: not allowed
     labels: tuple[str, ...]
     parent: str = ""  # an adapter's base model

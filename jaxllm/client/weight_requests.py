@@ -11,7 +11,7 @@ from jaxllm.client.requests import pause_mode_of
 from jaxllm.errors import UserError
 from jaxllm.v1 import control_pb2
 
-PART_BYTES = 2 << 20  # of a tensor per request; servers take 8 MiB by default
+PART_BYTES = 2 << 20  # of a tensor; servers take 8 MiB by default
 
 
 def sleep_request(level: int, tags: Iterable[str] | None, mode: str) -> control_pb2.SleepRequest:

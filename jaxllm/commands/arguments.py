@@ -1,4 +1,4 @@
-"""Flags and checks that commands share, and errors that name flags."""
+"""Flags and checks of several commands, and errors that name flags."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def errors_by_flags(*classes: type, has_sampling: bool = False) -> Iterator[None
 
 def by_flags(message: str, cls: type, has_sampling: bool = False) -> str:
     for field in fields(cls):
-        # Without "_" it may be an ordinary word: only at the start.
+        # Without "_" it may be an ordinary word.
         pattern = rf"(?<![\w'-]){field.name}\b" if "_" in field.name else rf"^{field.name}(?= (must|cannot|is)\b|:)"
         message = re.sub(pattern, flag_of(field.name, cls, has_sampling), message)
     return message

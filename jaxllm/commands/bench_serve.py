@@ -65,7 +65,7 @@ def run(options: dict[str, Any]) -> int:
         warmups, jobs = (
             [replace(job, model=random.choice(options["lora_modules"])) for job in part] for part in (warmups, jobs)
         )
-    # Only a default: drop it if the server refuses it.
+    # Only a default: dropped if the server refuses it.
     is_strict = flags.adds_ignore_eos(options, dataset.dataset_name) and discovery.refuses(target, "ignore_eos")
     if is_strict:
         target = replace(target, fields={name: value for name, value in target.fields.items() if name != "ignore_eos"})

@@ -50,7 +50,7 @@ def run(options: dict[str, Any]) -> int:
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         _enable_line_editing()
-    with open_llm(options, precompile="background") as llm:  # a minute on a GPU
+    with open_llm(options, precompile="background") as llm:  # compiling takes a minute on a GPU
         params = replace(llm.get_default_sampling_params(), **from_flags)
         _check_template(llm, system, further)
         if images and llm.engine.model.processor is None:

@@ -1,6 +1,6 @@
-"""The command line `jaxllm`: dispatches to `jaxllm.commands` and reports errors in one line.
+"""The command line `jaxllm`: runs a command, and reports errors in one line.
 
-Imports JAX only to run a command. Exit codes: 0, 1 for an error, 2 for wrong usage, 130 after ^C.
+Imports JAX only for that. Exit codes: 0, 1 for an error, 2 for wrong usage, 130 after ^C.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader closed the pipe; Python's final flush would raise again.
+        # The reader closed the pipe; the final flush would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:

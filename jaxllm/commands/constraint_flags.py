@@ -1,4 +1,4 @@
-"""Flags that constrain an output. Imports no model code."""
+"""Flags that constrain an output."""
 
 from __future__ import annotations
 

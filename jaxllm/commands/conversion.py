@@ -1,4 +1,4 @@
-"""`jaxllm convert`: copy a safetensors model to a folder with an Orbax checkpoint."""
+"""Copy a safetensors model to a folder with an Orbax checkpoint."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`jaxllm transcribe`: write the words of WAV files with a model such as Whisper.
-
-Long files are cut at quiet moments; all pieces run in one batch.
-"""
+"""`jaxllm transcribe`: write the words of WAV files, cut at quiet moments, with a model such as Whisper."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ if TYPE_CHECKING:
     from jaxllm.llm import LLM
 
 RATE = 16000  # samples per second
-_SEARCHED = 1 / 6  # of a piece: its end, for the quietest moment
+_SEARCHED = 1 / 6  # of a piece: where the quietest moment is searched
 _FRAME, _QUIET = 160, 10  # samples, frames
 
 

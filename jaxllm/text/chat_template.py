@@ -1,6 +1,6 @@
 """Compile a model's chat template, and render conversations with it.
 
-Templates are from a model's folder, never from a request, and run in jinja2's sandbox.
+Templates are a model's, never a request's, and run in jinja2's sandbox.
 """
 
 from __future__ import annotations
@@ -153,5 +153,5 @@ def _cut_at_mark(text: str) -> str:
             "continue_final_message is not possible: the chat template leaves out the final message.",
             "continue_final_message",
         )
-    # Trim the message as the template trimmed the mark.
+    # As the template trimmed the mark.
     return text[:at] if text.startswith(" ", at + len(_CONTINUES_HERE)) else text[:at].rstrip()

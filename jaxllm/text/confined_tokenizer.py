@@ -1,7 +1,6 @@
 """Adapters' tokenizers, run in another process.
 
-`piece` is a table lookup, safe in engine steps. Methods that encode or render call the process (confinement.py): not
-for an event loop.
+`piece` is a table lookup, safe in engine steps. Methods that encode or render call the process: not for an event loop.
 """
 
 from __future__ import annotations

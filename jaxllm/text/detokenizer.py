@@ -28,7 +28,7 @@ class Detokenizer:
     is_start: bool = True
     is_broken: bool = False  # inside an invalid run of byte-fallback tokens
     run: tuple[bytes, ...] = ()  # valid run of byte-fallback tokens, with `pending` (`_longer`)
-    follows_added: bool = False  # after an added output token, where spaces are omitted
+    follows_added: bool = False  # after an added token, where spaces are omitted
 
 
 def begin(tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams) -> Detokenizer:

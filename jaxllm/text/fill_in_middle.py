@@ -1,4 +1,4 @@
-"""Prompts for fill-in-the-middle models: text before and after a hole, with marker tokens."""
+"""Prompts for fill-in-the-middle models, with marker tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Markers(NamedTuple):
     middle: str | None  # generation begins; None: suffix first, generation continues the prefix
 
 
-# From papers, model cards and llama.cpp's src/llama-vocab.cpp.
+# From papers, model cards and llama.cpp.
 _MARKERS = (
     _Markers("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma, Granite 4
     _Markers("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder 1 and 2, Granite Code

@@ -1,4 +1,4 @@
-"""Convert messages to a chat template's shape (template_shapes.py)."""
+"""Convert messages to a chat template's shape."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxllm.errors import UnsupportedError, UserError
 from jaxllm.media.image_part import ImagePart
 from jaxllm.text.template_shapes import BLANKS, CALLER, Blank, Shape
 
-# Types that cannot be content parts, in JSON's names.
+# Types of no content part, in JSON's names.
 _KINDS = {type(None): "null", bool: "boolean", int: "number", float: "number", list: "array"}
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # in transformers' order
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
@@ -67,7 +67,7 @@ def _shaped(message: Any, name: str, shape: Shape, read: ReadArguments | None) -
     copied = {key: value for key, value in message.items() if value is not None}
     calls, thought = copied.get("tool_calls"), next((copied[key] for key in _REASONING if key in copied), None)
     if thought is not None:
-        # transformers uses two of these, some templates the third.
+        # transformers uses two of these.
         copied = {"thinking": thought, **copied, "reasoning_content": thought}
         copied |= {"reasoning": thought} if shape.names_reasoning and "reasoning" not in copied else {}
     if isinstance(calls, list | tuple):

@@ -21,8 +21,7 @@ from jaxllm.errors import UserError
 # Templates such as Phi-3's form special tokens from these.
 ROLES = frozenset(("system", "developer", "user", "assistant", "model", "tool", "function", "ipython", "observation"))
 WORD = re.compile(r"[\w.-]*")  # templates compare these ('function', 'low', 'python'): ends are unchanged
-# SignWriting: symbols, like most of special tokens; unaffected by normalizers, case conversion, trimming and Python's
-# repr.
+# SignWriting: symbols, unaffected by normalizers, case conversion, trimming and Python's repr.
 _FIRST_TWIN, _LAST_TWIN = 0x1D800, 0x1D9FF
 TWINS = re.compile(f"[{chr(_FIRST_TWIN)}-{chr(_LAST_TWIN)}]")
 _MOST_IDS = 2**24  # writing out a tokenizer takes 17 ns per id
@@ -48,7 +47,7 @@ class SpecialTokens:
         own_ids = self._finder.get_added_tokens_decoder().items()
         self._ids = {own: backend.token_to_id(token.content) for own, token in own_ids if token.special}
 
-        # Precedes text inside a prompt, whose start some tokenizers treat specially. Random: in no text.
+        # Precedes text inside a prompt, whose start some tokenizers treat specially. In no text.
         self._anchor = f"\U0010fffd{secrets.token_hex(8)}"
         self._literal = _copy(backend, added)
         self._literal.add_tokens([AddedToken(self._anchor, special=False, normalized=False)])
@@ -84,7 +83,7 @@ class SpecialTokens:
         places = {place for span in spans for place in span if not text[place].isspace()}
         if WORD.fullmatch(text):
             return places
-        # The template may trim and concatenate the text; one disguised character per end prevents tokens across it.
+        # The template may trim and concatenate texts; one disguised character per end prevents tokens across it.
         trimmed = text.strip()
         first = text.find(trimmed)
         reach = 4 * self._longest  # normalization may shorten it
@@ -262,7 +261,7 @@ def _copy(backend: Any, added: Sequence[Any]) -> Any:
     ours, theirs = (
         {key: token.content for key, token in each.get_added_tokens_decoder().items()} for each in (copy, backend)
     )
-    # Ids follow from the order, unless the file assigns others.
+    # In this order, unless the file assigns others.
     if ours == theirs:
         return copy
     largest = max(backend.get_vocab().values(), default=0)

@@ -1,7 +1,5 @@
-"""Locate chat template errors: the message and the values that caused them.
-
-Finds the message by identity in jinja2's tracebacks, values by field names of the failed line.
-"""
+"""Locate chat template errors: the message, by identity in jinja2's tracebacks, and values, by the failed line's
+fields."""
 
 from __future__ import annotations
 

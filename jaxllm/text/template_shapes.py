@@ -160,7 +160,7 @@ def _kinds(show: Show, around: Callable[[Message], list[list[Message]]], role: s
     for as_text, as_parts in zip(texts(_FIRST), texts(parts), strict=True):
         once = as_text.count(_FIRST)
         kinds |= {"text"} if once else set()
-        # Otherwise parts are printed as Python or JSON, or text repeated per part.
+        # Otherwise parts are printed, or text is repeated per part.
         is_plain = len(_TYPE.findall(as_parts)) <= len(_TYPE.findall(as_text))
         if is_plain and 0 < as_parts.count(_FIRST) == as_parts.count(_SECOND) <= (once or 1):
             kinds.add("parts")

@@ -65,7 +65,7 @@ _CHARACTERS = 16  # per token of long text, overestimated
 class Tokenizer:
     """A model's tokenizer, created by `load_tokenizer`. Thread-safe."""
 
-    # Digest of the files, for a tokenizer in another process: not for an event loop.
+    # Digest of the files, for a tokenizer in another process.
     confined: bytes | None = None
 
     def __init__(
@@ -188,7 +188,7 @@ class Tokenizer:
     def encode_first(self, text: str, most: int) -> list[int]:
         """Return a text's first token ids, at most `most` with the prompt's special tokens."""
         head, tail, room = self._around_most(most)
-        # Truncation in the library creates an object per `room` tokens of the rest.
+        # The library's truncation would create an object per `room` tokens.
         ids = self.encode(self.beginning_of(text, room), add_special_tokens=False)
         return [*head, *ids[:room], *tail]
 

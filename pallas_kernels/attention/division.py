@@ -1,7 +1,7 @@
 """Divide decode rows' keys into pieces, one per program of a kernel.
 
 `evenly` balances concurrent programs. In `by_own_length` a row's pieces, and so its sums' last bits, depend only on its
-length. Letters: R rows, B pieces.
+length.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pallas_kernels.tuning import Decode
 
 
 class Pieces(NamedTuple):
-    """Pieces, int32; a row's are consecutive, and a row without keys has one empty piece."""
+    """Pieces [B] of rows [R], int32; a row's are consecutive, and a row without keys has one empty piece."""
 
-    row: Array  # [B], -1 for unused pieces
+    row: Array  # -1: unused
     begin: Array  # first key
     end: Array  # end of keys
     siblings: Array  # of the row
@@ -36,8 +36,7 @@ def divide(lengths: Array, context: int, args: AttentionArgs, chosen: Decode) ->
 def evenly(lengths: Array, context: int, window: int | None, visited: int, programs: int, least: int) -> Pieces:
     """Divide visible keys into at most R + `programs` pieces, equal multiples of `visited` keys.
 
-    Cuts rows longer than `least` and than 17/16 of an even share, so not those that nearly fill the programs (64 with 8
-    heads).
+    Cuts rows longer than `least` and than 17/16 of an even share, so not 64 rows of 8 heads.
     """
     begins = _begins(lengths, window)
     keys = lengths - begins
@@ -49,7 +48,7 @@ def evenly(lengths: Array, context: int, window: int | None, visited: int, progr
 
 
 def by_own_length(lengths: Array, window: int | None, visited: int, splits: int, least: int) -> Pieces:
-    """Cut rows longer than `least` keys into at most `splits` equal pieces; R · `splits` pieces in all."""
+    """Cut rows longer than `least` keys into at most `splits` equal pieces; R · `splits` in all."""
     begins = _begins(lengths, window)
     count = jnp.minimum(-(-(lengths - begins) // least), splits)
     return _cut(begins, lengths, count, visited, len(lengths) * splits)

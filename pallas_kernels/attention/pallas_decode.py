@@ -47,7 +47,7 @@ def attend(
 ) -> None:
     """Attend with the G query heads of one row and KV head; grid (B, K).
 
-    q [B, K, G, C], tables [B, M], lengths [B], sinks [K, G], out [B, K, G, V].
+    q [B, K, G, C], sinks [K, G], out [B, K, G, V].
     """
     row, head = pl.program_id(0), pl.program_id(1)
     group, width = out.shape[2:]
@@ -59,10 +59,10 @@ def attend(
     def visit(number: Array, seen: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         values, highest, total = seen  # [G, V], [G], [G]
         block = tables[row, number]
-        places = number * block_tokens + jnp.arange(block_tokens, dtype=jnp.int32)  # [P]
+        places = number * block_tokens + jnp.arange(block_tokens, dtype=jnp.int32)
         is_seen = (places >= first_place) & (places < length)
 
-        k = _scaled(k_cache[block, head], k_scales, block, head)  # [P, C]
+        k = _scaled(k_cache[block, head], k_scales, block, head)
         scores = _dot(queries, k, trans_b=True) * scale  # [G, P]
         if softcap is not None:
             scores = jnp.tanh(scores / softcap) * softcap
@@ -75,7 +75,7 @@ def attend(
         if v_cache is None:
             v = _scaled(k_cache[block, head, :, pl.ds(0, width)], k_scales, block, head)
         else:
-            v = _scaled(v_cache[block, head], v_scales, block, head)  # [P, V]
+            v = _scaled(v_cache[block, head], v_scales, block, head)
         v = jnp.where(is_seen[:, None], v, 0)
         values = values * shrink[:, None] + _dot(weights.astype(v.dtype), v)
         return values, highest_now, total * shrink + jnp.sum(weights, axis=1)
@@ -88,7 +88,7 @@ def attend(
         seen = values, sinks[head].astype(jnp.float32), jnp.ones((group,), jnp.float32)
     # Table entries beyond the last key are not read.
     values, _, total = lax.fori_loop(first_place // block_tokens, pl.cdiv(length, block_tokens), visit, seen)
-    total = jnp.where(total > 0, total, 1.0)  # rows of length 0 return zeros
+    total = jnp.where(total > 0, total, 1.0)  # of length 0
     out[row, head] = (values / total[:, None]).astype(out.dtype)
 
 

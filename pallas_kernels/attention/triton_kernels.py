@@ -1,7 +1,6 @@
 """Paged prefill attention for NVIDIA GPUs in Triton.
 
-A tile stacks the queries of heads that share keys. Online softmax in base 2 (Milakov & Gimelshein 2018; Dao 2023,
-arXiv:2307.08691).
+A tile stacks the queries of heads that share keys. Online softmax in base 2 (Dao 2023, arXiv:2307.08691).
 """
 
 # pyright: reportMissingImports=false
@@ -24,8 +23,8 @@ from pallas_kernels.choice import Site
 from pallas_kernels.triton_bridge import call
 
 _LOG2_E = tl.constexpr(LOG2_E)
-LARGEST = 256  # head size; larger ones: `triton_latent`
-_SMALLEST = 16  # dimension of tensor cores' matrices
+LARGEST = 256  # larger ones: `triton_latent`
+_SMALLEST = 16  # of tensor cores
 
 
 def refusal(operation: str, site: Site) -> str | None:
@@ -33,7 +32,7 @@ def refusal(operation: str, site: Site) -> str | None:
         return "float16 cannot hold weights times the scales of a cache of float8_e5m2"
     is_latent = triton_latent.fits(site.kv_heads, site.head_size, site.value_size)
     if is_latent and site.cache_dtype == "float8_e5m2" and (site.capability or 90) < 90:
-        return "latents of float8_e5m2 need compute capability 9.0"  # required by Triton 3.6's bfloat16 code
+        return "latents of float8_e5m2 need compute capability 9.0"  # for Triton 3.6's bfloat16 code
     if site.head_size > LARGEST and not is_latent:
         values = "one head of keys of which the first 2^n, 16 to 512, are the values"
         return f"heads of {site.head_size} do not fit; up to {LARGEST} do, and {values}"
@@ -180,7 +179,7 @@ def attend(
             if some == 1:
                 highest = tl.load(sinks + head * G + rows % G).to(tl.float32) * _LOG2_E
                 total = tl.full((BM,), 1.0, tl.float32)
-        if WINDOW is None:  # these keys need no mask
+        if WINDOW is None:  # without a mask
             whole = begin + tl.maximum(tl.minimum(end, position + first_row // G + 1) - begin, 0) // BN * BN
         else:
             whole = begin

@@ -22,7 +22,7 @@ from pallas_kernels.attention.division import divide
 from pallas_kernels.attention.triton_pieces import LOG2_E, LOWEST
 from pallas_kernels.triton_bridge import call
 
-_SMALLEST, _LARGEST = 16, 512  # latent size; larger values exceed the registers
+_SMALLEST, _LARGEST = 16, 512  # larger values exceed the registers
 
 
 def fits(kv_heads: int, head_size: int, value_size: int | None) -> bool:
@@ -69,9 +69,9 @@ def attend_latent(
     SCALE: tl.constexpr,
     KEYS_FIRST: tl.constexpr,
 ):
-    """Attend with BM rows (heads of tokens) of one tile; grid (row blocks, tiles).
+    """Attend with BM rows (heads of tokens) of one tile; grid (row blocks, tiles): the L2 cache holds shared keys.
 
-    Programs with the same keys are adjacent, for the L2 cache. With pieces, tile b is one of a decode row.
+    With pieces, tile b is one of a decode row.
     """
     first_row = tl.program_id(0) * BM
     number = tl.program_id(1)

@@ -26,7 +26,7 @@ LOWEST = tl.constexpr(-1e30)  # finite: infinities' difference is NaN
 
 
 def outputs(pieces: Pieces, rows: int, heads: int, width: int) -> list[jax.ShapeDtypeStruct]:
-    """Describe a kernel's outputs for pieces: values [B, H, V] and sums [B, H, 2]; [] if no row is cut."""
+    """Describe outputs for pieces: values [B, H, V] and sums [B, H, 2]; [] if no row is cut."""
     count = len(pieces.row)
     return [] if count == rows else [jax.ShapeDtypeStruct((count, heads, size), jnp.float32) for size in (width, 2)]
 

@@ -1,7 +1,7 @@
 """Paged attention in plain JAX: a loop over blocks with online softmax (Milakov & Gimelshein 2018).
 
-Ends at the longest sequence: 10 to 66 times faster on a CPU than gathering all blocks. Further letters: B rows, Y
-tiles, G query heads per KV head, S keys per iteration.
+Ends at the longest sequence: 10 to 66 times faster on a CPU than gathering all blocks. Letters: B rows, Y tiles, G
+query heads per KV head, S keys per iteration.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def paged_decode(q: Array, lengths: Array, args: AttentionArgs) -> Array:
     kv_heads, sinks = args.kv_heads, args.sinks
     group = heads // kv_heads
     grouped = q.reshape(rows, kv_heads, group, size)  # [B, K, G, C]
-    places = jnp.broadcast_to((lengths - 1)[:, None], (rows, group))  # [B, G]
+    places = jnp.broadcast_to((lengths - 1)[:, None], (rows, group))
     logits = None if sinks is None else sinks.reshape(kv_heads, group)
     mixed = _attend(grouped, places, args.tables, logits, args)
     return mixed.reshape(rows, heads, -1).astype(q.dtype)
@@ -36,7 +36,7 @@ def paged_prefill(q: Array, tiles: Tiles, args: AttentionArgs, *, tile: int) -> 
     _, heads, size = q.shape
     kv_heads, sinks = args.kv_heads, args.sinks
     group = heads // kv_heads
-    padded = jnp.pad(q, ((0, tile), (0, 0), (0, 0)))  # room for the last tile
+    padded = jnp.pad(q, ((0, tile), (0, 0), (0, 0)))  # for the last tile
     logits = None if sinks is None else jnp.repeat(sinks.reshape(kv_heads, group), tile, axis=1)  # [K, G · tile]
     steps = jnp.arange(tile, dtype=jnp.int32)
     returned = (tile, heads, args.value_width)
@@ -61,9 +61,9 @@ def paged_prefill(q: Array, tiles: Tiles, args: AttentionArgs, *, tile: int) -> 
 
 
 class Mixed(NamedTuple):
-    """Online softmax state of queries: [B, K, R, V], and [B, K, R] twice."""
+    """State of queries: [B, K, R, V], and [B, K, R] twice."""
 
-    values: Array  # weighted sums, relative to `highest`
+    values: Array  # relative to `highest`
     highest: Array
     total: Array
 
@@ -135,10 +135,10 @@ def _attend(q: Array, places: Array, tables: Array, sinks: Array | None, args: A
     rows, kv_heads, queries, _ = q.shape
     window, block_tokens = args.window, args.k_cache.shape[2]
     blocks = max(1, KEYS // block_tokens)
-    stride = blocks * block_tokens  # S
+    stride = blocks * block_tokens
     turns = -(-tables.shape[1] // blocks)
     tables = jnp.pad(tables, ((0, 0), (0, turns * blocks - tables.shape[1])))
-    furthest = jnp.max(places, axis=1)  # [B]
+    furthest = jnp.max(places, axis=1)
     last = jnp.minimum((jnp.max(furthest) + stride) // stride, turns)
     first = jnp.int32(0)
     if window is not None:
@@ -147,11 +147,11 @@ def _attend(q: Array, places: Array, tables: Array, sinks: Array | None, args: A
 
     def visit(turn: Array, carry: Mixed) -> Mixed:
         chosen = lax.dynamic_slice(tables, (0, turn * blocks), (rows, blocks))
-        key_places = turn * stride + jnp.arange(stride, dtype=jnp.int32)  # [S]
+        key_places = turn * stride + jnp.arange(stride, dtype=jnp.int32)
         is_seen = key_places <= places[:, :, None]  # [B, R, S]
         if window is not None:
             is_seen &= key_places > places[:, :, None] - window
-        is_written = key_places <= furthest[:, None]  # [B, S]
+        is_written = key_places <= furthest[:, None]
         k, v = keys_and_values(args, chosen)
         bias = None
         if args.bias is not None:

@@ -1,8 +1,8 @@
 """Mixture of experts for NVIDIA GPUs in Triton: one launch selects, three multiply; one CUDA graph serves all cases.
 
-Weight rows are the first tensor core operand (64 at once on Hopper), assignments the second, so tiles can be as narrow
-as 8. A half-full last tile is multiplied as half a tile, possibly with another instruction (mma.sync for 8, wgmma for
-16): not in deterministic mode.
+Weight rows are the first tensor core operand (64 at once on Hopper), so tiles of assignments can be as narrow as 8.
+Half-full last tiles are multiplied as half tiles, but not in deterministic mode: the instruction may differ (mma.sync
+for 8, wgmma for 16).
 """
 
 # pyright: reportMissingImports=false
@@ -98,8 +98,8 @@ def plan(
 ):
     """Sort assignments `chosen` [N] by expert into `order` [N], and list tiles; grid (E,).
 
-    Assignments to E, other devices' experts, are in no tile; the end of `order` stays unwritten. `tiles` [3, TILES]:
-    expert, start in `order`, count (0: unused). BINS: a power of two above E.
+    Assignments to E, other devices' experts, are in no tile. `tiles` [3, TILES]: expert, start in `order`, count (0:
+    unused). BINS: a power of two above E.
     """
     own = tl.program_id(0)
     experts = tl.arange(0, BINS)
@@ -380,6 +380,6 @@ def fused_experts(
         BN=rows,
     )
     weighted = out.reshape(tokens, -1, width).astype(jnp.float32) * gates[:, :, None]
-    if num_experts is not None:  # other devices' rows are not written
+    if num_experts is not None:  # others are not written
         weighted = jnp.where((chosen < experts)[:, :, None], weighted, 0.0)
     return jnp.sum(weighted, axis=1)

@@ -32,10 +32,7 @@ def rotate_and_store(
     *,
     is_interleaved: bool,
 ) -> None:
-    """Rotate and store one head of one token; grid (T, query, key and value heads).
-
-    qkv [T, H + 2 K, C] (H + K without `v_cache`), cosine and sine [T, F], q [T, H, C].
-    """
+    """Rotate and store one head of one token; grid (T, query, key and value heads)."""
     token, head = pl.program_id(0), pl.program_id(1)
     heads = q.shape[1]
     num_blocks, kv_heads = k_cache.shape[:2]
@@ -69,7 +66,7 @@ def _rotated(qkv: jax.Ref, cosine: jax.Ref, sine: jax.Ref, is_interleaved: bool)
     """
     token, head = pl.program_id(0), pl.program_id(1)
     pairs = cosine.shape[1]
-    at = jnp.arange(qkv.shape[2], dtype=jnp.int32)  # [C]
+    at = jnp.arange(qkv.shape[2], dtype=jnp.int32)
     pair = at % pairs
     first_at, second_at = (2 * pair, 2 * pair + 1) if is_interleaved else (pair, pairs + pair)
     first, second = qkv[token, head, first_at].astype(jnp.float32), qkv[token, head, second_at].astype(jnp.float32)

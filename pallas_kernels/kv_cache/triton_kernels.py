@@ -155,7 +155,7 @@ def write_kv(
     num_blocks, kv_heads, block_tokens, _ = k_cache.shape
     heads = qkv.shape[1] - kv_heads * (1 if v_cache is None else 2)
     unchanged = None
-    if cosine is None:  # these bypass the kernel
+    if cosine is None:
         unchanged, qkv, heads = qkv[:, :heads], qkv[:, heads:], 0
     tokens, every, size = qkv.shape
     pairs = 0 if cosine is None else cosine.shape[1]

@@ -1,6 +1,6 @@
 """Products of few tokens for NVIDIA GPUs in Triton, fused with adjacent operations, which need complete sums.
 
-Few programs get more loads in flight: faster on an H100 than split columns with a second kernel.
+Few programs get more loads in flight: faster on an H100 than splitting columns.
 """
 
 # pyright: reportMissingImports=false

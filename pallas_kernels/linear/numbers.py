@@ -9,12 +9,12 @@ import numpy as np
 
 Kind = Literal["float", "int8", "float8", "int4", "float4"]
 PACKED = ("int4", "float4")  # even column in the low half
-FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1 by lower three bits; the fourth is the sign (OCP MX 1.0)
+FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1 by lower three bits; then the sign (OCP MX 1.0)
 _LEAST = 1e-30  # lower bound of a row's maximum
 
 
 def by_row(x: Any, numpy: Any = jnp) -> tuple[Any, Any]:
-    """Quantize rows of float32 `x` [T, D]: int8 [T, D], and step sizes, float32 [T, 1].
+    """Quantize rows of float32 `x` [T, D] to int8; return also step sizes, float32 [T, 1].
 
     numpy gives the same bits. Non-finite rows get non-finite scales.
     """
@@ -44,6 +44,5 @@ def unpacked(weight: Any, kind: Kind, numpy: Any = jnp) -> Any:
 
 
 def packed(numbers: Any, numpy: Any = jnp) -> Any:
-    """Pack numbers of 0 to 15, [O, D], two per byte."""
     pairs = numbers.astype(np.uint8).reshape(len(numbers), -1, 2)
     return pairs[..., 0] | (pairs[..., 1] << np.uint8(4))

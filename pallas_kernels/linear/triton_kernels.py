@@ -1,8 +1,7 @@
 """Products with quantized weights for NVIDIA GPUs in Triton; numbers are converted in registers.
 
-Weight rows are the first tensor core operand, which Hopper takes from registers. With few rows, programs share columns,
-and the consuming kernel adds their sums in order: deterministic. Scales multiply sums of exact products: more accurate
-than XLA.
+Weight rows are the first tensor core operand, which Hopper takes from registers. Few rows share columns among programs;
+the consumer adds their sums in order: deterministic. Scales multiply sums of exact products: more accurate than XLA.
 """
 
 # pyright: reportMissingImports=false
@@ -24,8 +23,8 @@ from pallas_kernels.choice import Site
 from pallas_kernels.linear.numbers import PACKED, Kind
 from pallas_kernels.triton_bridge import call
 
-_NATIVE = 89  # first capability with 8-bit floats
-_SMALLEST = 16  # columns per tensor core operation
+_NATIVE = 89  # first with 8-bit floats
+_SMALLEST = 16  # columns of a tensor core operation
 
 
 def refusal(operation: str, site: Site) -> str | None:

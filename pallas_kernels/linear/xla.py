@@ -1,4 +1,4 @@
-"""Products in XLA. Quantized weights are dequantized first, unless rows are rounded too."""
+"""Products in XLA. Weights are dequantized first, unless rows are rounded too."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def linear(
 
 
 def is_turned_on_a_cpu(x: Array) -> bool:
-    """Return whether a CPU multiplies transposed: the product is [O, T] in memory."""
+    """Return whether a CPU multiplies transposed, to [O, T] in memory."""
     return 2 <= x.shape[0] <= _FEW_ROWS and x.dtype == jnp.float32
 
 

@@ -58,7 +58,7 @@ refused = Refusal()
 
 @functools.cache
 def digest() -> str:
-    """Hash the sources, for kernel names: cached programs contain these."""
+    """Hash the sources, for kernel names in cached programs."""
     files = sorted([*SOURCES, *(path.name for path in HERE.glob("*.h"))])
     return hashlib.sha256(b"".join((HERE / file).read_bytes() for file in files)).hexdigest()[:12]
 
@@ -115,7 +115,7 @@ def loaded(folder: Path, flags: Sequence[str] = FLAGS) -> ctypes.CDLL:
 def kept(folder: Path, name: str, command: list[str], sources: Sequence[Path], says: Sequence[str]) -> Path:
     """Return the path of a library, built unless cached; raise `Refused` if the build fails.
 
-    The key has `says`, the command and versions, but no header folders: virtual environments share libraries.
+    The key omits header folders: virtual environments share libraries.
     """
     flags = [flag for flag in command if not flag.startswith("-I")]
     depends = [*says, *flags, run_command([command[0], "--version"]), importlib.metadata.version("jaxlib")]
@@ -130,7 +130,7 @@ def _own(folder: Path) -> Path:
         if folder.stat().st_uid == os.getuid() and folder.stat().st_mode & _OTHERS_WRITE:
             folder.chmod(0o700)
     except OSError:
-        pass  # perhaps root's and read-only
+        pass  # perhaps read-only
     if _is_safe(folder):
         return folder
     if folder.exists():
@@ -193,7 +193,7 @@ def compile_library(command: list[str], sources: Sequence[Path], place: Path) ->
 
 
 def run_command(command: list[str]) -> str:
-    """Return the command's output; raise `Refused` with the main error line."""
+    """Return the output; raise `Refused` with the main error line."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST_BUILD, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

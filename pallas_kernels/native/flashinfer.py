@@ -32,7 +32,7 @@ VERSION = "0.7.2.post1"  # of flashinfer-python
 SOURCE = Path(__file__).with_name("flashinfer.cu")
 TYPES = ("float16", "bfloat16")
 BLOCKS = (16, 32, 64, 128)  # tokens
-_PIECE = 256  # keys per iteration of a program
+_PIECE = 256  # keys per iteration
 # Highest score of rows without keys. Combining their pieces gives 0 / 0; an equal sink makes it 0 / 1, without effect
 # on others.
 _LOWEST = -1e5

@@ -26,7 +26,7 @@ MOST_ROWS = (
     else {"float32": 9, "bfloat16": 16, "quantized": 16}
 )
 _KINDS = {"float": 0, "int8": 1, "float8": 2, "int4": 3, "float4": 4}
-_ROUNDED = 5  # int8 with rounded rows
+_ROUNDED = 5
 _TYPES = {"float": None, "int8": "int8", "float8": "float8_e4m3fn", "int4": "uint8", "float4": "uint8"}
 _NUMBERS = ("float32", "bfloat16", "float16", "uint8", "int8")  # of scales and zeros
 
@@ -61,5 +61,5 @@ def takes(x: Array, weight: Array, scales: Array | None, zeros: Array | None, ki
     if any(array is not None and str(array.dtype) not in _NUMBERS for array in (scales, zeros)):
         return False
     groups = 1 if scales is None else scales.shape[0]
-    step = 32 if kind in PACKED else 16 if groups > 1 else 1  # columns per read, of one group
+    step = 32 if kind in PACKED else 16 if groups > 1 else 1  # columns per read
     return x.shape[1] // groups % step == 0

@@ -1,10 +1,10 @@
 """Sampling with filters on NVIDIA GPUs in Triton: six kernels, each row divided among programs.
 
 Bins are evenly spaced below the maximum: `measure` and `frame` place them; `fill` adds tokens with integer atomics,
-exact in any order; `cut` finds the thresholds' bins; `pick` draws noise for tokens above and lists the tokens of those
-bins; `settle` finds the exact thresholds among them. Greedy rows and rows without filters need only `pick`.
+exact in any order; `cut` finds the thresholds' bins; `pick` draws noise for tokens above and lists those of these bins;
+`settle` finds the exact thresholds among them. Greedy rows and rows without filters need only `pick`.
 
-Tokens more than 20.8 below the maximum have no mass, and noise spans at most 20.42, so bins reach at most FARTHEST.
+Tokens more than 20.8 below the maximum have no mass, and noise spans at most 20.42: bins reach at most FARTHEST.
 
 Letters: V vocabulary, G groups of columns, BN columns of a program, BL listed tokens and BD tokens with noise per
 iteration.
@@ -168,9 +168,9 @@ def frame(
                     low = tl.where(holds, middle, low)
                     high = tl.where(holds, high, middle)
                 reach = tl.minimum(reach, highest - tl.min(tl.where(ranks >= low, largest, highest), 0))
-        else:  # lighter tokens have at most a quarter of top_p's discarded mass
+        else:  # lighter tokens: at most a quarter of top_p's discarded mass
             reach = tl.minimum(reach, -tl.log((1.0 - share) * total * (1.0 / (8 * V))))
-    # As `xla.masses`: the power of two that brings the total below 2**30.
+    # As `xla.masses`.
     scale = ((2 * 127 + 29 - (total.to(tl.int32, bitcast=True) >> 23)) << 23).to(tl.float32, bitcast=True)
     own = frames + row * _FRAME
     tl.store(own + _HIGHEST, highest)

@@ -1,7 +1,7 @@
 """Sampling on NVIDIA GPUs in Triton, without sorting: two kernels, six with filters (`triton_filters.py`).
 
 Integers are exact, as in the reference; logarithms are CUDA's, exponentials the hardware's: last bits decide only
-near-ties. BN: columns of a program.
+near-ties.
 """
 
 # pyright: reportMissingImports=false

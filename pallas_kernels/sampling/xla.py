@@ -11,8 +11,8 @@ from jax import Array, lax
 from jax.extend.random import threefry_2x32
 
 _INT32_MAX = 2**31 - 1
-WORD_BITS = 12  # per word of a three-word fixed-point number; uint32 holds the sum
-MOST_TOKENS = (1 << 32 - WORD_BITS) - 1  # larger vocabularies overflow
+WORD_BITS = 12  # per word of a three-word number; uint32 holds the sum
+MOST_TOKENS = (1 << 32 - WORD_BITS) - 1  # larger ones overflow
 MASS_BITS = 30  # bound of a row's total mass
 
 
@@ -71,7 +71,7 @@ def gumbel(keys: Array, positions: Array, ids: Array) -> Array:
     Equals `jax.random.gumbel(fold_in(key, position), (V,))` at those ids, so shards can draw theirs
     (jax_threefry_partitionable, default since jax 0.5).
     """
-    counters = jnp.stack([jnp.zeros_like(ids), ids]).astype(jnp.uint32)  # [2, Vx], high and low words
+    counters = jnp.stack([jnp.zeros_like(ids), ids]).astype(jnp.uint32)  # high and low words
     tiny = jnp.finfo(jnp.float32).tiny
 
     def row(key: Array, position: Array) -> Array:
@@ -88,7 +88,7 @@ def gumbel(keys: Array, positions: Array, ids: Array) -> Array:
 def ordered(values: Array) -> Array:
     """Map floats to int32 in order; equal floats to equal integers."""
     bits = lax.bitcast_convert_type(jnp.where(values == 0.0, 0.0, values), jnp.int32)  # -0.0 equals 0.0
-    return jnp.where(bits < 0, bits ^ _INT32_MAX, bits)  # negative floats have reversed order
+    return jnp.where(bits < 0, bits ^ _INT32_MAX, bits)  # reverse order
 
 
 def words(weights: Array) -> Array:
