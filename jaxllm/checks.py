@@ -71,7 +71,7 @@ def flag(name: str, value: object) -> bool:
 
 
 def sequence(name: str, value: object, of: str, most: int | None) -> tuple[object, ...]:
-    """Return a list as a tuple of at most `most` items; `of` names them in errors."""
+    """Return a list as a tuple; `of` names its items in errors."""
     if not isinstance(value, list | tuple):
         raise UserError(f"{name} must be a list of {of}, got {shown(value)}.", name, value)
     if most is not None and len(value) > most:

@@ -101,10 +101,7 @@ class SlowConsumerError(EngineError):
 def too_long(
     max_model_len: int, num_prompt: int, num_output: int | None, *, is_bound: bool = False
 ) -> ContextLengthError:
-    """Return the error for a too long prompt or output; proxies match its first words.
-
-    `is_bound`: `num_prompt` is a lower bound.
-    """
+    """Return the error for a too long prompt or output; proxies match its first words."""
     request = f"your prompt contains {'at least ' if is_bound else ''}{num_prompt} input tokens"
     if num_output is not None:
         request = f"you requested {num_output} output tokens and {request}"
@@ -122,7 +119,6 @@ def late(seconds: float) -> DeadlineError:
 
 
 def printable(text: str) -> str:
-    """Escape unprintable characters as `repr` does."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)

@@ -90,7 +90,7 @@ def read(given: object) -> KvTransferConfig:
 def secured(
     config: KvTransferConfig, api_key: str | None, certificate: str | None, key: str | None
 ) -> KvTransferConfig:
-    """Return a configuration with a server's key and, for a producer, its certificate, unless it has others."""
+    """Return a configuration with a server's key and, for a producer, certificate, unless it has others."""
     options = config.kv_connector_extra_config
     if options.api_key is None:
         options = replace(options, api_key=api_key)

@@ -51,7 +51,7 @@ class _Place(NamedTuple):
 
 
 class _State(NamedTuple):
-    """An automaton state, with at most one of the first four fields."""
+    """An automaton state; at most one of the first four fields is set."""
 
     matches: Callable[[str], Any] | None = None  # tests the character that it consumes
     assertion: str = ""

@@ -175,10 +175,7 @@ class LLM(OfflineWeightCalls):
         use_tqdm: bool = False,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[BeamSearchOutput]:
-        """Return each prompt's likeliest continuations, as transformers' `num_beams`; see `BeamSearchParams`.
-
-        Prompts and adapters as in `generate`.
-        """
+        """Return each prompt's likeliest continuations, as transformers' `num_beams`; see `BeamSearchParams`."""
         if not isinstance(params, BeamSearchParams):
             message = f"Parameters of a beam search are a BeamSearchParams, not {type(params).__name__}."
             raise UserError(message, "params")
@@ -354,7 +351,7 @@ class LLM(OfflineWeightCalls):
 
 
 def _beam_search_output(output: RequestOutput, tokenizer: Tokenizer | None, shows_stop: bool) -> BeamSearchOutput:
-    """Convert to vLLM's form: with the prompt, by default without end tokens."""
+    """Convert to vLLM's form, with the prompt."""
     sequences = []
     for beam in output.outputs:
         assert beam.score is not None and beam.cumulative_logprob is not None

@@ -1,4 +1,4 @@
-"""A log formatter that splits messages of several lines into records."""
+"""A log formatter for messages of several lines."""
 
 from __future__ import annotations
 

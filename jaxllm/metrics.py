@@ -1,4 +1,4 @@
-"""Engine counters and load, independent of their export."""
+"""Engine counters and load."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Events of a request, in seconds of the engine's monotonic clock; None if pending."""
+    """Events of a request, in seconds of a monotonic clock; None if pending."""
 
     arrival_time: float
     first_scheduled_time: float | None = None

@@ -57,7 +57,7 @@ def declared(
         metavar: Value's name in `--help`; None: by type.
         read: Validates the type.
         rules: Ranges, checked after all types.
-        shapes_distribution: Whether it is a number that affects token choice.
+        shapes_distribution: Whether a number affects token choice.
         given: Accepted type, if wider than the annotation.
         openai: Name in OpenAI bodies; "": the field's, None: not read generically.
         options: Names in other protocols ("": the field's; a gRPC section such as "stop." is prefixed), and

@@ -161,7 +161,7 @@ def _logit_bias(name: str, value: object) -> dict[int, float] | None:
         token = checks.integer("logit_bias", int(token) if isinstance(token, str) else token)
         if token in bias:
             raise UserError(f"logit_bias must name a token once, got {token} twice.", "logit_bias", token)
-        # Clamped as in vLLM (SamplingParams.from_optional) to OpenAI's range, where 100 means "always".
+        # Clamped as in vLLM to OpenAI's range, where 100 means "always".
         bias[token] = min(100.0, max(-100.0, checks.number("logit_bias", number)))
     return bias or None
 
@@ -273,7 +273,7 @@ class SamplingParams(RequestParams):
         rules=(at_least(-1, "must be non-negative or -1"),),
         grpc="output.",
     )
-    # Reported at every position, besides the sampled and the likeliest tokens.
+    # Reported at every position, besides the sampled and likeliest tokens.
     logprob_token_ids: Sequence[int] | None = declared(
         None,
         "token id whose log-probability to report for each token (with --json); may be repeated",
@@ -362,7 +362,6 @@ class SamplingParams(RequestParams):
     trace_decode_token_ids: InitVar[Sequence[int] | None] = None
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
-        """Refuse positional and unknown arguments with a suggestion."""
         if args:
             raise UserError("SamplingParams takes keyword arguments only, as in SamplingParams(temperature=0.8).")
         for name in kwargs:
@@ -409,8 +408,7 @@ def validate_for_model(
 ) -> None:
     """Refuse ids outside the vocabulary, too many log-probabilities or stop ids.
 
-    `max_logprobs` -1 is unlimited. `min_tokens` also masks `eos_token_ids`; `processors` are the engine's logits
-    processors.
+    `max_logprobs` -1 is unlimited. `min_tokens` also masks `eos_token_ids`.
     """
     most = vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size)
     for name, kind, count in (
@@ -454,7 +452,7 @@ def validate_for_model(
 def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingParams:
     """Return default parameters from a model's `generation_config.json`.
 
-    `do_sample` is ignored, as in vLLM (`ModelConfig.get_diff_sampling_param`): without a temperature, 1.0 applies.
+    `do_sample` is ignored, as in vLLM: without a temperature, 1.0 applies.
     """
     names = names_in(SamplingParams, MODEL)
     given = {names[key]: value for key, value in generation_config.items() if key in names and value is not None}

@@ -25,8 +25,8 @@ class StructuredOutputsParams:
     """
 
     json: Any = None  # schema: mapping, text, or pydantic class; stored as text
-    regex: str | None = None
-    choice: tuple[str, ...] | None = None
+    regex: str | None = None  # of the whole output
+    choice: tuple[str, ...] | None = None  # of whole outputs
     grammar: str | None = None  # Lark notation, or llama.cpp's EBNF; the first rule is the start
     json_object: bool | None = None
     disable_any_whitespace: bool = False  # compact JSON

@@ -30,11 +30,10 @@ FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 SCALED = ("int8", *FLOAT8, "uint8")  # with scales
 
 
-# `with linear_by(choice):` selects the implementation of products traced inside, else XLA. Part of JAX's trace cache
-# key.
+# `with linear_by(choice):` selects the implementation of products traced inside that it supports. Part of JAX's trace
+# cache key.
 linear_by = jax.make_user_context(default_value=None)
 
-# Likewise for expert selection and products.
 fused_topk_by, fused_experts_by = (jax.make_user_context(default_value=None) for _ in range(2))
 
 

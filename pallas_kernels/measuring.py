@@ -160,7 +160,7 @@ def prefill(
 def products(
     width: int, qkv: int, ffn_width: int, tokens: int, dtype: str = "bfloat16", pool_bytes: int = POOL_BYTES
 ) -> Case:
-    """Return `fused_linear` products of enough layers to exceed caches; the first qkv columns replace attention."""
+    """Return `fused_linear` products of enough layers to exceed caches, with the first qkv columns as attention."""
     sizes = ((qkv, width), (width, width), (2 * ffn_width, width), (width, ffn_width))
     layer_bytes = sum(rows * columns for rows, columns in sizes) * jnp.dtype(dtype).itemsize
     layers = [

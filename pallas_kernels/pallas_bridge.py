@@ -17,10 +17,7 @@ _COMPILED = pallas_triton.CompilerParams(num_warps=4, num_stages=2)
 
 
 def refusal(site: Site, sizes: Mapping[str, int]) -> str | None:
-    """Return why Pallas cannot run a kernel with these array sizes here, or None.
-
-    Its GPU back end is deprecated since JAX 0.11.
-    """
+    """Return why Pallas cannot run a kernel with these array sizes here, or None."""
     if site.cache_dtype == "uint8":
         return "a cache of bytes is for XLA alone"
     if site.platform == "cpu":

@@ -1,8 +1,8 @@
 """Call Triton kernels from traced JAX code, in CUDA graphs.
 
 jax-triton supports CUDA graphs since 0.4 (Python 3.12, Triton 3.7); with older versions this calls `jax.ffi` and
-`jaxlib.gpu_triton` with the same PTX and program. Kernels are compiled when traced, for a named capability, without a
-GPU. With TRITON_INTERPRET=1 they run on the host: float32 and float16 only.
+`jaxlib.gpu_triton` with the same PTX and program. Kernels are compiled when traced, for a named capability. With
+TRITON_INTERPRET=1 they run on the host: float32 and float16 only.
 """
 
 # pyright: reportMissingImports=false

@@ -75,7 +75,7 @@ class Experts(NamedTuple):
 
     assignments: int
     has_halves: bool  # half-full tiles are half tiles
-    rows: int  # of the second product; the first has two halves
+    rows: int  # of the second product; the first has half for gates
     columns: int
     tuning: Tuning
 
@@ -186,8 +186,8 @@ def of_prefill(capability: int | None, rows: int, head_size: int, dtype: str, ca
 def of_latent(capability: int | None, rows: int, dtype: str, cache_dtype: str) -> Latent:
     """Return unmeasured settings of latent prefill, without register spills.
 
-    wgmma requires 64 rows. Earlier instructions prefer keys as rows, which Triton 3.6 reads from one place in shared
-    memory for both products.
+    wgmma requires 64 rows. Earlier instructions prefer keys as rows: Triton 3.6 has one copy in shared memory for both
+    products.
     """
     size = max(16, 1 << (rows - 1).bit_length())
     if dtype == "float32":

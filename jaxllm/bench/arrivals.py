@@ -30,8 +30,7 @@ def ramped_times(
 ) -> np.ndarray:
     """Draw arrival times, float64 `[num_requests]`, as the rate changes from `start_rate` to `end_rate`.
 
-    Request i of n has the rate start + (end - start) · i/n ("linear") or start · (end / start)^(i/n) ("exponential").
-    Times are not scaled.
+    Rates interpolate by request, linearly or exponentially; times are not scaled.
     """
     _check(end_rate, burstiness)
     least = 0.0 if strategy == "linear" else math.ulp(0.0)

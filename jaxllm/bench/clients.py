@@ -1,4 +1,4 @@
-"""The client processes of a load test: each sends its share of the jobs at times of `time.perf_counter`."""
+"""The client processes of a load test; their clock is `time.perf_counter`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from jaxllm.errors import EngineError, UserError
 from jaxllm.file_limit import raise_file_limit
 
 HEAD_START = 0.05  # seconds, to the run's start
-LIMIT = 0.7  # of a core, without client delays
+LIMIT = 0.7  # of a core; above, clients may delay
 
 
 class BenchClient(Protocol):
-    """Sends jobs to a server; an async context manager."""
+    """A client of a server."""
 
     async def send(self, name: str, job: Job, outcome: Outcome) -> None:
         """Send a job; record its result or error in `outcome`."""
@@ -46,7 +46,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Ready:
-    """A process is ready; `failures` are errors of warm-up requests."""
+    """A process is ready; `failures` are of warm-up requests."""
 
     failures: Sequence[str]
 
@@ -67,8 +67,8 @@ class Cost:
 class ClientProcess:
     """A process that sends a share of a benchmark's requests.
 
-    Sends `Ready`, waits for `start`, and sends an `Outcome` per job, then `Cost`. Ignores ^C (the parent calls `stop`),
-    and exits if the parent dies.
+    Sends `Ready`, waits for `start`, and sends an `Outcome` per job, then `Cost`. Ignores ^C, and exits if the parent
+    dies.
     """
 
     def __init__(self, share: Share) -> None:
@@ -79,7 +79,7 @@ class ClientProcess:
         own.close()
 
     def wait_ready(self) -> Ready:
-        """Wait until the process can send requests. Raises EngineError if it exits instead."""
+        """Wait until the process is ready. Raises EngineError if it exits instead."""
         try:
             return self.connection.recv()
         except EOFError:

@@ -84,7 +84,6 @@ def compare(
         for side in (a, b)
     ]
     random = np.random.default_rng(seed)
-    # All figures of a side share it.
     drawn = [_draw(kinds, resamples, random) for kinds in details]
     comparisons = []
     for name, better in directions.items():
@@ -208,7 +207,7 @@ def _replicas(
         return None
     statistic, samples = _statistic(found[0]), kinds[found[1]]
     if not np.isclose(statistic(samples.values, np.ones_like(samples.values)), reported, rtol=AGREEMENT):
-        return None  # another meaning here
+        return None
     weights = drawn[samples.num_owners]
     return np.array([statistic(samples.values, row[samples.owners]) for row in weights])
 

@@ -1,4 +1,4 @@
-"""Make the prompts of a benchmark from random tokens or a file; equal seeds give equal prompts."""
+"""Make the prompts of a benchmark from random tokens or a file, reproducibly by seed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Coder(Protocol):
 
 
 def make_jobs(options: DatasetOptions, tokenizer: Coder, as_text: bool) -> list[Job]:
-    """Make the jobs of a dataset, with prompts as text or token ids; raise UserError if the file is unusable."""
+    """Make the jobs of a dataset, with prompts as text or ids; raise UserError if the file is unusable."""
     writer = _Writer(tokenizer, np.random.default_rng(options.seed), as_text)
     return DATASETS[options.dataset_name](options, writer)
 
@@ -231,7 +231,6 @@ def _order(count: int, options: DatasetOptions, writer: _Writer) -> list[int]:
 
 
 def _filled(jobs: list[Job], options: DatasetOptions, writer: _Writer) -> list[Job]:
-    """Repeat random jobs up to `num_prompts`, unless `no_oversample`."""
     if not jobs:
         raise UserError(f"{options.dataset_path}: it has no usable prompt.")
     if options.no_oversample:

@@ -83,7 +83,6 @@ class GrpcClient(AsyncClient):
 
 
 def endpoint_options(target: Target) -> dict[str, Any]:
-    """Return a target's arguments of `Endpoint`; https:// selects TLS."""
     base, has_tls = target.base.removeprefix("https://"), target.base.startswith("https://")
     return {"target": base, "tls": has_tls, "metadata": target.headers, **CHANNEL}
 

@@ -40,10 +40,7 @@ def read_metrics(page: str) -> dict[str, float] | None:
 
 
 class Poller:
-    """Polls a page of Prometheus metrics every `INTERVAL` seconds during a `with` block.
-
-    `start`, the timeline's origin, is of `time.perf_counter`.
-    """
+    """Polls Prometheus metrics every `INTERVAL` seconds in a `with` block; `start` is of `time.perf_counter`."""
 
     def __init__(self, fetch: Callable[[], str], start: float) -> None:
         self._fetch, self._start = fetch, start

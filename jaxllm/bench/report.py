@@ -71,7 +71,7 @@ def summarize(
 
 
 def peak_tokens(outcomes: Sequence[Outcome]) -> float:
-    """Return the most output tokens in one second; a request's are divided evenly among messages."""
+    """Return the most output tokens in one second; messages share a request's evenly."""
     times = [moment for outcome in outcomes for moment in outcome.message_times]
     if not times:
         return 0.0

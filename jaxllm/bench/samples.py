@@ -1,4 +1,4 @@
-"""Extract the values underlying a result's figures, for plots and bootstrap."""
+"""Extract the values underlying a result's figures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Groups = Sequence[Sequence[float]]  # per request or iteration
 
 
 def read_samples(result: Mapping[str, Any]) -> dict[str, Groups]:
-    """Return the values of each kind (`ttft_ms`, `latency` in seconds …) by request, without failed ones."""
+    """Return the values of each kind (`ttft_ms`, `latency` in seconds …) by successful request."""
     kinds: dict[str, Groups] = {
         name: [[value] for value in values] for name, values in result.get("samples", {}).items()
     }

@@ -19,7 +19,7 @@ from jaxllm.bench.target import Target
 from jaxllm.bench.workload import Job
 from jaxllm.errors import EngineError
 
-_WAIT = 0.5  # seconds between checks for ^C, which interrupts no wait on some systems
+_WAIT = 0.5  # seconds between checks for ^C, which may not interrupt a wait
 _GRACE = 5.0  # seconds to cancel requests after ^C
 _MOST_CACHED = 0.02  # share of prompt tokens cached by an earlier run
 _MOST_PROMPT_ERROR = 0.02  # share of prompt tokens; above, the tokenizer is not the server's

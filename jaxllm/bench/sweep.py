@@ -19,7 +19,6 @@ from jaxllm.bench.compare import direction, figures
 from jaxllm.errors import UserError
 
 Settings = Mapping[str, Any]
-# Shown in a terminal; files contain all.
 SHOWN = (
     *("request_throughput", "output_throughput", "total_token_throughput", "request_goodput"),
     *("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_itl_ms"),

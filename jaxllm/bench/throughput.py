@@ -71,7 +71,7 @@ def check_lengths(outputs: Sequence[RequestOutput], jobs: Sequence[Job], n: int)
 
 
 def run(llm: LLM, jobs: Sequence[Job], n: int = 1, detokenize: bool = True, num_warmups: int = 0) -> Served:
-    """Submit all jobs at once and step until all end, after a warm-up without cached blocks."""
+    """Submit all jobs at once and step until they end, after a warm-up that caches no blocks."""
     if num_warmups:
         warm = warm_up_jobs(jobs, num_warmups)
         params = [sampling_params(job, n, detokenize) for job in warm]

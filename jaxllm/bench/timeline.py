@@ -1,4 +1,4 @@
-"""Sample an engine's activity over time, for plots."""
+"""Sample an engine's activity over time."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def to_embed(jobs: Sequence[Job], batch_size: int) -> list[Job]:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetOptions:
-    """The dataset and its settings, as flags; `input_len` and `output_len` apply to any dataset."""
+    """The dataset and its settings, as flags."""
 
     dataset_name: DatasetName = setting("random", "source of the prompts (default: random)")
     dataset_path: str | None = setting(

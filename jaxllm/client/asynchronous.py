@@ -69,7 +69,7 @@ def _stream(
 class AsyncClient(Endpoint):
     """A connection to a server, bound to the event loop of its first call; options as in `Endpoint`.
 
-    Methods are those of `Client`, awaited; those named `stream…` return an asynchronous iterator.
+    Methods are those of `Client`, awaited; `stream…` return an asynchronous iterator.
     """
 
     def _open(self) -> None:

@@ -65,9 +65,7 @@ def _stream(
 class Client(Endpoint):
     """A thread-safe connection to a server; options as in `Endpoint`.
 
-    Raises:
-        UserError: if the call is wrong.
-        EngineError: if the server fails (`OverloadedError`, `UnavailableError`, `DeadlineError` …).
+    Raises UserError if a call is wrong, an EngineError if the server fails.
     """
 
     def _open(self) -> None:
@@ -180,8 +178,8 @@ class Stream(_Answers[Delta], reading.Received):
 class EmbeddingStream(_Answers[Embedding], reading.ReceivedEmbeddings):
     """Iterates over embeddings as they complete; `Embedding.index` identifies the prompt.
 
-    Leaving a `with` block, `close`, or the first failed prompt cancels the call. An invalid prompt raises after the
-    embeddings of earlier ones.
+    Leaving a `with` block, `close`, or the first failed prompt cancels the call. An invalid prompt raises after earlier
+    embeddings.
     """
 
     _request: EmbedRequests

@@ -82,7 +82,6 @@ def number_of(name: str, value: object, choices: Mapping[str, int]) -> Any:
 
 
 def as_json(name: str, value: object) -> str:
-    """Serialize as JSON; raises UserError for `name`."""
     try:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""The options of client calls, and the API fields that they set."""
+"""Options of client calls, and the API fields that they set."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Output:
     finish_reason: str | None = (
         None  # stop, length, context, time_limit, repetition, abort or tool_calls; None: unfinished
     )
-    stop_reason: int | str | None = None  # the matched stop string or token id
+    stop_reason: int | str | None = None
     reasoning: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
     seed: int | None = None

@@ -1,4 +1,4 @@
-"""Flags and checks of several commands, and errors that name flags."""
+"""Flags, checks and errors of several commands."""
 
 from __future__ import annotations
 

@@ -136,7 +136,6 @@ def _jobs(options: Mapping[str, Any], dataset: DatasetOptions, tokenizer: Coder)
 
 
 def _check_context(target: Target, dataset: DatasetOptions, jobs: Sequence[Job]) -> None:
-    """Raise UserError if lengths from flags exceed the context; those from files fail individually."""
     from jaxllm.bench import discovery
 
     if dataset.dataset_name not in _WITH_LENGTHS or not _CHANGE_LENGTHS.isdisjoint(target.extra):

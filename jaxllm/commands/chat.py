@@ -1,4 +1,4 @@
-"""`jaxllm chat`: a conversation in the terminal or from a pipe, one line per turn."""
+"""`jaxllm chat`: a conversation in the terminal or from a pipe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxllm.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from jaxllm.llm import LLM
 
-CHAT_TOKENS = 1024  # if answers do not end
+CHAT_TOKENS = 1024
 _NO_FLAGS = {"n", "logprobs", "prompt_logprobs", "logprob_token_ids"}  # only one text is shown
 CHAT_HELP = """\
 /clear   forget the conversation (the system prompt stays)

@@ -107,7 +107,7 @@ def _report(error: Exception) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> dict[str, Any]:
-    """Parse the command line, with `--config`; return options by name, "run" being the command's function."""
+    """Parse the command line, with `--config`; return options, "run" being the command's function."""
     parser = _Parser(prog="jaxllm", description="Run a language model on JAX.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"jaxllm {__version__}")
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")

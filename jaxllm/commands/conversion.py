@@ -73,5 +73,5 @@ def _copy_files(source: Path, target: Path) -> None:
             if path.is_file() and not path.name.endswith(INDEX.removeprefix("model")):
                 copy = target / path.relative_to(source)
                 copy.parent.mkdir(exist_ok=True)
-                # Without the links and modes of a hub's cache.
+                # Not the links and modes of a hub's cache.
                 shutil.copyfile(inside(source, path.relative_to(source).as_posix()), copy)

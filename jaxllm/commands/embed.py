@@ -115,7 +115,7 @@ def _reader(file: IO[bytes], name: str, field: str | None, skip_empty: bool) -> 
     """Return a function `lines(see)` that yields the texts from the beginning at each call.
 
     `see` receives raw lines. `field` is the text's key in JSON lines. Iteration raises UserError for an invalid line,
-    and for an empty one unless `skip_empty`.
+    or an empty one unless `skip_empty`.
     """
     file.seek(0)
     is_json = field is not None or name.endswith(".jsonl") or file.readline().lstrip().startswith(b"{")

@@ -68,7 +68,7 @@ def given(options: Mapping[str, Any], cls: type) -> dict[str, Any]:
 
 
 def _add_hidden(group: argparse._ArgumentGroup, name: str, action: type[argparse.Action], taken: Sequence[Any]) -> None:
-    """Add a flag of vLLM; `taken` are accepted values, default first, and decide the syntax."""
+    """Add a flag of vLLM; `taken` are accepted values, default first."""
     flag = flag_of(name, EngineConfig)
     is_switch = isinstance(taken[0], bool)
     names = (flag, "--no-" + flag[2:]) if is_switch else (*_SHORT.get(name, ()), flag)
@@ -111,7 +111,7 @@ def add_flags(
     defaults: Mapping[str, Any] | None = None,
     has_sampling: bool = False,
 ) -> None:
-    """Add a flag for each field of a settings class; absent flags leave no entry in the options."""
+    """Add a flag for each field of a settings class; absent ones leave no entry."""
     kinds = get_type_hints(cls)
     for field in fields(cls):
         if field.name in skipped:
@@ -135,7 +135,6 @@ def _argument_of(kind: Any, field: Field[Any]) -> dict[str, Any]:
     members = get_args(kind)
     inner = next((member for member in members if member is not type(None)), kind)
     if inner is bool:
-        # These get no negation.
         is_opposite = field.name.startswith(("disable_", "no_"))
         return {"action": "store_true" if is_opposite else argparse.BooleanOptionalAction}
     if get_origin(kind) is tuple or isinstance(field.default, tuple) or get_origin(inner) is Sequence:

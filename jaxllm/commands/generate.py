@@ -48,7 +48,7 @@ def run(options: dict[str, Any]) -> int:
     if not options["json"]:
         _warn_of_numbers(from_flags)
     jobs = _read_prompts(options, from_flags)
-    with open_llm(options, precompile="background") as llm:  # a minute on a GPU
+    with open_llm(options, precompile="background") as llm:
         default = llm.get_default_sampling_params()
         params = [replace(default, **{**from_flags, **override}) for _, override in jobs]
         started = time.monotonic()

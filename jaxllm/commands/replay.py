@@ -37,7 +37,7 @@ def add(commands: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Replay a recording and print its events; return 1 if a plan differs or the file is truncated."""
+    """Print a recording's events; return 1 if a plan differs or the file is truncated."""
     from jaxllm.replay.replay import Replay
 
     replay = Replay(options["file"])
@@ -53,7 +53,7 @@ def run(options: dict[str, Any]) -> int:
 
 
 def _show(replay: Replay, options: Mapping[str, Any]) -> str | None:
-    """Print the events, plans or states that flags select; return the last plan difference."""
+    """Print the selected events, plans or states; return the last plan difference."""
     difference = None
     summary = Summary()
     story = Story(options["request"]) if options["request"] else None
@@ -156,7 +156,7 @@ class Summary:
 
 
 class Story:
-    """The events of a request, identified by a prefix of its id (also without "cmpl-") or X-Request-Id."""
+    """The events of a request, identified by a prefix of its id or X-Request-Id."""
 
     def __init__(self, name: str) -> None:
         self._names = (name, name.removeprefix("cmpl-").removeprefix("chatcmpl-"))

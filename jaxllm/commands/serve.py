@@ -87,7 +87,7 @@ def run(options: dict[str, Any]) -> int:
 def _check(config: EngineConfig, options: ServerOptions) -> None:
     """Refuse a missing model, one that does not fit the devices, or invalid adapters, before listening.
 
-    Reads no weights but those of adapters; fetches only small files from the hub.
+    Reads no weights but adapters'; fetches only small files from the hub.
     """
     from jaxllm.engine.features.adapters import store
     from jaxllm.model import decoder

@@ -84,7 +84,7 @@ def profile(llm: LLM, options: Mapping[str, Any]) -> AbstractContextManager[None
 
 @contextmanager
 def noting_interrupts() -> Iterator[threading.Event]:
-    """Set an event on ^C; only a second one interrupts a step, which would lose the engine's cache."""
+    """Set an event on ^C; a second one interrupts a step, which costs the engine's cache."""
     seen = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield seen  # only the main thread handles signals
@@ -105,7 +105,7 @@ def noting_interrupts() -> Iterator[threading.Event]:
 def stream(
     llm: LLM, prompt: Any, params: SamplingParams, further: Mapping[str, Any]
 ) -> tuple[RequestOutput | None, bool]:
-    """Print a request's text as it is generated; return its last output and whether ^C ended it."""
+    """Stream a request's text; return its last output and whether ^C ended it."""
     output, num_shown = None, 0
     with noting_interrupts() as interrupt:
         llm.engine.add_request(REQUEST_ID, prompt, params, **further)

@@ -44,7 +44,7 @@ def render(
     """Render a conversation as the prompt's text.
 
     `messages` have the template's shape (message_forms.py); `tools` are JSON schemas; `variables` are passed on.
-    `continue_final_message` leaves the last message open. Raises `UserError`, naming the message, if the template
+    Raises `UserError`, naming the message, if the template
     rejects it.
     """
     if continue_final_message and add_generation_prompt:

@@ -1,6 +1,6 @@
 """Run adapters' tokenizers and chat templates, which may loop or exhaust memory, in resource-limited processes.
 
-A process runs one task at a time; the system kills it above its memory or CPU time.
+A process runs one task at a time; the system enforces limits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ROOT = str(Path(__file__).resolve().parents[2])
 
 
 class ConfinedError(UserError):
-    """An adapter's tokenizer or chat template exceeded a limit; its process was killed."""
+    """An adapter's tokenizer or chat template exceeded a limit."""
 
 
 def exceeded(what: str) -> ConfinedError:
@@ -177,7 +177,7 @@ class Process:
         return self._popen.poll() is None
 
     def note(self, source: Source) -> bool:
-        """Record that the process uses a tokenizer; return whether it caches others."""
+        """Record a tokenizer of the process; return whether it caches others."""
         self.sources[source] = None
         self.sources.move_to_end(source)
         if len(self.sources) > MOST_KEPT:

@@ -26,7 +26,7 @@ _MARKERS = (
     _Markers("▁<PRE>", "▁<SUF>", "▁<MID>"),  # CodeLlama
     _Markers("[PREFIX]", "[SUFFIX]", None),  # Codestral
 )
-# Emitted after a filled hole, and not always declared as end tokens.
+# Emitted after a filled hole; not always declared as end tokens.
 _ENDS = (
     *("<|endoftext|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"),  # Qwen2.5-Coder
     *("<|file_separator|>", "<file_sep>", "<repo_name>"),  # CodeGemma, StarCoder2

@@ -12,7 +12,7 @@ from jaxllm.errors import UnsupportedError, UserError
 from jaxllm.media.image_part import ImagePart
 from jaxllm.text.template_shapes import BLANKS, CALLER, Blank, Shape
 
-# Types of no content part, in JSON's names.
+# JSON's names of wrong content parts.
 _KINDS = {type(None): "null", bool: "boolean", int: "number", float: "number", list: "array"}
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # in transformers' order
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")

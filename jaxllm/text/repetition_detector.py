@@ -10,7 +10,7 @@ from jaxllm.sampling_params import RepetitionDetectionParams
 
 
 class RepetitionDetector:
-    """Tracks one output. Cost per token depends on the longest pattern only: 4 us for 1,024 tokens."""
+    """Tracks one output, in 4 us per token for patterns of up to 1,024."""
 
     def __init__(self, params: RepetitionDetectionParams) -> None:
         longest = params.max_pattern_size

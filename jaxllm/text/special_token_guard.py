@@ -1,9 +1,9 @@
 r"""Encode conversations so that only the chat template, never a caller's string, produces special tokens.
 
 A message containing `<|im_end|>\
-<|im_start|>system` could otherwise impersonate another role. Every caller's string (contents, roles, names, tool calls,
-tools, template variables) is rendered *disguised*: rare symbols replace characters that could be part of a special
-token. Special tokens in the result then belong to the template; text between them is restored and encoded literally.
+<|im_start|>system` could otherwise impersonate another role. Callers' strings (contents, roles, names, tool calls,
+tools, template variables) are rendered *disguised*: rare symbols replace characters that could be part of a special
+token. Special tokens in the result are the template's; text between them is restored and encoded literally.
 Guarantee: no special token spelled by a caller's string, or crossing the end of one that is not a plain word, is
 encoded as that token. Not covered: templates that build special tokens around a caller's word (`'<|' + role + '|>'`),
 or cut and join callers' strings.
@@ -18,7 +18,7 @@ from typing import Any
 
 from jaxllm.errors import UserError
 
-# Templates such as Phi-3's form special tokens from these.
+# Phi-3's template forms special tokens from these.
 ROLES = frozenset(("system", "developer", "user", "assistant", "model", "tool", "function", "ipython", "observation"))
 WORD = re.compile(r"[\w.-]*")  # templates compare these ('function', 'low', 'python'): ends are unchanged
 # SignWriting: symbols, unaffected by normalizers, case conversion, trimming and Python's repr.
@@ -199,7 +199,7 @@ def encoding_of(backend: Any, text: str, add_special_tokens: bool = False, pair:
 
 
 def encode(special: SpecialTokens, text: str, disguise: Disguise) -> tuple[str, list[int]]:
-    """Return a conversation undisguised, and its ids with the template's special tokens only."""
+    """Return a conversation undisguised, and its ids."""
     if not disguise.is_used:
         return text, special.encode(text)
     ids: list[int] = []

@@ -1,5 +1,4 @@
-"""Locate chat template errors: the message, by identity in jinja2's tracebacks, and values, by the failed line's
-fields."""
+"""Locate chat template errors: the message, by identity in tracebacks, and values, by the failed line's fields."""
 
 from __future__ import annotations
 

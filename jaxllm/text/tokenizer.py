@@ -34,10 +34,7 @@ Piece = bytes | tuple[str, str]
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return GPT-2's table from characters to bytes (openai/gpt-2, encoder.py).
-
-    Printable Latin-1 is unchanged, U+0100 onward are the other bytes in order.
-    """
+    """Return GPT-2's table from characters to bytes (openai/gpt-2, encoder.py)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
@@ -77,7 +74,7 @@ class Tokenizer:
         has_types: bool = True,
         adds_eos: bool = False,
     ) -> None:
-        self.backend = backend  # tokenizers.Tokenizer, untyped for lazy import
+        self.backend = backend  # a tokenizers.Tokenizer
         self._named_tokens = dict(named_tokens)
         self._adds_eos = adds_eos
         self._appended: int | None = None
@@ -242,8 +239,7 @@ class Tokenizer:
         """Return a suffix of a text that contains its last `num_tokens` tokens, without tokenizing.
 
         As long as `num_tokens` + 64 longest tokens. The tokens may be wrong, or fewer, only if a word is longer than 64
-        longest tokens, or many characters map to one token or to nothing: removed or joined by a normalizer, unknown,
-        or spaces next to an added token.
+        longest tokens, or many characters map to one token or to nothing.
         """
         most = (num_tokens + TOKENS_AT_A_CUT) * self._most_characters
         return text[-most:]
@@ -355,7 +351,7 @@ class Tokenizer:
 
         Only the template's special tokens are encoded as such (special_token_guard.py). `add_special_tokens` adds the
         model's around the prompt. `read_arguments` parses call arguments; None if converted. Raises `UserError`, also
-        for variables that are parameters of this method.
+        for `chat_template_kwargs` that name parameters.
         """
         variables = dict(chat_template_kwargs or {})
         taken = next((name for name in RESERVED if name in variables), None)
@@ -449,7 +445,7 @@ def _decoding_of(decoder: Mapping[str, Any] | None, name: str) -> Decoding:
     """Return how a decoder joins tokens; raise `UserError` unless it can be streamed exactly.
 
     Possible for byte-level decoders, and where a token's text depends at most on being first, with or without byte
-    fallback; one character may be stripped from the start.
+    fallback.
     """
     stages = _flatten(decoder)
     strip = ""

@@ -131,7 +131,6 @@ def _has_types(settings: Mapping[str, Any]) -> bool:
 
 
 def _add_lowercase(backend: Any) -> None:
-    """Lowercase texts first, as sentence-transformers."""
     from tokenizers.normalizers import Lowercase, Sequence
 
     backend.normalizer = Sequence([Lowercase(), *([backend.normalizer] if backend.normalizer else [])])

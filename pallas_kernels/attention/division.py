@@ -63,7 +63,6 @@ def _cut(begins: Array, ends: Array, count: Array, visited: int, most: int) -> P
     each = jnp.maximum(-(-keys // (jnp.maximum(count, 1) * visited)), 1) * visited
     count = jnp.maximum(-(-keys // each), 1)
     numbers = jnp.arange(len(keys))
-    # Fewer kernels than cumulative sums and searches.
     first = jnp.sum(jnp.where(numbers[None, :] < numbers[:, None], count[None, :], 0), axis=1)
     piece = jnp.arange(most)[:, None]
     is_own = (first <= piece) & (piece < first + count)  # [B, R]

@@ -128,7 +128,7 @@ def mix_in(
 def _attend(q: Array, places: Array, tables: Array, sinks: Array | None, args: AttentionArgs) -> Array:
     """Attend with q [B, K, R, C] at positions `places` [B, R] (negative: none): float32 [B, K, R, V].
 
-    `tables` and `sinks` [K, R] override `args`. A bias requires as many KV heads as query heads.
+    `tables` and `sinks` [K, R] override `args`. A bias requires equal numbers of query and KV heads.
     """
     if args.bias is not None and len(args.bias) != q.shape[1]:
         raise ValueError(f"a bias of {len(args.bias)} heads does not fit {q.shape[1]} key-value heads")

@@ -60,10 +60,7 @@ def rotate_and_store(
 
 
 def _rotated(qkv: jax.Ref, cosine: jax.Ref, sine: jax.Ref, is_interleaved: bool) -> Array:
-    """Return the vector [C], its first 2 F coordinates rotated in float32 and rounded once.
-
-    Kernels cannot slice vectors, but read in any order.
-    """
+    """Return the vector [C], its first 2 F coordinates rotated in float32 and rounded once; kernels cannot slice."""
     token, head = pl.program_id(0), pl.program_id(1)
     pairs = cosine.shape[1]
     at = jnp.arange(qkv.shape[2], dtype=jnp.int32)

@@ -34,7 +34,7 @@ def dequantized(weight: Any, scales: Any, zeros: Any, kind: Kind, dtype: Any, nu
 
 
 def unpacked(weight: Any, kind: Kind, numpy: Any = jnp) -> Any:
-    """Return a weight's numbers as float32 [O, D]; int4 in -8 to 7."""
+    """Return a weight's numbers as float32 [O, D]."""
     if kind not in PACKED:
         return weight.astype(np.float32)
     pairs = numpy.stack([weight & 15, weight >> 4], axis=-1).reshape(len(weight), -1)

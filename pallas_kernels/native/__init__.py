@@ -1,1 +1,1 @@
-"""Kernels built by local compilers: C++ for CPUs, and FlashInfer for GPUs."""
+"""Kernels built by local compilers."""

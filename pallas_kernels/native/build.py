@@ -107,7 +107,7 @@ def loaded(folder: Path, flags: Sequence[str] = FLAGS) -> ctypes.CDLL:
         library = ctypes.CDLL(str(place))
     except OSError as error:
         raise Refused(f"the kernels cannot be loaded: {error}".replace("\n", " ")) from error
-    if library.jaxllm_check() != 0:  # once per process; microseconds
+    if library.jaxllm_check() != 0:
         raise Refused(f"the kernels that {compiler} made multiply wrongly; they are in {place}")
     return library
 

@@ -94,7 +94,7 @@ def paged_decode(q: Array, lengths: Array, args: AttentionArgs, *, capability: i
     name, library = load_library(site)
     tiles, context = rows * kv_heads, args.tables.shape[1] * tokens
     processors = tuning.PROCESSORS[tuning.generation(capability)]
-    pieces = min(max(processors // tiles, 1), -(-context // _PIECE))  # as its launch code
+    pieces = min(max(processors // tiles, 1), -(-context // _PIECE))
     no_sinks = jnp.full(heads if pieces > 1 else 0, _LOWEST)
     workspace = jax.ShapeDtypeStruct((library.jaxllm_xqa_bytes(tiles, pieces),), jnp.uint8)
     out, _ = jax.ffi.ffi_call(name, [jax.ShapeDtypeStruct(q.shape, q.dtype), workspace])(

@@ -421,8 +421,7 @@ def _searched(
 ):
     """Return the largest bound with at least `wanted` tokens or mass above it, and the listed mass above it.
 
-    Searches tokens of bins `first` to `last` not below `least`, with `above` beyond these bins: 15 bounds per
-    iteration, at most 8 iterations.
+    Searches tokens of bins `first` to `last` not below `least`, with `above` beyond these bins.
     """
     lowest = tl.full((BL,), _MOST_INT, tl.int32)
     highest = tl.full((BL,), _LEAST_INT, tl.int32)

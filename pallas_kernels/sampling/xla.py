@@ -69,7 +69,7 @@ def gumbel(keys: Array, positions: Array, ids: Array) -> Array:
     """Draw Gumbel noise, f32[R, Vx], of each row's key and position and each token's id.
 
     Equals `jax.random.gumbel(fold_in(key, position), (V,))` at those ids, so shards can draw theirs
-    (jax_threefry_partitionable, default since jax 0.5).
+    (jax_threefry_partitionable).
     """
     counters = jnp.stack([jnp.zeros_like(ids), ids]).astype(jnp.uint32)  # high and low words
     tiny = jnp.finfo(jnp.float32).tiny
