@@ -1,4 +1,4 @@
-"""Validators: return the normalized value, or raise a UserError that names the parameter."""
+"""Validators: return the normalized value, or raise a `UserError` that names the parameter."""
 
 from __future__ import annotations
 

@@ -311,7 +311,7 @@ def _check_pooler_config(given: Mapping[str, Any]) -> None:
 class EngineArgs(EngineConfig):
     """`EngineConfig` with vLLM's signature; `model` defaults to the embedded one.
 
-    Accepts `NOT_BUILT` and `WITHOUT_EFFECT` arguments; other unknown names raise UserError with a suggestion.
+    Accepts `NOT_BUILT` and `WITHOUT_EFFECT` arguments; other unknown names raise `UserError` with a suggestion.
     """
 
     def __init__(self, model: str | os.PathLike[str] | None = None, **settings: Any) -> None:

@@ -61,7 +61,7 @@ class _State(NamedTuple):
 
 
 class Expression:
-    """A compiled expression; raises ValueError if refused or out of budget."""
+    """A compiled expression; raises `ValueError` if refused or out of budget."""
 
     def __init__(self, pattern: str, work: StepBudget | None = None) -> None:
         if len(pattern) > MOST_CHARS:

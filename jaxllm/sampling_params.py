@@ -168,7 +168,7 @@ def _logit_bias(name: str, value: object) -> dict[int, float] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams(RequestParams):
-    """Sampling and stopping parameters of a request; invalid ones raise UserError.
+    """Sampling and stopping parameters of a request; invalid ones raise `UserError`.
 
     Unsupported vLLM parameters are accepted at their defaults.
     """

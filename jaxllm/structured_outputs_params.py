@@ -21,7 +21,7 @@ _NAME = "structured_outputs"
 class StructuredOutputsParams:
     """One constraint of an output, and JSON formatting options.
 
-    Raises UserError unless exactly one valid constraint is given; UnsupportedError for structural_tag.
+    Raises `UserError` unless exactly one valid constraint is given; `UnsupportedError` for structural_tag.
     """
 
     json: Any = None  # schema: mapping, text, or pydantic class; stored as text

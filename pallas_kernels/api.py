@@ -134,7 +134,7 @@ def paged_decode(
     `scale` multiplies scores, then `softcap` bounds them; `sinks` are logits in the softmax without values (gpt-oss).
     `bias` is added to each head's scores, by the key's distance before the query; the last is for all farther ones
     (T5). Without `v_cache`, values are the first `value_size` coordinates of keys. `batch_invariant`: a row's bits do
-    not depend on other rows. Raises ValueError for an unsupported `implementation`.
+    not depend on other rows. Raises `ValueError` for an unsupported `implementation`.
     """
     _check_heads(q, k_cache, v_cache, value_size)
     _check_scales(k_cache, v_cache, k_scales, v_scales, float8)

@@ -150,7 +150,7 @@ def _preferred(operation: str, site: Site) -> tuple[str, ...]:
 
 
 def resolve(operation: str, site: Site, name: str | None = None) -> Choice:
-    """Return the named implementation, else the best; raise ValueError if the named one is unsupported."""
+    """Return the named implementation, else the best; raise `ValueError` if the named one is unsupported."""
     if operation not in SIZES:
         return _resolve(operation, site, name)
     each = [(most, _resolve(operation, replace(site, tokens=most), name)) for most in SIZES[operation]]

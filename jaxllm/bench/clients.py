@@ -39,7 +39,7 @@ class Share:
     """The work of one process; `jobs` are sorted by arrival, in seconds."""
 
     target: Target
-    jobs: Sequence[tuple[int, Job, float]]  # with index
+    jobs: Sequence[tuple[int, Job, float]]  # with index in the run
     warmups: Sequence[tuple[int, Job]]
     max_concurrency: int | None
 
@@ -79,7 +79,7 @@ class ClientProcess:
         own.close()
 
     def wait_ready(self) -> Ready:
-        """Wait until the process is ready. Raises EngineError if it exits instead."""
+        """Wait until the process is ready. Raises `EngineError` if it exits instead."""
         try:
             return self.connection.recv()
         except EOFError:
@@ -117,7 +117,7 @@ def deal(
 
 
 def open_client(target: Target) -> BenchClient:
-    """Return a client of the target's protocol; raise UserError without its library."""
+    """Return a client of the target's protocol; raise `UserError` without its library."""
     try:
         if target.is_grpc:
             from jaxllm.bench.grpc_client import GrpcClient

@@ -32,7 +32,7 @@ class Coder(Protocol):
 
 
 def make_jobs(options: DatasetOptions, tokenizer: Coder, as_text: bool) -> list[Job]:
-    """Make the jobs of a dataset, with prompts as text or ids; raise UserError if the file is unusable."""
+    """Make the jobs of a dataset, with prompts as text or ids; raise `UserError` if the file is unusable."""
     writer = _Writer(tokenizer, np.random.default_rng(options.seed), as_text)
     return DATASETS[options.dataset_name](options, writer)
 

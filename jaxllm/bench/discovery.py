@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 
 def fetch(url: str, headers: Mapping[str, str], is_insecure: bool, body: Mapping[str, Any] | None = None) -> str:
-    """Return the response to GET, or to POST with `body`; raise OSError on failure."""
+    """Return the response to GET, or to POST with `body`; raise `OSError` on failure."""
     context = ssl._create_unverified_context() if is_insecure and url.startswith("https") else None
     sent = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, sent, {**headers, "Content-Type": "application/json"})
@@ -41,7 +41,7 @@ def fetch(url: str, headers: Mapping[str, str], is_insecure: bool, body: Mapping
 def find_model(target: Target) -> tuple[str, str]:
     """Return the first served model's name, and where its files may be.
 
-    Raises EngineError without a model, UserError without a required API key.
+    Raises `EngineError` without a model, `UserError` without a required API key.
     """
     if target.is_grpc:
         from jaxllm.bench.grpc_client import first_model

@@ -37,7 +37,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Explanation:
-    """The time of consecutive steps by part, in milliseconds per step."""
+    """Milliseconds per step, by part."""
 
     num_steps: int
     step_ms: float  # first step's start to last step's end
@@ -96,7 +96,7 @@ def programs_in(events: Iterable[Mapping[str, Any]]) -> set[str]:
 def explain(events: Sequence[Mapping[str, Any]], programs: Mapping[str, str]) -> Explanation:
     """Divide the time of a trace's steps among the host's phases and the parts of each program.
 
-    `programs` are HLO texts by `step.program_name`. Raises ValueError without a step.
+    `programs` are HLO texts by `step.program_name`. Raises `ValueError` without a step.
     """
     steps = sorted((event for event in events if event["name"] == "step"), key=lambda event: event["ts"])
     if not steps:

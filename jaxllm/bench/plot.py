@@ -41,7 +41,7 @@ def plot(result: Mapping[str, Any], path: str) -> None:
     """Plot a result to a .png or .html file.
 
     `result["timeline"]` has lists of equal length: seconds, running and waiting requests, kv_usage (share), and
-    cumulative generated_tokens and compilations. Raises UserError for another suffix, or without matplotlib or data.
+    cumulative generated_tokens and compilations. Raises `UserError` for another suffix, or without matplotlib or data.
     """
     check(path)
     from matplotlib.figure import Figure

@@ -51,7 +51,7 @@ def measure(
 ) -> Measurement:
     """Send each job at its arrival time and wait for all; ^C ends the run early.
 
-    `max_concurrency` is the total. Raises EngineError if warm-ups or a process fail.
+    `max_concurrency` is the total. Raises `EngineError` if warm-ups or a process fail.
     """
     order = sorted(range(len(jobs)), key=lambda number: arrivals[number])
     shares = deal(

@@ -76,7 +76,7 @@ def measure(
     """Start `num_iters` times cold and warm, each in a new process.
 
     `waits_for_all`: measure until the last program is compiled. With `cache`, a folder of compiled programs, measure
-    only warm starts. Raises EngineError if a process fails.
+    only warm starts. Raises `EngineError` if a process fails.
     """
     starts = []
     with OwnFolder() as temporary:

@@ -34,7 +34,7 @@ class Served(NamedTuple):
     output_tokens: int
     samples: Mapping[str, Sequence[float]] = {}  # milliseconds by name
     timeline: Mapping[str, Sequence[float]] | None = None
-    num_compiled: int = 0  # distort `seconds`
+    num_compiled: int = 0  # distorts `seconds`
     drafts: tuple[Drafts, Drafts] = (Drafts(), Drafts())  # before and after
 
 
@@ -60,7 +60,7 @@ def warm_up_jobs(jobs: Sequence[Job], count: int) -> list[Job]:
 
 
 def check_lengths(outputs: Sequence[RequestOutput], jobs: Sequence[Job], n: int) -> int:
-    """Return the number of generated tokens; raise EngineError if an unconstrained output's length differs."""
+    """Return the number of generated tokens; raise `EngineError` if an unconstrained output's length differs."""
     total = 0
     for number, (output, job) in enumerate(zip(outputs, jobs, strict=True)):
         lengths = [len(completion.token_ids) for completion in output.outputs]

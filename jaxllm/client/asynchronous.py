@@ -73,7 +73,7 @@ class AsyncClient(Endpoint):
     """
 
     def _open(self) -> None:
-        self._channel: grpc.aio.Channel | None = None  # opened in the running loop, to which gRPC binds it
+        self._channel: grpc.aio.Channel | None = None  # opened by the first call: gRPC binds it to the loop
 
     def _start(self, call: Call[Any]) -> Any:
         if self._channel is None:
@@ -109,7 +109,7 @@ class AsyncClient(Endpoint):
     health = _method(Calls.health)
 
     async def wait_until_ready(self, timeout: float = 60.0) -> None:
-        """Wait until the server is healthy; raise UnavailableError after `timeout` seconds."""
+        """Wait until the server is healthy; raise `UnavailableError` after `timeout` seconds."""
         end = time.monotonic() + timeout
         state = ""
         while state != "serving":

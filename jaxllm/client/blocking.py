@@ -65,7 +65,7 @@ def _stream(
 class Client(Endpoint):
     """A thread-safe connection to a server; options as in `Endpoint`.
 
-    Raises UserError if a call is wrong, an EngineError if the server fails.
+    Raises `UserError` if a call is wrong, an `EngineError` if the server fails.
     """
 
     def _open(self) -> None:
@@ -100,7 +100,7 @@ class Client(Endpoint):
     health = _method(Calls.health)
 
     def wait_until_ready(self, timeout: float = 60.0) -> None:
-        """Wait until the server is healthy; raise UnavailableError after `timeout` seconds."""
+        """Wait until the server is healthy; raise `UnavailableError` after `timeout` seconds."""
         end = time.monotonic() + timeout
         state = ""
         while state != "serving":

@@ -52,7 +52,7 @@ class Endpoint:
     is sent with every call, so use TLS unless the server is local: `tls=True`, or the files `ssl_ca_certs` (authority;
     None: the system's), `ssl_certfile` and `ssl_keyfile` (client certificate). `retries` attempts a call up to four
     times while the server is unavailable or full. `metadata` is sent with every call; `channel_options` override gRPC
-    options. Raises UserError for a malformed address or unreadable file.
+    options. Raises `UserError` for a malformed address or unreadable file.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from jaxllm.errors import UserError
 
 
 def set_field(message: Message, field: str, name: str, value: Any) -> None:
-    """Set `field` (a path such as `sampling.top_p`); raise UserError for `name` if the type is wrong."""
+    """Set `field` (a path such as `sampling.top_p`); raise `UserError` for `name` if the type is wrong."""
     *path, leaf = field.split(".")
     for step in path:
         message = getattr(message, step)

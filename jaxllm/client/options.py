@@ -32,7 +32,7 @@ class StreamOptions(GenerateOptions, total=False):
     """Further options of streaming calls."""
 
     stream_interval: int | None
-    usage_every_message: bool | None  # update `usage` always
+    usage_every_message: bool | None  # with every message
 
 
 class ChatOptions(TypedDict, total=False):

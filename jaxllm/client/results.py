@@ -30,7 +30,7 @@ class ToolCall:
     arguments: str  # possibly invalid JSON
 
     def parsed(self) -> Any:
-        """Parse the arguments as JSON; raises ValueError if invalid."""
+        """Parse the arguments as JSON; raises `ValueError` if invalid."""
         return json.loads(self.arguments)
 
 
@@ -214,7 +214,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter that a server has loaded."""
+    """A loaded LoRA adapter."""
 
     name: str
     source: str  # on the server

@@ -42,7 +42,7 @@ def add_profile(parser: argparse.ArgumentParser, what: str = "the first steps") 
 def build(cls: type, options: Mapping[str, Any], **others: Any) -> Any:
     """Construct a settings class from its flags; `others` apply to fields without a flag.
 
-    Raises UsageError, naming the flag.
+    Raises `UsageError`, naming the flag.
     """
     with errors_by_flags(cls, has_sampling=options.get("command") in WITH_SAMPLING):
         return cls(**{**others, **given(options, cls)})
@@ -50,7 +50,7 @@ def build(cls: type, options: Mapping[str, Any], **others: Any) -> Any:
 
 @contextmanager
 def errors_by_flags(*classes: type, has_sampling: bool = False) -> Iterator[None]:
-    """Convert a UserError into UsageError, naming flags instead of fields."""
+    """Convert a `UserError` into `UsageError`, naming flags instead of fields."""
     try:
         yield
     except UserError as error:

@@ -49,7 +49,7 @@ def run(options: dict[str, Any]) -> int:
     from jaxllm.bench.workload import to_embed
 
     target = _target(options, dataset)
-    clients.open_client(target)  # fails early
+    clients.open_client(target)  # fails early without a library
     patience, root = options["ready_check_timeout_sec"], target.model
     if not target.model:
         name, root = discovery.wait_for(lambda: discovery.find_model(target), patience)

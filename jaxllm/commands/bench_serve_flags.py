@@ -291,7 +291,7 @@ def _processes(text: str) -> int | None:
 def _pair(text: str) -> tuple[str, str]:
     name, has_value, value = text.partition("=")
     if not has_value or not name.strip():
-        raise argparse.ArgumentTypeError("expected KEY=VALUE")  # without a possible key
+        raise argparse.ArgumentTypeError("expected KEY=VALUE")  # omits the text, perhaps a key
     return name.strip(), value.strip()
 
 

@@ -11,7 +11,7 @@ from jaxllm.commands.flags import flag_of, given
 
 
 def dataset_options(options: Mapping[str, Any], dataset_name: DatasetName = "random") -> DatasetOptions:
-    """Read the dataset's flags; raise UsageError for invalid ones or another dataset's."""
+    """Read the dataset's flags; raise `UsageError` for invalid ones or another dataset's."""
     own = given(options, DatasetOptions)
     chosen = own.get("dataset_name", dataset_name)
     for name in own:

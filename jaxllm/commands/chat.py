@@ -147,7 +147,7 @@ def _fit(
     """Drop the oldest turns until an answer fits; return the conversation and its prompt.
 
     Reserves `max_tokens`, at most a quarter of the context: a truncated answer is better than a forgotten turn. Raises
-    UserError if the last message does not fit.
+    `UserError` if the last message does not fit.
     """
     limit = llm.engine.model.max_model_len
     room = min(max_tokens or limit, limit // 4)

@@ -32,7 +32,7 @@ def add_constraint_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def constraint_of(options: Mapping[str, Any]) -> dict[str, StructuredOutputsParams]:
-    """Return the constraint as an argument of `SamplingParams`, or {}; raises UsageError or UserError."""
+    """Return the constraint as an argument of `SamplingParams`, or {}; raises `UsageError` or `UserError`."""
     flags = [flag for name, flag in _FLAGS.items() if options[name] not in (None, False)]
     if len(flags) > 1:
         raise UsageError(f"{' and '.join(flags)} exclude each other: give one of them")

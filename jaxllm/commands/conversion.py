@@ -23,7 +23,7 @@ _KEPT = (
 def convert(source: str, target: Path, revision: str | None = None, progress: bool = False) -> Path:
     """Write the model `source` (folder, hub id or included name) to the folder `target`; return its path.
 
-    `target` must be missing or empty, and is renamed into place. Raises UserError, before writing if possible.
+    `target` must be missing or empty, and is renamed into place. Raises `UserError`, before writing if possible.
     """
     target = target.expanduser().absolute()
     _check_target(target)
@@ -53,7 +53,7 @@ def convert(source: str, target: Path, revision: str | None = None, progress: bo
             _copy_files(folder, unfinished)
             orbax_checkpoint.write(unfinished, {name: part.values for name, part in parts.items()}, count)
         if target.is_dir():
-            target.rmdir()  # for Windows
+            target.rmdir()  # Windows does not rename onto it
         unfinished.rename(target)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -114,7 +114,7 @@ def describe(report: dict[str, Any]) -> str:
 
 
 def _device(device: jax.Device) -> dict[str, Any]:  # pyright: ignore[reportInvalidTypeForm]
-    memory = device.memory_stats() or {}  # CPUs
+    memory = device.memory_stats() or {}  # None on a CPU
     return {
         "id": device.id,
         "platform": device.platform,

@@ -114,7 +114,7 @@ Lines = Callable[..., Iterator[Line]]
 def _reader(file: IO[bytes], name: str, field: str | None, skip_empty: bool) -> Lines:
     """Return a function `lines(see)` that yields the texts from the beginning at each call.
 
-    `see` receives raw lines. `field` is the text's key in JSON lines. Iteration raises UserError for an invalid line,
+    `see` receives raw lines. `field` is the text's key in JSON lines. Iteration raises `UserError` for an invalid line,
     or an empty one unless `skip_empty`.
     """
     file.seek(0)

@@ -29,7 +29,7 @@ class ChatTemplate:
 
     program: jinja2.Template
     shape: Shape
-    words_by_line: Mapping[int, frozenset[str]]  # fields
+    words_by_line: Mapping[int, frozenset[str]]  # field names, to locate errors
 
 
 def render(
@@ -89,7 +89,7 @@ def compile_template(source: str, variables: Mapping[str, Any] = MappingProxyTyp
         raise UserError(
             f"The chat template is not valid in line {error.lineno}: {error.message}", "chat_template"
         ) from error
-    except Exception as error:  # of Python's compiler
+    except Exception as error:  # limits of Python's compiler
         raise UserError(f"The chat template cannot be compiled: {_one_line(error)}", "chat_template") from error
 
     def show(messages: list[Message]) -> str | None:
@@ -153,5 +153,5 @@ def _cut_at_mark(text: str) -> str:
             "continue_final_message is not possible: the chat template leaves out the final message.",
             "continue_final_message",
         )
-    # As the template trimmed the mark.
+    # Trim the message as the template trimmed the mark.
     return text[:at] if text.startswith(" ", at + len(_CONTINUES_HERE)) else text[:at].rstrip()

@@ -1,6 +1,6 @@
 """Run adapters' tokenizers and chat templates, which may loop or exhaust memory, in resource-limited processes.
 
-A process runs one task at a time; the system enforces limits.
+A process runs one task at a time; the system kills it above its memory or CPU time.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Confinement:
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes = most_bytes
         self._changed = threading.Condition()
-        self.idle: list[Process] = []
+        self.idle: list[Process] = []  # most recent last
         self._alive: set[Process] = set()
         self._num_starting = 0
         self._is_closed = False
@@ -226,7 +226,7 @@ class Process:
 
 
 def _framed(task: list[Any]) -> bytes:
-    """Encode a task as JSON; raise UserError for other types or deep nesting."""
+    """Encode a task as JSON; raise `UserError` for other types or deep nesting."""
     try:
         return json.dumps(task, ensure_ascii=False, default=_mapping).encode("utf-8", "surrogatepass")
     except RecursionError:

@@ -23,7 +23,7 @@ class Detokenizer:
     """
 
     params: SamplingParams
-    pending: bytes = b""
+    pending: bytes = b""  # of an incomplete character
     prompt_bytes: int = 0  # of `pending` or `run`, from the prompt
     is_start: bool = True
     is_broken: bool = False  # inside an invalid run of byte-fallback tokens
@@ -45,7 +45,7 @@ def begin(tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParam
             break
         tail.append(piece)
         if decoding.byte_tokens == "level" and sum(map(len, tail)) >= 3:
-            break  # of an incomplete UTF-8 character
+            break  # the most of an incomplete UTF-8 character
     joined = b"".join(reversed(tail))
     if decoding.byte_tokens == "level":
         pending = joined[-3:]
@@ -110,7 +110,7 @@ def _advance_bytes(state: Detokenizer, decoding: Decoding, new: bytes) -> tuple[
     buffer = state.pending + new
     text, settled = _decode_settled(buffer)
     if state.prompt_bytes and _unfinished(buffer[: state.prompt_bytes + 1]) is None:
-        text = text[1:]  # the prompt's U+FFFD
+        text = text[1:]  # that U+FFFD is the prompt's
     if state.is_start and decoding.strip and text:
         text = text.removeprefix(decoding.strip)
     if settled == len(buffer) and not state.pending and not state.is_start:

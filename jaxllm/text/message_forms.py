@@ -67,7 +67,7 @@ def _shaped(message: Any, name: str, shape: Shape, read: ReadArguments | None) -
     copied = {key: value for key, value in message.items() if value is not None}
     calls, thought = copied.get("tool_calls"), next((copied[key] for key in _REASONING if key in copied), None)
     if thought is not None:
-        # transformers uses two of these.
+        # transformers uses two of these, some templates the third.
         copied = {"thinking": thought, **copied, "reasoning_content": thought}
         copied |= {"reasoning": thought} if shape.names_reasoning and "reasoning" not in copied else {}
     if isinstance(calls, list | tuple):

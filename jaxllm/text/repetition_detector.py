@@ -18,7 +18,7 @@ class RepetitionDetector:
         # A pattern of `size` is repeated `min_count` times if each of the last (min_count - 1) * size tokens equals the
         # token `size` before.
         self._needed = np.where(sizes < params.min_pattern_size, np.iinfo(np.int64).max, (params.min_count - 1) * sizes)
-        self._equal = np.zeros(longest, np.int64)  # by size: trailing tokens that do
+        self._equal = np.zeros(longest, np.int64)  # by size: trailing tokens equal to the one `size` before
         self._recent: deque[int] = deque(maxlen=longest)
 
     def push(self, token: int) -> bool:

@@ -26,7 +26,7 @@ _FIRST_TWIN, _LAST_TWIN = 0x1D800, 0x1D9FF
 TWINS = re.compile(f"[{chr(_FIRST_TWIN)}-{chr(_LAST_TWIN)}]")
 _MOST_IDS = 2**24  # writing out a tokenizer takes 17 ns per id
 _LONG_TEXT = 1024  # characters, encoded without the GIL; 0.6 ms
-_MOST_PASSES = 16
+_MOST_PASSES = 16  # each disguises newly exposed tokens
 
 
 class SpecialTokens:
@@ -47,7 +47,7 @@ class SpecialTokens:
         own_ids = self._finder.get_added_tokens_decoder().items()
         self._ids = {own: backend.token_to_id(token.content) for own, token in own_ids if token.special}
 
-        # Precedes text inside a prompt, whose start some tokenizers treat specially. In no text.
+        # Precedes text inside a prompt, whose start some tokenizers treat specially. Random: in no text.
         self._anchor = f"\U0010fffd{secrets.token_hex(8)}"
         self._literal = _copy(backend, added)
         self._literal.add_tokens([AddedToken(self._anchor, special=False, normalized=False)])
@@ -199,7 +199,7 @@ def encoding_of(backend: Any, text: str, add_special_tokens: bool = False, pair:
 
 
 def encode(special: SpecialTokens, text: str, disguise: Disguise) -> tuple[str, list[int]]:
-    """Return a conversation undisguised, and its ids."""
+    """Return a conversation undisguised, and its ids with the template's special tokens only."""
     if not disguise.is_used:
         return text, special.encode(text)
     ids: list[int] = []

@@ -46,8 +46,8 @@ TOOL: Message = {
 class Shape:
     """A template's message shape."""
 
-    parts: frozenset[str]
-    texts: frozenset[str]
+    parts: frozenset[str]  # roles with content parts
+    texts: frozenset[str]  # roles with content text
     blank: Blank  # without content and calls
     blank_beside_calls: Blank
     loses_calls_beside_empty: bool  # drops calls if content is ""
@@ -140,7 +140,7 @@ class _Calls:
             )
             if blank is not None:
                 return own_id, arguments, blank
-        calls = [_call(_IDS[0], _OBJECT)]
+        calls = [_call(_IDS[0], _OBJECT)]  # not rendered
         blank = _best_blank(lambda blank: self._texts({**blank, "tool_calls": calls}, _IDS[0]))
         return _IDS[0], _OBJECT, blank or "empty"
 
@@ -177,7 +177,7 @@ def _best_blank(
     if len(found) > 1 and "null" in found:
         spelled = {name: sum(len(_NONE.findall(text)) for text in own) for name, own in found.items()}
         if spelled.pop("null") > min(spelled.values()):
-            del found["null"]
+            del found["null"]  # rendered as "None" or "null"
     return min(found, key=lambda name: (-len(found[name]), sum(map(len, found[name])))) if found else None
 
 

@@ -91,7 +91,7 @@ def _tokenizer_folder(folder_or_id: str | Path, revision: str | None) -> Path:
 
     try:
         return Path(snapshot_download(folder_or_id, revision=revision, allow_patterns=list(TOKENIZER_FILES)))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # all of huggingface_hub
         raise UserError(
             f"No tokenizer for {folder_or_id!r}: it is not a local folder, and the hub answered: {_one_line(error)}",
             "tokenizer",

@@ -32,7 +32,7 @@ def fits(kv_heads: int, head_size: int, value_size: int | None) -> bool:
 
 
 def takes(args: AttentionArgs, largest: int) -> bool:
-    """Return whether this applies; raise ValueError if nothing supports a head size above `largest`."""
+    """Return whether this applies; raise `ValueError` if nothing supports a head size above `largest`."""
     size = args.k_cache.shape[3]
     if not fits(args.kv_heads, size, args.value_size):
         return False

@@ -139,7 +139,7 @@ def _own(folder: Path) -> Path:
 
 
 def _is_safe(path: Path) -> bool:
-    """Return whether only this user or root owns and can write a path."""
+    """Return whether only this user or root can write a path."""
     try:
         found = path.stat()
     except OSError:
