@@ -43,7 +43,7 @@ from jaxllm.text.tokenizer import Tokenizer
 Message = Mapping[str, Any]
 _NO_WORKERS = "there are no workers; `llm.engine` is the engine, in this process"
 _NO_QUEUE = "use `llm.engine` (add_request, step)"
-_MISSING = {  # of vLLM's `LLM`
+_MISSING = {  # attributes of vLLM's `LLM`
     "reward": "use `llm.classify(prompts, pooling_params=PoolingParams(use_activation=False))`",
     **dict.fromkeys(("collective_rpc", "apply_model", "get_world_size"), _NO_WORKERS),
     **dict.fromkeys(("start_profile", "stop_profile"), "use `llm.engine.start_profile(folder, num_steps)`"),
@@ -309,7 +309,7 @@ class LLM(OfflineWeightCalls):
         adapters: Sequence[LoRARequest | None] | None = None,
         transfers: Sequence[Mapping[str, Any] | None] | None = None,
     ) -> list[RequestOutput]:
-        """Run requests until they end; return outputs in the order of `items`.
+        """Run requests; return outputs in the order of `items`.
 
         `sorts` schedules the longest prompts first.
         """

@@ -36,7 +36,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # matched stop string or token id; None: end-of-sequence
-    seed: int | None = None  # None if deterministic
+    seed: int | None = None  # reproduces the output; None if deterministic
     pooled: Any = None  # float32[W] of a pooled prompt
     score: float | None = None  # of a beam, with length penalty
     # Versions of the weights, with numbers of tokens; None without `enable_sleep_mode`.

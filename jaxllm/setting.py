@@ -1,4 +1,4 @@
-"""Settings fields with the help of their flags."""
+"""Settings fields with a description, the help of their flags."""
 
 from __future__ import annotations
 

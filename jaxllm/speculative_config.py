@@ -20,7 +20,7 @@ class SpeculativeConfig:
 
     method: Method
     num_speculative_tokens: int  # most per row; the number verified adapts to acceptance
-    model: str | None = None  # draft model or EAGLE-3 head
+    model: str | None = None  # folder or hub id of a draft model or EAGLE-3 head
     prompt_lookup_min: int = _DEFAULT_MATCH  # ngram: trailing tokens to match
     prompt_lookup_max: int = _DEFAULT_MATCH  # ngram
 

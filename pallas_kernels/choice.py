@@ -75,7 +75,7 @@ class Choice:
 
     name: str
     capability: int | None = None
-    reason: str = ""  # against preferred ones
+    reason: str = ""  # why a preferred one is not used
     is_deterministic: bool = False
     sizes: tuple[tuple[int, str], ...] = ()  # most tokens, implementation
 

@@ -144,13 +144,13 @@ def prefill(
             q, k, v, tables, start, count, position, k_scales, v_scales = arrays
             options = {"tile": TILE, "scale": size**-0.5, "k_scales": k_scales, "v_scales": v_scales}
             options["value_size"] = value_size
-            start = start + turn // (1 << 20)  # depends on `turn`
+            start = start + turn // (1 << 20)  # depends on the previous iteration
             out = api.paged_prefill(q, k, v, tables, start, count, position, **options, implementation=implementation)
             return out, arrays
 
         return attend
 
-    scored = length * (length + 1) // 2  # pairs
+    scored = length * (length + 1) // 2
     both = size + (value_size or size)
     num_bytes = sum(array.nbytes for array in (k, v, k_scales, v_scales) if array is not None) + q.nbytes * both // size
     flops = 2 * rows * scored * num_heads * both

@@ -1,4 +1,4 @@
-"""A benchmark client for gRPC, with minimal work per message."""
+"""A benchmark client for gRPC."""
 
 from __future__ import annotations
 

@@ -75,7 +75,6 @@ def measure(
 
 
 def half_of_cpus() -> int:
-    """Return the default number of client processes."""
     return max(1, usable_cpus() // 2)
 
 

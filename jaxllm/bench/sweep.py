@@ -52,7 +52,6 @@ class Outcome(NamedTuple):
 
 
 def grid(axes: Mapping[str, Sequence[Any]]) -> list[Settings]:
-    """Return all combinations of the axes' values."""
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 

@@ -115,7 +115,7 @@ class Calls(Endpoint):
     ) -> Call[None]:
         """Embed any number of prompts; iterate over embeddings as they finish. `result()` restores the order.
 
-        Reads prompts as fast as the server accepts them; AsyncClient also takes asynchronous iterables.
+        Reads prompts as the server accepts them; AsyncClient also takes asynchronous iterables.
         """
         sent = requests.EmbedRequests(prompts, options)
         return Call("inference", "StreamEmbed", sent, reading.read_nothing, timeout)

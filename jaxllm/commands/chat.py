@@ -117,7 +117,6 @@ def _read_line(is_terminal: bool) -> str | None:
 def _turn(
     llm: LLM, history: list[dict[str, Any]], content: Any, params: SamplingParams, further: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Answer one message; return the conversation, unchanged without an answer."""
     try:
         messages, prompt = _fit(llm, [*history, {"role": "user", "content": content}], params.max_tokens, further)
         num_dropped = len(history) + 1 - len(messages)

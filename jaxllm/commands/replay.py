@@ -53,7 +53,6 @@ def run(options: dict[str, Any]) -> int:
 
 
 def _show(replay: Replay, options: Mapping[str, Any]) -> str | None:
-    """Print the selected events, plans or states; return the last plan difference."""
     difference = None
     summary = Summary()
     story = Story(options["request"]) if options["request"] else None
@@ -307,7 +306,6 @@ def _named(request: Request) -> str:
 
 
 def to_json(moment: Moment, names: Mapping[int, str] | None = None) -> dict[str, Any]:
-    """Describe an event as JSON, with all requests or only those in `names`."""
     plan, events = moment.plan, moment.events
 
     def is_shown(request_id: int) -> bool:

@@ -44,7 +44,7 @@ def main() -> None:
 def _answer(frame: bytes, seconds: float, kept: OrderedDict[Source, Tokenizer]) -> dict[str, Any]:
     """Run the method that a frame names; return its "value", the "error" to raise, or how it "failed".
 
-    `kept` caches tokenizers. The operating system enforces CPU time.
+    `kept` caches tokenizers.
     """
     try:
         signal.setitimer(signal.ITIMER_PROF, LOAD_SECONDS)

@@ -16,14 +16,14 @@ from pallas_kernels.tuning import Decode
 
 
 class Pieces(NamedTuple):
-    """Pieces [B] of rows [R], int32; a row's are consecutive, and a row without keys has one empty piece."""
+    """Pieces, int32; a row's are consecutive, and a row without keys has one empty piece."""
 
-    row: Array  # -1: unused
-    begin: Array  # first key
-    end: Array  # end of keys
-    siblings: Array  # of the row
-    first: Array  # piece
-    count: Array  # of pieces
+    row: Array  # [B], -1: unused
+    begin: Array  # [B], first key
+    end: Array  # [B], end of keys
+    siblings: Array  # [B], pieces of the row
+    first: Array  # [R], first piece
+    count: Array  # [R], pieces
 
 
 def divide(lengths: Array, context: int, args: AttentionArgs, chosen: Decode) -> Pieces:
@@ -63,6 +63,7 @@ def _cut(begins: Array, ends: Array, count: Array, visited: int, most: int) -> P
     each = jnp.maximum(-(-keys // (jnp.maximum(count, 1) * visited)), 1) * visited
     count = jnp.maximum(-(-keys // each), 1)
     numbers = jnp.arange(len(keys))
+    # Fewer kernels than cumulative sums and searches.
     first = jnp.sum(jnp.where(numbers[None, :] < numbers[:, None], count[None, :], 0), axis=1)
     piece = jnp.arange(most)[:, None]
     is_own = (first <= piece) & (piece < first + count)  # [B, R]

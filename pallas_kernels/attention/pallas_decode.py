@@ -88,7 +88,7 @@ def attend(
         seen = values, sinks[head].astype(jnp.float32), jnp.ones((group,), jnp.float32)
     # Table entries beyond the last key are not read.
     values, _, total = lax.fori_loop(first_place // block_tokens, pl.cdiv(length, block_tokens), visit, seen)
-    total = jnp.where(total > 0, total, 1.0)  # of length 0
+    total = jnp.where(total > 0, total, 1.0)  # rows of length 0 return zeros
     out[row, head] = (values / total[:, None]).astype(out.dtype)
 
 

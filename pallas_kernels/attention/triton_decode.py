@@ -77,7 +77,7 @@ def attend_piece(
         highest = tl.full((BM,), LOWEST, tl.float32)
         total = tl.zeros((BM,), tl.float32)
         if sinks is not None:
-            if pieces == 1:  # else in `combine`
+            if pieces == 1:  # else added in `combine`
                 highest = tl.load(sinks + head * G + rows, mask=is_row, other=0.0).to(tl.float32) * _LOG2_E
                 total = tl.full((BM,), 1.0, tl.float32)
         for at in range(begin, end, BN):

@@ -36,7 +36,7 @@ def paged_prefill(q: Array, tiles: Tiles, args: AttentionArgs, *, tile: int) -> 
     _, heads, size = q.shape
     kv_heads, sinks = args.kv_heads, args.sinks
     group = heads // kv_heads
-    padded = jnp.pad(q, ((0, tile), (0, 0), (0, 0)))  # for the last tile
+    padded = jnp.pad(q, ((0, tile), (0, 0), (0, 0)))  # room for the last tile
     logits = None if sinks is None else jnp.repeat(sinks.reshape(kv_heads, group), tile, axis=1)  # [K, G · tile]
     steps = jnp.arange(tile, dtype=jnp.int32)
     returned = (tile, heads, args.value_width)

@@ -380,6 +380,6 @@ def fused_experts(
         BN=rows,
     )
     weighted = out.reshape(tokens, -1, width).astype(jnp.float32) * gates[:, :, None]
-    if num_experts is not None:  # others are not written
+    if num_experts is not None:  # other devices' rows are not written
         weighted = jnp.where((chosen < experts)[:, :, None], weighted, 0.0)
     return jnp.sum(weighted, axis=1)

@@ -113,7 +113,6 @@ def fused_linear(
     activation: Activation | None,
     capability: int | None,
 ) -> Array:
-    """Compute `pallas_kernels.fused_linear` in one kernel; many tokens are normalized in another before it."""
     (num_tokens, columns), is_gated = x.shape, activation is not None
     rows = weight.shape[0] // 2 if is_gated else weight.shape[0]
     chosen = tuning.of_fused_linear(capability, num_tokens, rows, columns, is_gated, gain is not None)

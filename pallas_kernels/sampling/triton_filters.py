@@ -170,7 +170,7 @@ def frame(
                 reach = tl.minimum(reach, highest - tl.min(tl.where(ranks >= low, largest, highest), 0))
         else:  # lighter tokens: at most a quarter of top_p's discarded mass
             reach = tl.minimum(reach, -tl.log((1.0 - share) * total * (1.0 / (8 * V))))
-    # As `xla.masses`.
+    # As `xla.masses`: a power of two.
     scale = ((2 * 127 + 29 - (total.to(tl.int32, bitcast=True) >> 23)) << 23).to(tl.float32, bitcast=True)
     own = frames + row * _FRAME
     tl.store(own + _HIGHEST, highest)

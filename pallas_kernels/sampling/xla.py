@@ -75,7 +75,7 @@ def gumbel(keys: Array, positions: Array, ids: Array) -> Array:
     tiny = jnp.finfo(jnp.float32).tiny
 
     def row(key: Array, position: Array) -> Array:
-        # Whatever jax_default_prng_impl.
+        # Independent of jax_default_prng_impl.
         at_position = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position)
         high, low = threefry_2x32(jax.random.key_data(at_position), counters)
         mantissa = (high ^ low) >> 9
@@ -88,7 +88,7 @@ def gumbel(keys: Array, positions: Array, ids: Array) -> Array:
 def ordered(values: Array) -> Array:
     """Map floats to int32 in order; equal floats to equal integers."""
     bits = lax.bitcast_convert_type(jnp.where(values == 0.0, 0.0, values), jnp.int32)  # -0.0 equals 0.0
-    return jnp.where(bits < 0, bits ^ _INT32_MAX, bits)  # reverse order
+    return jnp.where(bits < 0, bits ^ _INT32_MAX, bits)  # negative floats are reversed
 
 
 def words(weights: Array) -> Array:
