@@ -1,6 +1,6 @@
 """jaxllm: an inference engine for large language models on JAX.
 
-Names load on first use: `import jaxllm` takes milliseconds, and clients do not import JAX.
+Names load on first use: clients do not import JAX.
 """
 
 from __future__ import annotations

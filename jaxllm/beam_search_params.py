@@ -1,7 +1,4 @@
-"""`BeamSearchParams`: parameters of a beam search.
-
-Names are vLLM's; `early_stopping` and the search rules are transformers'.
-"""
+"""`BeamSearchParams`: parameters of a beam search, with vLLM's names, and transformers' rules."""
 
 from __future__ import annotations
 
@@ -12,12 +9,12 @@ from jaxllm import checks
 from jaxllm.errors import UnsupportedError, UserError
 from jaxllm.request_params import RequestParams
 
-MOST_LENGTH_PENALTY = 10.0  # absolute; larger powers of a length may overflow
+MOST_LENGTH_PENALTY = 10.0  # absolute; larger powers may overflow
 
 
 @dataclass(frozen=True)
 class BeamSearchParams(RequestParams):
-    """Parameters for one prompt. The search returns the `beam_width` likeliest continuations.
+    """Parameters for one prompt: the search returns the `beam_width` likeliest continuations.
 
     The score of a finished one is its log-probability divided by length ** length_penalty.
     """
@@ -27,15 +24,14 @@ class BeamSearchParams(RequestParams):
     ignore_eos: bool = False
     temperature: float = 0.0  # must be 0
     length_penalty: float = 1.0  # above 0 favours longer outputs
-    include_stop_str_in_output: bool = False  # include the end-of-sequence token in the text
-    # When `beam_width` outputs are finished. True: stop. False: stop if the best running one, ended now, would score
-    # less. "never": only if it could not score more at any length.
+    include_stop_str_in_output: bool = False  # the end-of-sequence token's text too
+    # With `beam_width` outputs finished, True: stop. False: stop if the best running one, ended now, would score less.
+    # "never": only if it could not score more at any length.
     early_stopping: bool | Literal["never"] = False
-    skip_special_tokens: bool = True  # omit special tokens from a `CompletionOutput`'s text
+    skip_special_tokens: bool = True  # in the text of `CompletionOutput`
 
     @property
     def num_sequences(self) -> int:
-        """The number of beams."""
         return self.beam_width
 
     def __post_init__(self) -> None:

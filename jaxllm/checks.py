@@ -1,4 +1,4 @@
-"""Validators of caller's values: return the normalized value, or raise a UserError that names the parameter."""
+"""Validators: return the normalized value, or raise a `UserError` that names the parameter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from jaxllm.errors import UserError
 
 INT32_MAX = 2**31 - 1
-_MOST_SHOWN = 100  # characters of a value in an error
+_MOST_SHOWN = 100  # characters
 
 
 def shown(value: object) -> str:
@@ -20,14 +20,14 @@ def shown(value: object) -> str:
             text += piece
             if len(text) > 2 * _MOST_SHOWN:
                 break
-    except ValueError:  # CPython prints no integer of more than 4,300 digits
+    except ValueError:  # an integer of more than 4,300 digits
         return f"{type(value).__name__} too long to print"
     text = " ".join(text.split())
     return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
 
 
 def _pieces(value: object) -> Iterator[str]:
-    """Yield pieces of a repr, so that a reader can stop: half a million texts take 0.14 s."""
+    """Yield pieces of a repr, so that a reader can stop."""
     if isinstance(value, str | bytes):
         yield repr(value[: 2 * _MOST_SHOWN])
     elif type(value) is list or type(value) is dict:
@@ -44,7 +44,7 @@ def _pieces(value: object) -> Iterator[str]:
 
 
 def integer(name: str, value: object, low: int = -INT32_MAX - 1, high: int = INT32_MAX) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):  # includes numpy's
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):  # numpy's too
         raise UserError(f"{name} must be an integer, got {shown(value)}.", name, value)
     result = int(value)
     if not low <= result <= high:
@@ -57,7 +57,7 @@ def number(name: str, value: object) -> float:
         raise UserError(f"{name} must be a number, got {shown(value)}.", name, value)
     try:
         result = float(value)
-    except OverflowError:  # an integer beyond the largest float
+    except OverflowError:  # beyond the largest float
         result = math.inf
     if not math.isfinite(result):
         raise UserError(f"{name} must be a finite number, got {result}.", name, value)
@@ -71,9 +71,9 @@ def flag(name: str, value: object) -> bool:
 
 
 def sequence(name: str, value: object, of: str, most: int | None) -> tuple[object, ...]:
-    """Return a list as a tuple of at most `most` items; `of` names them in errors."""
+    """Return a list as a tuple; `of` names its items in errors."""
     if not isinstance(value, list | tuple):
         raise UserError(f"{name} must be a list of {of}, got {shown(value)}.", name, value)
-    if most is not None and len(value) > most:  # before items are checked
+    if most is not None and len(value) > most:
         raise UserError(f"{name} must hold at most {most} {of}, got {len(value)}.", name, len(value))
     return tuple(value)

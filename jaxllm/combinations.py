@@ -1,4 +1,4 @@
-"""Unsupported combinations: the table for checks, error messages and docs/limits.md."""
+"""Unsupported combinations, for checks, error messages and docs/limits.md."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jaxllm.errors import UserError
 
-# Properties of a model or engine that are not single settings.
+# Properties that are not single settings.
 POOLS = "a model that pools"
 WHOLE_PROMPTS = "a model that reads whole prompts"
 LATENT = "latent attention"
@@ -26,7 +26,7 @@ MANY_GPUS = "tensor_parallel_size above 2 on GPUs"
 class Refused(NamedTuple):
     """An unsupported combination."""
 
-    asked: str  # a setting or request parameter, which the error names
+    asked: str  # a setting or request parameter, which errors name
     other: str  # a setting or property
     why: str
 

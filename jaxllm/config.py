@@ -1,4 +1,4 @@
-"""Engine settings, validated on creation; names and defaults are vLLM's where they exist there."""
+"""Engine settings, validated on creation, with vLLM's names and defaults."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Quantization = Literal["int8", "fp8", "int4"]
 KvCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"]
 PreemptionMode = Literal["recompute", "swap"]
 RunnerKind = Literal["auto", "generate", "pooling"]
-MOST_IMAGES = 16  # of a request, unless a setting is other
+MOST_IMAGES = 16  # of a request
 PoolingType = Literal["CLS", "LAST", "MEAN"]
 
 
@@ -34,19 +34,19 @@ PoolingType = Literal["CLS", "LAST", "MEAN"]
 class EngineConfig:
     """Settings of an engine. `None`: chosen at start from model and device (see `jaxllm doctor`)."""
 
-    model: str  # local folder or hub id
+    model: str  # folder or hub id
     tokenizer: str | None = setting(None, "folder or hub id of the tokenizer (default: the model's)", "PATH")
     skip_tokenizer_init: bool = setting(False, "load no tokenizer: prompts are token ids, and every text is empty")
     revision: str | None = setting(None, "branch, tag or commit of the hub repository")
     dtype: Dtype = setting(
         "auto", "data type of weights and computation; auto: the checkpoint's on a GPU, float32 on a CPU"
     )
-    # Applies to matrices at load time; `dtype` to everything else. Not needed for quantized checkpoints.
+    # Of matrices, at load time; not needed for quantized checkpoints.
     quantization: Quantization | None = setting(
         None,
         "quantize weight matrices at load: int8 (on a CPU activations too), fp8 or int4",
     )
-    # fp8 is e4m3. Each key or value vector has a scale, without calibration.
+    # fp8 is e4m3. Each vector has a scale, without calibration.
     kv_cache_dtype: KvCacheDtype = setting(
         "auto", "data type of the KV cache: 8 bits hold twice the tokens of bfloat16; auto: that of computation"
     )
@@ -75,7 +75,7 @@ class EngineConfig:
     )
     # For front ends (`LLM`, `FleetLLM`, `jaxllm serve`); an engine is one of the group.
     data_parallel_size: int = setting(1, "engines that share the requests, each with its own process and devices")
-    # Of a fleet; each is an engine of `data_parallel_size`, which is their sum.
+    # Engines of a fleet; `data_parallel_size` is their sum.
     prefill_replicas: int = setting(0, "engines that compute prompts, for others that continue them")
     decode_replicas: int = setting(
         0, "engines that continue the prompts of --prefill-replicas; need --kv-offloading-size"
@@ -102,15 +102,13 @@ class EngineConfig:
     enable_sleep_mode: bool = setting(
         False, "let the engine sleep and take in other weights; every output then has the versions of its weights"
     )
-    # See `KvTransferConfig`.
     kv_transfer_config: Mapping[str, Any] | KvTransferConfig | None = setting(
         None, 'send or receive the KV blocks of prompts, as \'{"kv_role": "kv_producer"}\'', "JSON"
     )
     scheduling_policy: SchedulingPolicy = setting("fcfs", "order of waiting requests")
     async_scheduling: bool = setting(True, "plan and start a step before the tokens of the one before it are read")
     # Results are bit-identical under any load: every step runs one program, in which tokens attend separately. A step
-    # costs the same for one token as for all, so defaults are smaller: 32 tokens and 16 requests on a CPU, 256 and 128
-    # on a GPU.
+    # always costs the same, so defaults are smaller: 32 tokens and 16 requests on a CPU, 256 and 128 on a GPU.
     deterministic: bool = setting(
         False, "bitwise equal output for equal requests under any load; every step takes as long as a full one"
     )
@@ -136,18 +134,15 @@ class EngineConfig:
         None, "folder of files that messages may name as file: URLs (default: none)", "PATH"
     )
     max_logprobs: int = setting(20, "maximum log-probabilities that a request may ask for; -1: the whole vocabulary")
-    # Functions, or "package.module:function", that requests select in extra_args; see
-    # `logits_processors.load_processors`.
+    # Functions, or "package.module:function", that requests select in extra_args.
     logits_processors: Sequence[Callable[..., Any] | str] = setting(
         (), "logits processor that requests may name, as package.module:function; may be repeated", "FUNCTION"
     )
     runner: RunnerKind = setting("auto", "task of the engine; auto: by the model's architecture")
-    # For pooling models: "pooling_type", one of `PoolingType`, "normalize", and "is_matryoshka" (requests may cut
-    # embeddings). Defaults are the model's.
+    # "pooling_type", "normalize", and "is_matryoshka" (requests may cut embeddings); defaults are the model's.
     pooler_config: Mapping[str, Any] | None = setting(
         None, 'how a model pools, as \'{"pooling_type": "MEAN", "normalize": true}\'', "JSON"
     )
-    # See `SpeculativeConfig`.
     speculative_config: Mapping[str, Any] | SpeculativeConfig | None = setting(
         None, 'draft tokens and verify them, as \'{"method": "ngram", "num_speculative_tokens": 4}\'', "JSON"
     )
@@ -270,7 +265,6 @@ class EngineConfig:
 
     @property
     def most_images(self) -> int:
-        """The maximum images of a request."""
         return (self.limit_mm_per_prompt or {}).get("image", MOST_IMAGES)
 
     def cache_dir(self) -> Path:
@@ -317,8 +311,7 @@ def _check_pooler_config(given: Mapping[str, Any]) -> None:
 class EngineArgs(EngineConfig):
     """`EngineConfig` with vLLM's signature; `model` defaults to the embedded one.
 
-    Accepts `NOT_BUILT` and `WITHOUT_EFFECT` arguments as described there; other unknown names raise UserError with a
-    suggestion.
+    Accepts `NOT_BUILT` and `WITHOUT_EFFECT` arguments; other unknown names raise `UserError` with a suggestion.
     """
 
     def __init__(self, model: str | os.PathLike[str] | None = None, **settings: Any) -> None:
@@ -355,7 +348,7 @@ def _understood(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # vLLM's aliases
-# vLLM arguments that affect results or capacity, with the accepted values, default first.
+# vLLM arguments that affect results or capacity, with accepted values, default first.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "tokenizer_mode": ("auto",),
     "cpu_offload_gb": (0,),
@@ -363,8 +356,7 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "task": ("auto", "generate"),
     "convert": ("auto", "none"),
 }
-# vLLM arguments, current and former, without effect here: any value is accepted, with one warning. Values are vLLM's
-# defaults.
+# vLLM arguments, current and former, without effect here, with defaults: any value is accepted, with one warning.
 WITHOUT_EFFECT: dict[str, Any] = {
     "trust_remote_code": False,  # a model's code is never run
     "enforce_eager": False,
@@ -374,7 +366,7 @@ WITHOUT_EFFECT: dict[str, Any] = {
     "enable_chunked_prefill": True,  # always on
     "num_scheduler_steps": 1,
     "use_v2_block_manager": True,
-    "swap_space": 4,  # `kv_offloading_size` is the host's memory
+    "swap_space": 4,  # host's memory: `kv_offloading_size`
     "max_parallel_loading_workers": None,
     "distributed_executor_backend": None,
     "worker_use_ray": False,

@@ -1,7 +1,7 @@
-"""jaxllm's exceptions: `UserError` for mistakes of the caller, `EngineError` for failures of the engine.
+"""jaxllm's exceptions; `jaxllm_server/shared/error_table.py` maps them to status codes.
 
 `UserError` and subclasses: the request is invalid, and retries fail again. `EngineError` and subclasses: the request
-was valid. `jaxllm_server/shared/error_table.py` maps them to status codes.
+was valid.
 """
 
 from __future__ import annotations
@@ -10,14 +10,11 @@ import errno
 from collections.abc import Callable
 from typing import Any
 
-MOST_MESSAGE = 1000  # characters of a message
+MOST_MESSAGE = 1000  # characters
 
 
 class UserError(ValueError):
-    """An invalid request: one line that names the cause and the remedy.
-
-    Quoted input is escaped and shortened.
-    """
+    """An invalid request: one line that names cause and remedy, with quoted input escaped and shortened."""
 
     def __init__(self, message: str, parameter: str | None = None, value: object = None) -> None:
         super().__init__(_one_line(message))
@@ -25,7 +22,7 @@ class UserError(ValueError):
         self.value = value
 
     def __reduce__(self) -> tuple[Callable[..., UserError], tuple[Any, ...]]:
-        # BaseException would rebuild it from `args`, the message alone.
+        # BaseException would rebuild it from the message alone.
         return _rebuild, (type(self), str(self), vars(self))
 
 
@@ -50,7 +47,7 @@ class NotFoundError(UserError):
 
 
 class AdapterNotFoundError(NotFoundError):
-    """The adapter is not served, or not found where it should be loaded from."""
+    """The adapter is not served, or its source is missing."""
 
 
 class FeatureDisabledError(UserError):
@@ -66,7 +63,7 @@ class RequestIdInUseError(UserError):
 
 
 class EngineError(RuntimeError):
-    """A failure of the engine or device, or its state; not caused by the request."""
+    """A failure of the engine or device, or its state."""
 
 
 class EngineDeadError(EngineError):
@@ -78,7 +75,7 @@ class RequestFailedError(EngineError):
 
 
 class OverloadedError(EngineError):
-    """The queue is full or another limit on load is reached; retry after `retry_after` seconds."""
+    """A limit on load is reached; retry after `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
@@ -104,10 +101,7 @@ class SlowConsumerError(EngineError):
 def too_long(
     max_model_len: int, num_prompt: int, num_output: int | None, *, is_bound: bool = False
 ) -> ContextLengthError:
-    """Return the error for a too long prompt or output; proxies match its first words.
-
-    `is_bound`: `num_prompt` is a lower bound, without tokenization.
-    """
+    """Return the error for a too long prompt or output; proxies match its first words."""
     request = f"your prompt contains {'at least ' if is_bound else ''}{num_prompt} input tokens"
     if num_output is not None:
         request = f"you requested {num_output} output tokens and {request}"
@@ -125,7 +119,6 @@ def late(seconds: float) -> DeadlineError:
 
 
 def printable(text: str) -> str:
-    """Escape unprintable characters as `repr` does."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
@@ -149,11 +142,11 @@ def _rebuild(cls: type[UserError], message: str, attributes: dict[str, Any]) -> 
 
 
 def is_exhaustion(error: BaseException) -> bool:
-    """Return whether memory, descriptors, processes or threads are exhausted, so that a retry may succeed."""
+    """Return whether memory, descriptors, processes or threads are exhausted: a retry may succeed."""
     if isinstance(error, OSError):
         return error.errno in _EXHAUSTED
     return isinstance(error, MemoryError) or any(words in str(error) for words in _OF_EXHAUSTION)
 
 
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOBUFS, errno.ENOSPC}
-_OF_EXHAUSTION = ("RESOURCE_EXHAUSTED", "can't start new thread")  # in messages of XLA and Python
+_OF_EXHAUSTION = ("RESOURCE_EXHAUSTED", "can't start new thread")

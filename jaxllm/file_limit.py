@@ -1,17 +1,16 @@
-"""Raise the process's limit of open files."""
+"""Raise the process's limit of open files, for thousands of connections."""
 
 from __future__ import annotations
 
 import contextlib
 
-_MACOS = 10_240  # OPEN_MAX; macOS reports no limit but accepts no more
+_MACOS = 10_240  # OPEN_MAX, although macOS reports no limit
 
 
 def raise_file_limit() -> None:
-    """Raise this process's limit of open files as far as the system permits, for thousands of connections."""
     try:
         import resource
-    except ImportError:  # Windows has no limit
+    except ImportError:  # Windows
         return
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     for wanted in (most, _MACOS):

@@ -1,4 +1,4 @@
-"""Return freed memory to the system, since glibc retains it per thread."""
+"""Return freed memory to the system; glibc retains it."""
 
 from __future__ import annotations
 

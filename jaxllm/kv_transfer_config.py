@@ -1,4 +1,4 @@
-"""Settings of KV transfer between engines, with vLLM's names; validated on creation."""
+"""Settings of KV transfer between engines, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from jaxllm.errors import UserError
 Role = Literal["kv_producer", "kv_consumer", "kv_both"]
 FailurePolicy = Literal["recompute", "fail"]
 CONNECTOR = "GrpcConnector"
-CONNECTORS = (CONNECTOR, "NixlConnector")  # the second is accepted, so that vLLM's commands work
+CONNECTORS = (CONNECTOR, "NixlConnector")  # vLLM's
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransferOptions:
-    """`kv_connector_extra_config`; a file is the path of a PEM file."""
+    """`kv_connector_extra_config`; files are PEM."""
 
-    timeout: float = 10.0  # seconds in which a request's blocks must arrive, else they are computed
-    lease: float = 30.0  # seconds that a producer keeps blocks without a pull
-    buffer_gib: float = 4.0  # memory of a producer for blocks that wait to be pulled
+    timeout: float = 10.0  # seconds, then a request's blocks are computed
+    lease: float = 30.0  # seconds that a producer keeps unpulled blocks
+    buffer_gib: float = 4.0  # a producer's memory for unpulled blocks
     advertised_ip: str | None = None  # `remote_host` of answers, None: `kv_ip`
-    producers: tuple[str, ...] = ("127.0.0.1", "localhost", "::1")  # hosts that a consumer connects to; "*": any
-    api_key: str | None = field(default=None, repr=False)  # that a producer requires and a consumer sends
-    tls_certificate: str | None = None  # file of a producer
-    tls_key: str | None = None  # file of a producer
-    tls_ca: str | None = None  # file of a consumer: connect with TLS, and trust these authorities
+    producers: tuple[str, ...] = ("127.0.0.1", "localhost", "::1")  # hosts to consume from; "*": any
+    api_key: str | None = field(default=None, repr=False)  # required by a producer, sent by a consumer
+    tls_certificate: str | None = None  # of a producer
+    tls_key: str | None = None  # of a producer
+    tls_ca: str | None = None  # of a consumer: use TLS, and trust these authorities
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +35,10 @@ class KvTransferConfig:
 
     kv_role: Role
     kv_connector: str = CONNECTOR
-    kv_ip: str = "127.0.0.1"  # on which a producer listens
+    kv_ip: str = "127.0.0.1"  # of a listening producer
     kv_port: int = 0  # 0: any free port
     kv_load_failure_policy: FailurePolicy = "recompute"
-    engine_id: str | None = None  # a name in answers; None: random
+    engine_id: str | None = None  # in answers; None: random
     kv_connector_extra_config: TransferOptions = field(default_factory=TransferOptions)
 
     @property
@@ -90,7 +90,7 @@ def read(given: object) -> KvTransferConfig:
 def secured(
     config: KvTransferConfig, api_key: str | None, certificate: str | None, key: str | None
 ) -> KvTransferConfig:
-    """Return a configuration with a server's key and, for a producer, its certificate, unless it has others."""
+    """Return a configuration with a server's key and, for a producer, certificate, unless it has others."""
     options = config.kv_connector_extra_config
     if options.api_key is None:
         options = replace(options, api_key=api_key)

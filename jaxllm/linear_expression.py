@@ -1,4 +1,4 @@
-"""Match Python's regular expressions in linear time, where adapters or model folders supply them.
+"""Match Python's regular expressions of adapters or model folders in linear time.
 
 `re` backtracks, in exponential time for e.g. `(a+)+b`; this follows all alternatives at once (Thompson's algorithm).
 """
@@ -10,11 +10,11 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-_parser: Any = vars(re)["_parser"]  # missing from type stubs
+_parser: Any = vars(re)["_parser"]  # not in type stubs
 _compiler: Any = vars(re)["_compiler"]
 
 MOST_CHARS = 4096
-MOST_PARTS = 4096  # after counted repetitions are expanded
+MOST_PARTS = 4096  # with counted repetitions expanded
 _FLAT = frozenset(("LITERAL", "NOT_LITERAL", "IN", "ANY"))
 _BEGINNINGS = frozenset(("AT_BEGINNING", "AT_BEGINNING_STRING"))
 _REFUSED = {
@@ -29,7 +29,7 @@ _FLAGS = re.IGNORECASE | re.ASCII | re.DOTALL | re.VERBOSE | re.UNICODE
 
 
 class StepBudget:
-    """A work budget for several expressions, in visited states; enough for hundreds of adapters."""
+    """A work budget for several expressions, in visited states."""
 
     def __init__(self, most: int = 2_000_000) -> None:
         self.left = most
@@ -47,21 +47,21 @@ class _Place(NamedTuple):
     is_last: bool
     is_before_last_newline: bool
     is_boundary: bool
-    ahead: tuple[bool, ...] = ()  # the results of the automaton's lookaheads
+    ahead: tuple[bool, ...] = ()  # results of the automaton's lookaheads
 
 
 class _State(NamedTuple):
-    """An automaton state, with at most one of the first four fields."""
+    """An automaton state; at most one of the first four fields is set."""
 
     matches: Callable[[str], Any] | None = None  # tests the character that it consumes
     assertion: str = ""
-    ahead: int | None = None  # index of a lookahead
+    ahead: int | None = None  # of a lookahead
     is_end: bool = False
     follows: tuple[int, ...] = ()
 
 
 class Expression:
-    """A compiled expression; raises ValueError if refused or out of budget."""
+    """A compiled expression; raises `ValueError` if refused or out of budget."""
 
     def __init__(self, pattern: str, work: StepBudget | None = None) -> None:
         if len(pattern) > MOST_CHARS:
@@ -97,9 +97,9 @@ class _Automaton:
         self._work = work
         self._states = [_State(is_end=True)]
         self._num_parts = 0
-        self._ahead: list[tuple[_Automaton, bool]] = []  # initial lookaheads, with the wanted result
+        self._ahead: list[tuple[_Automaton, bool]] = []  # initial lookaheads, wanted results
         self._later: dict[int, tuple[int, _Automaton, bool]] = {}  # other lookaheads: index, automaton, result by part
-        self._kept: list[Any] = []  # keeps those parts alive, so that ids stay unique
+        self._kept: list[Any] = []  # so that parts' ids stay unique
         self._leaves: dict[tuple[str, str, int], Callable[[str], Any]] = {}
         self._closures: dict[tuple[frozenset[int], _Place], frozenset[int]] = {}
         self._steps: dict[tuple[frozenset[int], str], frozenset[int]] = {}
@@ -114,7 +114,7 @@ class _Automaton:
         except RecursionError:
             raise ValueError("it is nested too deeply") from None
 
-    # States are created from end to start, since each refers to its successors.
+    # States are created from end to start, successors first.
 
     def _add(self, state: _State) -> int:
         self._states.append(state)

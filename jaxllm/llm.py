@@ -1,4 +1,4 @@
-"""`LLM`: offline generation for scripts and notebooks; `LLMEngine` handles the requests."""
+"""`LLM`: offline generation for scripts and notebooks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from jaxllm.text.tokenizer import Tokenizer
 Message = Mapping[str, Any]
 _NO_WORKERS = "there are no workers; `llm.engine` is the engine, in this process"
 _NO_QUEUE = "use `llm.engine` (add_request, step)"
-_MISSING = {  # attributes of vLLM's `LLM`, with alternatives
+_MISSING = {  # attributes of vLLM's `LLM`
     "reward": "use `llm.classify(prompts, pooling_params=PoolingParams(use_activation=False))`",
     **dict.fromkeys(("collective_rpc", "apply_model", "get_world_size"), _NO_WORKERS),
     **dict.fromkeys(("start_profile", "stop_profile"), "use `llm.engine.start_profile(folder, num_steps)`"),
@@ -82,7 +82,7 @@ class LLM(OfflineWeightCalls):
         """Return an `LLM` with these `EngineArgs`."""
         return cls(engine_args)
 
-    if not TYPE_CHECKING:  # otherwise type checkers accept any name
+    if not TYPE_CHECKING:  # any name would pass
 
         def __getattr__(self, name: str) -> NoReturn:
             if name in _MISSING:
@@ -175,10 +175,7 @@ class LLM(OfflineWeightCalls):
         use_tqdm: bool = False,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[BeamSearchOutput]:
-        """Return each prompt's likeliest continuations, as transformers' `num_beams`; see `BeamSearchParams`.
-
-        Prompts and adapters as in `generate`.
-        """
+        """Return each prompt's likeliest continuations, as transformers' `num_beams`; see `BeamSearchParams`."""
         if not isinstance(params, BeamSearchParams):
             message = f"Parameters of a beam search are a BeamSearchParams, not {type(params).__name__}."
             raise UserError(message, "params")
@@ -226,7 +223,7 @@ class LLM(OfflineWeightCalls):
     ) -> list[ScoringRequestOutput]:
         """Return the similarity of texts: one to one, one to many, or pairwise.
 
-        A cross-encoder reads both texts of a pair; otherwise it is the cosine of their embeddings.
+        A cross-encoder reads both texts of a pair; otherwise it is their embeddings' cosine.
         """
         first, second = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
         first = first * len(second) if len(first) == 1 else first
@@ -267,7 +264,7 @@ class LLM(OfflineWeightCalls):
         else:
             params = [replace(_pooling_params(own), task=pooling_task) for own in pooling_params]
             _check_lengths("pooling_params", len(items), len(params))
-        # Prompts of similar lengths run together: a step is padded to its longest.
+        # Similar lengths run together: a step is padded to its longest.
         outputs = [pooled_output(output) for output in self._complete(items, params, use_tqdm, sorts=True)]
         for index, output in enumerate(outputs):
             if output.outputs.finish_reason == "error":
@@ -312,9 +309,9 @@ class LLM(OfflineWeightCalls):
         adapters: Sequence[LoRARequest | None] | None = None,
         transfers: Sequence[Mapping[str, Any] | None] | None = None,
     ) -> list[RequestOutput]:
-        """Run requests until they end; return outputs in the order of `items`.
+        """Run requests; return outputs in the order of `items`.
 
-        With `sorts`, the longest prompts are scheduled first.
+        `sorts` schedules the longest prompts first.
         """
         self._check_runs()
         accepted = []
@@ -333,7 +330,7 @@ class LLM(OfflineWeightCalls):
         try:
             return self._run(ids, use_tqdm)
         finally:
-            for request_id in ids:  # no effect on finished requests
+            for request_id in ids:
                 self.engine.abort_request(request_id)
 
     def _run(self, ids: Sequence[str], use_tqdm: bool) -> list[RequestOutput]:
@@ -354,7 +351,7 @@ class LLM(OfflineWeightCalls):
 
 
 def _beam_search_output(output: RequestOutput, tokenizer: Tokenizer | None, shows_stop: bool) -> BeamSearchOutput:
-    """Convert to vLLM's form: with the prompt, by default without end tokens."""
+    """Convert to vLLM's form, with the prompt."""
     sequences = []
     for beam in output.outputs:
         assert beam.score is not None and beam.cumulative_logprob is not None

@@ -1,4 +1,4 @@
-"""A log formatter that splits messages of several lines into records."""
+"""A log formatter for messages of several lines."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import logging
 
 
 class LineFormatter(logging.Formatter):
-    """Formats each line of a message as a record."""
+    """Formats each line of a message as a record; a traceback follows the last."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format each line of a message as a separate record; a traceback follows the last one unchanged."""
         *lines, last = record.getMessage().splitlines() or [""]
         records = []
         for line in lines:

@@ -1,4 +1,4 @@
-"""`LoRARequest`: the adapter of a request. Standard library only."""
+"""`LoRARequest`: the adapter of a request."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from jaxllm.errors import UserError
 class LoRARequest:
     """A LoRA adapter in PEFT's format, with vLLM's field names.
 
-    `lora_int_id` is the caller's unique number above 0; `lora_path` a folder, hub id, or embedded adapter ("pirate",
-    "tools").
+    `lora_int_id` is unique and above 0; `lora_path` a folder, hub id, or embedded adapter ("pirate", "tools").
     """
 
     lora_name: str

@@ -1,4 +1,4 @@
-"""Engine counters and load, independent of their export."""
+"""Engine counters and load."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from jaxllm.sampling_params import SamplingParams
 
 @dataclass
 class Metrics:
-    """Counters since the engine's start. Written by its thread; single numbers may be read by any."""
+    """Counters since the engine's start; its thread writes, any may read single numbers."""
 
     programs_awaited: int = 0  # required before ready
-    programs_compiled: int = 0  # compiled ahead of time or loaded from the cache
-    programs_failed: int = 0  # failed background attempts, two per program
+    programs_compiled: int = 0  # or loaded from the cache
+    programs_failed: int = 0  # background attempts, two per program
     compile_seconds: float = 0.0  # summed over threads
-    trace_seconds: float = 0.0  # of compile_seconds, for tracing
+    trace_seconds: float = 0.0  # of compile_seconds
     compilations_after_ready: int = 0  # while a request waited; must stay 0
     steps: int = 0
-    padded_tokens: int = 0  # program rows, including padding
-    computed_tokens: int = 0  # program rows with tokens of requests
+    padded_tokens: int = 0  # rows, including padding
+    computed_tokens: int = 0  # rows with tokens of requests
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # prompt tokens from the prefix cache
-    chunk_tokens: int = 0  # prompt tokens computed in completed steps
+    cached_tokens: int = 0  # of prompts, from the prefix cache
+    chunk_tokens: int = 0  # of prompts, in completed steps
     generated_tokens: int = 0
-    forced_tokens: int = 0  # generated tokens forced by a grammar, not sampled
-    drafting_rows: int = 0  # rows that verified drafts
+    forced_tokens: int = 0  # by a grammar, not sampled
+    drafting_rows: int = 0
     draft_tokens: int = 0
-    accepted_tokens: list[int] = field(default_factory=list)  # accepted drafts, by position
-    adapter_loads: int = 0  # copies to devices
-    images_encoded: int = 0  # by the vision tower
-    sources_encoded: int = 0  # by the encoder of an encoder-decoder model
+    accepted_tokens: list[int] = field(default_factory=list)  # by position
+    adapter_loads: int = 0
+    images_encoded: int = 0
+    sources_encoded: int = 0
     offloaded_blocks: int = 0  # KV blocks copied to the host's tier
-    offload_failures: int = 0  # failed copies to the host's tier
-    loaded_tokens: int = 0  # prompt tokens loaded from the host's tier
+    offload_failures: int = 0
+    loaded_tokens: int = 0  # of prompts, from the host's tier
     sent_blocks: int = 0  # KV blocks kept for other engines
-    received_blocks: int = 0  # KV blocks of other engines
-    transfer_failures: int = 0  # requests that lack KV blocks of another engine
-    disk_stored_blocks: int = 0  # KV blocks written to the disk's tier
-    disk_read_blocks: int = 0  # KV blocks read from it into the host's tier
-    disk_failures: int = 0  # writes and reads that failed, missing blocks aside
+    received_blocks: int = 0
+    transfer_failures: int = 0  # requests that lack another engine's blocks
+    disk_stored_blocks: int = 0
+    disk_read_blocks: int = 0  # KV blocks read into the host's tier
+    disk_failures: int = 0  # writes and reads, missing blocks aside
     preemptions: int = 0
-    recoveries: int = 0  # failed steps that lost the cache
+    recoveries: int = 0  # of failed steps that lost the cache
     finished: dict[str, int] = field(default_factory=dict)
 
     def note_drafts(self, drafted: Sequence[int], counts: Sequence[int]) -> None:
@@ -79,13 +79,13 @@ class Load(NamedTuple):
     """An engine's load after its last step."""
 
     running: int = 0  # sequences in slots
-    waiting: int = 0  # queued sequences
+    waiting: int = 0
     waiting_tokens: int = 0  # their prompt tokens
     kv_blocks_used: int = 0
     kv_blocks_total: int = 0
     max_running: int = 0
     generated_tokens_per_second: float = 0.0  # recent average
-    prefix_hit_rate: float = 0.0  # cached share of all prompt tokens
+    prefix_hit_rate: float = 0.0  # cached share of prompt tokens
     step_seconds: float = 0.0
     running_adapters: tuple[str, ...] = ()
     waiting_adapters: tuple[str, ...] = ()
@@ -96,7 +96,7 @@ class DeviceReport(NamedTuple):
     """Compiled programs and device memory."""
 
     programs_ready: int
-    programs_compiling: int  # active background threads
+    programs_compiling: int
     programs_possible: int
     memory: Mapping[str, Mapping[str, int]]  # JAX's `memory_stats` by device id; empty for a CPU
 
@@ -105,19 +105,19 @@ class StepReport(NamedTuple):
     """Statistics of a step."""
 
     seconds: float
-    num_tokens: int  # prompt tokens computed plus tokens sampled, as in vLLM
-    num_rows: int  # requests in the step
+    num_tokens: int  # prompt tokens plus sampled ones, as in vLLM
+    num_rows: int
     num_sampled: int
 
 
 class Observer(Protocol):
-    """Receives events of an asynchronous engine on its event loop; see jaxllm_server/observability/prometheus.py."""
+    """Receives events of an asynchronous engine on its event loop."""
 
     def step(self, report: StepReport) -> None:
         """Called after a step."""
 
     def tokens(self, seconds: float, count: int, is_first: bool) -> None:
-        """Called with a request's new tokens, `seconds` after its arrival or its previous tokens."""
+        """Receive a request's new tokens, `seconds` after its arrival or previous tokens."""
 
     def finished(self, output: RequestOutput, params: SamplingParams) -> None:
-        """Called with the complete output of a finished request."""
+        """Receive the complete output of a finished request."""

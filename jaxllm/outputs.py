@@ -1,7 +1,4 @@
-"""Results of requests: `RequestOutput` and `PoolingRequestOutput`.
-
-Names are vLLM's. Standard library only.
-"""
+"""Results of requests, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -38,11 +35,11 @@ class CompletionOutput:
     # Per token: the sampled one, the likeliest, then those of logprob_token_ids.
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None  # matching stop string or token id; None for end-of-sequence
+    stop_reason: int | str | None = None  # matched stop string or token id; None: end-of-sequence
     seed: int | None = None  # reproduces the output; None if deterministic
-    pooled: Any = None  # of a pooled prompt: float32[W]
-    score: float | None = None  # of a beam: log-probability with length penalty
-    # Versions of the weights that made the tokens, with the number of tokens; None without `enable_sleep_mode`.
+    pooled: Any = None  # float32[W] of a pooled prompt
+    score: float | None = None  # of a beam, with length penalty
+    # Versions of the weights, with numbers of tokens; None without `enable_sleep_mode`.
     weight_versions: list[tuple[str, int]] | None = None
 
     def finished(self) -> bool:
@@ -52,13 +49,13 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Events of a request, in seconds of the engine's monotonic clock; None if pending."""
+    """Events of a request, in seconds of a monotonic clock; None if pending."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
-    num_preemptions: int = 0  # of its sequences
+    num_preemptions: int = 0
 
 
 @dataclass(slots=True)
@@ -71,13 +68,13 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     metrics: RequestMetrics | None = None
-    num_cached_tokens: int | None = None  # prompt tokens from the prefix cache
-    # Per prompt token: the token, then the likeliest; None for the first. Deltas contain it once, when complete.
+    num_cached_tokens: int | None = None  # from the prefix cache
+    # Per prompt token: the token, then the likeliest; None for the first. In one delta.
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    # The place of the prompt's KV blocks, for another engine; in the last output, with do_remote_decode.
+    # The place of the prompt's KV blocks; last, with do_remote_decode.
     kv_transfer_params: dict[str, Any] | None = None
-    internal_id: str = field(default="", repr=False, compare=False)  # the engine's request id
-    encoder_prompt: str | None = None  # of an encoder-decoder model
+    internal_id: str = field(default="", repr=False, compare=False)  # the engine's
+    encoder_prompt: str | None = None
     encoder_prompt_token_ids: Sequence[int] | None = None
 
 
@@ -85,10 +82,10 @@ class RequestOutput:
 class BeamSearchSequence:
     """One output of a beam search."""
 
-    tokens: list[int]  # prompt and output; with the end-of-sequence token if `include_stop_str_in_output`
-    text: str  # of all tokens
-    cum_logprob: float  # of output tokens, including end-of-sequence
-    score: float  # outputs are ranked by it
+    tokens: list[int]  # prompt and output; end-of-sequence with `include_stop_str_in_output`
+    text: str
+    cum_logprob: float  # of output tokens, with end-of-sequence
+    score: float
     finish_reason: FinishReason | None = None
 
 
@@ -144,7 +141,6 @@ class EmbeddingOutput:
 
     @property
     def hidden_size(self) -> int:
-        """Return the embedding's size."""
         return len(self.embedding)
 
 
@@ -156,7 +152,6 @@ class ClassificationOutput:
 
     @property
     def num_classes(self) -> int:
-        """Return the number of labels."""
         return len(self.probs)
 
 
@@ -172,7 +167,7 @@ Pooled = TypeVar("Pooled", EmbeddingOutput, ClassificationOutput, ScoringOutput)
 
 @dataclass(slots=True)
 class PooledRequestOutput(Generic[Pooled]):
-    """A prompt or pair of prompts, and the task's result."""
+    """A prompt or pair of prompts, and its result."""
 
     request_id: str
     prompt_token_ids: Sequence[int]

@@ -1,7 +1,4 @@
-"""`PoolingParams`: parameters of embedding, classification and scoring.
-
-Names and defaults are vLLM's. Standard library only.
-"""
+"""`PoolingParams`: parameters of embedding, classification and scoring, with vLLM's names and defaults."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from jaxllm.request_params import RequestParams
 
 PoolingTask = Literal["embed", "classify", "score"]
 TASKS: tuple[PoolingTask, ...] = get_args(PoolingTask)
-_TASKS_OF: dict[str, tuple[PoolingTask, ...]] = {  # tasks that support a parameter
+_TASKS_OF: dict[str, tuple[PoolingTask, ...]] = {
     "dimensions": ("embed",),
     "normalize": ("embed",),
     "use_activation": ("classify", "score"),
@@ -25,17 +22,17 @@ _TASKS_OF: dict[str, tuple[PoolingTask, ...]] = {  # tasks that support a parame
 class PoolingParams(RequestParams):
     """Parameters for one prompt; None selects the model's default.
 
-    Tasks: `embed` returns the pooled vector, `classify` a number per label, `score` the output of a cross-encoder or
-    reward model.
+    `embed` returns the pooled vector, `classify` a number per label, `score` the output of a cross-encoder or reward
+    model.
     """
 
     generates: ClassVar[bool] = False
 
     task: PoolingTask | None = None
     dimensions: int | None = None  # leading numbers to keep (Kusupati et al. 2022, "Matryoshka")
-    normalize: bool | None = None  # scale embeddings to length 1
-    use_activation: bool | None = None  # apply a classifier's softmax or sigmoid; None: yes
-    truncate_prompt_tokens: int | None = None  # keep the first tokens; -1: as the model's length
+    normalize: bool | None = None  # to length 1
+    use_activation: bool | None = None  # a classifier's softmax or sigmoid; None: yes
+    truncate_prompt_tokens: int | None = None  # leading tokens to keep; -1: the model's length
 
     def __post_init__(self) -> None:
         if self.task is not None and self.task not in TASKS:

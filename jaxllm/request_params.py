@@ -1,4 +1,4 @@
-"""`RequestParams`: the base class of request parameters. Standard library only."""
+"""`RequestParams`: the base class of request parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 class RequestParams:
     """The parameters of one request. Immutable."""
 
-    generates: ClassVar[bool] = True  # continues its prompt with tokens
+    generates: ClassVar[bool] = True  # continues its prompt
 
     @property
     def num_sequences(self) -> int:

@@ -1,7 +1,4 @@
-"""Declarations of `SamplingParams` fields: type, range, flag, and name in each protocol.
-
-Command line, HTTP, gRPC, clients and load tests derive their fields from these. Standard library only.
-"""
+"""Declarations of `SamplingParams` fields: type, range, flag, and name in each protocol. Standard library only."""
 
 from __future__ import annotations
 
@@ -16,9 +13,9 @@ from jaxllm.checks import INT32_MAX
 from jaxllm.errors import UserError
 
 OPENAI, ANTHROPIC, OLLAMA = "openai", "anthropic", "ollama"  # HTTP bodies
-GRPC = "grpc"  # names are paths in GenerateRequest, as "sampling.top_p"
+GRPC = "grpc"  # paths in GenerateRequest, as "sampling.top_p"
 MODEL = "model"  # generation_config.json, which may set defaults
-MAX_IDS = 2**20  # per list, with duplicates: several vocabularies, 0.1 s to read
+MAX_IDS = 2**20  # per list: several vocabularies, 0.1 s to read
 
 Reader = Callable[[str, Any], Any]  # (name, value) -> normalized value, or UserError
 
@@ -27,7 +24,7 @@ class Rule(NamedTuple):
     """A range check of a value, given all values."""
 
     holds: Callable[[Any, Mapping[str, Any]], bool]
-    text: str  # error text; {max_tokens} etc. are substituted
+    text: str  # of the error; {max_tokens} etc. are substituted
 
 
 class Declaration(NamedTuple):
@@ -35,9 +32,9 @@ class Declaration(NamedTuple):
 
     read: Reader
     rules: tuple[Rule, ...]
-    names: Mapping[str, str]  # by protocol; missing: not in that protocol
-    shapes_distribution: bool  # a number that affects token choice
-    given: str | None  # accepted type, if wider than the field's
+    names: Mapping[str, str]  # by protocol, where supported
+    shapes_distribution: bool
+    given: str | None  # accepted type, if wider
 
 
 def declared(
@@ -60,11 +57,11 @@ def declared(
         metavar: Value's name in `--help`; None: by type.
         read: Validates the type.
         rules: Ranges, checked after all types.
-        shapes_distribution: Whether it is a number that affects token choice.
+        shapes_distribution: Whether a number affects token choice.
         given: Accepted type, if wider than the annotation.
         openai: Name in OpenAI bodies; "": the field's, None: not read generically.
-        options: Names in other protocols ("": the field's; a gRPC section such as "stop." is prefixed), and options
-            of `dataclasses.field`.
+        options: Names in other protocols ("": the field's; a gRPC section such as "stop." is prefixed), and
+            options of `dataclasses.field`.
     """
     names = {protocol: options.pop(protocol) for protocol in (ANTHROPIC, OLLAMA, GRPC, MODEL) if protocol in options}
     if openai is not None:
@@ -85,7 +82,7 @@ def declaration_of(own: Any) -> Declaration:
 
 @functools.cache
 def names_in(cls: type, protocol: str) -> Mapping[str, str]:
-    """Return a protocol's names, mapped to field names, including unsupported fields."""
+    """Map a protocol's names to field names, including unsupported fields."""
     found = {}
     for own in cls.__dataclass_fields__.values():
         name = declaration_of(own).names.get(protocol) if own.metadata else None
@@ -124,7 +121,7 @@ def text_or_texts(name: str, value: object) -> tuple[str, ...]:
 def ids(name: str, value: object, most: int = MAX_IDS) -> tuple[int, ...]:
     """Return unique token ids, in order; None becomes empty."""
     found = () if value is None else checks.sequence(name, value, "integers", most)
-    kinds = set(map(type, found))  # checking each id against an abstract class takes 2 µs
+    kinds = set(map(type, found))  # an abstract class per id takes 2 µs
     if any(kind is bool or not issubclass(kind, numbers.Integral) for kind in kinds):
         raise UserError(f"{name} must contain only integers, got {checks.shown(list(found))}.", name, value)
     unique: dict[int, None] = dict.fromkeys(found if kinds <= {int} else map(int, found))  # pyright: ignore

@@ -1,7 +1,4 @@
-"""`SamplingParams`: a request's parameters, with rules and defaults.
-
-Names, defaults, rules and messages are vLLM's where they exist there. Standard library only.
-"""
+"""`SamplingParams`: a request's parameters, with vLLM's names, defaults, rules and messages. Standard library only."""
 
 from __future__ import annotations
 
@@ -31,25 +28,25 @@ from jaxllm.sampling_fields import (
 )
 from jaxllm.structured_outputs_params import StructuredOutputsParams, read_structured_outputs
 
-MAX_MASKED_STOP_IDS = 32  # stop ids masked by min_tokens; a width of the sampling state, as the next four
-MAX_BIASED_TOKENS = 300  # entries of logit_bias, OpenAI's limit
-MAX_BAD_WORD_TOKENS = 512  # tokens of all bad_words, each with and without a leading space
+MAX_MASKED_STOP_IDS = 32  # of min_tokens; a width of the sampling state, as the next four
+MAX_BIASED_TOKENS = 300  # of logit_bias, OpenAI's limit
+MAX_BAD_WORD_TOKENS = 512  # of all bad_words, also with a leading space
 MAX_REPORTED_TOKENS = 128  # logprob_token_ids, vLLM's limit
-MAX_PROCESSOR_ARGUMENTS = 8  # numbers per logits processor
+MAX_PROCESSOR_ARGUMENTS = 8
 MAX_PROCESSORS = 31  # per engine: bits of a non-negative int32
-MAX_PATTERN_SIZE = 1024  # tokens of a repetition_detection pattern
-_GREEDY_BELOW = 1e-5  # lower temperatures are greedy, as in vLLM
-_LEAST_TEMPERATURE = 0.01  # minimum if not greedy: smaller divisors overflow logits
+MAX_PATTERN_SIZE = 1024  # tokens, of repetition_detection
+_GREEDY_BELOW = 1e-5  # greedy, as in vLLM
+_LEAST_TEMPERATURE = 0.01  # if not greedy: smaller divisors overflow logits
 _MOST_SEQUENCES = 16384  # vLLM's default limit of n
-_MOST_NAMED = 8  # keys named in an error
+_MOST_NAMED = 8
 
 
 class RequestOutputKind(IntEnum):
     """Contents of each output of a stream."""
 
-    CUMULATIVE = 0  # everything so far
+    CUMULATIVE = 0
     DELTA = 1  # new tokens
-    FINAL_ONLY = 2  # everything, at the end
+    FINAL_ONLY = 2  # at the end
 
 
 @dataclass(frozen=True)
@@ -164,16 +161,16 @@ def _logit_bias(name: str, value: object) -> dict[int, float] | None:
         token = checks.integer("logit_bias", int(token) if isinstance(token, str) else token)
         if token in bias:
             raise UserError(f"logit_bias must name a token once, got {token} twice.", "logit_bias", token)
-        # Clamped as in vLLM (SamplingParams.from_optional) to OpenAI's range, where 100 means "always".
+        # Clamped as in vLLM to OpenAI's range, where 100 means "always".
         bias[token] = min(100.0, max(-100.0, checks.number("logit_bias", number)))
     return bias or None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams(RequestParams):
-    """Sampling and stopping parameters of a request, validated on creation.
+    """Sampling and stopping parameters of a request; invalid ones raise `UserError`.
 
-    vLLM parameters that jaxllm does not support are accepted at their defaults. Invalid ones raise UserError.
+    Unsupported vLLM parameters are accepted at their defaults.
     """
 
     n: int = declared(
@@ -276,7 +273,7 @@ class SamplingParams(RequestParams):
         rules=(at_least(-1, "must be non-negative or -1"),),
         grpc="output.",
     )
-    # Reported at every position, in addition to the sampled and the likeliest tokens.
+    # Reported at every position, besides the sampled and likeliest tokens.
     logprob_token_ids: Sequence[int] | None = declared(
         None,
         "token id whose log-probability to report for each token (with --json); may be repeated",
@@ -296,9 +293,9 @@ class SamplingParams(RequestParams):
     include_stop_str_in_output: bool = declared(
         False, "keep the stop string that ended the output in the text", read=checks.flag, grpc="stop.include_stop"
     )
-    detokenize: bool = declared(True, read=checks.flag, openai=None, grpc="output.text")  # False: token ids only
-    # Added to logits, clamped to [-100, 100]; stored as a new dict, {} as None. Keys may be strings, as in JSON.
-    # Excluded from the hash, since dicts are unhashable.
+    detokenize: bool = declared(True, read=checks.flag, openai=None, grpc="output.text")  # False: ids only
+    # Added to logits, clamped to [-100, 100]; stored as a new dict, {} as None. Keys may be strings, as in JSON. Not
+    # hashed.
     logit_bias: Mapping[int, float] | None = declared(None, read=_logit_bias, grpc="sampling.", hash=False)
     allowed_token_ids: Sequence[int] | None = declared(
         None,
@@ -315,17 +312,17 @@ class SamplingParams(RequestParams):
         read=partial(sampling_fields.texts, most=MAX_BAD_WORD_TOKENS),
         grpc="sampling.",
     )
-    # Arguments of logits processors by name; a single number is a list of one. Excluded from the hash.
+    # Arguments of logits processors by name; a number is a list of one. Not hashed.
     extra_args: Mapping[str, Sequence[float] | float] | None = declared(
         None, read=_extra_args, openai=None, grpc="sampling.", hash=False
     )
-    repetition_detection: RepetitionDetectionParams | None = declared(  # ends repetitive output
+    repetition_detection: RepetitionDetectionParams | None = declared(
         None,
         read=_repetition_detection,
         given="RepetitionDetectionParams | Mapping[str, int]",
         grpc="stop.",
     )
-    structured_outputs: StructuredOutputsParams | None = declared(  # constrains the output
+    structured_outputs: StructuredOutputsParams | None = declared(
         None,
         read=_structured_outputs,
         given="StructuredOutputsParams | Mapping[str, Any] | type",
@@ -351,7 +348,7 @@ class SamplingParams(RequestParams):
         grpc="sampling.",
     )
     output_kind: RequestOutputKind = declared(RequestOutputKind.CUMULATIVE, read=_output_kind, openai=None)
-    # Tokens between outputs of a stream; None: the engine's choice.
+    # Tokens between a stream's outputs; None: the engine's choice.
     stream_interval: int | None = declared(
         None, read=_optional_integer, rules=(at_least(1),), grpc="stream.interval_tokens"
     )
@@ -365,7 +362,6 @@ class SamplingParams(RequestParams):
     trace_decode_token_ids: InitVar[Sequence[int] | None] = None
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
-        """Refuse positional and unknown arguments with a suggestion."""
         if args:
             raise UserError("SamplingParams takes keyword arguments only, as in SamplingParams(temperature=0.8).")
         for name in kwargs:
@@ -377,7 +373,6 @@ class SamplingParams(RequestParams):
 
     @property
     def num_sequences(self) -> int:
-        """The number of outputs."""
         return self.n
 
     def __post_init__(self, *unbuilt: object) -> None:
@@ -395,7 +390,7 @@ class SamplingParams(RequestParams):
             if values["n"] > 1:
                 raise UserError(f"n must be 1 when using greedy sampling, got {values['n']}.", "n", values["n"])
         elif values["temperature"] < _LEAST_TEMPERATURE:
-            warnings.warn(  # without the value: Python stores every distinct warning
+            warnings.warn(  # no value: Python stores every distinct warning
                 f"temperature is less than {_LEAST_TEMPERATURE} and was raised to it; use 0 for greedy sampling.",
                 stacklevel=3,
             )
@@ -413,8 +408,7 @@ def validate_for_model(
 ) -> None:
     """Refuse ids outside the vocabulary, too many log-probabilities or stop ids.
 
-    `max_logprobs` -1 is unlimited. `min_tokens` also masks `eos_token_ids`, the model's; `processors` are the engine's
-    logits processors.
+    `max_logprobs` -1 is unlimited. `min_tokens` also masks `eos_token_ids`.
     """
     most = vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size)
     for name, kind, count in (
@@ -458,7 +452,7 @@ def validate_for_model(
 def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingParams:
     """Return default parameters from a model's `generation_config.json`.
 
-    `do_sample` is ignored, as in vLLM (`ModelConfig.get_diff_sampling_param`): without a temperature, 1.0 applies.
+    `do_sample` is ignored, as in vLLM: without a temperature, 1.0 applies.
     """
     names = names_in(SamplingParams, MODEL)
     given = {names[key]: value for key, value in generation_config.items() if key in names and value is not None}
@@ -468,7 +462,7 @@ def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingPar
         raise UserError(f"generation_config.json: {error}", error.parameter, error.value) from error
 
 
-# Per field: name, declaration, whether None is accepted.
+# Name, declaration, whether None is accepted.
 _DECLARED = [(own.name, declaration_of(own), own.default is None) for own in fields(SamplingParams)]
 _RULES = [(name, rule) for name, own, _ in _DECLARED for rule in own.rules]
 

@@ -1,4 +1,4 @@
-"""Settings of speculative decoding, with vLLM's names; validated on creation."""
+"""Settings of speculative decoding, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class SpeculativeConfig:
     """The draft method and its size. Outputs do not depend on it."""
 
     method: Method
-    num_speculative_tokens: int  # maximum per row; the number verified adapts to acceptance
+    num_speculative_tokens: int  # most per row; the number verified adapts to acceptance
     model: str | None = None  # folder or hub id of a draft model or EAGLE-3 head
-    prompt_lookup_min: int = _DEFAULT_MATCH  # ngram: fewest trailing tokens to match
-    prompt_lookup_max: int = _DEFAULT_MATCH  # ngram: most trailing tokens to match
+    prompt_lookup_min: int = _DEFAULT_MATCH  # ngram: trailing tokens to match
+    prompt_lookup_max: int = _DEFAULT_MATCH  # ngram
 
     def __post_init__(self) -> None:
         if self.method not in get_args(Method):
@@ -52,7 +52,7 @@ def read(given: object) -> SpeculativeConfig:
         raise _error(f"it must be an object, got {given!r:.80}")
     table: dict[str, Any] = {str(name): value for name, value in given.items() if value is not None}
     table.pop("draft_tensor_parallel_size", None)  # drafts run on the model's devices
-    if table.get("model") in ("ngram", "[ngram]"):  # vLLM's alternative spelling
+    if table.get("model") in ("ngram", "[ngram]"):  # vLLM's alternative
         table.setdefault("method", table.pop("model"))
         table["method"] = table["method"].strip("[]")
     names = [field.name for field in fields(SpeculativeConfig)]

@@ -1,7 +1,4 @@
-"""`StructuredOutputsParams`: the constraint in `SamplingParams`.
-
-Names, defaults and messages are vLLM's. Standard library only; `jaxllm.structured_output` compiles constraints.
-"""
+"""`StructuredOutputsParams`: the constraint in `SamplingParams`, with vLLM's names, defaults and messages."""
 
 from __future__ import annotations
 
@@ -13,34 +10,34 @@ from typing import Any
 from jaxllm import checks
 from jaxllm.errors import UnsupportedError, UserError
 
-MAX_CHARS = 2**18  # of a schema, expression or grammar
-MAX_DEPTH = 64  # nesting of a schema
-SERVERS = ("begin_after", "may_open_with", "or_grammar", "or_grammar_after")  # fields that clients cannot set
+MAX_CHARS = 2**18
+MAX_DEPTH = 64
+SERVERS = ("begin_after", "may_open_with", "or_grammar", "or_grammar_after")  # not for clients
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _NAME = "structured_outputs"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    """One constraint of an output, and JSON formatting options; validated on creation.
+    """One constraint of an output, and JSON formatting options.
 
-    Raises UserError if invalid, or unless exactly one constraint is given; UnsupportedError for structural_tag.
+    Raises `UserError` unless exactly one valid constraint is given; `UnsupportedError` for structural_tag.
     """
 
-    json: Any = None  # JSON schema: mapping, text, or pydantic class; stored as text
-    regex: str | None = None  # matches the whole output
-    choice: tuple[str, ...] | None = None  # alternatives for the whole output
-    grammar: str | None = None  # Lark notation, or llama.cpp's EBNF, beginning with its first rule
+    json: Any = None  # schema: mapping, text, or pydantic class; stored as text
+    regex: str | None = None  # of the whole output
+    choice: tuple[str, ...] | None = None  # of whole outputs
+    grammar: str | None = None  # Lark notation, or llama.cpp's EBNF; the first rule is the start
     json_object: bool | None = None
     disable_any_whitespace: bool = False  # compact JSON
-    disable_additional_properties: bool = False  # only properties that the schema names
-    whitespace_pattern: str | None = None  # expression for whitespace between JSON's parts; None: 1 to 8
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None  # expression, between JSON's parts; None: 1 to 8
     structural_tag: str | None = None
     # The constraint begins after this text (or the first of several), e.g. "</think>"; None: at the first token.
     begin_after: str | tuple[str, ...] | None = None
-    # Requires `begin_after`: prefixes of an unconstrained part; other outputs are constrained at once.
+    # Requires `begin_after`: prefixes of an unconstrained part; others are constrained at once.
     may_open_with: tuple[str, ...] = ()
-    # Alternatives to the constraint in Lark notation, e.g. tool calls; the second kind begin after a text.
+    # Alternatives in Lark notation, e.g. tool calls; the second kind begin after a text.
     or_grammar: str | None = None
     or_grammar_after: tuple[tuple[str, str], ...] = ()
 
@@ -78,7 +75,7 @@ class StructuredOutputsParams:
         return texts if isinstance(texts, tuple) else (texts,)
 
     def alone(self) -> StructuredOutputsParams:
-        """Return the constraint without its alternatives, in force from the first token."""
+        """Return the constraint without alternatives, in force from the first token."""
         return replace(self, begin_after=None, may_open_with=(), or_grammar=None, or_grammar_after=())
 
     def _check_pairs(self) -> None:

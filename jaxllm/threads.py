@@ -1,11 +1,11 @@
-"""Start threads with a large stack, for compiling programs and grammars. Standard library only."""
+"""Start threads with a large stack, for compiling."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 
-STACK_BYTES = 64 << 20  # deep models overflow the usual 8 MiB
+STACK_BYTES = 64 << 20  # deep models overflow 8 MiB
 _starting = threading.Lock()
 
 

@@ -1,3 +1,3 @@
-"""The package's version; imports nothing, so that any room can import it."""
+"""The package's version; imports nothing."""
 
 __version__ = "0.1.0"

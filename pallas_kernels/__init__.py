@@ -1,7 +1,4 @@
-"""Kernels for serving language models with JAX: paged attention and its cache, products, experts, sampling.
-
-`implementation` None selects the best for the platform of compilation.
-"""
+"""Kernels for serving language models with JAX."""
 
 from pallas_kernels.api import (
     SCALED,

@@ -1,4 +1,4 @@
-"""The activation functions of feed-forwards, plain and gated, in JAX."""
+"""Activations of feed-forwards, plain and gated, in JAX."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def activate(x: Array, kind: Activation) -> Array:
 
 
 def gated(inner: Array, kind: Activation, clamp: float | None = None, slope: float = 1.702) -> Array:
-    """Return activation(first half) times second half of the last axis: [..., 2 F] to [..., F].
+    """Return activation(first half) times second half of the last axis.
 
-    With a `clamp` c: g · σ(`slope` · g) · (u + 1), gates g at most c, others u in [-c, c] (gpt-oss).
+    With a `clamp` c: g · σ(`slope` · g) · (u + 1), g at most c, u in [-c, c] (gpt-oss).
     """
     gate, up = jnp.split(inner, 2, axis=-1)
     if clamp is None:

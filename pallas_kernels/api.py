@@ -1,12 +1,10 @@
 """The public operations; each dispatches to one of its implementations.
 
 A layer's cache is two arrays [N, K, P, C]: N blocks, K KV heads, P tokens per block, C head size (V for values); in
-latent attention, values are prefixes of keys in one array. Scores, softmax and accumulation are float32.
-
-Caches of int8 or 8-bit floats have scales, float32 [N, K, P]. Caches of uint8 hold the bits of `float8` for XLA's CPU
-back end, which would convert a whole 8-bit float array per access.
-
-Further letters: R rows, V vocabulary in `sample`; T tokens, E experts of width F, n per token.
+latent attention, values are prefixes of keys in one array. Scores, softmax and sums are float32. Caches of int8 or
+8-bit floats have float32 scales [N, K, P]; those of uint8 hold the bits of `float8`, since XLA:CPU would convert a
+whole 8-bit float array per access. Other letters: R rows, V vocabulary in `sample`; T tokens, E experts of width F, n
+per token.
 """
 
 from __future__ import annotations
@@ -29,14 +27,13 @@ from pallas_kernels.linear.numbers import PACKED, Kind
 from pallas_kernels.sampling.xla import MOST_TOKENS
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
-SCALED = ("int8", *FLOAT8, "uint8")  # cache types with scales
+SCALED = ("int8", *FLOAT8, "uint8")  # with scales
 
 
-# `with linear_by(choice):` selects the implementation of the products traced inside, where it supports them; XLA does
-# the others. Part of JAX's trace cache key.
+# `with linear_by(choice):` selects the implementation of products traced inside that it supports. Part of JAX's trace
+# cache key.
 linear_by = jax.make_user_context(default_value=None)
 
-# Likewise for expert selection, and the experts' products.
 fused_topk_by, fused_experts_by = (jax.make_user_context(default_value=None) for _ in range(2))
 
 
@@ -49,7 +46,7 @@ class Norm(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Results of `write_kv`: rotated queries and updated caches."""
+    """Rotated queries and updated caches."""
 
     q: Float[Array, "T H C"]
     k_cache: Num[Array, "N K P C"]
@@ -72,11 +69,11 @@ def write_kv(
     float8: str | None = None,
     implementation: str | Choice | None = None,
 ) -> Written:
-    """Rotate queries and keys, and store keys and values at (blocks [T], offsets [T]), in place if donated.
+    """Rotate queries and keys, and store keys and values at (`blocks`, `offsets`), in place if donated.
 
-    `qkv` [T, A, C] holds each token's query heads, K key heads, and K value heads (none without `v_cache`). `turn` is
-    cosine and sine, float32, of F pairs' angles: coordinates i and F + i of the first 2 F, or 2 i and 2 i + 1 if
-    `is_interleaved`, which places first coordinates before second ones. Rotated in float32, rounded to the type of
+    `qkv` holds each token's query heads, K key heads, and K value heads (none without `v_cache`). `turn` is float32
+    cosine and sine of F pairs' angles: coordinates i and F + i of the first 2 F, or 2 i and 2 i + 1 if
+    `is_interleaved`, which moves first coordinates before second ones. Rotated in float32, rounded to the type of
     `qkv`, then to the cache's. With scales, vectors with NaN are stored as unspecified values.
 
     Tokens with a block >= N are not stored. Blocks and offsets must not be negative; positions must be unique, even
@@ -102,9 +99,9 @@ def copy_blocks(
     sources: Int[Array, " X"],
     targets: Int[Array, " X"],
 ) -> tuple[Num[Array, "N ..."], Num[Array, "N ..."] | None]:
-    """Copy blocks `sources` [X] of the caches to `targets` [X], in place if donated.
+    """Copy blocks `sources` of the caches to `targets`, in place if donated.
 
-    Copy scales with a separate call. Targets >= N are not written. Targets must be unique, and not another's source.
+    Scales need a separate call. Targets >= N are not written. Targets must be unique, and no other copy's source.
     """
     return kv_cache.copy_blocks(k_cache, v_cache, sources, targets)
 
@@ -128,16 +125,16 @@ def paged_decode(
     batch_invariant: bool = False,
     implementation: str | Choice | None = None,
 ) -> Float[Array, "B H V"]:
-    """Attend with one query per sequence, q [B, H, C]: [B, H, V] in q's type.
+    """Attend with one query per sequence.
 
-    Row b is at position `lengths[b] - 1` and attends up to it (the last `window`, including itself); position p is in
-    block `tables[b, p // P]` at offset p % P. Rows of length 0 return zeros. Table entries beyond the length, and their
-    contents, even NaN, are ignored.
+    Row b is at position `lengths[b] - 1` and attends up to it (the last `window`, itself included); position p is in
+    block `tables[b, p // P]` at offset `p % P`. Rows of length 0 return zeros. Table entries beyond the length, and
+    their contents, even NaN, are ignored.
 
-    `scale` multiplies scores, then `softcap` bounds them; `sinks` [H] are logits in the softmax without values
-    (gpt-oss). `bias` is added to the scores of each head, by the distance of the key before the query; the last is that
-    of farther ones (T5). Without `v_cache`, values are the first `value_size` coordinates of keys. `batch_invariant`: a
-    row's bits do not depend on other rows. Raises ValueError for an unknown or unsupported `implementation`.
+    `scale` multiplies scores, then `softcap` bounds them; `sinks` are logits in the softmax without values (gpt-oss).
+    `bias` is added to each head's scores, by the key's distance before the query; the last is for all farther ones
+    (T5). Without `v_cache`, values are the first `value_size` coordinates of keys. `batch_invariant`: a row's bits do
+    not depend on other rows. Raises `ValueError` for an unsupported `implementation`.
     """
     _check_heads(q, k_cache, v_cache, value_size)
     _check_scales(k_cache, v_cache, k_scales, v_scales, float8)
@@ -181,7 +178,7 @@ def paged_prefill(
     bias: Float[Array, "H L"] | None = None,
     implementation: str | Choice | None = None,
 ) -> Float[Array, "T H V"]:
-    """Causal attention of ragged queries, q [T, H, C], over cached keys: [T, H, V] in q's type.
+    """Attend causally with ragged queries over cached keys.
 
     Tile y is `tile_length[y]` (at most `tile`) consecutive queries of a sequence from `tile_start[y]`, the first at
     position `tile_position[y]`; their keys are already stored in blocks `tables[y]`. Tiles must not overlap; length 0
@@ -221,15 +218,14 @@ def sample(
 ) -> tuple[Int[Array, " R"], Bool[Array, " R"]]:
     """Sample a token per row of float32 `logits`; also return whether each row is free of inf and NaN.
 
-    At temperature 0, or without temperatures, the argmax, lowest id on ties. Otherwise the argmax of logit /
-    temperature plus Gumbel noise, which depends on the row's key (threefry2x32), its position and the token id.
+    At temperature 0 or without temperatures: the argmax, lowest id on ties. Otherwise the argmax of logit / temperature
+    plus Gumbel noise of the row's key (threefry2x32), its position and the token id.
 
     Filters, in order: `min_p` keeps tokens with at least that share of the largest probability (0: off); `top_k` the
-    largest (0 or >= V: off); `top_p` the largest of the rest with that share of their total (1: off). Ties with the
-    last token are kept.
+    largest (0 or >= V: off); `top_p` the largest of the rest with that share of their total (1: off), each with ties.
 
-    Banned tokens have -inf. With NaN or inf, any token may be returned. Implementations may differ where sums differ in
-    the last bits.
+    Banned tokens have -inf. With NaN or inf, any token may be returned. Implementations may differ in the last bits of
+    sums.
     """
     if logits.dtype != jnp.float32:
         raise ValueError(f"logits must be float32, not {logits.dtype}")
@@ -255,16 +251,16 @@ def linear(
     rounds: bool = False,
     implementation: str | Choice | None = None,
 ) -> Float[Array, "T O"]:
-    """Return `x` [T, D] times a weight of O rows and D columns: float32 [T, O].
+    """Return `x` times a weight of O rows and D columns, float32.
 
     `kind` is the weight's number type: "float" [O, D]; others are multiplied with `scales`, after subtraction of
-    `zeros` if given: "int8" and "float8" (e4m3) [O, D]; "int4" (-8 to 7, stored plus 8) and "float4" (e2m1) two per
-    byte, [O, D / 2], even column in the low half. Each of G groups of adjacent columns has a scale per row. Dequantized
+    `zeros` if given: "int8" and "float8" (e4m3) [O, D]; "int4" (-8 to 7, stored plus 8) and "float4" (e2m1) [O, D / 2],
+    two per byte, even column in the low half. Each of G groups of adjacent columns has a scale per row. Dequantized
     numbers may be rounded to the type of `x`.
 
     `rounds_rows` ("int8", one group, no zeros) rounds rows of `x` to 8 bits too: integer sums, exact up to 133,000
-    columns, times both scales. `rounds` ("float") rounds each sum once, to the type of `x`. `implementation` None is
-    that of `linear_by` if supported, else XLA.
+    columns, times both scales. `rounds` ("float") rounds each sum once, to the type of `x`. `implementation` None:
+    `linear_by` if it supports this, else XLA.
     """
     columns = weight.shape[1] * (2 if kind in PACKED else 1)
     if x.shape[1] != columns:
@@ -295,7 +291,7 @@ def fused_linear(
     activation: Activation | None = None,
     implementation: str | Choice | None = None,
 ) -> Float[Array, "T O"]:
-    """Multiply `x` [T, D], normalized if `norm` is given, with a float weight: [T, O] in the type of `x`.
+    """Multiply `x`, normalized if `norm` is given, with a float weight; return the type of `x`.
 
     Then add `bias`. With an `activation` the weight stacks two matrices of O rows: activation(first product) times
     second product. `residual` is added last. Sums are float32; other roundings may differ.
@@ -331,10 +327,10 @@ def fused_topk(
     scale: float = 1.0,
     implementation: str | Choice | None = None,
 ) -> tuple[Int[Array, "T n"], Float[Array, "T n"]]:
-    """Return the `per_token` best-scored experts of each token and their weights, both [T, n].
+    """Return the `per_token` best-scored experts of each token, and their weights.
 
-    Weights are softmax or sigmoid of `scores` [T, E], float32, normalized over the chosen if `is_normalised`, times
-    `scale`. `bias` [E], float32, affects the choice only. Ties: lowest first; NaN is largest.
+    Weights are float32 softmax or sigmoid of `scores`, normalized over the chosen if `is_normalised`, times `scale`.
+    `bias`, float32, affects the choice only. Ties: lowest first; NaN is largest.
     """
     if not 1 <= per_token <= scores.shape[1]:
         raise ValueError(f"{per_token} of {scores.shape[1]} experts cannot be chosen")
@@ -357,12 +353,12 @@ def fused_experts(
     num_experts: int | None = None,
     implementation: str | Choice | None = None,
 ) -> Float[Array, "T D"]:
-    """Return the weighted sum of each token's experts for `x` [T, D]: float32.
+    """Return the weighted sum of each token's experts for `x`, float32.
 
-    `chosen` [T, n] are indices below E, `gates` [T, n] weights. With `num_experts`, those of all devices, `chosen` may
-    also be E: an expert of another device, which adds zero. `up` has 2 F rows: activation(first F products) times the
-    others; `down` has D. With a `clamp` c: g · σ(`clamp_slope` · g) · (u + 1), g at most c, u in [-c, c] (gpt-oss).
-    Intermediates, and possibly weighted results, are rounded to the type of `x`.
+    `chosen` are indices below E, `gates` weights. With `num_experts`, those of all devices, `chosen` may also be E: an
+    expert of another device, which adds zero. `up` has 2 F rows: activation(first F products) times the others; `down`
+    has D. `clamp` and `clamp_slope` give gpt-oss's gate (`activations.gated`). Intermediates, and possibly weighted
+    results, are rounded to the type of `x`.
     """
     if up.shape[0] != down.shape[0] or up.shape[1] != 2 * down.shape[2]:
         raise ValueError(f"experts {up.shape} and {down.shape} do not fit: 2 F rows of D, and D rows of F")
@@ -376,10 +372,7 @@ def fused_experts(
 
 
 def _product_by(site: Site) -> str | Choice:
-    """Return the choice in `linear_by` if it supports a product at `site`, else "xla".
-
-    The choice's capability, not this machine's devices, determines the platform.
-    """
+    """Return the choice of `linear_by` if it supports `site`, else "xla"."""
     chosen: Choice | None = linear_by.value
     if chosen is None:
         return "xla"
@@ -400,7 +393,7 @@ def _dispatch(
         if isinstance(chosen, str):
             chosen = choice.resolve(operation, _here(site), chosen)
         return _run(operation, chosen, static, arrays)
-    # The program may not run on the default backend; lowering keeps one branch.
+    # The program may run on another backend; lowering keeps one branch.
     return lax.platform_dependent(
         *arrays,
         cpu=lambda *operands: _run(operation, choice.resolve(operation, _on(site, "cpu")), static, operands),

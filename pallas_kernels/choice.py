@@ -1,4 +1,4 @@
-"""Choose the implementation of each operation, once per engine: which can run here, and which is preferred."""
+"""Choose the implementation of each operation, once per engine."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# Implementations' modules, reference first: a function named as the operation, and, unless all is supported,
-# `refusal(operation, site)`.
+# Modules, reference first: a function named as the operation, and, unless all is supported, `refusal`.
 MODULES: dict[str, dict[str, str]] = {
     "write_kv": {"xla": "kv_cache.xla", "pallas": "kv_cache.pallas", "triton": "kv_cache.triton_kernels"},
     "paged_decode": {
@@ -35,50 +34,50 @@ MODULES: dict[str, dict[str, str]] = {
     "fused_topk": {"xla": "experts.xla", "triton": "experts.triton_kernels"},
     "fused_experts": {"xla": "experts.xla", "triton": "experts.triton_kernels"},
 }
-COMPILED = ("triton", "flashinfer")  # take the capability: compiled when traced
-OLDEST_TRITON = (3, 6)  # older ones do not accept JAX's buffers
-# By platform, best first; the reference is the fallback.
+COMPILED = ("triton", "flashinfer")  # compiled when traced, for a capability
+OLDEST_TRITON = (3, 6)  # older ones reject JAX's buffers
+# Best first; the reference is the fallback.
 PREFERRED: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": {"linear": ("native",), "paged_decode": ("native", "xla_lanes"), "paged_prefill": ("native",)},
     "gpu": {operation: ("triton",) for operation in MODULES},
 }
-# Operations whose implementation depends on the number of tokens, with the ranges' upper bounds; above, the reference.
+# Operations chosen by number of tokens, with the ranges' upper bounds.
 SIZES: dict[str, tuple[int, ...]] = {"fused_linear": (2, 16, 32, 64)}
-# Faster implementations by `deciding` facts, measured by `python -m tests.gpu_check`.
+# Faster implementations by `deciding` facts, from `python -m tests.gpu_check`.
 FASTEST = Path(__file__).with_name("fastest.json")
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The platform and arguments of an operation; sizes are of one shard."""
+    """Platform and arguments of an operation, per shard."""
 
     platform: str  # JAX's name: "cpu", "gpu"
-    capability: int | None = None  # of an NVIDIA GPU: 90 for 9.0
-    dtype: str = "float32"  # of queries, keys and values before storage
+    capability: int | None = None  # 90 for NVIDIA's 9.0
+    dtype: str = "float32"  # before storage
     cache_dtype: str = "float32"
     heads: int = 1
     kv_heads: int = 1
     head_size: int = 64
-    value_size: int | None = None  # if values are prefixes of keys
+    value_size: int | None = None  # for prefixes of keys
     block_tokens: int = 16
     has_softcap: bool = False
     has_bias: bool = False  # of scores, by distance
     shards: int = 1  # of the vocabulary
     kind: str = "float"  # of weights
-    rounds_rows: bool = False  # rows are rounded too
-    is_deterministic: bool = False  # a token's bits must not depend on others
-    tokens: int = 0  # in the program, for operations in SIZES
+    rounds_rows: bool = False
+    is_deterministic: bool = False  # no token affects another's bits
+    tokens: int = 0  # of the program
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A chosen implementation, and the properties of its site that it needs."""
+    """A chosen implementation and its requirements."""
 
     name: str
     capability: int | None = None
     reason: str = ""  # why a preferred one is not used
     is_deterministic: bool = False
-    sizes: tuple[tuple[int, str], ...] = ()  # for operations in SIZES: most tokens, implementation
+    sizes: tuple[tuple[int, str], ...] = ()  # most tokens, implementation
 
     def of(self, tokens: int) -> Choice:
         if not self.sizes:
@@ -99,7 +98,6 @@ def capability_of(device: Any) -> int | None:
 
 
 def implementations(operation: str) -> tuple[str, ...]:
-    """Return the names of an operation's implementations, the reference first."""
     if operation not in MODULES:
         raise ValueError(f"{operation!r} is not one of {', '.join(MODULES)}")
     return tuple(MODULES[operation])
@@ -152,7 +150,7 @@ def _preferred(operation: str, site: Site) -> tuple[str, ...]:
 
 
 def resolve(operation: str, site: Site, name: str | None = None) -> Choice:
-    """Return the named implementation, else the best; raise ValueError if the named one is unsupported."""
+    """Return the named implementation, else the best; raise `ValueError` if the named one is unsupported."""
     if operation not in SIZES:
         return _resolve(operation, site, name)
     each = [(most, _resolve(operation, replace(site, tokens=most), name)) for most in SIZES[operation]]

@@ -1,6 +1,6 @@
 """Time operations on a device, with inputs larger than its caches.
 
-A program repeats the operation, each iteration dependent on the previous; dispatch time is subtracted.
+Each iteration of a program depends on the previous; subtracts dispatch time.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from pallas_kernels import api
 from pallas_kernels.api import SCALED
 from pallas_kernels.choice import Choice
 
-BLOCK, TILE = 16, 32  # tokens per block, queries per tile
-POOL_BYTES = 256 << 20  # several times an H200's cache
+BLOCK, TILE = 16, 32  # tokens, queries
+POOL_BYTES = 256 << 20  # several H200 caches
 ROUNDS = 5
-_NEVER = 12345.0  # not in results, and unknown to XLA
+_NEVER = 12345.0  # not in results; unknown to XLA
 
-# (iteration, arrays) -> (result, arrays of the next iteration)
+# (iteration, arrays) -> (result, next arrays)
 Step = Callable[[Array, Any], tuple[Array, Any]]
 
 
 class Case(NamedTuple):
     """An operation with its arguments and minimal work."""
 
-    step: Callable[[str | Choice | None], Step]  # by implementation
+    step: Callable[[str | Choice | None], Step]
     arrays: Any
     num_bytes: int
     flops: int
 
 
 def seconds(step: Step, arrays: Any, turns: int, rounds: int = ROUNDS) -> float:
-    """Return the median seconds of one iteration; donates `arrays`."""
+    """Return the median seconds per iteration; donates `arrays`."""
 
     def turn(number: Array, carry: tuple[Array, Any]) -> tuple[Array, Any]:
         late, arrays = carry
         result, arrays = step(number + late, arrays)
         return (result.ravel()[0] == _NEVER).astype(jnp.int32), arrays
 
-    # Without unrolling, XLA's CUDA graphs exclude the loop and its few kernels, which the host would then launch.
+    # XLA's CUDA graphs exclude loops: the host would launch their few kernels.
     unroll = 1 if jax.default_backend() == "cpu" else 8
 
     def repeat(arrays: Any) -> tuple[Array, Any]:
@@ -144,13 +144,13 @@ def prefill(
             q, k, v, tables, start, count, position, k_scales, v_scales = arrays
             options = {"tile": TILE, "scale": size**-0.5, "k_scales": k_scales, "v_scales": v_scales}
             options["value_size"] = value_size
-            start = start + turn // (1 << 20)  # dependence on the previous iteration
+            start = start + turn // (1 << 20)  # depends on the previous iteration
             out = api.paged_prefill(q, k, v, tables, start, count, position, **options, implementation=implementation)
             return out, arrays
 
         return attend
 
-    scored = length * (length + 1) // 2  # query-key pairs per prompt and head
+    scored = length * (length + 1) // 2
     both = size + (value_size or size)
     num_bytes = sum(array.nbytes for array in (k, v, k_scales, v_scales) if array is not None) + q.nbytes * both // size
     flops = 2 * rows * scored * num_heads * both
@@ -160,9 +160,7 @@ def prefill(
 def products(
     width: int, qkv: int, ffn_width: int, tokens: int, dtype: str = "bfloat16", pool_bytes: int = POOL_BYTES
 ) -> Case:
-    """Return `fused_linear` products of enough layers to exceed caches; attention is replaced by the first columns of
-    the qkv product.
-    """
+    """Return `fused_linear` products of enough layers to exceed caches, with the first qkv columns as attention."""
     sizes = ((qkv, width), (width, width), (2 * ffn_width, width), (width, ffn_width))
     layer_bytes = sum(rows * columns for rows, columns in sizes) * jnp.dtype(dtype).itemsize
     layers = [
@@ -176,7 +174,7 @@ def products(
             x, gain, layers = arrays
             norm = api.Norm(gain, 1e-5)
             multiply = partial(api.fused_linear, implementation=implementation)
-            out = x + (turn // (1 << 20)).astype(x.dtype)  # dependence on the previous iteration
+            out = x + (turn // (1 << 20)).astype(x.dtype)  # depends on `turn`
             for qkv, own, up, down in layers:
                 heads = multiply(out, qkv, norm=norm)
                 out = multiply(heads[:, :width], own, residual=out)

@@ -25,7 +25,7 @@ class OwnFolder:
             self._lock = _locked(path)
             if self._lock is not None and os.path.isdir(path):
                 break
-            # Another process deleted it concurrently, or the file system has no locks.
+            # Deleted by another process, or no locks here.
             self._unlock()
             with suppress(OSError):
                 os.rmdir(path)

@@ -12,15 +12,12 @@ from jax.experimental.pallas import triton as pallas_triton
 
 from pallas_kernels.choice import Site
 
-# Their type selects the back end; the default differs between JAX releases (0.10 to 0.12).
+# Their type selects the back end; JAX's default varies (0.10 to 0.12).
 _COMPILED = pallas_triton.CompilerParams(num_warps=4, num_stages=2)
 
 
 def refusal(site: Site, sizes: Mapping[str, int]) -> str | None:
-    """Return why Pallas cannot run a kernel with these array sizes here, or None.
-
-    The GPU back end is deprecated since JAX 0.11.
-    """
+    """Return why Pallas cannot run a kernel with these array sizes here, or None."""
     if site.cache_dtype == "uint8":
         return "a cache of bytes is for XLA alone"
     if site.platform == "cpu":
@@ -46,8 +43,8 @@ def call(
 ) -> tuple[Array, ...]:
     """Run a kernel over `grid`; return its `outputs`.
 
-    It receives references to `arrays`, then to outputs without aliases. `aliases` maps indices of `arrays` to outputs:
-    written in place if donated or unused later.
+    Its parameters are `arrays`, then outputs without aliases. `aliases` maps indices of `arrays` to outputs: written in
+    place if donated or unused later.
     """
     aliases = dict(aliases or {})
     places = [place for place, array in enumerate(arrays) if array is not None]
@@ -69,5 +66,5 @@ def call(
         input_output_aliases={places.index(place): output for place, output in aliases.items()},
         compiler_params=_COMPILED,
     )
-    # The program may not run on the default backend; lowering keeps one branch.
+    # The program may run on another backend; lowering keeps one branch.
     return lax.platform_dependent(*given, cpu=build(interpret=True), default=build(interpret=False))

@@ -1,9 +1,8 @@
 """Call Triton kernels from traced JAX code, in CUDA graphs.
 
-jax-triton supports CUDA graphs since 0.4 (Python 3.12, Triton 3.7); with older versions the call is made here by
-`jax.ffi` and `jaxlib.gpu_triton`, with the same PTX and program (tests/gpu/test_jax_triton.py). Kernels are compiled
-when traced, for a named capability: no GPU is required. With TRITON_INTERPRET=1 they run on the host, for tests:
-float32 and float16 only.
+jax-triton supports CUDA graphs since 0.4 (Python 3.12, Triton 3.7); with older versions this calls `jax.ffi` and
+`jaxlib.gpu_triton` with the same PTX and program. Kernels are compiled when traced, for a named capability. With
+TRITON_INTERPRET=1 they run on the host: float32 and float16 only.
 """
 
 # pyright: reportMissingImports=false
@@ -28,13 +27,12 @@ from triton.compiler import ASTSource
 from pallas_kernels.choice import Site
 from pallas_kernels.tuning import Tuning
 
-# CUDA 13.0's assembler refuses newer PTX versions. Fusion is explicit because Triton's default changes in 3.10.
+# CUDA 13.0's assembler refuses newer PTX. Fusion is explicit: Triton's default changes in 3.10.
 _OPTIONS = {"ptx_version": 87, "enable_fp_fusion": True}
-# XLA hashes the PTX at each inspection of a call; line info would be more than half of it. Set globally, since
-# jax-triton compiles during lowering.
+# XLA hashes a call's PTX often; line info would be over half of it. Global: jax-triton compiles during lowering.
 if "TRITON_DISABLE_LINE_INFO" not in os.environ:
     knobs.compilation.disable_line_info = True
-_ALIGNED = 16  # bytes: alignment of XLA's buffers, required for 16-byte loads
+_ALIGNED = 16  # bytes, for 16-byte loads
 _TYPES = {
     "bool": "i1",
     "int8": "i8",
@@ -137,7 +135,7 @@ def find_jax_triton() -> Any:
     environment = dict(os.environ)
     import jax_triton
 
-    os.environ.update(environment)  # the import removes TRITON_CACHE_DIR
+    os.environ.update(environment)  # removed by the import
     return jax_triton
 
 
@@ -151,7 +149,7 @@ def compile_kernel(
 ) -> Any:
     """Compile for a GPU, not necessarily present.
 
-    `signature` has the Triton types of array parameters; all others are `constants`.
+    `signature` has arrays' Triton types; other parameters are `constants`.
     """
     types = dict(signature)
     pointers = [place for place, name in enumerate(kernel.arg_names) if name in types]
@@ -200,14 +198,14 @@ def _interpreted(
 
 
 def _unwritten(like: jax.ShapeDtypeStruct) -> np.ndarray:
-    """Return an array of NaN or the smallest integer, which kernels should overwrite."""
+    """Return NaN or the smallest integers, to detect unwritten elements."""
     if jax.numpy.issubdtype(like.dtype, np.floating):
         return np.full(like.shape, np.nan, like.dtype)
     return np.full(like.shape, np.iinfo(like.dtype).min, like.dtype)
 
 
 class _Tensor:
-    """The torch tensor interface of Triton's interpreter, on a NumPy array modified in place."""
+    """The torch tensor interface of Triton's interpreter, on a NumPy array."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = np.ascontiguousarray(array)

@@ -22,7 +22,7 @@ from pallas_kernels import measuring, tuning
 from pallas_kernels.choice import Choice, capability_of
 
 HEADS = {64: (14, 2, 64), 128: (32, 8, 128), 256: (16, 8, 256)}  # Qwen2.5-0.5B, Llama 3 8B, Gemma 2 9B
-DTYPES = {32: ("float32", "float32"), 16: ("bfloat16", "bfloat16"), 8: ("bfloat16", "int8")}  # of queries, of the cache
+DTYPES = {32: ("float32", "float32"), 16: ("bfloat16", "bfloat16"), 8: ("bfloat16", "int8")}  # queries, cache
 DECODE, PREFILL = (16, 8192), (1, 8192)  # rows and tokens
 CHOICES: dict[str, dict[str, tuple[int, ...]]] = {
     "paged_decode": {"keys": (16, 32, 64, 128), "warps": (4, 8), "stages": (2, 3, 5)},
@@ -34,9 +34,9 @@ Row = dict[str, Any]
 
 
 def candidates(row: Row) -> list[dict[str, int]]:
-    """Return the settings to try for a row: the current ones first, then those within a factor of two.
+    """Return the settings to try: the row's, then those within a factor of two.
 
-    Those that exceed a GPU fail to compile and are skipped.
+    Those that exceed a GPU fail to compile.
     """
     choices = CHOICES[row["operation"]]
     near = {
@@ -59,7 +59,7 @@ def tune(row: Row, capability: int, progress: Any = print) -> Row:
             case = make(heads, rows, tokens, queries, cached)
             try:
                 taken = measuring.seconds(case.step(Choice("triton", capability)), case.arrays, TURNS)
-            except Exception as error:  # insufficient shared memory or registers
+            except Exception as error:  # exceeds shared memory or registers
                 progress(f"  {candidate}: {type(error).__name__}: {str(error).strip().splitlines()[0]:.90}")
                 continue
         progress(f"  {candidate}: {1e6 * taken:.1f} us")

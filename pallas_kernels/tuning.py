@@ -1,7 +1,7 @@
 """Tuning parameters of the Triton kernels by device and shape, from tuning.json.
 
-Unmeasured rows are marked; they compile without register spills, on Hopper with wgmma for prompts, at the shapes of
-tests/gpu/resources.py.
+Unmeasured rows are marked; they do not spill registers at the shapes of tests/gpu/resources.py, and use wgmma for
+prompts on Hopper.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 PATH = Path(__file__).with_name("tuning.json")
-PROCESSORS = {80: 108, 90: 132, 100: 148}  # multiprocessors of A100, H100 and H200, B200
+PROCESSORS = {80: 108, 90: 132, 100: 148}  # multiprocessors: A100, H100 and H200, B200
 
 
 class Tuning(NamedTuple):
@@ -24,12 +24,12 @@ class Tuning(NamedTuple):
 
 
 class Decode(NamedTuple):
-    """`paged_decode`: keys per iteration, and division of rows among programs."""
+    """`paged_decode`: keys per iteration, and division of rows."""
 
     keys: int
-    programs: int  # concurrent programs per KV head, or per block of latent heads
-    splits: int  # maximum per row, in `by_own_length`; a power of two
-    least_keys: int  # minimal keys per program
+    programs: int  # concurrent, per KV head or block of latent heads
+    splits: int  # most per row, in `by_own_length`; a power of two
+    least_keys: int  # per program
     tuning: Tuning
 
 
@@ -55,7 +55,7 @@ class Latent(NamedTuple):
 
     rows: int
     keys: int
-    keys_first: bool  # keys are the rows of the score product
+    keys_first: bool  # keys are rows of the scores
     programs: int  # per multiprocessor
     tuning: Tuning
 
@@ -66,7 +66,7 @@ class Linear(NamedTuple):
     tokens: int
     rows: int
     columns: int
-    splits: int  # maximal programs that share columns
+    splits: int  # most programs that share columns
     tuning: Tuning
 
 
@@ -74,40 +74,40 @@ class Experts(NamedTuple):
     """`fused_experts`: assignments per tile, weight rows per program, columns per iteration."""
 
     assignments: int
-    has_halves: bool  # half-full tiles are multiplied as half tiles
-    rows: int  # of the second product; the first has half for gates, half for ups
+    has_halves: bool  # half-full tiles are half tiles
+    rows: int  # of the second product; the first has half for gates
     columns: int
     tuning: Tuning
 
 
-# Combining pieces: values of a piece, numbers loaded at once, maximal programs. With many rows most programs only exit:
-# 8,192 took 6.2 us (256 rows of Llama 3 8B on an H100).
+# Combining pieces: values of a piece, numbers loaded at once, most programs; 8,192, which mostly exit, took 6.2 us (256
+# rows of Llama 3 8B on an H100).
 JOINED_VALUES, JOINED_NUMBERS, JOINED_PROGRAMS = 128, 4096, 1024
 LEAST_KEYS, MOST_SPLITS = 16, 32
 RESIDENT = 4  # programs of `paged_decode` per multiprocessor: 128 threads of at most 128 of 65,536 registers
 # Rows times KV heads up to which `paged_decode` halves keys per iteration and programs: a row of 1k of Llama 3 8B took
 # 4.9 us on an H100, not 6.1.
 FEW_HEADS = 16
-# Latent attention. A float32 piece is written and read: per row as many bytes as about four keys.
+# Latent attention. A piece costs, per row, the bytes of about four keys.
 LEAST_LATENTS, LATENTS_OF_A_ROW = 128, 4
-# `linear`, not measured; by bits of a number, 32 for float32 tokens: tokens, rows, columns, warps, stages. Three
-# programs of the first kind have 48 KB in flight on an H200's multiprocessor; Little's law requires 33.
+# `linear`, not measured; by bits of a number, 32 for float32 tokens: tokens, rows, columns, warps, stages.
 LINEAR = {
     8: ((16, 64, 64, 4, 4), (32, 64, 64, 4, 4), (64, 64, 64, 4, 4), (128, 128, 64, 8, 3)),
     4: ((16, 64, 128, 4, 4), (32, 64, 128, 4, 4), (64, 64, 128, 4, 4), (128, 128, 64, 8, 3)),
     32: ((16, 64, 32, 4, 2), (32, 64, 32, 4, 2)),
 }
-LEAST_STEPS, MOST_LINEAR_SPLITS = 4, 8  # minimal iterations per program
+LEAST_STEPS, MOST_LINEAR_SPLITS = 4, 8  # least iterations per program
 # `fused_linear`: plain products, with a norm, and gated: tokens, rows of a matrix, columns, warps, stages. Each program
-# reads all tokens, tokens / rows of the weight bytes, so more tokens get more rows. Fewer programs get more loads in
-# flight: for an 8B model at least 33 KB per multiprocessor of an H200 (tests/gpu/test_interpreted_fused.py).
+# reads all tokens, so more tokens get more rows. Fewer programs get more loads in flight: for an 8B model at least 33
+# KB per multiprocessor of an H200 (tests/gpu/test_interpreted_fused.py).
 # Hopper: H100, 2026-11-27, Llama-3.1-8B's shapes in CUDA graphs, 991 variants; us for 2, 16, 32 and 64 tokens: qkv
 # 21.4, not measured, 21.9, 29.8; o 13.8, 14.5, 15.3, 16.2; gate and up 83.6, 85.5, 85.6, 87.8; down 42.6, 43.4, 44.4,
-# 47.6. Gains multiply tokens in shared memory, which wgmma reads once per program, other instructions once per warp:
-# few tokens get one warp, or many rows for four. Splitting columns among programs was slower (o 15.1, down 43.6, with a
-# second kernel), among warps 1 % faster at most. Norms of more than NORMED_INSIDE tokens are a separate kernel: on an
-# H200, 2026-11-27, it included, qkv of 64 tokens took 28.9 us, not 36.9, and gate and up 77.1, not 83.0; gate and up of
-# 32 tokens 78.8, not 85.6; of 16 tokens qkv 33.9, not 25.3, and gate and up 98.9, not 72.5.
+# 47.6. wgmma reads tokens times gains from shared memory once per program, other instructions once per warp: few tokens
+# get one warp, or many rows for four. Splitting columns among programs was slower (o 15.1, down 43.6), among warps 1 %
+# faster at most.
+# More than NORMED_INSIDE tokens have a separate norm kernel. With and without it, H200, 2026-11-27: 64 tokens: qkv 28.9
+# us, 36.9; gate and up 77.1, 83.0; 32 tokens: gate and up 78.8, 85.6; 16 tokens: qkv 33.9, 25.3; gate and up 98.9,
+# 72.5.
 NORMED_INSIDE = 16
 _FEW = (8, 32, 256, 4, 5), (16, 32, 256, 4, 5), (32, 64, 128, 8, 6), (64, 64, 128, 8, 6)
 _FEW_GATED = (8, 16, 256, 4, 5), (16, 16, 256, 4, 5), (32, 64, 64, 4, 4), (64, 64, 64, 8, 4)
@@ -122,8 +122,8 @@ FUSED: dict[int, dict[str, Sequence[tuple[int, int, int, int, int]]]] = {
 }
 # `fused_experts`, not measured; by assignments of a tile, 0 for float32: rows, columns, warps, stages. Close to vLLM's
 # measurements on an H200 for 128 experts of 768 (fused_moe/configs: 16 x 128 x 128 up to 128 tokens, 128 x 256 x 64
-# from 1,024). vLLM's tiles have twice an expert's average, to read weights once; ours about the average, with halves:
-# for 256 to 8,192 random tokens at most 1.3 times the useful sums, not 2.0.
+# from 1,024). vLLM's tiles have twice an expert's average; ours about the average, with halves: for 256 to 8,192 random
+# tokens at most 1.3 times the useful sums, not 2.0.
 EXPERTS = {
     16: (128, 128, 4, 3),
     32: (128, 128, 4, 3),
@@ -132,11 +132,10 @@ EXPERTS = {
     0: (64, 32, 4, 2),
 }
 CHOOSE = Tuning(1, 1)
-PLANNED = 4096  # assignments per iteration of `plan`, 8 per thread
+PLANNED = 4096  # per iteration of `plan`, 8 per thread
 # `sample`, not measured: columns per program.
 SURVEY, SURVEYED, FINISH = Tuning(4, 1), 2048, Tuning(1, 1)
-# Rows with filters: columns per group, bins per row, tokens with noise per iteration, listed tokens compared with 16
-# bounds at once.
+# With filters: columns per group, bins per row, tokens with noise per iteration, listed tokens compared with 16 bounds.
 GROUPED, BINS, DRAWN, SEARCHED = 256, 1024, 512, 512
 FRAME, SETTLE = Tuning(4, 1), Tuning(8, 1)
 
@@ -185,14 +184,14 @@ def of_prefill(capability: int | None, rows: int, head_size: int, dtype: str, ca
 
 
 def of_latent(capability: int | None, rows: int, dtype: str, cache_dtype: str) -> Latent:
-    """Return the settings of latent prefill; not measured, but without register spills.
+    """Return unmeasured settings of latent prefill, without register spills.
 
-    wgmma requires 64 rows. Earlier instructions prefer keys as rows, which Triton 3.6 reads from one place in shared
-    memory for both products.
+    wgmma requires 64 rows. Earlier instructions prefer keys as rows: Triton 3.6 has one copy in shared memory for both
+    products.
     """
     size = max(16, 1 << (rows - 1).bit_length())
     if dtype == "float32":
-        return Latent(16, 16, False, 2, Tuning(4, 2))  # keys as rows spill 3 KB in Triton 3.9, nothing in 3.6
+        return Latent(16, 16, False, 2, Tuning(4, 2))  # keys as rows spill 3 KB in Triton 3.9
     if cache_dtype not in ("bfloat16", "float16"):
         return Latent(min(size, 32), 16, True, 1, Tuning(8, 3))
     own = generation(capability)
@@ -209,7 +208,6 @@ def of_latent_decode(capability: int | None, rows: int, heads: int, context: int
 
 
 def of_linear(capability: int | None, tokens: int, rows: int, columns: int, kind: str, dtype: str) -> Linear:
-    """Return the settings of `linear`; not measured, see LINEAR."""
     own = LINEAR[32 if dtype == "float32" else 4 if kind in ("int4", "float4") else 8]
     most, size, width, warps, stages = next((one for one in own if tokens <= one[0]), own[-1])
     programs = -(-tokens // most) * -(-rows // size)
@@ -224,7 +222,7 @@ def of_linear(capability: int | None, tokens: int, rows: int, columns: int, kind
 def of_fused_linear(
     capability: int | None, tokens: int, rows: int, columns: int, is_gated: bool, is_normed: bool
 ) -> Linear:
-    """Return the settings of `fused_linear`; small matrices get fewer rows per program, for more programs."""
+    """Return the settings of `fused_linear`; small matrices get fewer rows, for more programs."""
     table = FUSED[generation(capability)]["gated" if is_gated else "normed" if is_normed else "plain"]
     most, size, width, warps, stages = next((one for one in table if tokens <= one[0]), table[-1])
     while size > 16 and -(-rows // size) < PROCESSORS[generation(capability)] // 3:
@@ -236,11 +234,11 @@ def of_fused_linear(
 def of_experts(
     capability: int | None, assignments: int, experts: int, dtype: str, is_deterministic: bool = False
 ) -> Experts:
-    """Return the settings of `fused_experts`; tiles are powers of two, at most 5/4 of an expert's average."""
+    """Return the settings of `fused_experts`: tiles of at most 5/4 of an expert's average."""
     average = assignments // experts
     size = min(max(1 << max((average * 5 // 4).bit_length() - 1, 0), 16), 128)
     rows, columns, warps, stages = EXPERTS[0 if dtype == "float32" else size]
-    if generation(capability) == 80:  # sums of 256 rows exhaust its registers
+    if generation(capability) == 80:  # 256 rows exhaust its registers
         rows = min(rows, 128)
     return Experts(size, average >= 16 and not is_deterministic, rows, columns, Tuning(warps, stages))
 
@@ -266,7 +264,6 @@ def write(block: int) -> Tuning:
 
 
 def _find(operation: str, capability: int | None, head_size: int, dtype: str, cache_dtype: str) -> dict[str, Any]:
-    # Products have the queries' type.
     bits = 32 if dtype == "float32" else 16 if cache_dtype in ("bfloat16", "float16") else 8
     wanted = operation, generation(capability), bits
     fitting = [

@@ -1,1 +1,1 @@
-"""The benchmarks that `jaxllm bench` runs: of servers, engines, the scheduler, kernels and starts."""
+"""The benchmarks of `jaxllm bench`: servers, engines, scheduler, kernels and starts."""

@@ -1,7 +1,4 @@
-"""Draw the times at which a benchmark sends its requests.
-
-As in vLLM (vllm/benchmarks/serve.py, `get_request`), so that equal rates mean equal loads.
-"""
+"""Draw request times of a benchmark, as vLLM's `get_request` (vllm/benchmarks/serve.py)."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ def arrival_times(num_requests: int, rate: float, burstiness: float = 1.0, seed:
     """Draw ascending arrival times, float64 `[num_requests]`, at `rate` per second.
 
     Gaps are Gamma distributed with shape `burstiness` and mean 1 / rate (1: a Poisson process, infinity: even), scaled
-    so that the last time is num_requests / rate. With an infinite rate, all are 0.
+    to end at num_requests / rate. With an infinite rate, all are 0.
     """
     _check(rate, burstiness)
     times = np.cumsum(_gaps(np.full(num_requests, rate), burstiness, seed))
@@ -33,8 +30,7 @@ def ramped_times(
 ) -> np.ndarray:
     """Draw arrival times, float64 `[num_requests]`, as the rate changes from `start_rate` to `end_rate`.
 
-    Request i of n has the rate start + (end - start) · i/n ("linear") or start · (end / start)^(i/n) ("exponential").
-    Times are not scaled.
+    Rates interpolate by request, linearly or exponentially; times are not scaled.
     """
     _check(end_rate, burstiness)
     least = 0.0 if strategy == "linear" else math.ulp(0.0)
@@ -47,7 +43,7 @@ def ramped_times(
     if strategy == "linear":
         rates = start_rate + (end_rate - start_rate) * progress
         if start_rate == 0.0 and num_requests:
-            # At rate 0 the first request would never arrive.
+            # At rate 0 it would never arrive.
             rates[0] = end_rate / num_requests
     else:
         rates = start_rate * (end_rate / start_rate) ** progress

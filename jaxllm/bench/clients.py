@@ -1,7 +1,4 @@
-"""The client processes of a load test: each sends its share of the jobs at times of one clock.
-
-The clock is `time.perf_counter`, which processes share.
-"""
+"""The client processes of a load test; their clock is `time.perf_counter`."""
 
 from __future__ import annotations
 
@@ -22,12 +19,12 @@ from jaxllm.bench.workload import Job
 from jaxllm.errors import EngineError, UserError
 from jaxllm.file_limit import raise_file_limit
 
-HEAD_START = 0.05  # seconds from the start message to the run's start
-LIMIT = 0.7  # of a core; above it, client delays may affect latencies
+HEAD_START = 0.05  # seconds, to the run's start
+LIMIT = 0.7  # of a core; above, clients may delay
 
 
 class BenchClient(Protocol):
-    """Sends jobs to a server; an async context manager."""
+    """A client of a server."""
 
     async def send(self, name: str, job: Job, outcome: Outcome) -> None:
         """Send a job; record its result or error in `outcome`."""
@@ -39,17 +36,17 @@ class BenchClient(Protocol):
 
 @dataclass(frozen=True)
 class Share:
-    """The work of one process. `jobs` are sorted by arrival, in seconds after the start."""
+    """The work of one process; `jobs` are sorted by arrival, in seconds."""
 
     target: Target
-    jobs: Sequence[tuple[int, Job, float]]  # with their index in the run
+    jobs: Sequence[tuple[int, Job, float]]  # with index in the run
     warmups: Sequence[tuple[int, Job]]
     max_concurrency: int | None
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A process is ready; `failures` are errors of warm-up requests."""
+    """A process is ready; `failures` are of warm-up requests."""
 
     failures: Sequence[str]
 
@@ -70,8 +67,8 @@ class Cost:
 class ClientProcess:
     """A process that sends a share of a benchmark's requests.
 
-    It sends `Ready`, waits for `start`, and sends an `Outcome` per job, then `Cost`. It ignores ^C (the parent calls
-    `stop`), and exits if the parent dies.
+    Sends `Ready`, waits for `start`, and sends an `Outcome` per job, then `Cost`. Ignores ^C, and exits if the parent
+    dies.
     """
 
     def __init__(self, share: Share) -> None:
@@ -82,7 +79,7 @@ class ClientProcess:
         own.close()
 
     def wait_ready(self) -> Ready:
-        """Wait until the process can send requests; return its `Ready`. Raises EngineError if it exits instead."""
+        """Wait until the process is ready. Raises `EngineError` if it exits instead."""
         try:
             return self.connection.recv()
         except EOFError:
@@ -120,7 +117,7 @@ def deal(
 
 
 def open_client(target: Target) -> BenchClient:
-    """Return a client of the target's protocol; raise UserError if a library that it needs is not installed."""
+    """Return a client of the target's protocol; raise `UserError` without its library."""
     try:
         if target.is_grpc:
             from jaxllm.bench.grpc_client import GrpcClient
@@ -144,7 +141,7 @@ def _run(connection: Connection, share: Share) -> None:
     raise_file_limit()
     try:
         asyncio.run(_send_all(connection, share))
-    except* (BrokenPipeError, EOFError):  # the parent died
+    except* (BrokenPipeError, EOFError):
         pass
 
 

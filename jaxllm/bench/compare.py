@@ -1,7 +1,7 @@
 """Compare two results: the ratio B / A of each common figure, with confidence intervals.
 
 Reads JSON of `jaxllm bench` and vLLM. One run per side, with details (`ttfts`, `itls`, `latencies`, `samples`):
-bootstrap over requests (Efron 1979). Several runs per side: Welch's interval of mean logarithms.
+bootstrap over requests (Efron 1979). Several runs: Welch's interval of mean logarithms.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from jaxllm.errors import UserError
 Direction = Literal["higher", "lower"]
 Result: TypeAlias = Mapping[str, Any]
 RESAMPLES = 1000
-AGREEMENT = 0.02  # tolerance between a reported figure and its recomputation from details
+AGREEMENT = 0.02  # between a reported figure and its recomputation
 _HIGHER = re.compile(r"throughput|goodput|per_s(econd)?$|bandwidth|^completed$|acceptance")
 _LOWER = re.compile(
     r"latency|ttft|tpot|itl|e2el|^percentiles\.|^elapsed_time$|^duration$|^failed$|_(us|ms|s|seconds|bytes)$"
 )
 _STATISTIC = re.compile(r"^(mean|median|std|p\d+(?:\.\d+)?)_(.+)$")
 _ONE_VALUE = "no interval: one value a side"
-# Keys that differ between runs; `environment` is compared separately.
+# Keys that differ between runs.
 _NOT_SETTINGS = re.compile(
     r"^(date|duration|elapsed_time|timestamp|environment|samples|timeline|max_concurrent_requests)(\.|$)"
-    r"|^client\.(?!processes$)"  # client costs of `bench serve`
+    r"|^client\.(?!processes$)"
 )
 
 
 class Samples(NamedTuple):
-    """Values of one kind, and the request (or iteration) of each."""
+    """Values of one kind, by request."""
 
-    values: np.ndarray  # [n], ascending
-    owners: np.ndarray  # [n], request indices
+    values: np.ndarray  # ascending
+    owners: np.ndarray  # request indices
     num_owners: int
 
 
@@ -48,7 +48,7 @@ class Comparison(NamedTuple):
     b: float
     better: Direction
     interval: tuple[float, float] | None  # of the ratio
-    reason: str  # why no interval is given, or ""
+    reason: str  # why no interval is given
 
     @property
     def ratio(self) -> float | None:
@@ -67,10 +67,7 @@ class Comparison(NamedTuple):
 def compare(
     a: Sequence[Result], b: Sequence[Result], confidence: float = 0.95, seed: int = 0, resamples: int = RESAMPLES
 ) -> list[Comparison]:
-    """Compare two groups of results; return the difference of each figure that all results contain, with its interval.
-
-    Raises UserError if they have no figure in common.
-    """
+    """Return the ratio of each figure that all results contain, with an interval; raise `UserError` without any."""
     if not 0 < confidence < 1:
         raise UserError(f"confidence must be between 0 and 1, got {confidence!r}.", "confidence")
     sides = [[_leaves(result) for result in side] for side in (a, b)]
@@ -87,7 +84,6 @@ def compare(
         for side in (a, b)
     ]
     random = np.random.default_rng(seed)
-    # All figures of a side use the same resampling.
     drawn = [_draw(kinds, resamples, random) for kinds in details]
     comparisons = []
     for name, better in directions.items():
@@ -211,7 +207,7 @@ def _replicas(
         return None
     statistic, samples = _statistic(found[0]), kinds[found[1]]
     if not np.isclose(statistic(samples.values, np.ones_like(samples.values)), reported, rtol=AGREEMENT):
-        return None  # the name has another meaning in this file
+        return None
     weights = drawn[samples.num_owners]
     return np.array([statistic(samples.values, row[samples.owners]) for row in weights])
 

@@ -1,4 +1,4 @@
-"""Make the prompts of a benchmark from random tokens or a file; the same seed gives the same prompts."""
+"""Make the prompts of a benchmark from random tokens or a file, reproducibly by seed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from jaxllm.bench.workload import DatasetOptions, Job
 from jaxllm.errors import UserError
 
 _ATTEMPTS = 10
-# vLLM's filter for ShareGPT (vllm/benchmarks/datasets.py, `is_valid_sequence`).
+# vLLM's `is_valid_sequence` (vllm/benchmarks/datasets.py).
 _SHAREGPT_LEAST, _SHAREGPT_MOST_PROMPT, _SHAREGPT_MOST = 4, 1024, 2048
 _SONNET_BEGIN = "Pick as many lines as you can from these poem lines:\n"
 
 
 class Coder(Protocol):
-    """The tokenizer for prompts: a model's `Tokenizer`, or a server's."""
+    """The tokenizer for prompts: a model's, or a server's."""
 
     @property
     def ids(self) -> Sequence[int]: ...
@@ -32,17 +32,12 @@ class Coder(Protocol):
 
 
 def make_jobs(options: DatasetOptions, tokenizer: Coder, as_text: bool) -> list[Job]:
-    """Make the jobs of a dataset, with prompts as text or as token ids.
-
-    Raises UserError if the file has another format or no usable prompt.
-    """
+    """Make the jobs of a dataset, with prompts as text or ids; raise `UserError` if the file is unusable."""
     writer = _Writer(tokenizer, np.random.default_rng(options.seed), as_text)
     return DATASETS[options.dataset_name](options, writer)
 
 
 class _Writer:
-    """Draws tokens, and builds jobs from tokens or text."""
-
     def __init__(self, tokenizer: Coder, rng: np.random.Generator, as_text: bool) -> None:
         self._tokenizer, self.rng, self._as_text = tokenizer, rng, as_text
         self._num_around = len(tokenizer.encode("")) if as_text else 0
@@ -70,10 +65,7 @@ class _Writer:
     def from_tokens(
         self, shared: Sequence[int], unshared: Sequence[int], max_tokens: int, arrival_s: float | None = None
     ) -> Job:
-        """Return a job with the prompt `shared` + `unshared`.
-
-        As text, tokens of `unshared` are added or removed until its length matches.
-        """
+        """Return a job with the prompt `shared` + `unshared`; as text, `unshared` is adjusted to its length."""
         ids = [*shared, *unshared]
         if not self._as_text:
             return Job(tuple(ids), len(ids), max_tokens, arrival_s)
@@ -177,7 +169,6 @@ def _sonnet(options: DatasetOptions, writer: _Writer) -> list[Job]:
 
 
 def poem() -> Iterator[str]:
-    """Yield 480 distinct lines."""
     for when in ("At dawn", "By noon", "At dusk", "All night"):
         for who in ("the ferry", "a heron", "my brother", "the miller", "a lantern", "the orchard"):
             for does in ("waits", "leans", "wakes", "turns"):
@@ -240,7 +231,6 @@ def _order(count: int, options: DatasetOptions, writer: _Writer) -> list[int]:
 
 
 def _filled(jobs: list[Job], options: DatasetOptions, writer: _Writer) -> list[Job]:
-    """Repeat random jobs up to `num_prompts`, as vLLM does, unless `no_oversample`."""
     if not jobs:
         raise UserError(f"{options.dataset_path}: it has no usable prompt.")
     if options.no_oversample:

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 _PATIENCE = 10.0  # seconds per response
 _PAUSE = 1.0  # seconds between attempts
-_EMBEDDED = "jaxllm-embedded"  # the server's name for the embedded model
+_EMBEDDED = "jaxllm-embedded"
 
 Result = TypeVar("Result")
 
 
 def fetch(url: str, headers: Mapping[str, str], is_insecure: bool, body: Mapping[str, Any] | None = None) -> str:
-    """Return the response to GET, or to POST with `body`; raise OSError (`urllib.error.URLError`) on failure."""
+    """Return the response to GET, or to POST with `body`; raise `OSError` on failure."""
     context = ssl._create_unverified_context() if is_insecure and url.startswith("https") else None
     sent = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, sent, {**headers, "Content-Type": "application/json"})
@@ -41,7 +41,7 @@ def fetch(url: str, headers: Mapping[str, str], is_insecure: bool, body: Mapping
 def find_model(target: Target) -> tuple[str, str]:
     """Return the first served model's name, and where its files may be.
 
-    Raises EngineError if the server does not report a model, UserError if it requires an API key.
+    Raises `EngineError` without a model, `UserError` without a required API key.
     """
     if target.is_grpc:
         from jaxllm.bench.grpc_client import first_model
@@ -101,9 +101,7 @@ def refuses(target: Target, field: str) -> bool:
 
 
 def find_tokenizer(asked: str | None, target: Target, root: str) -> tuple[Coder, str]:
-    """Return the requested tokenizer or the model's (embedded, local, hub id, or the server's /tokenize), and its
-    source.
-    """
+    """Return the requested tokenizer, or the model's (embedded, local, hub id, or the server's), and its source."""
     from jaxllm.embedded import MODEL_DIR
     from jaxllm.text.tokenizer import load_tokenizer
 

@@ -8,7 +8,7 @@ from jaxllm.metrics import Metrics
 
 
 class Drafts(NamedTuple):
-    """Cumulative counts of an engine: rows that verified drafts, drafted tokens, and accepted ones."""
+    """Cumulative counts; `rows` verified drafts."""
 
     rows: int = 0
     tokens: int = 0

@@ -1,4 +1,4 @@
-"""Describe the machine, packages, commit and command line for a result file, without secrets."""
+"""Describe machine, packages, commit and command line without secrets."""
 
 from __future__ import annotations
 
@@ -36,10 +36,7 @@ def describe(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def commit(folder: Path = Path(__file__).parent) -> str | None:
-    """Return the commit that `folder` is checked out from, with "-dirty" if modified.
-
-    None if installed or without git.
-    """
+    """Return the commit of the checkout `folder`, with "-dirty" if modified, or None."""
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude", "*"]
     try:
         is_tracked = subprocess.run([*command[:3], "ls-files", "--error-unmatch", "__init__.py"], capture_output=True)
@@ -63,7 +60,6 @@ def usable_cpus() -> int:
 
 
 def hide_secrets(argv: Sequence[str]) -> list[str]:
-    """Return a command line with the values of headers, keys and extra bodies replaced."""
     shown: list[str] = []
     is_secret = False
     for argument in argv:

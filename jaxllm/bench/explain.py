@@ -1,7 +1,7 @@
 """Attribute the time of traced steps to attention, matrix products, sampling, host work and waiting.
 
-Device time is divided evenly among concurrent operations; other time is the engine thread's. The profiler adds about
-half a microsecond per operation on a CPU, and disables CUDA graphs on a GPU.
+Concurrent operations share device time evenly; other time is the engine thread's. The profiler adds half a microsecond
+per operation on a CPU, and disables CUDA graphs on a GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-HOST = ("plan", "pack", "dispatch", "commit", "output")  # spans of engine.py and runner.py within "step"
+HOST = ("plan", "pack", "dispatch", "commit", "output")
 OTHER_HOST, BETWEEN, WAITING = "other", "between steps", "wait"
 DEVICE = ("matmul", "attention", "cache write", "sampling", "collectives", "other on the device")
 _PRODUCTS = {"dot", "convolution", "ragged-dot"}
@@ -37,15 +37,15 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Explanation:
-    """The time of consecutive steps by part, in milliseconds per step."""
+    """Milliseconds per step, by part."""
 
     num_steps: int
-    step_ms: float  # from the first step's start to the last step's end
-    device_ms: dict[str, float]  # by part, while the device computed
-    idle_ms: dict[str, float]  # while the device was idle; sums to `step_ms` with device_ms
+    step_ms: float  # first step's start to last step's end
+    device_ms: dict[str, float]  # while the device computed
+    idle_ms: dict[str, float]  # while it was idle; both sum to `step_ms`
     host_ms: dict[str, float]  # regardless of the device; sums to `step_ms`
     programs: dict[str, int]
-    unknown_ms: float  # operations not in any program's text; part of "other on the device"
+    unknown_ms: float  # in no program's text; part of "other on the device"
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -96,8 +96,7 @@ def programs_in(events: Iterable[Mapping[str, Any]]) -> set[str]:
 def explain(events: Sequence[Mapping[str, Any]], programs: Mapping[str, str]) -> Explanation:
     """Divide the time of a trace's steps among the host's phases and the parts of each program.
 
-    `events` are of `read_trace`; `programs` are HLO texts by `step.program_name`. Raises ValueError if no event is a
-    step.
+    `programs` are HLO texts by `step.program_name`. Raises `ValueError` without a step.
     """
     steps = sorted((event for event in events if event["name"] == "step"), key=lambda event: event["ts"])
     if not steps:

@@ -1,4 +1,4 @@
-"""A benchmark client for gRPC, with minimal work per message."""
+"""A benchmark client for gRPC."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from jaxllm.client.requests import generate_request
 from jaxllm.errors import EngineError, UserError
 
 CHANNEL: Mapping[str, Any] = {
-    "retries": False,  # a refused request is an outcome
-    # Each process uses its connections alone, as if on another machine.
+    "retries": False,  # refusals are outcomes
+    # Processes must not share connections.
     "channel_options": (("grpc.use_local_subchannel_pool", 1),),
 }
 
@@ -83,7 +83,6 @@ class GrpcClient(AsyncClient):
 
 
 def endpoint_options(target: Target) -> dict[str, Any]:
-    """Return a target's arguments of `Endpoint`; the prefix https:// selects TLS."""
     base, has_tls = target.base.removeprefix("https://"), target.base.startswith("https://")
     return {"target": base, "tls": has_tls, "metadata": target.headers, **CHANNEL}
 

@@ -1,6 +1,6 @@
 """Throughput of `transformers`' `generate` on torch for the same jobs.
 
-Batches as in vLLM's `hf` backend: in order, left-padded, until the longest output ends.
+Batches as vLLM's `hf` backend: in order, left-padded.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def check() -> None:
 
 
 class HuggingFace:
-    """A model in transformers.
+    """A model in transformers, with random weights if it has none.
 
-    `dtype` "auto" is float32 on a CPU and the checkpoint's on a GPU. Without weights, they are random.
+    `dtype` "auto" is float32 on a CPU, else the checkpoint's.
     """
 
     def __init__(self, model: str, dtype: str = "auto", revision: str | None = None, has_weights: bool = True) -> None:
@@ -49,7 +49,7 @@ class HuggingFace:
                 network = AutoModelForCausalLM.from_config(config, dtype=kind)
         except (OSError, ValueError) as error:
             raise UserError(f"transformers cannot load {model}: {str(error).splitlines()[0]}", "model") from error
-        network.generation_config.eos_token_id = None  # outputs reach their full length
+        network.generation_config.eos_token_id = None
         self.max_model_len: int | None = getattr(config, "max_position_embeddings", None)
         self.network = network.eval().to(self.device)
 

@@ -1,6 +1,4 @@
-"""Benchmark all `pallas_kernels` implementations: error against `xla`, and share of memory bandwidth, relative to
-summing a large array, measured alternately.
-"""
+"""Benchmark all `pallas_kernels` implementations: error against `xla`, and share of memory bandwidth."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from pallas_kernels import Site, measuring
 
 REFERENCE = "xla"
 HEADS = {"0.5B": (14, 2, 64), "8B": (32, 8, 128)}  # query heads, KV heads, head size: Qwen2.5-0.5B, Llama 3 8B
-READ_BYTES = 256 << 20  # summed array, far larger than caches
+READ_BYTES = 256 << 20  # exceeds caches
 READ_ROWS = 4096
 
 
@@ -29,7 +27,7 @@ class Case(NamedTuple):
     shape: str
     call: Callable[..., Any]  # (implementation, *arrays)
     arrays: tuple[Any, ...]
-    num_bytes: int  # minimal memory traffic
+    num_bytes: int  # minimal traffic
 
 
 class Measured(NamedTuple):
@@ -39,7 +37,7 @@ class Measured(NamedTuple):
     implementation: str
     microseconds: np.ndarray  # [rounds]
     max_difference: float
-    bandwidth_share: float  # ratio of medians, to summing an array
+    bandwidth_share: float  # relative to summing an array
 
 
 def make_cases(dtype: str, decode: Sequence[tuple[int, int]], prefill: Sequence[tuple[int, int]]) -> list[Case]:

@@ -29,10 +29,7 @@ def measure(
     num_iters: int,
     seed: int,
 ) -> np.ndarray:
-    """Return the seconds of `num_iters` batches of random prompts, after `num_warmups`.
-
-    Raises EngineError if an output's length is not `output_len`.
-    """
+    """Return the seconds of `num_iters` batches of random prompts; raise `EngineError` if a length differs."""
     random = np.random.default_rng(seed)
     prompts = random.integers(0, llm.engine.model.vocab_size, (batch_size, input_len)).tolist()
     jobs = [Job(tuple(prompt), input_len, output_len) for prompt in prompts]

@@ -1,4 +1,4 @@
-"""A benchmark client for the OpenAI API on aiohttp, with minimal work per event."""
+"""A benchmark client for the OpenAI API on aiohttp."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxllm.bench.workload import Job
 
 
 class OpenAIClient:
-    """An HTTP client with a connection per open request; an async context manager."""
+    """An HTTP client with a connection per open request."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -23,7 +23,7 @@ class OpenAIClient:
         self._is_chat = target.backend == "openai-chat"
 
     async def __aenter__(self) -> Self:
-        # A connection limit would queue requests invisibly; a timeout would cut long responses.
+        # A limit would queue requests, a timeout cut responses.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=not self._target.is_insecure),
             timeout=aiohttp.ClientTimeout(total=None),

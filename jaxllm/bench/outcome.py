@@ -9,22 +9,22 @@ from dataclasses import dataclass, field
 class Outcome:
     """One request. Times are of `time.perf_counter`.
 
-    A message is a gRPC message or HTTP event with new tokens. `output_tokens` and `seen_prompt_tokens` are reported by
-    the server; None if not.
+    Messages are gRPC messages or HTTP events with new tokens. `output_tokens` and `seen_prompt_tokens` are the
+    server's, or None.
     """
 
-    number: int  # index of the job
+    number: int  # of the job
     prompt_tokens: int
     max_tokens: int
-    due_at: float = 0.0  # scheduled time
-    sent_at: float = 0.0  # actual time, later if concurrency is limited
+    due_at: float = 0.0  # scheduled
+    sent_at: float = 0.0  # later than `due_at` if concurrency is limited
     ended_at: float = 0.0
     message_times: list[float] = field(default_factory=list)
     output_tokens: int | None = None
     seen_prompt_tokens: int | None = None
     text: str = ""
     num_vectors: int = 0
-    error: str = ""  # one line, or ""
+    error: str = ""  # one line
 
     @property
     def ttft(self) -> float:

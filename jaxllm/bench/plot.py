@@ -1,4 +1,4 @@
-"""Plot a benchmark's result as an image, for `--plot`."""
+"""Plot a benchmark's result as an image."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ TITLES = {
     "latency": "Latency (s)",
     "e2el_ms": "End-to-end latency (ms)",
 }
-MOST_POINTS = 1000  # per curve; a million token gaps would produce 100 MB
+MOST_POINTS = 1000  # per curve: a million would make 100 MB
 PANEL = (7.0, 2.6)  # inches
-WIDE = 10.0  # max / min ratio above which the axis is logarithmic
+WIDE = 10.0  # max / min of a logarithmic axis
 
 
 def check(path: str) -> None:
@@ -41,8 +41,7 @@ def plot(result: Mapping[str, Any], path: str) -> None:
     """Plot a result to a .png or .html file.
 
     `result["timeline"]` has lists of equal length: seconds, running and waiting requests, kv_usage (share), and
-    cumulative generated_tokens and compilations. Raises UserError for another suffix, without matplotlib, or without
-    data.
+    cumulative generated_tokens and compilations. Raises `UserError` for another suffix, or without matplotlib or data.
     """
     check(path)
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""Poll a server's Prometheus metrics during a run, on a thread."""
+"""Poll a server's Prometheus metrics on a thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SERIES: Mapping[str, tuple[str, ...]] = {
     "generated_tokens": ("generation_tokens_total",),
     "compilations": ("programs_compiled_total", "compilations_after_ready_total"),
 }
-# Counters, with names common to jaxllm and vLLM.
+# Counters common to jaxllm and vLLM.
 COUNTERS: Mapping[str, tuple[str, ...]] = {
     "prompt_tokens": ("prefix_cache_queries_total",),
     "cached_prompt_tokens": ("prefix_cache_hits_total",),
@@ -25,7 +25,7 @@ _PREFIXES = ("jaxllm:", "vllm:")
 
 
 def read_metrics(page: str) -> dict[str, float] | None:
-    """Sum a page's samples by series and counter of the timeline; return None for a page without such series."""
+    """Sum a page's samples by series and counter; return None without such."""
     totals: dict[str, float] = {}
     for line in page.splitlines():
         prefix = next((prefix for prefix in _PREFIXES if line.startswith(prefix)), None)
@@ -40,10 +40,7 @@ def read_metrics(page: str) -> dict[str, float] | None:
 
 
 class Poller:
-    """Polls a page of Prometheus metrics every `INTERVAL` seconds during a `with` block.
-
-    `fetch` returns the page, `start` is the origin of the timeline, in `time.perf_counter` seconds.
-    """
+    """Polls Prometheus metrics every `INTERVAL` seconds in a `with` block; `start` is of `time.perf_counter`."""
 
     def __init__(self, fetch: Callable[[], str], start: float) -> None:
         self._fetch, self._start = fetch, start
@@ -76,11 +73,11 @@ class Poller:
     def _poll(self) -> None:
         pause, is_last = 0.0, False
         while not is_last:
-            is_last = self._end.wait(pause)  # a last poll after the end, so that short runs have two values
+            is_last = self._end.wait(pause)  # once more after the end, for short runs
             pause = INTERVAL
             try:
                 row = read_metrics(self._fetch())
-            except (OSError, ValueError):  # a gap in the series
+            except (OSError, ValueError):  # a gap
                 row = None
             if row is not None:
                 self._seen.append((time.perf_counter(), row))

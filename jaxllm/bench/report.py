@@ -22,7 +22,7 @@ METRICS: Mapping[str, tuple[str, str]] = {  # name: (abbreviation, title)
     "client_queue_time": ("Client Queue Time", "Client Queue Time"),
 }
 WIDTH = 50
-_MOST_KINDS = 5  # of errors shown
+_MOST_KINDS = 5  # of errors
 
 
 def summarize(
@@ -37,8 +37,8 @@ def summarize(
     """Return the figures of a run of `duration` seconds, with vLLM's names.
 
     TPOT is (latency - TTFT) / (output tokens - 1) per request; ITL are all gaps between messages; goodput counts
-    requests within all bounds of `goodput`, in ms. Latencies exclude failed requests. With `embeds`, texts are counted
-    instead of output tokens.
+    requests within all bounds of `goodput`, in ms. Latencies exclude failed requests. `embeds` counts texts instead of
+    output tokens.
     """
     done = [outcome for outcome in outcomes if not outcome.error]
     num_in = sum(outcome.prompt_tokens for outcome in done)
@@ -61,7 +61,7 @@ def summarize(
         "request_goodput": sum(_is_good(outcome, goodput) for outcome in done) / duration if goodput else None,
         **({"text_throughput": num_texts / duration} if embeds else {"output_throughput": num_out / duration}),
         "total_token_throughput": (num_in + num_out) / duration,
-        # The last, partial second may hide the peak: it is at least the mean.
+        # A partial second may hide the peak.
         **({} if embeds else {"max_output_tokens_per_s": max(peak_tokens(done), num_out / duration)}),
         "max_concurrent_requests": peak_concurrency(done),
     }
@@ -71,10 +71,7 @@ def summarize(
 
 
 def peak_tokens(outcomes: Sequence[Outcome]) -> float:
-    """Return the most output tokens in one second of the run.
-
-    A request's tokens are divided evenly among its messages.
-    """
+    """Return the most output tokens in one second; messages share a request's evenly."""
     times = [moment for outcome in outcomes for moment in outcome.message_times]
     if not times:
         return 0.0
@@ -151,7 +148,7 @@ def details(outcomes: Sequence[Outcome], start: float, *, embeds: bool = False) 
 
 
 def error_kinds(outcomes: Iterable[Outcome]) -> list[tuple[int, str]]:
-    """Return the most frequent errors with counts; errors that differ in numbers or ids are merged."""
+    """Return the most frequent errors with counts, regardless of numbers and ids."""
     first: dict[str, str] = {}
     counts: Counter[str] = Counter()
     for outcome in outcomes:

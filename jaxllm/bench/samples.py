@@ -1,15 +1,15 @@
-"""Extract the values underlying a result's figures, for plots and bootstrap."""
+"""Extract the values underlying a result's figures."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-Groups = Sequence[Sequence[float]]  # values per request or iteration
+Groups = Sequence[Sequence[float]]  # per request or iteration
 
 
 def read_samples(result: Mapping[str, Any]) -> dict[str, Groups]:
-    """Return the values of each kind (`ttft_ms`, `latency` in seconds …) by request, without failed ones."""
+    """Return the values of each kind (`ttft_ms`, `latency` in seconds …) by successful request."""
     kinds: dict[str, Groups] = {
         name: [[value] for value in values] for name, values in result.get("samples", {}).items()
     }

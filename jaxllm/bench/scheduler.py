@@ -1,7 +1,7 @@
 """Benchmark the scheduler: microseconds of `plan` plus `commit`.
 
-Loads: *decode*, a token per request and step, and a block for a sixteenth of requests; *turnover*, requests end after
-64 to 256 tokens and are replaced.
+Loads: *decode*, a token per request and step, a block for a sixteenth of requests; *turnover*, requests end after 64 to
+256 tokens and are replaced.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from jaxllm.scheduler import scheduler
 from jaxllm.scheduler.state import Limits, Request, initial
 
 Load = Literal["decode", "turnover"]
-VOCABULARY = 30_000  # the stop id is outside, so no request ends by chance
-LEAST_RUNNING = 0.9  # share of requests; steps with fewer are not measured
+VOCABULARY = 30_000  # excludes the stop id
+LEAST_RUNNING = 0.9  # of the requests, in measured steps
 STEP_TOKENS, STEP_CHUNKS, BLOCK = 8192, 64, 16
 LEAST_BLOCKS = 64  # per request
 
@@ -26,7 +26,6 @@ LEAST_BLOCKS = 64  # per request
 def measure(
     num_requests: int, load: Load, num_steps: int, num_warmups: int, seed: int, advance: Callable[[], object]
 ) -> np.ndarray:
-    """Return the microseconds per step; call `advance` after each."""
     total = num_steps + num_warmups
     limits = Limits(
         num_slots=num_requests,
@@ -53,7 +52,7 @@ def measure(
         began = time.perf_counter()
         state, events = scheduler.commit(state, limits, plan, sampled)
         committed = time.perf_counter() - began
-        # The scheduler reads a request's tokens when it hashes its blocks.
+        # The scheduler reads these to hash blocks.
         for request_id, token in zip(events.ids.tolist(), events.tokens.tolist(), strict=True):
             tokens_of[request_id].append(token)
         for request_id in events.finished:

@@ -1,4 +1,4 @@
-"""Run the load test of `bench serve`, and warn where its result may be invalid."""
+"""Run the load test of `bench serve`, and warn of invalid results."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from jaxllm.bench.target import Target
 from jaxllm.bench.workload import Job
 from jaxllm.errors import EngineError
 
-_WAIT = 0.5  # seconds between checks for ^C, which some systems do not interrupt a wait for
-_GRACE = 5.0  # seconds for processes to cancel requests after ^C
-_MOST_CACHED = 0.02  # share of prompt tokens above which an earlier run has cached prompts
-_MOST_PROMPT_ERROR = 0.02  # share of prompt tokens above which the tokenizer is not the server's
+_WAIT = 0.5  # seconds between checks for ^C, which may not interrupt a wait
+_GRACE = 5.0  # seconds to cancel requests after ^C
+_MOST_CACHED = 0.02  # share of prompt tokens cached by an earlier run
+_MOST_PROMPT_ERROR = 0.02  # share of prompt tokens; above, the tokenizer is not the server's
 
 
 @dataclass
 class Measurement:
-    """A run: outcomes by job, and cost per process."""
+    """Outcomes by job, and cost per process."""
 
     start: float
     outcomes: list[Outcome] = field(default_factory=list)
     duration: float = 0.0
     costs: list[Cost] = field(default_factory=list)
     timeline: dict[str, list[float]] | None = None
-    counted: dict[str, float] = field(default_factory=dict)  # increases of polling.COUNTERS
+    counted: dict[str, float] = field(default_factory=dict)  # of polling.COUNTERS
     was_interrupted: bool = False
 
 
@@ -51,7 +51,7 @@ def measure(
 ) -> Measurement:
     """Send each job at its arrival time and wait for all; ^C ends the run early.
 
-    `max_concurrency` is the total. Raises EngineError if warm-ups fail, or a process does not start.
+    `max_concurrency` is the total. Raises `EngineError` if warm-ups or a process fail.
     """
     order = sorted(range(len(jobs)), key=lambda number: arrivals[number])
     shares = deal(
@@ -75,12 +75,11 @@ def measure(
 
 
 def half_of_cpus() -> int:
-    """Return the default number of client processes; the server needs the other half."""
     return max(1, usable_cpus() // 2)
 
 
 def count_tokens(outcomes: Sequence[Outcome], count: Callable[[str], int]) -> int:
-    """Count output tokens that the server did not report; return the number of such requests."""
+    """Count output tokens that the server did not report; return for how many requests."""
     untold = [outcome for outcome in outcomes if outcome.output_tokens is None]
     for outcome in untold:
         outcome.output_tokens = count(outcome.text)

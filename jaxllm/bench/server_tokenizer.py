@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from jaxllm.bench.datasets import poem
 
-_LINES = 40  # of text; their tokens are drawn from, since servers do not list the vocabulary
+_LINES = 40  # of text, since servers list no vocabulary
 
 
 class ServerTokenizer:
@@ -19,12 +19,10 @@ class ServerTokenizer:
         self.ids: Sequence[int] = sorted({token for line in shown for token in encode(line, False)})
 
     def is_text(self, token_id: int) -> bool:
-        """Return whether a token is text; always true, since tokens are drawn from those of plain words."""
         return True
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._encode(text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Decode ids, none of a special token: `skip_special_tokens` has no effect."""
         return self._decode(ids)

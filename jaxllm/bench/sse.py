@@ -1,6 +1,6 @@
 """Parse the event streams of the OpenAI API into outcomes.
 
-Tolerates CRLF, comments, missing usage, role or `[DONE]`, and late errors.
+Tolerates CRLF, comments, late errors, and missing usage, role or `[DONE]`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 
 from jaxllm.bench.outcome import Outcome
 
-_MOST_SHOWN = 200  # characters of an error
+_MOST_SHOWN = 200  # of an error
 
 
 class EventReader:
     """Splits bytes into payloads of `data:` lines."""
 
     def __init__(self) -> None:
-        self._rest: list[bytes] = []  # parts of the last line, joined at its end: linear time
+        self._rest: list[bytes] = []  # joined at the line's end: linear time
 
     def feed(self, received: bytes) -> list[bytes]:
         head, end, rest = received.rpartition(b"\n")
@@ -63,7 +63,7 @@ class AnswerReader:
         outcome = self._outcome
         outcome.text = "".join(self._pieces)
         if not outcome.message_times and outcome.output_tokens and self._last_at:
-            outcome.message_times.append(self._last_at)  # tokens without text, counted at the last event
+            outcome.message_times.append(self._last_at)  # tokens without text
         if outcome.error:
             return
         if not self._is_complete:
@@ -78,13 +78,13 @@ class AnswerReader:
         if self._is_chat:
             delta = choice.get("delta") or {}
             text = delta.get("content") or ""
-            # An event with only a role is not a token; some servers send it before computing any.
+            # Some servers send the role before computing a token.
             has_tokens = any(
                 delta.get(name) for name in ("content", "reasoning_content", "reasoning", "tool_calls", "refusal")
             )
         else:
             text = choice.get("text") or ""
-            has_tokens = bool(text) or not ends  # a partial character has no text yet
+            has_tokens = bool(text) or not ends  # partial characters have no text
         if has_tokens:
             self._outcome.message_times.append(now)
             self._pieces.append(text)

@@ -18,7 +18,7 @@ from pallas_kernels.own_folders import OwnFolder
 
 Kind = Literal["cold", "warm"]
 WIDTH = 50
-# Runs in a fresh process, with wall-clock times; exits without waiting for background compilation.
+# Exits without waiting for background compilation.
 _CHILD = """
 import json, os, sys, time
 begun = float(sys.argv[1])
@@ -61,8 +61,8 @@ class Start:
     import_s: float
     ready_s: float
     first_token_s: float
-    all_programs_s: float | None  # None if not awaited
-    num_programs: int  # compiled in the end
+    all_programs_s: float | None  # if awaited
+    num_programs: int
     phases: list[dict[str, Any]]
 
 
@@ -76,8 +76,7 @@ def measure(
     """Start `num_iters` times cold and warm, each in a new process.
 
     `waits_for_all`: measure until the last program is compiled. With `cache`, a folder of compiled programs, measure
-    only warm starts from it; without, warm starts use that of the last cold start. `note` is called after each start.
-    Raises EngineError if a process fails.
+    only warm starts. Raises `EngineError` if a process fails.
     """
     starts = []
     with OwnFolder() as temporary:

@@ -1,4 +1,4 @@
-"""Run a grid of benchmarks, one process per cell, resumable: cells with a result file are skipped."""
+"""Run a grid of benchmarks, one process per cell; skip cells with a result file."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 from jaxllm.bench.compare import direction, figures
 from jaxllm.errors import UserError
 
-Settings = Mapping[str, Any]  # flag names without dashes, and values
-# The figures shown in a terminal; files contain all.
+Settings = Mapping[str, Any]
 SHOWN = (
     *("request_throughput", "output_throughput", "total_token_throughput", "request_goodput"),
     *("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_itl_ms"),
@@ -35,7 +34,7 @@ class Cell(NamedTuple):
 
     settings: Settings
     run: int
-    arguments: tuple[str, ...]  # after `jaxllm bench`
+    arguments: tuple[str, ...]  # of `jaxllm bench`
 
     @property
     def name(self) -> str:
@@ -53,12 +52,11 @@ class Outcome(NamedTuple):
 
 
 def grid(axes: Mapping[str, Sequence[Any]]) -> list[Settings]:
-    """Return all combinations of the axes' values; the last setting varies fastest."""
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
 def read_params(path: str) -> list[Settings]:
-    """Read JSON or YAML: a list of settings, or an object of lists to combine; raise UserError for other content."""
+    """Read JSON or YAML: a list of settings, or an object of lists to combine; raise `UserError` otherwise."""
     import yaml
 
     try:
@@ -81,9 +79,9 @@ def make_cells(base: Sequence[str], settings: Sequence[Settings], num_runs: int)
 
 
 def run(cells: Iterable[Cell], folder: Path, advance: Callable[[Outcome], object]) -> list[Outcome]:
-    """Return the outcome of each cell, read from its result file if there is one.
+    """Return the outcome of each cell, from its result file if present.
 
-    Other cells run in a process; one that fails leaves a log. `advance` is called with each outcome.
+    Other cells run in a process; one that fails leaves a log.
     """
     folder.mkdir(parents=True, exist_ok=True)
     outcomes = []
@@ -112,7 +110,7 @@ def _run_cell(cell: Cell, folder: Path) -> Outcome:
 
 def reason_of(said: str) -> str:
     lines = said.strip().splitlines() or ["no output"]
-    # Lines after the error may be hints or saved files.
+    # Later lines may be hints or saved files.
     return next((line for line in reversed(lines) if _ERROR.search(line)), lines[-1])
 
 

@@ -1,4 +1,4 @@
-"""The server under test and the fields of every request; sent to client processes."""
+"""The server under test."""
 
 from __future__ import annotations
 

@@ -24,25 +24,22 @@ if TYPE_CHECKING:
     from jaxllm.engine.async_llm import AsyncLLM
     from jaxllm.llm import LLM
 
-WARM_UP_TOKENS = 4  # per warm-up output: a prefill and some decode steps
+WARM_UP_TOKENS = 4  # per output: a prefill and decode steps
 
 
 class Served(NamedTuple):
     """The results of a run."""
 
-    seconds: float  # from the first arrival to the last end
+    seconds: float  # first arrival to last end
     output_tokens: int
-    samples: Mapping[str, Sequence[float]] = {}  # milliseconds by name, e.g. `ttft_ms`
+    samples: Mapping[str, Sequence[float]] = {}  # milliseconds by name
     timeline: Mapping[str, Sequence[float]] | None = None
-    num_compiled: int = 0  # programs compiled during the run, which distort `seconds`
-    drafts: tuple[Drafts, Drafts] = (Drafts(), Drafts())  # counts before and after
+    num_compiled: int = 0  # distorts `seconds`
+    drafts: tuple[Drafts, Drafts] = (Drafts(), Drafts())  # before and after
 
 
 def sampling_params(job: Job, n: int, detokenize: bool) -> SamplingParams:
-    """Return a job's sampling parameters as in vLLM's benchmarks: temperature 1, exact length.
-
-    Constrained outputs may be shorter.
-    """
+    """Return a job's sampling parameters as in vLLM's benchmarks: temperature 1, exact length unless constrained."""
     return SamplingParams(
         n=n,
         temperature=1.0,
@@ -63,10 +60,7 @@ def warm_up_jobs(jobs: Sequence[Job], count: int) -> list[Job]:
 
 
 def check_lengths(outputs: Sequence[RequestOutput], jobs: Sequence[Job], n: int) -> int:
-    """Return the number of generated tokens; raise EngineError if an output is shorter or longer than its job requires.
-
-    Outputs with a grammar may have any length.
-    """
+    """Return the number of generated tokens; raise `EngineError` if an unconstrained output's length differs."""
     total = 0
     for number, (output, job) in enumerate(zip(outputs, jobs, strict=True)):
         lengths = [len(completion.token_ids) for completion in output.outputs]
@@ -77,7 +71,7 @@ def check_lengths(outputs: Sequence[RequestOutput], jobs: Sequence[Job], n: int)
 
 
 def run(llm: LLM, jobs: Sequence[Job], n: int = 1, detokenize: bool = True, num_warmups: int = 0) -> Served:
-    """Submit all jobs at once and step until all end, after a warm-up without cached blocks."""
+    """Submit all jobs at once and step until they end, after a warm-up that caches no blocks."""
     if num_warmups:
         warm = warm_up_jobs(jobs, num_warmups)
         params = [sampling_params(job, n, detokenize) for job in warm]
@@ -120,7 +114,7 @@ def run_async(
     detokenize: bool = True,
     num_warmups: int = 0,
 ) -> Served:
-    """Run the jobs as `run`, but on an `AsyncLLM` with a reader per job."""
+    """Run the jobs as `run`, on an `AsyncLLM` with a reader per job."""
     return asyncio.run(_run_async(engine_args, jobs, n, detokenize, num_warmups))
 
 

@@ -1,4 +1,4 @@
-"""Sample an engine's activity over time, for plots."""
+"""Sample an engine's activity over time."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import time
 
 from jaxllm.metrics import Load, Metrics
 
-MOST_SAMPLES = 2000  # beyond this, every second sample is dropped and the interval doubled
+MOST_SAMPLES = 2000  # then drop every second one and double the interval
 
 
 class Timeline:
-    """Samples of running and waiting requests, KV cache usage, generated tokens and compiled programs."""
+    """Samples of an engine's load and compiled programs."""
 
     def __init__(self, metrics: Metrics, interval: float = 0.02) -> None:
         self._metrics = metrics

@@ -1,4 +1,4 @@
-"""Run an engine's steps under the profiler and explain them; tracing distorts other measurements."""
+"""Run an engine's steps under the profiler and explain them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ def trace(
 
 
 def batch(vocab_size: int, batch_size: int, input_len: int, output_len: int) -> list[tuple[Prompt, SamplingParams]]:
-    """Return prompts without common prefixes, of `input_len` tokens, and parameters for `output_len` greedy tokens."""
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=output_len)
     prompts = [[(7 * number + index) % vocab_size for index in range(input_len)] for number in range(batch_size)]
     return [(prompt, params) for prompt in prompts]

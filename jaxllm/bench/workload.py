@@ -1,4 +1,4 @@
-"""`Job`, a request of a benchmark, and `DatasetOptions`, which select the prompts."""
+"""`Job`, a request of a benchmark, and `DatasetOptions`, which select prompts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ DatasetName = Literal["random", "sharegpt", "sonnet", "prefix_repetition", "cust
 class Job:
     """One request: prompt, its length, and output length.
 
-    `prompt_tokens` includes special tokens that a server adds. `arrival_s` is a trace's arrival time. `others` are
-    further prompts to embed. `model` is an adapter, or "".
+    `prompt_tokens` includes special tokens of the server. `others` are further prompts to embed. `model` is an adapter,
+    or "".
     """
 
     prompt: str | tuple[int, ...]
@@ -45,10 +45,7 @@ def to_embed(jobs: Sequence[Job], batch_size: int) -> list[Job]:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetOptions:
-    """The dataset and its settings; each field is a flag.
-
-    `input_len` and `output_len` override the lengths of any dataset.
-    """
+    """The dataset and its settings, as flags."""
 
     dataset_name: DatasetName = setting("random", "source of the prompts (default: random)")
     dataset_path: str | None = setting(

@@ -69,11 +69,11 @@ def _stream(
 class AsyncClient(Endpoint):
     """A connection to a server, bound to the event loop of its first call; options as in `Endpoint`.
 
-    The methods of `Client`, awaited except those named `stream…`, which return an asynchronous iterator.
+    Methods are those of `Client`, awaited; `stream…` return an asynchronous iterator.
     """
 
     def _open(self) -> None:
-        self._channel: grpc.aio.Channel | None = None  # opened by the first call: gRPC binds it to the running loop
+        self._channel: grpc.aio.Channel | None = None  # opened by the first call: gRPC binds it to the loop
 
     def _start(self, call: Call[Any]) -> Any:
         if self._channel is None:
@@ -109,11 +109,7 @@ class AsyncClient(Endpoint):
     health = _method(Calls.health)
 
     async def wait_until_ready(self, timeout: float = 60.0) -> None:
-        """Wait until the server is healthy. It may still be starting or loading its model.
-
-        Raises:
-            UnavailableError: after `timeout` seconds.
-        """
+        """Wait until the server is healthy; raise `UnavailableError` after `timeout` seconds."""
         end = time.monotonic() + timeout
         state = ""
         while state != "serving":
@@ -140,10 +136,8 @@ class AsyncClient(Endpoint):
 
 
 class _Answers(Generic[Item]):
-    """Iterates over a call's results."""
-
     _unread: deque[Item]
-    _take: Callable[[Any], None]  # appends a message's items to `_unread`
+    _take: Callable[[Any], None]
 
     def __init__(self, call: Any, request: Any, target: str) -> None:
         super().__init__()
@@ -155,7 +149,6 @@ class _Answers(Generic[Item]):
         self._is_closed = False
 
     async def close(self) -> None:
-        """Cancel the call unless it has ended."""
         self._is_closed = True
         self._call.cancel()
 
@@ -169,7 +162,7 @@ class _Answers(Generic[Item]):
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if self._is_closed and not (task and task.cancelling()):
-                    raise StopAsyncIteration from None  # `close` cancelled the call, not the task
+                    raise StopAsyncIteration from None
                 raise
             except grpc.RpcError as failure:
                 raise error_of(failure, self._target) from None
@@ -183,7 +176,7 @@ class _Answers(Generic[Item]):
         await self.close()
 
     def __del__(self) -> None:
-        # `break` out of `async for` cancels nothing, and gRPC's own tasks keep the call alive.
+        # `break` out of `async for` cancels nothing; gRPC's tasks keep the call alive.
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._call.cancel)
 
@@ -192,7 +185,6 @@ class AsyncStream(_Answers[Delta], reading.Received):
     """Iterates over a call's deltas. Like `blocking.Stream`."""
 
     async def result(self) -> Completion:
-        """Read the rest of the stream and return the completion."""
         async for _ in self:
             pass
         return self.so_far
@@ -208,7 +200,6 @@ class AsyncEmbeddingStream(_Answers[Embedding], reading.ReceivedEmbeddings):
         request.metadata_of_call = call.initial_metadata
 
     async def result(self) -> list[Embedding]:
-        """Read the rest of the stream; return the unread embeddings in the order of the prompts."""
         return sorted([embedding async for embedding in self], key=lambda embedding: embedding.index)
 
     async def __anext__(self) -> Embedding:

@@ -65,9 +65,7 @@ def _stream(
 class Client(Endpoint):
     """A thread-safe connection to a server; options as in `Endpoint`.
 
-    Raises:
-        UserError: if the call is wrong.
-        EngineError: if the server fails (`OverloadedError`, `UnavailableError`, `DeadlineError` … in `jaxllm.errors`).
+    Raises `UserError` if a call is wrong, an `EngineError` if the server fails.
     """
 
     def _open(self) -> None:
@@ -102,11 +100,7 @@ class Client(Endpoint):
     health = _method(Calls.health)
 
     def wait_until_ready(self, timeout: float = 60.0) -> None:
-        """Wait until the server is healthy. It may still be starting or loading its model.
-
-        Raises:
-            UnavailableError: after `timeout` seconds.
-        """
+        """Wait until the server is healthy; raise `UnavailableError` after `timeout` seconds."""
         end = time.monotonic() + timeout
         state = ""
         while state != "serving":
@@ -132,10 +126,8 @@ class Client(Endpoint):
 
 
 class _Answers(Generic[Item]):
-    """Iterates over a call's results."""
-
     _unread: deque[Item]
-    _take: Callable[[Any], None]  # appends a message's items to `_unread`
+    _take: Callable[[Any], None]
 
     def __init__(self, call: Any, request: Any, target: str) -> None:
         super().__init__()
@@ -173,8 +165,7 @@ class _Answers(Generic[Item]):
 class Stream(_Answers[Delta], reading.Received):
     """Iterates over a call's deltas; `Delta.index` identifies the sequence.
 
-    Leaving a `with` block, or `close`, cancels the call on the server. After an exception, `so_far` holds all deltas
-    received.
+    Leaving a `with` block, or `close`, cancels the call. After an exception, `so_far` holds all deltas received.
     """
 
     def result(self) -> Completion:
@@ -185,16 +176,16 @@ class Stream(_Answers[Delta], reading.Received):
 
 
 class EmbeddingStream(_Answers[Embedding], reading.ReceivedEmbeddings):
-    """Iterates over embeddings in the order of completion; `Embedding.index` identifies the prompt.
+    """Iterates over embeddings as they complete; `Embedding.index` identifies the prompt.
 
-    Leaving a `with` block, `close`, or the first failed prompt cancels the call on the server. An invalid prompt raises
-    only after the embeddings of earlier prompts.
+    Leaving a `with` block, `close`, or the first failed prompt cancels the call. An invalid prompt raises after earlier
+    embeddings.
     """
 
     _request: EmbedRequests
 
     def result(self) -> list[Embedding]:
-        """Read the rest of the stream; return the unread embeddings in the order of the prompts."""
+        """Read the rest of the stream; return unread embeddings in the prompts' order."""
         return sorted(self, key=lambda embedding: embedding.index)
 
     def __next__(self) -> Embedding:

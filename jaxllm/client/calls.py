@@ -63,7 +63,7 @@ class Calls(Endpoint):
     def stream(
         self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[StreamOptions]
     ) -> Call[None]:
-        """Generate from a text or token ids and iterate over deltas."""
+        """Generate from a text or token ids; iterate over deltas."""
         return Call(
             "inference",
             "StreamGenerate",
@@ -79,7 +79,7 @@ class Calls(Endpoint):
         timeout: float | None = None,
         **options: Unpack[ChatGenerateOptions],
     ) -> Call[Completion]:
-        """Answer a conversation, given as OpenAI's `messages`; append `Completion.message` to continue it."""
+        """Answer a conversation in OpenAI's form; append `Completion.message` to continue it."""
         request = requests.chat_request(messages, options)
         return Call("inference", "Generate", request, reading.read_completion, timeout)
 
@@ -90,7 +90,7 @@ class Calls(Endpoint):
         timeout: float | None = None,
         **options: Unpack[ChatStreamOptions],
     ) -> Call[None]:
-        """Answer a conversation and iterate over deltas."""
+        """Answer a conversation; iterate over deltas."""
         return Call(
             "inference",
             "StreamGenerate",
@@ -102,7 +102,7 @@ class Calls(Endpoint):
     def embed(
         self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[EmbedOptions]
     ) -> Call[Embedding]:
-        """Return the embedding of a text or of token ids."""
+        """Return the embedding of a text or token ids."""
         request = requests.embed_request(prompt, options)
         return Call("inference", "Embed", request, reading.read_embedding, timeout)
 
@@ -113,9 +113,9 @@ class Calls(Endpoint):
         timeout: float | None = None,
         **options: Unpack[StreamEmbedOptions],
     ) -> Call[None]:
-        """Embed any number of prompts and iterate over embeddings as they finish; `result()` restores the order.
+        """Embed any number of prompts; iterate over embeddings as they finish. `result()` restores the order.
 
-        Prompts are read as fast as the server accepts them. AsyncClient also accepts an asynchronous iterable.
+        Reads prompts as the server accepts them; AsyncClient also takes asynchronous iterables.
         """
         sent = requests.EmbedRequests(prompts, options)
         return Call("inference", "StreamEmbed", sent, reading.read_nothing, timeout)
@@ -135,7 +135,7 @@ class Calls(Endpoint):
         timeout: float | None = None,
         **options: Unpack[ScoreOptions],
     ) -> Call[Scores]:
-        """Score pairs of texts: one with one, one with each of many, or two lists of equal length pairwise."""
+        """Score pairs of texts: one with one, one with each of many, or equal lists pairwise."""
         request = requests.score_request(text_1, text_2, options)
         return Call("inference", "Score", request, reading.read_scores, timeout)
 
@@ -148,7 +148,7 @@ class Calls(Endpoint):
         timeout: float | None = None,
         **options: Unpack[ChatOptions],
     ) -> Call[list[int]]:
-        """Return the token ids that `generate` or `chat` would use for a text or a conversation."""
+        """Return the token ids that `generate` or `chat` would use."""
         request = requests.tokenize_request(prompt, model, add_special_tokens, options)
         return Call("inference", "Tokenize", request, reading.read_token_ids, timeout)
 
@@ -158,7 +158,7 @@ class Calls(Endpoint):
         return Call("inference", "Detokenize", request, reading.read_text, timeout)
 
     def models(self, *, timeout: float | None = None) -> Call[list[ModelInfo]]:
-        """List the served models, with their default options."""
+        """List the served models, with default options."""
         request = inference_pb2.ListModelsRequest()
         return Call("inference", "ListModels", request, reading.read_models, timeout)
 
@@ -173,7 +173,7 @@ class Calls(Endpoint):
         return Call("control", "GetLoad", request, reading.read_load, timeout)
 
     def abort(self, request_ids: str | Sequence[str], *, timeout: float | None = None) -> Call[None]:
-        """Abort requests by id, of any client; each returns the tokens generated so far. Unknown ids are ignored."""
+        """Abort requests of any client by id; each returns the tokens so far. Unknown ids are ignored."""
         request = requests.abort_request(request_ids)
         return Call("control", "Abort", request, reading.read_nothing, timeout)
 
@@ -204,7 +204,7 @@ class Calls(Endpoint):
         return Call("control", "Sleep", sleep_request(level, tags, mode), reading.read_nothing, timeout)
 
     def wake_up(self, tags: Iterable[str] | None = None, *, timeout: float | None = None) -> Call[None]:
-        """Bring `tags` back after `sleep`, by default all; resume if nothing is left asleep."""
+        """Bring `tags` back after `sleep`, by default all; resume if nothing sleeps."""
         return Call("control", "WakeUp", wake_up_request(tags), reading.read_nothing, timeout)
 
     def weight_info(self, *, timeout: float | None = None) -> Call[WeightInfo]:
@@ -225,8 +225,8 @@ class Calls(Endpoint):
     ) -> Iterator[Call[str]]:
         """Replace weights, and return their version.
 
-        `weights` is the path of a folder below the server's --weights-root, or, after `start_weight_update`, NumPy or
-        JAX arrays by the names in the checkpoint. They are sent in parts, with `timeout` for each.
+        `weights` is a folder below the server's --weights-root, or, after `start_weight_update`, NumPy or JAX arrays by
+        checkpoint name, sent in parts with `timeout` for each.
         """
         for request in update_requests(weights, weight_version):
             yield Call("control", "UpdateWeights", request, reading.read_weight_version, timeout)
@@ -237,7 +237,7 @@ class Calls(Endpoint):
         return Call("control", "FinishWeightUpdate", request, reading.read_weight_version, timeout)
 
     def reset_prefix_cache(self, *, timeout: float | None = None) -> Call[bool]:
-        """Clear the prefix cache. Return False, and clear nothing, while requests run."""
+        """Clear the prefix cache; return False, clearing nothing, while requests run."""
         request = control_pb2.ResetPrefixCacheRequest()
         return Call("control", "ResetPrefixCache", request, reading.read_was_reset, timeout)
 
@@ -249,7 +249,7 @@ class Calls(Endpoint):
         return Call("control", "LoadAdapter", request, reading.read_nothing, timeout)
 
     def unload_adapter(self, name: str, *, timeout: float | None = None) -> Call[None]:
-        """Unload an adapter. New requests cannot use it; running ones finish with it."""
+        """Unload an adapter; running requests finish with it."""
         request = control_pb2.UnloadAdapterRequest(name=name)
         return Call("control", "UnloadAdapter", request, reading.read_nothing, timeout)
 

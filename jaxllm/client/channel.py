@@ -20,7 +20,7 @@ _HEALTH = {
     health_pb2.HealthCheckResponse.NOT_SERVING: "not_serving",
     health_pb2.HealthCheckResponse.SERVICE_UNKNOWN: "service_unknown",
 }
-# gRPC retries only calls that have not begun. The server's trailer grpc-retry-pushback-ms overrides these waits.
+# Only of calls that have not begun; the server's grpc-retry-pushback-ms overrides these waits.
 _RETRIES = {
     "methodConfig": [
         {
@@ -36,10 +36,10 @@ _RETRIES = {
     ]
 }
 _KEEPALIVE = (
-    # A frozen peer is detected within 40 s of a call; no pings are sent between calls.
+    # Detects a frozen peer within 40 s of a call.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    # gRPC's default is two minutes, too long after a server restart.
+    # gRPC's two minutes are too long.
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 3_000),
 )
@@ -48,14 +48,11 @@ _KEEPALIVE = (
 class Endpoint:
     """The address of a server, and how to connect to it.
 
-    `target` is host:port or unix:/path. `timeout`, in seconds, limits a whole call; each call can override it.
-    `api_key` is sent with every call, so use TLS unless the server is local: `tls=True`, or the files `ssl_ca_certs`
-    (trusted authority; None: the system's), `ssl_certfile` and `ssl_keyfile` (the client's certificate). With
-    `retries`, a call that finds the server unavailable or its queue full is attempted up to four times. `metadata` is
-    sent with every call; `channel_options` override gRPC options.
-
-    Raises:
-        UserError: if the address is malformed or a file cannot be read.
+    `target` is host:port or unix:/path. `timeout`, in seconds, limits a whole call, unless the call has one. `api_key`
+    is sent with every call, so use TLS unless the server is local: `tls=True`, or the files `ssl_ca_certs` (authority;
+    None: the system's), `ssl_certfile` and `ssl_keyfile` (client certificate). `retries` attempts a call up to four
+    times while the server is unavailable or full. `metadata` is sent with every call; `channel_options` override gRPC
+    options. Raises `UserError` for a malformed address or unreadable file.
     """
 
     def __init__(

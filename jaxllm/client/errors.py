@@ -1,4 +1,4 @@
-"""Converts gRPC statuses into the engine's exceptions."""
+"""Convert gRPC statuses into the engine's exceptions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxllm.client.options import keyword_of
 
 
 class AuthError(errors.UserError):
-    """The API key is missing, wrong or without the required admin rights."""
+    """The API key is missing, wrong or without admin rights."""
 
 
 def read_error(code: str, message: str, details: bytes | None, target: str) -> errors.UserError | errors.EngineError:
@@ -62,11 +62,10 @@ _ENGINE_ERRORS = {
     "DEADLINE_EXCEEDED": errors.DeadlineError,
 }
 _HTTP1 = "http1.x server"  # gRPC's text for an HTTP/1 peer (chttp2_transport.cc)
-_RETRY_AFTER = 1.0  # seconds, if an overloaded server or a proxy sends no hint
+_RETRY_AFTER = 1.0  # seconds, without a hint
 
 
 def _details(packed: bytes | None) -> tuple[error_details_pb2.ErrorInfo, str, float]:
-    """Return ErrorInfo, first invalid field, retry delay in seconds."""
     info, violation, delay = error_details_pb2.ErrorInfo(), "", _RETRY_AFTER
     status = status_pb2.Status()
     try:

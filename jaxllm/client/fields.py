@@ -1,4 +1,4 @@
-"""Sets protobuf fields to a caller's values, with type errors."""
+"""Set protobuf fields to a caller's values, with type errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxllm.errors import UserError
 
 
 def set_field(message: Message, field: str, name: str, value: Any) -> None:
-    """Set `field` (a path such as `sampling.top_p`); raise UserError for `name` if the type is wrong."""
+    """Set `field` (a path such as `sampling.top_p`); raise `UserError` for `name` if the type is wrong."""
     *path, leaf = field.split(".")
     for step in path:
         message = getattr(message, step)
@@ -82,7 +82,6 @@ def number_of(name: str, value: object, choices: Mapping[str, int]) -> Any:
 
 
 def as_json(name: str, value: object) -> str:
-    """Serialize as JSON; raises UserError for `name`."""
     try:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -92,6 +91,6 @@ def as_json(name: str, value: object) -> str:
 def shown(value: object) -> str:
     try:
         text = " ".join(repr(value).split())
-    except ValueError:  # an integer with more digits than CPython converts
+    except ValueError:  # too many digits for CPython
         return f"{type(value).__name__} too long to print"
     return text if len(text) <= 100 else f"{text[:97]}..."

@@ -1,4 +1,4 @@
-"""The options of the client's calls, and the API fields that they set."""
+"""Options of client calls, and the API fields that they set."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from jaxllm.sampling_params import SamplingParams
 class GenerateOptions(SamplingOptions, total=False):
     """Options of `generate`; None, like absence, selects the model's default."""
 
-    time_limit: float | None  # seconds, then the tokens generated so far are returned; `timeout` fails the call instead
+    time_limit: float | None  # seconds, then returns the tokens so far; `timeout` fails
     return_token_ids: bool | None
     return_prompt_token_ids: bool | None
-    logprob_texts: bool | None  # include token texts with log-probabilities; default True
+    logprob_texts: bool | None  # with log-probabilities; default True
     include_reasoning: bool | None
-    # Beam search of width n, optionally with "length_penalty" and "early_stopping" (True, False or "never").
+    # Of width n, optionally with "length_penalty" and "early_stopping" (True, False or "never").
     beam_search: Mapping[str, Any] | None
     model: str | None
     adapter: str | None
-    request_id: str | None  # unique on the server; the argument of `abort`
-    priority: int | None  # lower is scheduled first
+    request_id: str | None  # unique on the server, for `abort`
+    priority: int | None  # lower is first
     cache_salt: str | None
     add_special_tokens: bool | None
 
@@ -32,14 +32,14 @@ class StreamOptions(GenerateOptions, total=False):
     """Further options of streaming calls."""
 
     stream_interval: int | None
-    usage_every_message: bool | None  # update the stream's `usage` with every message
+    usage_every_message: bool | None  # with every message
 
 
 class ChatOptions(TypedDict, total=False):
     """Further options of conversations."""
 
     tools: Sequence[Mapping[str, Any]] | None
-    # "required": at least one call of any tool; {"type": "function", "function": {"name": …}}: a call of that tool.
+    # "required": any tool; {"type": "function", "function": {"name": …}}: that tool.
     tool_choice: Literal["none", "auto", "required"] | Mapping[str, Any] | None
     chat_template_kwargs: Mapping[str, Any] | None
     add_generation_prompt: bool | None
@@ -57,13 +57,13 @@ class ChatStreamOptions(StreamOptions, ChatOptions, total=False):
 class _PoolOptions(TypedDict, total=False):
     model: str | None
     priority: int | None
-    truncate_prompt_tokens: int | None  # number of leading tokens to keep; -1: the model's maximum
+    truncate_prompt_tokens: int | None  # leading tokens to keep; -1: the model's maximum
 
 
 class StreamEmbedOptions(_PoolOptions, total=False):
-    """Options of `stream_embed`, for all prompts; None, like absence, selects the default."""
+    """Options of `stream_embed`, for all prompts."""
 
-    dimensions: int | None  # leading components to keep, if the model allows it
+    dimensions: int | None  # leading components to keep
     normalize: bool | None
     add_special_tokens: bool | None
 
@@ -77,7 +77,7 @@ class EmbedOptions(StreamEmbedOptions, total=False):
 class ScoreOptions(_PoolOptions, total=False):
     """The options of `score`."""
 
-    use_activation: bool | None  # False: the classifier's logits, not probabilities
+    use_activation: bool | None  # False: logits, not probabilities
     request_id: str | None
 
 
@@ -110,7 +110,7 @@ _KEYWORDS["chat.required_tool"] = "tool_choice"
 
 
 def keyword_of(field: str) -> str:
-    """Return the option for a request field such as `stop.stop_strings`; other fields unchanged."""
+    """Return the option for a request field such as `stop.stop_strings`; others unchanged."""
     section, _, rest = field.partition(".")
     if section in ("sampling", "stop", "output", "stream", "chat") and rest:
         return _KEYWORDS.get(field, rest)

@@ -1,4 +1,4 @@
-"""Converts protobuf messages into the client's results."""
+"""Convert protobuf messages into the client's results."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Joiner:
 
 
 class Received:
-    """Base of the streams: all deltas, and those not read yet."""
+    """Base of the streams: all deltas, and the unread ones."""
 
     def __init__(self) -> None:
         self._joiner = Joiner()
@@ -302,7 +302,7 @@ def _delta(delta: types_pb2.OutputDelta) -> Delta:
 def _finish_reason(output: types_pb2.Output | types_pb2.OutputDelta) -> str | None:
     if output.finish_reason == types_pb2.FINISH_REASON_UNSPECIFIED:
         return None
-    return FINISH_REASONS.get(output.finish_reason, "unknown")  # "unknown": a newer server's reason
+    return FINISH_REASONS.get(output.finish_reason, "unknown")  # a newer server's reason
 
 
 def _stop_reason(output: types_pb2.Output | types_pb2.OutputDelta) -> int | str | None:

@@ -1,4 +1,4 @@
-"""Builds protobuf requests, checking only types and names; the server validates ranges."""
+"""Build protobuf requests; the server validates ranges."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jaxllm.sampling_params import RepetitionDetectionParams
 from jaxllm.structured_outputs_params import SERVERS, StructuredOutputsParams, read_structured_outputs
 from jaxllm.v1 import control_pb2, inference_pb2, types_pb2
 
-_NEVER_EMPTY = ("allowed_token_ids", "logprob_token_ids", "request_id", "cache_salt")  # in protobuf, empty means absent
+_NEVER_EMPTY = ("allowed_token_ids", "logprob_token_ids", "request_id", "cache_salt")  # empty means absent in protobuf
 _TOOL_CHOICES = {
     "none": types_pb2.TOOL_CHOICE_NONE,
     "auto": types_pb2.TOOL_CHOICE_AUTO,
@@ -81,7 +81,7 @@ def embed_request(prompt: str | Sequence[int], options: EmbedOptions) -> inferen
 class EmbedRequests:
     """Iterates lazily over the requests of many prompts; invalid options fail on construction.
 
-    `failure` is the exception that ended it.
+    `failure` ended it.
     """
 
     def __init__(
@@ -106,11 +106,11 @@ class EmbedRequests:
         try:
             for prompt in self._prompts:  # pyright: ignore[reportGeneralTypeIssues]
                 yield self._request(prompt)
-        except Exception as error:  # gRPC would log the exception and lose it
+        except Exception as error:  # gRPC would log and lose it
             self.failure = error
 
     async def __aiter__(self) -> AsyncIterator[inference_pb2.EmbedRequest]:
-        # Writing to a refused call hides the reason (grpc/grpc#36066), so wait until the server accepts.
+        # Writing to a refused call hides the reason (grpc/grpc#36066): wait until the server accepts.
         if self.metadata_of_call is not None and not await self.metadata_of_call():
             return
         if not isinstance(self._prompts, AsyncIterable):
@@ -194,7 +194,7 @@ def _fields(options: type[Any]) -> dict[str, str]:
 
 
 def _set_prompt(request: Any, prompt: Any, many: str) -> None:
-    """Set a request's prompt, text or token ids; `many` is the advice in the error for several prompts."""
+    """Set a request's prompt, text or token ids; `many` is advice for several prompts."""
     if isinstance(prompt, str):
         set_field(request, "text", "prompt", prompt)
         return

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token's log-probability under the model, before temperature, penalties and filters."""
+    """A token's log-probability before temperature, penalties and filters."""
 
     token_id: int
     logprob: float
@@ -23,14 +23,14 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call that the model made."""
+    """A tool call of the model."""
 
     id: str
     name: str
-    arguments: str  # the model's text, possibly invalid JSON
+    arguments: str  # possibly invalid JSON
 
     def parsed(self) -> Any:
-        """Parse the arguments as JSON; raises ValueError if the model wrote invalid JSON."""
+        """Parse the arguments as JSON; raises `ValueError` if invalid."""
         return json.loads(self.arguments)
 
 
@@ -50,7 +50,7 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int  # of all sequences
-    cached_prompt_tokens: int  # prompt tokens found in the prefix cache
+    cached_prompt_tokens: int  # found in the prefix cache
     reasoning_tokens: int
 
 
@@ -58,9 +58,9 @@ class Usage:
 class Timing:
     """Durations of a request's phases in seconds, None if unknown."""
 
-    queue: float | None  # arrival to first step
-    prefill: float | None  # first step to first token
-    first_token: float | None  # arrival to first token
+    queue: float | None  # to first step
+    prefill: float | None  # from first step to first token
+    first_token: float | None  # from arrival
     total: float | None
 
 
@@ -75,7 +75,7 @@ class Output:
     finish_reason: str | None = (
         None  # stop, length, context, time_limit, repetition, abort or tool_calls; None: unfinished
     )
-    stop_reason: int | str | None = None  # the matched stop string or stop token id
+    stop_reason: int | str | None = None
     reasoning: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
     seed: int | None = None
@@ -98,7 +98,7 @@ class Delta:
 
 @dataclass(slots=True)
 class Completion:
-    """The results of a call. `text` etc. are the first sequence's; `outputs` holds all `n`."""
+    """The results of a call; `text` etc. are of the first of `outputs`."""
 
     request_id: str = ""
     model: str = ""
@@ -106,31 +106,29 @@ class Completion:
     usage: Usage | None = None
     timing: Timing | None = None
     prompt_token_ids: list[int] | None = None  # with return_prompt_token_ids or prompt_logprobs
-    prompt_logprobs: list[TokenLogprob | None] | None = None  # one per prompt token, None for the first
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # per prompt token, None for the first
 
     @property
     def text(self) -> str:
-        """The text, without reasoning and tool calls."""
         return self.outputs[0].text
 
     @property
     def token_ids(self) -> list[int]:
-        """The generated token ids."""
         return self.outputs[0].token_ids
 
     @property
     def logprobs(self) -> list[TokenLogprob] | None:
-        """One per token id, if `logprobs` was requested."""
+        """One per token id, if requested."""
         return self.outputs[0].logprobs
 
     @property
     def finish_reason(self) -> str | None:
-        """Why the sequence ended: stop, length, context, time_limit, repetition, abort or tool_calls."""
+        """Why the sequence ended, as in `Output`."""
         return self.outputs[0].finish_reason
 
     @property
     def stop_reason(self) -> int | str | None:
-        """The matched stop string or stop token id; None for the model's own end of sequence."""
+        """The matched stop string or token id."""
         return self.outputs[0].stop_reason
 
     @property
@@ -140,12 +138,11 @@ class Completion:
 
     @property
     def tool_calls(self) -> list[ToolCall]:
-        """The tool calls that the model made."""
         return self.outputs[0].tool_calls
 
     @property
     def seed(self) -> int | None:
-        """The `seed` that reproduces these tokens."""
+        """Reproduces these tokens."""
         return self.outputs[0].seed
 
     @property
@@ -169,7 +166,7 @@ class Embedding:
 
     values: list[float]
     prompt_tokens: int
-    index: int = 0  # position of the prompt in `stream_embed`
+    index: int = 0  # of the prompt, in `stream_embed`
     request_id: str = ""
     model: str = ""
 
@@ -179,7 +176,7 @@ class Classification:
     """The classes' scores for a text."""
 
     label: str  # of the largest value
-    values: list[float]  # one per label of `ModelInfo.labels`
+    values: list[float]  # per label of `ModelInfo.labels`
     prompt_tokens: int
     request_id: str = ""
     model: str = ""
@@ -209,18 +206,18 @@ class ModelInfo:
     has_tool_calls: bool
     has_reasoning: bool
     tasks: tuple[str, ...]
-    pooled_size: int  # embedding size or number of labels; 0: a generating model
-    dimensions: tuple[int, ...] | None  # sizes to which an embedding may be cut; (): any smaller; None: not allowed
+    pooled_size: int  # embedding size or number of labels; 0: generates
+    dimensions: tuple[int, ...] | None  # of a shortened embedding; (): any smaller; None: not allowed
     labels: tuple[str, ...]
-    parent: str = ""  # the base model of an adapter
+    parent: str = ""  # an adapter's base model
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter that a server has loaded."""
+    """A loaded LoRA adapter."""
 
     name: str
-    source: str  # path on the server
+    source: str  # on the server
     rank: int
 
 
@@ -228,8 +225,8 @@ class Adapter:
 class WeightInfo:
     """The state of a server's weights."""
 
-    version: str  # "0" at the start
-    is_sleeping: bool  # weights or cache are
+    version: str  # "0" at first
+    is_sleeping: bool  # weights or cache
     is_paused: bool  # requests are refused
 
 

@@ -11,7 +11,7 @@ from jaxllm.client.requests import pause_mode_of
 from jaxllm.errors import UserError
 from jaxllm.v1 import control_pb2
 
-PART_BYTES = 2 << 20  # of a tensor in one request; servers take 8 MiB by default
+PART_BYTES = 2 << 20  # of a tensor; servers take 8 MiB by default
 
 
 def sleep_request(level: int, tags: Iterable[str] | None, mode: str) -> control_pb2.SleepRequest:
@@ -36,7 +36,7 @@ def finish_request(weight_version: str | None) -> control_pb2.FinishWeightUpdate
 def update_requests(
     weights: str | PathLike[str] | Mapping[str, Any], weight_version: str | None
 ) -> Iterator[control_pb2.UpdateWeightsRequest]:
-    """Yield the requests that send the path of a folder, or arrays, one after the other."""
+    """Yield requests with a folder's path, or arrays."""
     if isinstance(weights, str | PathLike):
         request = control_pb2.UpdateWeightsRequest()
         set_field(request, "path", "weights", fspath(weights))

@@ -1,1 +1,1 @@
-"""The subcommands. In each module, `add` declares flags and `run` returns the exit code."""
+"""The subcommands; `add` declares flags, `run` returns the exit code."""

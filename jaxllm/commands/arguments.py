@@ -1,4 +1,4 @@
-"""Flags and checks that commands share, and errors that name flags."""
+"""Flags, checks and errors of several commands."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def add_profile(parser: argparse.ArgumentParser, what: str = "the first steps") 
 def build(cls: type, options: Mapping[str, Any], **others: Any) -> Any:
     """Construct a settings class from its flags; `others` apply to fields without a flag.
 
-    Raises UsageError, naming the flag, for an invalid value.
+    Raises `UsageError`, naming the flag.
     """
     with errors_by_flags(cls, has_sampling=options.get("command") in WITH_SAMPLING):
         return cls(**{**others, **given(options, cls)})
@@ -50,7 +50,7 @@ def build(cls: type, options: Mapping[str, Any], **others: Any) -> Any:
 
 @contextmanager
 def errors_by_flags(*classes: type, has_sampling: bool = False) -> Iterator[None]:
-    """Convert a UserError into UsageError, naming flags instead of fields."""
+    """Convert a `UserError` into `UsageError`, naming flags instead of fields."""
     try:
         yield
     except UserError as error:
@@ -62,7 +62,7 @@ def errors_by_flags(*classes: type, has_sampling: bool = False) -> Iterator[None
 
 def by_flags(message: str, cls: type, has_sampling: bool = False) -> str:
     for field in fields(cls):
-        # Without "_" it may be an ordinary word: replace it only at the start.
+        # Without "_" it may be an ordinary word.
         pattern = rf"(?<![\w'-]){field.name}\b" if "_" in field.name else rf"^{field.name}(?= (must|cannot|is)\b|:)"
         message = re.sub(pattern, flag_of(field.name, cls, has_sampling), message)
     return message

@@ -34,7 +34,6 @@ def add(benchmarks: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Print the ratios; other differences to stderr."""
     files, a, b = options["files"], options["a"], options["b"]
     if (len(files), a, b) != (2, None, None) and (files or not a or not b):
         raise UsageError("give two files, or the files of each side with --a and --b")

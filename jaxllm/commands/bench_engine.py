@@ -1,4 +1,4 @@
-"""Flags and checks shared by benchmarks of an engine."""
+"""Flags and checks of engine benchmarks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ def read_engine(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> tupl
 
 
 def check_context(config: EngineConfig, input_len: int, output_len: int) -> None:
-    """Raise UserError before loading weights."""
     from jaxllm.setup.model_setup import prepare
 
     longest = prepare(config, needs_weights=False).max_model_len

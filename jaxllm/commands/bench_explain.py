@@ -9,7 +9,7 @@ from jaxllm.commands.bench_engine import add_engine, check_context, read_engine
 from jaxllm.commands.bench_results import add_number, write
 from jaxllm.commands.session import add_verbose, open_llm
 
-# Otherwise steps could run in programs larger than necessary.
+# Otherwise programs could be larger than steps need.
 ENGINE_DEFAULTS = {"EngineConfig.precompile": "all"}
 
 
@@ -35,7 +35,7 @@ def run(options: dict[str, Any]) -> int:
     from jaxllm.bench.traced import batch, trace
 
     num_steps = options["num_skipped"] + options["num_steps"]
-    # A prompt chunk yields no token, and the last step overlaps another.
+    # A prompt chunk yields no token; the last step overlaps another.
     output_len = num_steps + 2
     check_context(config, options["input_len"], output_len)
     with open_llm(options) as llm:

@@ -1,4 +1,4 @@
-"""`jaxllm bench latency`: time one batch, from prompts to last token."""
+"""`jaxllm bench latency`: time one batch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ def add(benchmarks: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Measure the latency of batches; print it in vLLM's format and save it."""
     options, config = read_engine(options, ENGINE_DEFAULTS)
     check_trace(options)
     check_context(config, options["input_len"], options["output_len"])

@@ -21,7 +21,7 @@ def add_output(parser: argparse.ArgumentParser, has_plot: bool = True) -> None:
 
 
 def check_output(options: Mapping[str, Any]) -> None:
-    """Raise UserError, before measuring, for a missing folder of the results or a plot that cannot be drawn."""
+    """Raise `UserError` if results cannot be written or plotted."""
     for name in ("output_json", "plot"):
         path = options.get(name)
         if path is not None and not Path(path).expanduser().absolute().parent.is_dir():
@@ -38,7 +38,7 @@ def write(options: Mapping[str, Any], figures: Mapping[str, Any]) -> None:
     result = {**figures, "environment": environment.describe()}
     if options["output_json"] is not None:
         path = Path(options["output_json"]).expanduser()
-        partial = path.with_name(path.name + ".partial")  # so the final name never holds a truncated file
+        partial = path.with_name(path.name + ".partial")  # the final name is never truncated
         partial.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         os.replace(partial, path)
         print(f"The figures are in {path}.")

@@ -1,4 +1,4 @@
-"""`jaxllm bench scheduler`: time the scheduler alone, with many running requests."""
+"""`jaxllm bench scheduler`: time the scheduler alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ def add(benchmarks: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Measure the scheduler, print and save the figures; raise EngineError if a median exceeds the limit."""
     check_output(options)
     from tqdm import tqdm
 

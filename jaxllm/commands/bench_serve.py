@@ -1,4 +1,4 @@
-"""`jaxllm bench serve`: load-test any server. Flags, report and JSON follow vLLM's `bench serve`."""
+"""`jaxllm bench serve`: load-test any server, with vLLM's flags, report and JSON."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from jaxllm.bench.target import Target
     from jaxllm.bench.workload import Job
 
-_OTHER_PROMPTS = 1 << 31  # added to the seed, so warm-up prompts are in no cache
+_OTHER_PROMPTS = 1 << 31  # added to the seed of uncached warm-up prompts
 
-_WITH_LENGTHS = ("random", "sonnet", "prefix_repetition")  # datasets that use --input-len
+_WITH_LENGTHS = ("random", "sonnet", "prefix_repetition")  # that use --input-len
 _CHANGE_LENGTHS = frozenset(("max_tokens", "max_completion_tokens", "truncate_prompt_tokens"))
 
 
@@ -65,7 +65,7 @@ def run(options: dict[str, Any]) -> int:
         warmups, jobs = (
             [replace(job, model=random.choice(options["lora_modules"])) for job in part] for part in (warmups, jobs)
         )
-    # ignore_eos is only a default: drop it if the server refuses the field.
+    # Only a default: dropped if the server refuses it.
     is_strict = flags.adds_ignore_eos(options, dataset.dataset_name) and discovery.refuses(target, "ignore_eos")
     if is_strict:
         target = replace(target, fields={name: value for name, value in target.fields.items() if name != "ignore_eos"})
@@ -97,7 +97,7 @@ def run(options: dict[str, Any]) -> int:
     )
     if is_strict:
         result["warnings"].append("this server refuses ignore_eos: its answers may be shorter than requested")
-    if dataset.dataset_name == "random" and not dataset.random_prefix_len:  # prompts without a common prefix
+    if dataset.dataset_name == "random" and not dataset.random_prefix_len:  # no common prefix
         result["warnings"] += serve.cache_doubt(measurement.counted)
     if has_timeline and measurement.timeline is None:
         result["warnings"].append("no timeline: the server has no metrics of jaxllm or vLLM; set --metrics-url")
@@ -136,7 +136,6 @@ def _jobs(options: Mapping[str, Any], dataset: DatasetOptions, tokenizer: Coder)
 
 
 def _check_context(target: Target, dataset: DatasetOptions, jobs: Sequence[Job]) -> None:
-    """Raise UserError if lengths from flags exceed the context; lengths from files fail individually."""
     from jaxllm.bench import discovery
 
     if dataset.dataset_name not in _WITH_LENGTHS or not _CHANGE_LENGTHS.isdisjoint(target.extra):
@@ -172,7 +171,6 @@ def _metrics_url(options: Mapping[str, Any], target: Target) -> str:
 def _result(
     options: Mapping[str, Any], dataset: DatasetOptions, target: Target, tokenizer_id: str, measurement: Measurement
 ) -> dict[str, Any]:
-    """Return the result, vLLM's keys first."""
     from jaxllm.bench import environment, report, serve
 
     embeds = target.embeds

@@ -24,11 +24,11 @@ ENDPOINTS = {
     "openai-embeddings": "/v1/embeddings",
     "grpc": "",
 }
-_EMBEDS = ("embeddings", "/v1/embeddings")  # values of --endpoint
+_EMBEDS = ("embeddings", "/v1/embeddings")
 _EMBED_METRICS = ("e2el", "client_queue_time")
 SAMPLING = {own.name: type(own.default) for own in fields(SamplingParams) if declaration_of(own).shapes_distribution}
 HTTP_PORT, GRPC_PORT = 8000, 50051
-_KEYS = ("OPENAI_API_KEY", "JAXLLM_API_KEY")  # environment variables, in order of preference
+_KEYS = ("OPENAI_API_KEY", "JAXLLM_API_KEY")  # of the environment
 RAMP = ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
 
 
@@ -40,7 +40,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def resolve(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Validate options and add derived ones such as `embeds`."""
     embeds = options["backend"] == "openai-embeddings" or options["endpoint"] in _EMBEDS
     derived = {"embeds": embeds}
     if embeds:
@@ -113,7 +112,7 @@ def base_of(options: Mapping[str, Any]) -> str:
 
 
 def headers_of(options: Mapping[str, Any]) -> dict[str, str]:
-    """Return the headers of `--header`, and Authorization with an API key of the environment unless given."""
+    """Return the headers of `--header`, with the environment's API key unless given."""
     given = dict(options["header"])
     key = next((os.environ[name] for name in _KEYS if os.environ.get(name)), None)
     if key is None or any(name.lower() == "authorization" for name in given):
@@ -144,7 +143,6 @@ def fields_of(options: Mapping[str, Any], ignores_eos: bool) -> dict[str, Any]:
 
 
 def adds_ignore_eos(options: Mapping[str, Any], dataset_name: str) -> bool:
-    """Return whether HTTP requests set ignore_eos by default."""
     return (
         options["ignore_eos"] is None
         and options["backend"] in ("openai", "openai-chat")
@@ -293,7 +291,7 @@ def _processes(text: str) -> int | None:
 def _pair(text: str) -> tuple[str, str]:
     name, has_value, value = text.partition("=")
     if not has_value or not name.strip():
-        raise argparse.ArgumentTypeError("expected KEY=VALUE")  # omits the text, which may be a key
+        raise argparse.ArgumentTypeError("expected KEY=VALUE")  # omits the text, perhaps a key
     return name.strip(), value.strip()
 
 

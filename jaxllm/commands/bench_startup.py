@@ -1,4 +1,4 @@
-"""`jaxllm bench startup`: time cold and warm starts, in separate processes."""
+"""`jaxllm bench startup`: time cold and warm starts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ def add(benchmarks: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Measure starts, print and save the figures; raise EngineError if a start exceeds its limit."""
     config = engine_config(options)
     check_output(options)
     from tqdm import tqdm

@@ -34,7 +34,6 @@ def add(benchmarks: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Run the missing cells; return 1 if one failed."""
     from tqdm import tqdm
 
     from jaxllm.bench import sweep

@@ -1,4 +1,4 @@
-"""`jaxllm bench throughput`: time many requests offline, with jaxllm or transformers."""
+"""`jaxllm bench throughput`: time requests offline, with jaxllm or transformers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,6 @@ def add(benchmarks: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Print in vLLM's format."""
     _check_backend(options)
     check_trace(options)
     options, config = read_engine(options, ENGINE_DEFAULTS)

@@ -1,4 +1,4 @@
-"""The flags `--explain` and `--profile` of benchmarks, which trace an engine's steps."""
+"""The flags `--explain` and `--profile`, which trace an engine's steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_trace(options: Mapping[str, Any]) -> None:
 def traced(
     llm: LLM, requests: Callable[[], Sequence[tuple[Any, SamplingParams]]], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Profile the first steps of `requests` if requested; return the result file's entries."""
+    """Profile the first steps of `requests` if asked; return entries of the result file."""
     if not options["explain"] and options["profile"] is None:
         return {}
     from jaxllm.bench.explain import report

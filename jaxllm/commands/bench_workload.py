@@ -1,4 +1,4 @@
-"""The dataset options of `bench serve` and `bench throughput`."""
+"""Dataset options of `bench serve` and `bench throughput`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxllm.commands.flags import flag_of, given
 
 
 def dataset_options(options: Mapping[str, Any], dataset_name: DatasetName = "random") -> DatasetOptions:
-    """Read the dataset's flags; raise UsageError for a flag of another dataset or an invalid value."""
+    """Read the dataset's flags; raise `UsageError` for invalid ones or another dataset's."""
     own = given(options, DatasetOptions)
     chosen = own.get("dataset_name", dataset_name)
     for name in own:

@@ -1,7 +1,4 @@
-"""`jaxllm chat`: a conversation in the terminal or from a pipe, one line per turn.
-
-Drops the oldest turns when the context is full.
-"""
+"""`jaxllm chat`: a conversation in the terminal or from a pipe."""
 
 from __future__ import annotations
 
@@ -21,8 +18,8 @@ from jaxllm.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from jaxllm.llm import LLM
 
-CHAT_TOKENS = 1024  # an answer should end by itself
-_NO_FLAGS = {"n", "logprobs", "prompt_logprobs", "logprob_token_ids"}  # a conversation prints one text and no numbers
+CHAT_TOKENS = 1024
+_NO_FLAGS = {"n", "logprobs", "prompt_logprobs", "logprob_token_ids"}  # only one text is shown
 CHAT_HELP = """\
 /clear   forget the conversation (the system prompt stays)
 /exit    exit, as ^D does
@@ -53,7 +50,7 @@ def run(options: dict[str, Any]) -> int:
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         _enable_line_editing()
-    with open_llm(options, precompile="background") as llm:  # compiling for a GPU takes a minute
+    with open_llm(options, precompile="background") as llm:  # compiling takes a minute on a GPU
         params = replace(llm.get_default_sampling_params(), **from_flags)
         _check_template(llm, system, further)
         if images and llm.engine.model.processor is None:
@@ -86,7 +83,6 @@ def _check_template(llm: LLM, system: list[dict[str, str]], further: Mapping[str
 
 
 def _image(path: Path) -> dict[str, Any]:
-    """Return a file as a part of a message."""
     from jaxllm.media.images import MOST_BYTES, decode
 
     try:
@@ -100,7 +96,7 @@ def _image(path: Path) -> dict[str, Any]:
 def _enable_line_editing() -> None:
     try:
         import readline  # noqa: F401 - importing it gives input() a history and editing keys
-    except ImportError:  # Windows has none; its console edits lines
+    except ImportError:  # Windows; its console edits lines
         pass
 
 
@@ -115,13 +111,12 @@ def _read_line(is_terminal: bool) -> str | None:
         except KeyboardInterrupt:
             if not is_terminal:
                 raise
-            print()  # ^C drops the line, as in a shell
+            print()  # ^C drops the line
 
 
 def _turn(
     llm: LLM, history: list[dict[str, Any]], content: Any, params: SamplingParams, further: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Answer one message; return the conversation, unchanged without an answer."""
     try:
         messages, prompt = _fit(llm, [*history, {"role": "user", "content": content}], params.max_tokens, further)
         num_dropped = len(history) + 1 - len(messages)
@@ -151,7 +146,7 @@ def _fit(
     """Drop the oldest turns until an answer fits; return the conversation and its prompt.
 
     Reserves `max_tokens`, at most a quarter of the context: a truncated answer is better than a forgotten turn. Raises
-    UserError if the last message alone does not fit.
+    `UserError` if the last message does not fit.
     """
     limit = llm.engine.model.max_model_len
     room = min(max_tokens or limit, limit // 4)

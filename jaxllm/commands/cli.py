@@ -1,6 +1,6 @@
-"""The command line `jaxllm`: dispatches to `jaxllm.commands` and reports errors in one line.
+"""The command line `jaxllm`: runs a command, and reports errors in one line.
 
-Imports JAX only to run a command. Exit codes: 0, 1 for an error, 2 for wrong usage, 130 after ^C.
+Imports JAX only for that. Exit codes: 0, 1 for an error, 2 for wrong usage, 130 after ^C.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ COMMANDS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises UsageError."""
-
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
 
@@ -45,7 +43,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # "?" on a terminal without Unicode, not an exception
+            stream.reconfigure(errors="replace")  # "?" without Unicode
     is_debugging = "--debug" in (sys.argv[1:] if argv is None else argv)
     try:
         options = parse(argv)
@@ -59,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader, such as `head`, closed the pipe. Python's final flush would raise again.
+        # The reader closed the pipe; the final flush would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
@@ -69,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run() -> NoReturn:
-    """Exit without waiting for background compilations."""
+    """Run a command, and exit without waiting for background compilations."""
     _open_closed_streams()
     compile_noise.hide()
     code = main()
@@ -79,9 +77,9 @@ def run() -> NoReturn:
 
 
 def _open_closed_streams() -> None:
-    """Open the null device for each closed standard stream, as by `<&-` and `>&-`.
+    """Open the null device for each closed standard stream, as by `<&-`.
 
-    Otherwise the event loop gets its descriptor, which libuv refuses to close: SIGABRT after a clean drain.
+    The event loop would get its descriptor, which libuv refuses to close: SIGABRT after a clean drain.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -109,7 +107,7 @@ def _report(error: Exception) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> dict[str, Any]:
-    """Parse the command line, with `--config`; return options by name, "run" being the command's function."""
+    """Parse the command line, with `--config`; return options, "run" being the command's function."""
     parser = _Parser(prog="jaxllm", description="Run a language model on JAX.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"jaxllm {__version__}")
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")

@@ -1,4 +1,4 @@
-"""`jaxllm compile`: compile a model's programs into a folder, for starts without compilation."""
+"""`jaxllm compile`: compile a model's programs into a folder."""
 
 from __future__ import annotations
 

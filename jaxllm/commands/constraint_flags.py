@@ -1,4 +1,4 @@
-"""The flags that constrain an output to a schema, expression, grammar or choice. Imports no model code."""
+"""Flags that constrain an output."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add_constraint_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def constraint_of(options: Mapping[str, Any]) -> dict[str, StructuredOutputsParams]:
-    """Return the constraint as an argument of `SamplingParams`, or {}; raises UsageError or UserError."""
+    """Return the constraint as an argument of `SamplingParams`, or {}; raises `UsageError` or `UserError`."""
     flags = [flag for name, flag in _FLAGS.items() if options[name] not in (None, False)]
     if len(flags) > 1:
         raise UsageError(f"{' and '.join(flags)} exclude each other: give one of them")
@@ -56,7 +56,7 @@ def schema_of(file: str) -> StructuredOutputsParams:
         if not isinstance(schema, dict):
             raise UserError("a JSON schema is an object.")
         return StructuredOutputsParams(json=schema)
-    except (ValueError, RecursionError) as error:  # UserError is a ValueError
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file} holds no JSON schema: {error}") from error
 
 

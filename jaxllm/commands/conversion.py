@@ -1,4 +1,4 @@
-"""`jaxllm convert`: copy a safetensors model to a folder with an Orbax checkpoint."""
+"""Copy a safetensors model to a folder with an Orbax checkpoint."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from jaxllm.errors import UserError
 
 _KEPT = (
     *("*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*.jinja", "LICENSE*", "README*"),
-    "[0-9]_*/config.json",  # modules of sentence-transformers
+    "[0-9]_*/config.json",  # of sentence-transformers
 )
 
 
 def convert(source: str, target: Path, revision: str | None = None, progress: bool = False) -> Path:
     """Write the model `source` (folder, hub id or included name) to the folder `target`; return its path.
 
-    `target` must be missing or empty, and is renamed into place when complete. Raises UserError, before writing where
-    possible.
+    `target` must be missing or empty, and is renamed into place. Raises `UserError`, before writing if possible.
     """
     target = target.expanduser().absolute()
     _check_target(target)
@@ -54,7 +53,7 @@ def convert(source: str, target: Path, revision: str | None = None, progress: bo
             _copy_files(folder, unfinished)
             orbax_checkpoint.write(unfinished, {name: part.values for name, part in parts.items()}, count)
         if target.is_dir():
-            target.rmdir()  # Windows does not rename onto an empty folder
+            target.rmdir()  # Windows does not rename onto it
         unfinished.rename(target)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -74,5 +73,5 @@ def _copy_files(source: Path, target: Path) -> None:
             if path.is_file() and not path.name.endswith(INDEX.removeprefix("model")):
                 copy = target / path.relative_to(source)
                 copy.parent.mkdir(exist_ok=True)
-                # The content only, without the links and modes of a hub's cache.
+                # Not the links and modes of a hub's cache.
                 shutil.copyfile(inside(source, path.relative_to(source).as_posix()), copy)

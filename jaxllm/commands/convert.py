@@ -1,4 +1,4 @@
-"""`jaxllm convert`: write a model as an Orbax checkpoint, for any number of devices."""
+"""`jaxllm convert`: write a model as an Orbax checkpoint."""
 
 from __future__ import annotations
 

@@ -22,7 +22,6 @@ def add(commands: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Print the report; return 1 if the model cannot run."""
     config = engine_config(options)
     from jaxllm.commands import doctor_report
 

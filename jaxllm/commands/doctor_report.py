@@ -1,7 +1,4 @@
-"""The report of `jaxllm doctor`: versions, devices, memory, caches, and choices for a model.
-
-Loads no weights and compiles nothing.
-"""
+"""The report of `jaxllm doctor`: versions, devices, memory, caches, and choices for a model."""
 
 from __future__ import annotations
 
@@ -61,7 +58,7 @@ def examine(config: EngineConfig) -> dict[str, Any]:
         choices, shared = _choices(config)
         model |= choices
         devices = [_device(device) for device in jax.devices()]
-    except (UserError, RuntimeError) as error:  # RuntimeError: JAX cannot initialize a backend
+    except (UserError, RuntimeError) as error:  # JAX cannot initialize a backend
         problems.append(" ".join(str(error).split()))
     cache = _cache(config.cache_dir())
     if not cache["is_writable"]:

@@ -1,7 +1,4 @@
-"""`jaxllm embed`: write the embeddings of a file's texts, or print the lines nearest to a query.
-
-Memory does not grow with the file.
-"""
+"""`jaxllm embed`: write the embeddings of a file's texts, or search them, in constant memory."""
 
 from __future__ import annotations
 
@@ -84,7 +81,7 @@ def run(options: dict[str, Any]) -> int:
         name = "standard input" if options["input"] == "-" else options["input"]
         lines = _reader(file, name, options["field"], options["skip_empty"])
         digest = hashlib.sha256()
-        count = sum(1 for _ in lines(digest.update))  # raises for invalid lines before the model loads
+        count = sum(1 for _ in lines(digest.update))  # fails before the model loads
         if not count:
             raise UserError(f"{name} holds no text.", "input")
         with open_llm(options) as llm:
@@ -100,7 +97,7 @@ def run(options: dict[str, Any]) -> int:
 
 @contextmanager
 def _opened(name: str) -> Iterator[IO[bytes]]:
-    """Open a file, or standard input ("-") as a temporary copy, so that it can be read twice."""
+    """Open a file, or standard input ("-") as a temporary copy, to be read twice."""
     if name != "-":
         with open(name, "rb") as file:
             yield file
@@ -117,8 +114,8 @@ Lines = Callable[..., Iterator[Line]]
 def _reader(file: IO[bytes], name: str, field: str | None, skip_empty: bool) -> Lines:
     """Return a function `lines(see)` that yields the texts from the beginning at each call.
 
-    `see`, optional, receives each raw line. `field` is the text's key in JSON lines. Iteration raises UserError for an
-    invalid line, and for an empty one unless `skip_empty`.
+    `see` receives raw lines. `field` is the text's key in JSON lines. Iteration raises `UserError` for an invalid line,
+    or an empty one unless `skip_empty`.
     """
     file.seek(0)
     is_json = field is not None or name.endswith(".jsonl") or file.readline().lstrip().startswith(b"{")
@@ -151,8 +148,6 @@ def _text_of(line: str, field: str) -> str:
 
 
 class _Embed:
-    """Embeds lines; the engine batches texts of similar length."""
-
     def __init__(self, llm: LLM, options: Mapping[str, Any], count: int) -> None:
         self.size, self._llm, self._count = options["batch_size"], llm, count
         self._params = PoolingParams(
@@ -162,7 +157,6 @@ class _Embed:
         )
 
     def vectors(self, lines: Sequence[Line]) -> np.ndarray:
-        """Return float32[N, D]."""
         import numpy as np
 
         try:
@@ -173,7 +167,7 @@ class _Embed:
             if is_refused and error.parameter != "prompt":
                 raise
             if len(lines) > 1:
-                return np.concatenate([self.vectors([line]) for line in lines])  # find the failing line
+                return np.concatenate([self.vectors([line]) for line in lines])
             where = f"line {lines[0].number}" if lines[0].number else "--query"
             raise (UserError if is_refused else EngineError)(f"{where}: {error}") from error
         return np.stack([output.outputs.data for output in outputs])

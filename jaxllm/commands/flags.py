@@ -14,12 +14,12 @@ from jaxllm.errors import UserError
 from jaxllm.sampling_fields import MODEL, names_in
 from jaxllm.sampling_params import SamplingParams
 
-# `--help` lists these first.
+# First in `--help`.
 COMMON = (
     *("host", "port", "grpc_port", "api_key", "served_model_name", "chat_template", "dtype", "quantization"),
     *("max_model_len", "max_num_seqs", "gpu_memory_utilization", "tensor_parallel_size"),
 )
-IDLE = "without_effect"  # options key: given flags without effect
+IDLE = "without_effect"  # options key: given ones without effect
 _SHORT = {"tensor_parallel_size": ("-tp",), "n": ("-n",)}
 _SHORT |= {"pipeline_parallel_size": ("-pp",), "data_parallel_size": ("-dp",)}
 _UNITS = {"": 1, **{letter: 1000 ** (power + 1) for power, letter in enumerate("kmgt")}}
@@ -40,7 +40,7 @@ def add_engine_flags(
 ) -> None:
     """Add a flag for every field of `EngineConfig` but the model.
 
-    `has_sampling`: `--seed` is a request's, so the engine's is `--engine-seed`.
+    `has_sampling`: `--seed` is a request's, the engine's is `--engine-seed`.
     """
     add_flags(group, EngineConfig, {"model", *skipped}, defaults, has_sampling)
     for name, taken in NOT_BUILT.items():
@@ -68,7 +68,7 @@ def given(options: Mapping[str, Any], cls: type) -> dict[str, Any]:
 
 
 def _add_hidden(group: argparse._ArgumentGroup, name: str, action: type[argparse.Action], taken: Sequence[Any]) -> None:
-    """Add a flag of vLLM; `taken` are accepted values, default first, and decide the syntax."""
+    """Add a flag of vLLM; `taken` are accepted values, default first."""
     flag = flag_of(name, EngineConfig)
     is_switch = isinstance(taken[0], bool)
     names = (flag, "--no-" + flag[2:]) if is_switch else (*_SHORT.get(name, ()), flag)
@@ -111,7 +111,7 @@ def add_flags(
     defaults: Mapping[str, Any] | None = None,
     has_sampling: bool = False,
 ) -> None:
-    """Add a flag for each field of a settings class; absent flags leave no entry in the options."""
+    """Add a flag for each field of a settings class; absent ones leave no entry."""
     kinds = get_type_hints(cls)
     for field in fields(cls):
         if field.name in skipped:
@@ -135,11 +135,10 @@ def _argument_of(kind: Any, field: Field[Any]) -> dict[str, Any]:
     members = get_args(kind)
     inner = next((member for member in members if member is not type(None)), kind)
     if inner is bool:
-        # `--disable-x` and `--no-x` get no negation.
         is_opposite = field.name.startswith(("disable_", "no_"))
         return {"action": "store_true" if is_opposite else argparse.BooleanOptionalAction}
     if get_origin(kind) is tuple or isinstance(field.default, tuple) or get_origin(inner) is Sequence:
-        # One value per flag, so as not to consume a positional argument.
+        # One value per flag: more could consume a positional argument.
         item = (get_args(inner) or members)[0]
         metavar = field.metadata["metavar"] or "NAME"
         if field.metadata["takes_several"]:

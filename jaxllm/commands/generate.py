@@ -1,7 +1,4 @@
-"""`jaxllm generate`: continue prompts from arguments, a file or standard input.
-
-A single prompt on a terminal streams.
-"""
+"""`jaxllm generate`: continue prompts from arguments, a file or standard input."""
 
 from __future__ import annotations
 
@@ -44,14 +41,14 @@ def add(commands: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Generate and print the outputs of all prompts; return 1 if one failed, 130 after ^C."""
+    """Generate and print outputs; return 1 if one failed, 130 after ^C."""
     options, further = with_lora(options)
     engine_config(options)
     from_flags = params_of(options, GENERATE_TOKENS)
     if not options["json"]:
         _warn_of_numbers(from_flags)
     jobs = _read_prompts(options, from_flags)
-    with open_llm(options, precompile="background") as llm:  # compiling for a GPU takes a minute
+    with open_llm(options, precompile="background") as llm:
         default = llm.get_default_sampling_params()
         params = [replace(default, **{**from_flags, **override}) for _, override in jobs]
         started = time.monotonic()
@@ -104,7 +101,7 @@ def _prompts_of_file(file: str, from_flags: Mapping[str, Any]) -> list[tuple[Any
                 raise UserError('expected an object with a "prompt"')
             prompt = record.pop("prompt")
             SamplingParams(**{**from_flags, **record})
-        except ValueError as error:  # UserError is a ValueError
+        except ValueError as error:
             raise UserError(f"{file}, line {number}: {error}") from error
         except RecursionError as error:
             raise UserError(f"{file}, line {number}: its lists and objects are nested too deeply") from error

@@ -37,7 +37,7 @@ def add(commands: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Replay a recording and print its events; return 1 if a plan differs or the file is truncated."""
+    """Print a recording's events; return 1 if a plan differs or the file is truncated."""
     from jaxllm.replay.replay import Replay
 
     replay = Replay(options["file"])
@@ -53,7 +53,6 @@ def run(options: dict[str, Any]) -> int:
 
 
 def _show(replay: Replay, options: Mapping[str, Any]) -> str | None:
-    """Print the events, plans or states that the flags select; return the last plan difference, if any."""
     difference = None
     summary = Summary()
     story = Story(options["request"]) if options["request"] else None
@@ -99,7 +98,7 @@ def _no_request(name: str, summary: Summary, is_whole: bool) -> str:
 
 
 def _write(lines: Iterable[str]) -> None:
-    """Escape control characters: clients supply names."""
+    """Print lines with control characters escaped: clients supply names."""
     for line in lines:
         print(printable(line))
 
@@ -156,17 +155,17 @@ class Summary:
 
 
 class Story:
-    """The events of a request, identified by a prefix of its id (also without "cmpl-") or X-Request-Id."""
+    """The events of a request, identified by a prefix of its id or X-Request-Id."""
 
     def __init__(self, name: str) -> None:
         self._names = (name, name.removeprefix("cmpl-").removeprefix("chatcmpl-"))
         self.lines: list[str] = []
         self._slots: dict[int, Request] = {}
         self._ids: dict[int, str] = {}
-        self._decoded: dict[int, list[float]] = {}  # times of tokens not printed yet
+        self._decoded: dict[int, list[float]] = {}
 
     def take(self, moment: Moment) -> dict[int, str]:
-        """Return the names of sequences concerned, by id."""
+        """Add a moment's events to `lines`; return the names of sequences concerned, by id."""
         written: dict[int, str] = {}
 
         def note(request_id: int, text: str) -> None:
@@ -307,7 +306,6 @@ def _named(request: Request) -> str:
 
 
 def to_json(moment: Moment, names: Mapping[int, str] | None = None) -> dict[str, Any]:
-    """Describe an event as a JSON object, with all requests or only those in `names`."""
     plan, events = moment.plan, moment.events
 
     def is_shown(request_id: int) -> bool:

@@ -1,4 +1,4 @@
-"""`jaxllm serve`: convert flags to settings of the engine and the server, then run `jaxllm_server`."""
+"""`jaxllm serve`: convert flags to settings, then run `jaxllm_server`."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def add(commands: Subparsers) -> None:
     server = parser.add_argument_group("server")
     add_flags(server, ServerOptions, skipped=COMMON)
     _add_habits(server)
-    skipped = {*COMMON, "disable_log_stats", "disable_log_requests"}  # the last two have an effect here
+    skipped = {*COMMON, "disable_log_stats", "disable_log_requests"}  # the last two have an effect
     add_engine_flags(parser.add_argument_group("engine"), has_sampling=False, skipped=skipped)
 
 
 def _add_habits(group: argparse._ArgumentGroup) -> None:
-    """Accept flags of vLLM whose effect is the default, or another flag's, here."""
+    """Accept flags of vLLM whose effect is a default, or another flag's, here."""
     hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     group.add_argument(
         "--enable-auto-tool-choice",
@@ -77,7 +77,7 @@ def run(options: dict[str, Any]) -> int:
     if server.headless:
         with errors_by_flags(ServerOptions, EngineConfig):
             return launch.be_replica(config, server)
-    if config.data_parallel_size == 1:  # else each replica checks its devices; this process must not use them
+    if config.data_parallel_size == 1:  # else each replica does; this process must not use devices
         _check(config, server)
     with errors_by_flags(ServerOptions, EngineConfig):
         made = launch.new_server(config, server, progress=sys.stderr.isatty())
@@ -87,7 +87,7 @@ def run(options: dict[str, Any]) -> int:
 def _check(config: EngineConfig, options: ServerOptions) -> None:
     """Refuse a missing model, one that does not fit the devices, or invalid adapters, before listening.
 
-    Reads no weights but those of adapters; fetches only small files from the hub.
+    Reads no weights but adapters'; fetches only small files from the hub.
     """
     from jaxllm.engine.features.adapters import store
     from jaxllm.model import decoder

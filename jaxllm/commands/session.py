@@ -1,4 +1,4 @@
-"""Load a model for a command: its flags, progress, traces, streamed output and ^C."""
+"""Load a model for a command, and stream its output."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def params_of(options: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
 
 
 def with_lora(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return options of an engine for `--lora`, and further arguments of requests."""
+    """Return engine options for `--lora`, and further arguments of requests."""
     path = options["lora"]
     if path is None:
         return options, {}
@@ -61,10 +61,7 @@ def add_verbose(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def open_llm(options: Mapping[str, Any], **defaults: Any) -> Iterator[LLM]:
-    """Load the model named by flags; errors name flags.
-
-    `defaults` apply to settings without a flag.
-    """
+    """Load the model named by flags; errors name flags. `defaults` apply to settings without one."""
     from jaxllm.llm import LLM
 
     if options["verbose"]:
@@ -87,7 +84,7 @@ def profile(llm: LLM, options: Mapping[str, Any]) -> AbstractContextManager[None
 
 @contextmanager
 def noting_interrupts() -> Iterator[threading.Event]:
-    """Set an event on ^C; interrupting a step would cost the engine its cache, and only a second ^C does."""
+    """Set an event on ^C; a second one interrupts a step, which costs the engine's cache."""
     seen = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield seen  # only the main thread handles signals
@@ -108,7 +105,7 @@ def noting_interrupts() -> Iterator[threading.Event]:
 def stream(
     llm: LLM, prompt: Any, params: SamplingParams, further: Mapping[str, Any]
 ) -> tuple[RequestOutput | None, bool]:
-    """Print a request's text as it is generated; return its last output and whether ^C ended it."""
+    """Stream a request's text; return its last output and whether ^C ended it."""
     output, num_shown = None, 0
     with noting_interrupts() as interrupt:
         llm.engine.add_request(REQUEST_ID, prompt, params, **further)
@@ -119,5 +116,5 @@ def stream(
                     print(text[num_shown:], end="", flush=True)
                     num_shown = len(text)
         finally:
-            llm.engine.abort_request(REQUEST_ID)  # no effect on a finished request
+            llm.engine.abort_request(REQUEST_ID)
     return output, interrupt.is_set() and (output is None or not output.finished)

@@ -1,7 +1,4 @@
-"""`jaxllm transcribe`: write the words of WAV files with a model such as Whisper.
-
-Long files are cut into pieces at quiet moments; pieces of all files run in one batch.
-"""
+"""`jaxllm transcribe`: write the words of WAV files, cut at quiet moments, with a model such as Whisper."""
 
 from __future__ import annotations
 
@@ -22,9 +19,9 @@ if TYPE_CHECKING:
 
     from jaxllm.llm import LLM
 
-RATE = 16000  # samples per second of encoders
-_SEARCHED = 1 / 6  # of a piece, at its end, for the quietest moment
-_FRAME, _QUIET = 160, 10  # samples of a frame, and frames of a quiet moment
+RATE = 16000  # samples per second
+_SEARCHED = 1 / 6  # of a piece: where the quietest moment is searched
+_FRAME, _QUIET = 160, 10  # samples, frames
 
 
 class Piece(NamedTuple):
@@ -51,12 +48,11 @@ def add(commands: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Print the text of each file; return 1 if a piece failed."""
     if options["model"] is None:
         raise UsageError("no model: give one whose encoder reads sound, for example --model openai/whisper-small")
     engine_config(options)
     files = list(dict.fromkeys(options["files"]))
-    sounds = [_read(file) for file in files]  # raises before the model loads
+    sounds = [_read(file) for file in files]  # fails before the model loads
     with open_llm(options) as llm:
         prompts = llm.engine.model.sources
         if prompts is None or prompts.sound is None:
@@ -106,7 +102,6 @@ def cuts(samples: np.ndarray, longest: int) -> list[tuple[int, int]]:
 
 
 def _transcribe(llm: LLM, pieces: Sequence[Piece], language: str | None, translates: bool) -> list[str | None]:
-    """Return the text of each piece; None if it failed."""
     model, settings = llm.engine.model, llm.engine.model.generation_config
     token_of = model.tokenizer.token_id
     begin = _required(token_of("<|startoftranscript|>"), "<|startoftranscript|>")
@@ -141,7 +136,6 @@ def _transcribe(llm: LLM, pieces: Sequence[Piece], language: str | None, transla
 
 
 def _languages(settings: Mapping[str, Any]) -> dict[str, int]:
-    """Return the tokens of languages, by name as "<|en|>"; none of a model with one language."""
     found = settings.get("lang_to_id") or {}
     return {name: token for name, token in found.items() if isinstance(name, str) and type(token) is int}
 

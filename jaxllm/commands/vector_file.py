@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxllm.errors import UserError
 
-_SAME = 1e-2  # relative to the largest component, for float32 against bfloat16
+_SAME = 1e-2  # relative to the largest component, float32 against bfloat16
 
 
 class VectorFile:
@@ -41,14 +41,14 @@ class VectorFile:
     def append(self, numbers: Sequence[int], texts: Sequence[str], vectors: np.ndarray) -> None:
         """Append rows and sync them to disk.
 
-        `numbers` are line numbers, from 1; a .npy file holds neither these nor the texts.
+        `numbers` are line numbers, from 1; .npy files omit these and the texts.
         """
         self._file.seek(0, os.SEEK_END)
         if self._is_binary:
             self._file.write(vectors.astype("<f4").tobytes())
         else:
             for number, text, vector in zip(numbers, texts, vectors, strict=True):
-                # Nine digits round-trip float32; json would write twice the digits.
+                # Nine digits round-trip float32; json would write twice as many.
                 values = ", ".join(map("%.9g".__mod__, vector.tolist()))
                 head = json.dumps({"index": number - 1, "text": text}, ensure_ascii=False)
                 self._file.write(f'{head[:-1]}, "embedding": [{values}]}}\n'.encode())
@@ -74,7 +74,7 @@ class VectorFile:
         new.replace(self._note)
 
     def _read_note(self) -> tuple[int, int]:
-        """Return complete rows and bytes; raises UserError if texts or model have changed."""
+        """Return complete rows and bytes; raise `UserError` if texts or model have changed."""
         try:
             note = json.loads(self._note.read_text(encoding="utf-8"))
             changed = [name for name, value in self._job.items() if note[name] != value]

@@ -1,7 +1,6 @@
 """Compile a model's chat template, and render conversations with it.
 
-A template is jinja2 source of a model's folder, never of a request. It runs in jinja2's sandbox
-(template_environment.py).
+Templates are a model's, never a request's, and run in jinja2's sandbox.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from jaxllm.text.template_shapes import TOOL, Message, Shape, find_shape
 if TYPE_CHECKING:
     import jinja2
 
-MAX_TEXT = 1 << 25  # characters of rendered text: several times a server's largest body
+MAX_TEXT = 1 << 25  # several times a server's largest body
 RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
-_MAX_TRIAL = 1 << 18  # characters while probing a template's shape
+_MAX_TRIAL = 1 << 18  # of probes
 _CONTINUES_HERE = "JAXLLM_CONTINUES_HERE"
 
 
@@ -30,7 +29,7 @@ class ChatTemplate:
 
     program: jinja2.Template
     shape: Shape
-    words_by_line: Mapping[int, frozenset[str]]  # field names that each line reads, to locate errors
+    words_by_line: Mapping[int, frozenset[str]]  # field names, to locate errors
 
 
 def render(
@@ -45,8 +44,8 @@ def render(
     """Render a conversation as the prompt's text.
 
     `messages` have the template's shape (message_forms.py); `tools` are JSON schemas; `variables` are passed on.
-    `continue_final_message` leaves the last message open. Raises `UserError`, naming the message, if the template
-    rejects the conversation.
+    Raises `UserError`, naming the message, if the template
+    rejects it.
     """
     if continue_final_message and add_generation_prompt:
         raise UserError(
@@ -69,7 +68,7 @@ def render(
         text = generated(template.program, arguments, MAX_TEXT)
     except Exception as error:
         is_own = isinstance(error, jinja2.TemplateError | OverflowError)
-        # Other exceptions' messages would name Python classes.
+        # Others would name Python classes.
         reason = _one_line(error) if is_own else "a value in it is not of the kind that the template expects"
         at = template_errors.place_of(error, conversation, template.words_by_line)
         raise UserError(f"The chat template rejects this conversation: {reason}{at}", "messages") from error
@@ -77,10 +76,7 @@ def render(
 
 
 def compile_template(source: str, variables: Mapping[str, Any] = MappingProxyType({})) -> ChatTemplate:
-    """Compile a template and find its message shape by rendering probes, with `variables`.
-
-    Raises UserError if it is invalid.
-    """
+    """Compile a template, and render probes with `variables` to find its message shape; raise UserError if invalid."""
     import jinja2
 
     from jaxllm.text.template_environment import make_environment
@@ -127,7 +123,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _plain(value: Any, parameter: str) -> Any:
-    """Copy JSON-like values; refuse others, since a template could call their methods."""
+    """Copy JSON-like values; refuse others, since templates could call their methods."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
@@ -157,5 +153,5 @@ def _cut_at_mark(text: str) -> str:
             "continue_final_message is not possible: the chat template leaves out the final message.",
             "continue_final_message",
         )
-    # Templates that trim messages removed the space after the mark; trim the message likewise.
+    # Trim the message as the template trimmed the mark.
     return text[:at] if text.startswith(" ", at + len(_CONTINUES_HERE)) else text[:at].rstrip()

@@ -1,7 +1,6 @@
-"""Adapters' tokenizers, run in another process with the usual interface.
+"""Adapters' tokenizers, run in another process.
 
-`piece` is a table lookup, safe in engine steps. Methods that encode text or render templates are tasks of the process
-(confinement.py): not for an event loop.
+`piece` is a table lookup, safe in engine steps. Methods that encode or render call the process: not for an event loop.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class ConfinedTemplates(Tokenizer):
 
 
 class ConfinedTokenizer(ConfinedTemplates):
-    """An adapter's own tokenizer."""
+    """An adapter's tokenizer."""
 
     def __init__(
         self,
@@ -139,4 +138,4 @@ class ConfinedTokenizer(ConfinedTemplates):
         return None if token is None else self.token_id(token)
 
     def _is_foreign(self, template: str) -> bool:
-        return True  # including the model's template, since this tokenizer encodes its text
+        return True  # this tokenizer encodes the model's template too

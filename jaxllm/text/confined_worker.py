@@ -1,4 +1,4 @@
-"""The worker process of confinement.py: executes tokenizer tasks from standard input.
+"""The worker process of confinement.py: executes tasks from standard input.
 
 Must start quickly: no JAX, no numpy.
 """
@@ -23,14 +23,14 @@ from jaxllm.text.confinement import LOAD_SECONDS, MOST_KEPT, TOO_DEEP, TOO_MUCH_
 from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
 from jaxllm.text.tokenizer_files import digest_of
 
-_MOST_TOKEN = 4096  # bytes of a token's text; published vocabularies reach 512
-_MOST_VOCABULARY = 32 * 2**20  # bytes of all tokens
+_MOST_TOKEN = 4096  # bytes; published tokens reach 512
+_MOST_VOCABULARY = 32 * 2**20  # bytes
 
 
 def main() -> None:
     tasks, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     for descriptor in (0, 1):
-        os.dup2(2, descriptor)  # keep library output apart from results
+        os.dup2(2, descriptor)  # library output is not a result
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     most_bytes = int(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
@@ -44,7 +44,7 @@ def main() -> None:
 def _answer(frame: bytes, seconds: float, kept: OrderedDict[Source, Tokenizer]) -> dict[str, Any]:
     """Run the method that a frame names; return its "value", the "error" to raise, or how it "failed".
 
-    `kept` caches tokenizers. Above its limit of CPU time, the kernel kills the process.
+    `kept` caches tokenizers.
     """
     try:
         signal.setitimer(signal.ITIMER_PROF, LOAD_SECONDS)

@@ -1,7 +1,6 @@
 """Run adapters' tokenizers and chat templates, which may loop or exhaust memory, in resource-limited processes.
 
-A process runs one task at a time; above its limits of memory and CPU time the kernel kills it, and only that task's
-caller gets an error.
+A process runs one task at a time; the system kills it above its memory or CPU time.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ from jaxllm import errors
 from jaxllm.errors import EngineError, UserError
 
 MOST_PROCESSES = 4
-MOST_BYTES = 768 * 2**20  # of process memory: reading a tokenizer of 262,000 tokens takes 300 MB
-MOST_KEPT = 2  # tokenizers cached per process
+MOST_BYTES = 768 * 2**20  # a tokenizer of 262,000 tokens takes 300 MB
+MOST_KEPT = 2  # tokenizers per process
 SECONDS = 1.0  # CPU time per task, plus len(frame) / BYTES_A_SECOND
 BYTES_A_SECOND = 100_000  # tokenizing reaches 500,000 characters a second
-LOAD_SECONDS = 20.0  # CPU time to read a tokenizer, including conversion
+LOAD_SECONDS = 20.0  # CPU time to read a tokenizer
 MOST_ANSWER = 64 * 2**20
 TOO_MUCH_MEMORY = "takes too much memory"
 TOO_DEEP = "messages, tools or chat_template_kwargs are nested too deeply."
-_WAIT_FACTOR = 10  # wall-clock limit as a multiple of CPU time
+_WAIT_FACTOR = 10  # wall-clock per CPU time
 _START = "import sys; sys.path.insert(0, {!r}); from jaxllm.text.confined_worker import main; main()"
 _ROOT = str(Path(__file__).resolve().parents[2])
 
 
 class ConfinedError(UserError):
-    """An adapter's tokenizer or chat template exceeded a limit; its process was killed."""
+    """An adapter's tokenizer or chat template exceeded a limit."""
 
 
 def exceeded(what: str) -> ConfinedError:
@@ -49,7 +48,7 @@ def exceeded(what: str) -> ConfinedError:
 
 
 class Source(NamedTuple):
-    """A tokenizer's folder, and its files' digest; b"" for the model's tokenizer."""
+    """A tokenizer's folder, and its files' digest; b"" for the model's."""
 
     folder: str
     digest: bytes = b""
@@ -61,7 +60,7 @@ class Confinement:
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes = most_bytes
         self._changed = threading.Condition()
-        self.idle: list[Process] = []  # most recently used last
+        self.idle: list[Process] = []  # most recent last
         self._alive: set[Process] = set()
         self._num_starting = 0
         self._is_closed = False
@@ -74,11 +73,11 @@ class Confinement:
     def call(self, source: Source, method: str, *arguments: Any, **named: Any) -> Any:
         """Call a tokenizer method, or one of `confined_worker.FUNCTIONS`.
 
-        Raises `ConfinedError` if a limit was exceeded, `UserError` as the method does, `EngineError` after `close`.
+        Raises `ConfinedError` above a limit, `UserError` as the method, `EngineError` after `close`.
         """
         frame = _framed([source.folder, source.digest.hex(), method, arguments, named])
         seconds = SECONDS + len(frame) / BYTES_A_SECOND
-        if method in ("identity", "vocabulary"):  # these process all tokens, once per adapter
+        if method in ("identity", "vocabulary"):
             seconds += LOAD_SECONDS
         process = self._take(source)
         is_usable = False
@@ -86,7 +85,7 @@ class Confinement:
             has_others = process.note(source)
             answer = process.ask(frame, seconds)
             if has_others and answer.get("failed", "").startswith(TOO_MUCH_MEMORY):
-                process = self._renewed(process)  # others may have used up its memory
+                process = self._renewed(process)  # others may use its memory
                 process.note(source)
                 answer = process.ask(frame, seconds)
             is_usable = "failed" not in answer
@@ -99,7 +98,7 @@ class Confinement:
         return answer["value"]
 
     def close(self) -> None:
-        """End idle processes now, the others after their task; refuse new tasks."""
+        """End idle processes now, others after their task; refuse new tasks."""
         with self._changed:
             self._is_closed = True
             idle, self.idle = self.idle, []
@@ -166,7 +165,7 @@ class Process:
         self.sources: OrderedDict[Source, None] = OrderedDict()
         command = [sys.executable, "-c", _START.format(_ROOT), str(most_bytes)]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        # A new session, unaffected by Ctrl-C.
+        # Unaffected by Ctrl-C.
         self._popen = subprocess.Popen(command, bufsize=0, start_new_session=True, **pipes)
         assert self._popen.stdin is not None and self._popen.stdout is not None
         self._input, self._output = self._popen.stdin, self._popen.stdout
@@ -178,7 +177,7 @@ class Process:
         return self._popen.poll() is None
 
     def note(self, source: Source) -> bool:
-        """Record that the process uses a tokenizer; return whether it caches others."""
+        """Record a tokenizer of the process; return whether it caches others."""
         self.sources[source] = None
         self.sources.move_to_end(source)
         if len(self.sources) > MOST_KEPT:
@@ -186,7 +185,7 @@ class Process:
         return len(self.sources) > 1
 
     def ask(self, frame: bytes, seconds: float) -> dict[str, Any]:
-        """Send a task and return its answer; it may use `seconds` of CPU time, plus time to read the tokenizer."""
+        """Send a task and return its answer; `seconds` of CPU time exclude reading the tokenizer."""
         give_up = time.monotonic() + _WAIT_FACTOR * (seconds + LOAD_SECONDS)
         try:
             rest = memoryview(len(frame).to_bytes(8) + int(1000 * seconds).to_bytes(8) + frame)
@@ -227,7 +226,7 @@ class Process:
 
 
 def _framed(task: list[Any]) -> bytes:
-    """Encode a task as JSON, which allows integers of any size; raise UserError for other types or deep nesting."""
+    """Encode a task as JSON; raise `UserError` for other types or deep nesting."""
     try:
         return json.dumps(task, ensure_ascii=False, default=_mapping).encode("utf-8", "surrogatepass")
     except RecursionError:

@@ -1,7 +1,4 @@
-"""Prompts for fill-in-the-middle models: text before and after a hole, with marker tokens.
-
-Any vocabulary with the tokens is accepted; without training on them, results are poor.
-"""
+"""Prompts for fill-in-the-middle models, with marker tokens."""
 
 from __future__ import annotations
 
@@ -15,12 +12,12 @@ from jaxllm.text.tokenizer import Tokenizer
 class _Markers(NamedTuple):
     """Marker tokens as spelled in a vocabulary."""
 
-    before: str  # precedes the prefix
-    behind: str  # precedes the suffix
-    middle: str | None  # where generation begins; None: suffix first, generation continues the prefix
+    before: str
+    behind: str
+    middle: str | None  # generation begins; None: suffix first, generation continues the prefix
 
 
-# Sources: papers and model cards; spellings from llama.cpp's src/llama-vocab.cpp.
+# From papers, model cards and llama.cpp.
 _MARKERS = (
     _Markers("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma, Granite 4
     _Markers("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder 1 and 2, Granite Code
@@ -29,7 +26,7 @@ _MARKERS = (
     _Markers("▁<PRE>", "▁<SUF>", "▁<MID>"),  # CodeLlama
     _Markers("[PREFIX]", "[SUFFIX]", None),  # Codestral
 )
-# Tokens that these models emit after a filled hole; some do not declare them as end tokens.
+# Emitted after a filled hole; not always declared as end tokens.
 _ENDS = (
     *("<|endoftext|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"),  # Qwen2.5-Coder
     *("<|file_separator|>", "<file_sep>", "<repo_name>"),  # CodeGemma, StarCoder2
@@ -43,8 +40,8 @@ def encode(
 ) -> list[int]:
     """Return the ids of a prompt whose completion belongs between `before` and `behind`.
 
-    Special tokens spelled in the texts are encoded as such, e.g. to separate files. `add_special_tokens` adds the
-    model's prompt start. Raises `UserError`, naming `suffix`, if the vocabulary lacks marker tokens.
+    Special tokens spelled in the texts are encoded as such. `add_special_tokens` adds the model's prompt start. Raises
+    `UserError`, naming `suffix`, if the vocabulary lacks marker tokens.
     """
     markers = _markers_of(tokenizer)
     if markers is None:
@@ -83,7 +80,7 @@ def _id(tokenizer: Tokenizer, token: str) -> int:
 def _encode_behind(tokenizer: Tokenizer, text: str) -> list[int]:
     """Encode a text without the space that some tokenizers prepend.
 
-    Among models of code, only byte-fallback tokenizers do; with others a text could merge with the anchor.
+    Among models of code, only byte-fallback tokenizers do; elsewhere a text could merge with the anchor.
     """
     ids = tokenizer.encode(text, add_special_tokens=False)
     puts_space = tokenizer.token(tokenizer.encode("a", add_special_tokens=False)[0]).startswith("▁")

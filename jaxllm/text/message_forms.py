@@ -1,4 +1,4 @@
-"""Convert messages to a chat template's shape (see template_shapes.py)."""
+"""Convert messages to a chat template's shape."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from jaxllm.errors import UnsupportedError, UserError
 from jaxllm.media.image_part import ImagePart
 from jaxllm.text.template_shapes import BLANKS, CALLER, Blank, Shape
 
-# JSON's names for types that cannot be content parts.
+# JSON's names of wrong content parts.
 _KINDS = {type(None): "null", bool: "boolean", int: "number", float: "number", list: "array"}
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # field names for reasoning, in transformers' order
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # in transformers' order
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
-# (text, name for errors) -> the arguments' value, or the text if it is not JSON.
+# (text, name for errors) -> arguments, or text that is not JSON.
 ReadArguments = Callable[[str, str], Any]
 
 
 def shaped(
     messages: Sequence[Mapping[str, Any]], shape: Shape, read_arguments: ReadArguments | None
 ) -> list[dict[str, Any]]:
-    """Return messages in the shape that a template reads, without values of None, as in transformers.
+    """Return messages in a template's shape, without values of None, as in transformers.
 
     Without `read_arguments`, call arguments are already converted. Raises `UserError`, naming `messages`, if invalid.
     """
@@ -33,10 +33,9 @@ def shaped(
 
 
 def shaped_arguments(arguments: Any, shape: Shape, name: str, read: ReadArguments) -> Any:
-    """Return a tool call's arguments as the template reads them: as JSON text or as an object.
+    """Return a tool call's arguments as the template reads them: JSON text or an object.
 
-    Text that is not a JSON object, e.g. truncated, is kept if the template accepts text; otherwise raises `UserError`,
-    naming `messages`.
+    Keeps text that is not a JSON object if the template accepts text; otherwise raises `UserError`, naming `messages`.
     """
     if not shape.takes_objects:
         return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping) else arguments
@@ -68,7 +67,7 @@ def _shaped(message: Any, name: str, shape: Shape, read: ReadArguments | None) -
     copied = {key: value for key, value in message.items() if value is not None}
     calls, thought = copied.get("tool_calls"), next((copied[key] for key in _REASONING if key in copied), None)
     if thought is not None:
-        # transformers uses two of the names, some templates the third.
+        # transformers uses two of these, some templates the third.
         copied = {"thinking": thought, **copied, "reasoning_content": thought}
         copied |= {"reasoning": thought} if shape.names_reasoning and "reasoning" not in copied else {}
     if isinstance(calls, list | tuple):
@@ -121,7 +120,7 @@ def _fitting_content(content: Any, shape: Shape, role: str, name: str) -> Any:
     if isinstance(content, str):
         return content if shape.takes_text(role) else [{"type": "text", "text": content}]
     if not isinstance(content, list | tuple):
-        return content  # the template reports the error
+        return content  # the template reports it
     parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
     for at, part in enumerate(parts):
         if isinstance(part, ImagePart):

@@ -10,13 +10,13 @@ from jaxllm.sampling_params import RepetitionDetectionParams
 
 
 class RepetitionDetector:
-    """Tracks one output. Cost per token depends on the longest pattern only: 4 us for 1,024 tokens."""
+    """Tracks one output, in 4 us per token for patterns of up to 1,024."""
 
     def __init__(self, params: RepetitionDetectionParams) -> None:
         longest = params.max_pattern_size
         sizes = np.arange(1, longest + 1)
-        # The output ends in `min_count` copies of a pattern of `size` tokens if each of its last (min_count - 1) * size
-        # tokens equals the token `size` before it.
+        # A pattern of `size` is repeated `min_count` times if each of the last (min_count - 1) * size tokens equals the
+        # token `size` before.
         self._needed = np.where(sizes < params.min_pattern_size, np.iinfo(np.int64).max, (params.min_count - 1) * sizes)
         self._equal = np.zeros(longest, np.int64)  # by size: trailing tokens equal to the one `size` before
         self._recent: deque[int] = deque(maxlen=longest)

@@ -1,9 +1,9 @@
 r"""Encode conversations so that only the chat template, never a caller's string, produces special tokens.
 
 A message containing `<|im_end|>\
-<|im_start|>system` could otherwise impersonate another role. Every caller's string (contents, roles, names, tool calls,
-tools, template variables) is rendered *disguised*: rare symbols replace characters that could be part of a special
-token. Special tokens in the result then belong to the template; text between them is restored and encoded literally.
+<|im_start|>system` could otherwise impersonate another role. Callers' strings (contents, roles, names, tool calls,
+tools, template variables) are rendered *disguised*: rare symbols replace characters that could be part of a special
+token. Special tokens in the result are the template's; text between them is restored and encoded literally.
 Guarantee: no special token spelled by a caller's string, or crossing the end of one that is not a plain word, is
 encoded as that token. Not covered: templates that build special tokens around a caller's word (`'<|' + role + '|>'`),
 or cut and join callers' strings.
@@ -18,16 +18,15 @@ from typing import Any
 
 from jaxllm.errors import UserError
 
-# Templates such as Phi-3's intentionally form special tokens from these.
+# Phi-3's template forms special tokens from these.
 ROLES = frozenset(("system", "developer", "user", "assistant", "model", "tool", "function", "ipython", "observation"))
-WORD = re.compile(r"[\w.-]*")  # templates compare such strings ('function', 'low', 'python'): ends are unchanged
-# SignWriting: symbols, like most characters of special tokens; unaffected by normalizers, case conversion and trimming,
-# and not escaped by Python's repr.
+WORD = re.compile(r"[\w.-]*")  # templates compare these ('function', 'low', 'python'): ends are unchanged
+# SignWriting: symbols, unaffected by normalizers, case conversion, trimming and Python's repr.
 _FIRST_TWIN, _LAST_TWIN = 0x1D800, 0x1D9FF
 TWINS = re.compile(f"[{chr(_FIRST_TWIN)}-{chr(_LAST_TWIN)}]")
-_MOST_IDS = 2**24  # writing out a tokenizer takes 17 ns per id, used or not
-_LONG_TEXT = 1024  # characters: longer texts are encoded without the GIL; 0.6 ms
-_MOST_PASSES = 16  # each pass disguises special tokens that the previous one exposed
+_MOST_IDS = 2**24  # writing out a tokenizer takes 17 ns per id
+_LONG_TEXT = 1024  # characters, encoded without the GIL; 0.6 ms
+_MOST_PASSES = 16  # each disguises newly exposed tokens
 
 
 class SpecialTokens:
@@ -39,7 +38,7 @@ class SpecialTokens:
 
         added = [token for _, token in sorted(backend.get_added_tokens_decoder().items())]
         self._backend = backend
-        # The backend's added-token search, with a trivial model.
+        # Searches added tokens only.
         self._finder = Backend(models.WordLevel({"": 0}, unk_token=""))
         if backend.normalizer is not None:
             self._finder.normalizer = backend.normalizer
@@ -48,13 +47,12 @@ class SpecialTokens:
         own_ids = self._finder.get_added_tokens_decoder().items()
         self._ids = {own: backend.token_to_id(token.content) for own, token in own_ids if token.special}
 
-        # Precedes text inside a prompt, since some tokenizers treat a prompt's start specially. Random: no text
-        # contains it.
+        # Precedes text inside a prompt, whose start some tokenizers treat specially. Random: in no text.
         self._anchor = f"\U0010fffd{secrets.token_hex(8)}"
         self._literal = _copy(backend, added)
         self._literal.add_tokens([AddedToken(self._anchor, special=False, normalized=False)])
         self._literal.encode_special_tokens = True
-        # Unknown characters may map to a special token's id, which is then no evidence.
+        # Unknown characters may have a special token's id: no evidence.
         unknown = self._literal.encode("\U0010fffe", add_special_tokens=False).ids
         self.ids = frozenset(self._ids.values()) - set(unknown)
 
@@ -62,7 +60,7 @@ class SpecialTokens:
         self._normalizer = backend.normalizer if is_normalized else None
         contents = {token.content for token in added if token.special and token.content}
         self.contents = frozenset(form for content in contents for form in self._forms(content))
-        # Without normalization, text that does not match contains no special token.
+        # Without normalization, other text has no special token.
         pattern = "|".join(re.escape(content) for content in sorted(contents)) or "(?!)"
         self._hint = re.compile(pattern) if self._normalizer is None else None
         self._beginnings = frozenset(form[:length] for form in self.contents for length in range(1, len(form)))
@@ -85,7 +83,7 @@ class SpecialTokens:
         places = {place for span in spans for place in span if not text[place].isspace()}
         if WORD.fullmatch(text):
             return places
-        # The template may trim and concatenate the text. One disguised character at each end prevents tokens across it.
+        # The template may trim and concatenate texts; one disguised character per end prevents tokens across it.
         trimmed = text.strip()
         first = text.find(trimmed)
         reach = 4 * self._longest  # normalization may shorten it
@@ -143,7 +141,6 @@ class Disguise:
     """Substitutes for a conversation's characters while a template renders it."""
 
     def __init__(self, special: SpecialTokens, everything: Iterable[Any]) -> None:
-        """`everything` are all rendered values: their characters are unavailable as substitutes."""
         self._special = special
         self._everything = list(everything)
         self._twins: dict[str, str] = {}
@@ -193,8 +190,7 @@ class Disguise:
 def encoding_of(backend: Any, text: str, add_special_tokens: bool = False, pair: str | None = None) -> Any:
     """Encode text, or a pair, with a `tokenizers` backend; long texts release the GIL.
 
-    `encode` holds the GIL: 600 kB blocked the event loop for 0.61 of 0.62 s, `encode_batch` for 0.02 s. It adds 3 to 6
-    µs, a tenth of the time for 100 characters.
+    `encode` holds it: 600 kB blocked the event loop for 0.61 of 0.62 s, `encode_batch` for 0.02 s, with 3 to 6 µs more.
     """
     if len(text) + len(pair or "") <= _LONG_TEXT:
         return backend.encode(text, pair, add_special_tokens=add_special_tokens)
@@ -203,7 +199,7 @@ def encoding_of(backend: Any, text: str, add_special_tokens: bool = False, pair:
 
 
 def encode(special: SpecialTokens, text: str, disguise: Disguise) -> tuple[str, list[int]]:
-    """Return a conversation undisguised, and its token ids with the template's special tokens only."""
+    """Return a conversation undisguised, and its ids with the template's special tokens only."""
     if not disguise.is_used:
         return text, special.encode(text)
     ids: list[int] = []
@@ -254,7 +250,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _copy(backend: Any, added: Sequence[Any]) -> Any:
-    """Copy a tokenizer with these added tokens, without reading its vocabulary again: half a second for 150,000."""
+    """Copy a tokenizer with these added tokens, without its vocabulary: half a second for 150,000."""
     from tokenizers import Tokenizer as Backend
 
     copy = Backend(backend.model)
@@ -265,7 +261,7 @@ def _copy(backend: Any, added: Sequence[Any]) -> Any:
     ours, theirs = (
         {key: token.content for key, token in each.get_added_tokens_decoder().items()} for each in (copy, backend)
     )
-    # Added tokens' ids follow from their order, unless the file assigns others.
+    # In this order, unless the file assigns others.
     if ours == theirs:
         return copy
     largest = max(backend.get_vocab().values(), default=0)

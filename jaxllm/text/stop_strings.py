@@ -1,7 +1,4 @@
-"""Find stop strings in growing text.
-
-Pure steps on an immutable state, so that an engine can roll back.
-"""
+"""Find stop strings in growing text. Steps are pure, so that an engine can roll back."""
 
 from __future__ import annotations
 
@@ -13,18 +10,17 @@ from jaxllm.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class StopMatcher:
-    """The state of a search: withheld text, and the matched stop string."""
+    """A search: withheld text, and the matched stop string."""
 
     stops: tuple[str, ...]
     held: str = ""
     matched: str | None = None
-    progress: tuple[int, ...] = ()  # by stop string: length of its longest prefix that ends the text
-    borders: tuple[tuple[int, ...], ...] = field(default=(), repr=False)  # by stop string, see `_borders`
+    progress: tuple[int, ...] = ()  # by stop string: longest prefix that ends the text
+    borders: tuple[tuple[int, ...], ...] = field(default=(), repr=False)  # by stop string
     firsts: frozenset[str] = field(default=frozenset(), repr=False)
 
     @classmethod
     def of(cls, stops: Iterable[str]) -> StopMatcher:
-        """Return the state before any text; raise `UserError` for an empty stop string."""
         stops = tuple(stops)
         if "" in stops:
             raise UserError("stop cannot contain an empty string.", "stop")
@@ -39,9 +35,8 @@ class StopMatcher:
 def match_stops(matcher: StopMatcher, delta: str) -> tuple[StopMatcher, str]:
     """Process more text; return the next state and the text that is final.
 
-    The first stop string to complete ends the text before its first character; of several at the same character, the
-    longest. The longest suffix that begins a stop string is withheld; at the end of a request, add `held`.
-    Knuth-Morris-Pratt: at most two comparisons per character and stop string on average.
+    The first stop string to complete ends the text before it; of several with the same start, the longest. The longest
+    suffix that begins a stop string is withheld; at the end of a request, add `held`. Algorithm: Knuth-Morris-Pratt.
     """
     if matcher.matched is not None or not delta:
         return matcher, ""

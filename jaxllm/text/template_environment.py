@@ -1,6 +1,6 @@
 """jinja2 for chat templates: sandboxed, with transformers' filter, functions and tags.
 
-See `_compile_jinja_template` in transformers (utils/chat_template_utils.py).
+As `_compile_jinja_template` in transformers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}`, which marks assistant text for training; its body is rendered unchanged."""
+    """`{% generation %}`, which marks assistant text for training, without effect."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
 
@@ -52,5 +52,5 @@ def _raise_exception(message: str) -> None:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    # jinja2's filter escapes for HTML.
+    # jinja2's escapes for HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

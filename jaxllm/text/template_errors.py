@@ -1,7 +1,4 @@
-"""Locate chat template errors: the message and the values that caused them.
-
-In jinja2's tracebacks the message is found by identity, values by the field names on the failed line.
-"""
+"""Locate chat template errors: the message, by identity in tracebacks, and values, by the failed line's fields."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ if TYPE_CHECKING:
 
 _KINDS = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a text"}
 _KINDS |= {list: "a list", dict: "an object"}
-_LONGEST_NAME = 64  # characters of a path in an error
+_LONGEST_NAME = 64  # characters
 
 
 def words_by_line(tree: nodes.Template) -> dict[int, frozenset[str]]:
@@ -37,7 +34,7 @@ def place_of(
         frame = trace.tb_frame
         if frame.f_code.co_filename == "<template>":
             lines.append(trace.tb_lineno)
-            # The innermost loop's message is the last variable.
+            # The innermost loop's message is last.
             for value in frame.f_locals.values():
                 index = next((at for at, message in enumerate(conversation) if message is value), index)
         trace = trace.tb_next

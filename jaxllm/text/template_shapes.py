@@ -1,7 +1,6 @@
-"""Determine a chat template's message shape by rendering small conversations.
+"""Determine a chat template's message shape: the first whose probes render completely.
 
-Templates differ in null content, call arguments (text or objects) and the name of reasoning; the first shape that
-renders completely is used.
+Templates differ in null content, call arguments (text or objects) and the name of reasoning.
 """
 
 from __future__ import annotations
@@ -14,19 +13,19 @@ from itertools import product
 from typing import Any, Literal, TypeAlias
 
 Message: TypeAlias = dict[str, Any]
-# None if the template raises or its output is too long.
+# None: an error, or too long.
 Show: TypeAlias = Callable[[list[Message]], str | None]
 Blank: TypeAlias = Literal["missing", "null", "empty"]
 
-CALLER = "assistant with calls"  # pseudo-role: some templates render the content of calling messages differently
+CALLER = "assistant with calls"  # some templates render its content differently
 BLANKS: Mapping[Blank, Message] = {"missing": {}, "null": {"content": None}, "empty": {"content": ""}}
-# Words that no template contains.
+# In no template.
 _NAME, _KEY, _VALUE, _FIRST, _SECOND, _THOUGHT = (
     f"jaxllm{word}" for word in ("f", "k", "v", "first", "second", "idea")
 )
 _OBJECT = {_KEY: _VALUE}
 _CUT_OFF = '{"' + _KEY
-_IDS = ("chatcmpl-tool-1", "a1b2c3d4e")  # common form; form that Mistral's templates require
+_IDS = ("chatcmpl-tool-1", "a1b2c3d4e")  # common; required by Mistral's templates
 _NONE = re.compile("None|null")
 _TYPE = re.compile("""['"]type['"]""")
 TOOL: Message = {
@@ -47,16 +46,16 @@ TOOL: Message = {
 class Shape:
     """A template's message shape."""
 
-    parts: frozenset[str]  # roles with content as a list of parts
-    texts: frozenset[str]  # roles with content as text
-    blank: Blank  # of an assistant message without content and calls
+    parts: frozenset[str]  # roles with content parts
+    texts: frozenset[str]  # roles with content text
+    blank: Blank  # without content and calls
     blank_beside_calls: Blank
-    loses_calls_beside_empty: bool  # calls are dropped if content is ""
-    takes_objects: bool  # call arguments may be an object
-    takes_texts: bool  # call arguments may be JSON text, even truncated
-    short_ids: bool  # call ids must be nine letters and digits
-    thought_is_part: bool  # reasoning is a content part of type "thinking"
-    names_reasoning: bool  # reads the field `reasoning`, which transformers does not set
+    loses_calls_beside_empty: bool  # drops calls if content is ""
+    takes_objects: bool
+    takes_texts: bool  # even truncated
+    short_ids: bool  # nine letters and digits
+    thought_is_part: bool  # of type "thinking"
+    names_reasoning: bool  # `reasoning`, which transformers does not set
 
     def takes_parts(self, role: str) -> bool:
         return self._like(role) in self.parts
@@ -99,7 +98,7 @@ class _Calls:
         self._blank: Blank
         self._id, self._arguments, self._blank = self._form()
         self.caller: Message = {"tool_calls": [_call(self._id, self._arguments)]}
-        self.answers: Message = {"tool_call_id": self._id, "name": _NAME}  # fields of a tool message
+        self.answers: Message = {"tool_call_id": self._id, "name": _NAME}
         is_shown, takes_objects = self._shows(self.message()), isinstance(self._arguments, dict)
         takes_cut_off = any(
             text is not None for text in self._texts(self.message(tool_calls=[_call(self._id, _CUT_OFF)]))
@@ -141,7 +140,7 @@ class _Calls:
             )
             if blank is not None:
                 return own_id, arguments, blank
-        calls = [_call(_IDS[0], _OBJECT)]  # no call is rendered; use a form that renders without error
+        calls = [_call(_IDS[0], _OBJECT)]  # not rendered
         blank = _best_blank(lambda blank: self._texts({**blank, "tool_calls": calls}, _IDS[0]))
         return _IDS[0], _OBJECT, blank or "empty"
 
@@ -161,7 +160,7 @@ def _kinds(show: Show, around: Callable[[Message], list[list[Message]]], role: s
     for as_text, as_parts in zip(texts(_FIRST), texts(parts), strict=True):
         once = as_text.count(_FIRST)
         kinds |= {"text"} if once else set()
-        # A template that prints parts as Python or JSON, or repeats its text per part, does not support parts.
+        # Otherwise parts are printed, or text is repeated per part.
         is_plain = len(_TYPE.findall(as_parts)) <= len(_TYPE.findall(as_text))
         if is_plain and 0 < as_parts.count(_FIRST) == as_parts.count(_SECOND) <= (once or 1):
             kinds.add("parts")

@@ -24,20 +24,17 @@ from jaxllm.text.special_token_guard import Disguise, SpecialTokens
 from jaxllm.text.template_shapes import Shape
 from jaxllm.text.tokenizer_files import read_tokenizer_files, typed_errors
 
-_ANCHOR = "a"  # unchanged by every decoder; represents preceding text
-_MANY_IDS = 4096  # longer lists are decoded without the GIL; 0.5 ms
-TOKENS_AT_A_CUT = 64  # margin: a cut changes the tokens next to it
+_ANCHOR = "a"  # unchanged by every decoder
+_MANY_IDS = 4096  # longer lists release the GIL; 0.5 ms
+TOKENS_AT_A_CUT = 64  # margin: a cut changes adjacent tokens
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
-# A token's contribution to text: bytes that may be partial characters, or its text (at the start, elsewhere).
+# Bytes that may be partial characters, or str (at the text's start, elsewhere).
 Piece = bytes | tuple[str, str]
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return GPT-2's table from characters to bytes (openai/gpt-2, encoder.py).
-
-    Printable Latin-1 characters map to themselves, U+0100 onward to the other bytes in order.
-    """
+    """Return GPT-2's table from characters to bytes (openai/gpt-2, encoder.py)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
@@ -59,13 +56,13 @@ def load_tokenizer(folder_or_id: str | Path, revision: str | None = None) -> Tok
     )
 
 
-_CHARACTERS = 16  # per token of long text, an upper estimate
+_CHARACTERS = 16  # per token of long text, overestimated
 
 
 class Tokenizer:
     """A model's tokenizer, created by `load_tokenizer`. Thread-safe."""
 
-    # Digest of the files, for a tokenizer in another process (confined_tokenizer.py): not for an event loop.
+    # Digest of the files, for a tokenizer in another process.
     confined: bytes | None = None
 
     def __init__(
@@ -77,10 +74,10 @@ class Tokenizer:
         has_types: bool = True,
         adds_eos: bool = False,
     ) -> None:
-        self.backend = backend  # a tokenizers.Tokenizer, untyped for lazy import
+        self.backend = backend  # a tokenizers.Tokenizer
         self._named_tokens = dict(named_tokens)
         self._adds_eos = adds_eos
-        self._appended: int | None = None  # added after every text
+        self._appended: int | None = None
         self.chat_templates: Mapping[str, str] = dict(chat_templates)
         compile_own = functools.partial(compile_template, variables=named_tokens)
         self._compile = functools.lru_cache(maxsize=16)(compile_own)
@@ -96,7 +93,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """The number of token ids, including added tokens. Logits may be wider."""
+        """The number of token ids, including added tokens; logits may be wider."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     @property
@@ -128,7 +125,7 @@ class Tokenizer:
     def config(self) -> dict[str, Any]:
         config: dict[str, Any] = dict(self._named_tokens)
         config["added_tokens_decoder"] = self.added_tokens()
-        config["tokenizer_class"] = "PreTrainedTokenizerFast"  # reads any tokenizer.json
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
         if self.chat_templates:
             listed = [{"name": name, "template": text} for name, text in self.chat_templates.items()]
             config["chat_template"] = listed[0]["template"] if len(listed) == 1 else listed
@@ -142,7 +139,6 @@ class Tokenizer:
         }
 
     def fingerprint(self) -> bytes:
-        """Return a digest of the tokenizer, except name and chat templates."""
         beside = [self._named_tokens, self._has_types, self._adds_eos, self.backend.encode_special_tokens]
         return hashlib.sha256(json.dumps(beside, sort_keys=True).encode() + self.backend.to_str().encode()).digest()
 
@@ -180,16 +176,16 @@ class Tokenizer:
         return ids if self._appended is None or ids[-1:] == [self._appended] else [*ids, self._appended]
 
     def obey_add_eos_token(self) -> None:
-        """Append EOS to texts if tokenizer_config.json demands it and tokenizer.json does not.
+        """Append EOS to texts if tokenizer_config.json demands it.
 
         For pooling (E5-Mistral); wrong in generation, so transformers 5 ignores it.
         """
         self._appended = self.eos_token_id if self._adds_eos else None
 
     def encode_first(self, text: str, most: int) -> list[int]:
-        """Return the first token ids of a text, at most `most` with the prompt's special tokens."""
+        """Return a text's first token ids, at most `most` with the prompt's special tokens."""
         head, tail, room = self._around_most(most)
-        # The library's truncation would create an object per `room` tokens of the rest.
+        # The library's truncation would create an object per `room` tokens.
         ids = self.encode(self.beginning_of(text, room), add_special_tokens=False)
         return [*head, *ids[:room], *tail]
 
@@ -210,10 +206,7 @@ class Tokenizer:
         return head, tail, room
 
     def beginning_of(self, text: str, num_tokens: int) -> str:
-        """Return a prefix of a long text that contains its first `num_tokens` tokens.
-
-        Tokenizing 8 MiB took 18 s and 1.5 GiB.
-        """
+        """Return a prefix of a text with its first `num_tokens` tokens; tokenizing 8 MiB took 18 s and 1.5 GiB."""
         most = num_tokens + TOKENS_AT_A_CUT
         length = _CHARACTERS * most
         while length < len(text) and len(self.encode(text[:length], add_special_tokens=False)) <= most:
@@ -221,10 +214,7 @@ class Tokenizer:
         return text[:length]
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
-        """Return the ids of two texts in one prompt, and token types: 1 for the second text.
-
-        All types are 0 if the model takes none.
-        """
+        """Return the ids of two texts in one prompt, and token types: 1 for the second, if the model takes types."""
         encoding = self.encoding_of(first, True, second)
         return encoding.ids, encoding.type_ids if self._has_types else [0] * len(encoding.ids)
 
@@ -237,7 +227,7 @@ class Tokenizer:
             return special_token_guard.encoding_of(self.backend, text, add_special_tokens, pair)
 
     def check_length(self, text: str, max_model_len: int, most_tokens: int | None = None) -> None:
-        """Refuse a text that must exceed the context, without tokenizing it, which takes 2 s per megabyte.
+        """Refuse a text that must exceed the context, without tokenizing, which takes 2 s per megabyte.
 
         `most_tokens` replaces `max_model_len` where text is truncated.
         """
@@ -248,10 +238,8 @@ class Tokenizer:
     def end_of(self, text: str, num_tokens: int) -> str:
         """Return a suffix of a text that contains its last `num_tokens` tokens, without tokenizing.
 
-        Its length is that of `num_tokens` + 64 longest tokens. The tokens may be wrong, or fewer, only if
-        - a word is longer than 64 longest tokens, or
-        - many characters map to one token or to nothing: removed or joined by a normalizer, unknown, or spaces next to
-          an added token.
+        As long as `num_tokens` + 64 longest tokens. The tokens may be wrong, or fewer, only if a word is longer than 64
+        longest tokens, or many characters map to one token or to nothing.
         """
         most = (num_tokens + TOKENS_AT_A_CUT) * self._most_characters
         return text[-most:]
@@ -262,9 +250,9 @@ class Tokenizer:
 
     @functools.cached_property
     def _longest_token(self) -> int | None:
-        """The most characters of a text that become one token, None if unbounded.
+        """The most characters of a text that become one token.
 
-        It is unbounded if unknown characters merge or vanish, a normalizer may shorten text, or added tokens absorb
+        None, unbounded, if unknown characters merge or vanish, a normalizer may shorten text, or added tokens absorb
         spaces.
         """
         if self.decoding.byte_tokens == "none" or self.backend.normalizer is not None:
@@ -276,8 +264,7 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ids, equal to that of the tokenizer's decoder; unknown ids are skipped.
 
-        `clean_up_tokenization_spaces` is not applied: transformers 5 ignores it for BPE, since it removes spaces of the
-        text.
+        `clean_up_tokenization_spaces`, which transformers 5 ignores for BPE, would remove spaces of the text.
         """
         with typed_errors(self._refusal):
             try:
@@ -294,7 +281,7 @@ class Tokenizer:
         return piece.decode(errors="replace") if isinstance(piece, bytes) else piece[1]
 
     def raw_bytes(self, token_id: int) -> bytes | None:
-        """Return a token's bytes if they are not whole characters; otherwise None."""
+        """Return a token's bytes if they are not whole characters, else None."""
         piece = self.piece(token_id)
         if not isinstance(piece, bytes) or "\ufffd" not in piece.decode(errors="replace"):
             return None
@@ -362,9 +349,9 @@ class Tokenizer:
     ) -> tuple[str, list[int]]:
         """Return a conversation's text, as `apply_chat_template`, and its token ids.
 
-        Only the template's special tokens are encoded as such (see special_token_guard.py). `add_special_tokens` adds
-        the model's around the prompt. `read_arguments` parses call arguments; None if already converted. Raises
-        `UserError`, also for variables that are parameters of this method.
+        Only the template's special tokens are encoded as such (special_token_guard.py). `add_special_tokens` adds the
+        model's around the prompt. `read_arguments` parses call arguments; None if converted. Raises `UserError`, also
+        for `chat_template_kwargs` that name parameters.
         """
         variables = dict(chat_template_kwargs or {})
         taken = next((name for name in RESERVED if name in variables), None)
@@ -450,15 +437,15 @@ class NoTokenizer(Tokenizer):
 class Decoding:
     """How a decoder joins the texts of tokens."""
 
-    byte_tokens: Literal["level", "fallback", "none"]  # which tokens are bytes: all, those like <0xE2>, none
-    strip: str = ""  # one character removed from the start of the text
+    byte_tokens: Literal["level", "fallback", "none"]  # all, those like <0xE2>, or none
+    strip: str = ""  # from the text's start
 
 
 def _decoding_of(decoder: Mapping[str, Any] | None, name: str) -> Decoding:
     """Return how a decoder joins tokens; raise `UserError` unless it can be streamed exactly.
 
-    That is possible for byte-level decoders, and for tokens with text that depends at most on being first, with or
-    without byte fallback; one character may be stripped from the start.
+    Possible for byte-level decoders, and where a token's text depends at most on being first, with or without byte
+    fallback.
     """
     stages = _flatten(decoder)
     strip = ""
@@ -475,7 +462,7 @@ def _decoding_of(decoder: Mapping[str, Any] | None, name: str) -> Decoding:
     if kinds == ["ByteLevel"]:
         return Decoding("level", strip)
     byte_fallback = kinds[-1:] == ["ByteFallback"]
-    # Metaspace treats the first token specially, which would conflict with stripping; WordPiece would hide byte tokens.
+    # Metaspace conflicts with stripping; WordPiece would hide byte tokens.
     allowed = (
         {"Replace"}
         | (set() if strip else {"Metaspace"})

@@ -1,4 +1,4 @@
-"""Read tokenizer files of any age, from a folder or the hub; never runs code of a repository."""
+"""Read tokenizer files of any age, from a folder or the hub; never run its code."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class TokenizerFiles(NamedTuple):
     backend: Any  # tokenizers.Tokenizer, untyped for lazy import
     named_tokens: dict[str, str]
     chat_templates: dict[str, str]
-    has_types: bool  # the model takes token types
-    adds_eos: bool = False  # tokenizer_config.json's add_eos_token, which tokenizer.json may not implement
+    has_types: bool
+    adds_eos: bool = False  # in tokenizer_config.json; tokenizer.json may not implement it
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -72,7 +72,7 @@ def read_tokenizer_files(folder_or_id: str | Path, revision: str | None = None) 
         raise UserError(f"{folder} has no tokenizer: expected tokenizer.json (or {', '.join(_CONVERTIBLE)}).")
     if _read_settings(folder, "sentence_bert_config.json").get("do_lower_case") is True:
         _add_lowercase(backend)
-    # Files may contain truncation and padding of training.
+    # Files may contain those of training.
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = is_split
@@ -91,7 +91,7 @@ def _tokenizer_folder(folder_or_id: str | Path, revision: str | None) -> Path:
 
     try:
         return Path(snapshot_download(folder_or_id, revision=revision, allow_patterns=list(TOKENIZER_FILES)))
-    except (OSError, ValueError) as error:  # covers all errors of huggingface_hub
+    except (OSError, ValueError) as error:  # all of huggingface_hub
         raise UserError(
             f"No tokenizer for {folder_or_id!r}: it is not a local folder, and the hub answered: {_one_line(error)}",
             "tokenizer",
@@ -102,7 +102,7 @@ def _tokenizer_folder(folder_or_id: str | Path, revision: str | None) -> Path:
 def typed_errors(say: Callable[[str], UserError]) -> Iterator[None]:
     """Raise errors of the tokenizers library in the block as `say(message)`.
 
-    The library raises plain `Exception`, and its Rust panics are BaseExceptions that would end a thread.
+    It raises plain `Exception`, and Rust panics, BaseExceptions that would end a thread.
     """
     try:
         yield
@@ -131,7 +131,6 @@ def _has_types(settings: Mapping[str, Any]) -> bool:
 
 
 def _add_lowercase(backend: Any) -> None:
-    """Lowercase texts first, as sentence-transformers."""
     from tokenizers.normalizers import Lowercase, Sequence
 
     backend.normalizer = Sequence([Lowercase(), *([backend.normalizer] if backend.normalizer else [])])
@@ -176,14 +175,13 @@ def _convert(folder: Path) -> tuple[Any, dict[str, str]]:
 def _add_special_tokens(backend: Any, settings: Mapping[str, Any], folder: Path) -> dict[str, str]:
     """Add the config's special tokens that the backend lacks; return the named ones.
 
-    New ids follow the order of transformers 5 (tokenization_utils_tokenizers.py): the config's table by id, named
-    tokens, others.
+    New ids follow the order of transformers 5: the config's table by id, named tokens, others.
     """
     from tokenizers import AddedToken
 
     settings = dict(settings)
     table = settings.get("added_tokens_decoder")
-    if table is None:  # older folders use a separate file
+    if table is None:  # older folders
         settings.update(_read_settings(folder, "special_tokens_map.json"))
     elif not isinstance(table, dict) or not all(key.isascii() and key.isdigit() and len(key) < 10 for key in table):
         raise UserError("tokenizer_config.json: added_tokens_decoder must have a token for each id.", "tokenizer")
@@ -222,7 +220,7 @@ def _token_fields(token: Any) -> dict[str, Any]:
 
 
 def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return chat templates by name; files take precedence over tokenizer_config.json."""
+    """Return chat templates by name; files precede tokenizer_config.json."""
     templates: dict[str, str] = {}
     single = read_template(folder, "chat_template.jinja")
     if single is not None:

@@ -1,1 +1,1 @@
-"""Paged attention: a module per implementation."""
+"""Paged attention."""

@@ -43,8 +43,8 @@ class AttentionArgs:
 
 
 class Tiles(NamedTuple):
-    """Runs of consecutive queries of one sequence: int32[Y] each."""
+    """Runs of consecutive queries of one sequence, int32[Y]."""
 
-    start: Array  # of the first query, in all
+    start: Array  # in all
     length: Array
-    position: Array  # of the first query, in its sequence
+    position: Array  # in its sequence

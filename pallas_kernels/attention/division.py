@@ -1,7 +1,7 @@
-"""Division of decode rows' keys into pieces, one per program of a kernel.
+"""Divide decode rows' keys into pieces, one per program of a kernel.
 
-`evenly` balances keys over the programs that run concurrently. In `by_own_length` a row's pieces, and so its sums' last
-bits, depend only on its length. Letters: R rows, B pieces.
+`evenly` balances concurrent programs. In `by_own_length` a row's pieces, and so its sums' last bits, depend only on its
+length.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pallas_kernels.tuning import Decode
 
 
 class Pieces(NamedTuple):
-    """Pieces, int32; those of a row are consecutive, and a row without keys has one empty piece."""
+    """Pieces, int32; a row's are consecutive, and a row without keys has one empty piece."""
 
-    row: Array  # [B], -1 for unused pieces
+    row: Array  # [B], -1: unused
     begin: Array  # [B], first key
     end: Array  # [B], end of keys
-    siblings: Array  # [B], number of the row's pieces
+    siblings: Array  # [B], pieces of the row
     first: Array  # [R], first piece
-    count: Array  # [R], number of pieces
+    count: Array  # [R], pieces
 
 
 def divide(lengths: Array, context: int, args: AttentionArgs, chosen: Decode) -> Pieces:
@@ -34,10 +34,9 @@ def divide(lengths: Array, context: int, args: AttentionArgs, chosen: Decode) ->
 
 
 def evenly(lengths: Array, context: int, window: int | None, visited: int, programs: int, least: int) -> Pieces:
-    """Divide the visible keys of rows into at most R + `programs` pieces, equal multiples of `visited` keys.
+    """Divide visible keys into at most R + `programs` pieces, equal multiples of `visited` keys.
 
-    Rows longer than `least` and than 17/16 of an even share are cut: rows that nearly fill the programs (64 with 8
-    heads) are not.
+    Cuts rows longer than `least` and than 17/16 of an even share, so not 64 rows of 8 heads.
     """
     begins = _begins(lengths, window)
     keys = lengths - begins
@@ -49,7 +48,7 @@ def evenly(lengths: Array, context: int, window: int | None, visited: int, progr
 
 
 def by_own_length(lengths: Array, window: int | None, visited: int, splits: int, least: int) -> Pieces:
-    """Cut rows longer than `least` keys into at most `splits` equal pieces; R · `splits` pieces in all."""
+    """Cut rows longer than `least` keys into at most `splits` equal pieces; R · `splits` in all."""
     begins = _begins(lengths, window)
     count = jnp.minimum(-(-(lengths - begins) // least), splits)
     return _cut(begins, lengths, count, visited, len(lengths) * splits)
@@ -64,7 +63,7 @@ def _cut(begins: Array, ends: Array, count: Array, visited: int, most: int) -> P
     each = jnp.maximum(-(-keys // (jnp.maximum(count, 1) * visited)), 1) * visited
     count = jnp.maximum(-(-keys // each), 1)
     numbers = jnp.arange(len(keys))
-    # Few kernels, unlike cumulative sums and searches.
+    # Fewer kernels than cumulative sums and searches.
     first = jnp.sum(jnp.where(numbers[None, :] < numbers[:, None], count[None, :], 0), axis=1)
     piece = jnp.arange(most)[:, None]
     is_own = (first <= piece) & (piece < first + count)  # [B, R]

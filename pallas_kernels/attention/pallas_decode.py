@@ -1,7 +1,4 @@
-"""Paged decode attention in Pallas, for reading and experiments, with online softmax (see xla.py).
-
-Further letters: G query heads per KV head.
-"""
+"""Paged decode attention in Pallas, for reading and experiments. G: query heads per KV head."""
 
 from __future__ import annotations
 
@@ -50,8 +47,7 @@ def attend(
 ) -> None:
     """Attend with the G query heads of one row and KV head; grid (B, K).
 
-    q [B, K, G, C], caches [N, K, P, C] and [N, K, P, V], tables [B, M], lengths [B], sinks [K, G], scales [N, K, P],
-    out [B, K, G, V].
+    q [B, K, G, C], sinks [K, G], out [B, K, G, V].
     """
     row, head = pl.program_id(0), pl.program_id(1)
     group, width = out.shape[2:]
@@ -63,10 +59,10 @@ def attend(
     def visit(number: Array, seen: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         values, highest, total = seen  # [G, V], [G], [G]
         block = tables[row, number]
-        places = number * block_tokens + jnp.arange(block_tokens, dtype=jnp.int32)  # [P]
+        places = number * block_tokens + jnp.arange(block_tokens, dtype=jnp.int32)
         is_seen = (places >= first_place) & (places < length)
 
-        k = _scaled(k_cache[block, head], k_scales, block, head)  # [P, C]
+        k = _scaled(k_cache[block, head], k_scales, block, head)
         scores = _dot(queries, k, trans_b=True) * scale  # [G, P]
         if softcap is not None:
             scores = jnp.tanh(scores / softcap) * softcap
@@ -79,19 +75,18 @@ def attend(
         if v_cache is None:
             v = _scaled(k_cache[block, head, :, pl.ds(0, width)], k_scales, block, head)
         else:
-            v = _scaled(v_cache[block, head], v_scales, block, head)  # [P, V]
-        # Unwritten values may be NaN.
+            v = _scaled(v_cache[block, head], v_scales, block, head)
         v = jnp.where(is_seen[:, None], v, 0)
         values = values * shrink[:, None] + _dot(weights.astype(v.dtype), v)
         return values, highest_now, total * shrink + jnp.sum(weights, axis=1)
 
-    # A sink acts as a key without value.
+    # A sink is a key without value.
     values = jnp.zeros((group, width), jnp.float32)
     if sinks is None:
         seen = values, jnp.full((group,), LOWEST, jnp.float32), jnp.zeros((group,), jnp.float32)
     else:
         seen = values, sinks[head].astype(jnp.float32), jnp.ones((group,), jnp.float32)
-    # Blocks beyond the last key are not visited, so their table entries do not matter.
+    # Table entries beyond the last key are not read.
     values, _, total = lax.fori_loop(first_place // block_tokens, pl.cdiv(length, block_tokens), visit, seen)
     total = jnp.where(total > 0, total, 1.0)  # rows of length 0 return zeros
     out[row, head] = (values / total[:, None]).astype(out.dtype)
@@ -102,7 +97,7 @@ def _scaled(stored: Array, scales: jax.Ref | None, block: Array, head: Array) ->
 
 
 def _dot(a: Array, b: Array, trans_b: bool = False) -> Array:
-    """Multiply with float32 sums; convert mixed types to float32, without TF32."""
+    """Multiply with float32 sums; mixed types become float32, without TF32."""
     if a.dtype != b.dtype:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     return pallas_triton.dot(a, b, trans_b=trans_b, allow_tf32=False)

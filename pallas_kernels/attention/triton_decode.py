@@ -1,7 +1,6 @@
 """Paged decode attention for NVIDIA GPUs in Triton: a program per piece and KV head.
 
-Each iteration prefetches the next block numbers. Reads beyond the piece's end repeat its last key, since unwritten
-blocks may hold NaN.
+Reads beyond the end repeat the last key: unwritten blocks may hold NaN.
 """
 
 # pyright: reportMissingImports=false
@@ -55,10 +54,7 @@ def attend_piece(
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Attend with the queries of one row and KV head; grid (pieces, KV heads).
-
-    `triton_pieces.py` describes `parts` and `sums`.
-    """
+    """Attend with the queries of one row and KV head; grid (pieces, KV heads)."""
     number = tl.program_id(0)
     head = tl.program_id(1)
     G: tl.constexpr = H // K
@@ -81,7 +77,7 @@ def attend_piece(
         highest = tl.full((BM,), LOWEST, tl.float32)
         total = tl.zeros((BM,), tl.float32)
         if sinks is not None:
-            if pieces == 1:  # otherwise added in `combine`
+            if pieces == 1:  # else added in `combine`
                 highest = tl.load(sinks + head * G + rows, mask=is_row, other=0.0).to(tl.float32) * _LOG2_E
                 total = tl.full((BM,), 1.0, tl.float32)
         for at in range(begin, end, BN):

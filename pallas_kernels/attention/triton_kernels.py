@@ -1,7 +1,6 @@
 """Paged prefill attention for NVIDIA GPUs in Triton.
 
-A tile stacks the queries of heads that share keys. Online softmax in base 2 (Milakov & Gimelshein 2018; Dao 2023,
-arXiv:2307.08691).
+A tile stacks the queries of heads that share keys. Online softmax in base 2 (Dao 2023, arXiv:2307.08691).
 """
 
 # pyright: reportMissingImports=false
@@ -24,8 +23,8 @@ from pallas_kernels.choice import Site
 from pallas_kernels.triton_bridge import call
 
 _LOG2_E = tl.constexpr(LOG2_E)
-LARGEST = 256  # head size; larger ones use `triton_latent`
-_SMALLEST = 16  # tensor cores' minimal matrix dimension
+LARGEST = 256  # larger ones: `triton_latent`
+_SMALLEST = 16  # of tensor cores
 
 
 def refusal(operation: str, site: Site) -> str | None:
@@ -33,7 +32,7 @@ def refusal(operation: str, site: Site) -> str | None:
         return "float16 cannot hold weights times the scales of a cache of float8_e5m2"
     is_latent = triton_latent.fits(site.kv_heads, site.head_size, site.value_size)
     if is_latent and site.cache_dtype == "float8_e5m2" and (site.capability or 90) < 90:
-        return "latents of float8_e5m2 need compute capability 9.0"  # Triton 3.6's bfloat16 code requires it
+        return "latents of float8_e5m2 need compute capability 9.0"  # for Triton 3.6's bfloat16 code
     if site.head_size > LARGEST and not is_latent:
         values = "one head of keys of which the first 2^n, 16 to 512, are the values"
         return f"heads of {site.head_size} do not fit; up to {LARGEST} do, and {values}"
@@ -67,7 +66,7 @@ def _visit(
     SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Update online softmax of queries [BM, CP] at `place` [BM] with keys `at` to `at + BN`; below `end` if MASKED."""
+    """Update online softmax of queries [BM, CP] at `place` [BM] with BN keys from `at`; below `end` if MASKED."""
     keys = at + tl.arange(0, BN)
     coordinates = tl.arange(0, CP)
     values_at = tl.arange(0, VP)
@@ -79,7 +78,7 @@ def _visit(
     slots = (blocks.to(tl.int64) * K + head) * P + keys % P
     k_at = k_cache + slots[None, :] * C + coordinates[:, None]
     v_at = (k_cache + slots[:, None] * C if v_cache is None else v_cache + slots[:, None] * V) + values_at[None, :]
-    # Unwritten values may be NaN: do not load them.
+    # Unwritten values may be NaN.
     if MASKED:
         k = tl.load(k_at, mask=is_there[None, :] & (coordinates < C)[:, None], other=0.0)
     elif C != CP:
@@ -90,7 +89,6 @@ def _visit(
     if k_scales is not None:
         scores *= tl.load(k_scales + slots, mask=is_there, other=0.0)[None, :]
     if SOFTCAP is not None:
-        # tanh(x) = 2 sigmoid(2 x) - 1. SCALE includes log2(e).
         cap: tl.constexpr = SOFTCAP * _LOG2_E
         scores = (2 * tl.sigmoid(scores * (2 / cap)) - 1) * cap
     if MASKED:
@@ -181,7 +179,7 @@ def attend(
             if some == 1:
                 highest = tl.load(sinks + head * G + rows % G).to(tl.float32) * _LOG2_E
                 total = tl.full((BM,), 1.0, tl.float32)
-        if WINDOW is None:  # keys visible to all rows need no mask
+        if WINDOW is None:  # these keys need no mask
             whole = begin + tl.maximum(tl.minimum(end, position + first_row // G + 1) - begin, 0) // BN * BN
         else:
             whole = begin

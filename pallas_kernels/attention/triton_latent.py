@@ -1,7 +1,6 @@
 """Latent attention for NVIDIA GPUs in Triton: all heads share one key; its prefix is the value.
 
-A key is V latent and R rotated coordinates (DeepSeek-AI 2024, "DeepSeek-V2", §2.1: 512 and 64). Online softmax as in
-`triton_kernels.py`.
+A key is V latent and R rotated coordinates (DeepSeek-V2, 2024, §2.1: 512 and 64).
 """
 
 # pyright: reportMissingImports=false
@@ -23,7 +22,7 @@ from pallas_kernels.attention.division import divide
 from pallas_kernels.attention.triton_pieces import LOG2_E, LOWEST
 from pallas_kernels.triton_bridge import call
 
-_SMALLEST, _LARGEST = 16, 512  # latent size; values of the largest fill the registers
+_SMALLEST, _LARGEST = 16, 512  # larger values exceed the registers
 
 
 def fits(kv_heads: int, head_size: int, value_size: int | None) -> bool:
@@ -33,7 +32,7 @@ def fits(kv_heads: int, head_size: int, value_size: int | None) -> bool:
 
 
 def takes(args: AttentionArgs, largest: int) -> bool:
-    """Return whether this applies; raise ValueError if no other (up to `largest`) supports the head size."""
+    """Return whether this applies; raise `ValueError` if nothing supports a head size above `largest`."""
     size = args.k_cache.shape[3]
     if not fits(args.kv_heads, size, args.value_size):
         return False
@@ -70,10 +69,9 @@ def attend_latent(
     SCALE: tl.constexpr,
     KEYS_FIRST: tl.constexpr,
 ):
-    """Attend with BM rows (heads of tokens) of one tile; grid (row blocks, tiles).
+    """Attend with BM rows (heads of tokens) of one tile; grid (row blocks, tiles): the L2 cache holds shared keys.
 
-    Programs that read the same keys are adjacent, for the L2 cache. With pieces, tile b is piece b of a decode row, as
-    in `triton_decode.py`.
+    With pieces, tile b is one of a decode row.
     """
     first_row = tl.program_id(0) * BM
     number = tl.program_id(1)
@@ -114,7 +112,7 @@ def attend_latent(
         # Unwritten values may be NaN: repeat the last key.
         last = tl.maximum(end - 1, 0)
         there = tl.minimum(begin + tl.arange(0, BN), last)
-        # Block numbers are prefetched, so that key loads do not wait for them.
+        # Prefetched.
         blocks = tl.load(tables + tile * M + there // P)
         for at in range(begin, end, BN):
             keys = at + tl.arange(0, BN)

@@ -1,7 +1,7 @@
 """Combine the pieces of decode rows (division.py), in Triton.
 
-A piece stores, per head, V weighted value sums, and separately, to keep accesses 16 bytes wide, the highest score (base
-2) and the weights' sum.
+A piece stores, per head, V weighted value sums, and separately, for 16-byte accesses, the highest score (base 2) and
+the weights' sum.
 """
 
 # pyright: reportMissingImports=false
@@ -22,11 +22,11 @@ from pallas_kernels.triton_bridge import call
 
 LOG2_E = math.log2(math.e)
 _LOG2_E = tl.constexpr(LOG2_E)
-LOWEST = tl.constexpr(-1e30)  # finite: the difference of two is 0, that of infinities NaN
+LOWEST = tl.constexpr(-1e30)  # finite: infinities' difference is NaN
 
 
 def outputs(pieces: Pieces, rows: int, heads: int, width: int) -> list[jax.ShapeDtypeStruct]:
-    """Describe a kernel's outputs for pieces: values [B, H, V] and sums [B, H, 2]; [] if no row is cut."""
+    """Describe outputs for pieces: values [B, H, V] and sums [B, H, 2]; [] if no row is cut."""
     count = len(pieces.row)
     return [] if count == rows else [jax.ShapeDtypeStruct((count, heads, size), jnp.float32) for size in (width, 2)]
 

@@ -1,7 +1,7 @@
 """Paged attention in plain JAX: a loop over blocks with online softmax (Milakov & Gimelshein 2018).
 
-The loop ends at the longest sequence: 10 to 66 times faster on a CPU than gathering all blocks. Further letters: B
-rows, Y tiles, G query heads per KV head, S keys per iteration.
+Ends at the longest sequence: 10 to 66 times faster on a CPU than gathering all blocks. Letters: B rows, Y tiles, G
+query heads per KV head, S keys per iteration.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from jax import Array, lax
 
 from pallas_kernels.attention.arguments import AttentionArgs, Tiles
 
-# Keys per iteration. On two cores, 16 sequences of 1,024 tokens, 14 query and 2 KV heads of 64: 4.2 ms with 64 keys,
-# 6.0 with 32, 5.2 with 128; separate blocks [B, n, K, P, C] 19 ms.
+# On two cores, 16 sequences of 1,024 tokens, 14 query and 2 KV heads of 64: 4.2 ms with 64 keys, 6.0 with 32, 5.2 with
+# 128; separate blocks [B, n, K, P, C] 19 ms.
 KEYS = 64
 
-# Below every score, and finite: the difference of two is 0, that of infinities NaN.
+# Below every score, and finite: infinities' difference is NaN.
 LOWEST = -1e30
 
 
@@ -26,7 +26,7 @@ def paged_decode(q: Array, lengths: Array, args: AttentionArgs) -> Array:
     kv_heads, sinks = args.kv_heads, args.sinks
     group = heads // kv_heads
     grouped = q.reshape(rows, kv_heads, group, size)  # [B, K, G, C]
-    places = jnp.broadcast_to((lengths - 1)[:, None], (rows, group))  # [B, G]
+    places = jnp.broadcast_to((lengths - 1)[:, None], (rows, group))
     logits = None if sinks is None else sinks.reshape(kv_heads, group)
     mixed = _attend(grouped, places, args.tables, logits, args)
     return mixed.reshape(rows, heads, -1).astype(q.dtype)
@@ -61,9 +61,9 @@ def paged_prefill(q: Array, tiles: Tiles, args: AttentionArgs, *, tile: int) -> 
 
 
 class Mixed(NamedTuple):
-    """Online softmax state of queries: [B, K, R, V], and [B, K, R] twice."""
+    """State of queries: [B, K, R, V], and [B, K, R] twice."""
 
-    values: Array  # weighted sums, relative to `highest`
+    values: Array  # relative to `highest`
     highest: Array
     total: Array
 
@@ -105,9 +105,9 @@ def mix_in(
     softcap: float | None,
     bias: Array | None = None,
 ) -> Mixed:
-    """Update the state of q [B, K, R, C] with keys [B, K, S, C] and values [B, K, S, V] where `is_seen` [B, R, S].
+    """Update the state of q [B, K, R, C] with keys and values [B, K, S, C or V] where `is_seen` [B, R, S].
 
-    Positions not `is_written` [B, S] may hold NaN and are ignored.
+    Positions not `is_written` [B, S] may hold NaN.
     """
     is_seen = is_seen[:, None]  # [B, 1, R, S]
     scores = jnp.einsum("bkrc,bksc->bkrs", q, k, preferred_element_type=jnp.float32) * scale
@@ -119,7 +119,7 @@ def mix_in(
     highest = jnp.maximum(before.highest, jnp.max(scores, axis=-1))  # [B, K, R]
     shrink = jnp.exp(before.highest - highest)
     weights = jnp.where(is_seen, jnp.exp(scores - highest[..., None]), 0.0)
-    # Unwritten values may be NaN, which a zero weight does not mask.
+    # A zero weight does not mask NaN.
     v = jnp.where(is_written[:, None, :, None], v, 0)
     added = jnp.einsum("bkrs,bksc->bkrc", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
     return Mixed(before.values * shrink[..., None] + added, highest, before.total * shrink + jnp.sum(weights, axis=-1))
@@ -128,17 +128,17 @@ def mix_in(
 def _attend(q: Array, places: Array, tables: Array, sinks: Array | None, args: AttentionArgs) -> Array:
     """Attend with q [B, K, R, C] at positions `places` [B, R] (negative: none): float32 [B, K, R, V].
 
-    `tables` [B, M] and `sinks` [K, R] override `args`. A bias needs a key-value head for each query head.
+    `tables` and `sinks` [K, R] override `args`. A bias requires equal numbers of query and KV heads.
     """
     if args.bias is not None and len(args.bias) != q.shape[1]:
         raise ValueError(f"a bias of {len(args.bias)} heads does not fit {q.shape[1]} key-value heads")
     rows, kv_heads, queries, _ = q.shape
     window, block_tokens = args.window, args.k_cache.shape[2]
     blocks = max(1, KEYS // block_tokens)
-    stride = blocks * block_tokens  # S
+    stride = blocks * block_tokens
     turns = -(-tables.shape[1] // blocks)
     tables = jnp.pad(tables, ((0, 0), (0, turns * blocks - tables.shape[1])))
-    furthest = jnp.max(places, axis=1)  # [B]
+    furthest = jnp.max(places, axis=1)
     last = jnp.minimum((jnp.max(furthest) + stride) // stride, turns)
     first = jnp.int32(0)
     if window is not None:
@@ -147,11 +147,11 @@ def _attend(q: Array, places: Array, tables: Array, sinks: Array | None, args: A
 
     def visit(turn: Array, carry: Mixed) -> Mixed:
         chosen = lax.dynamic_slice(tables, (0, turn * blocks), (rows, blocks))
-        key_places = turn * stride + jnp.arange(stride, dtype=jnp.int32)  # [S]
+        key_places = turn * stride + jnp.arange(stride, dtype=jnp.int32)
         is_seen = key_places <= places[:, :, None]  # [B, R, S]
         if window is not None:
             is_seen &= key_places > places[:, :, None] - window
-        is_written = key_places <= furthest[:, None]  # [B, S]
+        is_written = key_places <= furthest[:, None]
         k, v = keys_and_values(args, chosen)
         bias = None
         if args.bias is not None:

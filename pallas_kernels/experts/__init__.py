@@ -1,1 +1,1 @@
-"""Mixture of experts: selection, and weighted sums of the experts' results."""
+"""Mixture of experts."""

@@ -1,9 +1,8 @@
-"""Mixture of experts for NVIDIA GPUs in Triton: one launch to select, three to multiply; one CUDA graph serves all
-selections.
+"""Mixture of experts for NVIDIA GPUs in Triton: one launch selects, three multiply; one CUDA graph serves all cases.
 
-Weight rows are the first tensor core operand (64 at once on Hopper), assignments the second, so tiles can be as narrow
-as 8. A half-full last tile is multiplied as half a tile, possibly with another instruction (mma.sync for 8, wgmma for
-16), so deterministic mode uses whole tiles.
+Weight rows are the first tensor core operand (Hopper: 64), so tiles of assignments can be as narrow as 8.
+Half-full last tiles are multiplied as half tiles, but not in deterministic mode: the instruction may differ (mma.sync
+for 8, wgmma for 16).
 """
 
 # pyright: reportMissingImports=false
@@ -53,7 +52,7 @@ def choose(
 ):
     """Select a token's experts one by one; grid (tokens,). BINS and PLACES are padded E and n.
 
-    Compares integers ordered like the floats, so that every selected index is valid.
+    Compares integers ordered like the floats: every index is valid.
     """
     lowest: tl.constexpr = -(2**31)
     token = tl.program_id(0)
@@ -99,8 +98,8 @@ def plan(
 ):
     """Sort assignments `chosen` [N] by expert into `order` [N], and list tiles; grid (E,).
 
-    Assignments to E, experts of other devices, are in no tile, and their places at the end of `order` are not written.
-    `tiles` [3, TILES]: expert, start in `order`, and count (0 beyond the last). BINS: a power of two above E.
+    Assignments to E, other devices' experts, are in no tile. `tiles` [3, TILES]: expert, start in `order`, count (0:
+    unused). BINS: a power of two above E.
     """
     own = tl.program_id(0)
     experts = tl.arange(0, BINS)
@@ -149,7 +148,7 @@ def _up(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    # Loads beyond the last assignment or row repeat a valid one; the results are not stored.
+    # Loads past the end repeat a valid one.
     places = tl.arange(0, BM)
     tokens = tl.load(order + first + places, mask=places < count, other=0) // PER_TOKEN
     rows = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -312,7 +311,7 @@ def fused_topk(
 
 
 def num_tiles(assignments: int, experts: int, size: int) -> int:
-    """Return the most tiles that a plan can need: every expert may have a last tile with a single assignment."""
+    """Return the most tiles of a plan: each expert's last tile may have a single assignment."""
     used = min(assignments, experts)
     return used + (assignments - used) // size
 
@@ -381,6 +380,6 @@ def fused_experts(
         BN=rows,
     )
     weighted = out.reshape(tokens, -1, width).astype(jnp.float32) * gates[:, :, None]
-    if num_experts is not None:  # rows of other devices' experts are not written
+    if num_experts is not None:  # other devices' rows are not written
         weighted = jnp.where((chosen < experts)[:, :, None], weighted, 0.0)
     return jnp.sum(weighted, axis=1)

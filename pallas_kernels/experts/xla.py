@@ -1,6 +1,6 @@
 """Mixture of experts in XLA: reference and fallback.
 
-Every token is multiplied with every expert: E / n times the necessary work, memory for one expert at a time.
+Multiplies every token with every expert: E / n times the work, memory for one expert.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def fused_experts(
     clamp_slope: float,
     num_experts: int | None,
 ) -> Array:
-    del num_experts  # no expert has index E, so it adds nothing
+    del num_experts  # no expert has index E
     product = partial(jnp.einsum, "td,od->to", preferred_element_type=jnp.float32)
 
     def add(total: Array, own: tuple[Array, Array, Array, Array | None, Array | None]) -> tuple[Array, None]:

@@ -1,1 +1,1 @@
-"""Writes to the paged cache: a module per implementation."""
+"""Writes to the paged cache."""

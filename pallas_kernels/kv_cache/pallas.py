@@ -1,7 +1,4 @@
-"""Cache writes in Pallas, for reading and experiments.
-
-Further letters: H query heads, F rotated pairs.
-"""
+"""Cache writes in Pallas, for reading and experiments. H: query heads, F: rotated pairs."""
 
 from __future__ import annotations
 
@@ -35,11 +32,7 @@ def rotate_and_store(
     *,
     is_interleaved: bool,
 ) -> None:
-    """Rotate and store one head of one token; grid (T, query, key and value heads).
-
-    qkv [T, H + 2 K, C] (H + K without `v_cache`), blocks and offsets [T], cosine and sine [T, F], q [T, H, C], caches
-    [N, K, P, C], scales [N, K, P].
-    """
+    """Rotate and store one head of one token; grid (T, query, key and value heads)."""
     token, head = pl.program_id(0), pl.program_id(1)
     heads = q.shape[1]
     num_blocks, kv_heads = k_cache.shape[:2]
@@ -67,13 +60,10 @@ def rotate_and_store(
 
 
 def _rotated(qkv: jax.Ref, cosine: jax.Ref, sine: jax.Ref, is_interleaved: bool) -> Array:
-    """Return the vector [C], its first 2 F coordinates rotated in float32 and rounded once.
-
-    Kernels cannot slice vectors, but read in any order: result i belongs to pair i % F.
-    """
+    """Return the vector [C], its first 2 F coordinates rotated in float32 and rounded once; kernels cannot slice."""
     token, head = pl.program_id(0), pl.program_id(1)
     pairs = cosine.shape[1]
-    at = jnp.arange(qkv.shape[2], dtype=jnp.int32)  # [C]
+    at = jnp.arange(qkv.shape[2], dtype=jnp.int32)
     pair = at % pairs
     first_at, second_at = (2 * pair, 2 * pair + 1) if is_interleaved else (pair, pairs + pair)
     first, second = qkv[token, head, first_at].astype(jnp.float32), qkv[token, head, second_at].astype(jnp.float32)

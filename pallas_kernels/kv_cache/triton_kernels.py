@@ -1,6 +1,6 @@
 """Cache writes on NVIDIA GPUs in Triton: rotary embedding and both stores in one kernel.
 
-Replaces four to seven kernels: small models' decode steps are bound by launches (measured on 8.0 and 9.0).
+Small models' decode steps are bound by launches (measured on 8.0 and 9.0).
 """
 
 # pyright: reportMissingImports=false
@@ -42,7 +42,7 @@ def rotate_and_store(
     k_scales,
     v_scales,
     q,
-    T: tl.constexpr,  # None if BT divides it, so that kernels are reused
+    T: tl.constexpr,  # None if BT divides it, to reuse kernels
     N: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -56,12 +56,11 @@ def rotate_and_store(
     BT: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
     IS_INTEGER: tl.constexpr,
-    LIMIT: tl.constexpr,  # bound of scaled numbers; None without scales
+    LIMIT: tl.constexpr,  # of scaled numbers; None: no scales
 ):
     """Rotate and store one head of BT tokens; grid (token blocks, ALL heads: H queries, keys, values).
 
-    Without queries, H is 0 and `q` None. F pairs are rotated, REST further coordinates are not; FP and RP are padded to
-    powers of two.
+    Without queries, H is 0. F pairs are rotated, REST coordinates are not; FP and RP are padded to powers of two.
     """
     head = tl.program_id(1)
     tokens = tl.program_id(0) * BT + tl.arange(0, BT)
@@ -91,7 +90,7 @@ def rotate_and_store(
             turned = first * c - second * s
             second = second * c + first * s
             first = turned
-        # Rounded once to the queries' type, for any cache.
+        # Once, for any cache.
         first = first.to(qkv.dtype.element_ty).to(tl.float32)
         second = second.to(qkv.dtype.element_ty).to(tl.float32)
     else:
@@ -156,7 +155,7 @@ def write_kv(
     num_blocks, kv_heads, block_tokens, _ = k_cache.shape
     heads = qkv.shape[1] - kv_heads * (1 if v_cache is None else 2)
     unchanged = None
-    if cosine is None:  # unrotated queries bypass the kernel
+    if cosine is None:
         unchanged, qkv, heads = qkv[:, :heads], qkv[:, heads:], 0
     tokens, every, size = qkv.shape
     pairs = 0 if cosine is None else cosine.shape[1]

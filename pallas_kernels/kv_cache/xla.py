@@ -1,11 +1,11 @@
-"""Cache writes in plain JAX: the reference, used on CPUs."""
+"""Cache writes in plain JAX: the reference."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-# Largest number of quantized caches, to which a vector's largest coordinate is scaled.
+# A vector's largest coordinate is scaled to it.
 LIMITS = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
 
@@ -37,8 +37,7 @@ def write_kv(
 def rotate(x: Array, cosine: Array, sine: Array, is_interleaved: bool) -> Array:
     """Rotate the first coordinates of each head of `x` [T, H, C] by `cosine` and `sine` [T, F].
 
-    If interleaved, first coordinates of pairs precede second ones: queries and keys are permuted alike, which preserves
-    products.
+    If interleaved, moves first coordinates of pairs before second ones, which preserves products of queries and keys.
     """
     size = 2 * cosine.shape[1]
     cosine, sine = cosine[:, None], sine[:, None]
@@ -49,7 +48,7 @@ def rotate(x: Array, cosine: Array, sine: Array, is_interleaved: bool) -> Array:
 
 
 def quantize(x: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
-    """Quantize vectors [..., C] to a type of `LIMITS`; return numbers, and scales [...] float32.
+    """Quantize vectors [..., C] to a type of `LIMITS`; return numbers, and float32 scales.
 
     Integers round half up, as all kernels can.
     """

@@ -1,1 +1,1 @@
-"""Products of rows with float or quantized weights."""
+"""Products with float or quantized weights."""

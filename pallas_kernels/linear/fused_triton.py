@@ -1,7 +1,6 @@
-"""Products of few tokens for NVIDIA GPUs in Triton, fused with adjacent operations.
+"""Products of few tokens for NVIDIA GPUs in Triton, fused with adjacent operations, which need complete sums.
 
-Columns are not split among programs: fused operations need complete sums. With few programs each has more loads in
-flight (`tuning.of_fused_linear`), faster on an H100 than split columns with a second kernel.
+Few programs get more loads in flight: faster on an H100 than splitting columns.
 """
 
 # pyright: reportMissingImports=false
@@ -29,7 +28,7 @@ def refusal(operation: str, site: Site) -> str | None:
     if site.is_deterministic:
         return "deterministic mode has products of its own"
     if site.platform == "gpu" and site.dtype != "bfloat16":
-        # Numbers are multiplied with the gain before the norm reduces them, which may overflow float16.
+        # The gain multiplies before the norm: float16 may overflow.
         return f"it is for bfloat16, not {site.dtype}"
     return triton_bridge.refusal(replace(site, cache_dtype=site.dtype))
 
@@ -54,7 +53,7 @@ def multiply_fused(
 ):
     """Multiply BM tokens with BN rows of one or two matrices, BK columns at a time.
 
-    Grid (row blocks, token blocks), `out` [T, O]. T is None if BM divides the tokens.
+    Grid (row blocks, token blocks), `out` [T, O]. T is None if BM divides it.
     """
     MATRICES: tl.constexpr = 1 if ACTIVATION is None else 2
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -114,10 +113,6 @@ def fused_linear(
     activation: Activation | None,
     capability: int | None,
 ) -> Array:
-    """Compute `pallas_kernels.fused_linear` in one kernel, with the norm of many tokens in another before it.
-
-    Results are rounded once, and so are the normalized tokens of the other kernel.
-    """
     (num_tokens, columns), is_gated = x.shape, activation is not None
     rows = weight.shape[0] // 2 if is_gated else weight.shape[0]
     chosen = tuning.of_fused_linear(capability, num_tokens, rows, columns, is_gated, gain is not None)

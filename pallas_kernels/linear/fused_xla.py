@@ -1,4 +1,4 @@
-"""Reference of `fused_linear`: the operations in sequence, with a decoder's intermediate roundings."""
+"""Reference of `fused_linear`: operations in sequence, with a decoder's intermediate roundings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ def fused_linear(
 
 
 def normed(x: Array, gain: Array, eps: float, is_plus_one: bool) -> Array:
-    """Return the RMS norm of each token, rounded to its type."""
     wide, factor = x.astype(jnp.float32), gain.astype(jnp.float32)
     power = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
     return (wide * lax.rsqrt(power + eps) * (1.0 + factor if is_plus_one else factor)).astype(x.dtype)

@@ -1,4 +1,4 @@
-"""Number formats of quantized weights, and dequantization. Letters: O rows, D columns, G groups of columns."""
+"""Formats of quantized weights, and dequantization. Letters: O rows, D columns, G groups of columns."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 
 Kind = Literal["float", "int8", "float8", "int4", "float4"]
-PACKED = ("int4", "float4")  # two numbers per byte, the even column in the low half
-FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1 by its lower three bits; the fourth is the sign (OCP MX 1.0)
-_LEAST = 1e-30  # lower bound of a row's maximum, to divide by
+PACKED = ("int4", "float4")  # even column in the low half
+FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1 by lower three bits; then the sign (OCP MX 1.0)
+_LEAST = 1e-30  # lower bound of a row's maximum
 
 
 def by_row(x: Any, numpy: Any = jnp) -> tuple[Any, Any]:
-    """Quantize rows of float32 `x` [T, D]: int8 [T, D], and step sizes, float32 [T, 1].
+    """Quantize rows of float32 `x` [T, D] to int8; return also step sizes, float32 [T, 1].
 
-    jax.numpy and numpy give the same bits. Non-finite rows get non-finite scales.
+    numpy gives the same bits. Non-finite rows get non-finite scales.
     """
     largest = numpy.max(numpy.abs(x), axis=-1, keepdims=True)
     scales = numpy.maximum(largest, np.float32(_LEAST)) * np.float32(1 / 127)  # as XLA divides by constants
@@ -24,10 +24,7 @@ def by_row(x: Any, numpy: Any = jnp) -> tuple[Any, Any]:
 
 
 def dequantized(weight: Any, scales: Any, zeros: Any, kind: Kind, dtype: Any, numpy: Any = jnp) -> Any:
-    """Dequantize a weight to [O, D] of `dtype`: exact in float32, rounded once.
-
-    jax.numpy and numpy give the same bits.
-    """
+    """Dequantize a weight to [O, D] of `dtype`: exact in float32, rounded once; numpy gives the same bits."""
     numbers = unpacked(weight, kind, numpy)
     groups, rows = scales.shape
     grouped = numbers.reshape(rows, groups, -1)
@@ -37,7 +34,7 @@ def dequantized(weight: Any, scales: Any, zeros: Any, kind: Kind, dtype: Any, nu
 
 
 def unpacked(weight: Any, kind: Kind, numpy: Any = jnp) -> Any:
-    """Return a weight's numbers as float32 [O, D]; int4 in -8 to 7."""
+    """Return a weight's numbers as float32 [O, D]."""
     if kind not in PACKED:
         return weight.astype(np.float32)
     pairs = numpy.stack([weight & 15, weight >> 4], axis=-1).reshape(len(weight), -1)
@@ -47,6 +44,5 @@ def unpacked(weight: Any, kind: Kind, numpy: Any = jnp) -> Any:
 
 
 def packed(numbers: Any, numpy: Any = jnp) -> Any:
-    """Pack numbers of 0 to 15, [O, D], two per byte: uint8 [O, D / 2]."""
     pairs = numbers.astype(np.uint8).reshape(len(numbers), -1, 2)
     return pairs[..., 0] | (pairs[..., 1] << np.uint8(4))

@@ -1,8 +1,7 @@
 """Products with quantized weights for NVIDIA GPUs in Triton; numbers are converted in registers.
 
-Weight rows are the first tensor core operand, which Hopper takes from registers. With few rows, columns are split among
-programs, and the consuming kernel adds the sums in order: deterministic. Scales multiply float32 sums of exact
-products, more accurate than XLA's rounded weights.
+Weight rows are the first tensor core operand, which Hopper takes from registers. Few rows share columns among programs;
+the consumer adds their sums in order: deterministic. Scales multiply sums of exact products: more accurate than XLA.
 """
 
 # pyright: reportMissingImports=false
@@ -24,8 +23,8 @@ from pallas_kernels.choice import Site
 from pallas_kernels.linear.numbers import PACKED, Kind
 from pallas_kernels.triton_bridge import call
 
-_NATIVE = 89  # capability that supports 8-bit floats
-_SMALLEST = 16  # columns per tensor core operation
+_NATIVE = 89  # first with 8-bit floats
+_SMALLEST = 16  # columns of a tensor core operation
 
 
 def refusal(operation: str, site: Site) -> str | None:
@@ -40,7 +39,7 @@ def refusal(operation: str, site: Site) -> str | None:
 def _integers(codes, OFFSET: tl.constexpr, DTYPE: tl.constexpr):
     """Convert `codes` minus OFFSET to floats, through the low bits of 1024 as float16, or of 128 as bfloat16.
 
-    Exact, two numbers at a time; integer conversion takes several times as long.
+    Exact; integer conversion takes several times as long.
     """
     if DTYPE == tl.bfloat16 and OFFSET == 8:
         return (codes.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - (128.0 + OFFSET)
@@ -94,7 +93,7 @@ def multiply(
 ):
     """Multiply BM tokens with BN rows; grid (token blocks, row blocks, SPLITS), out [T, SPLITS, O].
 
-    A step is BK columns of one group; each split takes STEPS. T is None if BM divides the tokens.
+    A step is BK columns of one group; each split takes STEPS. T is None if BM divides it.
     """
     tokens = tl.program_id(0) * BM + tl.arange(0, BM)
     rows = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -110,7 +109,7 @@ def multiply(
         group = step // A_GROUP
         columns = step % A_GROUP * BK + tl.arange(0, BK)
         places = step % A_GROUP * (BK // PACK) + tl.arange(0, BK // PACK)
-        # Masks of tokens and weights agree: adjacent columns belong to one group.
+        # Weights' mask too: adjacent columns belong to one group.
         mask = tl.full((BM, BK), True, tl.int1)
         if T is not None:
             mask = mask & (tokens < T)[:, None]
@@ -128,7 +127,7 @@ def multiply(
             zero = tl.load(zeros + group * O + rows, mask=is_row, other=0).to(tl.float32)
         own = sums if GROUPS == 1 else tl.zeros((BN, BM), tl.float32)
         if PACK == 2:
-            # Tokens are split in registers, so that numbers need not be merged.
+            # Split in registers instead of merging numbers.
             even, odd = tl.split(tl.reshape(part, (BM, BK // 2, 2)))
             own = _product(raw & 15, zero, even, own, KIND)
             own = _product(raw >> 4, zero, odd, own, KIND)
@@ -159,7 +158,7 @@ def linear(
 ) -> Array:
     """Compute `pallas_kernels.linear` with a quantized weight.
 
-    Where 8-bit floats are not supported, a weight's NaN becomes 480.
+    Without 8-bit float support, a weight's NaN becomes 480.
     """
     if kind == "float" or rounds_rows:
         raise ValueError(f"{refusal('linear', Site('', kind=kind, rounds_rows=rounds_rows))}")

@@ -1,7 +1,4 @@
-"""Products in XLA. Quantized weights are dequantized first, unless rows are rounded too.
-
-Letters: T rows, D columns, O outputs.
-"""
+"""Products in XLA. Weights are dequantized first, unless rows are rounded too."""
 
 from __future__ import annotations
 
@@ -10,9 +7,8 @@ from jax import Array, lax
 
 from pallas_kernels.linear.numbers import Kind, by_row, dequantized
 
-# Maximal rows for which transposed float32 products are faster: 1.2 to 2.2 times with 2 to 64 rows and matrices of 512
-# × 1,376 to 16,384 × 2,048 on two Zen 5 cores, equal from 96 on (jax 0.11.2); a decode step of 16 rows of the 0.5B
-# shape 77 ms, not 106.
+# Most rows for transposed float32 products: 1.2 to 2.2 times as fast with 2 to 64 rows and matrices of 512 × 1,376 to
+# 16,384 × 2,048 on two Zen 5 cores, equal from 96 on (jax 0.11.2).
 _FEW_ROWS = 64
 
 
@@ -37,13 +33,13 @@ def linear(
 
 
 def is_turned_on_a_cpu(x: Array) -> bool:
-    """Return whether a CPU multiplies transposed: the product is [O, T] in memory."""
+    """Return whether a CPU multiplies transposed, to [O, T] in memory."""
     return 2 <= x.shape[0] <= _FEW_ROWS and x.dtype == jnp.float32
 
 
 def _sums(x: Array, weight: Array) -> Array:
     if x.shape[0] == 1 and x.dtype != jnp.float32:
-        # XLA:CPU converts the whole 8 or 16-bit weight for a one-row product, 6 to 12 times slower than two rows.
+        # XLA:CPU converts the whole 8 or 16-bit weight for one row: 6 to 12 times slower than two rows.
         return lax.platform_dependent(x, weight, cpu=_first_of_two_rows, default=_product)
     if is_turned_on_a_cpu(x):
         return lax.platform_dependent(x, weight, cpu=_turned, default=_product)
@@ -58,7 +54,7 @@ def _product(x: Array, weight: Array) -> Array:
 def _turned(x: Array, weight: Array) -> Array:
     """Multiply transposed: XLA:CPU copies the second factor in every call, here the small one.
 
-    The barrier keeps XLA from swapping the factors back.
+    The barrier prevents swapping back.
     """
     return lax.optimization_barrier(_product(weight, x)).T
 

@@ -1,1 +1,1 @@
-"""Kernels built by local compilers: C++ for CPUs, where XLA reads slowly, and FlashInfer for GPUs."""
+"""Kernels built by local compilers."""

@@ -1,4 +1,4 @@
-"""Attention in C++ (attention.cc) for CPUs: decode reads the cache once, prefill multiplies in registers."""
+"""Attention in C++ (attention.cc) for CPUs: decode reads the cache once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ def paged_decode(q: Array, lengths: Array, args: AttentionArgs) -> Array:
 
 
 def paged_prefill(q: Array, tiles: Tiles, args: AttentionArgs, *, tile: int) -> Array:
-    """Compute `pallas_kernels.paged_prefill` on a CPU; tiles may have any size."""
     return _call("jaxllm_prefill", q, tiles, args)
 
 

@@ -1,7 +1,7 @@
 """Build the C++ kernels with the local compiler, and register them with JAX.
 
 A library is cached under a hash of sources, command, compiler, processor and jaxlib. It ends with its content's hash:
-loading a truncated file can crash.
+truncated files can crash.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HANDLERS = ("jaxllm_linear", "jaxllm_decode", "jaxllm_prefill")
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=fast", "-shared", "-fPIC", "-pthread", "-w")
 _NEEDED = frozenset({"avx2", "fma", "f16c"})  # Linux's names
-_LONGEST_BUILD = 300  # seconds; the longer source takes 10 on a 3 GHz core
+_LONGEST_BUILD = 300  # seconds; usually 10
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _log = logging.getLogger(__name__)
 _building = threading.Lock()
@@ -42,12 +42,12 @@ RETRY_SECONDS = 60.0  # lifetime of a refusal
 
 
 class Refused(Exception):
-    """The kernels are unavailable; the message is one line."""
+    """The kernels are unavailable, for a reason of one line."""
 
 
 @dataclass
 class Refusal:
-    """Why the library is unavailable, and when to retry."""
+    """Why the library is unavailable, until when."""
 
     reason: str | None = None
     until: float = 0.0  # `time.monotonic`
@@ -58,7 +58,7 @@ refused = Refusal()
 
 @functools.cache
 def digest() -> str:
-    """Hash the sources; part of kernel names, because cached programs refer to them."""
+    """Hash the sources, for kernel names in cached programs."""
     files = sorted([*SOURCES, *(path.name for path in HERE.glob("*.h"))])
     return hashlib.sha256(b"".join((HERE / file).read_bytes() for file in files)).hexdigest()[:12]
 
@@ -68,7 +68,7 @@ def target(handler: str) -> str:
 
 
 def refusal() -> str | None:
-    """Return why the kernels are unavailable, or None; builds and registers them if necessary."""
+    """Build and register the kernels if necessary; return why they are unavailable, or None."""
     with _building:
         if time.monotonic() >= refused.until:
             refused.reason = _ready()
@@ -107,15 +107,15 @@ def loaded(folder: Path, flags: Sequence[str] = FLAGS) -> ctypes.CDLL:
         library = ctypes.CDLL(str(place))
     except OSError as error:
         raise Refused(f"the kernels cannot be loaded: {error}".replace("\n", " ")) from error
-    if library.jaxllm_check() != 0:  # once per process; microseconds
+    if library.jaxllm_check() != 0:
         raise Refused(f"the kernels that {compiler} made multiply wrongly; they are in {place}")
     return library
 
 
 def kept(folder: Path, name: str, command: list[str], sources: Sequence[Path], says: Sequence[str]) -> Path:
-    """Return the path of a library, which is built unless cached; raise `Refused` if the build fails.
+    """Return the path of a library, built unless cached; raise `Refused` if the build fails.
 
-    The cache key has `says`, the command and versions, but no header folders: virtual environments share libraries.
+    The key omits header folders: virtual environments share libraries.
     """
     flags = [flag for flag in command if not flag.startswith("-I")]
     depends = [*says, *flags, run_command([command[0], "--version"]), importlib.metadata.version("jaxlib")]
@@ -130,7 +130,7 @@ def _own(folder: Path) -> Path:
         if folder.stat().st_uid == os.getuid() and folder.stat().st_mode & _OTHERS_WRITE:
             folder.chmod(0o700)
     except OSError:
-        pass  # perhaps root's and read-only
+        pass  # perhaps read-only
     if _is_safe(folder):
         return folder
     if folder.exists():
@@ -139,7 +139,7 @@ def _own(folder: Path) -> Path:
 
 
 def _is_safe(path: Path) -> bool:
-    """Return whether only this user or root owns and can write a path."""
+    """Return whether only this user or root can write a path."""
     try:
         found = path.stat()
     except OSError:
@@ -193,7 +193,7 @@ def compile_library(command: list[str], sources: Sequence[Path], place: Path) ->
 
 
 def run_command(command: list[str]) -> str:
-    """Return the compiler's output; raise `Refused` with the main error line on failure."""
+    """Return the output; raise `Refused` with the main error line."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST_BUILD, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

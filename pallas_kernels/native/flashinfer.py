@@ -1,7 +1,7 @@
 """Decode attention with FlashInfer's XQA kernel for NVIDIA GPUs from 9.0.
 
-Unlike FlashInfer's other decode kernels it needs no plan from the host, so it works in CUDA graphs. Neither its package
-nor torch is imported: nvcc compiles one of its files with flashinfer.cu.
+Unlike its other decode kernels it needs no plan from the host, so it works in CUDA graphs. Neither FlashInfer nor torch
+is imported: nvcc compiles one of its files with flashinfer.cu.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from pallas_kernels.attention.arguments import AttentionArgs
 from pallas_kernels.choice import Site
 from pallas_kernels.native import build
 
-VERSION = "0.7.2.post1"  # supported version of flashinfer-python
+VERSION = "0.7.2.post1"  # of flashinfer-python
 SOURCE = Path(__file__).with_name("flashinfer.cu")
 TYPES = ("float16", "bfloat16")
 BLOCKS = (16, 32, 64, 128)  # tokens
-_PIECE = 256  # keys per iteration of a program
-# Highest score of rows without keys. Combining their pieces gives 0 / 0; an equal sink makes it 0 / 1 and does not
-# affect other rows.
+_PIECE = 256  # keys per iteration
+# Highest score of rows without keys. Combining their pieces gives 0 / 0; an equal sink makes it 0 / 1, without effect
+# on others.
 _LOWEST = -1e5
 _FLAGS = (
     *("-shared", "-Xcompiler=-fPIC", "-std=c++17", "-O3", "-w", "-use_fast_math", "--expt-relaxed-constexpr"),
@@ -46,7 +46,7 @@ _loading = threading.Lock()
 
 
 def refusal(operation: str, site: Site) -> str | None:
-    """Return why the kernel cannot run here, or None; compiles it if necessary, in about ten seconds."""
+    """Compile the kernel if necessary, in about ten seconds; return why it cannot run here, or None."""
     group = site.heads // max(site.kv_heads, 1)
     if site.platform != "gpu" or site.capability is None or site.capability // 10 not in (9, 10, 12):
         return "its kernel is for NVIDIA GPUs of capability 9, 10 and 12"
@@ -94,7 +94,7 @@ def paged_decode(q: Array, lengths: Array, args: AttentionArgs, *, capability: i
     name, library = load_library(site)
     tiles, context = rows * kv_heads, args.tables.shape[1] * tokens
     processors = tuning.PROCESSORS[tuning.generation(capability)]
-    pieces = min(max(processors // tiles, 1), -(-context // _PIECE))  # as in the kernel's launch code
+    pieces = min(max(processors // tiles, 1), -(-context // _PIECE))
     no_sinks = jnp.full(heads if pieces > 1 else 0, _LOWEST)
     workspace = jax.ShapeDtypeStruct((library.jaxllm_xqa_bytes(tiles, pieces),), jnp.uint8)
     out, _ = jax.ffi.ffi_call(name, [jax.ShapeDtypeStruct(q.shape, q.dtype), workspace])(
@@ -104,7 +104,7 @@ def paged_decode(q: Array, lengths: Array, args: AttentionArgs, *, capability: i
         args.tables,
         lengths,
         no_sinks if args.sinks is None else args.sinks.astype(jnp.float32),
-        scale=np.float32(args.scale * math.sqrt(size)),  # the kernel divides by the root
+        scale=np.float32(args.scale * math.sqrt(size)),  # it divides by the root
         window=np.int32(args.window or np.iinfo(np.int32).max),
         processors=np.int32(processors),
     )
@@ -119,7 +119,7 @@ def load_library(site: Site) -> tuple[str, ctypes.CDLL]:
         "INPUT_FP16": int(site.dtype == "float16"),
     }
     macros = [f"-D{name}={size}" for name, size in sizes.items()]
-    with _loading:  # steps are traced on several threads
+    with _loading:  # for concurrent tracing
         return _loaded(site.capability or 0, tuple(macros))
 
 
@@ -162,7 +162,7 @@ def _headers() -> Path:
 
 
 def _compilers() -> Iterator[str]:
-    """Yield candidate paths of nvcc: the user's first, the wheel of jax[cuda13] last."""
+    """Yield candidate paths of nvcc, the user's first."""
     if "CUDA_HOME" in os.environ:
         yield str(Path(os.environ["CUDA_HOME"]) / "bin" / "nvcc")
     yield "nvcc"

@@ -1,7 +1,7 @@
-"""Products of few rows in C++ (linear.cc), which read weights at memory speed.
+"""Products of few rows in C++ (linear.cc), at memory speed.
 
-XLA:CPU reaches 60 % of that speed for one row of bfloat16, dequantizes matrices in every step, and takes 1.25 to 2.5
-times as long for 2 to 9 rows of float32 as for one.
+XLA:CPU reaches 60 % of it for one row of bfloat16, dequantizes matrices in every step, and takes 1.25 to 2.5 times as
+long for 2 to 9 rows of float32 as for one.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from pallas_kernels.linear import xla
 from pallas_kernels.linear.numbers import PACKED, Kind
 from pallas_kernels.native import build
 
-# Maximal rows by weight type. Speedup over XLA with 2, 16, 32 and 64 rows, 12 layers of the 0.5B shape, two Zen 4
-# cores: bfloat16 2.0, 1.9, 1.6, 1.2; rounded rows 1.9, 1.5, 1.2, 0.9; float32 1.2, 1.0, 1.0, 0.9, and 1.7 with 28;
-# 8-bit floats with bfloat16 5.5 (one row), 1.9, 1.15, 0.65. Without bfloat16 instructions only fewer rows were
-# measured.
+# Most rows by weight type. Speedup over XLA with 2, 16, 32 and 64 rows, 12 layers of the 0.5B shape, two Zen 4 cores:
+# bfloat16 2.0, 1.9, 1.6, 1.2; rounded rows 1.9, 1.5, 1.2, 0.9; float32 1.2, 1.0, 1.0, 0.9, and 1.7 with 28; 8-bit
+# floats with bfloat16 5.5 (one row), 1.9, 1.15, 0.65. Otherwise only fewer rows were measured.
 _HAS_BFLOAT16 = "avx512_bf16" in build.processor()
 MOST_ROWS = (
     {"float32": 28, "bfloat16": 64, "quantized": 32}
@@ -27,7 +26,7 @@ MOST_ROWS = (
     else {"float32": 9, "bfloat16": 16, "quantized": 16}
 )
 _KINDS = {"float": 0, "int8": 1, "float8": 2, "int4": 3, "float4": 4}
-_ROUNDED = 5  # int8 with rounded rows
+_ROUNDED = 5
 _TYPES = {"float": None, "int8": "int8", "float8": "float8_e4m3fn", "int4": "uint8", "float4": "uint8"}
 _NUMBERS = ("float32", "bfloat16", "float16", "uint8", "int8")  # of scales and zeros
 
@@ -62,5 +61,5 @@ def takes(x: Array, weight: Array, scales: Array | None, zeros: Array | None, ki
     if any(array is not None and str(array.dtype) not in _NUMBERS for array in (scales, zeros)):
         return False
     groups = 1 if scales is None else scales.shape[0]
-    step = 32 if kind in PACKED else 16 if groups > 1 else 1  # columns read at once, of one group
+    step = 32 if kind in PACKED else 16 if groups > 1 else 1  # columns per read
     return x.shape[1] // groups % step == 0

@@ -1,1 +1,1 @@
-"""Sampling from logits: a module per implementation."""
+"""Sampling from logits."""

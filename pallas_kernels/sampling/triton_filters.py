@@ -1,11 +1,10 @@
 """Sampling with filters on NVIDIA GPUs in Triton: six kernels, each row divided among programs.
 
-Thresholds are found with bins evenly spaced below the maximum: `measure` and `frame` place the bins; `fill` adds tokens
-with integer atomics, exact in any order; `cut` finds the bins that contain thresholds; `pick` draws noise for tokens
-above and lists the tokens of those bins; `settle` finds the exact thresholds among them. Greedy rows and rows without
-filters need only `pick`.
+Bins are evenly spaced below the maximum: `measure` and `frame` place them; `fill` adds tokens with integer atomics,
+exact in any order; `cut` finds the thresholds' bins; `pick` draws noise for tokens above and lists those of these bins;
+`settle` finds the exact thresholds among them. Greedy rows and rows without filters need only `pick`.
 
-Tokens more than 20.8 below the maximum have no mass, and noise spans at most 20.42, so bins reach at most FARTHEST.
+Tokens more than 20.8 below the maximum have no mass, and noise spans at most 20.42: bins reach at most FARTHEST.
 
 Letters: V vocabulary, G groups of columns, BN columns of a program, BL listed tokens and BD tokens with noise per
 iteration.
@@ -30,10 +29,10 @@ _INFINITE = tl.constexpr(float("inf"))
 _LEAST_INT = tl.constexpr(-(2**31))
 _MOST_INT = tl.constexpr(2**31 - 1)
 FARTHEST = tl.constexpr(21.0)
-# Fields of `frame`: maximal logit, depth below it, bins per unit of depth (0: no search), scale from weights to masses.
+# Fields of `frame`: maximal logit, depth below it, bins per unit of depth (0: no search), masses per weight.
 _HIGHEST, _REACH, _SLOPE, _SCALE, _FRAME = (tl.constexpr(number) for number in (0, 1, 2, 3, 4))
 # Fields of `cut`. Tokens above bin _SURE are kept. Bin _LIMIT contains top_k's threshold, bins _SURE to _UNTIL top_p's.
-# _COUNT tokens with _MASS are above _LIMIT; _SURE_MASS is above _SURE. BINS and -1 mean none.
+# _COUNT tokens with _MASS are above _LIMIT; _SURE_MASS is above _SURE. BINS and -1: none.
 _SURE, _LIMIT, _UNTIL, _COUNT, _MASS, _SURE_MASS, _CUT = (tl.constexpr(number) for number in (0, 1, 2, 3, 4, 5, 8))
 
 
@@ -69,7 +68,7 @@ def _is_counted(top_k, row, V: tl.constexpr):
 
 @triton.jit
 def _placed(x, frames, min_p, row, BINS: tl.constexpr):
-    """Return which tokens are eligible, their bins (never the last), and weights."""
+    """Return whether tokens are eligible, their bins (never the last), and weights."""
     depth = tl.load(frames + row * _FRAME + _HIGHEST) - x
     weights = tl.exp(-depth)
     is_near = depth <= tl.load(frames + row * _FRAME + _REACH)
@@ -131,7 +130,7 @@ def frame(
     GP: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """Determine a row's bins and clear them; grid (rows). PP and GP are PIECES and G, padded to powers of two."""
+    """Determine a row's bins and clear them; grid (rows). PP and GP are padded PIECES and G."""
     row = tl.program_id(0)
     bins = row * BINS + tl.arange(0, BINS)
     tl.store(counts + bins, tl.zeros((BINS,), tl.int32))
@@ -157,7 +156,7 @@ def frame(
     reach = tl.where(is_random, tl.minimum(highest - lowest, FARTHEST), 0.0)
     if is_searched:
         if is_counted:
-            if count <= G:  # the k-th largest group maximum bounds the k-th largest token
+            if count <= G:  # maxima bound the k-th largest token
                 groups = tl.arange(0, GP)
                 largest = _scaled(tops + row.to(tl.int64) * G, groups, groups < G, temperature, row)
                 ranks = _ordered(largest)
@@ -169,9 +168,9 @@ def frame(
                     low = tl.where(holds, middle, low)
                     high = tl.where(holds, high, middle)
                 reach = tl.minimum(reach, highest - tl.min(tl.where(ranks >= low, largest, highest), 0))
-        else:  # lighter tokens together have at most a quarter of the mass that top_p discards
+        else:  # lighter tokens: at most a quarter of top_p's discarded mass
             reach = tl.minimum(reach, -tl.log((1.0 - share) * total * (1.0 / (8 * V))))
-    # As `xla.masses`: the power of two that brings the total below 2**30.
+    # As `xla.masses`: a power of two.
     scale = ((2 * 127 + 29 - (total.to(tl.int32, bitcast=True) >> 23)) << 23).to(tl.float32, bitcast=True)
     own = frames + row * _FRAME
     tl.store(own + _HIGHEST, highest)
@@ -206,7 +205,7 @@ def fill(
         if tl.load(top_p + row) < 1.0:
             amounts = _masses(weights, tl.load(frames + row * _FRAME + _SCALE))
             tl.atomic_add(masses + row * BINS + bins, amounts, mask=is_open & (amounts > 0), sem="relaxed")
-            # Tokens beyond top_k's reach are discarded; without top_k they count in top_p's total.
+            # Discarded, but without top_k part of top_p's total.
             is_far = (is_open == 0) & (weights >= tl.load(min_p + row))
             rest = tl.sum(tl.where(is_far, amounts, 0), 0)
             if (is_counted == 0) & (rest > 0):
@@ -233,7 +232,7 @@ def cut(frames, counts, masses, top_k, top_p, cuts, V: tl.constexpr, BINS: tl.co
         above = tl.max(tl.where(bins < limit, heavier, 0), 0)
         share = tl.load(top_p + row)
         if share < 1.0:
-            # Bounds of the mass that top_k keeps: above its bin, and including the bin.
+            # Bounds of top_k's mass: above its bin, and with it.
             least = share * above.to(tl.float32)
             most = share * tl.max(tl.where(bins <= limit, heavier, 0), 0).to(tl.float32)
             sure = tl.minimum(tl.sum((heavier.to(tl.float32) < least).to(tl.int32), 0), BINS - 2)
@@ -285,7 +284,7 @@ def pick(
     is_within = (bins >= sure) & (bins <= tl.load(cuts + row * _CUT + _UNTIL))
     is_listed = is_open & (is_within | (bins == tl.load(cuts + row * _CUT + _LIMIT)))
     is_kept = is_open & (bins < sure)
-    # Both counts share an integer: a program has at most 2**15 columns.
+    # In one integer: a program has at most 2**15 columns.
     one = is_kept.to(tl.int32) + (is_listed.to(tl.int32) << 16)
     both = tl.sum(one, 0)
     highest = tl.full((BD,), _IMPOSSIBLE, tl.float32)
@@ -293,7 +292,6 @@ def pick(
     if both > 0:
         before = tl.cumsum(one, 0) - one
         if both >> 16 > 0:
-            # The list is unordered.
             at = tl.atomic_add(num_listed + row, both >> 16, sem="relaxed")
             tl.store(listed + row.to(tl.int64) * V + at + (before >> 16), start + within, mask=is_listed)
         own = kept + part.to(tl.int64) * BN
@@ -362,7 +360,7 @@ def settle(
             mass += more
         if until >= 0:
             above = tl.load(cuts + row * _CUT + _SURE_MASS)
-            wanted = tl.maximum(tl.load(top_p + row) * mass.to(tl.float32), 1.0)  # at least one token passes
+            wanted = tl.maximum(tl.load(top_p + row) * mass.to(tl.float32), 1.0)
             bound, _ = _searched(
                 logits, listed, number, temperature, frames, min_p, row,
                 tl.load(cuts + row * _CUT + _SURE), until, bound, above, wanted, True, BL, BINS,
@@ -370,7 +368,7 @@ def settle(
         other, rival = _best(logits, listed, number, bound, temperature, keys, positions, row, BL)
         is_better = (other > score) | ((other == score) & (rival < token))
         token = tl.where(is_better, rival, token)
-    tl.store(tokens + row, tl.where(token < V, token, 0))  # no token passes if none is finite
+    tl.store(tokens + row, tl.where(token < V, token, 0))  # none passes if none is finite
 
 
 @triton.jit
@@ -423,8 +421,7 @@ def _searched(
 ):
     """Return the largest bound with at least `wanted` tokens or mass above it, and the listed mass above it.
 
-    Searches tokens of bins `first` to `last` not below `least`, with `above` beyond these bins. Tests 15 evenly spaced
-    bounds per iteration, at most 8 iterations.
+    Searches tokens of bins `first` to `last` not below `least`, with `above` beyond these bins.
     """
     lowest = tl.full((BL,), _MOST_INT, tl.int32)
     highest = tl.full((BL,), _LEAST_INT, tl.int32)

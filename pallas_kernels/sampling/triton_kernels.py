@@ -1,7 +1,7 @@
 """Sampling on NVIDIA GPUs in Triton, without sorting: two kernels, six with filters (`triton_filters.py`).
 
-Integer results (order, counts, sums) are exact, as in the reference; logarithms are CUDA's, exponentials the
-hardware's: last bits decide only near-ties. Further letters: BN columns of a program.
+Integers are exact, as in the reference; logarithms are CUDA's, exponentials the hardware's: last bits decide only
+near-ties.
 """
 
 # pyright: reportMissingImports=false
@@ -52,7 +52,7 @@ def survey(logits, temperature, keys, positions, best, ids, is_finite, V: tl.con
 
 @triton.jit
 def finish(best, ids, are_finite, tokens, is_finite, PIECES: tl.constexpr, PP: tl.constexpr):
-    """Reduce a row's pieces; grid (rows). PP is PIECES, padded to a power of two."""
+    """Reduce a row's pieces; grid (rows). PP is padded PIECES."""
     row = tl.program_id(0)
     pieces = tl.arange(0, PP)
     is_there = pieces < PIECES

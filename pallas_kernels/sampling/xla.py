@@ -1,6 +1,6 @@
 """Sampling in plain JAX: the reference, with sorting, and arithmetic common to all samplers.
 
-Sums over a vocabulary are of integers, independent of order and sharding. Further letters: Vx columns of a part.
+Vocabulary sums are of integers, independent of order and sharding. Vx: columns of a part.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from jax import Array, lax
 from jax.extend.random import threefry_2x32
 
 _INT32_MAX = 2**31 - 1
-WORD_BITS = 12  # per word of a three-word fixed-point number; uint32 holds the sum
-MOST_TOKENS = (1 << 32 - WORD_BITS) - 1  # larger vocabularies overflow
+WORD_BITS = 12  # per word of a three-word number; uint32 holds the sum
+MOST_TOKENS = (1 << 32 - WORD_BITS) - 1  # larger ones overflow
 MASS_BITS = 30  # bound of a row's total mass
 
 
@@ -34,14 +34,14 @@ def sample(
         scaled = logits / divisor
         noise = gumbel(keys, positions, jnp.arange(logits.shape[1], dtype=jnp.int32))
         scores = jnp.where(is_random, scaled + noise, logits)
-        # Subtract first, so that the likeliest token's weight is exactly 1.
+        # Subtract first: the largest weight is exactly 1.
         weight = jnp.exp((logits - jnp.max(logits, axis=-1, keepdims=True)) / divisor)
         scores = jnp.where(_kept(scaled, weight, top_k, top_p, min_p), scores, -jnp.inf)
     return jnp.argmax(scores, axis=-1).astype(jnp.int32), is_finite
 
 
 def _kept(scaled: Array, weight: Array, top_k: Array | None, top_p: Array | None, min_p: Array | None) -> Array:
-    """Return the tokens that pass the filters, bool[R, V]; `weight` is exp(`scaled` - its row's maximum)."""
+    """Return whether tokens pass the filters, bool[R, V]; `weight` is exp(`scaled` - its row's maximum)."""
     size = scaled.shape[1]
     order = ordered(scaled)
     kept = jnp.ones_like(scaled, jnp.bool_)
@@ -68,14 +68,14 @@ def _kept(scaled: Array, weight: Array, top_k: Array | None, top_p: Array | None
 def gumbel(keys: Array, positions: Array, ids: Array) -> Array:
     """Draw Gumbel noise, f32[R, Vx], of each row's key and position and each token's id.
 
-    Equals `jax.random.gumbel(fold_in(key, position), (V,))` at those ids: bits are counter-based, so shards draw theirs
-    (jax_threefry_partitionable, default since jax 0.5).
+    Equals `jax.random.gumbel(fold_in(key, position), (V,))` at those ids, so shards can draw theirs
+    (jax_threefry_partitionable).
     """
-    counters = jnp.stack([jnp.zeros_like(ids), ids]).astype(jnp.uint32)  # [2, Vx], high and low words
+    counters = jnp.stack([jnp.zeros_like(ids), ids]).astype(jnp.uint32)  # high and low words
     tiny = jnp.finfo(jnp.float32).tiny
 
     def row(key: Array, position: Array) -> Array:
-        # Independent of jax_default_prng_impl, so that tokens do not change.
+        # Independent of jax_default_prng_impl.
         at_position = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position)
         high, low = threefry_2x32(jax.random.key_data(at_position), counters)
         mantissa = (high ^ low) >> 9
@@ -88,13 +88,13 @@ def gumbel(keys: Array, positions: Array, ids: Array) -> Array:
 def ordered(values: Array) -> Array:
     """Map floats to int32 in order; equal floats to equal integers."""
     bits = lax.bitcast_convert_type(jnp.where(values == 0.0, 0.0, values), jnp.int32)  # -0.0 equals 0.0
-    return jnp.where(bits < 0, bits ^ _INT32_MAX, bits)  # negative floats have reversed order
+    return jnp.where(bits < 0, bits ^ _INT32_MAX, bits)  # negative floats are reversed
 
 
 def words(weights: Array) -> Array:
     """Sum this shard's weights, f32[R, Vx] in [0, 1], to 36 fractional bits: three words, u32[R, 3].
 
-    Sums of words over shards are exact.
+    Words of shards add up exactly.
     """
     parts = []
     for _ in range(3):
@@ -102,7 +102,7 @@ def words(weights: Array) -> Array:
         whole = jnp.floor(weights)
         parts.append(whole.astype(jnp.uint32))
         weights = weights - whole
-    # One pass for three sums: 4.2 ms at [16, 152000] on two CPU cores instead of 29; a float sum takes 2.3.
+    # One pass: 4.2 ms at [16, 152000] on two CPU cores, not 29; a float sum takes 2.3.
     zero = jnp.uint32(0)
     sums = lax.reduce(tuple(parts), (zero,) * 3, lambda left, right: tuple(map(jnp.add, left, right)), (1,))
     return jnp.stack(sums, axis=-1)
@@ -114,9 +114,9 @@ def from_words(totals: Array) -> Array:
 
 
 def masses(weights: Array, total: Array) -> Array:
-    """Scale weights, f32[R, Vx] in [0, 1], to int32[R, Vx] with sums below 2**31; `total` f32[R, 1] is theirs.
+    """Scale weights, f32[R, Vx] in [0, 1], to int32[R, Vx] with sums of 2**29 to 2**31; `total` f32[R, 1] is theirs.
 
-    The scale is a power of two; row sums are at least 2**29.
+    The scale is a power of two.
     """
     exponent = (lax.bitcast_convert_type(total, jnp.int32) >> 23) - 127  # total < 2**(exponent + 1)
     scale = lax.bitcast_convert_type((127 + MASS_BITS - 1 - exponent) << 23, jnp.float32)
