@@ -1,7 +1,7 @@
 """Safetensors files as named, memory-mapped tensors, validated before any is read.
 
-The format (8-byte length, JSON header, bytes; github.com/huggingface/safetensors, "Format") is parsed here, so that
-errors name file and tensor, and copied pages can be released: mapped pages count as process memory.
+The format (github.com/huggingface/safetensors, "Format") is parsed here, so that errors name file and tensor, and
+copied pages can be released: mapped pages count as process memory.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Tensor:
     mapping: mmap.mmap
 
     def values(self) -> np.ndarray:
-        """Return a view of a tensor's floats; raise UserError for another type. `integers` and `codes` do likewise."""
+        """Return a view of a tensor's floats; raise UserError for another type."""
         if self.dtype not in FLOATS:
             raise UserError(
                 f"{self.file.name}: tensor {self.name} has type {self.dtype}; only {', '.join(FLOATS)} can be read."

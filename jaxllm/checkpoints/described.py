@@ -1,4 +1,4 @@
-"""Reads a model's description from its folder: decoder, family and head."""
+"""Read a model's description from its folder: decoder, family and head."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Described:
     spec: Spec
     family: Family
     head: Head | None  # None: it generates
-    images: Images | None = None  # how it reads images
+    images: Images | None = None
     processor: Processor | None = None
-    encoder: Encoder | None = None  # of an encoder-decoder model
+    encoder: Encoder | None = None
 
     @property
     def most_tokens(self) -> int:
@@ -64,7 +64,7 @@ def describe(
 
 
 def _check_logit_bias(folder: Path, family: Family) -> None:
-    """Raise UserError for a bias of logits that is not zero: transformers adds it, and no published model has one."""
+    """Raise UserError for a bias of logits that is not zero: transformers adds it, no published model has one."""
     if not (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
         return
     for name, tensor in open_tensors(folder).items():

@@ -1,7 +1,6 @@
 """Load EAGLE-3 heads in vLLM's format.
 
-`d2t` is each draft token id's offset to the target's; `t2d`, its inverse, is ignored. A head without embedding uses the
-target's.
+`d2t` is each draft token id's offset to the target's; `t2d`, its inverse, is ignored.
 """
 
 from __future__ import annotations
@@ -41,10 +40,7 @@ _MOST_AUX = 16  # fused states; published heads have three
 
 
 def read(folder: Path, target: Spec) -> Head:
-    """Read an EAGLE-3 head's config; raise UserError if the head does not fit the `target`.
-
-    Tensors are validated by `check`.
-    """
+    """Read an EAGLE-3 head's config; raise UserError if the head does not fit the `target`."""
     with _of_the_head():
         config = weights.read_config(folder)
         names = config.get("architectures")
@@ -71,7 +67,7 @@ def load(folder: Path, head: Head, layout: Layout, dtype: DTypeLike, progress: b
 
 
 def load_random(head: Head, layout: Layout, dtype: DTypeLike, seed: int = 0) -> Params[Array]:
-    """Draw a head's weights as `weights.load_random` does; draft ids are spread evenly over the vocabulary."""
+    """Draw a head's random weights; draft ids are spread evenly over the vocabulary."""
     decoder.check_shards(head.spec, layout)
     spread = np.arange(head.draft_vocab_size) * head.vocab_size // head.draft_vocab_size
     return _with_map(head, weights.draw(eagle.declare(head, layout), layout, dtype, seed), spread, layout)
@@ -124,7 +120,7 @@ def _read_layer(fields: Fields) -> Spec:
         fields.only(key, False)
     fields.only("is_causal", True)
     for key in ("tie_word_embeddings", "use_sliding_window", "max_window_layers"):
-        fields.raw(key)  # of the trainer's base model: a head has its table, and layer_types sets windows
+        fields.raw(key)  # of the trainer's base model
     return read_decoder(
         fields,
         **fields.attention_biases(),

@@ -20,7 +20,6 @@ MOST_TEMPLATE_BYTES = 2**20
 
 
 def reading_bar(num_bytes: int, progress: bool) -> tqdm[Any]:
-    """Return the progress bar of weights being read, hidden unless `progress`."""
     return tqdm(
         total=num_bytes,
         unit="B",

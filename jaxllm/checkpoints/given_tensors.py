@@ -40,7 +40,7 @@ class GivenTensor(Tensor):
 
 
 class ExpectedTensors:
-    """The tensors of a model by their checkpoint's names; the family's prefix is optional."""
+    """The tensors of a model by their checkpoint's names, without the family's prefix."""
 
     def __init__(self, declared: Params[Weight], family: Family, head: Head | None) -> None:
         self._declared = declared
@@ -48,7 +48,7 @@ class ExpectedTensors:
         self._is_tied = head is None and "head" not in declared.top
         self.weights = by_name(declared)
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self.names: dict[Key, frozenset[str]] = {}  # without prefix
+        self.names: dict[Key, frozenset[str]] = {}
         for key, weight in self.weights.items():
             own = shapes_of(weight, self._family, key[0])
             self._shapes |= own

@@ -52,9 +52,9 @@ class _Module:
 def read_adapter(
     folder: Path, spec: Spec, family: Family, layout: Layout, max_rank: int, dtype: DTypeLike
 ) -> LoraFiles:
-    """Load an adapter; raise UserError if invalid.
+    """Load an adapter; raise UserError if invalid or of a higher rank than `max_rank`.
 
-    Arrays are unsharded, of `dtype` and rank `max_rank`; higher ranks are refused.
+    Arrays are unsharded, of `dtype` and rank `max_rank`.
     """
     lora.check_supported(spec)
     try:

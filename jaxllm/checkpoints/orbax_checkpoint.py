@@ -26,9 +26,9 @@ from jaxllm.model.parameters import Part, Weight
 from jaxllm.model.sharding import Layout
 
 FOLDER = "orbax"
-LISTING = "orbax.json"  # the list of the checkpoint's files
+LISTING = "orbax.json"
 _SMALL_FILE = 2**20  # bytes; smaller files, Orbax's index, have a checksum
-CHUNK_BYTES = 2**20  # per chunk; a shard's columns lie in few chunks
+CHUNK_BYTES = 2**20  # a shard's columns are in few chunks
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 Name = tuple[int | None, str]  # a part's layer (None outside) and name
@@ -247,9 +247,9 @@ def _restore(folder: Path, targets: dict[str, Any]) -> dict[str, Any]:
     try:
         with _reader() as checkpointer:
             return checkpointer.restore((folder / FOLDER).absolute(), args)
-    except jax.errors.JaxRuntimeError:  # device errors such as exhausted memory
+    except jax.errors.JaxRuntimeError:  # exhausted memory
         raise
-    except Exception as error:  # Orbax raises plain Exception
+    except Exception as error:
         raise _unreadable(folder, error) from error
 
 
@@ -283,7 +283,6 @@ def _stack(weight: Weight, pieces: list[dict[str, Array]], layout: Layout) -> Ar
 
 
 def _local(layout: Layout) -> list[Any]:
-    """Return the devices of this process."""
     return [device for device in layout.devices if device.process_index == jax.process_index()]
 
 

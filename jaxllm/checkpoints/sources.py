@@ -20,7 +20,7 @@ from jaxllm.model.rows import Rows, in_tensors
 
 _PIECE_BYTES = 32 * 2**20  # copied before the pages read are released
 
-Store = Callable[[int, np.ndarray], None]  # takes rows and the first one's number
+Store = Callable[[int, np.ndarray], None]  # takes the first row's number, and rows
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Source:
         return values.T if self.is_transposed else values
 
     def whole(self, part: Part) -> np.ndarray:
-        """Return a view of the part's rows; with a comb, of its runs of rows, [runs, rows of one, ...].
+        """Return the part's rows; with a comb, of its runs of rows, [runs, rows of one, ...].
 
-        Heads that alternate with another part's are copied.
+        A view, but heads that alternate with another part's are copied.
         """
         values, comb = self.view(), self.at.comb
         if comb is None:
@@ -127,7 +127,7 @@ def is_unread(name: str, declared: Params[Weight], family: Family) -> bool:
     """Return whether a checkpoint may have this tensor, without prefix, although no weight consists of it."""
     # A head tied to the embedding may be stored as a copy.
     is_copy = "head" not in declared.top and name == family.tensors["head"]
-    is_behind = family.has_layers_behind and name.startswith(f"layers.{len(declared.layers)}.")  # not built
+    is_behind = family.has_layers_behind and name.startswith(f"layers.{len(declared.layers)}.")
     return is_copy or is_behind or name.endswith(family.ignored) or name.startswith(family.heads)
 
 

@@ -42,8 +42,8 @@ _QUANTIZED_BYTES = 2**20  # at once, so that intermediates fit into a processor'
 def resolve(model: str, revision: str | None = None, tokenizer_only: bool = False) -> Path:
     """Return a model's folder: one included in jaxllm, a local one, or the hub's, downloaded.
 
-    The hub is queried for the newest commit of `revision`; without network the cached copy is used. Raises
-    UserError on failure.
+    The hub is queried for the newest commit of `revision`; without network the cached copy is used. Raises UserError on
+    failure.
     """
     folder = SHIPPED.get(model) or Path(model).expanduser()
     if folder.is_dir():
@@ -114,8 +114,8 @@ def load(
 ) -> Params[Array]:
     """Read a checkpoint into arrays of `dtype`, or `Quantized` as declared.
 
-    Weights are quantized from the stored numbers, not from ones rounded to `dtype`. Raises UserError, before copying,
-    for a missing, unexpected or misshapen tensor.
+    Weights are quantized from the stored numbers. Raises UserError, before copying, for a missing, unexpected or
+    misshapen tensor.
     """
     decoder.check_shards(spec, layout)
     declared = _declare(spec, layout, at_load(quantization, _is_cpu(layout)), head, family)
@@ -200,7 +200,6 @@ def abstract(
 def declared_weights(
     spec: Spec, layout: Layout, quantization: str | None, head: Head | None, family: Family
 ) -> Params[Weight]:
-    """Return the weights that `load` makes."""
     return _declare(spec, layout, at_load(quantization, _is_cpu(layout)), head, family)
 
 
@@ -341,10 +340,7 @@ def _load_stored(weight: Weight, sources: tuple[tuple[Source, ...], ...], layout
 def _load_side(
     side: Side, described: jax.ShapeDtypeStruct, weight: Weight, sources: tuple[tuple[Source, ...], ...], layout: Layout
 ) -> Array:
-    """Read one of a weight's arrays onto the devices: floats, or a quantized one's values, scales or zeros.
-
-    Scales and zeros are transposed, with groups as rows.
-    """
+    """Read one of a weight's arrays onto the devices; scales and zeros are transposed, with groups as rows."""
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         if side in ("scales", "zeros"):

@@ -36,7 +36,7 @@ def write(folder: Path, spec: Spec, record: Mapping[str, Any]) -> Path:
 
 
 def difference(recorded: Mapping[str, Any], actual: Mapping[str, Any]) -> str:
-    """Return why a start cannot use the compiled programs, in one line; "" if it can.
+    """Return in one line why a start cannot use the compiled programs; "" if it can.
 
     >>> difference({"jax": "0.11.2", "num_kv_blocks": 400}, {"jax": "0.12.0", "num_kv_blocks": 400})
     "jax is '0.12.0', not '0.11.2'"

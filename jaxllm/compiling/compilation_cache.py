@@ -1,4 +1,4 @@
-"""Set up JAX's persistent compilation cache, which keeps compiled programs in a folder."""
+"""Set up JAX's persistent compilation cache."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ def use_compilation_cache(folder: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", place)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    # XLA's caches would be below this folder, and jax 0.10 hashes their path into every key: a moved folder would never
-    # hit.
+    # jax 0.10 hashes the path of XLA's caches into every key: a moved folder would never hit.
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 
 

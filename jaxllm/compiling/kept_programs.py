@@ -1,8 +1,8 @@
 """A cache of compiled programs that a later start reads without tracing.
 
 A `.program` file is named after a digest of the program's text, the compiler and its options; a `.key` file, named
-after a digest of tracing's inputs (program_digest.py), contains the text's digest. Deserializing uses pickle, which can
-run code: folder and file must belong to this user or root and be writable by no other.
+after a digest of tracing's inputs, contains the text's digest. Deserializing uses pickle, which can run code: folder
+and file must belong to this user or root and be writable by no other.
 """
 
 from __future__ import annotations
@@ -70,7 +70,6 @@ class KeptPrograms:
         return None if text is None else self._program(name, text)
 
     def has(self, name: str, key: Any) -> bool:
-        """Return whether a program is probably cached."""
         return self.is_on and self._key_file(name, key)[0].exists()
 
     def compile(self, name: str, key: Any, lowered: jax.stages.Lowered) -> Any:

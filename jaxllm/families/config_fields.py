@@ -1,7 +1,6 @@
 """Parse config.json fields common to model families.
 
-Rotary settings have two spellings: `rope_theta` with `rope_scaling` (transformers 4), `rope_parameters` (transformers
-5).
+Rotary settings have two spellings: `rope_theta` with `rope_scaling` (transformers 4), `rope_parameters` (5).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 class Fields:
     """A config.json reader that validates values and tracks accessed keys.
 
-    `max_model_len` is the context length that the user requested.
+    `max_model_len` is the requested context length.
     """
 
     def __init__(self, config: Mapping[str, Any], max_model_len: int | None = None, where: str = "config.json") -> None:
@@ -77,7 +76,7 @@ class Fields:
         return value
 
     def layers(self, key: str = "num_hidden_layers") -> int:
-        """Return the number of layers, at most MOST_LAYERS since memory is allocated for each."""
+        """Return the number of layers, bounded since memory is allocated for each."""
         return self.size(key, most=MOST_LAYERS)
 
     def positive(self, key: str, default: float = _REQUIRED) -> float:
@@ -223,7 +222,7 @@ def parse_rope(
             )  # max_position_embeddings may or may not include the factor
         case "dynamic":
             # transformers scales theta with the sequence, vLLM for the longest possible one; here for the requested
-            # length, if beyond the model's. All agree up to there.
+            # length, if beyond the model's.
             length = min(settings.max_model_len or max_position, stretched(max_position, factor))
             if length > max_position:
                 theta *= (factor * length / max_position - (factor - 1.0)) ** (size / (size - 2))
@@ -269,10 +268,7 @@ def magnitude(factor: float, weight: float) -> float:
 
 
 def read_windows(fields: Fields, window: int | None, default: tuple[bool, ...]) -> tuple[int | None, ...]:
-    """Return each layer's sliding window, None for full attention.
-
-    `layer_types` decides which layers have one; without it, `default` does.
-    """
+    """Return each layer's sliding window, None for full attention, by `layer_types`, otherwise by `default`."""
     kinds = fields.raw("layer_types")
     slides = default
     if kinds is not None:
@@ -383,7 +379,7 @@ def read_two_ropes(
 ) -> tuple[Rope, ...]:
     """Return each layer's rope; `thetas` are the defaults of layers without and with a window.
 
-    In the older spelling "rope_scaling" applies to the former. `max_position` is already scaled.
+    The older "rope_scaling" applies to layers without a window. `max_position` is already scaled.
     """
     newer = fields.inner("rope_parameters")
     settings = (

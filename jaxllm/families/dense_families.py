@@ -1,4 +1,4 @@
-"""Model families with dense feed-forwards: config readers and tensor names, as differences from Llama's."""
+"""Model families with dense feed-forwards, as differences from Llama's."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _smollm3(fields: Fields) -> Spec:
     window = fields.optional("sliding_window", int)
     if not fields.take("use_sliding_window", bool, False):
         window = None
-    fields.raw("max_window_layers")  # in the published file, but ignored by transformers
+    fields.raw("max_window_layers")  # ignored by transformers
     return read_decoder(
         fields,
         tied=True,
@@ -138,7 +138,7 @@ def _smollm3(fields: Fields) -> Spec:
 def _stablelm(fields: Fields) -> Spec:
     fields.only("num_heads", fields.size("num_attention_heads"))
     fields.only("rotary_scaling_factor", 1.0)
-    # Older synonyms, present in some files.
+    # older synonyms
     fields.only("norm_eps", fields.take("layer_norm_eps", float, 1e-5))
     fields.only("rope_pct", fields.take("partial_rotary_factor", float, 0.25))
     return read_decoder(
@@ -248,7 +248,7 @@ def _glm4(fields: Fields) -> Spec:
 
 
 def _internlm3(fields: Fields) -> Spec:
-    # Its own code has "qkv_bias" and "bias", which includes the output's; transformers uses other names.
+    # The original code has "qkv_bias" and "bias", which includes the output's; transformers uses other names.
     rest = fields.take("bias", bool, fields.take("mlp_bias", bool, False))
     return read_decoder(
         fields,
@@ -311,7 +311,7 @@ def _opt(fields: Fields) -> Spec:
         num_layers=fields.layers(),
         ffn_width=fields.size("ffn_dim"),
         max_position=fields.size("max_position_embeddings"),
-        position_offset=2,  # rows 0 and 1 of the table were for padding (fairseq)
+        position_offset=2,  # rows 0 and 1 were for padding (fairseq)
         norm_eps=1e-5,
         activation=fields.activation("activation_function", "relu"),
         **dict.fromkeys(_BIASES, fields.take("enable_bias", bool, True)),

@@ -1,4 +1,4 @@
-"""Mixture-of-experts families, some with latent attention: config readers and tensor names."""
+"""Mixture-of-experts families, some with latent attention."""
 
 from __future__ import annotations
 

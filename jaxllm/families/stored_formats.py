@@ -1,6 +1,5 @@
-"""Parse `quantization_config`: the format of quantized matrices, and which are quantized.
-
-Unsupported options are refused by name.
+"""Parse `quantization_config`: the format of quantized matrices, and their names. Refuse unsupported options by
+name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Families that read images: config readers of decoder and tower, and tensor names."""
+"""Families that read images of one size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     **{"gelu": "gelu", "quick_gelu": "quick_gelu", "relu": "relu", "silu": "silu"},
     **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh"),
 }
-# Of a text_config, by model_type: the architecture of its reader, and values that published files leave out.
+# Of a text_config, by model_type: its architecture, and values that published files leave out.
 _LLAMA: dict[str, Any] = {
     "hidden_size": 4096,
     "intermediate_size": 11008,
@@ -47,7 +47,6 @@ _TOWERS: dict[str, dict[str, Any]] = {
     "clip_vision_model": _CLIP,
     "siglip_vision_model": _CLIP | {"patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
 }
-# Keys of a tower without effect on its states.
 TOWER_WITHOUT_EFFECT = frozenset(
     """
     model_type architectures dtype torch_dtype transformers_version _name_or_path attention_dropout dropout
@@ -111,7 +110,7 @@ def _llava(fields: Fields, width: int, vocab_size: int) -> Images:
             f"config.json: no tower has {heads} heads of {size} and patches of {patch} in {side} pixels.",
             "vision_config",
         )
-    fields.raw("image_seq_length")  # of the processor; it follows from the tower
+    fields.raw("image_seq_length")  # follows from the tower
     fields.raw("ignore_index")  # of losses
     placeholder = fields.take("image_token_index", int, fields.take("image_token_id", int, 32000))
     if not 0 <= placeholder < vocab_size:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MOST_BYTES = 20 << 20  # of a file
-MOST_PIXELS = 1 << 25  # 33 million: 100 MB as RGB
+MOST_PIXELS = 1 << 25  # 100 MB as RGB
 MOST_RATIO = 200  # of the longer to the shorter side
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _ANIMATED = ("PNG", "WEBP", "GIF")  # a JPEG of several pictures has a preview

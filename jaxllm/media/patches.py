@@ -1,6 +1,6 @@
 """Preprocess images of any size as patches, as transformers' Qwen2VLImageProcessor does (PIL backend).
 
-An image keeps its shape: its sides are rounded to whole tokens, and it is scaled if it has too few or too many pixels.
+An image's sides are rounded to whole tokens, and it is scaled if it has too few or too many pixels.
 """
 
 from __future__ import annotations

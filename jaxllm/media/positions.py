@@ -9,7 +9,7 @@ import numpy as np
 
 
 class Grid(NamedTuple):
-    """An image's tokens in a prompt: `rows` × `columns`, the first one at `start`."""
+    """An image's tokens in a prompt, the first one at `start`."""
 
     start: int
     rows: int
@@ -21,7 +21,7 @@ class Grid(NamedTuple):
 
     @property
     def shift(self) -> int:
-        """Return the difference that the image makes for positions after it, which continue after its longer side."""
+        """Return the difference of positions after the image, which continue after its longer side."""
         return max(self.rows, self.columns) - self.rows * self.columns
 
 

@@ -1,7 +1,4 @@
-"""Preprocess images as a model's own processor does (transformers' PIL backend): resize, crop, normalize.
-
-Letters: H and W pixels.
-"""
+"""Preprocess images as a model's own processor does (transformers' PIL backend): resize, crop, normalize."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ if TYPE_CHECKING:
 LARGEST = 4096  # pixels of a side after resizing
 _BICUBIC = 3
 CLIP_VALUES = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-# By processor: default side, whether the shortest edge is resized to it and the center cropped, mean and deviation.
+# Default side, whether the shortest edge is resized to it and the center cropped, mean and deviation.
 _KINDS: dict[str, tuple[int, bool, tuple[tuple[float, ...], tuple[float, ...]]]] = {
     "CLIPImageProcessor": (224, True, CLIP_VALUES),
     "LlavaImageProcessor": (224, True, CLIP_VALUES),
@@ -53,7 +50,7 @@ class Processor(ABC):
     """A model's preprocessing."""
 
     placeholder: int  # token id
-    video: int | None = None  # token id of the placeholder of videos, which are not supported
+    video: int | None = None  # of the placeholder of videos, which are not supported
     resample: int  # number of Pillow's filter
     scale: float | None
     mean: tuple[float, ...] | None
@@ -74,8 +71,8 @@ class Processor(ABC):
     ) -> list[Prepared]:
         """Preprocess images; raise UserError, naming `name`, for values that are no images.
 
-        Images that are prepared already are returned as they are. `earlier` are images of the same request: all images
-        must fit into the context, which bounds their memory.
+        Prepared images are returned as they are. `earlier` are images of the same request: all must fit into the
+        context, which bounds their memory.
         """
         found: list[Prepared] = []
         total = sum(image.num_tokens for image in earlier)
@@ -123,9 +120,9 @@ class Processor(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageProcessor(Processor):
-    """Images of one size. They are resized to `size`, height and width, or `shortest`, the shortest edge."""
+    """Images of one size, resized to `size`, height and width, or `shortest`, the shortest edge."""
 
-    num_tokens: int  # of an image
+    num_tokens: int
     size: tuple[int, int] | None
     shortest: int | None
     crop: tuple[int, int] | None  # height and width
@@ -275,7 +272,6 @@ def _cropped(values: np.ndarray, crop: tuple[int, int]) -> np.ndarray:
 
 
 def _padded(image: Image, mean: tuple[float, ...] | None) -> Image:
-    """Return an image padded to a square."""
     width, height = image.size
     if width == height:
         return image

@@ -1,4 +1,4 @@
-"""`Head`: the part of a pooling model after its last layer."""
+"""The part of a pooling model after its last layer."""
 
 from __future__ import annotations
 

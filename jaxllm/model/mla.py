@@ -56,9 +56,8 @@ def project(
     rope: Rope,
     linear: Callable[..., Array],
 ) -> tuple[Array, Array]:
-    """Return queries [T, H, K + R] and the key [T, 1, K + R] for `x` [T, D].
-
-    The key's first K coordinates are the latent, also the value.
+    """Return queries [T, H, K + R] and the key [T, 1, K + R], whose first K coordinates are the latent, also the
+    value.
     """
     short = linear("latent", x, weights["latent"]).astype(x.dtype)  # [T, K + R]
     values = layers.norm(short[:, : latent.rank], weights["latent_norm"], None, "rms", _NORM_EPS)

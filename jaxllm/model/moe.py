@@ -1,8 +1,7 @@
 """Mixture of experts on one shard: weights, routing, and products.
 
-Kernels replace the products of unquantized experts inside `pallas_kernels.fused_experts_by`, and the routing without
-groups inside `fused_topk_by`. Every shard holds a slice of every expert, or with expert parallelism whole experts
-("experts" of the layout) and computes their terms for all tokens. No token is dropped.
+Every shard holds a slice of every expert, or with expert parallelism whole experts and computes their terms for all
+tokens. No token is dropped.
 
 Letters: E experts (after routing: on this shard), F an expert's width on this shard, n experts per token, N = T · n
 assignments.
@@ -30,8 +29,7 @@ Arrays = dict[str, Any]  # Arrays or Quantized by name
 # Maximal assignments per product; more would save few weight reads and add padding.
 _TILE = 128
 
-# Up to this many tokens a GPU multiplies all with every expert: below about 200 the product is bound by reading
-# weights, and needs no sorting or loop.
+# Tokens up to which a GPU multiplies all with every expert: below about 200 the product is bound by reading weights.
 _DENSE_TOKENS = 256
 
 
@@ -95,11 +93,11 @@ def mix(spec: Spec, experts: Experts, weights: Arrays, x: Array, layout: Layout)
         )
         if experts.bias:
             bias = spread(_count(routed), chosen, gates) @ weights["expert_down_bias"].astype(jnp.float32)
-            # Unless each shard has other experts, it is replicated: added by one shard.
+            # A replicated bias is added by one shard.
             total = total + (bias if is_divided else jnp.where(layout.index("feed_forward") == 0, bias, 0.0))
     if experts.shared_width:
         inner = gated(layers.linear(x, weights["shared_up"]), spec.activation)
-        shared = layers.linear(inner.astype(x.dtype), weights["shared_down"])  # [T, D]
+        shared = layers.linear(inner.astype(x.dtype), weights["shared_down"])
         if experts.shared_gate:
             shared = shared * jax.nn.sigmoid(layers.linear(x, weights["shared_weight"]))
         total = total + shared
@@ -142,7 +140,6 @@ def _on_shard(chosen: Array, count: int, layout: Layout) -> Array:
 
 
 def _count(weights: Arrays) -> int:
-    """Return the number of experts on this shard."""
     return jax.tree.leaves(weights["expert_down"])[0].shape[0]
 
 
@@ -164,7 +161,7 @@ def by_kernel(
 ) -> Array:
     up_bias, down_bias = weights.get("expert_up_bias"), weights.get("expert_down_bias")
     is_divided = layout.shards("experts") > 1
-    if down_bias is not None and not is_divided:  # replicated: added by one shard
+    if down_bias is not None and not is_divided:
         down_bias = jnp.where(layout.index("feed_forward") == 0, down_bias, jnp.zeros_like(down_bias))
     return pallas_kernels.fused_experts(
         x,
@@ -194,8 +191,8 @@ def by_tiles(
 ) -> Array:
     """Sort assignments by expert and multiply tiles of one expert each: float32 [T, D].
 
-    Those of other shards' experts are last and in no tile. `skips` ends the loop after the last tile; otherwise it runs
-    for the worst case, so that a GPU need not synchronize.
+    Those of other shards' experts are in no tile. `skips` ends the loop after the last tile; otherwise it runs for the
+    worst case, so that a GPU need not synchronize.
     """
     tokens, width = x.shape
     total, count = chosen.size, _count(weights)  # N, E
@@ -258,7 +255,7 @@ def _by_size(spec: Spec, experts: Experts, weights: Arrays, x: Array, chosen: Ar
         return by_gathering(spec, experts, weights, x, chosen, gates)
     if len(x) <= _DENSE_TOKENS:
         return by_all(spec, experts, weights, x, chosen, gates)
-    # One shard could have all assignments, so a loop for the worst case would be long: X times the average.
+    # One shard could have all assignments, so a loop for the worst case would be X times the average.
     return by_tiles(spec, experts, weights, x, chosen, gates, skips=count < experts.count)
 
 

@@ -1,7 +1,4 @@
-"""Poolers of embedding and classification models: selected hidden states, then dense layers.
-
-Further letters: W outputs.
-"""
+"""Poolers of embedding and classification models: selected hidden states, then dense layers of W outputs."""
 
 from __future__ import annotations
 
@@ -26,10 +23,7 @@ Activation = Elementwise | Literal["tanh"]
 
 @dataclass(frozen=True)
 class Dense:
-    """A dense layer, optionally with activation and layer norm.
-
-    `stem` and `norm_stem` are tensor name prefixes, preceded by a folder and "/" if in one.
-    """
+    """A dense layer, optionally with activation and layer norm. Stems are tensor name prefixes."""
 
     size: int
     bias: bool = True
@@ -62,7 +56,6 @@ class Pooler:
         return self.pooling == "last"
 
     def declare(self, width: int) -> dict[str, Weight]:
-        """Return the dense layers' weights, float32 and replicated."""
         weights: dict[str, Weight] = {}
         for number, dense in enumerate(self.layers):
             name = f"pool_{number}"

@@ -1,7 +1,4 @@
-"""`Quantized`, a matrix of quantized numbers with scales: description, and quantization on devices.
-
-If the input axis is sharded, each device has scales for its columns.
-"""
+"""A matrix of quantized numbers with scales: description, and quantization on devices."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from pallas_kernels.linear.numbers import FLOAT4, PACKED, dequantized, packed
 
 Leaf = TypeVar("Leaf")
 
-_LEAST = 1e-30  # lower bound of a group's maximum
+_LEAST = 1e-30
 _BETWEEN = tuple((low + high) / 2 for low, high in itertools.pairwise(FLOAT4))
 _VALUES: dict[Kind, Any] = {
     **{"int8": jnp.int8, "float8": jnp.float8_e4m3fn},
@@ -51,10 +48,7 @@ class Quantized(Generic[Leaf]):
 
 
 def fitted(scheme: Scheme, weight: Weight, layout: Layout) -> Scheme:
-    """Return the scheme with groups that divide a device's columns.
-
-    A stored group that does not is split into groups of equal scale.
-    """
+    """Return the scheme with groups that divide a device's columns, stored ones split into groups of equal scale."""
     columns = weight.shape[-1] // layout.shards(weight.axes[-1])
     if columns % 2 and scheme.kind in PACKED:
         raise UserError(

@@ -18,23 +18,22 @@ from jaxllm.errors import UserError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Axis = str | tuple[str, ...] | None  # of a mesh, or several, the first the slowest
-PIPELINE = "pp"  # the mesh axis of pipeline stages
+PIPELINE = "pp"
 
-# Megatron's division (Shoeybi et al. 2019): heads, feed-forward and vocabulary are split, the residual stream is
-# replicated. Two all-reduces per layer. Expert parallelism divides "experts"; otherwise each expert's width is split
-# ("expert_width", as feed_forward).
+# Megatron's division (Shoeybi et al. 2019): heads, feed-forward and vocabulary are split. Expert parallelism divides
+# "experts"; otherwise each expert's width is split.
 RULES: Mapping[str, Axis] = {
     **dict.fromkeys(("heads", "kv_heads", "feed_forward", "vocab"), "tp"),
     "experts": None,
 }
-_WHOLE = frozenset({"width", "head", "position", "routes", "blocks", "slots"})  # never divided
+_WHOLE = frozenset({"width", "head", "position", "routes", "blocks", "slots"})
 
 
 class Division(NamedTuple):
     """The layers of pipeline stages, see stages.py."""
 
     bounds: tuple[int, ...] = ()  # the first layer of each stage, then the number of layers; (): no stages
-    leading: int = 0  # layers of the first stage without counterpart in others, which begin like the layers after them
+    leading: int = 0  # layers of the first stage without counterpart in others
 
 
 NO_STAGES = Division()
@@ -44,9 +43,8 @@ NO_STAGES = Division()
 class Layout:
     """A mesh, and the mesh axis of each logical axis; None: replicated.
 
-    `division` gives each place of the mesh axis `PIPELINE` some of the layers; by default every device has all layers.
-
-    Collectives require `shard_map`; those of a single shard are omitted, since XLA would keep them and split fusions.
+    `division` gives each place of the mesh axis `PIPELINE` some of the layers. Collectives require `shard_map`; those
+    of a single shard are omitted, since XLA would keep them and split fusions.
     """
 
     mesh: Mesh | AbstractMesh
@@ -163,7 +161,7 @@ def _names(axis: Axis) -> tuple[str, ...]:
     return () if axis is None else (axis,) if isinstance(axis, str) else axis
 
 
-UNDIVIDED = Layout(AbstractMesh((), ()), dict.fromkeys(RULES))  # one device, without `shard_map`
+UNDIVIDED = Layout(AbstractMesh((), ()), dict.fromkeys(RULES))  # without `shard_map`
 
 
 @functools.cache
@@ -177,7 +175,7 @@ def make_layout(
     divides_experts: bool = False,
     division: Division = NO_STAGES,
 ) -> Layout:
-    """Return a layout that divides axes over the first devices; raise UserError if there are too few.
+    """Return a layout that divides axes over the first devices; raise UserError if too few exist.
 
     With a `division` each stage has `tensor_parallel_size` adjacent devices, and the vocabulary is divided among all
     devices, so that none idles while logits are computed.

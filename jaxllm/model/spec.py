@@ -1,7 +1,4 @@
-"""`Spec`: the sizes and options of a decoder, which determine its weights and computation.
-
-Hashable, so usable as static arguments of compiled programs.
-"""
+"""The sizes and options of a decoder, which determine its weights and computation. Hashable."""
 
 from __future__ import annotations
 
@@ -74,10 +71,10 @@ class Rope:
 class Experts:
     """A mixture of experts: each token uses its `per_token` best-scored experts, weighted by score."""
 
-    layers: tuple[bool, ...]  # layers with experts; others are dense
+    layers: tuple[bool, ...]  # others are dense
     count: int  # E
     per_token: int
-    ffn_width: int  # per expert
+    ffn_width: int
     scores: Literal["softmax", "sigmoid"] = "softmax"
     is_normalised: bool = False  # chosen scores are divided by their sum
     scale: float = 1.0  # of chosen scores
@@ -89,7 +86,7 @@ class Experts:
     bias: bool = False
     clamp: float | None = None  # gate <= clamp, |up| <= clamp, then gate · σ(α gate) · (up + 1)
     clamp_slope: float = 1.702  # α
-    shared_width: int = 0  # feed-forward used by every token
+    shared_width: int = 0  # of a feed-forward used by every token
     shared_gate: bool = False  # weighted by a sigmoid gate
 
 
@@ -104,7 +101,7 @@ class Latent:
     rank: int
     q_rank: int | None  # latent size of queries; None: a single product
     plain_size: int  # unrotated coordinates per head
-    rope_size: int  # rotated coordinates
+    rope_size: int
     value_size: int
 
 
@@ -119,7 +116,7 @@ class Spec:
     head_size: int
     ffn_width: int
     vocab_size: int
-    max_position: int  # context length
+    max_position: int
     windows: tuple[int | None, ...]  # per layer, None: full; a query at p attends to p - window + 1 .. p
     ropes: tuple[Rope | None, ...]  # per layer, None: not rotated
     attention_scale: float  # before the soft cap
@@ -129,10 +126,10 @@ class Spec:
     # "post": before the residual addition; "sandwich": both; "after": after it
     norm_place: NormPlace = "pre"
     residual: Residual = "serial"  # "parallel": attention and feed-forward read the same input
-    residual_scale: float = 1.0  # of attention and feed-forward outputs
+    residual_scale: float = 1.0
     qk_norm: QkNorm | None = None  # before rotation; "own per head": separate weights
     qkv_bias: bool = False
-    key_bias: bool = True  # of keys too, with `qkv_bias`
+    key_bias: bool = True
     out_bias: bool = False
     mlp_bias: bool = False
     learned_positions: bool = False
@@ -152,7 +149,7 @@ class Spec:
     final_norm: bool = True
     token_types: int = 0  # rows of the segment embedding, for text pairs
     keeps_first_norm: bool = False  # with `embed_norm` and "pre": the first layer has its attention norm too
-    cross: bool = False  # each layer attends to an encoder's output after its own attention
+    cross: bool = False
     relative_buckets: int = 0  # T5's relative position biases
     relative_distance: int = 128  # distances beyond share a bucket
 
@@ -163,8 +160,5 @@ class Spec:
 
 
 def heads_per_shard(spec: Spec, shards: int) -> tuple[int, int]:
-    """Return the query heads and KV heads per device.
-
-    With more shards than KV heads, adjacent shards hold copies, so the cache has `shards` heads.
-    """
+    """Return the query heads and KV heads per device; with more shards than KV heads, adjacent shards hold copies."""
     return spec.num_heads // shards, max(1, spec.num_kv_heads // shards)

@@ -1,8 +1,8 @@
 """Pipeline stages: each has some of the layers, on other devices (`Layout.division`).
 
-The arrays of layers with the same place in their stages are one array, stacked along its first axis, which the mesh
-axis `PIPELINE` divides. So each device sees the arrays of a model with fewer layers, `of_one`. Later stages may have
-fewer layers, and zeros in places without one.
+The arrays of layers with the same place in their stages are stacked along their first axis, which the mesh axis
+`PIPELINE` divides, so each device sees the arrays of a model with fewer layers, `of_one`. Later stages may have fewer
+layers, and zeros in places without one.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def place_of(layer: int, layout: Layout) -> tuple[int, int]:
 
 
 def of_one(spec: Spec, layout: Layout) -> Spec:
-    """Return the model that each stage computes, as far as it has these layers."""
+    """Return the model that each stage computes."""
     if not layout.bounds:
         return spec
     count = ends(layout)[0]
@@ -113,7 +113,7 @@ def join(layers: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
 
 
 def each_layer(places: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
-    """Return what belongs to the place of each layer."""
+    """Return the element of `places` for each layer."""
     if not layout.bounds:
         return tuple(places)
     return tuple(places[place_of(layer, layout)[1]] for layer in range(layout.bounds[-1]))

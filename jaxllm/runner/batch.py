@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxllm.scheduler.state import Plan
 
-# In int32: 128 bytes. Triton kernels need the address of a field in the buffer to be a multiple of 16.
+# int32 numbers: Triton kernels need the address of a field to be a multiple of 16 bytes.
 ALIGNMENT = 32
 TILE = 32  # queries of a sequence that attend together
 MASK_COLUMNS = ("row_slot", "row_position", "samples", "is_masked")  # before the words of the mask
@@ -38,7 +38,7 @@ class Shape:
     adapters: int = 0  # most distinct ones
     # K: drafts per row, to verify and to make. If set, every token is sampled, and row fields have an entry per token.
     drafts: int = 0
-    media: int = 0  # rows of images' embeddings, of ragged programs of models with images
+    media: int = 0  # rows of images' embeddings
     axes: int = 0  # dimensions of rotary positions, if these are not places in the sequence; 1 in a decode program
 
     @property
@@ -71,9 +71,9 @@ class Extent(NamedTuple):
 def decode_shapes(num_slots: int, smallest: int = 1, platform: str = "cpu") -> list[Shape]:
     """Return the decode programs: 1, 2, 4, 8, 12, 16, 24, 32 rows, then four sizes per doubling, up to all slots.
 
-    On a GPU 2, 16 and 64, then two per doubling: small steps take as long as reading the weights, and padding costs 1 %
-    of all decode steps, 8 % of the worst (H100). All tables are the coarsest with less than 12 % of padding, on a GPU
-    of its time (benchmarks/padding.py; DECISIONS, "Programs have flat tokens and a coarse table of sizes").
+    On a GPU 2, 16 and 64, then two per doubling: padding costs 1 % of all decode steps, 8 % of the worst (H100). All
+    tables are the coarsest with less than 12 % of padding (benchmarks/padding.py; DECISIONS, "Programs have flat tokens
+    and a coarse table of sizes").
     """
     if platform == "cpu":
         sizes = _sizes(1, num_slots, {1: 1, 8: 2, 32: 4})
@@ -129,8 +129,7 @@ def ragged_shapes(
 def uniform_shape(max_tokens: int, num_slots: int, block_size: int, sampling_fields: int, drafts: int = 0) -> Shape:
     """Return the ragged program of deterministic mode, which holds every plan and has no tiles.
 
-    A product's bits depend on its number of rows, tiled attention's on the start of chunks; here a token's bits depend
-    only on the tokens before it.
+    A product's bits depend on its number of rows, tiled attention's on the start of chunks.
     """
     return Shape(
         tokens=max_tokens,
@@ -300,7 +299,6 @@ def pack(
     rows = slice(plan.num_decodes, num_rows)
     counts = -(-plan.lengths[rows] // TILE)
     num_tiles = int(counts.sum())
-    # Offset of each tile in its row.
     inside = TILE * (np.arange(num_tiles) - np.repeat(np.cumsum(counts) - counts, counts))
     view["tile_slot"][:num_tiles] = np.repeat(plan.slots[rows], counts)
     view["tile_slot"][num_tiles:] = num_slots
@@ -311,7 +309,7 @@ def pack(
 
 
 def token_places(plan: Plan) -> np.ndarray:
-    """Return the place of each token of a plan in its sequence."""
+    """Return the index of each token of a plan in its sequence."""
     first_tokens = np.cumsum(plan.lengths) - plan.lengths
     return np.arange(plan.num_tokens) + np.repeat(plan.starts - first_tokens, plan.lengths)
 
@@ -329,7 +327,7 @@ def pack_masks(
     buffer[used:, 0] = num_slots
     for column, values in enumerate((at.slots, at.positions, at.samples)):
         buffer[:used, column] = values
-    last = np.cumsum(plan.lengths) - 1 if of_tokens else np.arange(used)  # place of each row
+    last = np.cumsum(plan.lengths) - 1 if of_tokens else np.arange(used)
     buffer[last, len(MASK_COLUMNS) - 1] = is_masked
     buffer[last, len(MASK_COLUMNS) :] = masks
     return buffer

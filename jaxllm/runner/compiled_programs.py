@@ -1,9 +1,8 @@
 """Table of compiled programs, and the threads that compile them.
 
-An engine serves once its *covering* programs are compiled, which can run any plan: the forward and the sampling program
-of the largest decode step and of the largest ragged step, with the widest sampling. On a CPU others are compiled in the
-background on demand; on a GPU first, because loading one disturbs the others. In deterministic mode two programs run
-every plan.
+An engine serves once its *covering* programs are compiled, which can run any plan: forward and sampling of the largest
+decode and the largest ragged step, with the widest sampling. On a CPU others are compiled in the background on demand;
+on a GPU first, because loading one disturbs the others. In deterministic mode two programs run every plan.
 """
 
 from __future__ import annotations
@@ -87,7 +86,9 @@ class ProgramTable:
     def __init__(
         self, covering: Sequence[Key], all_keys: Iterable[Key], lower: Callable[[Key], Any], metrics: Metrics
     ) -> None:
-        """Compile `covering` before the first request, the others of `all_keys` on demand."""
+        """Take the `covering` programs, which `begin` compiles before the first request; others are compiled on
+        demand.
+        """
         self.covering = list(covering)
         self.rest = sorted((key for key in dict.fromkeys(all_keys) if key not in self.covering), key=_urgency)
         self.kept: KeptPrograms | None = None  # set before `begin` to load programs
@@ -103,7 +104,7 @@ class ProgramTable:
         self._queue: list[Key] = []
         self._wanted: set[Key] = set()
         self._failures: Counter[Key] = Counter()
-        self._rests_until: dict[Key, float] = {}  # retry times
+        self._rests_until: dict[Key, float] = {}
         self._followers = self._max_followers = 0  # background threads
         self._only_when_idle = False
         self._failure: BaseException | None = None
@@ -145,7 +146,7 @@ class ProgramTable:
         return self._failures[key] < _MOST_TRIES and self._last_step >= self._rests_until.get(key, 0.0)
 
     def begin_kept(self, num_threads: int) -> None:
-        """Begin to load the programs that an earlier start stored, as `begin`."""
+        """Begin to load the programs that an earlier start stored."""
         kept = self.kept
         if kept is not None:
             self.begin([key for key in self.rest if kept.has(key.name, key)], num_threads)
@@ -153,8 +154,8 @@ class ProgramTable:
     def begin(self, keys: Sequence[Key], num_threads: int) -> None:
         """Start to compile `keys`; `wait` finishes it."""
         if not self._threads:
-            # Creates weakref's exit hook before `_join`, to run after it: JAX frees traced constants in finalizers,
-            # after which tracing fails with a KeyError.
+            # Creates weakref's exit hook before `_join`, to run after it: it frees JAX's traced constants, after which
+            # tracing fails with a KeyError.
             weakref.finalize(self, self._is_closed.set)
             # A thread in XLA aborts the process at exit. Weak, so that the engine can be collected.
             atexit.register(_join, weakref.WeakMethod(self.join))
@@ -186,7 +187,7 @@ class ProgramTable:
             self._followers += 1
         try:
             self._start(in_background=True)
-        except RuntimeError as failure:  # no thread can start: steps use the ready programs
+        except RuntimeError as failure:  # steps use the ready programs
             with self._lock:
                 self._followers -= 1
             self._put_off(key)
@@ -258,7 +259,7 @@ class ProgramTable:
 
     def _note_failure(self, key: Key, failure: Exception) -> None:
         if self._is_over:
-            return  # it failed because the process ends
+            return
         self._metrics.programs_failed += 1
         if is_exhaustion(failure):
             self._put_off(key)
@@ -301,10 +302,7 @@ class ProgramTable:
         return not self._is_over
 
     def _trace(self, key: Key, in_background: bool) -> Any:
-        """Trace a program; return None after `close`.
-
-        Background tracing rests first, because it holds the GIL; compiling does not.
-        """
+        """Trace a program; return None after `close`. Background tracing rests first, because it holds the GIL."""
         with self._tracing:  # tracing in parallel gains nothing
             if in_background:
                 rested = math.inf if self._only_when_idle else self._compiled_until + PAUSE * self._traced_for
@@ -332,7 +330,8 @@ class Programs(ProgramTable):
         drafts: bool = False,
         coarse_factor: int = 2,
     ) -> None:
-        """Without `decode` shapes ragged programs run every plan. `variants` apply to one-program steps.
+        """List the programs. Without `decode` shapes ragged programs run every plan. `variants` apply to one-program
+        steps.
 
         `verifying` shapes verify or make drafts. Rare variants have decode sizes of powers of `coarse_factor`.
         """
@@ -356,7 +355,7 @@ class Programs(ProgramTable):
         largest += [(Key(shape, widest),) for shape in verifying[-1:]]
         covering = dict.fromkeys(key for way in largest for key in way)
         super().__init__(list(covering), (key for way in ways for key in way), lower, metrics)
-        # With the variant's index, whose lookup took half the time of `choose`.
+        # The variant's index is stored: its lookup took half the time of `choose`.
         self._by_cost = {
             is_decode: [
                 (VARIANTS.index(way[-1].variant), way)
@@ -389,10 +388,7 @@ def _join(join: weakref.WeakMethod[Callable[..., bool]]) -> None:
 
 
 def with_adapters(shapes: Sequence[Shape], most: int, only_most: bool) -> list[Shape]:
-    """Add shapes with 1, 2, 4, … `most` distinct adapters, the largest last.
-
-    With `only_most`, or without adapters, all shapes get `most`.
-    """
+    """Add shapes with 1, 2, 4, … `most` distinct adapters, the largest last; give all shapes `most` if `only_most`."""
     if only_most or not most or not shapes:
         return [replace(shape, adapters=most) for shape in shapes]
     counts = [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]

@@ -30,12 +30,12 @@ class DeviceState(Generic[Leaf]):
     drafted: Drafted[Leaf] | None  # if the engine verifies drafts
     batch: Leaf | None  # int32[W], on a GPU: the latest packed batch, see `step.unpack`
     tables: Leaf  # int32[S, M · groups]: each slot's blocks, see `Plan.table`; arbitrary beyond its length
-    tokens: Leaf  # int32[S, M * P]: each slot's tokens on the device
+    tokens: Leaf  # int32[S, M * P]
     sampling: Leaf  # int32[S, ROW_WIDTH]: `sampler.pack_row` per slot
     extras: Leaf  # int32[S, F] of `sampler.Extras`; the sampling row has the valid length
     hidden: Leaf  # [T, D]: hidden states of the last widest-variant step, for `scoring`
-    media: Leaf | None = None  # [rows, D + …]: embeddings of images, see scheduler/media.py and `Context.media`
-    sources: Leaf | None = None  # int32[S, 1 + Ms]: each slot's source: tokens, then blocks, see scheduler/sources.py
+    media: Leaf | None = None  # [rows, D + …]: embeddings of images, see `Context.media`
+    sources: Leaf | None = None  # int32[S, 1 + Ms]: number of a source's tokens, then its blocks
 
 
 def abstract(
@@ -53,8 +53,8 @@ def abstract(
 ) -> DeviceState[jax.ShapeDtypeStruct]:
     """Describe the state (shapes, types, shardings) without allocating; `max_tokens` is T.
 
-    `spec` is that of a pipeline stage. `cache_dtype` applies to all caches; `batch_size` is the largest packed batch
-    in int32, if stored; `media` is the shape of images' embeddings, `source_blocks` the most of an encoder's input, Ms.
+    `spec` is that of a pipeline stage; `batch_size` is the largest packed batch in int32, if stored; `media` the shape
+    of images' embeddings; `source_blocks` is Ms, the most blocks of an encoder's input.
     """
 
     def array(shape: tuple[int, ...], kind: jnp.dtype, *axes: str) -> jax.ShapeDtypeStruct:

@@ -93,7 +93,7 @@ class DiskStore:
     def write(self, group: int, digest: bytes, parts: Sequence[np.ndarray]) -> bool:
         """Write a block of byte arrays unless it exists; return whether it does now. Raises OSError, as on a full disk.
 
-        The file of a killed process is complete or absent.
+        A kill leaves the file complete or absent.
         """
         size = sum(part.nbytes for part in parts)
         needed = _on_disk(size)
@@ -129,7 +129,7 @@ class DiskStore:
     def read(self, group: int, digest: bytes, size: int) -> np.ndarray | None:
         """Return the content of a block, uint8[size]; None if it is missing. Raises OSError.
 
-        A file with other content is removed, with a line in the log.
+        A file with other content is removed.
         """
         path = self.path(group, digest)
         try:
@@ -173,7 +173,7 @@ class DiskStore:
             names = {(int(each[2]), bytes.fromhex(each[1])) for each in found if each}
         except OSError:
             return Listing(set(), 0)
-        # A file may be added in the same tick of the file system's clock, without another stamp.
+        # A file added in the same tick of the file system's clock does not change the stamp.
         return Listing(names, changed if time.time_ns() - changed > 10**9 else 0)
 
     def close(self) -> None:
@@ -211,9 +211,9 @@ class DiskStore:
         os.pwrite(self._lock, _USED.pack(used), 0)
 
     def _trim(self, most_bytes: int) -> int:
-        """Remove least recently used blocks until `most_bytes` are left, and all that is no block; return their bytes.
+        """Remove other files, then least recently used blocks until `most_bytes` are left; return the bytes left.
 
-        For the holder of the lock: no other engine is writing.
+        For the holder of the lock.
         """
         with suppress(OSError):
             (self.root / "unfinished").unlink()
@@ -232,7 +232,7 @@ class DiskStore:
                             _discard(Path(entry.path))
                         else:
                             kept.append((status.st_mtime_ns, _on_disk(status.st_size - _HEADER.size), entry.path))
-                with suppress(OSError):  # unless it has files
+                with suppress(OSError):
                     part.rmdir()
             if folder != self.folder:
                 with suppress(OSError):

@@ -1,7 +1,7 @@
 """The disk's tier of KV blocks: threads that write the host's blocks to files, and read them back.
 
-A block is written once its copy to the host has ended. The engine's thread finds files in an index in memory, which
-another thread updates, also with other engines' files.
+A block is written after its copy to the host. The engine's thread finds files in an index in memory, which another
+thread updates, also with other engines' files.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class BlockSource(Protocol):
         ...
 
     def read(self, blocks: Sequence[tuple[int, int, bytes]]) -> int:
-        """Begin to read blocks, each group, index and digest; return a number for them. `ended` returns each."""
+        """Begin to read blocks of (group, index, digest); return a ticket. `ended` returns each."""
         ...
 
     def ended(self) -> Sequence[Read]:
-        """Each read is returned once, in any order."""
+        """Return the reads that ended since the last call, in any order."""
         ...
 
     def cancel(self, ticket: int) -> None:
@@ -133,7 +133,7 @@ class DiskTier:
                 self._to_write.put((name, None))
 
     def drop_expected(self) -> None:
-        """Write no block that is still being copied to the host, for a device that lost its state."""
+        """Write no block that is still being copied to the host."""
         with self._lock:
             self._expected.clear()
 

@@ -156,7 +156,7 @@ class _HeadPasses(_Passes):
 
     def begin(self, rows: jax.Array, slots: jax.Array, lengths: jax.Array) -> jax.Array:
         own = self._own
-        last = rows + own.counts.at[rows].get(mode="clip") - 1  # the last token's place
+        last = rows + own.counts.at[rows].get(mode="clip") - 1
         self._hidden = self._hidden.at[last].get(mode="clip")
         return eagle.logits(self._head, self._params, self._normed.at[last].get(mode="clip"), self._model.layout)
 

@@ -1,7 +1,7 @@
 """Drafts on the device: verification, and prompt lookup for the next step.
 
 Verification by coupling (Daliri, Musco, Suresh 2024, arXiv:2408.07978): after every token of a row one is sampled with
-the request's noise for the position, and drafts are accepted while they equal the samples. So drafts never change a
+the request's noise for the position, and drafts are accepted while they equal the samples, so drafts never change a
 request's tokens.
 
 Traced inside the step. Letters: S slots, T tokens of a step, R sequences, K drafts per row, L capacity of a slot.
@@ -28,8 +28,8 @@ NO_DRAFT = -1  # equals no token
 class Drafted(Generic[Leaf]):
     """Drafts and their state on the device."""
 
-    lengths: Leaf  # int32[S]: tokens
-    tokens: Leaf  # int32[S, K]: drafts that follow them
+    lengths: Leaf  # int32[S]
+    tokens: Leaf  # int32[S, K]: drafts that follow the tokens
     kv: tuple[KvLayer[Leaf], ...] = ()  # of the draft model
     aux: tuple[Leaf, ...] = ()  # [T, D] each: the target's hidden states, between the parts of a step
 
@@ -40,7 +40,7 @@ class SamplePositions(NamedTuple):
     slots: jax.Array  # i32[·], S for padding
     positions: jax.Array  # i32[·]
     samples: jax.Array  # bool[·]
-    offsets: jax.Array | None = None  # i32[·]; None without drafts, as below
+    offsets: jax.Array | None = None  # i32[·]; None without drafts
     drafts: jax.Array | None = None  # i32[·]
 
 

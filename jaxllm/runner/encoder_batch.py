@@ -1,7 +1,6 @@
 """The packed input of encoder models: prompts in bins of fixed length. Pure.
 
-Attention is bidirectional, so a prompt is computed in one step and one bin, with one product per bin. Letters: T flat
-tokens, R rows.
+Attention is bidirectional, so a prompt is computed in one step and one bin. Letters: T flat tokens, R rows.
 """
 
 from __future__ import annotations

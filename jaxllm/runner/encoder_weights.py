@@ -1,4 +1,4 @@
-"""`EncoderWeights`: weights besides the decoder's, of a vision tower or of an encoder-decoder model's encoder."""
+"""Weights of a vision tower or of an encoder-decoder model's encoder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxllm.setup.model_setup import Setup
 
 
 class EncoderWeights:
-    """Reads the weights and holds their arrays."""
+    """Reads and holds weights besides the decoder's."""
 
     def __init__(self, setup: Setup, declared: Params[Weight], tensors: Family) -> None:
         self._setup = setup

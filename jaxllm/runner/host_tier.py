@@ -1,7 +1,7 @@
 """The host's tier of KV blocks: programs that read and write blocks, and a thread for copies to the host.
 
-A step overwrites evicted blocks of the donated cache. So a program reads them into new arrays, in the device's order,
-and another thread copies these to the host. A load is a transfer and a program, dispatched before the step.
+A step overwrites evicted blocks of the donated cache, so a program reads them into new arrays first, which a thread
+copies to the host. A load is a transfer and a program, dispatched before the step.
 
 The content of a block is a row: one array per kind of leaf (shape and type), stacked over the kind's leaves. Rows are
 immutable: a host block may be evicted during its load.
@@ -53,7 +53,7 @@ class Copies(Protocol):
         """Start copying rows to the host; `ended` returns each by its key."""
 
     def ended(self) -> Sequence[Copied]:
-        """Return the copies that ended since the last call; each is returned once."""
+        """Return the copies that ended since the last call."""
         ...
 
     def close(self) -> None:
@@ -78,7 +78,6 @@ class ThreadedCopies:
         return [self._ended.popleft() for _ in range(len(self._ended))]
 
     def close(self) -> None:
-        """End the thread. Idempotent."""
         self._asked.put(None)
         self._thread.join(CLOSE_SECONDS)
 
@@ -101,7 +100,6 @@ def to_host(rows: Sequence[Row]) -> list[Row]:
 
 
 def on_host(array: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
-    """Return an array's sharding in the memory of the host."""
     assert isinstance(array.sharding, NamedSharding)
     (device, *_) = array.sharding.device_set
     return array.sharding.with_memory_kind(host_memory_kind(device))

@@ -1,7 +1,4 @@
-"""The vision tower on the devices: a program encodes one image, before the step that reads its embeddings.
-
-Towers for images of any size have programs of several sizes, which are all compiled at the start.
-"""
+"""The vision tower on the devices: a program encodes one image, before the step that reads its embeddings."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ class ImageEncoder(EncoderWeights):
         self.processor: Processor = setup.processor
         self.num_units = setup.media_units
         self._sizes = self._spec.sizes(self.processor.most_tokens)
-        # One image more than a step's tokens would delay the rows of other requests.
+        # One image more than a step's tokens would delay other requests.
         self.budget = max(setup.max_num_batched_tokens, self._sizes[0])
         self._programs: dict[int, Any] = {}  # by size
         self._at = 0

@@ -1,4 +1,4 @@
-"""Owns the device's data: weights, the donated state, and the programs that compute the next state."""
+"""The runner owns the device's data: weights, the donated state, and the programs that compute the next state."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class StepInFlight(NamedTuple):
 
     joined: jax.Array
     plan: Plan
-    has_drafts: bool  # the program verifies drafts
+    has_drafts: bool
     num_logprobs: int
     width: int  # of the results, at the start of a flat `joined`
     scores: Sequence[
@@ -119,8 +119,8 @@ Flight = PendingResult | HeldStep
 class Runner(Residence):
     """Runs plans on the device. Not thread-safe: one thread calls `dispatch`."""
 
-    encoder: ImageEncoder | None = None  # of a model with images
-    sources: SourceEncoder | None = None  # of an encoder-decoder model
+    encoder: ImageEncoder | None = None
+    sources: SourceEncoder | None = None
 
     def __init__(
         self,
@@ -355,7 +355,7 @@ class Runner(Residence):
     ) -> StepInFlight:
         """Dispatch the second half of a step.
 
-        `masks` is int32[R, V / 32], one bit per token that a row may sample, for the rows of `is_masked`, bool[R].
+        `masks`, int32[R, V / 32], has one bit per token that a row may sample, valid where `is_masked`, bool[R].
         """
         plan, key = held.plan, held.key
         num_rows, num_words = len(plan.slots), -(-self.setup.spec.vocab_size // 32)
@@ -517,7 +517,6 @@ class Runner(Residence):
         return draft_setup.load(setup.drafting, setup.draft, setup.layout.unstaged, setup.dtype, progress, seed)
 
     def _start_programs(self, plan: MemoryPlan) -> None:
-        """Called while weights are read."""
         setup = self.setup
         self.memory_plan = plan
         self.geometry = geometry = Geometry(
@@ -553,7 +552,7 @@ class Runner(Residence):
             self._digest,
             setup.layout.devices,
         )
-        # Programs from JAX's cache cannot be serialized again, so its folder has other programs.
+        # JAX's cache has another folder: programs from it cannot be serialized again.
         use_compilation_cache(self._config.cache_dir() / ("small" if self._kept.is_on else ""))
         text = describe_memory(plan, setup)
         differs = aot_manifest.difference(setup.prepared, describe_programs(self._config, setup, plan))
@@ -715,7 +714,7 @@ class Runner(Residence):
 
 
 def _listener(runner: weakref.ref[Runner]) -> Callable[..., None]:
-    """Return a listener that counts compilations among JAX's events, without keeping the runner alive."""
+    """Return a listener that counts compilations, without keeping the runner alive."""
 
     def listen(event: str, duration_secs: float, **_: str | int) -> None:
         alive = runner()

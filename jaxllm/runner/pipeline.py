@@ -1,9 +1,9 @@
 """The layers of a step over pipeline stages (model/stages.py), for one device.
 
-A step is a sequence of ticks. In each tick every stage computes its layers and passes the residual stream to the next
-stage. A step with prompts is cut into M micro-batches, and stage s computes number t - s in tick t: all stages compute
-at once, except in P - 1 ticks at the start and at the end. A decode step is one micro-batch: a stage reads its weights
-in each tick, which takes as long for fewer rows. A stage without a micro-batch computes padding and writes no cache.
+In each tick every stage computes its layers and passes the residual stream to the next stage. A step with prompts is
+cut into M micro-batches, and stage s computes number t - s in tick t. A decode step is one micro-batch: a stage reads
+its weights in each tick, which takes as long for fewer rows. A stage without a micro-batch computes padding and writes
+no cache.
 
 Traced inside the step. Letters: T tokens of a step, M micro-batches of B tokens, P stages, Y tiles.
 """
@@ -25,13 +25,12 @@ from jaxllm.runner.batch import Shape
 from jaxllm.runner.step_model import StepModel
 from jaxllm.setup.kv_cache import KvLayer
 
-# Tokens for which the products of an H100 take as long as reading their weights in 16 bits; fewer would take no less.
+# Tokens for which the products of an H100 take as long as reading their weights in 16 bits.
 LEAST_TOKENS = 256
 ContextOf = Callable[[Shape, list[KvLayer[jax.Array]], Mapping[str, jax.Array]], Context]
 
 
 def microbatches(shape: Shape) -> int:
-    """Return the number of micro-batches of a program."""
     return 1 if shape.is_decode else max(1, shape.tokens // LEAST_TOKENS)
 
 
@@ -54,10 +53,8 @@ def run(
     """Run all layers on x [T, D] and change `kv`; return the residual stream, and that before each of `aux_layers`.
 
     The first is the last stage's, arbitrary on others; see `from_stage`. The number of layers selects the stream after
-    the last one.
-
-    `field` has a batch's fields, and "slots" and "positions", i32[T]. `context_of` makes the context of a micro-batch
-    from its shape and its fields.
+    the last one. `field` has a batch's fields, and "slots" and "positions", i32[T]; `context_of` makes the context of a
+    micro-batch from its shape and fields.
     """
     spec, layout, num_slots = model.spec, model.layout, model.geometry.num_slots
     count, num_stages, stage = microbatches(shape), layout.stages, lax.axis_index(PIPELINE)

@@ -1,7 +1,6 @@
 """A step of a pooling model as a traced function: layers over whole prompts or chunks, then one vector per prompt.
 
-Causal models use KV blocks as in generation: chunks of prompts, shared prefixes. Models with bidirectional attention
-have no cache: see encoder_batch.py.
+Causal models use KV blocks as in generation; models with bidirectional attention have no cache (encoder_batch.py).
 
 Letters: T flat tokens, R rows, S slots, D width, W numbers of a result, L tokens of a bin, H heads on one shard.
 """
@@ -34,7 +33,7 @@ from jaxllm.setup.kv_cache import Geometry, KvLayer, Leaf
 from pallas_kernels.kv_cache.xla import rotate
 
 # Queries of a bin that attend at once, so that their scores fit in a processor's cache. 2,048 tokens in bins of 512 (12
-# heads of 32) take 30 ms of processor time, and 58 with all queries at once (two Zen 5 cores; torch's attention 31).
+# heads of 32) take 30 ms of processor time, and 58 with all queries at once (two Zen 5 cores; torch 31).
 _PIECE = 128
 _LOWEST = -1e30  # below every score and finite, see pallas_kernels/attention/xla.py
 

@@ -28,7 +28,6 @@ class PooledInFlight(NamedTuple):
     num_rows: int
 
     def result(self) -> StepOutput:
-        """See `StepInFlight.result`."""
         pooled = np.asarray(self.rows)[: self.num_rows]
         tokens, is_finite = np.zeros(self.num_rows, np.int32), np.asarray(np.isfinite(pooled).all(axis=1))
         return StepOutput(tokens, is_finite, side={"pooled": pooled})
@@ -46,9 +45,8 @@ class PoolingRunner(Runner):
         return replace(limits, whole_prompts=True, max_step_chunks=limits.num_slots) if whole else limits
 
     def dispatch(self, given: StepInput) -> PooledInFlight:
-        """Dispatch one step; `given.side` has "token_types", int32[·] or None (zeros) for each row.
-
-        Otherwise as `Runner.dispatch`.
+        """Dispatch one step as `Runner.dispatch`; `given.side` has "token_types", int32[·] or None (zeros) for each
+        row.
         """
         plan, prompts, token_types = given.plan, given.chunks, given.side["token_types"]
         with self._compilations_counted():

@@ -1,4 +1,4 @@
-"""`Residence`: a runner's weights and state may leave the device and return. Programs stay: both are arguments."""
+"""A runner's weights and state may leave the device and return. Programs stay: both are arguments."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Residence(ABC):
 
     @abstractmethod
     def _load_draft(self, progress: bool) -> Any:
-        """Read the weights of the draft model, or make random ones; None without a draft model."""
+        """Read or draw the weights of the draft model; return None without one."""
 
     @abstractmethod
     def _drop_state(self) -> None:
@@ -55,7 +55,6 @@ class Residence(ABC):
 
     @property
     def has_weights(self) -> bool:
-        """Whether steps can be computed."""
         return bool(self._params)
 
     def sleep(self, tags: Collection[str], level: int) -> None:

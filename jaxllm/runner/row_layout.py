@@ -1,9 +1,7 @@
 """Conversion of KV blocks between bytes and rows of the host's tier.
 
 The bytes are those of a group's leaves in order, the model's before a draft model's. They do not depend on the number
-of devices, except for KV heads that devices repeat.
-
-Letters: n leaves of a kind.
+of devices, except for KV heads that devices repeat. Letters: n leaves of a kind.
 """
 
 from __future__ import annotations

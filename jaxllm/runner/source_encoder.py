@@ -1,9 +1,7 @@
 """The encoder of an encoder-decoder model: programs that write a source's keys and values into blocks before a step.
 
-One program for each length of a few. It computes the encoder's layers, then for each layer of the decoder the keys and
-values of its cross-attention, which it writes into the decoder's cache.
-
-Letters: L tokens of a program, S slots, Ms blocks of the longest source.
+A program computes the encoder's layers, then the keys and values of each layer's cross-attention, written into the
+decoder's cache. Letters: L tokens of a program, S slots, Ms blocks of the longest source.
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ class SourceEncoder(EncoderWeights):
         self._spec, tensors, self._num_mels = setup.encoder
         super().__init__(setup, declare_encoder(setup), tensors)
         self.max_tokens = setup.max_source
-        # A source of more than a step's tokens would delay the rows of other requests.
+        # A source of more than a step's tokens would delay other requests.
         self.budget = max(setup.max_num_batched_tokens, self.max_tokens)
         self._programs: dict[int, Any] = {}  # by tokens, ascending
         self._place: Any = None
@@ -118,7 +116,7 @@ class SourceEncoder(EncoderWeights):
             content = np.zeros(length, np.int32)
             content[:count] = new.content
         buffer[0] = count
-        # Padding and cached blocks have distinct indices out of bounds, because the scatter assumes unique ones.
+        # Distinct indices out of bounds for padding and cached blocks, because the scatter assumes unique ones.
         blocks = self._model.geometry.num_blocks + np.arange(length)
         first = new.num_cached * size
         blocks[first:count] = np.repeat(np.asarray(new.blocks, np.int32), size)[first:count]

@@ -1,7 +1,5 @@
 """One engine step as a traced function: forward, attention, logits, sampling, slot update. Pure.
 
-Takes weights, the donated state and the packed batch; returns the next state and one array of results.
-
 Letters: T flat tokens, R rows, Y tiles, S slots, M blocks per slot, P tokens per block, N blocks, Vx vocabulary of one
 shard.
 """
@@ -39,7 +37,7 @@ from jaxllm.sampling.vocab_parallel import Vocabulary
 def build(model: StepModel, shape: Shape, variant: Variant) -> Callable[..., tuple[Leaves, jax.Array]]:
     """Return a program's step: (weights, state, buffer, leaves of each adapter) -> (state, results).
 
-    Arguments are flat tuples: flattening trees in every call costs other engines 17 to 34 ms a step.
+    Arguments are flat tuples: flattening trees in every call costs 17 to 34 ms a step in other engines.
     """
 
     def run(
@@ -93,7 +91,7 @@ def on_shards(
             following, returned = run(weights, jax.tree.unflatten(state_tree, state_leaves), buffer, *trees)
         return tuple(jax.tree.leaves(following)), returned
 
-    # The name in traces and in the compilation cache. Cache keys omit scopes: a cached program has those of its origin.
+    # The name in traces and in the compilation cache, whose keys omit scopes: a cached program has those of its origin.
     on_shard.__name__ = name
     params_specs, state_specs, adapter_specs = (
         tuple(leaf.sharding.spec for leaf in jax.tree.leaves(tree)) for tree in (params, state, adapter)
@@ -211,8 +209,7 @@ def build_copy(
 ) -> Callable[[Leaves, jax.Array], Leaves]:
     """Return a function that copies blocks of a group before a step: (KV leaves, copies) -> KV leaves.
 
-    `kv` describes the leaves. `copies` is int32[C, 2] of source and target; targets are distinct; those from N on
-    are dropped.
+    `copies` is int32[C, 2] of source and target; targets are distinct; those from N on are dropped.
     """
 
     def on_shard(leaves: Leaves, copies: jax.Array) -> Leaves:
@@ -244,9 +241,8 @@ def unpack(
 ) -> tuple[DeviceState[jax.Array], dict[str, jax.Array]]:
     """Return the state and the fields of a packed batch, copied into the state if that stores batches.
 
-    XLA records a CUDA graph's command again when a buffer moves, and captures a Triton call again for new addresses.
-    The state never moves, while each batch is a new array, read by the copy alone. Without the barrier XLA would read
-    it everywhere.
+    XLA records a CUDA graph's command again when a buffer moves. The state never moves, while each batch is a new
+    array; without the barrier XLA would read it in more places than the copy.
     """
     table = batch.fields(shape)
     if state.batch is not None:

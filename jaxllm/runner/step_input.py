@@ -1,4 +1,4 @@
-"""`StepInput`: a step's inputs from the host. `PackedStep`: the same in the layout of a program."""
+"""A step's inputs from the host, and the same in the layout of a program."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class StepInput:
     variant: Variant = Variant.FULL
     is_held: bool = False  # sampled later, by `Runner.sample`
     tokens: list[tuple[int, int, int]] = field(default_factory=list)  # slot, position, token; written before the step
-    extras: list[tuple[int, np.ndarray]] = field(default_factory=list)  # slot, packed `sampler.Extras`; written before
-    side: dict[str, Any] = field(default_factory=dict)  # arrays and lists of features, by name
+    extras: list[tuple[int, np.ndarray]] = field(default_factory=list)  # slot, packed `sampler.Extras`; before the step
+    side: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class PackedStep:
     table: np.ndarray  # int32[·, 3]: block-table entries written before the step
     tokens: np.ndarray | None  # int32[·, 3] of slot, position, token; written before the step
     extras: Sequence[tuple[int, np.ndarray]]
-    adapters: tuple[int, ...]  # numbers, in argument order
+    adapters: tuple[int, ...]  # in argument order
     scored: Sequence[Any]
     encodes: Sequence[tuple[Prepared, np.ndarray]] = ()  # images, and the rows of their tokens; encoded before the step
-    sources: SourceInputs | None = None  # of an encoder-decoder model
+    sources: SourceInputs | None = None

@@ -1,4 +1,4 @@
-"""`StepModel`: the data that all programs of an engine share."""
+"""The data that all programs of an engine share."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class StepModel:
     kernels: Mapping[str, Choice]
     head: Head | None = None  # of a pooling model
     adapters: RowWeights | None = None
-    drafting: Drafting | None = None  # of an engine that verifies drafts
-    encoder: Spec | None = None  # of an encoder-decoder model; programs are kept by these fields
+    drafting: Drafting | None = None
+    encoder: Spec | None = None  # programs are kept by these fields
 
 
 @contextmanager
 def products_of(model: StepModel) -> Iterator[None]:
-    """Trace products with the chosen kernels; XLA's are the default."""
+    """Trace products with the chosen kernels."""
     ways = {
         "linear": pallas_kernels.linear_by,
         "fused_topk": pallas_kernels.fused_topk_by,

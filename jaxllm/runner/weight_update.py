@@ -1,4 +1,4 @@
-"""`WeightUpdate` replaces a runner's weights one by one, each old array before its successor is allocated."""
+"""Replace a runner's weights one by one, each old array before its successor is allocated."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ Holes = list[jax.Array | None]  # the leaves of the parameters; None: no array y
 
 
 class WeightUpdate:
-    """The state of one update.
-
-    `take` returns the current leaves, which the runner gives up; it is called before the first is replaced.
+    """The state of one update. `take` returns the current leaves, which the runner gives up, before the first is
+    replaced.
     """
 
     def __init__(
@@ -52,7 +51,6 @@ class WeightUpdate:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a weight was replaced."""
         return self._leaves is not None
 
     def missing(self, further: Mapping[str, Any] | None = None) -> list[str]:

@@ -33,7 +33,7 @@ class Drafting:
     max_match: int = 1
     spec: Spec | None = None  # of the draft model, or of the EAGLE-3 head's layer
     head: Head | None = None
-    kernels: Mapping[str, Choice] = field(default_factory=dict, hash=False)  # by operation
+    kernels: Mapping[str, Choice] = field(default_factory=dict, hash=False)
     cost: int = 0  # see `Limits.draft_cost`
 
 
@@ -82,7 +82,7 @@ def by_lookup(own: SpeculativeConfig) -> Drafting:
 def with_cost(drafting: Drafting | None, described: Params[jax.ShapeDtypeStruct]) -> Drafting | None:
     """Set the cost of drafting: bytes of the draft model per 1,000 bytes of the target.
 
-    `described` are the parameters of both. Without a draft model `drafting` is returned unchanged.
+    `described` are the parameters of both.
     """
     if drafting is None or described.draft is None:
         return drafting

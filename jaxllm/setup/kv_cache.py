@@ -1,7 +1,7 @@
 """The paged KV cache on the device: sizes of blocks, and arrays of each layer.
 
-Layers form one or two groups, each with a pool of blocks. The second has the windowed layers of a model that also has
-others (scheduler/windowed.py).
+Layers form one or two groups, each with a pool of blocks. The second has the windowed layers of a model with both kinds
+(scheduler/windowed.py).
 
 Letters: N blocks in the pool, K key-value heads, P tokens per block, C head size, S slots, M blocks per slot.
 """
@@ -21,7 +21,7 @@ from jaxllm.model.spec import Spec, heads_per_shard
 from pallas_kernels import SCALED
 
 Leaf = TypeVar("Leaf")
-MOST_LOADED = 128  # blocks from the host's tier that wait on the device to be written into the cache
+MOST_LOADED = 128  # blocks from the host's tier that wait on the device
 KV_AXES = ("blocks", "kv_heads", None, "head")
 
 
@@ -59,7 +59,7 @@ class Geometry:
 
 
 class KvLayer(NamedTuple, Generic[Leaf]):
-    """One layer's cache: keys and values of all blocks, with scales for 8-bit numbers."""
+    """One layer's cache, with scales for 8-bit numbers."""
 
     keys: Leaf  # [N, K, P, C]
     values: Leaf | None  # [N, K, P, C]; None in latent attention, where they are part of the keys
@@ -97,7 +97,7 @@ def leaves_by_group(spec: Spec, geometry: Geometry, kv: Sequence[KvLayer[Any]]) 
 def block_bytes(spec: Spec, num_layers: int, block_size: int, dtype: jnp.dtype, shards: int) -> int:
     """Return the bytes of one block of `num_layers` layers on one device, including scales.
 
-    Latent attention stores no values: they are part of the keys, equal on every device.
+    Latent attention stores no values, and is equal on every device.
     """
     arrays = 2 if spec.latent is None else 1
     vector = spec.head_size * dtype.itemsize + (4 if dtype.name in SCALED else 0)

@@ -1,6 +1,6 @@
-"""Divides a device's memory among weights, temporaries of programs, slots and KV blocks.
+"""Divide a device's memory among weights, temporaries of programs, slots and KV blocks.
 
-Takes measured numbers, before large allocations. A UserError has the missing bytes and a remedy.
+A UserError has the missing bytes and a remedy.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Need:
     block_size: int  # tokens
     num_slots: int
     model_len: int  # tokens, the model's limit
-    adapters: int = 0  # those on the device, and those of steps in flight
-    windowed: Windowed | None = None  # layers with a separate pool, not in `block`
+    adapters: int = 0  # on the device, and of steps in flight
+    windowed: Windowed | None = None
     moving: int = 0  # blocks in transit to and from the host's tier
     host: int = 0  # this device's part of that tier, in the host's memory
-    source_len: int = 0  # most tokens of an encoder's input, which has its own blocks
+    source_len: int = 0  # most tokens of an encoder's input, which has separate blocks
 
     def window_blocks(self, num_blocks: int) -> int:
         """Return the number of blocks of windowed layers for `num_blocks` of the others.
@@ -85,7 +85,7 @@ class Asked:
     max_model_len: int | None = None
     kv_bytes: int | None = None
     num_blocks: int | None = None
-    # From the manifest of prepared programs, compiled for this number: used if it fits.
+    # From the manifest of prepared programs: used if it fits.
     prepared_blocks: int | None = None
 
 

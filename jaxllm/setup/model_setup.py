@@ -1,7 +1,4 @@
-"""Chooses devices, types, sizes, kernels and their memory, before large allocations.
-
-`jaxllm doctor` prints the choices.
-"""
+"""Choose devices, types, sizes, kernels and their memory, before large allocations."""
 
 from __future__ import annotations
 
@@ -72,24 +69,24 @@ class Setup:
     devices: tuple[jax.Device, ...]  # pyright: ignore[reportInvalidTypeForm]
     layout: Layout  # over the first devices
     dtype: jnp.dtype
-    cache_dtype: jnp.dtype  # of keys and values
+    cache_dtype: jnp.dtype
     float8: str | None  # see `Geometry.float8`
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    kernels: Mapping[str, Choice]  # by operation
+    kernels: Mapping[str, Choice]
     drafting: Drafting | None
-    draft: DraftFolder | None  # of a draft model or an EAGLE-3 head
+    draft: DraftFolder | None
     token_cost: int  # see `Limits.token_cost`
     prepared: Mapping[str, Any]  # the manifest by `jaxllm compile`, {} without one
-    images: Images | None = None  # how the model reads images
+    images: Images | None = None
     processor: Processor | None = None
-    encoder: Encoder | None = None  # of an encoder-decoder model
+    encoder: Encoder | None = None
     decoder_start: tuple[int, ...] = ()  # tokens with which its decoder begins
 
     @property
     def stage_spec(self) -> Spec:
-        """The model that each pipeline stage computes; without stages the whole."""
+        """The model that each pipeline stage computes."""
         return stages.of_one(self.spec, self.layout)
 
     @property
@@ -109,7 +106,6 @@ class Setup:
 
     @property
     def media_rows(self) -> tuple[int, int]:
-        """Return the rows and columns of the array of images' embeddings."""
         return self.media_units * MEDIA_UNIT, 0 if self.images is None else self.images.spec.row_width
 
     @property
@@ -153,8 +149,8 @@ def of_each_host(devices: Sequence[Any], count: int) -> list[Any]:
 def choose_dtype(config: EngineConfig, checkpoint: Mapping[str, Any], platform: str) -> jnp.dtype:
     """Return the type of weights and activations, also the cache's default.
 
-    "auto" is float32 on a CPU (the fastest without 16-bit instructions, and the most exact); on a GPU it is the
-    checkpoint's type, with bfloat16 for float32.
+    "auto" is float32 on a CPU (the fastest without 16-bit instructions, and the most exact); on a GPU the checkpoint's
+    type, with bfloat16 for float32.
     """
     if config.dtype != "auto":
         return jnp.dtype(config.dtype)
@@ -234,7 +230,7 @@ def kernel_reasons(config: EngineConfig, platform: str, kernels: Mapping[str, Ch
 
 
 def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
-    """Return all choices that can be made without reading weights; `jaxllm doctor` prints them.
+    """Return all choices that can be made without reading weights.
 
     Without `needs_weights` a model of the hub is downloaded without its weights.
     """
@@ -392,7 +388,7 @@ def step_sizes(config: EngineConfig, recorded: Mapping[str, Any], is_cpu: bool, 
 
 
 def free_bytes(setup: Setup) -> int | None:
-    """Return the free bytes of one device, measured before any allocation; None if the device does not report them."""
+    """Return the free bytes of one device, measured before any allocation; None if not reported."""
     if setup.platform == "cpu":
         count = min(len(setup.local_devices), len(setup.layout.devices))
         return psutil.virtual_memory().available // count  # virtual devices share the host's
@@ -472,7 +468,7 @@ def describe_weights(config: EngineConfig, setup: Setup) -> Params[jax.ShapeDtyp
 
 
 def describe_tower(setup: Setup) -> Any:
-    """Describe the weights of the model's vision tower; without one the result has no leaves."""
+    """Describe the weights of the model's vision tower, if any."""
     if setup.images is None:
         return ()
     declared = setup.images.spec.declare()
@@ -489,7 +485,7 @@ def declare_encoder(setup: Setup) -> Params[Weight]:
 
 
 def describe_encoder(setup: Setup) -> Any:
-    """Describe the weights of the model's encoder; without one the result has no leaves."""
+    """Describe the weights of the model's encoder, if any."""
     if setup.encoder is None:
         return ()
     return jax.tree.map(lambda weight: quantized.describe(weight, setup.layout, setup.dtype), declare_encoder(setup))
@@ -503,7 +499,7 @@ def describe_adapters(config: EngineConfig, setup: Setup) -> RowWeights | None:
 
 
 def cache_window(setup: Setup) -> int:
-    """Return the most tokens to which layers of the second group attend; 0 if there is one group."""
+    """Return the most tokens to which layers of the second group attend; 0 if one group exists."""
     return kv_cache.window_of(setup.spec, setup.max_model_len) if setup.head is None else 0
 
 
