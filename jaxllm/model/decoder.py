@@ -1,7 +1,6 @@
 """The decoder: the weights of a Spec (`declare`) and their computation, for one shard of a `Layout`.
 
-Call `embed`, `run_layers` and `head` inside the layout's `shard_map`. Hx, Kx and Vx are sizes on one shard, Vx with
-padding.
+Call inside the layout's `shard_map`. Hx, Kx and Vx (with padding) are sizes on one shard.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ _SUMMED = {"out": "heads", "cross_out": "heads", "down": "feed_forward"}  # prod
 class Heads(NamedTuple):
     """A layer's heads before rotation, which a kernel may include."""
 
-    qkv: Array  # [T, Hx + 2 Kx, C]: queries, keys, values; no values with latent attention
-    turn: tuple[Array, Array] | None  # cosine and sine, [T, size / 2]; None: no rotation
+    qkv: Array  # [T, Hx + 2 Kx, C]; no values with latent attention
+    turn: tuple[Array, Array] | None  # cosine and sine, [T, size / 2]
     is_interleaved: bool  # pairs are adjacent coordinates
 
 
@@ -64,13 +63,10 @@ class Cross(Protocol):
 
 @runtime_checkable
 class Linear(Protocol):
-    """A product with a layer's weight; adapters and other quantizations replace it."""
+    """A product with a layer's weight, which adapters and other quantizations replace."""
 
     def __call__(self, layer: int, name: str, *product: Any) -> Array:
-        """Multiply x [T, in] with the weight `name` [out, in], optionally add a bias [out]: float32 [T, out].
-
-        `product` is x, the weight, and the bias.
-        """
+        """Multiply x [T, in] with the weight `name` [out, in], optionally add a bias [out]: float32 [T, out]."""
         ...
 
 
@@ -102,12 +98,12 @@ class Context:
     layout: Layout = UNDIVIDED
     token_types: Array | None = None  # int32[T]; None: all 0
     fused: Choice | None = None  # fuses norms, residuals and activations; only with `plain_linear`
-    rounds_inner: bool = False  # see `fused.rounds_inner`; only with `plain_linear`
+    rounds_inner: bool = False  # only with `plain_linear`
     cross: Cross | None = None
-    # Embeddings [·, D (1 + n)], and each token's row, int32[T]; other rows: the token's. A row has an embedding, and n
-    # vectors that are added after the first n layers (Meng et al. 2024, "DeepStack").
+    # Embeddings [·, D (1 + n)], and each token's row or one beyond, int32[T]. A row has an embedding, and n vectors
+    # that are added after the first n layers (Meng et al. 2024, "DeepStack").
     media: tuple[Array, Array] | None = None
-    turned: Array | None = None  # int32[dimensions or 1, T]: rotary positions; None: `positions`
+    turned: Array | None = None  # rotary positions, int32[dimensions or 1, T]; None: `positions`
 
 
 @flax.struct.dataclass
@@ -285,7 +281,7 @@ def forward_with_aux(
 
 def embed(spec: Spec, params: Params[Array], tokens: Int[Array, " T"], context: Context) -> Float[Array, "T D"]:
     with named_scope("embedding"):
-        dtype = params.top["final_norm" if spec.final_norm else "embed_norm"].dtype  # norms are never quantized
+        dtype = params.top["final_norm" if spec.final_norm else "embed_norm"].dtype  # never quantized
         x = look_up(params.top["embed"], tokens, spec.vocab_size, dtype, context.layout)
         if spec.embed_scale != 1.0:
             x = x * jnp.asarray(spec.embed_scale, x.dtype)  # rounded as in training
@@ -320,7 +316,7 @@ def run_layers(
 ) -> Float[Array, "T D"]:
     """Run the layers from `start` to before `stop`.
 
-    They are unrolled: a scan over stacked weights is 2.4 to 3.8 times slower on a CPU and copies weights on a GPU.
+    Unrolled: a scan over stacked weights is 2.4 to 3.8 times slower on a CPU and copies weights on a GPU.
     """
     turns = rotations(spec, context)
     mlp_norm = "attn_norm" if spec.residual == "parallel, one norm" else "mlp_norm"
@@ -408,7 +404,7 @@ def scaled(x: Array, factor: float) -> Array:
 
 
 def norm(spec: Spec, weights: Arrays, name: str, x: Array) -> Array:
-    if name not in weights:  # the Spec has no such norm
+    if name not in weights:
         return x
     return layers.norm(x, weights[name], weights.get(f"{name}_bias"), spec.norm, spec.norm_eps)
 
@@ -453,7 +449,7 @@ def _attend(
 
 def _qk_norm(spec: Spec, weights: Arrays, q: Array, k: Array, layout: Layout) -> tuple[Array, Array]:
     powers: tuple[Array | None, Array | None] = (None, None)
-    if spec.qk_norm == "all heads":  # equally many on every shard (copied key heads too), so means can be averaged
+    if spec.qk_norm == "all heads":  # equally many on every shard, so means can be averaged
         squares = jnp.stack([jnp.mean(jnp.square(heads.astype(jnp.float32)), axis=(1, 2)) for heads in (q, k)])
         both = layout.mean(squares, "heads")  # [2, T]
         powers = (both[0, :, None, None], both[1, :, None, None])
@@ -514,7 +510,7 @@ def _run_mlp(spec: Spec, weights: Arrays, x: Array, linear: Callable[..., Array]
 
 
 def _row_parallel(x: Array, weights: Arrays, name: str, linear: Callable[..., Array], layout: Layout) -> Array:
-    # Summed in the activations' type, half the bytes of float32.
+    # In the activations' type: half the bytes of float32.
     total = layout.total(linear(name, x, weights[name]).astype(x.dtype), _SUMMED[name])
     bias = weights.get(f"{name}_bias")
     return total if bias is None else total + bias

@@ -1,7 +1,4 @@
-"""Arithmetic of a decoder layer: products, norms, rotations.
-
-Norms and rotations compute in float32 and return the input's type; products accumulate in float32.
-"""
+"""Products, norms and rotations of a decoder layer; products accumulate in float32, the others compute in it."""
 
 from __future__ import annotations
 
@@ -44,10 +41,7 @@ def lookup(table: Array | Quantized[Array], rows: Array, dtype: DTypeLike) -> Ar
 
 @partial(jax.jit, static_argnames=("kind", "eps"))
 def norm(x: Array, scale: Array, bias: Array | None, kind: NormKind, eps: float, power: Array | None = None) -> Array:
-    """Apply RMS norm (Zhang & Sennrich 2019) or layer norm (Ba et al. 2016) over the last axis.
-
-    `power` replaces the mean square.
-    """
+    """Apply RMS norm (Zhang & Sennrich 2019) or layer norm (Ba et al. 2016); `power` replaces the mean square."""
     wide = x.astype(jnp.float32)
     if kind == "layer":
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
@@ -89,7 +83,7 @@ def _band(frequencies: np.ndarray, scaling: BandScaling) -> np.ndarray:
 
 
 def _yarn(frequencies: np.ndarray, scaling: YarnScaling, theta: float) -> np.ndarray:
-    # github.com/jquesnelle/yarn, LlamaYaRNScaledRotaryEmbedding: a ramp linear in the coordinate.
+    # github.com/jquesnelle/yarn, LlamaYaRNScaledRotaryEmbedding.
     pairs = len(frequencies)
 
     def coordinate(turns: float) -> float:
@@ -123,7 +117,7 @@ def relative_bias(table: Array, length: int, buckets: int, distance: int) -> Arr
 
 
 def causal_bias(table: Array, buckets: int, distance: int) -> Array:
-    """Return relative position biases [H, distance + 1] of keys before the query, from `table` [buckets, H]."""
+    """Return relative position biases [H, distance + 1] of keys before the query."""
     return table[_buckets(np.arange(distance + 1), buckets, distance)].T
 
 

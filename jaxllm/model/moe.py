@@ -1,10 +1,8 @@
 """Mixture of experts on one shard: weights, routing, and products.
 
-Every shard holds a slice of every expert, or with expert parallelism whole experts and computes their terms for all
-tokens. No token is dropped.
+Every shard holds a slice of every expert, or with expert parallelism whole experts. No token is dropped.
 
-Letters: E experts (after routing: on this shard), F an expert's width on this shard, n experts per token, N = T · n
-assignments.
+E experts (after routing: on this shard), F an expert's width on this shard, n experts per token, N = T · n assignments.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ Arrays = dict[str, Any]  # Arrays or Quantized by name
 # Maximal assignments per product; more would save few weight reads and add padding.
 _TILE = 128
 
-# Tokens up to which a GPU multiplies all with every expert: below about 200 the product is bound by reading weights.
+# Up to which a GPU multiplies all with every expert: below about 200 the product is bound by reading weights.
 _DENSE_TOKENS = 256
 
 
@@ -74,7 +72,7 @@ def declare(spec: Spec, experts: Experts) -> dict[str, Weight]:
 
 @partial(jax.jit, static_argnames=("spec", "experts", "layout"))
 def mix(spec: Spec, experts: Experts, weights: Arrays, x: Array, layout: Layout) -> Array:
-    """Return this shard's term of the experts' output for `x` [T, D]: float32 [T, D], to be summed over shards."""
+    """Return this shard's term of the experts' output, float32 [T, D], to be summed over shards."""
     chosen, gates = route(experts, weights, x)
     routed = {name: weight for name, weight in weights.items() if name.startswith("expert_")}
     if is_divided := layout.shards("experts") > 1:
@@ -134,7 +132,7 @@ def route(experts: Experts, weights: Arrays, x: Array) -> tuple[Array, Array]:
 
 
 def _on_shard(chosen: Array, count: int, layout: Layout) -> Array:
-    """Convert experts to numbers on this shard, which has `count`; `count` for those of other shards."""
+    """Convert experts to numbers on this shard, `count` for those of other shards."""
     own = chosen - layout.index("experts") * count
     return jnp.where((own >= 0) & (own < count), own, count)
 
@@ -250,12 +248,12 @@ def by_all(spec: Spec, experts: Experts, weights: Arrays, x: Array, chosen: Arra
 
 def _by_size(spec: Spec, experts: Experts, weights: Arrays, x: Array, chosen: Array, gates: Array) -> Array:
     count = _count(weights)
-    # A gathered expert is read, written and read again: worthwhile for up to a third of the experts.
+    # Gathering reads an expert twice and writes it: worthwhile for up to a third of the experts.
     if 3 * chosen.size <= count:
         return by_gathering(spec, experts, weights, x, chosen, gates)
     if len(x) <= _DENSE_TOKENS:
         return by_all(spec, experts, weights, x, chosen, gates)
-    # One shard could have all assignments, so a loop for the worst case would be X times the average.
+    # One shard could have all assignments: a loop for the worst case would be X times the average.
     return by_tiles(spec, experts, weights, x, chosen, gates, skips=count < experts.count)
 
 

@@ -1,4 +1,4 @@
-"""Declarations of weights: shape, sharding, and the checkpoint tensors they consist of."""
+"""Declarations of weights: shape, sharding, and checkpoint tensors."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ class Part:
 class Scheme:
     """A quantization scheme.
 
-    `group` columns of a row share a scale; None: all columns on a device. `rounds_rows`: activations are rounded to 8
-    bits too.
+    `group` columns of a row share a scale; None: all columns on a device. `rounds_rows`: activations have 8 bits too.
     """
 
     kind: Kind = "int8"
@@ -71,7 +70,7 @@ class Weight:
 
     @property
     def one(self) -> tuple[int, ...]:
-        """Return the shape without the expert axis."""
+        """The shape without the expert axis."""
         return self.shape if self.stack is None else self.shape[1:]
 
     @property

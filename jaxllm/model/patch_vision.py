@@ -2,9 +2,7 @@
 
 A token is a square of merged patches. Some layers attend within square windows of tokens: patches are in the order of
 windows, and each block of them attends to itself and both neighbors, where the rest of its windows is. The last patches
-of a program are padding, in no window.
-
-Letters: N patches, D width of the tower, H heads, C head size, E width of the decoder.
+are padding, in no window. N patches, D width of the tower, E width of the decoder.
 """
 
 from __future__ import annotations
@@ -45,17 +43,17 @@ class PatchVisionSpec:
     num_heads: int
     num_layers: int
     ffn_width: int
-    out_width: int  # of the decoder
+    out_width: int
     norm: NormKind
     norm_eps: float
     activation: Activation
-    is_gated: bool  # feed-forwards
+    is_gated: bool
     patch_bias: bool
-    theta: float = 10000.0  # of rotary positions
-    window: int = 0  # tokens of a window's side; 0: every layer attends to the whole image
+    theta: float = 10000.0
+    window: int = 0  # tokens of a window's side; 0: the whole image
     full_layers: tuple[int, ...] = ()
     positions: int = 0  # side of the grid of learned positions; 0: none
-    deep_layers: tuple[int, ...] = ()  # layers after which further embeddings are taken (DeepStack)
+    deep_layers: tuple[int, ...] = ()  # after which further embeddings are taken (DeepStack)
 
     @property
     def row_width(self) -> int:
@@ -63,18 +61,14 @@ class PatchVisionSpec:
 
     @property
     def merged(self) -> int:
-        """Return the patches of a token."""
         return self.merge**2
 
     @property
     def block(self) -> int:
-        """Return the patches of a whole window."""
         return self.window**2 * self.merged
 
     def sizes(self, most: int) -> tuple[int, ...]:
-        """Return sizes that double from `SMALLEST`, two per doubling from 256 to 2,048; multiples of it and of a
-        window.
-        """
+        """Return multiples of `SMALLEST` and of a window, doubling, with two per doubling from 256 to 2,048."""
         found, size, unit = set(), SMALLEST, math.lcm(SMALLEST, max(1, self.window**2))
         while size < most:
             found |= {size, size + size // 2} if 256 <= size < 2048 else {size}
@@ -207,7 +201,6 @@ def _layer(
     turn: tuple[Array, Array],
     windows: Array,
 ) -> Array:
-    """Run a layer, traced once for all of a kind."""
     qkv = linear(weights, "qkv", _normed(spec, weights, "attn_norm", x))
     q, k, v = jnp.moveaxis(qkv.reshape(len(x), 3, spec.num_heads, -1), 1, 0)  # [N, H, C] each
     q, k = rotate(q, *turn, False), rotate(k, *turn, False)

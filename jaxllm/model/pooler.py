@@ -45,8 +45,8 @@ class Pooler:
     layers: tuple[Dense, ...] = ()
     labels: tuple[str, ...] = ()
     activation: Literal["softmax", "sigmoid", "none"] = "none"  # of a classifier, on the host
-    normalize: bool = True  # default for requests, on the host
-    dimensions: tuple[int, ...] | None = None  # lengths to which embeddings may be cut; (): any; None: not
+    normalize: bool = True  # default for requests
+    dimensions: tuple[int, ...] | None = None  # see `Head.dimensions`
 
     def size(self, width: int) -> int:
         return self.layers[-1].size if self.layers else width

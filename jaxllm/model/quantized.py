@@ -1,4 +1,4 @@
-"""A matrix of quantized numbers with scales: description, and quantization on devices."""
+"""Matrices of quantized numbers with scales."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _VALUES: dict[Kind, Any] = {
 class Quantized(Generic[Leaf]):
     """A quantized matrix [out, in] for `pallas_kernels.linear`: values [out, in], or [out, in / 2] with two per byte.
 
-    `scales` [G, out] for G groups of columns (G devices, if each has one). `zeros` [G, out], optional, are subtracted
-    before scaling. Experts add a leading axis E.
+    `scales` [G, out] for G groups of columns (G devices, if each has one). `zeros` [G, out] are subtracted before
+    scaling. Experts add a leading axis E.
     """
 
     values: Leaf
@@ -76,7 +76,7 @@ def describe(weight: Weight, layout: Layout, dtype: DTypeLike) -> Any:
 
 
 def turned(axes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Exchange the last two axes, as a matrix's scales do."""
+    """Exchange the last two axes."""
     return (*axes[:-2], axes[-1], axes[-2])
 
 
@@ -136,7 +136,7 @@ def _quantizer(scheme: Scheme, axes: tuple[str | None, ...], layout: Layout) -> 
 
 
 def floats(weight: Any, dtype: Any) -> Array:
-    """Dequantize a `Quantized`, or a stack of them, to `dtype`; return arrays unchanged."""
+    """Dequantize a `Quantized`, or a stack of them; return arrays unchanged."""
     if not isinstance(weight, Quantized):
         return weight
     one = partial(dequantized, kind=weight.scheme.kind, dtype=dtype)

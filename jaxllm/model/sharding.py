@@ -20,8 +20,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Axis = str | tuple[str, ...] | None  # of a mesh, or several, the first the slowest
 PIPELINE = "pp"
 
-# Megatron's division (Shoeybi et al. 2019): heads, feed-forward and vocabulary are split. Expert parallelism divides
-# "experts"; otherwise each expert's width is split.
+# Megatron's division (Shoeybi et al. 2019). Expert parallelism divides "experts", otherwise each expert's width is
+# split.
 RULES: Mapping[str, Axis] = {
     **dict.fromkeys(("heads", "kv_heads", "feed_forward", "vocab"), "tp"),
     "experts": None,
@@ -177,8 +177,8 @@ def make_layout(
 ) -> Layout:
     """Return a layout that divides axes over the first devices; raise UserError if too few exist.
 
-    With a `division` each stage has `tensor_parallel_size` adjacent devices, and the vocabulary is divided among all
-    devices, so that none idles while logits are computed.
+    With a `division` each stage has adjacent devices, and the vocabulary is divided among all devices, so that none
+    idles while logits are computed.
     """
     bounds = division.bounds
     count = tensor_parallel_size * max(1, len(bounds) - 1)

@@ -1,8 +1,8 @@
 """Pipeline stages: each has some of the layers, on other devices (`Layout.division`).
 
 The arrays of layers with the same place in their stages are stacked along their first axis, which the mesh axis
-`PIPELINE` divides, so each device sees the arrays of a model with fewer layers, `of_one`. Later stages may have fewer
-layers, and zeros in places without one.
+`PIPELINE` divides, so each device sees the arrays of a model with fewer layers, `of_one`. Places without a layer have
+zeros.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from jaxllm.model.spec import Spec
 def divide(spec: Spec, count: int) -> Division:
     """Divide the layers among `count` stages; raise UserError if that is impossible.
 
-    All devices run the same program, so layers with the same place in their stages have the same kind: window,
-    rotation, experts. Layers that repeat are divided in whole periods. First layers that differ from the others, such
-    as DeepSeek's without experts, have places that only the first stage fills.
+    All devices run the same program, so layers with the same place have the same kind: window, rotation, experts.
+    Layers that repeat are divided in whole periods. First layers that differ, such as DeepSeek's without experts, have
+    places that only the first stage fills.
     """
     if count == 1:
         return NO_STAGES
     experts = spec.experts.layers if spec.experts else (False,) * spec.num_layers
     kinds = [*zip(spec.windows, spec.ropes, experts, strict=True)]
-    for leading in range(1 + spec.num_layers // (count + 1)):  # no more than a stage has others
+    for leading in range(1 + spec.num_layers // (count + 1)):
         others = kinds[leading:]
         period = _period(others)
         units = -(-len(others) // period)
@@ -101,9 +101,8 @@ def describe(layers: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
 
 
 def join(layers: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
-    """Join the arrays of layers, each on the devices of its stage, without copying them.
-
-    Those on other processes' devices are descriptions.
+    """Join the arrays of layers, each on the devices of its stage, without copying. Other processes' are
+    descriptions.
     """
     if not layout.bounds:
         return tuple(layers)
@@ -120,7 +119,7 @@ def each_layer(places: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
 
 
 def on_others(array: Array | None, here: Layout) -> dict[Any, Array]:
-    """Return an array's pieces by device, without those of one stage's devices; {} without an array."""
+    """Return an array's pieces by device, without those of one stage's devices."""
     if array is None:
         return {}
     own = set(here.devices)

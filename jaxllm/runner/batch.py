@@ -3,8 +3,7 @@
 A *decode* step has one token per row, already on the device. A *ragged* step is a flat run of tokens: decode rows, then
 prompt chunks, cut into tiles for attention except in deterministic mode.
 
-Letters: T flat tokens, R rows, Y tiles, U block-table entries, S slots, P tokens per block, F numbers of a sampling
-row.
+Y tiles, U block-table entries, F numbers of a sampling row.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import numpy as np
 
 from jaxllm.scheduler.state import Plan
 
-# int32 numbers: Triton kernels need the address of a field to be a multiple of 16 bytes.
+# int32 numbers: Triton needs addresses that are multiples of 16 bytes.
 ALIGNMENT = 32
 TILE = 32  # queries of a sequence that attend together
 MASK_COLUMNS = ("row_slot", "row_position", "samples", "is_masked")  # before the words of the mask
@@ -34,12 +33,12 @@ class Shape:
     tiles: int  # Y, 0 if tokens attend one by one; of an encoder: bins
     entries: int  # U
     sampling_fields: int  # F; 0 in a decode program
-    bin_tokens: int = 0  # of an encoder, see encoder_batch.py
-    adapters: int = 0  # most distinct ones
-    # K: drafts per row, to verify and to make. If set, every token is sampled, and row fields have an entry per token.
+    bin_tokens: int = 0
+    adapters: int = 0
+    # K per row, to verify and to make. If set, every token is sampled, and row fields have an entry per token.
     drafts: int = 0
-    media: int = 0  # rows of images' embeddings
-    axes: int = 0  # dimensions of rotary positions, if these are not places in the sequence; 1 in a decode program
+    media: int = 0  # rows of embeddings
+    axes: int = 0  # of rotary positions, if these are not places in the sequence; 1 in a decode program
 
     @property
     def sampled(self) -> int:
@@ -63,7 +62,7 @@ class Extent(NamedTuple):
 
     tokens: int
     rows: int
-    tiles: int  # of prompt chunks; 0: a decode step
+    tiles: int  # 0: a decode step
     adapters: int = 0
     proposes: bool = False
 
@@ -71,9 +70,9 @@ class Extent(NamedTuple):
 def decode_shapes(num_slots: int, smallest: int = 1, platform: str = "cpu") -> list[Shape]:
     """Return the decode programs: 1, 2, 4, 8, 12, 16, 24, 32 rows, then four sizes per doubling, up to all slots.
 
-    On a GPU 2, 16 and 64, then two per doubling: padding costs 1 % of all decode steps, 8 % of the worst (H100). All
-    tables are the coarsest with less than 12 % of padding (benchmarks/padding.py; DECISIONS, "Programs have flat tokens
-    and a coarse table of sizes").
+    On a GPU 2, 16 and 64, then two per doubling, where padding costs 1 % of decode steps (H100). All tables are the
+    coarsest with less than 12 % of padding (benchmarks/padding.py; DECISIONS, "Programs have flat tokens and a coarse
+    table of sizes").
     """
     if platform == "cpu":
         sizes = _sizes(1, num_slots, {1: 1, 8: 2, 32: 4})
@@ -127,7 +126,7 @@ def ragged_shapes(
 
 
 def uniform_shape(max_tokens: int, num_slots: int, block_size: int, sampling_fields: int, drafts: int = 0) -> Shape:
-    """Return the ragged program of deterministic mode, which holds every plan and has no tiles.
+    """Return the only ragged program of deterministic mode, without tiles.
 
     A product's bits depend on its number of rows, tiled attention's on the start of chunks.
     """
@@ -153,7 +152,7 @@ def coarser(shapes: Sequence[Shape], factor: int = 2) -> list[Shape]:
 
 
 def _sizes(first: int, last: int, parts: Mapping[int, int]) -> list[int]:
-    """Return sizes from `first` to `last`, with `parts[start]` sizes per doubling from each `start` on."""
+    """Return sizes up to `last`, with `parts[start]` sizes per doubling from each `start` on."""
     sizes, size = set(), first
     while size < last:
         count = parts[max((start for start in parts if start <= size), default=0)] if size >= min(parts) else 1
@@ -250,8 +249,8 @@ def pack(
     """Pack a plan as int32[buffer_size(shape)]; padding has slot S, which is dropped.
 
     `chunks`: token ids of the rows after the decode rows; `sampling`: int32[S, F]; `adapters`: int32[R], numbers in the
-    program, or `shape.adapters`; `media`: int32[tokens of the plan], rows of images' embeddings, or `shape.media`;
-    `turned`: int32[axes, tokens of the plan], rotary positions, by default places in the sequence.
+    program, or `shape.adapters`; `media`: int32[tokens of the plan], rows of embeddings, or `shape.media`; `turned`:
+    int32[axes, tokens of the plan], rotary positions, by default places in the sequence.
     """
     buffer = np.zeros(buffer_size(shape), np.int32)
     view = views(buffer, fields(shape))
@@ -309,7 +308,6 @@ def pack(
 
 
 def token_places(plan: Plan) -> np.ndarray:
-    """Return the index of each token of a plan in its sequence."""
     first_tokens = np.cumsum(plan.lengths) - plan.lengths
     return np.arange(plan.num_tokens) + np.repeat(plan.starts - first_tokens, plan.lengths)
 
@@ -340,7 +338,7 @@ class SamplePositions(NamedTuple):
     positions: np.ndarray  # int[·]: the last possible if drafts are not yet counted
     samples: np.ndarray  # bool[·]
     offsets: np.ndarray | None = None  # int[·]: in the row; -1: not sampled
-    drafts: np.ndarray | None = None  # int[·]: of the row
+    drafts: np.ndarray | None = None  # int[·]
 
 
 def places(plan: Plan, of_tokens: bool) -> SamplePositions:

@@ -1,8 +1,8 @@
 """Table of compiled programs, and the threads that compile them.
 
 An engine serves once its *covering* programs are compiled, which can run any plan: forward and sampling of the largest
-decode and the largest ragged step, with the widest sampling. On a CPU others are compiled in the background on demand;
-on a GPU first, because loading one disturbs the others. In deterministic mode two programs run every plan.
+decode and ragged step. On a CPU others are compiled in the background on demand; on a GPU first, because loading one
+disturbs the others.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _log = logging.getLogger(__name__)
 VARIANTS = tuple(Variant)
 PAUSE = 14  # while steps run, seconds of rest per second of tracing
 IDLE_SECONDS = 0.1  # without a step, before tracing
-_MOST_TRIES = 2  # background compilations per program
-RETRY_SECONDS = 30.0  # before a retry, after running out of threads, memory or file descriptors
-NOTE_SECONDS = 10.0  # between log lines while a start waits
-EXIT_SECONDS = 2.0  # wait at exit for a compilation before printing a line
+_MOST_TRIES = 2  # in the background, per program
+RETRY_SECONDS = 30.0  # after running out of threads, memory or file descriptors
+NOTE_SECONDS = 10.0  # between log lines
+EXIT_SECONDS = 2.0  # before a line says that the process waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,6 @@ class Key:
 
     @property
     def name(self) -> str:
-        """The program's name in a trace, without `jit_`."""
         if self.part == "sample" and self.variant is not None:
             return f"sample_{self.shape.rows}_{self.variant.value}"
         name = program_name(self.shape, self.variant, self.part)
@@ -86,16 +85,14 @@ class ProgramTable:
     def __init__(
         self, covering: Sequence[Key], all_keys: Iterable[Key], lower: Callable[[Key], Any], metrics: Metrics
     ) -> None:
-        """Take the `covering` programs, which `begin` compiles before the first request; others are compiled on
-        demand.
-        """
+        """Take the `covering` programs, which `begin` compiles first; others are compiled on demand."""
         self.covering = list(covering)
         self.rest = sorted((key for key in dict.fromkeys(all_keys) if key not in self.covering), key=_urgency)
-        self.kept: KeptPrograms | None = None  # set before `begin` to load programs
+        self.kept: KeptPrograms | None = None
         self.platform = "cpu"
         self._lower = lower
         self._tracing = threading.Lock()
-        self._traced_for = self._compiled_until = 0.0  # seconds of the last tracing; end of the last compilation
+        self._traced_for = self._compiled_until = 0.0
         self._last_step = 0.0
         self._is_closed = threading.Event()
         self._metrics = metrics
@@ -152,10 +149,9 @@ class ProgramTable:
             self.begin([key for key in self.rest if kept.has(key.name, key)], num_threads)
 
     def begin(self, keys: Sequence[Key], num_threads: int) -> None:
-        """Start to compile `keys`; `wait` finishes it."""
         if not self._threads:
             # Creates weakref's exit hook before `_join`, to run after it: it frees JAX's traced constants, after which
-            # tracing fails with a KeyError.
+            # tracing fails.
             weakref.finalize(self, self._is_closed.set)
             # A thread in XLA aborts the process at exit. Weak, so that the engine can be collected.
             atexit.register(_join, weakref.WeakMethod(self.join))
@@ -167,10 +163,11 @@ class ProgramTable:
             self._start(in_background=False)
 
     def follow(self, num_threads: int, only_when_idle: bool = False) -> None:
-        """Compile queued programs in `num_threads` background threads from now on.
+        """Compile queued programs in `num_threads` background threads from now on; if `only_when_idle`, while no step
+        runs.
 
         On demand only: each takes 20 to 90 MiB of host memory for a deep model (DECISIONS, "Three programs exist before
-        the first request"). `only_when_idle`: one by one while no step runs.
+        the first request").
         """
         self._max_followers = num_threads
         self._only_when_idle = only_when_idle
@@ -227,7 +224,7 @@ class ProgramTable:
         return self._is_closed.is_set() or not threading.main_thread().is_alive()
 
     def _start(self, in_background: bool) -> None:
-        with self._lock:  # so that `join` sees the thread
+        with self._lock:  # for `join`
             thread = start_thread(lambda: self._work(in_background), "jaxllm-compile")
             self._threads = [*(other for other in self._threads if other.is_alive()), thread]
 
@@ -302,8 +299,8 @@ class ProgramTable:
         return not self._is_over
 
     def _trace(self, key: Key, in_background: bool) -> Any:
-        """Trace a program; return None after `close`. Background tracing rests first, because it holds the GIL."""
-        with self._tracing:  # tracing in parallel gains nothing
+        """Trace a program; return None after `close`. In the background rest first: tracing holds the GIL."""
+        with self._tracing:  # parallel tracing gains nothing
             if in_background:
                 rested = math.inf if self._only_when_idle else self._compiled_until + PAUSE * self._traced_for
                 if not self._rest(rested):
@@ -330,14 +327,14 @@ class Programs(ProgramTable):
         drafts: bool = False,
         coarse_factor: int = 2,
     ) -> None:
-        """List the programs. Without `decode` shapes ragged programs run every plan. `variants` apply to one-program
-        steps.
+        """List the programs. Without `decode` shapes ragged programs run every plan.
 
-        `verifying` shapes verify or make drafts. Rare variants have decode sizes of powers of `coarse_factor`.
+        `variants` are those of one-program steps; `verifying` shapes verify or make drafts. Rare variants have decode
+        sizes of powers of `coarse_factor`.
         """
         widest = VARIANTS[-1]
-        # The widest sampling, two-part steps and adapters are rare and get fewer sizes; except verifying shapes, which
-        # sample every token, for 4 of the 9 ms of a step of the 0.5B shape.
+        # Rare: the widest sampling, two-part steps and adapters. Not verifying shapes, whose sampling takes 4 of the 9
+        # ms of a step of the 0.5B shape.
         ragged, decode, verifying = (
             with_adapters(shapes, max_adapters, not variants) for shapes in (ragged, decode, verifying)
         )
@@ -355,7 +352,7 @@ class Programs(ProgramTable):
         largest += [(Key(shape, widest),) for shape in verifying[-1:]]
         covering = dict.fromkeys(key for way in largest for key in way)
         super().__init__(list(covering), (key for way in ways for key in way), lower, metrics)
-        # The variant's index is stored: its lookup took half the time of `choose`.
+        # The variant's lookup took half the time of `choose`.
         self._by_cost = {
             is_decode: [
                 (VARIANTS.index(way[-1].variant), way)
@@ -388,7 +385,7 @@ def _join(join: weakref.WeakMethod[Callable[..., bool]]) -> None:
 
 
 def with_adapters(shapes: Sequence[Shape], most: int, only_most: bool) -> list[Shape]:
-    """Add shapes with 1, 2, 4, … `most` distinct adapters, the largest last; give all shapes `most` if `only_most`."""
+    """Add shapes with 1, 2, 4, … `most` adapters, the largest last; give all shapes `most` if `only_most`."""
     if only_most or not most or not shapes:
         return [replace(shape, adapters=most) for shape in shapes]
     counts = [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]

@@ -31,8 +31,8 @@ from jaxllm.errors import UserError
 MAGIC = b"jaxllmKV"
 LAYOUT = "kv1"  # of folders, headers and rows
 PAGE = 4096  # bytes; a file takes whole pages
-LOCK_SECONDS = 1.0  # a write that waits longer for another engine's is dropped
-TRIMMED = 0.9  # share of the bound that a trim leaves, so that trims are rare
+LOCK_SECONDS = 1.0  # a write that waits longer is dropped
+TRIMMED = 0.9  # share of the bound that a trim leaves
 _HEADER = struct.Struct("<8s16s32sBQ16s")  # magic, fingerprint, digest, group, bytes of the content, checksum
 _USED = struct.Struct("<q")
 _FOLDER = re.compile(r"kv1-[0-9a-f]{32}")
@@ -91,9 +91,8 @@ class DiskStore:
         return self.folder / name[:2] / f"{name}.{group}"
 
     def write(self, group: int, digest: bytes, parts: Sequence[np.ndarray]) -> bool:
-        """Write a block of byte arrays unless it exists; return whether it does now. Raises OSError, as on a full disk.
-
-        A kill leaves the file complete or absent.
+        """Write a block, whole even if killed, unless it exists; return whether it does now. Raises OSError, as on a
+        full disk.
         """
         size = sum(part.nbytes for part in parts)
         needed = _on_disk(size)
@@ -127,10 +126,7 @@ class DiskStore:
         return True
 
     def read(self, group: int, digest: bytes, size: int) -> np.ndarray | None:
-        """Return the content of a block, uint8[size]; None if it is missing. Raises OSError.
-
-        A file with other content is removed.
-        """
+        """Return a block, uint8[size]; None if it is missing, or damaged and removed. Raises OSError."""
         path = self.path(group, digest)
         try:
             with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb", buffering=0) as file:
@@ -181,7 +177,7 @@ class DiskStore:
 
     @contextmanager
     def locked(self) -> Iterator[bool]:
-        """Hold the lock; yield False after `LOCK_SECONDS` without it. The end of a process releases its lock."""
+        """Hold the lock, which the end of a process releases; yield False after `LOCK_SECONDS` without it."""
         deadline = time.monotonic() + (0.0 if self._is_stuck else LOCK_SECONDS)
         while True:
             try:
@@ -211,9 +207,8 @@ class DiskStore:
         os.pwrite(self._lock, _USED.pack(used), 0)
 
     def _trim(self, most_bytes: int) -> int:
-        """Remove other files, then least recently used blocks until `most_bytes` are left; return the bytes left.
-
-        For the holder of the lock.
+        """Remove other files, then least recently used blocks beyond `most_bytes`; return the bytes left. Holds the
+        lock.
         """
         with suppress(OSError):
             (self.root / "unfinished").unlink()

@@ -14,7 +14,7 @@ from jaxllm.setup.model_setup import Setup
 
 
 class EncoderWeights:
-    """Reads and holds weights besides the decoder's."""
+    """Reads and holds the weights."""
 
     def __init__(self, setup: Setup, declared: Params[Weight], tensors: Family) -> None:
         self._setup = setup

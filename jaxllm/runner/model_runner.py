@@ -1,4 +1,4 @@
-"""The runner owns the device's data: weights, the donated state, and the programs that compute the next state."""
+"""The device's data: weights, the donated state, and the programs that compute the next state."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class StepInFlight(NamedTuple):
     width: int  # of the results, at the start of a flat `joined`
     scores: Sequence[
         tuple[Sequence[Scored], jax.Array | np.ndarray]
-    ]  # each batch of positions has one kind: whole rows, or single log-probabilities
+    ]  # each batch has one kind: whole rows, or single log-probabilities
 
     def result(self) -> StepOutput:
         """Wait for the step's result; raise its failure on the device, as every later step does."""
@@ -98,9 +98,7 @@ class StepInFlight(NamedTuple):
 class PendingResult(Protocol):
     """A dispatched step, sampling included."""
 
-    def result(self) -> StepOutput:
-        """See `StepInFlight.result`."""
-        ...
+    def result(self) -> StepOutput: ...
 
 
 class HeldStep(NamedTuple):
@@ -131,7 +129,7 @@ class Runner(Residence):
         needs_weights: bool = True,
         phases: Phases | None = None,
     ) -> None:
-        """Load the weights, unless not needed (`jaxllm compile`), and compile, adding the times to `phases`."""
+        """Load the weights, unless not needed, and compile, adding the times to `phases`."""
         phases = Phases() if phases is None else phases
         self.setup = setup
         self.metrics = metrics
@@ -262,7 +260,6 @@ class Runner(Residence):
 
     @property
     def block_source(self) -> BlockSource | None:
-        """Blocks that can be fetched into the host's tier."""
         return self._disk
 
     def _open_disk(self) -> DiskTier | None:
@@ -296,7 +293,7 @@ class Runner(Residence):
 
     @property
     def _keeps_batch(self) -> bool:
-        """CUDA graphs need a fixed address."""
+        """Whether the state stores batches: CUDA graphs need a fixed address."""
         return self.setup.platform == "gpu"
 
     @property
@@ -331,7 +328,7 @@ class Runner(Residence):
         return host_tier.read_blocks(program, tuple(self._state[at] for at in own), blocks)
 
     def row_layouts(self) -> list[RowLayout]:
-        """Return the content of a block of each group."""
+        """Return the layout of a block of each group."""
         shapes = self._state_shapes
         leaves, own = jax.tree.leaves(shapes), leaves_by_group(self.setup.stage_spec, self.geometry, shapes.kv)
         groups = host_tier.leaves_of(self.setup.stage_spec, self.geometry, shapes)
@@ -552,7 +549,7 @@ class Runner(Residence):
             self._digest,
             setup.layout.devices,
         )
-        # JAX's cache has another folder: programs from it cannot be serialized again.
+        # Programs from JAX's cache cannot be serialized again.
         use_compilation_cache(self._config.cache_dir() / ("small" if self._kept.is_on else ""))
         text = describe_memory(plan, setup)
         differs = aot_manifest.difference(setup.prepared, describe_programs(self._config, setup, plan))
@@ -607,8 +604,7 @@ class Runner(Residence):
             return Programs([], uniform, self._lower, self.metrics, (), **further)
         is_quantized = self._config.quantization is not None or setup.family.stored is not None
         is_narrow = setup.dtype != jnp.float32 or is_quantized
-        # XLA's CPU back end converts all 8 and 16-bit weights for a product of one row. On a GPU it makes two kernels
-        # of the norm of one row: 13.6 kernels a layer of the 0.5B shape, else 11.8.
+        # For one row XLA's CPU back end converts all 8 and 16-bit weights, and on a GPU a norm is two kernels.
         on_cpu = setup.platform == "cpu"
         smallest = 1 if on_cpu and not is_narrow else 2
         decode = self._with_axes(batch.decode_shapes(geometry.num_slots, smallest, setup.platform), 1)
@@ -631,7 +627,7 @@ class Runner(Residence):
         return [replace(shape, axes=count) for shape in shapes] if self.setup.spec.has_axes else shapes
 
     def _finish_programs(self, free: int | None, progress: bool) -> None:
-        """Wait for the covering programs; if they need more memory than estimated, compile them for fewer blocks."""
+        """Wait for the covering programs; compile them for fewer blocks if they need more memory than estimated."""
         while True:
             self._allocate_program = self._kept.make(
                 "allocate", self._state_shapes, partial(device_state.lower_allocation, self._state_shapes)

@@ -1,8 +1,7 @@
-"""A step of a pooling model as a traced function: layers over whole prompts or chunks, then one vector per prompt.
+"""A traced step of a pooling model: layers over whole prompts or chunks, then one vector per prompt.
 
-Causal models use KV blocks as in generation; models with bidirectional attention have no cache (encoder_batch.py).
-
-Letters: T flat tokens, R rows, S slots, D width, W numbers of a result, L tokens of a bin, H heads on one shard.
+Models with bidirectional attention have no cache (encoder_batch.py). W numbers of a result, L tokens of a bin, H heads
+on one shard.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ from jaxllm.setup import kv_cache
 from jaxllm.setup.kv_cache import Geometry, KvLayer, Leaf
 from pallas_kernels.kv_cache.xla import rotate
 
-# Queries of a bin that attend at once, so that their scores fit in a processor's cache. 2,048 tokens in bins of 512 (12
-# heads of 32) take 30 ms of processor time, and 58 with all queries at once (two Zen 5 cores; torch 31).
+# Queries of a bin that attend at once, so that their scores fit in a processor's cache: 2,048 tokens in bins of 512
+# take 30 ms, with all queries at once 58 (two Zen 5 cores).
 _PIECE = 128
 _LOWEST = -1e30  # below every score and finite, see pallas_kernels/attention/xla.py
 
 
 @struct.dataclass
 class PoolState(Generic[Leaf]):
-    """Arrays that a step of a pooling model reads and replaces; empty for whole prompts."""
+    """Arrays that a step replaces; empty for whole prompts."""
 
     kv: tuple[KvLayer[Leaf], ...] = ()
     tables: Leaf | None = None  # int32[S, M]
-    sums: Leaf | None = None  # float32[S, D]: sums of hidden states over a prompt's earlier chunks, for mean pooling
+    sums: Leaf | None = None  # float32[S, D]: of hidden states of a prompt's earlier chunks, for mean pooling
 
 
 def abstract(
@@ -108,7 +107,7 @@ def _pool_chunks(
         else:
             is_own = slots[None] == row_slot[:, None]  # [R, T]
             ends = field["row_position"] + 1
-            is_first = ends == jnp.sum(is_own, axis=1)  # the prompt's first chunk
+            is_first = ends == jnp.sum(is_own, axis=1)
             before = jnp.where(is_first[:, None], 0, sums.at[row_slot].get(mode="clip"))
             total = before + _sums(is_own, hidden)
             sums = sums.at[row_slot].set(total, mode="drop")

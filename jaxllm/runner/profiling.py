@@ -25,7 +25,7 @@ class Profile:
         """Begin a trace; raises UserError if one is running."""
         if num_steps < 1:
             raise UserError(f"num_steps must be at least 1, got {num_steps}.", "num_steps")
-        self.path: Path | None = None  # set when finished
+        self.path: Path | None = None
         self._folder = Path(folder).expanduser()
         self._steps_left = num_steps
         options = jax.profiler.ProfileOptions()

@@ -1,6 +1,6 @@
 """The adapters on the devices: separate arrays, passed to a step as arguments.
 
-Adding or removing one compiles nothing and changes no array of a step in flight. Letters: R rows of a plan.
+Adding or removing one compiles nothing and changes no array of a step in flight.
 """
 
 from __future__ import annotations

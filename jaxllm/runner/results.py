@@ -14,7 +14,7 @@ from jaxllm.sampling.sampler import Sampled, Variant
 from jaxllm.sampling_params import MAX_REPORTED_TOKENS
 from jaxllm.scheduler.state import Plan
 
-MOST_LOGPROBS = 20  # per step; more are scored from whole rows (scoring.py)
+MOST_LOGPROBS = 20  # more are scored from whole rows (scoring.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Scored:
     sequence_id: int
     position: int
     index: int  # of the previous token in the step
-    token: int  # 0 if not yet sampled
+    token: int
     is_whole: bool
 
 
@@ -84,7 +84,7 @@ def num_logprobs(max_logprobs: int, vocab_size: int) -> int:
 
 
 def read_verified(joined: np.ndarray, plan: Plan, num_logprobs: int) -> StepOutput:
-    """Split the results of a program that verifies drafts, by token."""
+    """Split the results of a program that verifies drafts."""
     joined, (counts, drafted) = joined[:, :-2], joined[:, -2:].T
     result = read(joined, plan.num_tokens, num_logprobs)
     if not plan.num_drafts:  # a chunk samples after its last token

@@ -1,7 +1,6 @@
-"""The encoder of an encoder-decoder model: programs that write a source's keys and values into blocks before a step.
+"""Programs that write a source's encoded keys and values into blocks of the decoder's cache before a step.
 
-A program computes the encoder's layers, then the keys and values of each layer's cross-attention, written into the
-decoder's cache. Letters: L tokens of a program, S slots, Ms blocks of the longest source.
+L tokens of a program, Ms blocks of the longest source.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from jaxllm.runner.step_model import Leaves, StepModel, products_of
 from jaxllm.setup.kv_cache import KvLayer
 from jaxllm.setup.model_setup import Setup, declare_encoder, describe_encoder
 
-PLACED = 16  # slots per call of the program that stores their sources' blocks
+PLACED = 16  # slots per call of `place`
 SHORTEST = 32  # tokens
 
 
@@ -53,7 +52,7 @@ class SourceInputs(NamedTuple):
 
 
 class SourceEncoder(EncoderWeights):
-    """Encodes sources into the state's cache. Its blocks are those of scheduler/sources.py."""
+    """Encodes sources into the state's cache; blocks are those of scheduler/sources.py."""
 
     def __init__(self, setup: Setup) -> None:
         assert setup.encoder is not None
@@ -62,7 +61,7 @@ class SourceEncoder(EncoderWeights):
         self.max_tokens = setup.max_source
         # A source of more than a step's tokens would delay other requests.
         self.budget = max(setup.max_num_batched_tokens, self.max_tokens)
-        self._programs: dict[int, Any] = {}  # by tokens, ascending
+        self._programs: dict[int, Any] = {}  # ascending
         self._place: Any = None
 
     def compile(self, make: Callable[..., Any], model: StepModel) -> None:
@@ -164,7 +163,6 @@ class SourceEncoder(EncoderWeights):
         encoded: jax.Array,
         blocks: jax.Array,
     ) -> KvLayer[Any]:
-        """Write a layer's keys and values of the encoder's output."""
         model = self._model
         with named_scope(f"layer_{layer:02}/cross"):
             heads = decoder.cross_heads(model.spec, params.layers[layer], encoded, model.layout)

@@ -1,4 +1,4 @@
-"""A step's inputs from the host, and the same in the layout of a program."""
+"""A step's inputs from the host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxllm.scheduler.state import Plan
 
 @dataclass(slots=True)
 class StepInput:
-    """A plan and its arrays. Letters: R rows of the plan, S slots, F numbers of a sampling row."""
+    """A plan and its arrays. F numbers of a sampling row."""
 
     plan: Plan
     sampling: np.ndarray  # int32[S, F]
@@ -25,7 +25,7 @@ class StepInput:
     variant: Variant = Variant.FULL
     is_held: bool = False  # sampled later, by `Runner.sample`
     tokens: list[tuple[int, int, int]] = field(default_factory=list)  # slot, position, token; written before the step
-    extras: list[tuple[int, np.ndarray]] = field(default_factory=list)  # slot, packed `sampler.Extras`; before the step
+    extras: list[tuple[int, np.ndarray]] = field(default_factory=list)  # slot, packed `sampler.Extras`
     side: dict[str, Any] = field(default_factory=dict)
 
 
@@ -34,12 +34,12 @@ class PackedStep:
     """The programs and host arrays of a step, for each process of an engine."""
 
     plan: Plan
-    way: ProgramKeys  # keys of the program, or of a held step's two halves
-    buffer: np.ndarray  # int32[·], see batch.py
+    way: ProgramKeys  # of the program, or of a held step's two halves
+    buffer: np.ndarray
     table: np.ndarray  # int32[·, 3]: block-table entries written before the step
-    tokens: np.ndarray | None  # int32[·, 3] of slot, position, token; written before the step
+    tokens: np.ndarray | None  # int32[·, 3] of slot, position, token
     extras: Sequence[tuple[int, np.ndarray]]
     adapters: tuple[int, ...]  # in argument order
     scored: Sequence[Any]
-    encodes: Sequence[tuple[Prepared, np.ndarray]] = ()  # images, and the rows of their tokens; encoded before the step
+    encodes: Sequence[tuple[Prepared, np.ndarray]] = ()  # images, and the rows of their tokens
     sources: SourceInputs | None = None

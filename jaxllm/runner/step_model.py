@@ -33,12 +33,12 @@ class StepModel:
     processors: Sequence[Processor]
     layout: Layout
     params: Params[jax.ShapeDtypeStruct]
-    state: Any  # description of a DeviceState or PoolState
+    state: Any  # describes a DeviceState or PoolState
     kernels: Mapping[str, Choice]
-    head: Head | None = None  # of a pooling model
+    head: Head | None = None
     adapters: RowWeights | None = None
     drafting: Drafting | None = None
-    encoder: Spec | None = None  # programs are kept by these fields
+    encoder: Spec | None = None  # in the key of kept programs
 
 
 @contextmanager

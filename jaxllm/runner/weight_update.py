@@ -23,9 +23,7 @@ Holes = list[jax.Array | None]  # the leaves of the parameters; None: no array y
 
 
 class WeightUpdate:
-    """The state of one update. `take` returns the current leaves, which the runner gives up, before the first is
-    replaced.
-    """
+    """One update. `take` returns the current leaves, which the runner gives up, before the first is replaced."""
 
     def __init__(
         self, config: EngineConfig, setup: Setup, described: Params[jax.ShapeDtypeStruct], take: Callable[[], Holes]
@@ -44,17 +42,16 @@ class WeightUpdate:
             for layer, own in [(None, numbered.top), *layers]
             for name, leaf in own.items()
         }
-        self._pending: dict[str, GivenTensor] = {}  # tensors of incomplete weights
+        self._pending: dict[str, GivenTensor] = {}  # of incomplete weights
         self._given: set[str] = set()
         self._leaves: Holes | None = None
-        self.folder: Path | None = None  # of all weights
+        self.folder: Path | None = None
 
     @property
     def has_begun(self) -> bool:
         return self._leaves is not None
 
     def missing(self, further: Mapping[str, Any] | None = None) -> list[str]:
-        """Return the names of tensors that were not given, nor are in `further`."""
         return self._expected.missing(self._given | (further or {}).keys())
 
     def check(self, arrays: Mapping[str, Any]) -> dict[str, GivenTensor]:
@@ -62,7 +59,7 @@ class WeightUpdate:
         return self._expected.check(arrays)
 
     def write(self, tensors: Mapping[str, GivenTensor]) -> None:
-        """Replace each weight with complete tensors; other tensors are copied, and wait."""
+        """Replace each weight with complete tensors; copy other tensors, which wait."""
         pending = {**self._pending, **tensors}
         self.folder = None
         for key, names in self._expected.names.items():
